@@ -1,0 +1,1 @@
+"""What swarm-node peers say to each other: records, limits and errors. No torch, no I/O in the core."""

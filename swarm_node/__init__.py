@@ -1,0 +1,1 @@
+"""swarm-node: one command makes any machine a peer that improves its own language model by reinforcement learning."""

@@ -1,0 +1,22 @@
+"""What this package raises on purpose.
+
+    SwarmNodeError
+    ├── UserError          bad input or environment; the command line prints it as one line and exits 2
+    └── SnapshotError      a snapshot that is torn or foreign; resuming falls back to an older one
+
+Whatever a *peer* does wrong is `protocol.errors.RemoteProtocolError` and never ends a run.
+"""
+
+from __future__ import annotations
+
+
+class SwarmNodeError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class UserError(SwarmNodeError):
+    """Something only the user can mend; the message says what to do next."""
+
+
+class SnapshotError(SwarmNodeError):
+    """A snapshot that cannot be used; the message says why."""

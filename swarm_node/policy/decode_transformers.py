@@ -1,0 +1,69 @@
+"""The fallback decode engine: transformers' own `generate`, for architectures the native one does not serve.
+
+Temperature, nucleus cut and the draw itself happen in one logits processor of ours, so that both engines make the
+same samples from the same uniform numbers and record the same log-probabilities.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from swarm_node.policy.sampling import sample
+from swarm_node.types import Sampling
+
+
+class _Draw(LogitsProcessor):
+    """Draws the token and leaves `generate` no choice: every other score becomes -inf."""
+
+    def __init__(self, uniform: Tensor, sampling: Sampling) -> None:
+        self.uniform, self.sampling = uniform, sampling
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        token, logprob = sample(scores, self.uniform[:, len(self.logprobs)], self.sampling)
+        self.logprobs.append(logprob)
+        return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    n: int,
+    sampling: Sampling,
+    uniform: Tensor,
+    eos: Tensor,
+    pad_id: int,
+) -> list[tuple[list[int], list[float], bool]]:
+    """Same contract as `decode.Decoder.generate`."""
+    device = next(model.parameters()).device
+    longest = max(len(p) for p in prompts)
+    ids = torch.full((len(prompts) * n, longest), pad_id)
+    mask = torch.zeros_like(ids)
+    for row in range(len(prompts) * n):
+        prompt = prompts[row // n]
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    draw = _Draw(uniform.to(device), sampling)
+    out = model.generate(
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        logits_processor=LogitsProcessorList([draw]),
+        max_new_tokens=sampling.max_new_tokens,
+        do_sample=False,
+        repetition_penalty=1.0,  # what the model's own generation config asks for must not bend the distribution
+        no_repeat_ngram_size=0,
+        eos_token_id=eos.tolist(),
+        pad_token_id=pad_id,
+    )
+    tokens = out[:, longest:].tolist()
+    logprobs = torch.stack(draw.logprobs, 1).tolist()
+    ends = set(eos.tolist())
+    samples = []
+    for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
+        end = next((i + 1 for i, t in enumerate(row_tokens) if t in ends), None)
+        length = len(row_tokens) if end is None else end
+        samples.append((row_tokens[:length], row_logprobs[:length], end is not None))
+    return samples

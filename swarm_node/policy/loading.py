@@ -1,0 +1,283 @@
+"""Load a policy: model, tokenizer, adapter, device and dtype, and which fast paths it may take.
+
+Every fast path (native decoding, packed rows, head apart from the backbone) is tried once on a few random tokens and
+taken only if it gives the model's own numbers. So an architecture nobody thought of is slow, never wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from swarm_node.config import PolicyConfig, RolloutsConfig
+from swarm_node.errors import UserError
+from swarm_node.policy import decode
+from swarm_node.policy.policy import Policy, base_digest
+
+LORA_ABOVE = 100_000_000
+"""Parameters above which an adapter is trained unless told otherwise."""
+ONE_THREAD_BELOW = 2_000_000
+"""Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_policy(
+    config: PolicyConfig, rollouts: RolloutsConfig, report: Callable[[str], None] = print
+) -> Policy:
+    """Load the policy that `config` names and say what was chosen through `report`.
+
+    UserError if the model cannot be found or read, or is not a causal language model in safetensors.
+    """
+    path = starter_path() if config.model == "starter" else config.model
+    adapter = _adapter_base(path)
+    base_path = adapter or path
+    tokenizer = _load(AutoTokenizer, path, config, adapter is None)
+    model_config = _load(AutoConfig, base_path, config, adapter is None)
+    size = _num_parameters(model_config)
+    lora = adapter is not None or (size > LORA_ABOVE if config.lora is None else config.lora)
+    if config.lora is False and adapter is not None:
+        raise UserError(f"{path} is a LoRA adapter: it cannot be trained with --no-lora; merge it first")
+    device = _device(config.device)
+    if config.threads or size < ONE_THREAD_BELOW:
+        torch.set_num_threads(config.threads or 1)
+    dtype, why = _dtype(config.dtype, device, lora, model_config)
+    model = _load(
+        AutoModelForCausalLM,
+        base_path,
+        config,
+        adapter is None,
+        dtype=dtype,
+        use_safetensors=True,
+    )
+    if lora:
+        model = _with_adapter(model, path if adapter else None, config)
+    model.to(device)
+
+    policy = Policy(model, tokenizer, config, report)
+    policy.model.eval()
+    _choose_paths(policy, rollouts)
+    policy.model.train()
+    trained = f"LoRA rank {config.lora_rank}, {policy.num_parameters(trainable=True):,} trained" if lora else "all trained"
+    report(f"policy {config.model}: {policy.num_parameters():,} parameters ({trained})")
+    report(f"device {_device_name(device)}, {str(dtype).removeprefix('torch.')} ({why})")
+    report(
+        f"decoding with the {'native engine' if policy.native else 'transformers engine (slower)'}, "
+        f"{'packed' if policy.packing else 'plain'} rows in updates"
+        + ("" if policy.split_head else ", full logits (this architecture alters its logits after the head)")
+    )
+    if not tokenizer.chat_template:
+        report(f"no chat template in this tokenizer: prompts are {config.prompt_template!r} (policy.prompt_template)")
+    return policy
+
+
+def starter_path() -> str:
+    """Where the starter policy that ships with this package lies."""
+    return str(resources.files("swarm_node.policy") / "starter")
+
+
+# --------------------------------------------------------------------- files
+
+
+def _load(factory: type, path: str, config: PolicyConfig, use_revision: bool, **options: object) -> object:
+    """`from_pretrained` with everything dangerous off and its errors in one line."""
+    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
+    if looks_local:
+        path = str(Path(path).expanduser())
+        if not Path(path).is_dir():
+            raise UserError(f"no model at {path}: --model takes a directory in Hugging Face layout or a hub id")
+    revision = {"revision": config.revision} if config.revision and use_revision else {}
+    try:
+        return factory.from_pretrained(path, trust_remote_code=False, **revision, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as exc:
+        if isinstance(exc, RuntimeError) and "CUDA" in str(exc):
+            raise
+        detail = " ".join(str(exc).split())[:300]
+        raise UserError(f"cannot load {factory.__name__.removeprefix('Auto')} from {path}: {detail}") from exc
+
+
+def _adapter_base(path: str) -> str | None:
+    """Base model of a local LoRA adapter directory; `None` if `path` is not one."""
+    file = Path(path).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        return None
+    try:
+        return str(json.loads(file.read_text())["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise UserError(f"{file} does not name its base model") from exc
+
+
+def _with_adapter(model: PreTrainedModel, adapter: str | None, config: PolicyConfig) -> PeftModel:
+    """A trainable LoRA adapter: the saved one, or a new one whose start depends on the base model alone."""
+    if adapter is not None:
+        return PeftModel.from_pretrained(model, str(Path(adapter).expanduser()), is_trainable=True)
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=config.lora_targets,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(int(base_digest(model)[:15], 16))
+        try:
+            return get_peft_model(model, lora)
+        except ValueError as exc:
+            raise UserError(f"policy.lora_targets {config.lora_targets!r} does not fit this model: {exc}") from exc
+
+
+# --------------------------------------------------------------------- device and dtype
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as exc:
+        raise UserError(f"device {name!r} is not usable here: {str(exc).splitlines()[0]}") from exc
+    return device
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    threads = torch.get_num_threads()
+    return f"cpu ({threads} thread{'s' if threads > 1 else ''})" if device.type == "cpu" else device.type
+
+
+def _dtype(
+    name: str, device: torch.device, lora: bool, model_config: object
+) -> tuple[torch.dtype, str]:
+    """The dtype of the weights and why it was chosen."""
+    if name != "auto":
+        return _DTYPES[name], "as asked"
+    if not lora:
+        return torch.float32, "full training: bfloat16 weights would lose small updates"
+    if device.type == "cuda":
+        good = torch.cuda.is_bf16_supported()
+        return (torch.bfloat16, "this GPU has it") if good else (torch.float32, "no bfloat16 on this GPU")
+    if device.type == "mps":
+        return torch.float32, "the safe choice on mps"
+    ratio = bf16_slowdown(model_config.get_text_config().hidden_size)
+    if ratio < 0.9:
+        return torch.bfloat16, f"measured {1 / ratio:.1f}x faster than float32 here"
+    return torch.float32, f"bfloat16 measured {ratio:.1f}x slower here"
+
+
+def bf16_slowdown(hidden: int, seconds: float = 2.0) -> float:
+    """Time of a bfloat16 layer over that of a float32 one on this CPU, [256, hidden] x [hidden, 4 hidden]."""
+    times = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.randn(256, hidden, dtype=dtype), torch.randn(4 * hidden, hidden, dtype=dtype)
+        torch.nn.functional.linear(x, w)
+        best, end = float("inf"), time.monotonic() + seconds / 2
+        while time.monotonic() < end:
+            start = time.perf_counter()
+            torch.nn.functional.linear(x, w)
+            best = min(best, time.perf_counter() - start)
+        times[dtype] = best
+    return times[torch.bfloat16] / times[torch.float32]
+
+
+def _num_parameters(config: object) -> int:
+    """Parameters of the model a config describes, without allocating it."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ValueError as exc:
+        raise UserError(f"not a causal language model: {' '.join(str(exc).split())[:200]}") from exc
+    return sum(p.numel() for p in model.parameters())
+
+
+# --------------------------------------------------------------------- fast paths
+
+
+def _choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
+    """Set `native`, `packing` and `split_head` from comparisons with the model's own forward pass."""
+    longest = min(rollouts.max_prompt_tokens + rollouts.max_new_tokens, policy.max_positions)
+    window = getattr(policy.base.config, "sliding_window", None)
+    windowed = bool(window) and getattr(policy.base.config, "use_sliding_window", True) and window < longest
+    rng = torch.Generator().manual_seed(0)
+    vocabulary = policy.base.config.get_text_config().vocab_size
+    prompt, one, two = (torch.randint(vocabulary, (k,), generator=rng).tolist() for k in (7, 3, 5))
+    with torch.no_grad():
+        rows = [_logits(policy, prompt + tail) for tail in (one, two)]
+        policy.split_head = _same(_head_of_backbone(policy, prompt + one), rows[0])
+        policy.packing = not windowed and policy.split_head and _packed_agrees(policy, prompt, one, two, rows)
+        wanted = rollouts.engine != "transformers"
+        if wanted and not windowed and policy.base.config.model_type in decode.SUPPORTED:
+            policy.native = _native_agrees(policy, prompt, one, two, rows)
+    if rollouts.engine == "native" and not policy.native:
+        raise UserError(
+            f"rollouts.engine = native, but it does not serve {policy.base.config.model_type!r} here; use auto"
+        )
+
+
+def _logits(policy: Policy, ids: list[int]) -> Tensor:
+    """The model's own logits [T, V]."""
+    return policy.model(input_ids=torch.tensor([ids], device=policy.device)).logits[0]
+
+
+def _head_of_backbone(policy: Policy, ids: list[int], **options: Tensor) -> Tensor:
+    """Logits [T, V] as head(backbone(ids))."""
+    ids_tensor = torch.tensor([ids], device=policy.device)
+    hidden = policy.base.get_decoder()(input_ids=ids_tensor, use_cache=False, **options).last_hidden_state[0]
+    return policy.base.get_output_embeddings()(hidden)
+
+
+def _packed_agrees(
+    policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]
+) -> bool:
+    """Whether one row [prompt, one, two] with a block mask gives the logits of the two rows apart."""
+    p, a, b = len(prompt), len(one), len(two)
+    mask = torch.ones(p + a + b, p + a + b, dtype=torch.bool).tril()
+    mask[p + a :, p : p + a] = False
+    positions = torch.tensor([[*range(p + a), *range(p, p + b)]], device=policy.device)
+    try:
+        packed = _head_of_backbone(
+            policy, prompt + one + two, attention_mask=mask[None, None].to(policy.device), position_ids=positions
+        )
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as exc:
+        policy.report(f"packed rows do not suit this architecture ({type(exc).__name__}): plain rows")
+        return False
+    return _same(packed[: p + a], rows[0]) and _same(packed[p + a :], rows[1][p:])
+
+
+def _native_agrees(
+    policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]
+) -> bool:
+    """Whether the native engine, fed with given tokens, gives the model's own next-token logits."""
+    prompts = [prompt, prompt + two[:2]]
+    own_rows = [rows[0], _logits(policy, prompts[1] + one)]
+    try:
+        grid = decode.Grid(decode.Decoder(policy.model), prompts, 2, len(one))
+        ours = [grid.prefill(prompts).repeat_interleave(2, 0)]
+        for step, token in enumerate(one):
+            ours.append(grid.forward(torch.full((4,), token, device=policy.device), step))
+    except (RuntimeError, ValueError, TypeError, AttributeError) as exc:
+        policy.report(f"the native engine does not suit this model ({type(exc).__name__}: {exc})")
+        return False
+    logits = torch.stack(ours, 1)  # [4, 1 + len(one), V]
+    return all(
+        _same(logits[2 * i + j], own[len(p) - 1 :])
+        for i, (p, own) in enumerate(zip(prompts, own_rows, strict=True))
+        for j in range(2)
+    )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal up to rounding in the dtype they were computed in."""
+    tolerance = 1e-3 if b.dtype == torch.float32 else 6e-2
+    return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-3))

@@ -1,0 +1,207 @@
+"""A node's own language model: text in, samples out, weights that can be trained, saved and compared.
+
+`loading.load_policy` makes one; `grpo.Trainer` updates it and counts `version` up.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from swarm_node.config import PolicyConfig
+from swarm_node.errors import SnapshotError, UserError
+from swarm_node.policy import decode_transformers
+from swarm_node.policy.decode import Decoder
+from swarm_node.policy.memory import is_out_of_memory
+from swarm_node.policy.sampling import uniforms
+from swarm_node.types import Rollout, Sampling
+
+
+class Policy:
+    """The model, its tokenizer and what was found out about them.
+
+    `packing`, `split_head` and `native` say which fast paths reproduce this model's own numbers (measured at load).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        config: PolicyConfig,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config
+        self.report = report
+        self.version = 0
+        self.packing = False
+        self.split_head = False
+        self.native = False
+        self.is_lora = hasattr(model, "peft_config")
+        self.base_digest = base_digest(self.base)
+        self._reference: nn.Module | None = None
+        self._prompts_per_batch = 2**16
+        self._eos = _eos_ids(self.base, tokenizer)
+        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self._eos[0]
+
+    # ----------------------------------------------------------------- what it is
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The Hugging Face model under the adapter, if there is one."""
+        return self.model.get_base_model() if self.is_lora else self.model
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.get_input_embeddings().weight.dtype
+
+    @property
+    def max_positions(self) -> int:
+        return getattr(self.base.config, "max_position_embeddings", None) or 2**31
+
+    def num_parameters(self, trainable: bool = False) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad or not trainable)
+
+    # ----------------------------------------------------------------- text
+
+    def encode(self, question: str) -> list[int]:
+        """Prompt ids of a question: the tokenizer's chat template if it has one, else `prompt_template`."""
+        if self.tokenizer.chat_template:
+            text = self._chat(question)
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(self.config.prompt_template.replace("{question}", question))["input_ids"]
+
+    def _chat(self, question: str) -> str:
+        system, user = self.config.system_prompt, {"role": "user", "content": question}
+        messages = [{"role": "system", "content": system}, user] if system else [user]
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as exc:  # templates are programs and raise what they like at a role they do not know
+            if not system:
+                raise UserError(f"the chat template of {self.config.model} fails: {exc}") from exc
+            joined = {"role": "user", "content": f"{system}\n\n{question}"}
+            return self.tokenizer.apply_chat_template([joined], tokenize=False, add_generation_prompt=True)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of a completion, without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    # ----------------------------------------------------------------- samples
+
+    def generate(
+        self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]
+    ) -> list[list[Rollout]]:
+        """Sample `n` completions of each prompt; `seeds` (one a prompt) decide them, whatever else is in the batch."""
+        was_training = self.model.training
+        self.model.eval()
+        decoder = Decoder(self.model) if self.native else None
+        groups: list[list[Rollout]] = []
+        start = 0
+        while start < len(prompts):
+            stop = start + self._prompts_per_batch
+            try:
+                groups += self._generate(decoder, prompts[start:stop], n, sampling, seeds[start:stop])
+            except (RuntimeError, MemoryError) as exc:
+                if not is_out_of_memory(exc):
+                    raise
+                self._prompts_per_batch = min(self._prompts_per_batch, len(prompts[start:stop])) // 2
+                if self._prompts_per_batch == 0:
+                    raise UserError(
+                        "not enough memory to sample one group: lower rollouts.group_size or max_new_tokens"
+                    ) from exc
+                self.report(f"out of memory while sampling: now {self._prompts_per_batch} prompts at a time")
+            else:
+                start = stop
+        self.model.train(was_training)
+        return groups
+
+    def _generate(
+        self, decoder: Decoder | None, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]
+    ) -> list[list[Rollout]]:
+        uniform = uniforms(seeds, n, sampling.max_new_tokens)
+        eos = torch.tensor(self._eos)
+        if decoder is not None:
+            samples = decoder.generate(prompts, n, sampling, uniform, eos)
+        else:
+            samples = decode_transformers.generate(
+                self.model, prompts, n, sampling, uniform, eos, self.pad_id
+            )
+        rollouts = [Rollout(ids, logprobs, done, text=self.decode(ids)) for ids, logprobs, done in samples]
+        return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+
+    # ----------------------------------------------------------------- weights
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        """Trainable tensors by name (the live ones: clone before changing)."""
+        return {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def load_trainable_state(self, state: dict[str, Tensor]) -> None:
+        """Copy `state` into the weights; SnapshotError, with nothing changed, if names or shapes differ."""
+        mine = self.trainable_state()
+        if mine.keys() != state.keys() or any(mine[k].shape != state[k].shape for k in mine):
+            raise SnapshotError("its tensors do not have the names and shapes of this policy")
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+
+    def keep_reference(self) -> None:
+        """Remember the present weights for `reference` (an adapter needs no copy: switched off, it is the base)."""
+        if not self.is_lora:
+            self._reference = copy.deepcopy(self.model).requires_grad_(False).eval()
+
+    @contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """The policy before training, for the KL term: the adapter off, or the copy of `keep_reference`."""
+        if self.is_lora:
+            with self.model.disable_adapter():
+                yield self.model
+        else:
+            assert self._reference is not None, "keep_reference() was not called"
+            yield self._reference
+
+    def save(self, out: Path) -> None:
+        """Write Hugging Face layout: `from_pretrained` (or PEFT, for an adapter) loads it."""
+        self.model.save_pretrained(out)
+        self.tokenizer.save_pretrained(out)
+
+
+def base_digest(model: nn.Module) -> str:
+    """Fingerprint of a model: names, shapes and a few hundred values of every tensor (no adapters).
+
+    Values are rounded to bfloat16 first, so that loading in float32 or bfloat16 makes no difference. Cheap enough for
+    every start; it tells models apart, it does not authenticate them.
+    """
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        name = name.replace(".base_layer", "")
+        sample = p.detach().flatten()[:: max(1, p.numel() // 256)]
+        digest.update(f"{name} {tuple(p.shape)}".encode())
+        digest.update(sample.bfloat16().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """All ids that end a completion: those of the generation config and the tokenizer's own."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise UserError("this model has no end-of-sequence token; set one in its tokenizer")
+    return sorted(ids)

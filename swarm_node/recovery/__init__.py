@@ -1,0 +1,1 @@
+"""Getting back to where one was: snapshots of the whole training state."""

@@ -1,0 +1,106 @@
+"""Sample and score the groups of one round.
+
+    draw tasks -> encode (skip what is too long) -> sample G completions each -> score -> groups
+         ^                                                                         |
+         +------------- dynamic sampling: replace groups without signal <----------+
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarm_node.config import RolloutsConfig
+from swarm_node.policy.policy import Policy
+from swarm_node.types import Group, Sampling, Score, Task
+
+DrawTasks = Callable[[int], list[Task]]
+ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
+
+
+@dataclass
+class Collected:
+    """What a round's sampling gave."""
+
+    groups: list[Group] = field(default_factory=list)
+    """All groups sampled, those without a learning signal included."""
+    kept: list[Group] = field(default_factory=list)
+    """What goes on to training; differs from `groups` only under dynamic sampling."""
+    too_long: int = 0
+    """Tasks skipped because their prompt is longer than `max_prompt_tokens` or the model's positions."""
+    seconds: float = 0.0
+    """Time spent generating (not scoring)."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(r.token_ids) for g in self.groups for r in g.rollouts)
+
+
+def collect(
+    policy: Policy, draw: DrawTasks, score: ScoreCompletions, config: RolloutsConfig, seed: str
+) -> Collected:
+    """Sample `config.groups` groups with `policy`; with `refill` > 1, up to that many times as many, until
+    `groups` of them carry a signal (DAPO's dynamic sampling, arXiv 2503.14476, with a cap).
+
+    `draw(n)` gives n tasks; `seed` names this round's randomness: the same seed, tasks and weights give the same
+    groups.
+    """
+    collected = Collected()
+    budget = round(config.groups * config.refill)
+    live: list[Group] = []
+    while budget > 0 and len(live) < config.groups:
+        tasks = draw(min(budget, config.groups if not collected.groups else config.groups - len(live)))
+        budget -= len(tasks)
+        for group in _sample(policy, tasks, config, seed, collected):
+            _judge(group, policy, score)
+            collected.groups.append(group)
+            if has_signal(group):
+                live.append(group)
+        if config.refill == 1.0:
+            break
+    dead = [g for g in collected.groups if not has_signal(g)]
+    collected.kept = collected.groups if config.refill == 1.0 else (live + dead)[: config.groups]
+    return collected
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the rewards within the group differ: without that every advantage is zero."""
+    return len({r.reward for r in group.rollouts}) > 1
+
+
+def _sample(
+    policy: Policy, tasks: list[Task], config: RolloutsConfig, seed: str, collected: Collected
+) -> list[Group]:
+    longest = min(config.max_prompt_tokens, policy.max_positions - config.max_new_tokens)
+    encoded = [(task, policy.encode(task.question)) for task in tasks]
+    fitting = [(task, prompt) for task, prompt in encoded if len(prompt) <= longest]
+    collected.too_long += len(encoded) - len(fitting)
+    if not fitting:
+        return []
+    first = len(collected.groups)
+    seeds = [_seed(f"{seed}/{first + slot}") for slot in range(len(fitting))]
+    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)
+    start = time.perf_counter()
+    samples = policy.generate([prompt for _, prompt in fitting], config.group_size, sampling, seeds)
+    collected.seconds += time.perf_counter() - start
+    return [
+        Group(task, prompt, rollouts, policy.version)
+        for (task, prompt), rollouts in zip(fitting, samples, strict=True)
+    ]
+
+
+def _judge(group: Group, policy: Policy, score: ScoreCompletions) -> None:
+    """Score the rollouts of a group in place."""
+    n = len(group.rollouts)
+    prompt = policy.tokenizer.decode(group.prompt_ids, skip_special_tokens=False)
+    scores = score([group.task] * n, [prompt] * n, [r.text for r in group.rollouts])
+    for rollout, verdict in zip(group.rollouts, scores, strict=True):
+        rollout.extracted, rollout.rewards = verdict.extracted, verdict.rewards
+        rollout.reward, rollout.correct = verdict.reward, verdict.correct
+
+
+def _seed(name: str) -> int:
+    """A 63-bit seed from a name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1

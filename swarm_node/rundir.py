@@ -1,0 +1,124 @@
+"""The directory a run lives in, held by one process at a time.
+
+    runs/<name>/
+        config.toml      the resolved configuration
+        metrics.jsonl    one line per round
+        events.jsonl     what happened, in sentences
+        snapshots/       resume state
+        export/          weights for others to load
+        plots/           pictures
+        lock             process id of the holder
+
+Loads no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import UserError
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
+CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP}
+
+
+class RunDir:
+    """Where everything of a run is. Making one touches no disk: readers need no lock, the run itself `open`s it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.snapshots = self.path / "snapshots"
+        self.export = self.path / "export"
+        self.plots = self.path / "plots"
+        self._lock: int | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was ever started here."""
+        return self.config.is_file()
+
+    @classmethod
+    def open(cls, path: str | Path, create: bool = True) -> RunDir:
+        """The run directory at `path`, locked for this process until `close` or the process ends.
+
+        Raises UserError if another process holds it, if it cannot be written, or, unless `create`, if no run is there.
+        """
+        run = cls(path)
+        if not create and not run.exists:
+            raise UserError(f"no run in {run.path}: start one with `swarm-node local --run-dir {run.path}`")
+        with os_errors_explained(run.path):
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._take_lock()
+        try:
+            with os_errors_explained(run.path):
+                for folder in (run.snapshots, run.export, run.plots):
+                    folder.mkdir(exist_ok=True)
+                    if not os.access(folder, os.W_OK | os.X_OK):
+                        raise PermissionError(errno.EACCES, "not writable", str(folder))
+        except UserError:
+            run.close()
+            raise
+        return run
+
+    def _take_lock(self) -> None:
+        """The kernel drops the lock with the process, however it dies, so a leftover file never stands in the way."""
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock, 0)
+            os.write(lock, f"{os.getpid()}\n".encode())
+        except BlockingIOError as error:
+            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise UserError(
+                f"{self.path} is in use by process {holder}: stop it, or choose another --run-dir"
+            ) from error
+        except OSError:
+            os.close(lock)
+            raise
+        self._lock = lock
+
+    def close(self) -> None:
+        """Let go of the lock; its file stays (removing it would race with the next holder)."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+@contextmanager
+def os_errors_explained(path: Path) -> Iterator[None]:
+    """Turn an OSError from working on `path` into a UserError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(explain(error, path)) from error
+
+
+def explain(error: OSError, path: Path) -> str:
+    """One sentence on what is wrong with `path` and what to do about it."""
+    where = error.filename or path
+    if error.errno in FULL:
+        return f"disk full: cannot write {where}; free some space, or choose another --run-dir"
+    if error.errno in FORBIDDEN:
+        return f"no permission to write {where}; change its owner or mode, or choose another --run-dir"
+    if error.errno in NOT_A_DIRECTORY:
+        return f"{where} is not a directory; choose another --run-dir"
+    if error.errno in CANNOT_LOCK:
+        return f"the file system of {where} cannot lock files; choose a --run-dir on a local disk"
+    return f"cannot write {where}: {error.strerror or error}; mend that, or choose another --run-dir"

@@ -1,0 +1,82 @@
+"""The records that flow from room to room: task -> group -> step.
+
+Plain data, no behaviour, no torch: any part may import this module, and it imports only `protocol`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from protocol.messages import TaskName
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One question, together with what its own checker needs to judge an answer."""
+
+    name: TaskName
+    """Regenerates this very task on any machine."""
+    label: str
+    """Short name of its environment for people: metrics and tables group by it."""
+    question: str
+    """The bare question, before chat template or prompt template."""
+    answer: str | None
+    """Reference answer; `None` when only reward functions judge."""
+    metadata: dict[str, Any] = {}
+    """What the checker needs besides (local only, never sent)."""
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """The distribution that completions are drawn from."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+class Rollout(msgspec.Struct):
+    """One sampled answer."""
+
+    token_ids: list[int]
+    """Completion tokens; the end-of-sequence token is included if and only if `finished`."""
+    logprobs: list[float]
+    """Log-probability of each token under the distribution it was really drawn from (temperature, top-p)."""
+    finished: bool
+    """Ended by itself, rather than cut off at the length limit."""
+    text: str = ""
+    """Decoded completion without special tokens."""
+    extracted: str | None = None
+    """The part of `text` that was judged."""
+    rewards: dict[str, float | None] = {}
+    """Reward by function name; `None` = this function does not judge this answer."""
+    reward: float = 0.0
+    """Weighted sum of `rewards`: what training maximises."""
+    correct: bool = False
+    """The task's own checker gave full marks (pass@k counts this, whatever the reward functions say)."""
+
+
+class Group(msgspec.Struct):
+    """Sibling rollouts of one task."""
+
+    task: Task
+    prompt_ids: list[int]
+    """Encoded prompt, shared by all rollouts."""
+    rollouts: list[Rollout]
+    policy_version: int = 0
+    """Optimiser updates behind the policy that sampled it."""
+    peer: str | None = None
+    """Who sampled it; `None` = this node."""
+
+
+class Score(msgspec.Struct, frozen=True):
+    """What a scorer says of one completion."""
+
+    extracted: str | None
+    """The answer found in the text; `None` if there was none to judge."""
+    rewards: dict[str, float | None]
+    """Reward by function name; `None` = not scored by that function."""
+    reward: float
+    """Weighted sum of the scored ones; 0.0 if none was."""
+    correct: bool
+    """Full marks from the task's own checker."""

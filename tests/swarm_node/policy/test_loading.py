@@ -1,0 +1,181 @@
+"""Loading from Hugging Face layout: what is chosen, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm_node.config import PolicyConfig, RolloutsConfig
+from swarm_node.errors import SnapshotError, UserError
+from swarm_node.policy.loading import bf16_slowdown, load_policy
+from swarm_node.types import Sampling
+from tests.swarm_node.policy.models import save
+
+# native, packing, split_head
+PATHS = {
+    "llama": (True, True, True),
+    "llama_bias": (True, True, True),
+    "qwen2": (True, True, True),
+    "qwen3": (True, True, True),
+    "mistral": (True, True, True),
+    "mistral_window": (False, False, True),
+    "gpt_neox": (False, True, True),
+    "gemma2": (False, False, False),
+}
+
+
+def load(path, rollouts=None, **options):
+    said = []
+    policy = load_policy(
+        PolicyConfig(model=str(path), **options), rollouts or RolloutsConfig(max_new_tokens=8), said.append
+    )
+    return policy, "\n".join(said)
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_fast_paths_are_taken_only_where_they_are_right(kind, tmp_path):
+    policy, said = load(save(kind, tmp_path))
+    assert (policy.native, policy.packing, policy.split_head) == PATHS[kind], said
+    assert ("native engine" in said) == policy.native
+    groups = policy.generate([[5, 6, 7], [8]], 2, Sampling(8), [1, 2])
+    assert [len(g) for g in groups] == [2, 2]
+    for rollout in (r for g in groups for r in g):
+        logits = policy.model(
+            input_ids=torch.tensor([[*([5, 6, 7] if rollout in groups[0] else [8]), *rollout.token_ids]])
+        ).logits[0]
+        start = 2 if rollout in groups[0] else 0
+        expected = logits[start:-1].log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_the_adapter_is_chosen_by_size_or_flag_and_starts_equal_everywhere(tmp_path):
+    save("llama", tmp_path)
+    full, _ = load(tmp_path)
+    first, _ = load(tmp_path, lora=True, lora_rank=4)
+    torch.manual_seed(123)
+    second, _ = load(tmp_path, lora=True, lora_rank=4)
+    assert not full.is_lora and first.is_lora
+    assert full.base_digest == first.base_digest
+    assert all(torch.equal(a, second.trainable_state()[n]) for n, a in first.trainable_state().items())
+    assert first.num_parameters(trainable=True) < 0.3 * full.num_parameters()
+
+
+def test_a_saved_adapter_is_trained_on(tmp_path):
+    save("llama", tmp_path / "base")
+    policy, _ = load(tmp_path / "base", lora=True, lora_rank=2)
+    for tensor in policy.trainable_state().values():
+        tensor.add_(0.1)
+    policy.save(tmp_path / "adapter")
+    again, _ = load(tmp_path / "adapter")
+    assert again.is_lora
+    assert all(torch.equal(a, again.trainable_state()[n]) for n, a in policy.trainable_state().items())
+    with pytest.raises(UserError, match="no-lora"):
+        load(tmp_path / "adapter", lora=False)
+
+
+def test_saved_policy_loads_in_plain_transformers(tmp_path):
+    policy, _ = load(save("llama", tmp_path / "a"))
+    policy.trainable_state()["model.norm.weight"].mul_(1.5)
+    policy.save(tmp_path / "b")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    ids = torch.tensor([[4, 5, 6]])
+    assert torch.equal(plain.eval()(ids).logits, policy.model.eval()(ids).logits)
+
+
+def test_state_of_another_model_changes_nothing(tmp_path):
+    policy, _ = load(save("llama", tmp_path))
+    before = {n: t.clone() for n, t in policy.trainable_state().items()}
+    wrong = {n: t + 1 for n, t in before.items()}
+    wrong["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(SnapshotError):
+        policy.load_trainable_state(wrong)
+    assert all(torch.equal(t, policy.trainable_state()[n]) for n, t in before.items())
+
+
+def test_without_a_chat_template_the_prompt_template_is_used_and_said(tmp_path):
+    policy, said = load(save("llama", tmp_path, chat=False), prompt_template="Q: {question} A:")
+    assert policy.tokenizer.decode(policy.encode("one {x} plus")) == "Q: one {x} plus A:"
+    assert "prompt_template" in said
+
+
+def test_a_template_without_system_role_gets_the_instruction_in_the_question(tmp_path):
+    policy, _ = load(save("llama", tmp_path), system_prompt="Be brief.")
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    assert policy.tokenizer.decode(policy.encode("one plus two")) == "Be brief.\n\none plus two"
+
+
+def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path):
+    save("llama", tmp_path / "good")
+    pickled = shutil.copytree(tmp_path / "good", tmp_path / "pickled")
+    (pickled / "model.safetensors").unlink()
+    torch.save({}, pickled / "pytorch_model.bin")
+    torn = shutil.copytree(tmp_path / "good", tmp_path / "torn")
+    data = (torn / "model.safetensors").read_bytes()
+    (torn / "model.safetensors").write_bytes(data[: len(data) // 2])
+    coded = shutil.copytree(tmp_path / "good", tmp_path / "coded")
+    config = json.loads((coded / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    (coded / "config.json").write_text(json.dumps(config))
+    (coded / "evil.py").write_text("raise SystemExit('code of the model ran')")
+    for path in (tmp_path / "nowhere", pickled, torn, coded, tmp_path):
+        with pytest.raises(UserError) as refused:
+            load(path)
+        assert "\n" not in str(refused.value)
+    for options in ({"device": "cuda:7"}, {"lora": True, "lora_targets": ["nothing"]}):
+        with pytest.raises(UserError):
+            load(tmp_path / "good", **options)
+    with pytest.raises(UserError, match="native"):
+        load(save("gpt_neox", tmp_path / "neox"), RolloutsConfig(max_new_tokens=8, engine="native"))
+
+
+def test_a_model_without_end_or_pad_token(tmp_path):
+    save("llama", tmp_path)
+    policy, _ = load(tmp_path)
+    assert policy.pad_id == 0
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("pad_token")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    policy, _ = load(tmp_path)
+    assert policy.pad_id == policy.tokenizer.eos_token_id == 2
+
+
+def test_dtype_is_measured():
+    assert 0.01 < bf16_slowdown(64, seconds=0.05) < 100
+
+
+class _Cramped:
+    """A native engine that runs out of memory above a number of prompts."""
+
+    def __init__(self, decoder, most):
+        self.decoder, self.most = decoder, most
+
+    def generate(self, prompts, *rest):
+        if len(prompts) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.decoder.generate(prompts, *rest)
+
+
+def test_out_of_memory_while_sampling_halves_the_batch_and_changes_no_sample(tmp_path, monkeypatch):
+    policy, _ = load(save("llama", tmp_path))
+    prompts, seeds = [[4 + i, 5] for i in range(7)], list(range(7))
+    expected = policy.generate(prompts, 2, Sampling(6), seeds)
+    from swarm_node.policy import policy as module
+
+    decoder = module.Decoder
+    monkeypatch.setattr(module, "Decoder", lambda model: _Cramped(decoder(model), 2))
+    said = []
+    policy.report = said.append
+    assert [[r.token_ids for r in g] for g in policy.generate(prompts, 2, Sampling(6), seeds)] == [
+        [r.token_ids for r in g] for g in expected
+    ]
+    assert said and "1 prompts" in said[-1]
+    monkeypatch.setattr(module, "Decoder", lambda model: _Cramped(decoder(model), 0))
+    with pytest.raises(UserError, match="group_size"):
+        policy.generate(prompts, 2, Sampling(6), seeds)
