@@ -1,4 +1,7 @@
-"""Bytes to records and back: msgpack with a schema. Decoding any bytes gives a record or `RemoteProtocolError`."""
+"""Bytes to records and back: msgpack with a schema.
+
+Decoding any bytes gives a record or `RemoteProtocolError`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every protocol error says whose fault it is.
 
-    ProtocolError
-    ├── LocalProtocolError     this node tried to say something that peers would refuse: a bug here
-    └── RemoteProtocolError    a peer said something wrong: counted by `reason`, never ends a run
+ProtocolError
+├── LocalProtocolError     this node tried to say something that peers would refuse: a bug here
+└── RemoteProtocolError    a peer said something wrong: counted by `reason`, never ends a run
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ MAX_ENVIRONMENT_CHARS: Final = 64
 """Environment name: the longest in reasoning-gym 0.1.25 has 27 characters."""
 
 CONFIG_HASH_CHARS: Final = 16
-"""64 bits of sha256: nobody gains from a collision, since the receiver looks the hash up among its own sources."""
+"""64 bits of sha256: a collision gains nothing, the receiver looks the hash up among its own sources."""
 
 MAX_GENERATOR_CHARS: Final = 64
 """Package name and version, for example `reasoning-gym 0.1.25`."""

@@ -1,4 +1,4 @@
-"""Records that peers exchange. Constraints are checked on decoding (`protocol.codec`), not on construction."""
+"""Records that peers exchange. Their constraints are checked by `protocol.codec`, not on construction."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from protocol.limits import (
 
 
 class TaskName(msgspec.Struct, frozen=True, order=True):
-    """What a task is called: enough to regenerate its question and answer on any machine, and nothing to trust."""
+    """What a task is called: enough to regenerate it on any machine, and nothing to trust."""
 
     environment: Annotated[str, Meta(max_length=MAX_ENVIRONMENT_CHARS, pattern=r"^[a-z0-9_]+\Z")]
     """Generator of the question, for example `gcd`; `jsonl` = a file of questions."""
     config: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{CONFIG_HASH_CHARS}}}\Z")]
-    """First hex digits of the sha256 of the environment's options as canonical JSON, or of the file's bytes."""
+    """First hex digits of the sha256 of the environment's options as canonical JSON, or of the file."""
     generator: Annotated[str, Meta(max_length=MAX_GENERATOR_CHARS, pattern=r"^[ -~]+\Z")]
     """Package and version that make the item: another version may make another item."""
     seed: Annotated[int, Meta(ge=0, lt=TASK_SEEDS)]

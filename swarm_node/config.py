@@ -1,26 +1,51 @@
-"""Configuration of a node: every option, its default and its reason.
+"""Configuration of a node: every option, its default and its reason; loading, writing, documenting it.
 
-Loaded as defaults < file < environment < flags. Loads no torch.
+    defaults < TOML file < environment (SWARM_NODE_GRPO__LOSS=gspo) < flags (--seed 3) < --set grpo.loss=gspo
+
+Loads no torch.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import shorten
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+import tomli_w
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from swarm_node.errors import UserError
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, the docstring under a field is its documentation."""
+    """A part of the configuration: unknown keys are errors, a field's docstring is its documentation."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class PolicyConfig(Section):
     """Which language model this node trains, and where."""
 
     model: str = "starter"
-    """Local path or Hugging Face hub id of a causal language model; `starter` = the tiny one in this package."""
+    """Local path or Hugging Face hub id of a causal language model; `starter` = the tiny one in this
+    package."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     lora: bool | None = None
@@ -58,12 +83,21 @@ class TaskConfig(Section):
     weight: PositiveFloat = 1.0
     """How often this source is drawn from, relative to the others."""
 
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.env is None) == (self.file is None):
+            raise PydanticCustomError("one_source", "must have either `env` or `file`")
+        if self.file is not None and self.config:
+            raise PydanticCustomError("one_source", "must not have `config`, which is for `env`")
+        return self
+
 
 class RewardFunction(Section):
     """A reward function of the user's own."""
 
     path: str
-    """`file.py:function` or `package.module:function`, with TRL's signature `f(prompts, completions, **columns)`."""
+    """`file.py:function` or `package.module:function`, with TRL's signature `f(prompts, completions,
+    **columns)`."""
     weight: float = 1.0
     """Its share in the sum."""
 
@@ -96,10 +130,11 @@ class RolloutsConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: keep the smallest set of tokens with this much probability."""
     refill: float = Field(1.0, ge=1)
-    """Dynamic sampling: replace groups without a learning signal by sampling up to `refill` x `groups` groups;
-    1 = off."""
+    """Dynamic sampling: replace groups without a learning signal by sampling up to `refill` x `groups`
+    groups; 1 = off."""
     engine: Literal["auto", "native", "transformers"] = "auto"
-    """Decode engine: `native` (fast, common architectures), `transformers` (any); `auto` = native where it fits."""
+    """Decode engine: `native` (fast, common architectures), `transformers` (any); `auto` = native where it
+    fits."""
 
 
 class GrpoConfig(Section):
@@ -108,8 +143,8 @@ class GrpoConfig(Section):
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
     """Objective; see docs/grpo.md."""
     advantage: Literal["group_std", "batch_std", "none", "leave_one_out", "median"] = "group_std"
-    """Baseline and scale: (r-mean)/std of the group | (r-mean)/std of the batch | r-mean | leave-one-out mean |
-    median and MAD."""
+    """Baseline and scale: (r-mean)/std of the group | (r-mean)/std of the batch | r-mean | leave-one-out mean
+    | median and MAD."""
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: normalise their sum, or normalise each and then sum (GDPO)."""
     epsilon_low: float | None = Field(None, ge=0)
@@ -118,6 +153,12 @@ class GrpoConfig(Section):
     """Upper clip range; unset = 0.28 (gspo: 4e-4; cispo: 5.0, where it is the cap on the ratio itself)."""
     delta: float | None = Field(None, gt=0)
     """Two-sided clip: also cap the ratio at this value when the advantage is negative."""
+    importance_level: Literal["token", "sequence"] | None = None
+    """Ratio and clip of each token, or of each sequence (its geometric mean); unset = token (gspo:
+    sequence)."""
+    off_policy_mask: float | None = None
+    """Leave out sequences with a negative advantage that the policy has moved away from by more than this
+    mean log-probability a token (DeepSeek-V3.2); 0.5 is a good start."""
     beta: float = Field(0.0, ge=0)
     """Weight of the k3 KL penalty to the reference policy; 0 = no reference policy is kept."""
     iterations: PositiveInt = 1
@@ -125,7 +166,8 @@ class GrpoConfig(Section):
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss (DAPO's overlong filter)."""
     learning_rate: PositiveFloat | None = None
-    """Adam's step size; unset = 2e-4 for full training below 20 million parameters, 2e-6 above, 2e-5 for LoRA."""
+    """Adam's step size; unset = 2e-4 for full training below 20 million parameters, 2e-6 above, 2e-5 for
+    LoRA."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Adam's moment decay rates."""
     weight_decay: float = Field(0.0, ge=0)
@@ -179,3 +221,264 @@ class NodeConfig(Section):
     grpo: GrpoConfig = GrpoConfig()
     eval: EvalConfig = EvalConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
+
+
+# --------------------------------------------------------------------- loading
+
+PREFIX = "SWARM_NODE_"
+FLAGS = {"model": "policy.model", "lora": "policy.lora"}
+"""Flags (and environment variables) whose name is not their key."""
+COMMAND_VARIABLES = frozenset(
+    PREFIX + name for name in "CONFIG SET JSON DRY_RUN SAMPLES QUESTIONS OUT LAYERS HIDDEN STEPS".split()
+)
+"""Environment variables of options that are no keys of the configuration."""
+
+
+def load_config(
+    file: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+    sets: Sequence[str] = (),
+) -> NodeConfig:
+    """The configuration from, in rising precedence, a TOML file, `SWARM_NODE_*` variables among `env`,
+    `flags` (flag name to value, `None` = not given) and `section.key=value` texts.
+
+    Raises UserError with one line that names the key, the value and where it came from.
+    """
+    table: dict[str, Any] = {}
+    for source, layer in _layers(file, env or {}, flags or {}, sets):
+        try:
+            NodeConfig.model_validate(layer)
+        except ValidationError as error:
+            raise UserError(_explain(error, source)) from None
+        table = _merge(table, layer)
+    config = NodeConfig.model_validate(table)
+    if not config.rewards.checker_weight and not config.rewards.functions:
+        raise UserError("rewards.checker_weight = 0 leaves nothing to judge answers: add rewards.functions")
+    if "{question}" not in config.policy.prompt_template:
+        raise UserError(f"policy.prompt_template = {config.policy.prompt_template!r} lacks {{question}}")
+    return config
+
+
+def _layers(
+    file: Path | None, env: Mapping[str, str], flags: Mapping[str, object], sets: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(source, partial table) in rising precedence."""
+    if file is not None:
+        yield str(file), _read_toml(file)
+    if env.get(PREFIX + "SET"):
+        for text in _split_sets(env[PREFIX + "SET"]):
+            yield PREFIX + "SET", _parse_set(text, PREFIX + "SET")
+    variables = _variables()
+    for name in sorted(name for name in env if name.startswith(PREFIX)):
+        if name in variables:
+            yield name, _nest(variables[name], _parse(env[name], _keys()[variables[name]]))
+        elif name not in COMMAND_VARIABLES:
+            hint = _did_you_mean(name, [*variables, *COMMAND_VARIABLES], "__")
+            raise UserError(f"unknown environment variable {name}{hint}")
+    for name, value in flags.items():
+        if value is not None:
+            yield "--" + name.replace("_", "-"), _nest(FLAGS.get(name, name), value)
+    for text in sets:
+        yield "--set", _parse_set(text, "--set")
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the configuration {file}: {error.strerror}") from None
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
+        raise UserError(f"{file} is not valid TOML: {error}") from None
+
+
+def _split_sets(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(
+            f"{PREFIX}SET: {error}; write it as on a command line: a.b=1 'c.d=two words'"
+        ) from None
+
+
+def _parse_set(text: str, source: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals:
+        raise UserError(f"{source} {text}: write section.key=value, for example {source} grpo.loss=gspo")
+    field = _keys().get(key)
+    return _nest(key, value if field is None else _parse(value.strip(), field))
+
+
+def _variables() -> dict[str, str]:
+    """Environment variable -> key."""
+    keys = {key.replace(".", "__"): key for key in _keys() if "[]" not in key}
+    return {PREFIX + name.upper(): key for name, key in (FLAGS | keys).items()}
+
+
+def _parse(text: str, field: FieldInfo) -> object:
+    """Text from outside a TOML file: a TOML value if it is one and the key is not for text anyway, `a,b` for
+    lists, nothing = unset."""
+    kinds = [get_origin(kind) or kind for kind in _alternatives(field.annotation)]
+    if not text and NoneType in kinds:
+        return None
+    is_text, is_list = str in kinds or Literal in kinds, list in kinds or tuple in kinds
+    if is_text and not text.startswith(("[",) if is_list else ('"', "'")):
+        return text
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except ValueError:
+        document = {}
+    value = document["value"] if document.keys() == {"value"} else text
+    if is_list and not isinstance(value, list):
+        return [item for part in text.split(",") if (item := part.strip())]
+    return value
+
+
+def _nest(key: str, value: object) -> dict[str, Any]:
+    """("a.b", 1) -> {"a": {"b": 1}}."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value  # type: ignore[return-value]
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Sections key by key; everything else is replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    """One line about the most telling of the errors: a wrong name first, then the deepest wrong value."""
+    errors = error.errors(include_url=False)
+    problem = max(errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"])))
+    key = _dotted(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key} in {source}{_did_you_mean(key, _keys(), '.')}"
+    if problem["type"] == "missing":
+        return f"{key} is missing in {source}"
+    message = problem["msg"].replace("Input should be", "must be")
+    if problem["type"] in ("model_type", "dict_type"):
+        message = "must be a table"
+    return f"{key} = {shorten(repr(problem['input']), 80)} in {source}: {message}"
+
+
+def _dotted(location: Iterable[int | str]) -> str:
+    """("tasks", 0, "TaskConfig", "weight") -> "tasks[0].weight": pydantic also names the alternative of a
+    union."""
+    key = ""
+    for part in location:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif part not in ("str", "TaskConfig", "list[str]"):
+            key += f".{part}" if key else part
+    return key
+
+
+def _did_you_mean(word: str, known: Iterable[str], separator: str) -> str:
+    """`; did you mean …?`: the nearest known name, those that end in the same way first."""
+    indices = re.findall(r"\[\d+\]", word)
+    word = re.sub(r"\[\d+\]", "[]", word)
+    last = word.rpartition(separator)[2]
+    alike = [
+        name
+        for name in known
+        if name.removeprefix(PREFIX).rpartition(separator)[2] == last.removeprefix(PREFIX)
+    ]
+    match = difflib.get_close_matches(word, alike or known, n=1, cutoff=0.0 if alike else 0.6)
+    if not match:
+        return "; `swarm-node config reference` lists all"
+    for index in indices:
+        match[0] = match[0].replace("[]", index, 1)
+    return f"; did you mean {match[0]}?"
+
+
+# --------------------------------------------------------------------- what there is
+
+
+def _keys(section: type[Section] | None = None, prefix: str = "") -> dict[str, FieldInfo]:
+    """Every key with its field, sections included: `grpo`, `grpo.loss`, `tasks`, `tasks[].env`."""
+    keys = {}
+    for name, field in (section or NodeConfig).model_fields.items():
+        keys[prefix + name] = field
+        for suffix, part in _subsections(field):
+            keys |= _keys(part, f"{prefix}{name}{suffix}.")
+    return keys
+
+
+def _subsections(field: FieldInfo) -> Iterator[tuple[str, type[Section]]]:
+    """The sections that a field holds: ("", S) for `S` itself, ("[]", S) for a list that may hold some."""
+    for kind in _alternatives(field.annotation):
+        if _is_section(kind):
+            yield "", kind
+        if get_origin(kind) is list:
+            yield from (("[]", item) for item in _alternatives(get_args(kind)[0]) if _is_section(item))
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """`A | B` -> (A, B), anything else alone."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+# --------------------------------------------------------------------- writing
+
+
+def dump_toml(config: NodeConfig) -> str:
+    """The whole configuration as TOML that `load_config` reads back to an equal one."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def config_reference() -> str:
+    """A Markdown table of keys, types, defaults and meanings for each section."""
+    return "\n".join(_reference(NodeConfig, "", "Top level"))
+
+
+def _reference(section: type[Section], prefix: str, title: str) -> Iterator[str]:
+    yield f"### {title}\n\n{section.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|"
+    inner = []
+    for name, field in section.model_fields.items():
+        parts = [(f"{prefix}{name}{suffix}", part) for suffix, part in _subsections(field)]
+        inner += parts
+        if (f"{prefix}{name}", field.annotation) not in parts:
+            cells = f"`{prefix}{name}`", _type_text(field), _default_text(field), field.description or ""
+            yield "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+    yield ""
+    for name, part in inner:
+        yield from _reference(part, f"{name}.", f"`{name}`")
+
+
+def _type_text(field: FieldInfo) -> str:
+    bounds = "".join(_bound(item) for item in field.metadata)
+    names = [_kind_text(kind) for kind in _alternatives(field.annotation) if kind is not NoneType]
+    return " or ".join(names) + bounds
+
+
+def _kind_text(kind: Any) -> str:
+    if get_origin(kind) is Annotated:
+        return _kind_text(get_args(kind)[0]) + "".join(_bound(item) for item in get_args(kind)[1:])
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(kind))
+    if get_origin(kind) is list:
+        return "list of " + " or ".join(_kind_text(item) for item in _alternatives(get_args(kind)[0]))
+    if get_origin(kind) is tuple:
+        return f"list of {len(get_args(kind))} {_kind_text(get_args(kind)[0])}s"
+    names = {str: "text", int: "integer", float: "number", bool: "true or false"}
+    return names.get(kind, "table")
+
+
+def _bound(item: Any) -> str:
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    return "".join(f" {sign} {getattr(item, name)}" for name, sign in signs.items() if hasattr(item, name))
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "unset" if field.default is None else f"`{json.dumps(field.default)}`"

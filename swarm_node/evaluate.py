@@ -5,14 +5,23 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
-from swarm_node.config import RolloutsConfig
+from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
+from swarm_node.errors import UserError
+from swarm_node.export import policy_of_run
+from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
-from swarm_node.rollouts.collect import collect
-from swarm_node.tasks import TaskSet
+from swarm_node.rollouts import collect, fit_length
+from swarm_node.rundir import RunDir
+from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.types import Group
 
 QUESTIONS_PER_BATCH = 32
@@ -63,3 +72,38 @@ def summarise(groups: Sequence[Group], labels: Sequence[str]) -> dict[str, Held]
     return table
 
 
+
+
+def rows(before: dict[str, Held], after: dict[str, Held], samples: int) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the table before -> after."""
+    columns = ["task", "questions", "pass@1 before", "pass@1 after", f"pass@{samples} before", f"pass@{samples} after"]
+    table = []
+    for label, new in after.items():
+        old = before[label]
+        figures = [old.pass_1, new.pass_1, old.pass_k, new.pass_k]
+        table.append([label, str(new.questions), *(f"{x:.3f}" for x in figures)])
+    return columns, table
+
+
+def main(target: str, tasks: list[str] | None, samples: int, questions: int, json_output: bool) -> int:
+    """`swarm-node eval`: figures of a run's policy (with the run's own tasks and sampling) or of any model."""
+    say = Console(stderr=True, highlight=False).print
+    if RunDir(target).exists:
+        policy, config = policy_of_run(Path(target), say)
+    else:
+        config = NodeConfig(policy=PolicyConfig(model=target, lora=False))
+        policy = load_policy(config.policy, config.rollouts, say)
+    rollouts = fit_length(config.rollouts, policy, say)
+    task_set = load_tasks(tasks or config.tasks, config.rewards)
+    table = evaluate(policy, task_set, rollouts, questions, samples)
+    if not table:
+        raise UserError("these tasks have no held-out question")
+    if json_output:
+        json.dump({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}, sys.stdout)
+        sys.stdout.write("\n")
+        return 0
+    shown = Table("task", "questions", "pass@1", f"pass@{samples}", title=f"held-out questions, {target}")
+    for label, held in table.items():
+        shown.add_row(label, str(held.questions), f"{held.pass_1:.3f}", f"{held.pass_k:.3f}")
+    Console().print(shown)
+    return 0

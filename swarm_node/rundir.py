@@ -30,7 +30,7 @@ CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP}
 
 
 class RunDir:
-    """Where everything of a run is. Making one touches no disk: readers need no lock, the run itself `open`s it."""
+    """Where everything of a run is. Making one touches no disk; the run itself `open`s it, readers do not."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -51,7 +51,8 @@ class RunDir:
     def open(cls, path: str | Path, create: bool = True) -> RunDir:
         """The run directory at `path`, locked for this process until `close` or the process ends.
 
-        Raises UserError if another process holds it, if it cannot be written, or, unless `create`, if no run is there.
+        Raises UserError if another process holds it, if it cannot be written or, unless `create`, if no run
+        is there.
         """
         run = cls(path)
         if not create and not run.exists:
@@ -71,7 +72,7 @@ class RunDir:
         return run
 
     def _take_lock(self) -> None:
-        """The kernel drops the lock with the process, however it dies, so a leftover file never stands in the way."""
+        """The kernel drops the lock with the process, however it dies: a leftover file is no obstacle."""
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

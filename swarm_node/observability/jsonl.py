@@ -1,7 +1,8 @@
 """Append-only files of one JSON object a line.
 
-Each line goes out in ONE unbuffered `write`, so a reader never meets half a record in the middle of the file; at most
-the last line is torn (a power cut, a full disk), and opening the file again cuts that off.
+Each line goes out in ONE unbuffered `write`, so there is never half a record in the middle of the file. At
+most the last line is incomplete (the system shows a write page by page, a power cut tears it): readers leave
+that one out, and opening the file for writing cuts it off.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
 class JsonLines:
     """Writes one file; safe to use from several threads.
 
-    A full disk does not stop the run: it is reported once, the lines wait in memory and follow as soon as there is
-    room. `close` raises UserError if some never found room.
+    A full disk does not stop the run: it is reported once, the lines wait in memory and follow as soon as
+    there is room. `close` raises UserError if some never found room.
     """
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
@@ -80,7 +81,7 @@ class JsonLines:
 
     def _write(self, line: bytes) -> None:
         size = os.fstat(self._descriptor).st_size
-        if os.write(self._descriptor, line) < len(line):  # the disk filled up within the line: leave no half of it
+        if os.write(self._descriptor, line) < len(line):  # the disk filled up within it: leave no half
             os.ftruncate(self._descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
@@ -94,7 +95,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def tidy(value: Any) -> Any:
-    """What JSON can hold: floats with six digits (three after the point if large), null for NaN and infinities."""
+    """What JSON can hold: floats to six digits (three after the point if large), null if not finite."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None

@@ -1,7 +1,8 @@
-"""The numbers of every round, in `metrics.jsonl` always and in further sinks by choice; events in sentences beside them.
+"""The numbers of every round, in metrics.jsonl always and in further sinks by choice; events in sentences.
 
-Names are TRL's where it has one: `reward reward_std frac_reward_zero_std kl entropy clip_ratio/* completions/*
-grad_norm step_time num_tokens`, besides `step round time` and `perf/generated_tok_s perf/trained_tok_s`.
+Names are TRL's where it has one (`reward reward_std frac_reward_zero_std kl entropy clip_ratio/*
+completions/* grad_norm step_time num_tokens`), besides `step round time` and
+`perf/generated_tok_s perf/trained_tok_s`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ read_metrics = read_jsonl
 
 
 class MetricsWriter:
-    """One record a round. The file must work; a further sink that fails is reported once and left out from then on."""
+    """One record a round. A further sink that fails is reported once and left out from then on."""
 
     def __init__(self, path: Path, report: Callable[[str], None], sinks: Sequence[Sink] = ()) -> None:
         self._file = JsonLines(path, report)
@@ -26,7 +27,7 @@ class MetricsWriter:
         self._sinks = list(sinks)
 
     def truncate_after(self, round: int) -> None:
-        """On resuming: drop what was recorded after the snapshot of `round`, for it will be recorded again."""
+        """On resuming: drop what was recorded after the snapshot of `round`: it will be recorded again."""
         self._file.keep_while(lambda record: record["round"] <= round)
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ A sink that was asked for and cannot start is the user's to mend, at once (UserE
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,7 +56,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A run named after the run directory, continued on resuming; `WANDB_PROJECT` and `WANDB_MODE` are obeyed."""
+    """A run named after the run directory, continued on resuming; obeys `WANDB_PROJECT` and `WANDB_MODE`.
+
+    Never asks for a key on the terminal. A round recorded again after a resume stays as it was at first.
+    """
 
     name = "Weights & Biases"
 
@@ -64,10 +68,29 @@ class WandB:
             import wandb
         except ImportError as error:
             raise _missing("wandb") from error
-        online = os.environ.get("WANDB_MODE", "online") == "online"
-        if online and wandb.Api().api_key is None:
-            raise UserError("no key for Weights & Biases: run `wandb login`, or set WANDB_MODE=offline")
-        ...
+        run_id = run_dir / "wandb-id.txt"
+        if not run_id.exists():
+            run_id.write_text(secrets.token_hex(4))
+        try:
+            if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+                raise UserError("no key for Weights & Biases: run `wandb login`, or set WANDB_MODE=offline")
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "swarm-node"),
+                name=run_dir.resolve().name,
+                id=run_id.read_text(),
+                resume="allow",
+                dir=run_dir,
+                config=config,
+                settings=wandb.Settings(console="off", silent=True),  # the terminal is ours
+            )
+        except wandb.Error as error:
+            raise UserError(f"Weights & Biases {error}; mend that, or leave it out of `log`") from error
+
+    def write(self, round: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=round)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 def _missing(extra: str) -> UserError:

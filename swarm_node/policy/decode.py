@@ -5,7 +5,8 @@
 What makes it faster than a general `generate`:
 - the G samples of a prompt share its keys and values: attention is one product over the shared prompt (a matrix
   with G rows) and one over each sample's own tokens; the prompt is never repeated;
-- q, k, v and gate, up are one matrix each (a fused copy per call, while the decoder is small);
+- q, k, v and gate, up are one matrix each, laid out for products with few rows (a copy per call, while the model
+  is small);
 - one uniform number a token (`sampling`), no logits processors, no per-step bookkeeping in Python objects;
 - rows that finished leave the batch, and so do prompts with no row left.
 
@@ -62,9 +63,9 @@ class Decoder:
         self.rotary = base.model.rotary_emb
         self.embed = base.model.embed_tokens
         self.norm = _rms(base.model.norm)
-        self.head = base.lm_head
-        size = sum(p.numel() * p.element_size() for p in base.model.layers.parameters())
-        self.layers = [_layer(layer, fuse=size <= FUSED_COPY_BYTES) for layer in base.model.layers]
+        fuse = sum(p.numel() * p.element_size() for p in base.parameters()) <= FUSED_COPY_BYTES
+        self.head = _joined([base.lm_head], fuse)
+        self.layers = [_layer(layer, fuse) for layer in base.model.layers]
 
     @torch.no_grad()
     def generate(
@@ -256,15 +257,14 @@ def _joined(modules: list[nn.Module], fuse: bool) -> Linear:
         return modules[0] if len(modules) == 1 else lambda x: torch.cat([m(x) for m in modules], -1)
     with torch.no_grad():
         weights = [_merged(m) for m in modules]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        weight = torch.cat(weights).t().contiguous()  # [in, out]: 15 % faster than [out, in] at 64 rows
         biases = [getattr(m, "base_layer", m).bias for m in modules]
         if all(b is None for b in biases):
-            bias = None
-        else:
-            bias = torch.cat(
-                [weight.new_zeros(w.shape[0]) if b is None else b for b, w in zip(biases, weights, strict=True)]
-            )
-    return lambda x: F.linear(x, weight, bias)
+            return lambda x: x @ weight
+        bias = torch.cat(
+            [w.new_zeros(w.shape[0]) if b is None else b for b, w in zip(biases, weights, strict=True)]
+        )
+    return lambda x: x @ weight + bias
 
 
 def _merged(module: nn.Module) -> Tensor:

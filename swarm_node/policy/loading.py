@@ -17,6 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
@@ -37,6 +38,7 @@ def load_policy(
 
     UserError if the model cannot be found or read, or is not a causal language model in safetensors.
     """
+    transformers_logging.disable_progress_bar()
     path = starter_path() if config.model == "starter" else config.model
     adapter = _adapter_base(path)
     base_path = adapter or path
@@ -81,7 +83,7 @@ def load_policy(
 
 def starter_path() -> str:
     """Where the starter policy that ships with this package lies."""
-    return str(resources.files("swarm_node.policy") / "starter")
+    return str(resources.files("swarm_node.policy") / "starter_model")
 
 
 # --------------------------------------------------------------------- files

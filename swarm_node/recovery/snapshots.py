@@ -5,12 +5,13 @@
         state.json             everything else, and the list of tensor files
         SHA256SUMS             written last: `sha256sum -c SHA256SUMS` checks a snapshot by hand
 
-A snapshot comes into being by the rename of a complete and synced directory, so a process killed at any moment leaves
-the older ones as they were and at most a `.tmp-*` directory that the next write removes. It is used only if every
-digest is right; nothing in it is parsed before. There is no pickle anywhere.
+A snapshot comes into being by the rename of a complete and synced directory, so a process killed at any
+moment leaves the older ones as they were and at most a `.tmp-*` directory that the next write removes. It is
+used only if every digest is right; no file in it is parsed before its digest is checked. There is no pickle
+anywhere.
 
-Left out: overwriting. A second snapshot of the same round gets a name of its own (`round-00000120-1`), since a
-directory cannot be replaced by another in one atomic move.
+Left out: overwriting. A second snapshot of the same round gets a name of its own (`round-00000120-1`), since
+a directory cannot be replaced by another in one atomic move.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Snapshot:
     round: int
     """Rounds completed when it was taken."""
     tensors: dict[str, dict[str, Tensor]]
-    """File stem -> name -> tensor, on the CPU; tensors that were one object when saved are one object again."""
+    """File stem -> name -> tensor, on the CPU; tensors that shared their memory when saved are one object."""
     state: dict[str, Any]
     """What was saved beside the tensors, as JSON gives it back: tuples have become lists."""
 
@@ -75,10 +76,10 @@ class SnapshotStore:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
 
     def save(self, round: int, tensors: TensorFiles, state: dict[str, Any]) -> None:
-        """Copy everything now and write it in the background; waits first if an older write is still under way.
+        """Copy everything now, write it in the background; waits first if an older write is still under way.
 
-        A write that fails is reported, leaves the older snapshots alone and does not stop training; `close` raises
-        if the last one failed. `state` must be JSON-able (TypeError otherwise).
+        A write that fails is reported, leaves the older snapshots alone and does not stop training; `close`
+        raises if the last one failed. `state` must be JSON-able (TypeError otherwise).
         """
         self.wait()
         document = {"format": FORMAT, "round": round, "files": sorted(tensors), "state": state}
@@ -102,9 +103,9 @@ class SnapshotStore:
     def load_latest(self, accept: Callable[[dict[str, Any]], str | None]) -> Snapshot | None:
         """The newest usable snapshot, or None if there is none to go back to; changes nothing on disk.
 
-        `accept(state)` returns why a snapshot does not belong to this run, or None if it does. A refused snapshot is
-        reported with its reason and the next older one tried. Raises UserError if none is usable and one is foreign:
-        starting anew here would mix two runs.
+        `accept(state)` returns why a snapshot does not belong to this run, or None if it does. A refused one is
+        reported with its reason and the next older one tried. Raises UserError if none is usable and one
+        is foreign: starting anew here would mix two runs.
         """
         foreign = None
         while untried := [path for path in self._list() if path.name not in self._refused]:
@@ -171,7 +172,7 @@ class SnapshotStore:
         return self._directory / (f"round-{round:08}-{max(same) + 1}" if same else f"round-{round:08}")
 
     def _prune(self, round: int) -> None:
-        """Refused ones are not ours to delete, and later rounds are not older: neither may push out a good one."""
+        """Refused ones are not ours to delete, later rounds not older: neither may push out a good one."""
         ours = [path for path in self._list() if path.name not in self._refused and _order(path)[0] <= round]
         for path in ours[: -self._keep]:
             shutil.rmtree(path)
@@ -180,10 +181,12 @@ class SnapshotStore:
 def read_snapshot(path: Path, accept: Callable[[dict[str, Any]], str | None]) -> Snapshot:
     """Check, then parse, one snapshot directory; cheap checks first.
 
-    Raises SnapshotError if it is torn, ForeignSnapshot if `accept` refuses its state, UserError if it may not be read.
+    Raises SnapshotError if it is torn, ForeignSnapshot if `accept` refuses its state, UserError if it may not
+    be read.
     """
     with _torn():
-        sums = dict(reversed(line.split("  ", 1)) for line in (path / "SHA256SUMS").read_text().splitlines())
+        lines = (path / "SHA256SUMS").read_text().splitlines()
+        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
         _check(path / "state.json", sums)
         document = _load_state(path / "state.json")
         round, stems, state = document["round"], document["files"], document["state"]
@@ -200,7 +203,7 @@ def read_snapshot(path: Path, accept: Callable[[dict[str, Any]], str | None]) ->
 
 @contextmanager
 def _torn() -> Iterator[None]:
-    """Whatever goes wrong in reading a snapshot becomes a SnapshotError; one that may not be read is not torn."""
+    """Whatever goes wrong in reading becomes a SnapshotError; a file that may not be read is not torn."""
     try:
         yield
     except PermissionError as error:
@@ -221,7 +224,7 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 
 def _copy(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """CPU copies of the distinct tensors, and alias -> name for tensors that are the same memory (tied weights)."""
+    """CPU copies of the distinct tensors; alias -> name for those that are the same memory (tied weights)."""
     unique: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[object, str] = {}

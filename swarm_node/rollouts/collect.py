@@ -65,6 +65,15 @@ def collect(
     return collected
 
 
+def fit_length(config: RolloutsConfig, policy: Policy, report: Callable[[str], None]) -> RolloutsConfig:
+    """Completions may take at most half of the model's positions, so that prompts have room."""
+    most = policy.max_positions // 2
+    if config.max_new_tokens <= most:
+        return config
+    report(f"rollouts.max_new_tokens {config.max_new_tokens} -> {most}: this model has {policy.max_positions} positions")
+    return config.model_copy(update={"max_new_tokens": most})
+
+
 def has_signal(group: Group) -> bool:
     """Whether the rewards within the group differ: without that every advantage is zero."""
     return len({r.reward for r in group.rollouts}) > 1

@@ -1,7 +1,7 @@
 """Our own checkers: literal comparison and truth tables, for tasks whose library scorer is unsafe or missing.
 
-Each returns a score in [0, 1], 1 = right, on the scale of the scorer it replaces. None of them evaluates the answer as
-code; all are linear in its length.
+Each returns a score in [0, 1], 1 = right, on the scale of the scorer it replaces. None of them evaluates the
+answer as code; all are linear in its length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from decimal import Decimal
 
 from swarm_node.tasks.split import normalise
 
-# --- text and numbers -------------------------------------------------------------------------------------------------
+FULL_MARKS = 0.999
+"""A score from here on is right: the library adds floats up to 1."""
+
+# --- text and numbers ---
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]*)?")
 
@@ -31,7 +34,7 @@ def text_or_number(answer: str, reference: str) -> float:
     return float(number is not None and number == parse_number(reference))
 
 
-# --- binary_matrix ----------------------------------------------------------------------------------------------------
+# --- binary_matrix ---
 
 
 def matrix(answer: str, reference: str) -> float:
@@ -49,7 +52,7 @@ def matrix(answer: str, reference: str) -> float:
     return 0.0
 
 
-# --- propositional_logic ----------------------------------------------------------------------------------------------
+# --- propositional_logic ---
 
 _BINDS = {"↔": 1, "→": 2, "∨": 3, "∧": 4, "¬": 5}
 """Operators, loosest first; binary ones associate to the left, as in reasoning-gym."""
@@ -59,12 +62,12 @@ MAX_VARIABLES = 11
 
 
 def conclusion(answer: str, premises: list[str], variables: list[str]) -> float:
-    """1 if `answer` follows from `premises` and says something; 0.25 if it is a tautology or a bare variable; 0.05 if it
-    does not follow; 0 if it is no formula over `variables`.
+    """1 if `answer` follows from `premises` and says something, 0.25 if it is a tautology or a bare variable,
+    0.05 if it does not follow, 0 if it is no formula over `variables`.
 
-    A formula is its truth table: bit r of an integer is its value in row r, where variable j is bit j of r. It follows
-    if (p_1 ∧ … ∧ p_k) ∧ ¬formula is empty. reasoning-gym 0.1.25 recurses once for each parenthesis and makes a table
-    over all names in the answer, also unknown ones.
+    A formula is its truth table: bit r of an integer is its value in row r, where variable j is bit j of r.
+    It follows if (p_1 ∧ … ∧ p_k) ∧ ¬formula is empty. reasoning-gym 0.1.25 recurses once for each
+    parenthesis and makes a table over all names in the answer, also unknown ones.
     """
     if len(variables) > MAX_VARIABLES:
         raise ValueError(f"{len(variables)} variables")
@@ -84,9 +87,9 @@ def conclusion(answer: str, premises: list[str], variables: list[str]) -> float:
 
 
 def _truth_table(formula: str, tables: Mapping[str, int], every: int) -> tuple[int, bool]:
-    """Truth table of `formula` and whether it is a variable without any operator (shunting-yard, no recursion).
+    """Truth table of `formula`, and whether it is a bare variable. Raises `ValueError` if it is no formula.
 
-    Raises `ValueError` if it is no formula.
+    Dijkstra's shunting-yard: two stacks, no recursion.
     """
     values: list[int] = []
     operators: list[str] = []

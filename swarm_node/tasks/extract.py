@@ -6,8 +6,8 @@ r"""Find the answer in a completion. First rule that applies wins:
     3. the last `#### n`, n a plain number
     4. all that is left
 
-An answer that is a `\boxed{…}` inside the tags is unwrapped; white space around it is dropped; an empty one is no
-answer. Time is linear in the length of the text.
+An answer that is a `\boxed{…}` inside the tags is unwrapped; white space around it is dropped; an empty one
+is no answer. Time is linear in the length of the text.
 """
 
 from __future__ import annotations

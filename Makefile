@@ -1,0 +1,54 @@
+# make demo    set up and watch a policy learn         make test    set up and run the tests
+# make install set up only                             make check   lint, format, types, import rules
+# make format  rewrite the code in the house style     make bench   the benchmarks (figures to benchmarks/results)
+#
+# PYTHON=python3.12                                       which Python makes the virtual environment
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu        torch without CUDA: smaller, for machines without a GPU
+# VENV=/somewhere                                         where the virtual environment lies
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+.PHONY: install dev demo test check format bench
+
+install: $(VENV)/.installed
+dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@scripts/check-prerequisites $(PYTHON)
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps) torch
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+	@echo "installed: $(BIN)/swarm-node"
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing the development tools into $(VENV)"
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/swarm-node local --config configs/demo.toml
+
+test: dev
+	$(BIN)/python -m pytest
+
+check: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict protocol
+	$(BIN)/mypy swarm_node
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q tests/swarm_node/test_cli.py -k loads_neither
+
+format: dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: dev
+	@for name in startup decode step; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done

@@ -1,0 +1,63 @@
+"""What all benchmarks share: what machine this is, and where figures go."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """Date, processor, cores, versions."""
+    name = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
+    return {
+        "date": date.today().isoformat(),
+        "cpu": name,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "transformers")},
+    }
+
+
+def write(name: str, figures: dict[str, Any]) -> Path:
+    """Write `results/<name>.json`: the machine and the figures."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
+    print(f"\nwritten to {path}")
+    return path
+
+
+def table(columns: list[str], rows: list[list[Any]]) -> str:
+    """A Markdown table."""
+    cells = [columns, ["---"] * len(columns), *[[str(c) for c in row] for row in rows]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+
+
+def interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """CPU seconds of each contestant, `repeats` times in turn after one warm-up: a noisy machine hits all alike."""
+    for run in contestants.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        for name, run in contestants.items():
+            start = time.process_time()
+            run()
+            times[name].append(time.process_time() - start)
+    return times
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)

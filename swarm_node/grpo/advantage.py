@@ -1,0 +1,100 @@
+"""How much better than its siblings a rollout is: A_i = (r_i - baseline) / scale.
+
+    group_std       (r - mean_g) / (std_g + 1e-4)          GRPO, arXiv 2402.03300, section 4.1.2
+    batch_std       (r - mean_g) / (std_batch + 1e-4)      Lite PPO, arXiv 2508.08221
+    none            r - mean_g                             Dr. GRPO, arXiv 2503.20783
+    leave_one_out   r_i - mean_{j != i} r_j                RLOO, arXiv 2402.14740
+    median          (r - median_g) / max(MAD_g, 0.25)      MC-GRPO, with a floor; MAD = median |r - median_g|
+
+Standard deviations are unbiased. With several rewards, GDPO (arXiv 2601.05242) puts each one through the formula, adds
+the weighted results up and whitens the sum over the batch: totals of 1+0 and 1+1 stay apart, which they do not when
+the rewards are added first.
+
+NaN = not scored: such a reward takes no part in any mean, and a rollout nobody scored has advantage 0. So has the only
+rollout of a group.
+
+MC-GRPO's own scale, MAD + 1e-3, is 0.001 in every mixed odd group of 0/1 rewards (the median *is* the majority), which
+makes the minority's advantage +-1000: hence the floor. Its pivot, the rollout that is the median, has advantage 0 by
+construction and needs no special exclusion; the multiplier that makes up for zeros is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm_node.config import GrpoConfig
+from swarm_node.types import Group, Rollout
+
+EPSILON = 1e-4  # TRL's; it matters only for nearly equal rewards
+MAD_FLOOR = 0.25  # a quarter of the distance between right and wrong
+ROUNDING = 1e-9  # an advantage below this is rounding in a group of equal rewards, that is 0
+
+
+def advantages(groups: Sequence[Group], config: GrpoConfig, weights: Mapping[str, float]) -> Tensor:
+    """Advantages [B] of all rollouts, group after group; `weights` by reward name (missing = 1) for GDPO."""
+    width = max(len(group.rollouts) for group in groups)
+    if config.aggregation == "normalize_then_sum":
+        names = sorted({name for group in groups for r in group.rollouts for name in r.rewards})
+        scored = _table(groups, width, lambda r: [_nan_if_none(r.rewards.get(name)) for name in names])
+        shares = torch.tensor([weights.get(name, 1.0) for name in names], dtype=scored.dtype)
+        normalised = torch.stack([baseline(r, config.advantage) for r in scored.unbind(-1)], -1)
+        total = (normalised * shares).nansum(-1)
+        total[scored.isnan().all(-1)] = torch.nan
+        advantage = (total - total.nanmean()) / (nanstd(total.flatten(), 0) + EPSILON)
+    else:
+        advantage = baseline(_table(groups, width, lambda r: [scored_reward(r)])[..., 0], config.advantage)
+    advantage = advantage.nan_to_num(0.0)
+    advantage[advantage.abs() < ROUNDING] = 0.0
+    present = torch.tensor([len(group.rollouts) for group in groups])[:, None] > torch.arange(width)
+    return advantage[present].float()
+
+
+def baseline(r: Tensor, method: str) -> Tensor:
+    """Advantages of rewards `r` [groups, G]; NaN in, NaN out."""
+    centred = r - r.nanmean(1, keepdim=True)
+    if method == "group_std":
+        return centred / (nanstd(r, 1) + EPSILON)
+    if method == "batch_std":
+        return centred / (nanstd(r.flatten(), 0) + EPSILON)
+    if method == "none":
+        return centred
+    if method == "leave_one_out":
+        n = (~r.isnan()).sum(1, keepdim=True)
+        return centred * (n / (n - 1))
+    assert method == "median", method
+    distance = r - nanmedian(r)
+    return distance / nanmedian(distance.abs()).clamp(min=MAD_FLOOR)
+
+
+def nanstd(r: Tensor, dim: int) -> Tensor:
+    """Unbiased standard deviation over `dim` (kept) of what is not NaN; NaN for fewer than two values."""
+    n = (~r.isnan()).sum(dim, keepdim=True)
+    return ((r - r.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True) / (n - 1)).sqrt()
+
+
+def nanmedian(r: Tensor) -> Tensor:
+    """Median of each row, kept; of an even number, the mean of the middle two (torch.median gives the lower one)."""
+    return r.nanquantile(0.5, dim=1, keepdim=True)
+
+
+def scored_reward(rollout: Rollout) -> float:
+    """What training maximises; NaN if there were judges and none of them judged it."""
+    unscored = bool(rollout.rewards) and all(r is None for r in rollout.rewards.values())
+    return torch.nan if unscored else rollout.reward
+
+
+def _table(groups, width, values):
+    """[groups, width, K] of `values(rollout)`, NaN where a group has fewer rollouts."""
+    rows = [[values(r) for r in group.rollouts] for group in groups]
+    k = len(rows[0][0])
+    table = torch.full((len(groups), width, k), torch.nan, dtype=torch.float64)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
+    return table
+
+
+def _nan_if_none(value: float | None) -> float:
+    return torch.nan if value is None else value

@@ -1,0 +1,164 @@
+"""From rollouts to rows of tokens, in microbatches.
+
+packed  one row holds completions of one group behind one copy of their prompt,
+
+            [prompt, c1 without its last token, c2 without its last token, ...]
+
+        where each completion sees the prompt and itself only, and its positions go on from the prompt's end. The last
+        prompt position predicts the first token of each of them.
+plain   one row a rollout, [prompt, completion without its last token].
+
+Both give the same log-probabilities; packed saves computing the prompt G times and most of the padding. Attention
+in a packed row costs the square of its length, so a group whose completions are long is cut into several rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarm_node.policy.logprobs import TokenBatch
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The completions of one group that are to be trained on."""
+
+    prompt: list[int]
+    completions: list[list[int]]
+    first: int
+    """Number of the first of them among all rollouts of the step that are trained on."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """All completion tokens of a step, laid end to end."""
+
+    target: np.ndarray
+    """[N] the tokens."""
+    sequence: np.ndarray
+    """[N] number of the rollout each belongs to."""
+    start: np.ndarray
+    """[B] where each rollout begins."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Completions `first` to `first + len(completions)` behind one prompt."""
+
+    prompt: list[int]
+    completions: list[list[int]]
+    first: int
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + sum(len(c) - 1 for c in self.completions)
+
+
+def flatten(groups: Sequence[Completions]) -> Flat:
+    """Lay the completions of all groups end to end."""
+    completions = [c for group in groups for c in group.completions]
+    lengths = np.array([len(c) for c in completions])
+    return Flat(
+        target=np.concatenate([np.array(c, dtype=np.int64) for c in completions]),
+        sequence=np.repeat(np.arange(len(completions)), lengths),
+        start=np.cumsum(lengths) - lengths,
+    )
+
+
+def plan(
+    groups: Sequence[Completions], packing: bool, limit: int, hidden: int
+) -> list[list[Row]]:
+    """Microbatches of rows: at most `limit` tokens each, padding included, unless one row alone is longer.
+
+    Rows of similar length go together. `hidden` is the model's width, for the cost of a long row.
+    """
+    rows = [row for group in groups for row in _rows(group, packing, limit, hidden)]
+    rows.sort(key=lambda row: row.length, reverse=True)
+    microbatches: list[list[Row]] = []
+    for row in rows:
+        if microbatches and microbatches[-1][0].length * (len(microbatches[-1]) + 1) <= limit:
+            microbatches[-1].append(row)
+        else:
+            microbatches.append([row])
+    return microbatches
+
+
+def tokens(microbatch: Sequence[Row]) -> int:
+    """Tokens in one forward pass over the microbatch, padding included."""
+    return microbatch[0].length * len(microbatch)
+
+
+def _rows(group: Completions, packing: bool, limit: int, hidden: int) -> list[Row]:
+    """The group in as many rows as cost least: T tokens cost about T * (6 hidden + T) multiplications a channel and
+    layer, 6 hidden of them in matrices with weights (12 hidden^2 of them a layer), T in attention."""
+    n = len(group.completions)
+    total = sum(len(c) - 1 for c in group.completions)
+
+    def length(per_row: int) -> float:
+        return len(group.prompt) + total * per_row / n
+
+    def cost(per_row: int) -> float:
+        return length(per_row) * (6 * hidden + length(per_row)) / per_row
+
+    choices = [k for k in range(1, n + 1) if k == 1 or (packing and length(k) <= limit)]
+    per_row = ceil(n / ceil(n / min(choices, key=cost)))  # so that the last row is not much shorter
+    return [
+        Row(group.prompt, group.completions[i : i + per_row], group.first + i) for i in range(0, n, per_row)
+    ]
+
+
+def token_batch(
+    microbatch: Sequence[Row], flat: Flat, pad_id: int, device: torch.device
+) -> TokenBatch:
+    """Tensors of one microbatch on `device`."""
+    packed = any(len(row.completions) > 1 for row in microbatch)
+    width = max(row.length for row in microbatch)
+    input_ids = np.full((len(microbatch), width), pad_id, dtype=np.int64)
+    position_ids = np.zeros((len(microbatch), width), dtype=np.int64)
+    segment = np.full((len(microbatch), width), -1, dtype=np.int32)  # 0 = prompt, j = j-th completion, -1 = padding
+    rows, cols, index = [], [], []
+    for r, row in enumerate(microbatch):
+        end = len(row.prompt)
+        input_ids[r, :end] = row.prompt
+        position_ids[r, :end] = np.arange(end)
+        segment[r, :end] = 0
+        for j, completion in enumerate(row.completions):
+            n = len(completion)
+            input_ids[r, end : end + n - 1] = completion[:-1]
+            position_ids[r, end : end + n - 1] = np.arange(len(row.prompt), len(row.prompt) + n - 1)
+            segment[r, end : end + n - 1] = j + 1
+            rows.append(np.full(n, r))
+            col = np.arange(end - 1, end + n - 1)
+            col[0] = len(row.prompt) - 1
+            cols.append(col)
+            start = flat.start[row.first + j]
+            index.append(np.arange(start, start + n))
+            end += n - 1
+    places = np.concatenate(index)
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return TokenBatch(
+        input_ids=tensor(input_ids),
+        position_ids=tensor(position_ids) if packed else None,
+        attention_mask=block_mask(tensor(segment)) if packed else None,
+        row=tensor(np.concatenate(rows)),
+        col=tensor(np.concatenate(cols)),
+        target=tensor(flat.target[places]),
+        sequence=tensor(flat.sequence[places]),
+        index=tensor(places),
+    )
+
+
+def block_mask(segment: Tensor) -> Tensor:
+    """Who sees whom [R, 1, T, T]: what came before in the prompt (segment 0) or in one's own segment. `segment` [R, T]."""
+    query, key = segment[:, :, None], segment[:, None, :]
+    causal = torch.ones(segment.shape[1], segment.shape[1], dtype=torch.bool, device=segment.device).tril()
+    return (((key == 0) | (key == query)) & causal)[:, None]

@@ -1,0 +1,94 @@
+"""AdamW with gradient clipping and warm-up, and its state as plain tensors.
+
+    m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2,   w <- w - lr (m^ / (sqrt(v^) + eps) + decay w)
+
+g is scaled down to norm `grad_clip` first if it is longer (arXiv 1711.05101, eq. 9-12; bias-corrected m^, v^).
+Matrices decay, vectors (norms, biases) do not. Weights in 16 bits get a float32 master copy: bfloat16 has 8 bits of
+mantissa, so most updates of 1e-6 would round to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from swarm_node.config import GrpoConfig
+from swarm_node.errors import SnapshotError
+
+
+class Optimizer:
+    """Updates the named parameters in place from their `.grad`."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: GrpoConfig, learning_rate: float) -> None:
+        self.named = dict(named)
+        self.learning_rate = learning_rate
+        self.warmup = config.warmup
+        self.grad_clip = config.grad_clip
+        self.updates = 0
+        half = {name: p for name, p in self.named.items() if p.dtype in (torch.bfloat16, torch.float16)}
+        self.masters = {name: p.detach().float().requires_grad_() for name, p in half.items()}
+        weights = [self.masters.get(name, p) for name, p in self.named.items()]
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": [w for w in weights if w.ndim > 1], "weight_decay": config.weight_decay},
+                {"params": [w for w in weights if w.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=learning_rate,
+            betas=config.betas,
+            fused=weights[0].device.type in ("cpu", "cuda", "mps"),
+        )
+        for w in weights:  # allocated now, so that memory that suffices for the first update suffices for all
+            self.adamw.state[w] = {
+                "step": torch.zeros((), device=w.device),
+                "exp_avg": torch.zeros_like(w),
+                "exp_avg_sq": torch.zeros_like(w),
+            }
+
+    def zero_grad(self) -> None:
+        for p in self.named.values():
+            p.grad = None
+
+    def step(self) -> tuple[float, float]:
+        """One update, unless the gradient is not finite; its norm before clipping, and the learning rate used."""
+        gradients = [p.grad for p in self.named.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        rate = self.learning_rate * min(1.0, (self.updates + 1) / max(1, self.warmup))
+        total = norm.item()
+        if total == total and total != float("inf"):
+            if total > self.grad_clip:
+                torch._foreach_mul_(gradients, self.grad_clip / total)
+            for name, master in self.masters.items():
+                gradient = self.named[name].grad
+                master.grad = None if gradient is None else gradient.float()
+            for group in self.adamw.param_groups:
+                group["lr"] = rate
+            self.adamw.step()
+            with torch.no_grad():
+                for name, master in self.masters.items():
+                    self.named[name].copy_(master)
+                    master.grad = None
+            self.updates += 1
+        self.zero_grad()
+        return total, rate
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Moments (and master copies) by name: the live tensors."""
+        tensors = {}
+        for name, p in self.named.items():
+            state = self.adamw.state[self.masters.get(name, p)]
+            tensors[f"exp_avg.{name}"] = state["exp_avg"]
+            tensors[f"exp_avg_sq.{name}"] = state["exp_avg_sq"]
+        return tensors | {f"master.{name}": master.detach() for name, master in self.masters.items()}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
+        """Take over what `state_dict` gave; SnapshotError, with nothing changed, if names or shapes differ."""
+        mine = self.state_dict()
+        if mine.keys() != tensors.keys() or any(mine[k].shape != tensors[k].shape for k in mine):
+            raise SnapshotError("its optimiser state does not have the names and shapes of this policy")
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+        for state in self.adamw.state.values():
+            state["step"].fill_(updates)
+        self.updates = updates

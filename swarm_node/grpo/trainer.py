@@ -1,0 +1,286 @@
+"""One step: groups in, `iterations` optimiser updates, metrics out.
+
+    groups -> advantages -> drop what cannot contribute -> rows in microbatches
+           -> for each: (reference log-probs) log-probs, loss, backward -> clip, AdamW, version + 1
+
+Rollouts with zero advantage contribute exactly nothing unless there is a KL term, so they are never computed; they
+still count in the loss's denominators (see `loss`). A step in which nothing contributes updates nothing.
+
+Memory that runs out is no error: the microbatch is halved, then packed rows give way to plain ones, and the update
+starts again from a zero gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarm_node.config import GrpoConfig
+from swarm_node.errors import SnapshotError, UserError
+from swarm_node.grpo import advantage, batch, loss
+from swarm_node.grpo.optimizer import Optimizer
+from swarm_node.policy.logprobs import LOGITS_BYTES, token_logprobs
+from swarm_node.policy.memory import is_out_of_memory
+from swarm_node.policy.policy import Policy
+from swarm_node.types import Group, Rollout, Sampling
+
+SMALL = 20_000_000
+"""Below this many trained parameters the default learning rate is that of a small model trained in full."""
+
+
+@dataclass
+class _Step:
+    """The rollouts of a step that are trained on: b of them, N tokens laid end to end, on the policy's device."""
+
+    groups: list[batch.Completions]
+    flat: batch.Flat
+    advantages: Tensor
+    """[b]"""
+    weights: Tensor
+    """[b] weight of each token in the loss."""
+    sampled: Tensor
+    """[N] log-probs recorded at sampling, NaN if unknown."""
+    stale: Tensor
+    """[N] whether an older version of this policy sampled it."""
+    old: Tensor
+    """[N] log-probs that ratios are taken to: the recorded ones of stale rollouts, else those of the first pass."""
+    reference: Tensor
+    """[N] log-probs under the reference policy, filled in the first pass."""
+
+
+class Trainer:
+    """Improves `policy` in place; holds the optimiser."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: GrpoConfig,
+        sampling: Sampling,
+        report: Callable[[str], None] = print,
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """`sampling` is how this node's rollouts are drawn; `reward_weights`, by name, serve GDPO only."""
+        self.policy = policy
+        self.config = config
+        self.sampling = sampling
+        self.report = report
+        self.reward_weights = reward_weights or {}
+        named = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
+        self.optimizer = Optimizer(named, config, config.learning_rate or default_learning_rate(policy))
+        self.limit = config.microbatch_tokens
+        self.packing = config.packing and policy.packing
+        self.num_tokens = 0
+
+    def step(
+        self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Train on `groups` (sizes may differ); metrics under TRL's names. `before_update` is called when all is ready
+        for the first change of weights: until then a step can be given up without a trace.
+
+        UserError if not even one rollout fits into memory. `loss` and the means over tokens are those of all updates
+        of this step; those that need a forward pass are missing if no rollout had an advantage.
+        """
+        start = time.perf_counter()
+        metrics = self._describe(groups)
+        step = self._prepare(groups)
+        if step is None:
+            return metrics | {"loss": 0.0, "grad_norm": 0.0}
+        totals: dict[str, float] = defaultdict(float)
+        for iteration in range(self.config.iterations):
+            for name, value in self._accumulate(step, iteration).items():
+                totals[name] += value
+            if iteration == 0:
+                before_update()
+            metrics["grad_norm"], metrics["learning_rate"] = self.optimizer.step()
+            if math.isfinite(metrics["grad_norm"]):
+                self.policy.version += 1
+            else:
+                self.report(f"gradient norm is {metrics['grad_norm']}: this update is skipped")
+                del metrics["grad_norm"]
+        metrics |= _means(totals, self.config)
+        metrics["loss"] = totals["loss"] / self.config.iterations
+        metrics["perf/trained_tok_s"] = totals["tokens"] / (time.perf_counter() - start)
+        return metrics
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """What resuming needs besides the weights: tensors (live ones) and numbers."""
+        return self.optimizer.state_dict(), {"updates": self.optimizer.updates, "num_tokens": self.num_tokens}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], numbers: Mapping[str, int]) -> None:
+        """Take over what `state_dict` gave; SnapshotError, with nothing changed, if it is another policy's."""
+        if numbers.keys() != {"updates", "num_tokens"}:
+            raise SnapshotError("its trainer state lacks a number")
+        self.optimizer.load_state_dict(tensors, numbers["updates"])
+        self.num_tokens = numbers["num_tokens"]
+
+    # ----------------------------------------------------------------- one update
+
+    def _prepare(self, groups: Sequence[Group]) -> _Step | None:
+        """What is to be computed of `groups`; `None` if nothing is."""
+        config, device = self.config, self.policy.device
+        rollouts = [r for group in groups for r in group.rollouts]
+        advantages = advantage.advantages(groups, config, self.reward_weights)
+        lengths = torch.tensor(
+            [0 if config.mask_truncated and not r.finished else len(r.token_ids) for r in rollouts]
+        )
+        live = (lengths > 0) & ((advantages != 0) | (config.beta > 0))
+        if not live.any():
+            return None
+        weights = loss.sequence_weights(lengths, config, self.sampling.max_new_tokens)
+
+        flags = iter(live.tolist())
+        kept = [[r for r in group.rollouts if next(flags)] for group in groups]
+        first = accumulate((len(k) for k in kept), initial=0)
+        chosen = [
+            batch.Completions(group.prompt_ids, [r.token_ids for r in k], i)
+            for group, k, i in zip(groups, kept, first, strict=False)
+            if k
+        ]
+        recorded = [self._recorded(group, r) for group, k in zip(groups, kept, strict=True) for r in k]
+        stale = [
+            np.full(len(r.token_ids), group.policy_version != self.policy.version)
+            for group, k in zip(groups, kept, strict=True)
+            for r in k
+        ]
+        sampled = torch.from_numpy(np.concatenate(recorded)).to(device)
+        is_stale = torch.from_numpy(np.concatenate(stale)).to(device)
+        return _Step(
+            groups=chosen,
+            flat=batch.flatten(chosen),
+            advantages=advantages[live].to(device),
+            weights=weights[live].to(device),
+            sampled=sampled,
+            stale=is_stale,
+            old=torch.where(is_stale, sampled, torch.nan),
+            reference=torch.full_like(sampled, torch.nan),
+        )
+
+    def _recorded(self, group: Group, rollout: Rollout) -> np.ndarray:
+        """Log-probs [T] that this node's own policy recorded when it sampled; NaN if they cannot be compared."""
+        n = len(rollout.token_ids)
+        if group.peer is not None or self.sampling.top_p < 1.0 or len(rollout.logprobs) != n:
+            return np.full(n, np.nan, dtype=np.float32)
+        return np.array(rollout.logprobs, dtype=np.float32)
+
+    def _accumulate(self, step: _Step, iteration: int) -> dict[str, float]:
+        """Leave the gradient of the whole step in the parameters; sums for the metrics."""
+        vocabulary, hidden = self.policy.model.get_input_embeddings().weight.shape
+        while True:
+            limit = self.limit if self.policy.split_head else min(self.limit, LOGITS_BYTES // (4 * vocabulary))
+            microbatches = batch.plan(step.groups, self.packing, limit, hidden)
+            try:
+                return self._backward(step, microbatches, iteration)
+            except (RuntimeError, MemoryError) as exc:
+                if not is_out_of_memory(exc):
+                    raise
+                self._shrink(microbatches, exc)
+            self.optimizer.zero_grad()
+            if self.policy.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _backward(
+        self, step: _Step, microbatches: list[list[batch.Row]], iteration: int
+    ) -> dict[str, float]:
+        model, temperature = self.policy.model, self.sampling.temperature
+        full_logits = not self.policy.split_head
+        totals: dict[str, Tensor] = {}
+        for rows in microbatches:
+            b = batch.token_batch(rows, step.flat, self.policy.pad_id, self.policy.device)
+            if self.config.beta and iteration == 0:
+                with torch.no_grad(), self.policy.reference() as reference:
+                    step.reference[b.index] = token_logprobs(reference, b, temperature, full_logits=full_logits)[0]
+            logprobs, entropy = token_logprobs(model, b, temperature, iteration == 0, full_logits)
+            now, sampled = logprobs.detach(), step.sampled[b.index]
+            old = step.old[b.index]
+            old = step.old[b.index] = torch.where(old.isnan(), now, old)
+            value, sums = loss.policy_loss(
+                logprobs,
+                old,
+                b.sequence,
+                step.advantages,
+                step.weights,
+                self.config,
+                reference=step.reference[b.index],
+                sampled=torch.where(sampled.isnan(), old, sampled),
+            )
+            value.backward()
+            sums["loss"] = value.detach()
+            if entropy is not None:
+                comparable = ~(sampled.isnan() | step.stale[b.index])
+                sums["entropy"] = entropy.sum()
+                sums["compared"] = comparable.sum()
+                sums["difference"] = torch.where(comparable, (sampled - now).abs(), 0.0).sum()
+            for name, value in sums.items():
+                totals[name] = totals[name] + value if name in totals else value
+        sums_now = torch.stack([t.float() for t in totals.values()]).tolist()
+        return dict(zip(totals, sums_now, strict=True)) | {"tokens": float(len(step.flat.target))}
+
+    def _shrink(self, microbatches: list[list[batch.Row]], exc: BaseException) -> None:
+        """Ask for less memory from now on; UserError if there is no less."""
+        largest = max(microbatches, key=batch.tokens)
+        if len(largest) > 1:
+            self.limit = batch.tokens(largest) // 2
+            self.report(f"out of memory while training: microbatches of {self.limit} tokens from now on")
+        elif len(largest[0].completions) > 1:
+            self.packing = False
+            self.report("out of memory while training: plain rows instead of packed ones from now on")
+        else:
+            raise UserError(
+                f"not enough memory to train on one rollout of {batch.tokens(largest)} tokens: "
+                "lower rollouts.max_new_tokens, train an adapter (policy.lora = true) or take a smaller model"
+            ) from exc
+
+    # ----------------------------------------------------------------- metrics
+
+    def _describe(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics of the rollouts themselves."""
+        rollouts = [r for group in groups for r in group.rollouts]
+        lengths = np.array([len(r.token_ids) for r in rollouts])
+        rewards = [[advantage.scored_reward(r) for r in group.rollouts] for group in groups]
+        scored = np.array([r for group in rewards for r in group if not math.isnan(r)])
+        self.num_tokens += int(lengths.sum()) + sum(len(g.prompt_ids) * len(g.rollouts) for g in groups)
+        metrics = {
+            "frac_reward_zero_std": float(np.mean([len({r for r in g if not math.isnan(r)}) < 2 for g in rewards])),
+            "num_tokens": float(self.num_tokens),
+            "completions/mean_length": float(lengths.mean()),
+            "completions/min_length": float(lengths.min()),
+            "completions/max_length": float(lengths.max()),
+            "completions/clipped_ratio": float(np.mean([not r.finished for r in rollouts])),
+        }
+        if len(scored):
+            metrics["reward"] = float(scored.mean())
+        if len(scored) > 1:
+            metrics["reward_std"] = float(scored.std(ddof=1))
+        return metrics
+
+
+def default_learning_rate(policy: Policy) -> float:
+    """2e-5 for an adapter; in full training 2e-4 for small models, else 2e-6."""
+    if hasattr(policy.model, "peft_config"):
+        return 2e-5
+    return 2e-4 if sum(p.numel() for p in policy.trainable_parameters()) < SMALL else 2e-6
+
+
+def _means(totals: Mapping[str, float], config: GrpoConfig) -> dict[str, float]:
+    """Metrics from sums over tokens (or sequences, for clipping of sequence ratios)."""
+    tokens, clip = totals["tokens"], totals["clip/count"]
+    means = {"entropy": totals["entropy"] * config.iterations / tokens}
+    if config.loss == "cispo":
+        means["cispo_clip_ratio"] = totals["clip/high"] / clip
+    else:
+        means["clip_ratio/low_mean"] = totals["clip/low"] / clip
+        means["clip_ratio/high_mean"] = totals["clip/high"] / clip
+        means["clip_ratio/region_mean"] = (totals["clip/low"] + totals["clip/high"]) / clip
+    if config.beta:
+        means["kl"] = totals["kl"] / tokens
+    if totals["compared"]:
+        means["sampling/logp_difference"] = totals["difference"] / totals["compared"]
+    return means

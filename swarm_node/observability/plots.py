@@ -1,0 +1,93 @@
+"""The reward curve of a run as a picture."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from colorsys import hls_to_rgb
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..rundir import os_errors_explained
+
+BLUE, ORANGE = "#2563eb", "#ea580c"
+SMOOTHED_SHARE = 20  # each point of the smooth line is the mean over a twentieth of the run
+
+
+def plot_reward(
+    metrics: Sequence[Mapping[str, Any]],
+    out: Path,
+    title: str,
+    held_out: tuple[float, float] | None = None,
+) -> None:
+    """Draw training reward over rounds into the PNG file `out`; `metrics` are records of metrics.jsonl.
+
+    Thin lines are the tasks (`reward/<label>`), if there are two or more; `held_out` is pass@1 on held-out
+    questions before and after, drawn as two points. Raises UserError if there is nothing to draw or `out`
+    cannot be written.
+    """
+    rounds, rewards = _series(metrics, "reward")
+    if not rounds:
+        raise UserError("no round with a reward yet: nothing to plot")
+
+    # Imported when needed; the object interface needs no display and keeps no global state.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+    from PIL import Image
+
+    window = max(1, len(rounds) // SMOOTHED_SHARE)
+    figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    labels = sorted({key for record in metrics for key in record if key.startswith("reward/")})
+    tasks = []
+    for number, label in enumerate(labels if len(labels) > 1 else []):
+        color = hls_to_rgb(number / len(labels), 0.5, 0.5)
+        at, values = _series(metrics, label)
+        name = label.removeprefix("reward/")
+        tasks += axes.plot(at, moving_average(values, 2 * window), color=color, lw=1, alpha=0.6, label=name)
+    axes.plot(rounds, rewards, color=BLUE, lw=0.8, alpha=0.25)
+    name = f"training reward, mean of {window} rounds" if window > 1 else "training reward"
+    marker = "o" if len(rounds) < 10 else None
+    lines = axes.plot(rounds, moving_average(rewards, window), color=BLUE, lw=2.4, marker=marker, label=name)
+    if held_out is not None:
+        name = f"held-out pass@1: {held_out[0]:.1%} before, {held_out[1]:.1%} after"
+        ends = [rounds[0], rounds[-1]]
+        lines += axes.plot(ends, held_out, color=ORANGE, ls="", marker="D", ms=8, label=name, clip_on=False)
+    axes.set_title(title, loc="left", fontsize=12, pad=28)
+    axes.set_xlabel("round")
+    axes.set_ylabel("reward per answer (mean)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=min(0.0, *rewards))
+    axes.margins(x=0.01)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    above = (0, 1)
+    axes.legend(
+        handles=lines, loc="lower left", bbox_to_anchor=above, ncols=2, frameon=False, borderaxespad=0
+    )
+    if tasks:
+        figure.legend(handles=tasks, loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
+    with os_errors_explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        palette = Image.open(drawn).convert("RGB").quantize(128)  # a third of the size
+        palette.save(out, optimize=True)
+
+
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """Mean over the `window` values around each; fewer at both ends, so that the line spans the whole run."""
+    before, after = (window - 1) // 2, window // 2
+    return [_mean(values[max(0, i - before) : i + after + 1]) for i in range(len(values))]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _series(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Rounds at which `name` was measured, and what it was (null = not measured)."""
+    measured = [(record["round"], record[name]) for record in metrics if record.get(name) is not None]
+    return [round for round, _ in measured], [value for _, value in measured]

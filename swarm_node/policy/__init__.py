@@ -1,0 +1,1 @@
+"""The node's own language model: loading, sampling, log-probabilities, weights."""

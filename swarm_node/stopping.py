@@ -1,0 +1,99 @@
+"""Stop on SIGINT or SIGTERM: cleanly where that is possible, within the deadline in any case.
+
+The loop tells this module which of three states it is in:
+
+    interruptible   computing, weights unchanged: a signal raises StopRequested at once
+    held            changing weights or files: a signal waits for the next `allow` or `check`
+    (deadline)      the main thread sits in one long torch call: a watchdog thread runs `last_resort` and exits
+
+A second signal exits at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+DEADLINE_S = 8.0
+"""From the signal to the last resort; spot instances and `docker stop` give ten seconds at the least."""
+
+
+class StopRequested(BaseException):
+    """Raised in the main thread by the first signal; no handler for `Exception` swallows it."""
+
+
+class Stopper:
+    """Context manager that owns SIGINT and SIGTERM. Use it from the main thread."""
+
+    def __init__(self, last_resort: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
+        self.requested = False
+        self._interruptible = False
+        self._reacted = False
+        self._last_resort = last_resort
+        self._deadline_s = deadline_s
+        self._left = threading.Event()
+
+    def __enter__(self) -> Stopper:
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        threading.Thread(target=self._watch, name="stop-watchdog", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.hold()
+        self._left.set()
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        self._write.close()
+
+    def allow(self) -> None:
+        """From here on a signal raises StopRequested at any point; raises it now if one came in the meantime."""
+        self._interruptible = True
+        self.check()
+
+    def hold(self) -> None:
+        """From here on a signal only sets `requested`."""
+        self._interruptible = False
+
+    def check(self) -> None:
+        """Raise StopRequested if a signal came."""
+        if self.requested:
+            self._interruptible = False
+            self._reacted = True
+            raise StopRequested
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            os._exit(128 + number)
+        self.requested = True
+        if self._interruptible:
+            self.check()
+
+    def _watch(self) -> None:
+        """Python runs `_handle` between bytecodes only; the wake-up socket is written from C at once."""
+        if self._signal_within(None) is None:
+            return
+        second = self._signal_within(self._deadline_s)
+        if second is not None:
+            os._exit(128 + second)
+        if not self._reacted and not self._left.is_set():
+            self._last_resort()
+            os._exit(0)
+
+    def _signal_within(self, seconds: float | None) -> int | None:
+        """The next signal's number; `None` after `seconds` or once the context is left."""
+        self._read.settimeout(seconds)
+        try:
+            received = self._read.recv(1)
+        except TimeoutError:
+            return None
+        return received[0] if received else None

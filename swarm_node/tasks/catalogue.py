@@ -1,0 +1,126 @@
+"""Which environments of reasoning-gym a node plays, and why not the others.
+
+An environment is allowed once its scorer has been read, with everything that it hands answer text to: nothing
+executes the text, recurses with it or can be stalled by it; and once two processes with different hash seeds
+have made the same questions and answers (tests/data/task_digests.json). docs/tasks.md has the findings.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+ALLOWED: dict[str, Literal["library", "own"]] = {
+    "arc_1d": "library",
+    "base_conversion": "library",
+    "basic_arithmetic": "library",
+    "bf": "library",
+    "binary_matrix": "own",
+    "caesar_cipher": "library",
+    "calendar_arithmetic": "library",
+    "chain_sum": "library",
+    "count_bits": "library",
+    "count_primes": "library",
+    "decimal_arithmetic": "library",
+    "fraction_simplification": "library",
+    "gcd": "library",
+    "lcm": "library",
+    "leg_counting": "library",
+    "letter_counting": "library",
+    "prime_factorization": "library",
+    "products": "library",
+    "propositional_logic": "own",
+    "spell_backward": "library",
+}
+"""Environment -> whose checker judges it."""
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ["n_queens", "spiral_matrix", "string_insertion"],
+        "its scorer executes the answer text as Python (eval)",
+    ),
+    **dict.fromkeys(
+        [
+            "countdown",
+            "intermediate_integration",
+            "polynomial_multiplication",
+            "puzzle24",
+            "simple_integration",
+        ],
+        "its scorer executes the answer text as Python (sympy's parse_expr)",
+    ),
+    "codeio": "it executes Python programs",
+    "coin_flip": "its scorer can be stalled: it expands `1e999999999` to an integer of a billion digits",
+    **dict.fromkeys(
+        ["isomorphic_strings", "knight_swap", "ransom_note"],
+        "it does not regenerate: its questions depend on Python's hash seed",
+    ),
+    "simple_equations": "it does not regenerate: its questions depend on the version of sympy",
+}
+"""Environment -> why not; any other is refused because nobody has read its scorer yet."""
+
+NOT_AUDITED = "its scorer has not been audited"
+
+SETS: dict[str, dict[str, dict[str, Any]]] = {
+    # Question spaces small enough for a model of under a million parameters to get some right from the start.
+    "small": {
+        "basic_arithmetic": {
+            "min_terms": 2,
+            "max_terms": 2,
+            "min_digits": 1,
+            "max_digits": 1,
+            "operators": ["+", "-", "*"],
+            "allow_parentheses": False,
+            "allow_negation": False,
+        },
+        "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        "fraction_simplification": {
+            "min_value": 1,
+            "max_value": 6,
+            "min_factor": 2,
+            "max_factor": 5,
+            "styles": ["plain"],
+        },
+        "gcd": {"min_value": 1, "max_value": 24},
+        "lcm": {"min_value": 1, "max_value": 10},
+        "count_bits": {"min_n": 1, "max_n": 63},
+        "products": {"min_digits": 1, "max_digits": 1},
+    },
+    # The nine of "Sharing is Caring" (SAPO, arXiv:2509.08721), with the library's defaults.
+    "sapo": {
+        "base_conversion": {},
+        "basic_arithmetic": {},
+        "arc_1d": {},
+        "bf": {},
+        "propositional_logic": {},
+        "fraction_simplification": {},
+        "decimal_arithmetic": {},
+        "calendar_arithmetic": {},
+        "binary_matrix": {},
+    },
+}
+"""Set -> environment -> options."""
+
+
+class Entry(NamedTuple):
+    """One line of `swarm-node tasks`."""
+
+    name: str
+    sets: list[str]
+    """Sets that it belongs to."""
+    checker: Literal["library", "own"]
+    question: str
+    """An example, with the library's default options."""
+    answer: str
+
+
+def describe() -> list[Entry]:
+    """Every allowed environment with an example."""
+    from swarm_node.tasks.environments import Environment
+
+    entries = []
+    for name, checker in ALLOWED.items():
+        environment = Environment(name, {})
+        task = next(task for index in range(environment.size) if (task := environment.task(index)))
+        sets = [group for group, members in SETS.items() if name in members]
+        entries.append(Entry(name, sets, checker, task.question, task.answer or ""))
+    return entries

@@ -1,0 +1,81 @@
+"""A source of tasks: a JSONL file with a `question` and an `answer` on each line.
+
+Other columns become metadata, which reward functions see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
+from protocol.messages import TaskName
+from swarm_node.errors import UserError
+from swarm_node.tasks.checkers import text_or_number
+from swarm_node.tasks.extract import extract
+from swarm_node.types import Task
+
+
+class QuestionFile:
+    """Holds and judges the tasks of one file. Raises `UserError` if it is missing, empty or malformed.
+
+    answer_needed: whether each line must have an `answer`; it need not if only reward functions judge.
+    """
+
+    environment = "jsonl"
+    generator = "jsonl 1"
+
+    def __init__(self, path: str, answer_needed: bool = True) -> None:
+        try:
+            data = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read task file {path}: {error.strerror}") from error
+        self.config = hashlib.sha256(data).hexdigest()[:CONFIG_HASH_CHARS]
+        self.label, self.path = Path(path).stem, path
+        lines = data.removeprefix(b"\xef\xbb\xbf").splitlines()
+        self.size = len(lines)
+        if self.size > TASK_INDICES:
+            raise UserError(f"task file {path} has more than {TASK_INDICES} lines")
+        self._rows: dict[int, dict[str, Any]] = {}
+        for index, line in enumerate(lines):
+            if line.strip():
+                try:
+                    self._rows[index] = _row(line, answer_needed)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"task file {path}, line {index + 1}: {error}") from error
+        if not self._rows:
+            raise UserError(
+                f'task file {path} is empty: it needs lines like {{"question": "1+1?", "answer": "2"}}'
+            )
+
+    def task(self, index: int) -> Task | None:
+        """Task of line `index`, counted from 0; `None` for an empty line."""
+        if index not in self._rows:
+            return None
+        row = dict(self._rows[index])
+        name = TaskName(self.environment, self.config, self.generator, seed=0, index=index)
+        return Task(name, self.label, row.pop("question"), row.pop("answer"), metadata=row)
+
+    def check(self, task: Task, answer: str) -> float:
+        """1 for the reference's text or number; the reference is read like a completion (`… #### 42`)."""
+        return text_or_number(answer, extract(task.answer or "") or "")
+
+
+def _row(line: bytes, answer_needed: bool) -> dict[str, Any]:
+    """Raises `ValueError` that says what is wrong with the line."""
+    row = msgspec.json.decode(line)  # msgspec.DecodeError is a ValueError
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    question, answer = row.get("question"), row.get("answer")
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError("`question` must be a text")
+    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str) and not (answer is None and not answer_needed):
+        raise ValueError("`answer` must be a text or a number")
+    if answer is not None and extract(answer) is None:
+        raise ValueError("`answer` is empty")
+    return {**row, "question": question.strip(), "answer": answer}

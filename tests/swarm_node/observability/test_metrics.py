@@ -1,0 +1,271 @@
+import json
+import math
+import resource
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from swarm_node.errors import UserError
+from swarm_node.observability.metrics import EventLog, MetricsWriter, read_metrics
+from swarm_node.observability.sinks import open_sinks
+
+
+@contextmanager
+def file_size_limit(size):
+    """A disk that is full beyond `size` bytes a file, as far as this process can tell: writes really fail."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def record(round, **more):
+    return {"round": round, "step": round, "reward": round / 10, **more}
+
+
+def write(path, *rounds):
+    writer = MetricsWriter(path, print)
+    for round in rounds:
+        writer.write(record(round))
+    writer.close()
+
+
+def rounds_in(path):
+    return [one["round"] for one in read_metrics(path)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def test_what_is_written_is_read(path):
+    write(path, 1, 2)
+    write(path, 3)
+    assert read_metrics(path) == [record(1), record(2), record(3)]
+
+
+def test_floats_are_rounded_sensibly_and_json_stays_json(path):
+    writer = MetricsWriter(path, print)
+    values = {
+        "third": 1 / 3,
+        "learning_rate": 2.0000000001e-6,
+        "time": 1754870400.123456,
+        "num_tokens": 12_345_678_901,
+        "kl": math.nan,
+        "grad_norm": -math.inf,
+        "nested": {"list": [0.1 + 0.2, math.inf]},
+        "done": True,
+    }
+    writer.write({"round": 1} | values)
+    writer.close()
+    assert read_metrics(path) == [
+        {
+            "round": 1,
+            "third": 0.333333,
+            "learning_rate": 2e-6,
+            "time": 1754870400.123,
+            "num_tokens": 12_345_678_901,
+            "kl": None,
+            "grad_norm": None,
+            "nested": {"list": [0.3, None]},
+            "done": True,
+        }
+    ]
+    assert "NaN" not in path.read_text()
+
+
+def test_resuming_drops_what_came_after_the_snapshot(path):
+    write(path, 1, 2, 3, 4)
+    writer = MetricsWriter(path, print)
+    writer.truncate_after(2)
+    assert rounds_in(path) == [1, 2]
+    writer.write(record(3))
+    writer.close()
+    assert rounds_in(path) == [1, 2, 3]
+    for last, left in ((3, [1, 2, 3]), (0, [])):
+        writer = MetricsWriter(path, print)
+        writer.truncate_after(last)
+        writer.close()
+        assert rounds_in(path) == left
+
+
+def test_a_torn_last_line_is_left_out_by_readers_and_cut_off_by_the_next_writer(path):
+    write(path, 1, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"round": 3, "rew')
+    assert rounds_in(path) == [1, 2]
+    write(path, 3)
+    assert path.read_bytes().startswith(whole) and rounds_in(path) == [1, 2, 3]
+
+
+def test_a_line_in_the_middle_that_is_no_record_is_named(path):
+    write(path, 1)
+    path.write_bytes(path.read_bytes() + b"\0\0\0\n")
+    with pytest.raises(UserError, match=r"line 2 of .*metrics.jsonl is not a record"):
+        read_metrics(path)
+
+
+def test_no_file_to_read(path):
+    with pytest.raises(UserError, match="cannot read .*metrics.jsonl: No such file"):
+        read_metrics(path)
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path):
+    with pytest.raises(UserError, match="cannot write .*nowhere"):
+        MetricsWriter(tmp_path / "nowhere" / "metrics.jsonl", print)
+
+
+pieces = st.sampled_from([b'{"round": 1}', b"[]", b"{", b"\n", b"\xff", b"1"])
+
+
+@given(data=st.binary() | st.lists(pieces).map(b"".join))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_file_reads_as_records_or_is_a_user_error(path, data):
+    path.write_bytes(data)
+    try:
+        assert all(isinstance(one, dict) for one in read_metrics(path))
+    except UserError as error:
+        assert "is not a record" in str(error)
+
+
+@given(length=st.integers(0, 200))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_cut_anywhere_the_whole_lines_before_survive(path, length):
+    path.unlink(missing_ok=True)
+    write(path, 1, 2, 3)
+    data = path.read_bytes()[:length]
+    path.write_bytes(data)
+    assert rounds_in(path) == [1, 2, 3][: data.count(b"\n")]
+
+
+def test_a_reader_looking_on_sees_whole_records_only(path):
+    command = """
+import sys
+from pathlib import Path
+from swarm_node.observability.metrics import MetricsWriter
+writer = MetricsWriter(Path(sys.argv[1]), print)
+for round in range(1, 3001):
+    writer.write({"round": round, "text": "x" * (round % 500)})
+"""
+    process = subprocess.Popen([sys.executable, "-c", command, str(path)])
+    looks = 0
+    while process.poll() is None:
+        if path.exists():
+            seen = rounds_in(path)
+            assert seen == list(range(1, len(seen) + 1))
+            looks += 0 < len(seen) < 3000
+    assert process.returncode == 0 and rounds_in(path) == list(range(1, 3001))
+    assert looks > 0
+
+
+def test_a_full_disk_is_reported_once_and_the_lines_follow_when_there_is_room(path):
+    said = []
+    writer = MetricsWriter(path, said.append)
+    with file_size_limit(100):
+        for round in range(1, 6):
+            writer.write(record(round))
+        assert 0 < path.stat().st_size <= 100 and path.read_bytes().endswith(b"}\n")
+    assert len(said) == 1 and "disk full" in said[0]
+    writer.write(record(6))
+    writer.close()
+    assert rounds_in(path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_lines_that_never_found_room_are_an_error_at_the_end(path):
+    writer = MetricsWriter(path, [].append)
+    with file_size_limit(10):
+        writer.write(record(1))
+        with pytest.raises(UserError, match="disk full"):
+            writer.close()
+
+
+def test_events_are_sentences_with_a_time_and_survive_resuming_and_threads(tmp_path):
+    path = tmp_path / "events.jsonl"
+    for text in ("started", "resumed"):
+        log = EventLog(path, print)
+        threads = [
+            threading.Thread(target=log.write, args=("run", text), kwargs={"round": n}) for n in range(20)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        log.close()
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [event["text"] for event in events] == ["started"] * 20 + ["resumed"] * 20
+    assert sorted(event["round"] for event in events[:20]) == list(range(20))
+    assert all(event["kind"] == "run" and event["time"] > 1.7e9 for event in events)
+
+
+# --- further sinks
+
+
+class Recorder:
+    """Works until it has had `working` rounds."""
+
+    name = "Recorder"
+
+    def __init__(self, working):
+        self.working, self.seen, self.calls = working, [], 0
+
+    def write(self, round, numbers):
+        self.calls += 1
+        if len(self.seen) == self.working:
+            raise ConnectionError("server gone")
+        self.seen.append((round, dict(numbers)))
+
+    def close(self):
+        self.calls += 1
+
+
+def test_sinks_get_the_numbers_and_one_that_breaks_costs_nothing_but_itself(path):
+    said, breaking, sound = [], Recorder(working=1), Recorder(working=99)
+    writer = MetricsWriter(path, said.append, [breaking, sound])
+    for round in (1, 2, 3):
+        writer.write(record(round, note="text", nothing=None))
+    writer.close()
+    assert said == ["Recorder failed and is left out from now on: server gone"]
+    assert breaking.calls == 2
+    assert sound.seen == [(round, record(round)) for round in (1, 2, 3)] and sound.calls == 4
+    assert rounds_in(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
+def test_a_sink_whose_package_is_missing_is_an_error_that_names_the_extra(tmp_path, monkeypatch, extra):
+    monkeypatch.setitem(sys.modules, extra, None)  # what an import of a missing package looks like
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(UserError, match=rf"pip install 'swarm-node\[{extra}\]'"):
+        open_sinks([extra], tmp_path, {}, 1)
+
+
+def test_tensorboard_shows_each_round_once_after_a_resume(path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first in (1, 3):
+        writer = MetricsWriter(path, print, open_sinks(["tensorboard"], path.parent, {}, first))
+        for round in range(first, first + 4):
+            writer.write(record(round, note="text"))
+        writer.close()
+    events = EventAccumulator(str(path.parent / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_wandb_continues_its_run_offline(path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for first in (1, 3):
+        writer = MetricsWriter(path, print, open_sinks(["wandb"], path.parent, {"seed": 0}, first))
+        writer.write(record(first, note="text"))
+        writer.close()
+    run_id = (path.parent / "wandb-id.txt").read_text()
+    assert len(list((path.parent / "wandb").glob(f"offline-run-*-{run_id}*/*.wandb"))) == 2

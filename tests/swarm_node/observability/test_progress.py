@@ -1,0 +1,194 @@
+import fcntl
+import io
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+
+import pytest
+
+from swarm_node.observability.progress import Progress, sparkline
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def plain_lines(total, seconds_per_round, rounds=None, minutes=None, start=0):
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(total, minutes, stream=stream, clock=clock)
+    progress.start(start)
+    for round in range(start + 1, (rounds or total) + 1):
+        clock.now += seconds_per_round
+        progress.update(round, {"reward": round / total, "perf/generated_tok_s": 1234.5})
+    progress.stop()
+    return stream.getvalue().splitlines()
+
+
+def rounds_of(lines):
+    return [int(re.match(r"round (\d+)/", line)[1]) for line in lines]
+
+
+def test_a_plain_line():
+    assert plain_lines(200, 0.5, rounds=1) == [
+        "round 1/200  reward 0.005  1,234 tok/s  0.50 s/round  1:40 left"
+    ]
+
+
+def test_plain_lines_come_at_each_tenth_of_the_run():
+    lines = plain_lines(200, 1.0)
+    assert rounds_of(lines) == [1, 20, 40, 60, 80, 100, 120, 140, 160, 180, 200]
+    assert lines[-1].endswith("took 3:20")
+
+
+def test_a_quick_run_prints_few_and_a_slow_one_at_least_each_minute():
+    assert rounds_of(plain_lines(200, 0.01)) == [1, 200]
+    assert rounds_of(plain_lines(10_000, 30.0, rounds=9)) == [1, 3, 5, 7, 9]
+
+
+def test_the_last_round_is_shown_whatever_ended_the_run():
+    assert rounds_of(plain_lines(200, 0.01, rounds=7)) == [1, 7]
+    assert plain_lines(200, 1.0, rounds=-1) == []
+
+
+def test_time_left_obeys_the_minutes_and_counts_from_where_it_resumed():
+    assert plain_lines(1000, 1.0, rounds=1, minutes=2)[0].endswith("1:59 left")
+    assert plain_lines(1000, 1.0, rounds=901, start=900)[0].endswith("1:39 left")
+    assert plain_lines(100_000, 1.0, rounds=1)[0].endswith("27:46:39 left")
+
+
+def test_a_round_without_a_reward_changes_nothing():
+    stream = io.StringIO()
+    progress = Progress(3, stream=stream, clock=Clock())
+    progress.start()
+    for round, reward in ((1, None), (2, float("nan")), (3, 0.5)):
+        progress.update(round, {"reward": reward})
+    progress.stop()
+    first, last = stream.getvalue().splitlines()
+    assert "reward" not in first and "reward 0.500" in last
+
+
+def test_what_is_said_is_one_whole_line_and_markup_means_nothing():
+    stream = io.StringIO()
+    link = "swarm://" + "a" * 300 + "?peer=/ip4/127.0.0.1/tcp/1 [bold]:smile:[/bold]"
+    Progress(3, stream=stream).say(link)
+    assert stream.getvalue() == link + "\n"
+
+
+def test_a_table_in_a_pipe():
+    stream = io.StringIO()
+    rows = [["gcd [x]", 0.1, 0.25], ["all", 0.12345, "n/a"]]
+    Progress(3, stream=stream).table("held-out", ["task", "pass@1 before", "pass@1 after"], rows)
+    words = [line.split() for line in stream.getvalue().splitlines()]
+    assert (
+        ["held-out"] in words
+        and ["gcd", "[x]", "0.100", "0.250"] in words
+        and ["all", "0.123", "n/a"] in words
+    )
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_json_output_leaves_standard_output_alone(capsys):
+    progress = Progress(1, json_output=True)
+    progress.start()
+    progress.update(1, {"reward": 1.0})
+    progress.say("saved")
+    progress.stop()
+    progress.table("t", ["a"], [["b"]])
+    out, err = capsys.readouterr()
+    assert out == "" and "round 1/1" in err and "saved" in err and "b" in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_does_not_end_the_run():
+    command = """
+from swarm_node.observability.progress import Progress
+progress = Progress(1)
+progress.start()
+progress.update(1, {"reward": 1.0})
+progress.say("saved")
+progress.stop()
+progress.table("t", ["a"], [["b"]])
+import os
+os._exit(7)
+"""
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, "-c", command], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (process.returncode, process.stderr) == (7, "")
+
+
+def test_sparkline():
+    assert sparkline([]) == ""
+    assert sparkline([0.5]) == "▁"
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], width=2) == "▁█"
+    assert len(sparkline(list(range(1000)))) == 24
+
+
+# --- on a terminal
+
+
+def screen(output):
+    """What a terminal shows after `output`: enough of one for carriage return, cursor up and erase line."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|[^\x1b]", output):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token.startswith("\x1b"):
+            count, kind = int(re.sub(r"\D", "", token) or 1), token[-1]
+            row -= count if kind == "A" else 0
+            lines[row] = "" if token == "\x1b[2K" else lines[row]
+            assert kind in "AKmhl", token
+        else:
+            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("columns", [100, 60])
+def test_on_a_terminal_the_bar_stays_below_what_is_said(monkeypatch, columns):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    output = []
+
+    def drain():
+        while chunk := os.read(master, 4096):
+            output.append(chunk)
+            if b"THE END" in b"".join(output[-2:]):
+                return
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    clock = Clock()
+    with open(slave, "w", encoding="utf-8") as stream:
+        progress = Progress(20, stream=stream, clock=clock)
+        progress.start()
+        for round in range(1, 21):
+            clock.now += 1
+            progress.update(round, {"reward": round / 20, "perf/generated_tok_s": 2310.0})
+            if round % 10 == 0:
+                progress.say(f"snapshot of round {round} saved")
+        progress.stop()
+        progress.say("THE END")
+        reader.join(10)
+    os.close(master)
+    shown = screen(b"".join(output).decode())
+    assert shown[0] == "snapshot of round 10 saved"
+    assert shown[1] == "snapshot of round 20 saved"
+    assert re.fullmatch(r"round 20/20 ━+ +100% took 0:20", shown[2])
+    assert shown[3] == f"reward 0.775 {sparkline(range(20))}  2,310 tok/s"
+    assert shown[4] == "THE END"

@@ -1,0 +1,76 @@
+"""Groups of a round: sampled, scored, refilled, reproducible."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
+from swarm_node.policy.loading import load_policy
+from swarm_node.rollouts import collect, fit_length, has_signal
+from swarm_node.tasks import load_tasks
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return load_tasks(["small"], RewardsConfig())
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(PolicyConfig(), RolloutsConfig(max_new_tokens=12), lambda text: None)
+
+
+def draw_from(tasks, seed=0):
+    rng = random.Random(seed)
+    return lambda n: tasks.sample(rng, n)
+
+
+def test_a_round_is_a_function_of_its_seed(policy, tasks):
+    config = RolloutsConfig(groups=6, group_size=4, max_new_tokens=12)
+    first = collect(policy, draw_from(tasks), tasks.score, config, "0/1")
+    again = collect(policy, draw_from(tasks), tasks.score, config, "0/1")
+    other = collect(policy, draw_from(tasks), tasks.score, config, "0/2")
+    texts = [[[r.text for r in g.rollouts] for g in c.groups] for c in (first, again, other)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(first.groups) == 6 and all(len(g.rollouts) == 4 for g in first.groups)
+    assert first.kept is first.groups
+
+
+def test_rewards_are_those_of_the_checker(policy, tasks):
+    config = RolloutsConfig(groups=14, group_size=8, max_new_tokens=12)
+    groups = collect(policy, draw_from(tasks), tasks.score, config, "0/1").groups
+    rollouts = [(g.task, r) for g in groups for r in g.rollouts]
+    right = [r for task, r in rollouts if r.text.strip() == task.answer]
+    assert right and all(r.reward == 1.0 and r.correct for r in right)
+    wrong = [r for task, r in rollouts if r.text.strip() != task.answer]
+    assert wrong and sum(r.reward for r in wrong) <= 0.05 * len(wrong)  # equal values written otherwise, at most
+    assert policy.tokenizer.decode(groups[0].prompt_ids).endswith("<sep>")
+
+
+def test_dynamic_sampling_replaces_groups_without_signal(policy, tasks):
+    config = RolloutsConfig(groups=8, group_size=2, max_new_tokens=12)
+    plain = collect(policy, draw_from(tasks), tasks.score, config, "0/1")
+    config = config.model_copy(update={"refill": 4.0})
+    refilled = collect(policy, draw_from(tasks), tasks.score, config, "0/1")
+    assert sum(map(has_signal, plain.kept)) < 8
+    assert sum(map(has_signal, refilled.kept)) > sum(map(has_signal, plain.kept))
+    assert len(refilled.kept) == 8 < len(refilled.groups) <= 32
+    assert {id(g) for g in refilled.kept} <= {id(g) for g in refilled.groups}
+
+
+def test_prompts_that_do_not_fit_are_counted(policy, tasks):
+    config = RolloutsConfig(groups=7, group_size=2, max_new_tokens=12, max_prompt_tokens=16)
+    collected = collect(policy, draw_from(tasks), tasks.score, config, "0/1")
+    assert collected.too_long > 0
+    assert len(collected.groups) == 7 - collected.too_long
+    assert all(len(g.prompt_ids) <= 16 for g in collected.groups)
+
+
+def test_completions_leave_room_for_prompts(policy):
+    said = []
+    assert fit_length(RolloutsConfig(max_new_tokens=500), policy, said.append).max_new_tokens == 128
+    assert "256 positions" in said[0]
+    config = RolloutsConfig(max_new_tokens=100)
+    assert fit_length(config, policy, said.append) is config and len(said) == 1

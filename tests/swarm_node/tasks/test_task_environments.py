@@ -1,0 +1,203 @@
+"""Every allowed environment: regenerates anywhere, is fair, and no answer text can hurt its scorer."""
+
+from __future__ import annotations
+
+import decimal
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from swarm_node.config import RewardsConfig
+from swarm_node.errors import UserError
+from swarm_node.tasks import TaskSet, load_tasks
+from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS, describe
+from swarm_node.tasks.environments import Environment
+from swarm_node.tasks.taskset import MAX_ANSWER_CHARS
+from swarm_node.types import Score, Task
+
+ROOT = Path(__file__).parents[3]
+PINNED = ROOT / "tests" / "data" / "task_digests.json"
+
+
+def test_two_hash_seeds_and_two_processes_make_the_pinned_items() -> None:
+    script = Path(__file__).with_name("digests.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+        )
+        for seed in ("1", "2")
+    ]
+    made = [json.loads(process.communicate()[0]) for process in processes]
+    assert made[0] == made[1]
+    assert made[0] == json.loads(PINNED.read_text())
+    assert set(ALLOWED) <= set(made[0]["digests"])
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_an_item_depends_on_seed_plus_index_alone(name: str) -> None:
+    from reasoning_gym import create_dataset
+
+    environment = Environment(name, {})
+    shifted = create_dataset(name, seed=1000, size=10)
+    for index in range(10):
+        task = environment.task(1000 + index)
+        with decimal.localcontext():  # decimal_arithmetic sets the precision of the thread
+            item = shifted[index]
+        assert task is None or task.question == item["question"].strip()
+        assert task is None or task.answer == (item["answer"] or item["metadata"]["example_answer"])
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_the_reference_is_right_and_other_answers_are_not(name: str) -> None:
+    taskset = load_tasks([name], RewardsConfig())
+    tasks = taskset.sample(random.Random(0), 50)
+    prompts = [task.question for task in tasks]
+    right = taskset.score(tasks, prompts, [f"<answer>{task.answer}</answer>" for task in tasks])
+    assert all(score.correct for score in right)
+    wrong = taskset.score(tasks, prompts, ["no idea", "17 ∧ 4", "<answer></answer>", "-3", "99999"] * 10)
+    assert sum(score.correct for score in wrong) <= 1
+    assert taskset.score(tasks[:1], prompts[:1], ["<think>hm"])[0].extracted is None
+
+
+def hostile(marker: Path) -> list[str]:
+    """Answers that execute, recurse or stall when something evaluates them."""
+    n = MAX_ANSWER_CHARS
+    touch = f"open({str(marker)!r}, 'w').close()"
+    return [
+        touch,
+        f"[[{touch}]]",
+        f"__import__('os').system('touch {marker}')",
+        f"[[x for x in ().__class__.__base__.__subclasses__() if {touch}]]",
+        f"\\frac{{{touch}}}{{1}}",
+        "9" * n,
+        "-" + "9" * n + "." + "9" * n,
+        "1e999999999",
+        "1e-999999999",
+        "1e999999999999999999999",
+        "1/" + "9" * n,
+        "9" * 4000 + "/" + "7" * 4000,
+        "9**9**9**9",
+        "10**10**10",
+        "nan",
+        "sNaN",
+        "-inf",
+        "٣٤",
+        "１２",
+        "1_000",
+        "\ud800",
+        "\x00" * n,
+        "(" * n,
+        "(" * (n // 2) + "P" + ")" * (n // 2),
+        "¬" * (n - 1) + "P",
+        "P∧" * (n // 2 - 1) + "P",
+        "P→(" * (n // 4) + "P" + ")" * (n // 4),
+        "∨".join("abcdefghijklmnopqrstuvwxyz"),
+        "[" * n,
+        "[[" + "0,1],[" * (n // 7) + "]]",
+        "0 1 0\n" * (n // 6),
+        "2 × " * (n // 4),
+        "{" * n,
+        "$" * n,
+        " " * n,
+        "x" * 10_000_000,
+    ]
+
+
+LIMIT_S = 0.05
+
+
+def timed(taskset: TaskSet, task: Task, completion: str) -> tuple[float, Score]:
+    start = time.process_time()
+    (score,) = taskset.score([task], [task.question], [completion])
+    return time.process_time() - start, score
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_hostile_answers_execute_nothing_and_cost_little(name: str, tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    taskset = load_tasks([name], RewardsConfig(partial=True))
+    tasks = taskset.sample(random.Random(0), 3)
+    for task in tasks:
+        for answer in hostile(marker):
+            for completion in (answer, f"<answer>{answer}</answer>", rf"\boxed{{{answer}}}"):
+                seconds, score = timed(taskset, task, completion)
+                if seconds >= LIMIT_S:  # once more: a garbage collection is not the scorer's fault
+                    seconds = min(seconds, timed(taskset, task, completion)[0])
+                assert seconds < LIMIT_S, f"{seconds:.3f} s for {completion[:40]!r}"
+                assert 0 <= score.reward <= 1
+                long_conclusion = name == "propositional_logic" and set(answer) <= set("P∧¬→()")
+                assert not score.correct or long_conclusion  # it does follow
+    assert not marker.exists()
+
+
+def test_the_hostile_answers_do_execute_in_a_scorer_that_evaluates(tmp_path: Path) -> None:
+    """Shows that the test above can fail: the library's own binary_matrix scorer falls for the same texts."""
+    from reasoning_gym import create_dataset
+
+    marker = tmp_path / "executed"
+    dataset = create_dataset("binary_matrix", seed=0, size=1)
+    dataset.score_answer(hostile(marker)[0], dataset[0])
+    assert marker.exists()
+
+
+def test_a_scorer_that_raises_is_a_wrong_answer_and_counted() -> None:
+    taskset = load_tasks(["prime_factorization"], RewardsConfig())
+    (task,) = taskset.sample(random.Random(0), 1)
+    (score,) = taskset.score([task], [task.question], ["<answer>two × three</answer>"])
+    assert score.reward == 0.0 and not score.correct
+    assert taskset.scorer_errors == {"prime_factorization": 1}
+
+
+def test_bf_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert Environment("bf", {}).task(5)
+    assert Environment("bf", {"difficulty": 3}).task(5)
+    assert capfd.readouterr().out == ""
+
+
+def test_decimal_precision_of_the_thread_survives() -> None:
+    task = Environment("decimal_arithmetic", {}).task(5)
+    with decimal.localcontext(prec=3):
+        assert Environment("decimal_arithmetic", {}).task(5) == task
+        assert decimal.getcontext().prec == 3
+
+
+def test_items_without_a_right_reference_are_left_out() -> None:
+    """base_conversion of 0 has an empty answer; propositional_logic gives up and says `P`, true or not."""
+    zero = Environment("base_conversion", {"min_value": 0, "max_value": 1})
+    tasks = [zero.task(index) for index in range(200)]
+    assert None in tasks and all(task.answer for task in tasks if task)
+    logic = Environment("propositional_logic", {})
+    assert any(logic.task(index) is None for index in range(1000))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_environments_say_why(name: str) -> None:
+    with pytest.raises(UserError, match="is refused: it") as caught:
+        load_tasks([name], RewardsConfig())
+    assert name in str(caught.value) and REFUSED[name] in str(caught.value)
+
+
+def test_every_other_environment_is_refused_as_not_audited() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    assert set(ALLOWED) | set(REFUSED) <= set(DATASETS) and not set(ALLOWED) & set(REFUSED)
+    for name in set(DATASETS) - set(ALLOWED) - set(REFUSED):
+        with pytest.raises(UserError, match=f"{name}.*not been audited"):
+            load_tasks([name], RewardsConfig())
+
+
+def test_catalogue_lists_every_allowed_environment() -> None:
+    entries = {entry.name: entry for entry in describe()}
+    assert list(entries) == list(ALLOWED)
+    assert entries["fraction_simplification"].sets == ["small", "sapo"]
+    assert entries["binary_matrix"].checker == "own" and entries["gcd"].checker == "library"
+    assert all(entry.question and entry.answer for entry in entries.values())
+    assert {name for members in SETS.values() for name in members} <= set(ALLOWED)

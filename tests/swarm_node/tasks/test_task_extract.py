@@ -1,0 +1,82 @@
+"""Finding the answer in a completion."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_node.tasks.extract import extract
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("42", "42"),
+        ("  42 \n", "42"),
+        ("", None),
+        (" \n ", None),
+        ("so <answer> 42 </answer>.", "42"),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        ("<answer>1</answer> and <answer>2", "1"),
+        ("<answer>a <answer>b</answer> c</answer>", "b"),
+        ("</answer><answer>", "</answer><answer>"),
+        ("<answer></answer>", None),
+        ("<answer>0 1\n1 0</answer>", "0 1\n1 0"),
+        (r"thus \boxed{42}", "42"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
+        (r"\boxed{7} and \boxed{8", "7"),
+        (r"\boxed{ \{1, 2\} }", r"\{1, 2\}"),
+        (r"\boxed{a \boxed{b} c}", "b"),
+        (r"\boxed{1} <answer>2</answer> \boxed{3}", "2"),
+        (r"<answer>\boxed{5}</answer>", "5"),
+        (r"<answer>\boxed{5</answer>", None),
+        ("5 * 2 = 10\n#### 10", "10"),
+        ("#### 1\n#### -1,234.5.", "-1,234.5"),
+        ("#### Step 3\nthe result is 4", "#### Step 3\nthe result is 4"),
+        (r"#### 10 and \boxed{11}", "11"),
+        ("<think>maybe 5</think>6", "6"),
+        ("\n<think>a</think> <answer>7</answer>", "7"),
+        ("<think><answer>1</answer></think>", None),
+        ("<think>never closed <answer>1</answer>", None),
+        ("the template opened the block</think> 8", "8"),
+        ("a < b <think> c", "a < b <think> c"),
+    ],
+)
+def test_rules_and_their_precedence(completion: str, answer: str | None) -> None:
+    assert extract(completion) == answer
+
+
+TAGS = ["<answer>", "</answer>", "<think>", "</think>"]
+PIECES = [*TAGS, r"\boxed{", "{", "}", "\\", "#### ", "7", " ", "\n", "x"]
+HOSTILE = [
+    *PIECES,
+    "<answer></answer>",
+    r"\boxed{}",
+    "#### ,",
+    "####" + " " * 10_000,
+    "{}",
+    "<think>x</think>",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3)).map("".join))
+def test_any_text_gives_a_stripped_part_of_it_or_nothing(text: str) -> None:
+    answer = extract(text)
+    assert answer is None or (answer and answer == answer.strip() and answer in text)
+
+
+@given(st.text(alphabet="0123456789ab ", min_size=1).filter(str.strip))
+def test_what_was_tagged_comes_out(answer: str) -> None:
+    assert extract(f"<think>hm</think> <answer>{answer}</answer> ok") == answer.strip()
+    assert extract(rf"hm \boxed{{{answer}}} ok") == answer.strip()
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_ten_megabytes_take_a_moment(piece: str) -> None:
+    text = piece * (10_000_000 // len(piece))
+    start = time.process_time()
+    extract(text)
+    assert time.process_time() - start < 0.5

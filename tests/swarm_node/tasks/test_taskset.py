@@ -1,0 +1,379 @@
+"""Drawing tasks, naming them, judging answers."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.codec import decode_task_name, encode_task_name
+from protocol.errors import RemoteProtocolError
+from swarm_node.config import RewardFunction, RewardsConfig, TaskConfig
+from swarm_node.errors import UserError
+from swarm_node.tasks import TaskSet, is_held_out, load_tasks
+from swarm_node.tasks.allot import allot
+from swarm_node.tasks.split import normalise
+
+REWARDS = RewardsConfig()
+
+
+@pytest.fixture(scope="module")
+def small() -> TaskSet:
+    return load_tasks(["small"], REWARDS)
+
+
+def write_lines(path: Path, rows: list[dict[str, object]]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+def rows(n: int) -> list[dict[str, object]]:
+    return [{"question": f"What is {i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(n)]
+
+
+# --- drawing ---
+
+
+def test_labels(small: TaskSet) -> None:
+    assert small.labels == [
+        "basic_arithmetic",
+        "chain_sum",
+        "fraction_simplification",
+        "gcd",
+        "lcm",
+        "count_bits",
+        "products",
+    ]
+    both = load_tasks(["small/basic_arithmetic", "sapo/basic_arithmetic", "gcd"], REWARDS).labels
+    assert both == ["small/basic_arithmetic", "sapo/basic_arithmetic", "gcd"]
+    tables = [TaskConfig(env="gcd", config={"max_value": n}) for n in (20, 30)]
+    first, second = load_tasks(tables, REWARDS).labels
+    assert first != second and first.startswith("gcd:")
+
+
+def test_the_same_source_twice_is_one_source() -> None:
+    assert load_tasks(["small/gcd", "small/gcd", "bf", "sapo/bf"], REWARDS).labels == ["gcd", "bf"]
+
+
+def test_sampling_depends_on_the_rng_alone_and_shares_out(small: TaskSet) -> None:
+    drawn = small.sample(random.Random(3), 21)
+    assert drawn == small.sample(random.Random(3), 21) != small.sample(random.Random(4), 21)
+    assert Counter(task.label for task in drawn) == dict.fromkeys(small.labels, 3)
+    for seed in range(20):
+        assert {task.label for task in small.sample(random.Random(seed), 8)} == set(small.labels)
+        assert len(small.sample(random.Random(seed), 3)) == 3
+
+
+def test_weights_are_met_on_average() -> None:
+    rng = random.Random(0)
+    totals = [0, 0, 0]
+    for _ in range(3000):
+        counts = allot([1.0, 2.0, 5.0], 2, rng)
+        assert sum(counts) == 2
+        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+    assert totals == pytest.approx([750, 1500, 3750], rel=0.08)
+    for _ in range(200):
+        assert allot([1.0, 2.0, 5.0], 8, rng) == [1, 2, 5]
+        many = allot([0.001, 1.0, 1.0], 8, rng)
+        assert many[0] == 1 and sum(many) == 8 and abs(many[1] - many[2]) <= 1
+        assert sorted(allot([1.0] * 7, 8, rng)) == [1] * 6 + [2]
+        assert allot([1.0] * 5, 5, rng) == [1] * 5
+
+
+def test_training_and_evaluation_are_disjoint_by_content(small: TaskSet) -> None:
+    trained = {normalise(task.question) for task in small.sample(random.Random(0), 3000)}
+    evaluated = [normalise(task.question) for task in small.held_out(300)]
+    assert not trained & set(evaluated)
+    assert len(evaluated) == len(set(evaluated)) >= 100
+    assert not any(map(is_held_out, trained)) and all(map(is_held_out, evaluated))
+
+
+def test_held_out_is_the_same_each_time_and_even(small: TaskSet) -> None:
+    tasks = small.held_out(28)
+    assert tasks == small.held_out(28)
+    assert Counter(task.label for task in tasks) == dict.fromkeys(small.labels, 4)
+    assert small.held_out(0) == []
+
+
+def test_the_split_is_pinned_and_ignores_layout() -> None:
+    """Every machine must split alike, for ever."""
+    assert [is_held_out(f"question {i}") for i in range(20)].count(True) == PINNED_SPLIT.count(True)
+    assert [is_held_out(f"question {i}") for i in range(20)] == PINNED_SPLIT
+    for text in ("question 1", "question 4"):
+        assert is_held_out(f"  {text.replace(' ', chr(10) * 2)}\t") == is_held_out(text)
+    assert normalise("cafe\u0301") == normalise("caf\u00e9")
+
+
+PINNED_SPLIT = [bool(int(bit)) for bit in "00000000010000000010"]
+
+
+def test_nothing_left_to_train_on_is_said_at_once(tmp_path: Path) -> None:
+    question = next(f"q{i}" for i in range(100) if is_held_out(f"q{i}"))
+    with pytest.raises(UserError, match="no training question"):
+        load_tasks([write_lines(tmp_path / "one.jsonl", [{"question": question, "answer": "1"}])], REWARDS)
+
+
+# --- names ---
+
+
+def test_a_task_is_regenerated_from_its_encoded_name_by_another_node(small: TaskSet) -> None:
+    other = load_tasks(["small/gcd", "small/products", "sapo"], REWARDS)
+    for task in small.sample(random.Random(1), 70):
+        name = decode_task_name(encode_task_name(task.name))
+        if task.label in ("gcd", "products"):
+            assert other.regenerate(name) == task
+        else:
+            with pytest.raises(RemoteProtocolError, match="no source"):
+                other.regenerate(name)
+
+
+def test_names_that_cannot_be_regenerated(small: TaskSet) -> None:
+    (task,) = load_tasks(["small/gcd"], REWARDS).sample(random.Random(0), 1)
+    for change in (
+        {"environment": "lcm"},
+        {"config": "0" * 16},
+        {"generator": "reasoning-gym 0.0.1"},
+        {"seed": 1},
+        {"index": -1},
+        {"index": 2**31},
+    ):
+        with pytest.raises(RemoteProtocolError) as caught:
+            small.regenerate(msgspec.structs.replace(task.name, **change))
+        assert caught.value.reason == "task"
+
+
+def test_evaluation_questions_are_not_regenerated_for_training(small: TaskSet) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        small.regenerate(small.held_out(1)[0].name)
+    assert caught.value.reason == "held_out"
+
+
+def test_the_config_hash_covers_defaults_but_not_spelling() -> None:
+    def config(options: dict[str, object]) -> str:
+        tasks = load_tasks([TaskConfig(env="gcd", config=options)], REWARDS)
+        return tasks.sample(random.Random(0), 1)[0].name.config
+
+    assert config({}) == config({"max_value": 1000, "min_value": 1}) != config({"max_value": 999})
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gdc", "unknown task 'gdc'; did you mean 'gcd'"),
+        ("smal", "did you mean 'small'"),
+        ("small/gdc", "did you mean 'small/gcd'"),
+        ("", "unknown task ''"),
+        ("n_queens", "'n_queens' is refused: its scorer executes"),
+        ("sudoku", "'sudoku' is refused: its scorer has not been audited"),
+        ("nowhere.jsonl", "cannot read task file nowhere.jsonl"),
+        (TaskConfig(), "either `env` or `file`"),
+        (TaskConfig(env="gcd", file="x.jsonl"), "either `env` or `file`"),
+        (TaskConfig(env="small", config={"max_value": 9}), "'small' is a set"),
+        (TaskConfig(env="gcd", config={"max_valeu": 9}), "no option 'max_valeu'; did you mean 'max_value'"),
+        (TaskConfig(env="gcd", config={"seed": 9}), "'seed' is set by the node"),
+        (TaskConfig(env="spell_backward", config={"data_file": "/etc/passwd"}), "is set by the node"),
+        (TaskConfig(env="gcd", config={"max_value": 0}), "'gcd': wrong options: max_value must be"),
+        (TaskConfig(env="gcd", config={"max_value": "many"}), "must be a whole number, not 'many'"),
+        (TaskConfig(env="gcd", config={"max_value": 9.5}), "must be a whole number, not 9.5"),
+        (TaskConfig(env="binary_matrix", config={"p_zero": "few"}), "task 'binary_matrix': wrong options: "),
+        (TaskConfig(env="calendar_arithmetic", config={"tasks": ["easter"]}), "Invalid tasks: easter"),
+    ],
+)
+def test_one_line_says_what_is_wrong(spec: str | TaskConfig, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_tasks([spec], REWARDS)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_tasks_at_all() -> None:
+    with pytest.raises(UserError, match="no tasks"):
+        load_tasks([], REWARDS)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n \n", "is empty"),
+        (b'{"question": "a", "answer": "b"}\nnot json\n', "line 2: JSON is malformed"),
+        (b'["a"]', "line 1: not a JSON object"),
+        (b'\n{"answer": "b"}', "line 2: `question` must be a text"),
+        (b'{"question": " ", "answer": "b"}', "line 1: `question` must be a text"),
+        (b'{"question": "a"}', "line 1: `answer` must be a text or a number"),
+        (b'{"question": "a", "answer": true}', "line 1: `answer` must be a text or a number"),
+        (b'{"question": "a", "answer": " "}', "line 1: `answer` is empty"),
+        (b'{"question": "\xff", "answer": "b"}', "line 1: "),
+        (b'{"question": "\\ud800", "answer": "b"}', "line 1: "),
+        (b"[" * 100_000, "line 1: "),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="bad.jsonl") as caught:
+        load_tasks([str(path)], REWARDS)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- files ---
+
+
+def test_a_file_of_questions(tmp_path: Path) -> None:
+    tasks = load_tasks([write_lines(tmp_path / "sums.jsonl", rows(60))], REWARDS)
+    assert tasks.labels == ["sums"]
+    drawn = tasks.sample(random.Random(0), 40)
+    assert tasks.regenerate(drawn[0].name) == drawn[0]
+    held_out = tasks.held_out(100)
+    assert 0 < len(held_out) < 30 and not {t.question for t in drawn} & {t.question for t in held_out}
+    task = drawn[0]
+    assert task.question == f"What is {task.name.index} + {task.name.index}?"
+    assert task.metadata == {"level": task.name.index % 3}
+    assert task.name.environment == "jsonl" and task.name.seed == 0
+
+    moved = load_tasks([write_lines(tmp_path / "moved.jsonl", rows(60))], REWARDS)
+    assert moved.regenerate(task.name) == msgspec.structs.replace(task, label="moved")
+    edited = load_tasks([write_lines(tmp_path / "edited.jsonl", rows(61))], REWARDS)
+    with pytest.raises(RemoteProtocolError, match="no source"):
+        edited.regenerate(task.name)
+
+
+def test_file_answers_compare_as_text_or_number(tmp_path: Path) -> None:
+    content = [{"question": f"q{i}", "answer": "so 1,000 it is\n#### 1,000"} for i in range(9)]
+    content += [{"question": f"n{i}", "answer": 1000} for i in range(9)]
+    tasks = load_tasks([write_lines(tmp_path / "gsm.jsonl", content)], REWARDS)
+    for task in tasks.sample(random.Random(0), 10):
+        for completion, right in [("#### 1000", 1), (r"\boxed{1,000.0}", 1), ("1e3", 0), ("10000", 0)]:
+            (score,) = tasks.score([task], [task.question], [completion])
+            assert score.reward == right and score.correct == bool(right)
+
+
+# --- rewards ---
+
+
+def test_exact_by_default_and_partial_on_request() -> None:
+    """The library gives `123456789` a ninth of the reward wherever one digit is right."""
+    for partial, reward in ((False, 0.0), (True, 1 / 9)):
+        tasks = load_tasks(["small/count_bits"], RewardsConfig(partial=partial))
+        task = next(task for task in tasks.sample(random.Random(0), 50) if task.answer == "3")
+        guess, right = tasks.score([task] * 2, [task.question] * 2, ["124567893", "<answer>3</answer>"])
+        assert guess.reward == pytest.approx(reward) and not guess.correct
+        assert (right.reward, right.correct, right.extracted) == (1.0, True, "3")
+        assert right.rewards == {"checker": 1.0}
+
+
+FUNCTIONS = """
+calls = []
+def length(prompts, completions, **columns):
+    calls.append((prompts, completions, columns))
+    return [len(text) for text in completions]
+def some(completions, answer, task, level, **columns):
+    return [None if grade is None else float(grade) for grade in level]
+def short(completions, **columns):
+    return [1.0]
+def broken(completions, **columns):
+    return [1 / 0 for text in completions]
+def nan(completions, **columns):
+    return [float("nan") for text in completions]
+def text(completions, **columns):
+    return ["good" for text in completions]
+"""
+
+
+def functions(tmp_path: Path, *names: str, weight: float = 1.0) -> list[RewardFunction]:
+    path = tmp_path / "rewards.py"
+    path.write_text(FUNCTIONS)
+    return [RewardFunction(path=f"{path}:{name}", weight=weight) for name in names]
+
+
+def test_rewards_are_summed_by_weight_and_none_is_left_out(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "sums.jsonl", rows(60))
+    rewards = RewardsConfig(checker_weight=2.0, functions=functions(tmp_path, "length", "some", weight=0.5))
+    tasks = load_tasks([file, "small/gcd"], rewards)
+    assert tasks.reward_weights == {"checker": 2.0, "length": 0.5, "some": 0.5}
+    ours = next(task for task in tasks.sample(random.Random(0), 40) if task.metadata.get("level") == 2)
+    gcd = next(task for task in tasks.sample(random.Random(0), 40) if task.label == "gcd")
+    first, second = tasks.score([ours, gcd], ["p", "q"], [f"<answer>{ours.answer}</answer>", "none"])
+    size = len(f"<answer>{ours.answer}</answer>")
+    assert first.rewards == {"checker": 1.0, "length": size, "some": 2.0}
+    assert first.reward == 2.0 + 0.5 * size + 0.5 * 2.0 and first.correct
+    assert second.rewards == {"checker": 0.0, "length": 4.0, "some": None}
+    assert second.reward == 2.0 and not second.correct
+
+
+def test_functions_alone_may_judge_questions_without_answers(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "open.jsonl", [{"question": f"q{i}"} for i in range(20)])
+    rewards = RewardsConfig(checker_weight=0.0, functions=functions(tmp_path, "length"))
+    tasks = load_tasks([file], rewards)
+    (task,) = tasks.sample(random.Random(0), 1)
+    (score,) = tasks.score([task], [task.question], ["four"])
+    assert task.answer is None and not score.correct
+    assert (score.rewards, score.reward) == ({"length": 4.0}, 4.0)
+
+
+def test_functions_get_strings_and_columns(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "sums.jsonl", rows(60))
+    tasks = load_tasks([file], RewardsConfig(functions=functions(tmp_path, "length")))
+    drawn = tasks.sample(random.Random(0), 2)
+    tasks.score(drawn, ["p1", "p2"], ["c1", "c2"])
+    prompts, completions, columns = tasks._functions["length"].__globals__["calls"][0]
+    assert (prompts, completions) == (["p1", "p2"], ["c1", "c2"])
+    assert columns == {
+        "question": [task.question for task in drawn],
+        "answer": [task.answer for task in drawn],
+        "task": ["sums", "sums"],
+        "level": [task.metadata["level"] for task in drawn],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("short", "'short' gave 1 rewards for 2 completions"),
+        ("broken", "'broken' failed: ZeroDivisionError: division by zero"),
+        ("nan", "not finite"),
+        ("text", "'text' failed: ValueError"),
+        ("some", "'some' failed: TypeError"),
+    ],
+)
+def test_a_function_that_fails_is_the_users_error(tmp_path: Path, name: str, message: str) -> None:
+    tasks = load_tasks(["small/gcd"], RewardsConfig(functions=functions(tmp_path, name)))
+    drawn = tasks.sample(random.Random(0), 2)
+    with pytest.raises(UserError) as caught:
+        tasks.score(drawn, ["p", "q"], ["1", "2"])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_functions_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import nothing_of_this_name\n")
+    for path, message in [
+        ("length", "write file.py:function"),
+        ("nowhere.py:f", "cannot import nowhere.py"),
+        ("no.such.module:f", "cannot import no.such.module: ModuleNotFoundError"),
+        (f"{tmp_path}/bad.py:f", "nothing_of_this_name"),
+        ("math:no_such", "math has no function 'no_such'"),
+        ("math:pi", "math has no function 'pi'"),
+    ]:
+        with pytest.raises(UserError, match="reward function") as caught:
+            load_tasks(["small/gcd"], RewardsConfig(functions=[RewardFunction(path=path)]))
+        assert message in str(caught.value)
+    with pytest.raises(UserError, match="nothing to reward"):
+        load_tasks(["small/gcd"], RewardsConfig(checker_weight=0.0))
+    with pytest.raises(UserError, match="two rewards are called 'length'"):
+        load_tasks(["small/gcd"], RewardsConfig(functions=functions(tmp_path, "length", "length")))
+
+
+def test_importing_tasks_imports_neither_torch_nor_reasoning_gym() -> None:
+    code = (
+        "import sys, swarm_node.tasks; print({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules))"
+    )
+    root = Path(__file__).parents[3]
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=root).strip() == "set()"

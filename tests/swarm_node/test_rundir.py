@@ -1,0 +1,117 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import swarm_node
+from swarm_node.errors import UserError
+from swarm_node.rundir import RunDir
+
+REPOSITORY = Path(swarm_node.__file__).parents[1]
+HOLD = """
+import sys, time
+from swarm_node.rundir import RunDir
+run = RunDir.open(sys.argv[1])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def hold_in_another_process(path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_open_makes_the_folders(tmp_path):
+    with RunDir.open(tmp_path / "runs" / "local") as run:
+        assert run.snapshots.is_dir() and run.export.is_dir() and run.plots.is_dir()
+        assert run.metrics.parent == run.events.parent == run.config.parent == tmp_path / "runs" / "local"
+        assert (run.path / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_second_process_is_told_who_holds_it_and_a_killed_holder_is_no_obstacle(tmp_path):
+    holder = hold_in_another_process(tmp_path)
+    try:
+        with pytest.raises(UserError, match=rf"in use by process {holder.pid}.*--run-dir"):
+            RunDir.open(tmp_path)
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    assert (tmp_path / "lock").read_text() == f"{holder.pid}\n"  # stale
+    RunDir.open(tmp_path).close()
+
+
+def test_closing_lets_the_next_one_in(tmp_path):
+    with RunDir.open(tmp_path):
+        with pytest.raises(UserError, match=f"process {os.getpid()}"):
+            RunDir.open(tmp_path)
+    RunDir.open(tmp_path).close()
+
+
+def test_the_lock_does_not_leak_into_child_processes(tmp_path):
+    run = RunDir.open(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+    try:
+        run.close()
+        time.sleep(0.2)  # the system closes inherited files a moment after the child is off
+        RunDir.open(tmp_path).close()
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_readers_need_no_lock(tmp_path):
+    with RunDir.open(tmp_path) as run:
+        assert not RunDir(tmp_path).exists
+        run.config.write_text("seed = 0\n")
+        assert RunDir(tmp_path).exists
+
+
+def test_missing_run_is_not_created_unless_asked(tmp_path):
+    with pytest.raises(UserError, match="no run in .*nowhere: start one with"):
+        RunDir.open(tmp_path / "nowhere", create=False)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "local").write_text("")
+    with pytest.raises(UserError, match="not a directory"):
+        RunDir.open(tmp_path / "local")
+    with pytest.raises(UserError, match="not a directory"):
+        RunDir.open(tmp_path / "local" / "below")
+
+
+OPEN_AS_A_MORTAL = """
+import os
+from swarm_node.rundir import RunDir
+if os.geteuid() == 0:
+    os.setuid(65534)
+RunDir.open(".")
+"""
+
+
+@pytest.mark.parametrize("read_only", [".", "snapshots"])
+def test_directory_that_may_not_be_written(tmp_path, read_only):
+    for folder in ("snapshots", "export", "plots", "."):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder).chmod(0o777)
+    (tmp_path / read_only).chmod(0o555)
+    process = subprocess.run(
+        [sys.executable, "-c", OPEN_AS_A_MORTAL],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert "UserError: no permission to write" in process.stderr
+    assert "choose another --run-dir" in process.stderr
+
+
+def test_loads_no_torch():
+    command = "import swarm_node.rundir, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command]).returncode == 0

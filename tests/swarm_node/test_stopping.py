@@ -1,0 +1,91 @@
+"""Signals, in real processes: at once while computing, after the bookkeeping while not, by the watchdog if need be."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PRELUDE = """
+import sys, time
+from swarm_node.stopping import Stopper, StopRequested
+def ready(): print("ready", flush=True)
+def last_resort(): print("last resort", flush=True)
+"""
+INTERRUPTIBLE = """
+with Stopper(last_resort) as stop:
+    try:
+        stop.allow(); ready()
+        while True: sum(range(1000))
+    except StopRequested:
+        print("stopped", flush=True)
+"""
+HELD = """
+with Stopper(last_resort) as stop:
+    try:
+        stop.allow(); stop.hold(); ready()
+        end = time.monotonic() + 1
+        while time.monotonic() < end: pass
+        print("bookkeeping done", flush=True)
+        stop.allow()
+        print("never", flush=True)
+    except StopRequested:
+        print("stopped", flush=True)
+"""
+STUCK = """
+import hashlib
+with Stopper(last_resort, deadline_s=0.5) as stop:
+    stop.allow(); ready()
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 60_000_000)  # one call into C that releases the lock, as torch does
+"""
+
+
+def start(body: str) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", PRELUDE + body], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_computation_ends_at_once(number):
+    process = start(INTERRUPTIBLE)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=5)
+    assert (out, process.returncode) == ("stopped\n", 0)
+
+
+def test_bookkeeping_is_finished_first():
+    process = start(HELD)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=5)
+    assert (out, process.returncode) == ("bookkeeping done\nstopped\n", 0)
+
+
+def test_one_long_call_into_c_is_left_by_the_last_resort():
+    process = start(STUCK)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=10)
+    assert (out, process.returncode) == ("last resort\n", 0)
+    assert time.monotonic() - began < 8
+
+
+def test_the_second_signal_quits_at_once():
+    process = start(HELD.replace("+ 1", "+ 30"))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=5)
+    assert (out, process.returncode) == ("", 130)
+
+
+def test_leaving_restores_the_handlers():
+    from swarm_node.stopping import Stopper
+
+    before = signal.getsignal(signal.SIGINT)
+    with Stopper(lambda: None):
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
