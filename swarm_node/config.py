@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import (
@@ -26,10 +26,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
-    model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 from swarm_node.errors import UserError
 
@@ -82,14 +80,6 @@ class TaskConfig(Section):
     """JSONL file with a `question` and an `answer` on each line."""
     weight: PositiveFloat = 1.0
     """How often this source is drawn from, relative to the others."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.env is None) == (self.file is None):
-            raise PydanticCustomError("one_source", "must have either `env` or `file`")
-        if self.file is not None and self.config:
-            raise PydanticCustomError("one_source", "must not have `config`, which is for `env`")
-        return self
 
 
 class RewardFunction(Section):
@@ -253,11 +243,21 @@ def load_config(
             raise UserError(_explain(error, source)) from None
         table = _merge(table, layer)
     config = NodeConfig.model_validate(table)
+    _check_together(config)
+    return config
+
+
+def _check_together(config: NodeConfig) -> None:
+    """What no key can say alone."""
+    for i, task in enumerate(config.tasks):
+        if isinstance(task, TaskConfig) and (task.env is None) == (task.file is None):
+            raise UserError(f"tasks[{i}] must have either `env` or `file`")
+        if isinstance(task, TaskConfig) and task.file is not None and task.config:
+            raise UserError(f"tasks[{i}] must not have `config`, which is for `env`")
     if not config.rewards.checker_weight and not config.rewards.functions:
         raise UserError("rewards.checker_weight = 0 leaves nothing to judge answers: add rewards.functions")
     if "{question}" not in config.policy.prompt_template:
         raise UserError(f"policy.prompt_template = {config.policy.prompt_template!r} lacks {{question}}")
-    return config
 
 
 def _layers(
@@ -266,9 +266,6 @@ def _layers(
     """(source, partial table) in rising precedence."""
     if file is not None:
         yield str(file), _read_toml(file)
-    if env.get(PREFIX + "SET"):
-        for text in _split_sets(env[PREFIX + "SET"]):
-            yield PREFIX + "SET", _parse_set(text, PREFIX + "SET")
     variables = _variables()
     for name in sorted(name for name in env if name.startswith(PREFIX)):
         if name in variables:
@@ -276,6 +273,8 @@ def _layers(
         elif name not in COMMAND_VARIABLES:
             hint = _did_you_mean(name, [*variables, *COMMAND_VARIABLES], "__")
             raise UserError(f"unknown environment variable {name}{hint}")
+    for text in _split_sets(env.get(PREFIX + "SET", "")):
+        yield PREFIX + "SET", _parse_set(text, PREFIX + "SET")
     for name, value in flags.items():
         if value is not None:
             yield "--" + name.replace("_", "-"), _nest(FLAGS.get(name, name), value)
@@ -303,11 +302,10 @@ def _split_sets(text: str) -> list[str]:
 
 def _parse_set(text: str, source: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
-    key = key.strip()
     if not equals:
         raise UserError(f"{source} {text}: write section.key=value, for example {source} grpo.loss=gspo")
     field = _keys().get(key)
-    return _nest(key, value if field is None else _parse(value.strip(), field))
+    return _nest(key, value if field is None else _parse(value, field))
 
 
 def _variables() -> dict[str, str]:
@@ -354,7 +352,9 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def _explain(error: ValidationError, source: str) -> str:
     """One line about the most telling of the errors: a wrong name first, then the deepest wrong value."""
     errors = error.errors(include_url=False)
-    problem = max(errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"])))
+    problem = max(
+        errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"]), e["type"] != "string_type")
+    )
     key = _dotted(problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key} in {source}{_did_you_mean(key, _keys(), '.')}"
@@ -366,14 +366,15 @@ def _explain(error: ValidationError, source: str) -> str:
     return f"{key} = {shorten(repr(problem['input']), 80)} in {source}: {message}"
 
 
-def _dotted(location: Iterable[int | str]) -> str:
-    """("tasks", 0, "TaskConfig", "weight") -> "tasks[0].weight": pydantic also names the alternative of a
-    union."""
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """("tasks", 0, "TaskConfig", "weight") -> "tasks[0].weight": pydantic puts alternatives of a union in
+    between, named after a section or a type such as `str` and `list[str]`."""
+    alternatives = {"str", "list[str]", *(kind.__name__ for kind in Section.__subclasses__())}
     key = ""
     for part in location:
         if isinstance(part, int):
             key += f"[{part}]"
-        elif part not in ("str", "TaskConfig", "list[str]"):
+        elif part not in alternatives:
             key += f".{part}" if key else part
     return key
 

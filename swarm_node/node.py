@@ -77,11 +77,12 @@ class Node:
         stack.callback(self.snapshots.close)
         self.round = 0
         self._changing = False
+        self._saved: int | None = None
         self.before: dict[str, Held] = {}
         self.after: dict[str, Held] = {}
         resumed = self._resume()
         run.config.write_text(dump_toml(config))
-        sinks = open_sinks(config.log, run.path, config.model_dump(mode="json"), self.round)
+        sinks = open_sinks(config.log, run.path, config.model_dump(mode="json"), self.round + 1)
         self.metrics = MetricsWriter(run.metrics, self.say, sinks)
         stack.callback(self.metrics.close)
         self.metrics.truncate_after(self.round)
@@ -152,7 +153,10 @@ class Node:
     # ----------------------------------------------------------------- state
 
     def save(self) -> None:
-        """Snapshot of the state after `round` rounds; written in the background."""
+        """Snapshot of the state after `round` rounds, unless there is one; written in the background."""
+        if self._saved == self.round:
+            return
+        self._saved = self.round
         optimizer, numbers = self.trainer.state_dict()
         self.snapshots.save(
             self.round,
@@ -174,7 +178,7 @@ class Node:
         self.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
         self.policy.version = state["policy_version"]
         self.before = {label: Held(*values) for label, values in state["before"].items()}
-        self.round = snapshot.round
+        self.round = self._saved = snapshot.round
         return True
 
     def _identity(self) -> dict[str, Any]:

@@ -42,7 +42,8 @@ class Stopper:
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        threading.Thread(target=self._watch, name="stop-watchdog", daemon=True).start()
+        self._watchdog = threading.Thread(target=self._watch, name="stop-watchdog", daemon=True)
+        self._watchdog.start()
         return self
 
     def __exit__(
@@ -53,7 +54,9 @@ class Stopper:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
-        self._write.close()
+        self._write.close()  # ends the watchdog's wait
+        self._watchdog.join()
+        self._read.close()
 
     def allow(self) -> None:
         """From here on a signal raises StopRequested at any point; raises it now if one came in the meantime."""
@@ -73,7 +76,7 @@ class Stopper:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            os._exit(128 + number)
+            _quit(128 + number)
         self.requested = True
         if self._interruptible:
             self.check()
@@ -84,10 +87,10 @@ class Stopper:
             return
         second = self._signal_within(self._deadline_s)
         if second is not None:
-            os._exit(128 + second)
+            _quit(128 + second)
         if not self._reacted and not self._left.is_set():
             self._last_resort()
-            os._exit(0)
+            _quit(0)
 
     def _signal_within(self, seconds: float | None) -> int | None:
         """The next signal's number; `None` after `seconds` or once the context is left."""
@@ -97,3 +100,12 @@ class Stopper:
         except TimeoutError:
             return None
         return received[0] if received else None
+
+
+def _quit(code: int) -> None:
+    """Leave without unwinding, but give the terminal its cursor back."""
+    for stream in (1, 2):
+        if os.isatty(stream):
+            os.write(stream, b"\x1b[?25h\n")
+            break
+    os._exit(code)

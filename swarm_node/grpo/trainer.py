@@ -176,13 +176,13 @@ class Trainer:
         while True:
             limit = self.limit if self.policy.split_head else min(self.limit, LOGITS_BYTES // (4 * vocabulary))
             microbatches = batch.plan(step.groups, self.packing, limit, hidden)
+            self.optimizer.zero_grad()
             try:
                 return self._backward(step, microbatches, iteration)
             except (RuntimeError, MemoryError) as exc:
                 if not is_out_of_memory(exc):
                     raise
                 self._shrink(microbatches, exc)
-            self.optimizer.zero_grad()
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -208,7 +208,7 @@ class Trainer:
                 step.advantages,
                 step.weights,
                 self.config,
-                reference=step.reference[b.index],
+                reference=step.reference[b.index] if self.config.beta else None,
                 sampled=torch.where(sampled.isnan(), old, sampled),
             )
             value.backward()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -128,7 +129,8 @@ def _with_adapter(model: PreTrainedModel, adapter: str | None, config: PolicyCon
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name on its way out
         torch.manual_seed(int(base_digest(model)[:15], 16))
         try:
             return get_peft_model(model, lora)

@@ -103,8 +103,8 @@ class SnapshotStore:
     def load_latest(self, accept: Callable[[dict[str, Any]], str | None]) -> Snapshot | None:
         """The newest usable snapshot, or None if there is none to go back to; changes nothing on disk.
 
-        `accept(state)` returns why a snapshot does not belong to this run, or None if it does. A refused one is
-        reported with its reason and the next older one tried. Raises UserError if none is usable and one
+        `accept(state)` returns why a snapshot does not belong to this run, or None if it does. A refused one
+        is reported with its reason and the next older one tried. Raises UserError if none is usable and one
         is foreign: starting anew here would mix two runs.
         """
         foreign = None

@@ -20,6 +20,7 @@ from swarm_node.errors import UserError
 from swarm_node.tasks import checkers
 from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED
 from swarm_node.tasks.extract import extract
+from swarm_node.tasks.tame import ENDLESS, tame
 from swarm_node.types import Task
 
 FIXED = {"seed", "size", "data_file"}
@@ -93,13 +94,12 @@ def _create(name: str, options: dict[str, Any]) -> Any:
             raise UserError(f"task {name!r} has no option {option!r}{nearest(option, {*defaults} - FIXED)}")
         if type(defaults[option]) is int and type(value) is not int:
             raise UserError(f"task {name!r}: option {option!r} must be a whole number, not {value!r}")
-    if name == "bf":
-        from reasoning_gym.code.contrib.bfit.Compiler import Optimizer
-
-        Optimizer.print = lambda *args, **kwargs: None  # prints a dot for each optimisation it makes
     try:
         config = make_config(**options, seed=0)
         config.validate()
+        if name in ENDLESS and ENDLESS[name][0](config):
+            raise ValueError(ENDLESS[name][1])
+        tame(name)
         return make_dataset(config=config)
     except Exception as error:  # each data set checks its options in its own way
         raise UserError(f"task {name!r}: wrong options: {error}") from error

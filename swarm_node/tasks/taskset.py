@@ -172,11 +172,7 @@ def _table(spec: str) -> TaskConfig:
 
 
 def _open(table: TaskConfig, answer_needed: bool) -> Iterator[Source]:
-    if (table.env is None) == (table.file is None):
-        raise UserError("each task needs either `env` or `file`")
     if table.file is not None:
-        if table.config:
-            raise UserError(f"task file {table.file} takes no `config`")
         yield QuestionFile(table.file, answer_needed)
         return
     name = table.env or ""

@@ -181,14 +181,14 @@ def test_on_a_terminal_the_bar_stays_below_what_is_said(monkeypatch, columns):
             clock.now += 1
             progress.update(round, {"reward": round / 20, "perf/generated_tok_s": 2310.0})
             if round % 10 == 0:
-                progress.say(f"snapshot of round {round} saved")
+                progress.say(f"round {round}: swarm://{'a' * 150}")
         progress.stop()
         progress.say("THE END")
         reader.join(10)
     os.close(master)
     shown = screen(b"".join(output).decode())
-    assert shown[0] == "snapshot of round 10 saved"
-    assert shown[1] == "snapshot of round 20 saved"
+    assert shown[0] == f"round 10: swarm://{'a' * 150}"
+    assert shown[1] == f"round 20: swarm://{'a' * 150}"
     assert re.fullmatch(r"round 20/20 ━+ +100% took 0:20", shown[2])
     assert shown[3] == f"reward 0.775 {sparkline(range(20))}  2,310 tok/s"
     assert shown[4] == "THE END"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import json
+import math
 import os
 import random
 import subprocess
@@ -18,6 +19,7 @@ from swarm_node.errors import UserError
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS, describe
 from swarm_node.tasks.environments import Environment
+from swarm_node.tasks.tame import ENDLESS, common_divisors
 from swarm_node.tasks.taskset import MAX_ANSWER_CHARS
 from swarm_node.types import Score, Task
 
@@ -158,8 +160,58 @@ def test_a_scorer_that_raises_is_a_wrong_answer_and_counted() -> None:
 
 def test_bf_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert Environment("bf", {}).task(5)
-    assert Environment("bf", {"difficulty": 3}).task(5)
+    assert Environment("bf", {"difficulty": 2}).task(5)
     assert capfd.readouterr().out == ""
+
+
+def test_an_answer_that_is_too_long_never_reaches_the_scorer() -> None:
+    taskset = load_tasks(["prime_factorization"], RewardsConfig())
+    (task,) = taskset.sample(random.Random(0), 1)
+    for length, errors in ((MAX_ANSWER_CHARS, 1), (MAX_ANSWER_CHARS + 1, 1)):
+        (score,) = taskset.score([task], [task.question], ["x" * length])
+        assert score.reward == 0.0 and taskset.scorer_errors.total() == errors
+
+
+def test_common_divisors_equals_the_librarys() -> None:
+    rng = random.Random(0)
+    for digits in range(9):
+        for _ in range(20):
+            a, b = rng.randint(-(10**digits), 10**digits), rng.choice([0, rng.randint(-999, 999)])
+            assert common_divisors(a, b) == by_trial_division(abs(a), abs(b))
+
+
+def by_trial_division(a: int, b: int) -> list[int]:
+    """The loop of reasoning-gym 0.1.25."""
+    common, found, i = math.gcd(a, b), [], 1
+    while i * i <= common:
+        if common % i == 0:
+            found += [i] if i * i == common else [i, common // i]
+        i += 1
+    return found
+
+
+def test_items_that_stall_the_library_are_made_at_once() -> None:
+    """The library lists the divisors of 3 · 10^16 for this default item."""
+    start = time.process_time()
+    task = Environment("basic_arithmetic", {}).task(865289177)
+    assert task and task.question == "Calculate -( -7689 * 7321 * -( -7478 * -6232 ) ) / 68436708 + -2487."
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("arc_1d", {"min_size": 60, "max_size": 60}),
+        ("base_conversion", {"min_base": 7, "max_base": 7}),
+        ("basic_arithmetic", {"max_digits": 9}),
+        ("basic_arithmetic", {"max_digits": 8, "max_terms": 2, "allow_parentheses": False}),
+        ("bf", {"difficulty": 3}),
+        ("calendar_arithmetic", {"offset_upper_bound": 0}),
+    ],
+)
+def test_options_with_which_an_item_may_take_for_ever_are_refused(name: str, options: dict[str, int]) -> None:
+    with pytest.raises(UserError, match=f"'{name}': wrong options: {ENDLESS[name][1][:12]}"):
+        Environment(name, options)
 
 
 def test_decimal_precision_of_the_thread_survives() -> None:

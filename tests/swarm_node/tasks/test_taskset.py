@@ -175,8 +175,6 @@ def test_the_config_hash_covers_defaults_but_not_spelling() -> None:
         ("n_queens", "'n_queens' is refused: its scorer executes"),
         ("sudoku", "'sudoku' is refused: its scorer has not been audited"),
         ("nowhere.jsonl", "cannot read task file nowhere.jsonl"),
-        (TaskConfig(), "either `env` or `file`"),
-        (TaskConfig(env="gcd", file="x.jsonl"), "either `env` or `file`"),
         (TaskConfig(env="small", config={"max_value": 9}), "'small' is a set"),
         (TaskConfig(env="gcd", config={"max_valeu": 9}), "no option 'max_valeu'; did you mean 'max_value'"),
         (TaskConfig(env="gcd", config={"seed": 9}), "'seed' is set by the node"),

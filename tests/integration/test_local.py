@@ -1,0 +1,214 @@
+"""`swarm-node local` as a whole: it learns, stops, resumes, exports and refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.evaluate import main as evaluate_main
+from swarm_node.export import export_run
+from swarm_node.node import run_local
+from swarm_node.observability.metrics import read_metrics
+from tests.swarm_node.policy.models import save
+
+
+def settings(run_dir, rounds=6, **sections):
+    base = {
+        "run_dir": str(run_dir),
+        "rounds": rounds,
+        "rollouts": {"groups": 7, "group_size": 4, "max_new_tokens": 8},
+        "eval": {"questions": 0},
+        "snapshots": {"every": 2},
+    }
+    return NodeConfig.model_validate(base | sections)
+
+
+def newest(run_dir):
+    return max((run_dir / "snapshots").iterdir(), key=lambda path: path.name)
+
+
+def same_tensors(a, b):
+    ours, theirs = load_file(a), load_file(b)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of six rounds with held-out tables."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    assert run_local(settings(run_dir, eval={"questions": 14, "samples": 4}), json_output=True) == 0
+    return run_dir
+
+
+def test_a_run_leaves_metrics_events_plot_and_snapshots(finished):
+    lines = read_metrics(finished / "metrics.jsonl")
+    assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for name in ["step", "time", "reward", "reward_std", "frac_reward_zero_std", "entropy", "grad_norm", "step_time"]:
+        assert all(math.isfinite(line[name]) for line in lines), name
+    assert lines[-1]["num_tokens"] > lines[0]["num_tokens"] > 0
+    assert {"reward/gcd", "perf/generated_tok_s", "completions/mean_length"} <= lines[0].keys()
+    assert max(line["sampling/logp_difference"] for line in lines) < 1e-4  # sampled from the weights it trains
+    assert (finished / "plots/reward.png").read_bytes().startswith(b"\x89PNG")
+    assert newest(finished).name == "round-00000006"
+    kinds = [json.loads(line)["kind"] for line in (finished / "events.jsonl").read_text().splitlines()]
+    assert kinds[-1] == "summary" and "start" in kinds
+
+
+def test_weights_change_every_round_that_has_a_signal(finished):
+    lines = read_metrics(finished / "metrics.jsonl")
+    assert lines[-1]["step"] == sum(line["frac_reward_zero_std"] < 1 for line in lines)
+    before, after = (load_file(p / "policy.safetensors") for p in sorted((finished / "snapshots").iterdir()))
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_resuming_a_finished_run_adds_nothing(finished, capsys):
+    content = (finished / "metrics.jsonl").read_text()
+    run_local(settings(finished, eval={"questions": 14, "samples": 4}), json_output=True)
+    assert (finished / "metrics.jsonl").read_text() == content
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["rounds"] == 6 and summary["held_out_before"]["all"]["questions"] == 14
+
+
+def test_export_loads_in_plain_transformers(finished, tmp_path):
+    export_run(finished, tmp_path / "out", lambda text: None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    trained = load_file(newest(finished) / "policy.safetensors")
+    assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in trained.items())
+    with pytest.raises(UserError, match="not empty"):
+        export_run(finished, tmp_path / "out", lambda text: None)
+
+
+def test_eval_takes_a_run_or_a_model(finished, tmp_path, capsys):
+    export_run(finished, tmp_path / "out", lambda text: None)
+    for target in (finished, tmp_path / "out"):
+        assert evaluate_main(str(target), ["small"], samples=2, questions=7, json_output=True) == 0
+    run, model = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert run["held_out"] == model["held_out"] and run["held_out"]["all"]["questions"] == 7
+
+
+def test_an_adapter_run_trains_and_exports_the_adapter(tmp_path):
+    base = save("qwen2", tmp_path / "base")
+    policy = {"model": str(base), "lora": True, "lora_rank": 4, "dtype": "float32"}
+    config = settings(tmp_path / "run", rounds=3, policy=policy, rollouts={"groups": 4, "max_new_tokens": 6})
+    config.rewards.functions = []
+    config = NodeConfig.model_validate(
+        config.model_dump() | {"rewards": {"functions": [{"path": f"{__file__}:parity"}], "checker_weight": 0}}
+    )
+    run_local(config, json_output=True)
+    assert read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] == 3
+    export_run(tmp_path / "run", tmp_path / "out", lambda text: None)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
+    trained = load_file(newest(tmp_path / "run") / "policy.safetensors")
+    assert len(trained) == 28  # 2 layers x 7 matrices x (A, B)
+    assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in trained.items())
+    assert any("lora_B" in name and tensor.abs().max() > 0 for name, tensor in trained.items())
+
+
+def parity(completions, **columns):
+    """A reward function as users write them."""
+    return [float(len(c) % 2) for c in completions]
+
+
+# --------------------------------------------------------------------- stopping and resuming
+
+
+def start(run_dir, rounds):
+    command = [sys.executable, "-m", "swarm_node", "local", "--run-dir", str(run_dir), "--rounds", str(rounds)]
+    for pair in ("rollouts.groups=7", "rollouts.group_size=4", "rollouts.max_new_tokens=8", "eval.questions=0"):
+        command += ["--set", pair]
+    command += ["--set", "snapshots.every=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def wait_for_rounds(run_dir, process, rounds):
+    metrics = run_dir / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and len(read_metrics(metrics)) >= rounds:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    raise AssertionError("no progress within 30 seconds")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_was_stopped_ends_like_one_that_was_not(tmp_path, number):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    process = start(parts, 100_000)
+    wait_for_rounds(parts, process, 5)
+    began = time.monotonic()
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert time.monotonic() - began < 10
+    done = len(read_metrics(parts / "metrics.jsonl"))
+    if number == signal.SIGTERM:
+        assert process.returncode == 0 and f"stopping after round {done}" in out
+        assert newest(parts).name == f"round-{done:08}"
+    rounds = done + 3
+    run_local(settings(parts, rounds), json_output=True)
+    run_local(settings(whole, rounds), json_output=True)
+    assert same_tensors(newest(parts) / "policy.safetensors", newest(whole) / "policy.safetensors")
+    assert same_tensors(newest(parts) / "optimizer.safetensors", newest(whole) / "optimizer.safetensors")
+    ours, theirs = (read_metrics(d / "metrics.jsonl") for d in (parts, whole))
+    for a, b in zip(ours, theirs, strict=True):
+        assert {k: a[k] for k in ("round", "step", "reward", "loss", "num_tokens")} == {
+            k: b[k] for k in ("round", "step", "reward", "loss", "num_tokens")
+        }
+
+
+def test_a_torn_snapshot_is_passed_over(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run_local(settings(run_dir, rounds=4), json_output=True)
+    torn = newest(run_dir) / "policy.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    run_local(settings(run_dir, rounds=6), json_output=True)
+    assert "round-00000004 refused" in capsys.readouterr().err
+    assert [line["round"] for line in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_directory_of_another_model_is_refused_and_left_alone(tmp_path, finished):
+    content = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file() and p.name not in ("lock", "events.jsonl")}
+    other = save("llama", tmp_path / "other")
+    with pytest.raises(UserError, match="belongs to another run.*--run-dir"):
+        run_local(settings(finished, policy={"model": str(other)}), json_output=True)
+    assert all(p.read_bytes() == data for p, data in content.items())
+
+
+def test_rounds_without_reward_show_what_was_answered(tmp_path, capsys):
+    model = save("llama", tmp_path / "model")
+    config = settings(tmp_path / "run", rounds=10, policy={"model": str(model)}, tasks=["small/products"])
+    run_local(config, json_output=True)
+    shown = [line for line in capsys.readouterr().err.splitlines() if "extracted" in line]
+    assert len(shown) == 3 and all("expected" in line and "completion" in line for line in shown)
+
+
+def test_dynamic_sampling_and_a_reference_policy_work_together(tmp_path):
+    config = settings(
+        tmp_path / "run",
+        rounds=4,
+        grpo={"beta": 0.05, "loss": "grpo", "iterations": 2},
+        rollouts={"groups": 6, "group_size": 4, "max_new_tokens": 8, "refill": 3.0},
+    )
+    run_local(config, json_output=True)
+    lines = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert lines[0]["kl"] < lines[-1]["kl"] and lines[-1]["step"] == 8
+    whole = settings(tmp_path / "whole", rounds=8).model_copy(update={"grpo": config.grpo, "rollouts": config.rollouts})
+    run_local(whole, json_output=True)
+    run_local(config.model_copy(update={"rounds": 8}), json_output=True)
+    assert same_tensors(  # the reference of a resumed run is the policy it began with, not the one it resumed with
+        newest(tmp_path / "run") / "policy.safetensors", newest(tmp_path / "whole") / "policy.safetensors"
+    )

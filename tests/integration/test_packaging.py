@@ -1,0 +1,154 @@
+"""The wheel, its declared dependencies and the pinned set agree with the code."""
+
+import ast
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import swarm_node
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ["swarm_node", "protocol"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINS = {
+    canonicalize_name(name): version
+    for name, version in re.findall(
+        r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy, so that nothing is left behind in the repository and nothing stale gets in."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in [*PACKAGES, "tests", "pyproject.toml", "LICENSE", "README.md"]:
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.exists():
+            shutil.copy(path, source)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "-w", out, source], check=True)
+    return zipfile.ZipFile(next(out.glob("swarm_node-*.whl")))
+
+
+def test_the_wheel_holds_both_packages_whole_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
+    expected = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+    assert {
+        "swarm_node/py.typed",
+        "protocol/py.typed",
+        "swarm_node/policy/starter_model/model.safetensors",
+    } <= expected
+    built = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert built == expected
+
+
+def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
+    info = f"swarm_node-{swarm_node.__version__}.dist-info"
+    metadata = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+    assert metadata["Version"] == swarm_node.__version__
+    assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.13"}
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "swarm-node = swarm_node.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert b"Apache License" in wheel.read(f"{info}/licenses/LICENSE")
+
+
+def test_the_wheel_runs_without_the_repository(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path / "site")
+    script = "import swarm_node, sys; from swarm_node.cli import main; print(swarm_node.__file__); main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "local", "--dry-run"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    origin, dumped = done.stdout.split("\n", 1)
+    assert Path(origin).is_relative_to(tmp_path / "site")
+    assert tomllib.loads(dumped)["policy"]["model"] == "starter"
+
+
+def test_starter_is_small() -> None:
+    assert sum(path.stat().st_size for path in (ROOT / "swarm_node/policy/starter_model").iterdir()) <= 2.5e6
+
+
+def test_every_third_party_import_is_a_declared_dependency() -> None:
+    extras = PROJECT["optional-dependencies"]
+    declared = PROJECT["dependencies"] + extras["wandb"] + extras["tensorboard"] + extras["vllm"]
+    names = {canonicalize_name(Requirement(text).name) for text in declared}
+    distributions = packages_distributions()
+    undeclared = set()
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            for module in imported(ast.parse(file.read_text())):
+                homes = {canonicalize_name(name) for name in distributions.get(module, [module])}
+                if module not in sys.stdlib_module_names and module not in PACKAGES and not homes & names:
+                    undeclared.add(f"{file.relative_to(ROOT)}: {module}")
+    assert not undeclared
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Top-level names of absolute imports, those inside functions included."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def test_pins_are_plain_and_satisfy_the_declared_ranges() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    assert len(PINS) == len(lines)
+    extras = PROJECT["optional-dependencies"]
+    for text in PROJECT["dependencies"] + extras["dev"] + extras["wandb"] + extras["tensorboard"]:
+        requirement = Requirement(text)
+        pin = PINS[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(pin, prereleases=True), text
+    assert PINS["torch"] == "2.13.0"
+
+
+def test_the_pinned_set_is_complete() -> None:
+    environment = default_environment() | {"extra": ""}
+    todo = [
+        canonicalize_name(Requirement(r).name)
+        for r in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
+    ]
+    seen: set[str] = set()
+    missing = set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name not in PINS:
+            missing.add(name)
+        if name == "torch":  # its CUDA packages differ by platform, and it pins them itself
+            continue
+        try:
+            below = requires(name) or []
+        except PackageNotFoundError:
+            pytest.fail(f"{name} is not installed: make test")
+        requirements = [Requirement(text) for text in below]
+        todo += [
+            canonicalize_name(r.name) for r in requirements if not r.marker or r.marker.evaluate(environment)
+        ]
+    assert not missing
+    assert len(seen) > 100

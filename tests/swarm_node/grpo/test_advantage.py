@@ -1,0 +1,102 @@
+"""Advantages by hand: worked values, unscored rollouts, groups of unequal size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, tensor
+
+from swarm_node.config import GrpoConfig
+from swarm_node.grpo.advantage import advantages
+from tests.swarm_node.grpo.tiny import group
+
+
+def of(*rewards: list[float | None], **options: str) -> Tensor:
+    return advantages([group(r) for r in rewards], GrpoConfig(**options), {})
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("group_std", [1.4997, -0.4999, -0.4999, -0.4999]),  # mean 0.25, unbiased std 0.5: 0.75 / 0.5001
+        ("batch_std", [1.4997, -0.4999, -0.4999, -0.4999]),  # the group is the batch
+        ("none", [0.75, -0.25, -0.25, -0.25]),
+        ("leave_one_out", [1.0, -1 / 3, -1 / 3, -1 / 3]),  # the others' means: 0 for the first, 1/3 for the rest
+        ("median", [4.0, 0.0, 0.0, 0.0]),  # median 0, MAD 0, so the floor: 1 / 0.25
+    ],
+)
+def test_worked_values(method, expected):
+    torch.testing.assert_close(of([1.0, 0.0, 0.0, 0.0], advantage=method), tensor(expected), atol=1e-4, rtol=0)
+
+
+def test_batch_std_is_that_of_all_groups():
+    # group means 0.5 and 1.5; all rewards 0 1 1 2: mean 1, unbiased variance 2/3
+    expected = tensor([-0.5, 0.5, -0.5, 0.5]) / ((2 / 3) ** 0.5 + 1e-4)
+    torch.testing.assert_close(of([0.0, 1.0], [1.0, 2.0], advantage="batch_std"), expected)
+
+
+def test_median_of_an_even_group_lies_between_the_middle_two():
+    # median of 0 1 2 5 = 1.5; distances 1.5 0.5 0.5 3.5, their median 1
+    expected = tensor([-1.5, -0.5, 0.5, 3.5])
+    torch.testing.assert_close(of([0.0, 1.0, 2.0, 5.0], advantage="median"), expected)
+
+
+def test_median_of_mixed_binary_groups_stays_bounded():
+    # without the floor the scale would be 0.001 and the minority's advantage 1000
+    assert of([1.0, 1.0, 0.0], advantage="median").tolist() == [0.0, 0.0, -4.0]
+
+
+METHODS = ["group_std", "batch_std", "none", "leave_one_out", "median"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_equal_rewards_and_single_rollouts_have_exactly_no_advantage(method, aggregation):
+    options = dict(advantage=method, aggregation=aggregation)
+    assert of([0.1] * 3, [0.7], [0.0, 1.0], **options)[:4].tolist() == [0.0] * 4
+    assert of([0.3], **options).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_of_unequal_size_do_not_disturb_each_other(method):
+    if method == "batch_std":
+        pytest.skip("here the other groups count")
+    together = of([1.0, 0.0, 0.0], [2.0, 5.0], [1.0, 1.0, 0.0, 3.0], advantage=method)
+    apart = [of(r, advantage=method) for r in ([1.0, 0.0, 0.0], [2.0, 5.0], [1.0, 1.0, 0.0, 3.0])]
+    torch.testing.assert_close(together, torch.cat(apart))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rollout_that_nobody_scored_counts_nowhere(method):
+    with_it, without = of([1.0, None, 0.0, 0.0], advantage=method), of([1.0, 0.0, 0.0], advantage=method)
+    assert with_it[1] == 0.0
+    torch.testing.assert_close(with_it[[0, 2, 3]], without)
+
+
+def two_rewards(rows: list[tuple[float | None, float | None]], weights: dict[str, float]) -> Tensor:
+    g = group([0.0] * len(rows))
+    for rollout, (a, b) in zip(g.rollouts, rows, strict=True):
+        rollout.rewards = {"a": a, "b": b}
+    return advantages([g], GrpoConfig(aggregation="normalize_then_sum"), weights)
+
+
+def test_gdpo_keeps_combinations_apart_that_a_sum_confounds():
+    """Groups (0,0) (1,0) and (0,0) (1,1): added up and normalised, both are -0.707, +0.707."""
+    one, both = group([0.0, 1.0]), group([0.0, 2.0])
+    for g, second in ((one, 0.0), (both, 1.0)):
+        g.rollouts[0].rewards = {"a": 0.0, "b": 0.0}
+        g.rollouts[1].rewards = {"a": 1.0, "b": second}
+    summed = advantages([one, both], GrpoConfig(), {})
+    torch.testing.assert_close(summed, tensor([-0.7071, 0.7071] * 2), atol=2e-4, rtol=0)
+    # each reward on its own: 0.707 and 0, 0.707 and 0.707; then divided by the std of the four sums, 1.2910
+    expected = tensor([-0.7071, 0.7071, -1.4142, 1.4142]) / 1.2910
+    apart = advantages([one, both], GrpoConfig(aggregation="normalize_then_sum"), {})
+    torch.testing.assert_close(apart, expected, atol=5e-4, rtol=0)
+
+
+def test_gdpo_weighs_by_name():
+    rows = [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)]
+    first_only = two_rewards(rows, {"b": 0.0})
+    torch.testing.assert_close(first_only, tensor([1.1547, -0.5774, -0.5774]), atol=5e-4, rtol=0)
+    assert two_rewards(rows, {"a": 2.0}).argmax() == 0
+    assert two_rewards(rows, {"b": 2.0}).argmax() == 1

@@ -1,0 +1,81 @@
+"""Rows, masks and microbatches."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from swarm_node.grpo.batch import Completions, flatten, plan, token_batch, tokens
+
+
+def batch(groups, packing, limit=1000):
+    (rows,) = plan(groups, packing, limit, hidden=1000)
+    return token_batch(rows, flatten(groups), pad_id=0, device=torch.device("cpu"))
+
+
+def test_a_packed_row_by_hand():
+    b = batch([Completions([5, 6, 7], [[10, 11], [20], [30, 31, 32]], first=0)], packing=True)
+    assert b.input_ids.tolist() == [[5, 6, 7, 10, 30, 31]]
+    assert b.position_ids.tolist() == [[0, 1, 2, 3, 3, 4]]
+    assert b.target.tolist() == [10, 11, 20, 30, 31, 32]
+    assert b.col.tolist() == [2, 3, 2, 2, 4, 5]  # the prompt's last token predicts each first one
+    assert b.sequence.tolist() == [0, 0, 1, 2, 2, 2]
+    seen = b.attention_mask[0, 0].int().tolist()
+    assert seen == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 0, 1, 0],  # the third completion does not see the first
+        [1, 1, 1, 0, 1, 1],
+    ]
+
+
+def test_plain_rows_by_hand():
+    b = batch([Completions([5, 6], [[10, 11], [20, 21, 22]], first=0)], packing=False)
+    assert b.input_ids.tolist() == [[5, 6, 20, 21], [5, 6, 10, 0]]  # longest first, padded to the right
+    assert b.attention_mask is None
+    assert b.row.tolist() == [0, 0, 0, 1, 1]
+    assert b.col.tolist() == [1, 2, 3, 1, 2]
+    assert b.sequence.tolist() == [1, 1, 1, 0, 0]
+    assert b.index.tolist() == [2, 3, 4, 0, 1]  # laid end to end: 10 11 20 21 22
+
+
+def test_every_token_is_predicted_once_whatever_the_microbatches():
+    rng = random.Random(0)
+    groups, first = [], 0
+    for _ in range(7):
+        completions = [[rng.randrange(3, 99) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 6))]
+        groups.append(Completions([rng.randrange(3, 99) for _ in range(rng.randint(1, 8))], completions, first))
+        first += len(completions)
+    flat = flatten(groups)
+    wanted = [t for g in groups for c in g.completions for t in c]
+    for packing in (True, False):
+        for limit in (1, 20, 50, 10_000):
+            found = {}
+            for rows in plan(groups, packing, limit, hidden=64):
+                assert tokens(rows) <= limit or len(rows) == 1
+                b = token_batch(rows, flat, 0, torch.device("cpu"))
+                assert b.input_ids.numel() == tokens(rows)
+                for place, token, row, col in zip(b.index, b.target, b.row, b.col, strict=True):
+                    assert place.item() not in found
+                    found[place.item()] = token.item()
+                    assert col < b.input_ids.shape[1] and row < len(rows)
+            assert [found[i] for i in range(len(wanted))] == wanted
+
+
+def test_short_completions_share_a_row_and_long_ones_do_not():
+    def rows(prompt: int, completion: int, hidden: int) -> int:
+        groups = [Completions([1] * prompt, [[2] * completion for _ in range(8)], 0)]
+        return sum(len(m) for m in plan(groups, True, 10**6, hidden))
+
+    assert rows(prompt=24, completion=16, hidden=128) == 1
+    assert rows(prompt=24, completion=2000, hidden=128) == 8  # attention over 16,000 tokens would cost more
+    assert 1 < rows(prompt=1000, completion=500, hidden=128) < 8
+
+
+def test_a_packed_row_keeps_to_the_limit_by_splitting_its_group():
+    groups = [Completions([1] * 10, [[2] * 11 for _ in range(8)], 0)]
+    microbatches = plan(groups, True, limit=30, hidden=4096)
+    assert [[len(row.completions) for row in rows] for rows in microbatches] == [[2]] * 4

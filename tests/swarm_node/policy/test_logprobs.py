@@ -1,0 +1,147 @@
+"""Log-probs from packed rows, plain rows, chunked heads and full logits against the model's own forward pass."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from swarm_node.grpo.batch import Completions, flatten, plan, token_batch
+from swarm_node.policy import logprobs
+from swarm_node.policy.logprobs import TokenBatch, token_logprobs
+from tests.swarm_node.policy.models import make
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+
+PROMPTS = [[5, 17, 9, 33], [8, 6]]
+COMPLETIONS = [[[7, 300, 12, 2], [44, 2]], [[19, 20, 21], [2], [31, 32, 33, 34, 35, 2]]]
+TEMPERATURE = 0.7
+
+
+def batch(packing: bool) -> TokenBatch:
+    groups = [Completions(PROMPTS[0], COMPLETIONS[0], 0), Completions(PROMPTS[1], COMPLETIONS[1], 2)]
+    (rows,) = plan(groups, packing, limit=1000, hidden=48)
+    return token_batch(rows, flatten(groups), 0, torch.device("cpu"))
+
+
+def one_by_one(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [N], each completion on its own through the model's own forward pass."""
+    chosen, entropies = [], []
+    for prompt, completions in zip(PROMPTS, COMPLETIONS, strict=True):
+        for completion in completions:
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            distribution = torch.distributions.Categorical(logits=logits / TEMPERATURE)
+            chosen.append(distribution.log_prob(torch.tensor(completion)))
+            entropies.append(distribution.entropy())
+    return torch.cat(chosen), torch.cat(entropies)
+
+
+def in_order(batch: TokenBatch, values: Tensor) -> Tensor:
+    return torch.zeros_like(values).index_copy(0, batch.index, values)
+
+
+def adapted(kind: str, targets: list[str]) -> nn.Module:
+    """A model with a LoRA adapter that is not zero."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = get_peft_model(make(kind), LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    return model.eval()
+
+
+def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return list(torch.autograd.grad(loss, trained))
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("kind", ["llama", "llama_bias", "qwen2", "qwen3", "gpt_neox"])
+def test_values_and_gradients_are_the_models_own(kind, packing):
+    model, b = make(kind), batch(packing)
+    expected, entropies = one_by_one(model)
+    actual, entropy = token_logprobs(model, b, TEMPERATURE, entropy=True)
+    torch.testing.assert_close(in_order(b, actual), expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(in_order(b, entropy), entropies, atol=2e-5, rtol=0)
+    assert not entropy.requires_grad
+
+    weight = torch.randn(len(expected), generator=torch.Generator().manual_seed(0))
+    pairs = zip(
+        gradients((in_order(b, actual) * weight).sum(), model),
+        gradients((expected * weight).sum(), model),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "plain"])
+def test_full_logits_serve_models_that_cap_them(packing):
+    model, b = make("gemma2"), batch(packing)
+    expected, _ = one_by_one(model)
+    capped, _ = token_logprobs(model, b, TEMPERATURE, full_logits=True)
+    torch.testing.assert_close(in_order(b, capped), expected, atol=2e-5, rtol=0)
+    assert (token_logprobs(model, b, TEMPERATURE)[0] - capped).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "up_proj"], ["q_proj", "lm_head"]], ids=["body", "body and head"])
+@pytest.mark.parametrize("tokens_a_chunk", [None, 3])
+def test_an_adapter_counts_and_can_be_switched_off(monkeypatch, targets, tokens_a_chunk):
+    if tokens_a_chunk:
+        monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * 384 * tokens_a_chunk)
+    model, b = adapted("qwen2", targets), batch(packing=True)
+    expected, _ = one_by_one(model)
+    actual = in_order(b, token_logprobs(model, b, TEMPERATURE)[0])
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+    for ours, theirs in zip(gradients(actual.sum(), model), gradients(expected.sum(), model), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    with model.disable_adapter(), torch.no_grad():
+        base = in_order(b, token_logprobs(model, b, TEMPERATURE)[0])
+    torch.testing.assert_close(base, one_by_one(make("qwen2"))[0], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tokens_a_chunk", [1, 5, 16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunked_head_equals_a_whole_one(monkeypatch, tokens_a_chunk, bias, dtype):
+    model, b = make("llama"), batch(packing=True)
+    if bias:
+        model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, 384))
+    model.to(dtype)
+    results = []
+    for size in (10_000, tokens_a_chunk):
+        monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * 384 * size)
+        values, entropy = token_logprobs(model, b, TEMPERATURE, entropy=True)
+        weight = torch.linspace(-1, 1, len(values))
+        results.append([values, entropy, *gradients((values * weight).sum(), model)])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for whole, chunked in zip(*results, strict=True):
+        assert whole.dtype == chunked.dtype
+        assert (whole - chunked).abs().max() <= tolerance * whole.abs().max().clamp(min=1)
+
+
+MEASURE = """
+import resource, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from swarm_node.policy.logprobs import TokenBatch, token_logprobs
+torch.set_num_threads(1)
+V, H, R, T = 152_064, 16, 8, 64
+config = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+    tie_word_embeddings=True)
+model = LlamaForCausalLM(config)
+ids = torch.randint(V, (R, T + 1))
+row, col = torch.arange(R).repeat_interleave(T), torch.arange(T).repeat(R)
+batch = TokenBatch(ids[:, :-1], None, None, row, col, ids[:, 1:].flatten(), row, torch.arange(R * T))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+token_logprobs(model, batch, 1.0, entropy=True)[0].sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_a_large_vocabulary_never_has_all_its_logits_in_memory():
+    """All logits of 8 x 64 tokens are 311 MB a copy, of which autograd would keep two and make a third."""
+    out = subprocess.run([sys.executable, "-c", MEASURE], check=True, capture_output=True, text=True).stdout
+    before, after = (int(line) / (2**20 if sys.platform == "darwin" else 2**10) for line in out.split())
+    assert after - before < 280

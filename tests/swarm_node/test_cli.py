@@ -1,0 +1,191 @@
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import swarm_node
+from swarm_node.cli import app
+from swarm_node.config import COMMAND_VARIABLES, FLAGS, NodeConfig, load_config
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(words, command) of everything below `swarm-node`."""
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        yield (*path, name), command
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+
+
+def run(*args: str, env: dict[str, str] | None = None) -> Any:
+    return CliRunner().invoke(app, list(args), env=env, prog_name="swarm-node")
+
+
+def process(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "swarm_node", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=60)
+
+
+def test_there_is_every_command() -> None:
+    names = {" ".join(words) for words, _ in commands()}
+    assert {"local", "eval", "export", "starter", "tasks", "config show", "config validate"} <= names
+
+
+@pytest.mark.parametrize("words", [(), *(words for words, _ in commands())], ids=" ".join)
+def test_help_names_every_option_and_says_what_it_does(words: tuple[str, ...]) -> None:
+    result = run(*words, "--help", env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    command = dict(commands()).get(words)
+    for parameter in command.params if command else []:
+        assert getattr(parameter, "help", None), parameter.name
+        if parameter.opts[0].startswith("--"):
+            assert parameter.opts[0] in result.output
+    assert "completion" not in result.output.replace("completions", "")
+
+
+@pytest.mark.parametrize("module", ["swarm_node.cli", "swarm_node.config", "swarm_node.types", "--help"])
+def test_start_up_loads_neither_torch_nor_transformers(module: str) -> None:
+    load = f"import {module}"
+    if module == "--help":
+        load = (
+            "from swarm_node.cli import app\ntry: app(['--help'])\nexcept SystemExit as e: assert not e.code"
+        )
+    heavy = "'torch', 'transformers', 'peft', 'hivemind', 'libp2p', 'reasoning_gym', 'matplotlib', 'numpy'"
+    script = f"{load}\nimport sys\nprint(len(sys.modules), [m for m in ({heavy}) if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    count, loaded = done.stdout.splitlines()[-1].split(" ", 1)
+    assert int(count) > 100
+    assert loaded == "[]"
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert run("--version").output == f"swarm-node {swarm_node.__version__}\n"
+    assert process("--version").stdout == f"swarm-node {swarm_node.__version__}\n"
+
+
+def test_every_option_has_an_environment_variable() -> None:
+    variables = set()
+    for words, command in commands():
+        for parameter in command.params:
+            name = parameter.opts[0].removeprefix("--")
+            if not parameter.opts[0].startswith("--") or name == "help":
+                continue
+            key = FLAGS.get(name, name.replace("-", "_"))
+            if words == ("local",) and (key in NodeConfig.model_fields or name in FLAGS):
+                assert parameter.envvar is None, f"{name}: load_config reads it"
+            elif name != "set":
+                assert parameter.envvar == "SWARM_NODE_" + name.upper().replace("-", "_")
+            variables.add("SWARM_NODE_" + name.upper().replace("-", "_"))
+    assert variables >= COMMAND_VARIABLES
+    load_config(env={name: "" for name in COMMAND_VARIABLES})
+
+
+def test_dry_run_prints_what_local_would_use_and_touches_nothing() -> None:
+    Path("x.toml").write_text("rounds = 3\nseed = 3\n[policy]\nmodel = 'a'\n")
+    env = {"SWARM_NODE_CONFIG": "x.toml", "SWARM_NODE_SEED": "4", "SWARM_NODE_TASKS": "gcd,lcm"}
+    args = ["local", "--dry-run", "--rounds", "5", "--no-lora", "--run-dir", "r", "--set", "grpo.loss=gspo"]
+    config = tomllib.loads(run(*args, env=env).output)
+    assert (config["rounds"], config["seed"], config["policy"]["model"]) == (5, 4, "a")
+    assert config["tasks"] == ["gcd", "lcm"]
+    assert config["run_dir"] == "r"
+    assert config["policy"]["lora"] is False
+    assert config["grpo"]["loss"] == "gspo"
+    assert [path.name for path in Path().iterdir()] == ["x.toml"]
+
+
+def test_tasks_is_repeatable_and_takes_commas() -> None:
+    result = run("local", "--dry-run", "--json", "--tasks", "gcd,lcm", "--tasks", "my questions.jsonl")
+    assert json.loads(result.stdout)["tasks"] == ["gcd", "lcm", "my questions.jsonl"]
+
+
+def test_config_show_validate_and_reference() -> None:
+    Path("x.toml").write_text("rounds = 3\n")
+    assert tomllib.loads(run("config", "show", "--config", "x.toml").output)["rounds"] == 3
+    assert json.loads(run("config", "show", "--json", "--set", "rounds=4").output)["rounds"] == 4
+    assert run("config", "validate", "--config", "x.toml").output == "x.toml is valid\n"
+    assert json.loads(run("config", "validate", "--json").output) == {"valid": True}
+    assert "| `grpo.loss` |" in run("config", "reference").output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["local", "--set", "grpo.los=gspo"], "unknown key grpo.los in --set; did you mean grpo.loss?"),
+        (["local", "--rounds", "0"], "rounds = 0 in --rounds: must be greater than 0"),
+        (["local", "--set", "rollouts.group_size=1"], "must be greater than or equal to 2"),
+        (
+            ["local", "--config", "no.toml"],
+            "cannot read the configuration no.toml: No such file or directory",
+        ),
+        (["config", "validate", "--config", "bad.toml"], "bad.toml is not valid TOML"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(args: list[str], message: str) -> None:
+    Path("bad.toml").write_text("rounds = ")
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("swarm-node: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    result = run(*args, "--json")
+    assert result.exit_code == 2
+    assert message in json.loads(result.stdout)["error"]
+
+
+def test_user_errors_end_a_real_process_without_a_traceback() -> None:
+    done = process("local", "--dry-run", SWARM_NODE_ROUND="3")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "swarm-node: unknown environment variable SWARM_NODE_ROUND; did you mean SWARM_NODE_ROUNDS?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "args", [["lokal"], ["local", "--round-s", "3"], ["starter"], ["eval"], ["local", "--rounds", "x"]]
+)
+def test_wrong_usage_exits_2_without_a_traceback(args: list[str]) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert "Usage: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_mistakes_in_programs_show_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.config.dump_toml", lambda config: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        CliRunner().invoke(app, ["config", "show"], catch_exceptions=False)
+
+
+def test_tasks_lists_names_sets_and_an_example() -> None:
+    entries = {entry["name"]: entry for entry in json.loads(run("tasks", "--json").stdout)}
+    assert "small" in entries["gcd"]["sets"]
+    assert "sapo" in entries["bf"]["sets"]
+    assert entries["gcd"]["question"]
+    lines = run("tasks", env={"COLUMNS": "100"}).stdout.splitlines()
+    assert len(lines) == len(entries)
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_starter_refuses_a_directory_that_is_not_empty() -> None:
+    Path("out").mkdir()
+    Path("out/precious").touch()
+    result = run("starter", "--out", "out")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("swarm-node: out is not empty")
+
+
+def test_export_and_eval_name_a_run_that_is_not_there() -> None:
+    for args in (["export", "runs/no", "out"], ["eval", "runs/no"]):
+        result = run(*args)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.splitlines()[-1].startswith("swarm-node: ")
+        assert "runs/no" in result.stderr
+        assert not Path("runs").exists()
