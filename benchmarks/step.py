@@ -6,7 +6,8 @@
 parameters (random weights: nearly every completion runs to its 16 tokens), AdamW, DAPO loss, no KL. The reward is the
 parity of the completion, the same for all three, so that every group has a signal and nothing is skipped. Each
 contestant runs in a process of its own, in turn; figures are the median step (CPU time with one thread, which a
-busy machine disturbs least; wall time with two) and the process's peak memory. `memory` repeats the update at a vocabulary of 152k, where logits dominate.
+busy machine disturbs least; wall time with two) and the process's peak memory. At the end, peak memory of the update
+alone at a vocabulary of 152k, where logits dominate.
 """
 
 from __future__ import annotations

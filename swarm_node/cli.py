@@ -134,9 +134,7 @@ def local(
     seed: Annotated[int | None, typer.Option(help="Root of all randomness.")] = None,
     lora: Annotated[
         bool | None,
-        typer.Option(
-            help="Train a LoRA adapter, or all weights; by default an adapter above 100M parameters."
-        ),
+        typer.Option(help="Train a LoRA adapter, or all weights; by default an adapter above 100M parameters."),
     ] = None,
     sets: Sets = None,
     dry_run: Annotated[
@@ -243,9 +241,7 @@ def validate(config: ConfigFile = None, sets: Sets = None, json_output: Json = F
     """Check a configuration file, the environment and --set; exit code 2 if something is wrong."""
     with user_errors(json_output):
         resolve(config, sets, {})
-        typer.echo(
-            json.dumps({"valid": True}) if json_output else f"{config or 'the configuration'} is valid"
-        )
+        typer.echo(json.dumps({"valid": True}) if json_output else f"{config or 'the configuration'} is valid")
 
 
 @config_app.command()

@@ -61,8 +61,7 @@ class PolicyConfig(Section):
     threads: int = Field(0, ge=0)
     """CPU threads for torch; 0 = one below 2 million parameters (a second gains nothing), else all cores."""
     system_prompt: str = (
-        "Solve the problem. You may reason first. "
-        "Then give only the final answer between <answer> and </answer>."
+        "Solve the problem. You may reason first. Then give only the final answer between <answer> and </answer>."
     )
     """System message for tokenizers whose chat template takes one; empty = none."""
     prompt_template: str = "{question}\n"
@@ -295,9 +294,7 @@ def _split_sets(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UserError(
-            f"{PREFIX}SET: {error}; write it as on a command line: a.b=1 'c.d=two words'"
-        ) from None
+        raise UserError(f"{PREFIX}SET: {error}; write it as on a command line: a.b=1 'c.d=two words'") from None
 
 
 def _parse_set(text: str, source: str) -> dict[str, Any]:
@@ -352,9 +349,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def _explain(error: ValidationError, source: str) -> str:
     """One line about the most telling of the errors: a wrong name first, then the deepest wrong value."""
     errors = error.errors(include_url=False)
-    problem = max(
-        errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"]), e["type"] != "string_type")
-    )
+    problem = max(errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"]), e["type"] != "string_type"))
     key = _dotted(problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key} in {source}{_did_you_mean(key, _keys(), '.')}"
@@ -384,11 +379,7 @@ def _did_you_mean(word: str, known: Iterable[str], separator: str) -> str:
     indices = re.findall(r"\[\d+\]", word)
     word = re.sub(r"\[\d+\]", "[]", word)
     last = word.rpartition(separator)[2]
-    alike = [
-        name
-        for name in known
-        if name.removeprefix(PREFIX).rpartition(separator)[2] == last.removeprefix(PREFIX)
-    ]
+    alike = [name for name in known if name.removeprefix(PREFIX).rpartition(separator)[2] == last.removeprefix(PREFIX)]
     match = difflib.get_close_matches(word, alike or known, n=1, cutoff=0.0 if alike else 0.6)
     if not match:
         return "; `swarm-node config reference` lists all"

@@ -1,13 +1,14 @@
 """Held-out pass@1 and pass@k of a policy.
 
-    pass@1 = mean over samples,   pass@k = any of the k samples is right, both averaged over questions
+pass@1 = mean over samples,   pass@k = any of the k samples is right, both averaged over questions
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -41,18 +42,14 @@ def evaluate(
     rollouts: RolloutsConfig,
     questions: int,
     samples: int,
-    progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Held]:
     """Figures by task label and for `all`; the same questions and sampling seeds at every call."""
     held_out = tasks.held_out(questions)
-    config = rollouts.model_copy(
-        update={"group_size": samples, "groups": QUESTIONS_PER_BATCH, "refill": 1.0}
-    )
+    config = rollouts.model_copy(update={"group_size": samples, "groups": QUESTIONS_PER_BATCH, "refill": 1.0})
     groups: list[Group] = []
+    waiting = iter(held_out)
     for start in range(0, len(held_out), QUESTIONS_PER_BATCH):
-        part = held_out[start : start + QUESTIONS_PER_BATCH]
-        groups += collect(policy, lambda n, part=part: part, tasks.score, config, f"eval/{start}").groups
-        progress(start + len(part), len(held_out))
+        groups += collect(policy, lambda n: list(islice(waiting, n)), tasks.score, config, f"eval/{start}").groups
     return summarise(groups, tasks.labels)
 
 
@@ -70,8 +67,6 @@ def summarise(groups: Sequence[Group], labels: Sequence[str]) -> dict[str, Held]
             pass_k=sum(any(r) for r in right) / len(right),
         )
     return table
-
-
 
 
 def rows(before: dict[str, Held], after: dict[str, Held], samples: int) -> tuple[list[str], list[list[str]]]:

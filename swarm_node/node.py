@@ -146,9 +146,7 @@ class Node:
         rng = random.Random(name)
         random.seed(rng.getrandbits(63))  # for users' reward functions: nothing of ours draws from global generators
         torch.manual_seed(rng.getrandbits(63))
-        return collect(
-            self.policy, lambda n: self.tasks.sample(rng, n), self.tasks.score, self.config.rollouts, name
-        )
+        return collect(self.policy, lambda n: self.tasks.sample(rng, n), self.tasks.score, self.config.rollouts, name)
 
     # ----------------------------------------------------------------- state
 
@@ -259,7 +257,8 @@ class Node:
             rollout = group.rollouts[0]
             end = "" if rollout.finished else " [cut off at max_new_tokens]"
             self.say(
-                f"  {group.task.label}: question {group.task.question[-80:]!r}, completion {rollout.text[-200:]!r}{end}, "
+                f"  {group.task.label}: question {group.task.question[-80:]!r}, "
+                f"completion {rollout.text[-200:]!r}{end}, "
                 f"extracted {rollout.extracted!r}, expected {group.task.answer!r}"
             )
 

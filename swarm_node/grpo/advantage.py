@@ -4,23 +4,24 @@
     batch_std       (r - mean_g) / (std_batch + 1e-4)      Lite PPO, arXiv 2508.08221
     none            r - mean_g                             Dr. GRPO, arXiv 2503.20783
     leave_one_out   r_i - mean_{j != i} r_j                RLOO, arXiv 2402.14740
-    median          (r - median_g) / max(MAD_g, 0.25)      MC-GRPO, with a floor; MAD = median |r - median_g|
+    median          (r - median_g) / max(MAD_g, 0.25)      MC-GRPO, arXiv 2601.22582, with a floor;
+                                                           MAD = median |r - median_g|
 
-Standard deviations are unbiased. With several rewards, GDPO (arXiv 2601.05242) puts each one through the formula, adds
-the weighted results up and whitens the sum over the batch: totals of 1+0 and 1+1 stay apart, which they do not when
-the rewards are added first.
+Standard deviations are unbiased. With several rewards, GDPO (arXiv 2601.05242) puts each one through the
+formula, adds the weighted results up and whitens the sum over the batch: totals of 1+0 and 1+1 stay apart,
+which they do not when the rewards are added first.
 
-NaN = not scored: such a reward takes no part in any mean, and a rollout nobody scored has advantage 0. So has the only
-rollout of a group.
+NaN = not scored: such a reward takes no part in any mean, and a rollout nobody scored has advantage 0. So has
+the only rollout of a group.
 
-MC-GRPO's own scale, MAD + 1e-3, is 0.001 in every mixed odd group of 0/1 rewards (the median *is* the majority), which
-makes the minority's advantage +-1000: hence the floor. Its pivot, the rollout that is the median, has advantage 0 by
-construction and needs no special exclusion; the multiplier that makes up for zeros is left out.
+MC-GRPO's own scale, MAD + 1e-3, is 0.001 in every mixed odd group of 0/1 rewards (the median *is* the
+majority), which makes the minority's advantage +-1000: hence the floor. Its pivot, the rollout that is the
+median, has advantage 0 by construction and needs no exclusion. Its factor for making up for zeros is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def nanstd(r: Tensor, dim: int) -> Tensor:
 
 
 def nanmedian(r: Tensor) -> Tensor:
-    """Median of each row, kept; of an even number, the mean of the middle two (torch.median gives the lower one)."""
+    """Median of each row, kept; of an even number the mean of the middle two (torch.median: the lower)."""
     return r.nanquantile(0.5, dim=1, keepdim=True)
 
 
@@ -86,14 +87,12 @@ def scored_reward(rollout: Rollout) -> float:
     return torch.nan if unscored else rollout.reward
 
 
-def _table(groups, width, values):
-    """[groups, width, K] of `values(rollout)`, NaN where a group has fewer rollouts."""
+def _table(groups: Sequence[Group], width: int, values: Callable[[Rollout], list[float]]) -> Tensor:
+    """`values` of each rollout [groups, width, K], NaN where a group has fewer rollouts."""
     rows = [[values(r) for r in group.rollouts] for group in groups]
-    k = len(rows[0][0])
-    table = torch.full((len(groups), width, k), torch.nan, dtype=torch.float64)
-    for i, row in enumerate(rows):
-        table[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
-    return table
+    absent = [torch.nan] * len(rows[0][0])
+    padded = [row + [absent] * (width - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.float64)
 
 
 def _nan_if_none(value: float | None) -> float:

@@ -4,7 +4,7 @@
 
     l_t  = -min( min(rho, delta) * A, clip(rho, 1 - low, 1 + high) * A )      grpo dr_grpo dapo gspo
     l_t  = -stop_gradient(min(rho, high)) * A * logprob_t                      cispo
-    kl_t = (exp(d) - d - 1) * rho,   d = logprob_ref - logprob                 k3, corrected for off-policy samples
+    kl_t = (exp(d) - d - 1) * rho,   d = logprob_ref - logprob                 k3, off-policy corrected
 
     rho  = exp(logprob - logprob_old) of the token, or exp of its mean over the sequence (gspo)
 
@@ -12,8 +12,9 @@
            1 / (B L_max)   dr_grpo         a constant
            1 / sum |y|     dapo cispo      every token counts the same
 
-B, |y| and the sum run over *all* rollouts of the step, those that are not computed because their advantage is zero
-included; so leaving these out, or splitting the step into microbatches, changes nothing. docs/grpo.md has the sources.
+B, |y| and the sum run over *all* rollouts of the step, also those that are not computed because their
+advantage is zero; so leaving these out, or splitting the step into microbatches, changes nothing. Sources:
+docs/grpo.md.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The share of the loss that these N tokens have, and sums over them for the metrics.
 
-    `logprobs` and `old` [N]; `sequence` [N] points into `advantages` and `weights` [B]; all tokens of a sequence must
-    be here together. `reference` [N]: reference log-probs, needed for `beta` > 0. `sampled` [N]: log-probs at
-    sampling time for `off_policy_mask`, `old` if not given. `importance_ratio` [N] scales each token's loss
-    (correction for another sampler; the KL term is not scaled).
+    `logprobs` and `old` [N]; `sequence` [N] points into `advantages` and `weights` [B]; all tokens of a
+    sequence must be here together. `reference` [N]: reference log-probs, needed for `beta` > 0. `sampled`
+    [N]: log-probs at sampling time for `off_policy_mask`, `old` if not given. `importance_ratio` [N] scales
+    each token's loss (correction for another sampler; the KL term is not scaled).
     """
     low, high = clip_range(config)
     advantage = advantages[sequence]
@@ -91,7 +92,11 @@ def policy_loss(
         share = 1 / length if by_sequence else torch.ones_like(logprobs)
         above = (ratio > (high if config.loss == "cispo" else 1 + high)) & (advantage > 0)
         below = (ratio < 1 - low) & (advantage < 0)
-        sums = {"clip/count": share.sum(), "clip/high": (above * share).sum(), "clip/low": (below * share).sum()}
+        sums = {
+            "clip/count": share.sum(),
+            "clip/high": (above * share).sum(),
+            "clip/low": (below * share).sum(),
+        }
     if config.beta:
         assert reference is not None
         d = reference - logprobs

@@ -2,13 +2,14 @@
 
     m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2,   w <- w - lr (m^ / (sqrt(v^) + eps) + decay w)
 
-g is scaled down to norm `grad_clip` first if it is longer (arXiv 1711.05101, eq. 9-12; bias-corrected m^, v^).
-Matrices decay, vectors (norms, biases) do not. Weights in 16 bits get a float32 master copy: bfloat16 has 8 bits of
-mantissa, so most updates of 1e-6 would round to nothing.
+with bias-corrected m^, v^ (arXiv 1711.05101); g is first scaled down to norm `grad_clip` if it is longer.
+Matrices decay, vectors (norms, biases) do not. Weights in 16 bits get a float32 master copy: bfloat16 has 8
+bits of mantissa, so most updates of 1e-6 would round to nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -21,7 +22,9 @@ from swarm_node.errors import SnapshotError
 class Optimizer:
     """Updates the named parameters in place from their `.grad`."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: GrpoConfig, learning_rate: float) -> None:
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], config: GrpoConfig, learning_rate: float
+    ) -> None:
         self.named = dict(named)
         self.learning_rate = learning_rate
         self.warmup = config.warmup
@@ -51,14 +54,13 @@ class Optimizer:
             p.grad = None
 
     def step(self) -> tuple[float, float]:
-        """One update, unless the gradient is not finite; its norm before clipping, and the learning rate used."""
+        """One update, unless the gradient is not finite; its norm before clipping, and the learning rate."""
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients).item()
         rate = self.learning_rate * min(1.0, (self.updates + 1) / max(1, self.warmup))
-        total = norm.item()
-        if total == total and total != float("inf"):
-            if total > self.grad_clip:
-                torch._foreach_mul_(gradients, self.grad_clip / total)
+        if math.isfinite(norm):
+            if norm > self.grad_clip:
+                torch._foreach_mul_(gradients, self.grad_clip / norm)
             for name, master in self.masters.items():
                 gradient = self.named[name].grad
                 master.grad = None if gradient is None else gradient.float()
@@ -71,7 +73,7 @@ class Optimizer:
                     master.grad = None
             self.updates += 1
         self.zero_grad()
-        return total, rate
+        return norm, rate
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments (and master copies) by name: the live tensors."""
@@ -83,7 +85,7 @@ class Optimizer:
         return tensors | {f"master.{name}": master.detach() for name, master in self.masters.items()}
 
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Take over what `state_dict` gave; SnapshotError, with nothing changed, if names or shapes differ."""
+        """Take over what `state_dict` gave; SnapshotError, and nothing changed, if names or shapes differ."""
         mine = self.state_dict()
         if mine.keys() != tensors.keys() or any(mine[k].shape != tensors[k].shape for k in mine):
             raise SnapshotError("its optimiser state does not have the names and shapes of this policy")

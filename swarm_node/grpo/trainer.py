@@ -3,11 +3,11 @@
     groups -> advantages -> drop what cannot contribute -> rows in microbatches
            -> for each: (reference log-probs) log-probs, loss, backward -> clip, AdamW, version + 1
 
-Rollouts with zero advantage contribute exactly nothing unless there is a KL term, so they are never computed; they
-still count in the loss's denominators (see `loss`). A step in which nothing contributes updates nothing.
+Rollouts with zero advantage contribute exactly nothing unless there is a KL term, so they are never computed;
+they still count in the loss's denominators (see `loss`). A step in which nothing contributes updates nothing.
 
-Memory that runs out is no error: the microbatch is halved, then packed rows give way to plain ones, and the update
-starts again from a zero gradient.
+Memory that runs out is no error: the microbatch is halved, then packed rows give way to plain ones, and the
+update starts again from a zero gradient.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import fmean, stdev
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ SMALL = 20_000_000
 
 @dataclass
 class _Step:
-    """The rollouts of a step that are trained on: b of them, N tokens laid end to end, on the policy's device."""
+    """The rollouts of a step that are trained on: b of them, with N tokens laid end to end."""
 
     groups: list[batch.Completions]
     flat: batch.Flat
@@ -51,7 +52,7 @@ class _Step:
     stale: Tensor
     """[N] whether an older version of this policy sampled it."""
     old: Tensor
-    """[N] log-probs that ratios are taken to: the recorded ones of stale rollouts, else those of the first pass."""
+    """[N] log-probs that ratios are taken to: the recorded ones if stale, else those of the first pass."""
     reference: Tensor
     """[N] log-probs under the reference policy, filled in the first pass."""
 
@@ -82,46 +83,37 @@ class Trainer:
     def step(
         self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Train on `groups` (sizes may differ); metrics under TRL's names. `before_update` is called when all is ready
-        for the first change of weights: until then a step can be given up without a trace.
+        """Train on `groups` (sizes may differ); metrics under TRL's names.
 
-        UserError if not even one rollout fits into memory. `loss` and the means over tokens are those of all updates
-        of this step; those that need a forward pass are missing if no rollout had an advantage.
+        `before_update` is called once, before anything that lasts has changed: until then a step can be
+        given up without a trace. UserError if not even one rollout fits into memory. Metrics that need a
+        forward pass are means over all updates of this step, and missing if no rollout had an advantage.
         """
         start = time.perf_counter()
-        metrics = self._describe(groups)
+        metrics = _describe(groups)
         step = self._prepare(groups)
         if step is None:
-            return metrics | {"loss": 0.0, "grad_norm": 0.0}
-        totals: dict[str, float] = defaultdict(float)
-        for iteration in range(self.config.iterations):
-            for name, value in self._accumulate(step, iteration).items():
-                totals[name] += value
-            if iteration == 0:
-                before_update()
-            metrics["grad_norm"], metrics["learning_rate"] = self.optimizer.step()
-            if math.isfinite(metrics["grad_norm"]):
-                self.policy.version += 1
-            else:
-                self.report(f"gradient norm is {metrics['grad_norm']}: this update is skipped")
-                del metrics["grad_norm"]
-        metrics |= _means(totals, self.config)
-        metrics["loss"] = totals["loss"] / self.config.iterations
-        metrics["perf/trained_tok_s"] = totals["tokens"] / (time.perf_counter() - start)
-        return metrics
+            before_update()
+            metrics |= {"loss": 0.0, "grad_norm": 0.0}
+        else:
+            metrics |= self._learn(step, before_update)
+            trained = len(step.flat.target) * self.config.iterations
+            metrics["perf/trained_tok_s"] = trained / (time.perf_counter() - start)
+        self.num_tokens += sum(len(g.prompt_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
+        return metrics | {"num_tokens": float(self.num_tokens)}
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """What resuming needs besides the weights: tensors (live ones) and numbers."""
         return self.optimizer.state_dict(), {"updates": self.optimizer.updates, "num_tokens": self.num_tokens}
 
     def load_state_dict(self, tensors: dict[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Take over what `state_dict` gave; SnapshotError, with nothing changed, if it is another policy's."""
+        """Take over what `state_dict` gave; SnapshotError, and nothing changed, if another policy's."""
         if numbers.keys() != {"updates", "num_tokens"}:
             raise SnapshotError("its trainer state lacks a number")
         self.optimizer.load_state_dict(tensors, numbers["updates"])
         self.num_tokens = numbers["num_tokens"]
 
-    # ----------------------------------------------------------------- one update
+    # ----------------------------------------------------------------- one step
 
     def _prepare(self, groups: Sequence[Group]) -> _Step | None:
         """What is to be computed of `groups`; `None` if nothing is."""
@@ -144,37 +136,55 @@ class Trainer:
             for group, k, i in zip(groups, kept, first, strict=False)
             if k
         ]
-        recorded = [self._recorded(group, r) for group, k in zip(groups, kept, strict=True) for r in k]
-        stale = [
-            np.full(len(r.token_ids), group.policy_version != self.policy.version)
-            for group, k in zip(groups, kept, strict=True)
-            for r in k
-        ]
-        sampled = torch.from_numpy(np.concatenate(recorded)).to(device)
-        is_stale = torch.from_numpy(np.concatenate(stale)).to(device)
+        flat = batch.flatten(chosen)
+        pairs = [(group, r) for group, k in zip(groups, kept, strict=True) for r in k]
+        sampled = torch.from_numpy(np.concatenate([self._recorded(group, r) for group, r in pairs])).to(
+            device
+        )
+        is_stale = np.array([group.policy_version != self.policy.version for group, _ in pairs])
+        stale = torch.from_numpy(is_stale[flat.sequence]).to(device)
         return _Step(
             groups=chosen,
-            flat=batch.flatten(chosen),
+            flat=flat,
             advantages=advantages[live].to(device),
             weights=weights[live].to(device),
             sampled=sampled,
-            stale=is_stale,
-            old=torch.where(is_stale, sampled, torch.nan),
+            stale=stale,
+            old=torch.where(stale, sampled, torch.nan),
             reference=torch.full_like(sampled, torch.nan),
         )
 
     def _recorded(self, group: Group, rollout: Rollout) -> np.ndarray:
-        """Log-probs [T] that this node's own policy recorded when it sampled; NaN if they cannot be compared."""
+        """Log-probs [T] that this node's own policy recorded at sampling; NaN if they cannot be compared."""
         n = len(rollout.token_ids)
         if group.peer is not None or self.sampling.top_p < 1.0 or len(rollout.logprobs) != n:
             return np.full(n, np.nan, dtype=np.float32)
         return np.array(rollout.logprobs, dtype=np.float32)
 
+    def _learn(self, step: _Step, before_update: Callable[[], None]) -> dict[str, float]:
+        """The updates; their metrics."""
+        metrics: dict[str, float] = {}
+        totals: dict[str, float] = defaultdict(float)
+        for iteration in range(self.config.iterations):
+            for name, value in self._accumulate(step, iteration).items():
+                totals[name] += value
+            if iteration == 0:
+                before_update()
+            norm, metrics["learning_rate"] = self.optimizer.step()
+            if math.isfinite(norm):
+                metrics["grad_norm"] = norm
+                self.policy.version += 1
+            else:
+                self.report(f"the gradient's norm is {norm}: update skipped")
+        return metrics | _means(totals, self.config)
+
     def _accumulate(self, step: _Step, iteration: int) -> dict[str, float]:
         """Leave the gradient of the whole step in the parameters; sums for the metrics."""
         vocabulary, hidden = self.policy.model.get_input_embeddings().weight.shape
         while True:
-            limit = self.limit if self.policy.split_head else min(self.limit, LOGITS_BYTES // (4 * vocabulary))
+            limit = self.limit
+            if not self.policy.split_head:
+                limit = min(limit, LOGITS_BYTES // (4 * vocabulary))
             microbatches = batch.plan(step.groups, self.packing, limit, hidden)
             self.optimizer.zero_grad()
             try:
@@ -186,17 +196,17 @@ class Trainer:
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _backward(
-        self, step: _Step, microbatches: list[list[batch.Row]], iteration: int
-    ) -> dict[str, float]:
+    def _backward(self, step: _Step, microbatches: list[list[batch.Row]], iteration: int) -> dict[str, float]:
+        """Add the gradient of each microbatch to the parameters."""
         model, temperature = self.policy.model, self.sampling.temperature
         full_logits = not self.policy.split_head
         totals: dict[str, Tensor] = {}
         for rows in microbatches:
             b = batch.token_batch(rows, step.flat, self.policy.pad_id, self.policy.device)
             if self.config.beta and iteration == 0:
-                with torch.no_grad(), self.policy.reference() as reference:
-                    step.reference[b.index] = token_logprobs(reference, b, temperature, full_logits=full_logits)[0]
+                with torch.no_grad(), self.policy.reference() as model_before:
+                    before, _ = token_logprobs(model_before, b, temperature, full_logits=full_logits)
+                step.reference[b.index] = before
             logprobs, entropy = token_logprobs(model, b, temperature, iteration == 0, full_logits)
             now, sampled = logprobs.detach(), step.sampled[b.index]
             old = step.old[b.index]
@@ -218,10 +228,10 @@ class Trainer:
                 sums["entropy"] = entropy.sum()
                 sums["compared"] = comparable.sum()
                 sums["difference"] = torch.where(comparable, (sampled - now).abs(), 0.0).sum()
-            for name, value in sums.items():
-                totals[name] = totals[name] + value if name in totals else value
-        sums_now = torch.stack([t.float() for t in totals.values()]).tolist()
-        return dict(zip(totals, sums_now, strict=True)) | {"tokens": float(len(step.flat.target))}
+            for name, part in sums.items():
+                totals[name] = totals[name] + part if name in totals else part
+        numbers = torch.stack([total.float() for total in totals.values()]).tolist()  # one transfer for all
+        return dict(zip(totals, numbers, strict=True)) | {"tokens": float(len(step.flat.target))}
 
     def _shrink(self, microbatches: list[list[batch.Row]], exc: BaseException) -> None:
         """Ask for less memory from now on; UserError if there is no less."""
@@ -238,29 +248,6 @@ class Trainer:
                 "lower rollouts.max_new_tokens, train an adapter (policy.lora = true) or take a smaller model"
             ) from exc
 
-    # ----------------------------------------------------------------- metrics
-
-    def _describe(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Metrics of the rollouts themselves."""
-        rollouts = [r for group in groups for r in group.rollouts]
-        lengths = np.array([len(r.token_ids) for r in rollouts])
-        rewards = [[advantage.scored_reward(r) for r in group.rollouts] for group in groups]
-        scored = np.array([r for group in rewards for r in group if not math.isnan(r)])
-        self.num_tokens += int(lengths.sum()) + sum(len(g.prompt_ids) * len(g.rollouts) for g in groups)
-        metrics = {
-            "frac_reward_zero_std": float(np.mean([len({r for r in g if not math.isnan(r)}) < 2 for g in rewards])),
-            "num_tokens": float(self.num_tokens),
-            "completions/mean_length": float(lengths.mean()),
-            "completions/min_length": float(lengths.min()),
-            "completions/max_length": float(lengths.max()),
-            "completions/clipped_ratio": float(np.mean([not r.finished for r in rollouts])),
-        }
-        if len(scored):
-            metrics["reward"] = float(scored.mean())
-        if len(scored) > 1:
-            metrics["reward_std"] = float(scored.std(ddof=1))
-        return metrics
-
 
 def default_learning_rate(policy: Policy) -> float:
     """2e-5 for an adapter; in full training 2e-4 for small models, else 2e-6."""
@@ -269,10 +256,34 @@ def default_learning_rate(policy: Policy) -> float:
     return 2e-4 if sum(p.numel() for p in policy.trainable_parameters()) < SMALL else 2e-6
 
 
+def _describe(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of the rollouts themselves."""
+    rollouts = [r for group in groups for r in group.rollouts]
+    lengths = [len(r.token_ids) for r in rollouts]
+    rewards = [[advantage.scored_reward(r) for r in group.rollouts] for group in groups]
+    scored = [[r for r in group if not math.isnan(r)] for group in rewards]
+    everyone = [r for group in scored for r in group]
+    metrics = {
+        "frac_reward_zero_std": fmean(len(set(group)) < 2 for group in scored),
+        "completions/mean_length": fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": fmean(not r.finished for r in rollouts),
+    }
+    if everyone:
+        metrics["reward"] = fmean(everyone)
+    if len(everyone) > 1:
+        metrics["reward_std"] = stdev(everyone)
+    return metrics
+
+
 def _means(totals: Mapping[str, float], config: GrpoConfig) -> dict[str, float]:
     """Metrics from sums over tokens (or sequences, for clipping of sequence ratios)."""
     tokens, clip = totals["tokens"], totals["clip/count"]
-    means = {"entropy": totals["entropy"] * config.iterations / tokens}
+    means = {
+        "loss": totals["loss"] / config.iterations,
+        "entropy": totals["entropy"] * config.iterations / tokens,
+    }
     if config.loss == "cispo":
         means["cispo_clip_ratio"] = totals["clip/high"] / clip
     else:

@@ -64,9 +64,7 @@ def plot_reward(
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     above = (0, 1)
-    axes.legend(
-        handles=lines, loc="lower left", bbox_to_anchor=above, ncols=2, frameon=False, borderaxespad=0
-    )
+    axes.legend(handles=lines, loc="lower left", bbox_to_anchor=above, ncols=2, frameon=False, borderaxespad=0)
     if tasks:
         figure.legend(handles=tasks, loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
     drawn = io.BytesIO()

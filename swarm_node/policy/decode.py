@@ -67,7 +67,7 @@ class Decoder:
         self.head = _joined([base.lm_head], fuse)
         self.layers = [_layer(layer, fuse) for layer in base.model.layers]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(
         self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, eos: Tensor
     ) -> list[tuple[list[int], list[float], bool]]:
@@ -214,9 +214,7 @@ def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
 
-def _heads(
-    d: Decoder, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(d: Decoder, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [..., heads, D], rotated keys and values [..., kv_heads, D]."""
     qkv = layer.qkv(x).view(*x.shape[:-1], d.heads + 2 * d.kv_heads, d.head_dim)
     qk, v = qkv[..., : d.heads + d.kv_heads, :], qkv[..., d.heads + d.kv_heads :, :]
@@ -261,9 +259,7 @@ def _joined(modules: list[nn.Module], fuse: bool) -> Linear:
         biases = [getattr(m, "base_layer", m).bias for m in modules]
         if all(b is None for b in biases):
             return lambda x: x @ weight
-        bias = torch.cat(
-            [w.new_zeros(w.shape[0]) if b is None else b for b, w in zip(biases, weights, strict=True)]
-        )
+        bias = torch.cat([w.new_zeros(w.shape[0]) if b is None else b for b, w in zip(biases, weights, strict=True)])
     return lambda x: x @ weight + bias
 
 

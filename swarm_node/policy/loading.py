@@ -12,17 +12,19 @@ import warnings
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import decode
+from swarm_node.policy.memory import keep_freed_memory
 from swarm_node.policy.policy import Policy, base_digest
 
 LORA_ABOVE = 100_000_000
@@ -32,9 +34,7 @@ ONE_THREAD_BELOW = 2_000_000
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_policy(
-    config: PolicyConfig, rollouts: RolloutsConfig, report: Callable[[str], None] = print
-) -> Policy:
+def load_policy(config: PolicyConfig, rollouts: RolloutsConfig, report: Callable[[str], None] = print) -> Policy:
     """Load the policy that `config` names and say what was chosen through `report`.
 
     UserError if the model cannot be found or read, or is not a causal language model in safetensors.
@@ -50,6 +50,8 @@ def load_policy(
     if config.lora is False and adapter is not None:
         raise UserError(f"{path} is a LoRA adapter: it cannot be trained with --no-lora; merge it first")
     device = _device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     if config.threads or size < ONE_THREAD_BELOW:
         torch.set_num_threads(config.threads or 1)
     dtype, why = _dtype(config.dtype, device, lora, model_config)
@@ -69,7 +71,7 @@ def load_policy(
     policy.model.eval()
     _choose_paths(policy, rollouts)
     policy.model.train()
-    trained = f"LoRA rank {config.lora_rank}, {policy.num_parameters(trainable=True):,} trained" if lora else "all trained"
+    trained = f"LoRA: {policy.num_parameters(trainable=True):,} of them trained" if lora else "all trained"
     report(f"policy {config.model}: {policy.num_parameters():,} parameters ({trained})")
     report(f"device {_device_name(device)}, {str(dtype).removeprefix('torch.')} ({why})")
     report(
@@ -90,7 +92,7 @@ def starter_path() -> str:
 # --------------------------------------------------------------------- files
 
 
-def _load(factory: type, path: str, config: PolicyConfig, use_revision: bool, **options: object) -> object:
+def _load(factory: Any, path: str, config: PolicyConfig, use_revision: bool, **options: object) -> Any:
     """`from_pretrained` with everything dangerous off and its errors in one line."""
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
     if looks_local:
@@ -161,9 +163,7 @@ def _device_name(device: torch.device) -> str:
     return f"cpu ({threads} thread{'s' if threads > 1 else ''})" if device.type == "cpu" else device.type
 
 
-def _dtype(
-    name: str, device: torch.device, lora: bool, model_config: object
-) -> tuple[torch.dtype, str]:
+def _dtype(name: str, device: torch.device, lora: bool, model_config: Any) -> tuple[torch.dtype, str]:
     """The dtype of the weights and why it was chosen."""
     if name != "auto":
         return _DTYPES[name], "as asked"
@@ -195,7 +195,7 @@ def bf16_slowdown(hidden: int, seconds: float = 2.0) -> float:
     return times[torch.bfloat16] / times[torch.float32]
 
 
-def _num_parameters(config: object) -> int:
+def _num_parameters(config: Any) -> int:
     """Parameters of the model a config describes, without allocating it."""
     try:
         with torch.device("meta"):
@@ -212,7 +212,7 @@ def _choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
     """Set `native`, `packing` and `split_head` from comparisons with the model's own forward pass."""
     longest = min(rollouts.max_prompt_tokens + rollouts.max_new_tokens, policy.max_positions)
     window = getattr(policy.base.config, "sliding_window", None)
-    windowed = bool(window) and getattr(policy.base.config, "use_sliding_window", True) and window < longest
+    windowed = window is not None and window < longest and getattr(policy.base.config, "use_sliding_window", True)
     rng = torch.Generator().manual_seed(0)
     vocabulary = policy.base.config.get_text_config().vocab_size
     prompt, one, two = (torch.randint(vocabulary, (k,), generator=rng).tolist() for k in (7, 3, 5))
@@ -241,9 +241,7 @@ def _head_of_backbone(policy: Policy, ids: list[int], **options: Tensor) -> Tens
     return policy.base.get_output_embeddings()(hidden)
 
 
-def _packed_agrees(
-    policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]
-) -> bool:
+def _packed_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> bool:
     """Whether one row [prompt, one, two] with a block mask gives the logits of the two rows apart."""
     p, a, b = len(prompt), len(one), len(two)
     mask = torch.ones(p + a + b, p + a + b, dtype=torch.bool).tril()
@@ -259,9 +257,7 @@ def _packed_agrees(
     return _same(packed[: p + a], rows[0]) and _same(packed[p + a :], rows[1][p:])
 
 
-def _native_agrees(
-    policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]
-) -> bool:
+def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> bool:
     """Whether the native engine, fed with given tokens, gives the model's own next-token logits."""
     prompts = [prompt, prompt + two[:2]]
     own_rows = [rows[0], _logits(policy, prompts[1] + one)]

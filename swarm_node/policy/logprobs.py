@@ -1,12 +1,13 @@
 """Log-probabilities of given completion tokens under a model, without ever holding all logits.
 
-    rows [R, T] -> backbone -> hidden [R, T, H] -> hidden[row, col] [N, H] -> head, a chunk of tokens at a time -> [N]
+    rows [R, T] -> backbone -> hidden [R, T, H] -> hidden[row, col] [N, H] -> head, chunk after chunk -> [N]
 
     logprob_n = z_n[target_n] - logsumexp(z_n),   z_n = head(hidden_n) / temperature
 
-The N completion tokens lie flat, whatever the rows look like, so neither padding nor prompt tokens reach the head.
-When the logits of all N would exceed `LOGITS_BYTES`, each chunk computes its logits twice, once forward and once
-backward, and none are kept: 8 x 512 tokens at a vocabulary of 152k take 64 MB at a time instead of 2.5 GB a copy.
+The N completion tokens lie flat, whatever the rows look like, so neither padding nor prompt tokens reach
+the head. When the logits of all N would exceed `LOGITS_BYTES`, each chunk computes its logits twice, once
+forward and once backward, and none are kept: 8 x 512 tokens at a vocabulary of 152k take 64 MB at a time
+instead of 2.5 GB.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TokenBatch:
     position_ids: Tensor | None
     """[R, T] long when packed: positions restart after the prompt. `None` = 0..T-1."""
     attention_mask: Tensor | None
-    """[R, 1, T, T] bool when packed, True = may be seen. `None` = causal: right padding is out of sight by itself."""
+    """[R, 1, T, T] bool when packed, True = may be seen. `None` = causal, which hides right padding too."""
     row: Tensor
     """[N] long: row of each completion token ..."""
     col: Tensor
@@ -50,8 +51,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities [N] of `batch.target`, and on request entropies [N] (detached); both float32.
 
-    `model` is a Hugging Face causal language model or a PEFT wrapper of one. `full_logits` takes the model's own
-    logits, for architectures that alter them after the head (soft-capping, scaling); then [R, T, V] does exist.
+    `model` is a Hugging Face causal language model or a PEFT wrapper of one. `full_logits` takes the
+    model's own logits, for architectures that alter them after the head (soft-capping, scaling); [R, T, V]
+    exists then.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     inputs = dict(
@@ -80,11 +82,12 @@ def token_logprobs(
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as one to add to attention scores: every implementation takes it, and none converts it again in
-    each layer."""
+    """A boolean mask as one to add to attention scores: `eager` attention needs that, `sdpa` takes it."""
     if mask is None:
         return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, torch.finfo(dtype).min
+    )
 
 
 def _of_hidden(
@@ -105,7 +108,7 @@ def _of_logits(
     if not entropy:
         return chosen, None
     with torch.no_grad():
-        return chosen, -(logprobs.exp() * logprobs).sum(-1)
+        return chosen, -torch.linalg.vecdot(logprobs.exp(), logprobs)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -115,7 +118,7 @@ class _ChunkedHead(torch.autograd.Function):
 
         dL/dlogits_n = g_n (onehot(target_n) - p_n) / temperature
 
-    Checkpointing each chunk gives the same numbers, but was 1.7 times as slow and had twice the peak memory at a
+    Checkpointing each chunk gives the same numbers, but took 1.7 times as long and twice the memory at a
     vocabulary of 152k (it makes a weight gradient for each chunk and adds them up).
     """
 

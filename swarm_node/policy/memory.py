@@ -1,6 +1,10 @@
-"""Out of memory, in every dialect torch speaks."""
+"""Out of memory, in every dialect torch speaks; and how the C library hands memory out."""
 
 from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import sys
 
 import torch
 
@@ -12,3 +16,23 @@ def is_out_of_memory(exc: BaseException) -> bool:
     if isinstance(exc, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(exc, RuntimeError) and any(word in str(exc).lower() for word in _WORDS)
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+"""glibc's malloc.h."""
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory for the next tensor instead of giving it back and faulting it in again.
+
+    A training step frees and asks for the same few megabytes a hundred times: 5,000 page faults a step, a tenth of the
+    time of an update at 0.44 million parameters. Elsewhere than on Linux with glibc this does nothing.
+    """
+    libc = ctypes.util.find_library("c")
+    if not sys.platform.startswith("linux") or libc is None:
+        return
+    mallopt = getattr(ctypes.CDLL(libc), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the most it takes; larger tensors are mapped and unmapped as before
+        mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
+        mallopt(_M_TOP_PAD, 64 * 2**20)

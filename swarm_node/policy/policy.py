@@ -100,9 +100,7 @@ class Policy:
 
     # ----------------------------------------------------------------- samples
 
-    def generate(
-        self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]
-    ) -> list[list[Rollout]]:
+    def generate(self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> list[list[Rollout]]:
         """Sample `n` completions of each prompt; `seeds` (one a prompt) decide them, whatever else is in the batch."""
         was_training = self.model.training
         self.model.eval()
@@ -135,9 +133,7 @@ class Policy:
         if decoder is not None:
             samples = decoder.generate(prompts, n, sampling, uniform, eos)
         else:
-            samples = decode_transformers.generate(
-                self.model, prompts, n, sampling, uniform, eos, self.pad_id
-            )
+            samples = decode_transformers.generate(self.model, prompts, n, sampling, uniform, eos, self.pad_id)
         rollouts = [Rollout(ids, logprobs, done, text=self.decode(ids)) for ids, logprobs, done in samples]
         return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
 

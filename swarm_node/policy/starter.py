@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +43,8 @@ def train_starter(
     rng = random.Random(seed)
     batches = _batches(examples, tokenizer, rng)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    smoothed, order = 0.0, []
+    smoothed = 0.0
+    order: list[int] = []
     for step, rate in enumerate(_rates(steps)):
         if not order:
             order = rng.sample(range(len(batches)), len(batches))

@@ -121,9 +121,7 @@ class SnapshotStore:
                 self._last_good = snapshot.round
                 return snapshot
         if foreign is not None:
-            raise UserError(
-                f"{self._directory.parent} belongs to another run: {foreign}; choose another --run-dir"
-            )
+            raise UserError(f"{self._directory.parent} belongs to another run: {foreign}; choose another --run-dir")
         if self._refused:
             self._report("no snapshot is usable: starting anew (the refused ones stay where they are)")
         return None

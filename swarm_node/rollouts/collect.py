@@ -1,8 +1,8 @@
 """Sample and score the groups of one round.
 
-    draw tasks -> encode (skip what is too long) -> sample G completions each -> score -> groups
-         ^                                                                         |
-         +------------- dynamic sampling: replace groups without signal <----------+
+draw tasks -> encode (skip what is too long) -> sample G completions each -> score -> groups
+     ^                                                                         |
+     +------------- dynamic sampling: replace groups without signal <----------+
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class Collected:
         return sum(len(r.token_ids) for g in self.groups for r in g.rollouts)
 
 
-def collect(
-    policy: Policy, draw: DrawTasks, score: ScoreCompletions, config: RolloutsConfig, seed: str
-) -> Collected:
+def collect(policy: Policy, draw: DrawTasks, score: ScoreCompletions, config: RolloutsConfig, seed: str) -> Collected:
     """Sample `config.groups` groups with `policy`; with `refill` > 1, up to that many times as many, until
     `groups` of them carry a signal (DAPO's dynamic sampling, arXiv 2503.14476, with a cap).
 
@@ -70,7 +68,7 @@ def fit_length(config: RolloutsConfig, policy: Policy, report: Callable[[str], N
     most = policy.max_positions // 2
     if config.max_new_tokens <= most:
         return config
-    report(f"rollouts.max_new_tokens {config.max_new_tokens} -> {most}: this model has {policy.max_positions} positions")
+    report(f"rollouts.max_new_tokens {config.max_new_tokens} -> {most}: half of this model's positions")
     return config.model_copy(update={"max_new_tokens": most})
 
 
@@ -79,9 +77,7 @@ def has_signal(group: Group) -> bool:
     return len({r.reward for r in group.rollouts}) > 1
 
 
-def _sample(
-    policy: Policy, tasks: list[Task], config: RolloutsConfig, seed: str, collected: Collected
-) -> list[Group]:
+def _sample(policy: Policy, tasks: list[Task], config: RolloutsConfig, seed: str, collected: Collected) -> list[Group]:
     longest = min(config.max_prompt_tokens, policy.max_positions - config.max_new_tokens)
     encoded = [(task, policy.encode(task.question)) for task in tasks]
     fitting = [(task, prompt) for task, prompt in encoded if len(prompt) <= longest]
@@ -95,8 +91,7 @@ def _sample(
     samples = policy.generate([prompt for _, prompt in fitting], config.group_size, sampling, seeds)
     collected.seconds += time.perf_counter() - start
     return [
-        Group(task, prompt, rollouts, policy.version)
-        for (task, prompt), rollouts in zip(fitting, samples, strict=True)
+        Group(task, prompt, rollouts, policy.version) for (task, prompt), rollouts in zip(fitting, samples, strict=True)
     ]
 
 

@@ -47,9 +47,7 @@ class QuestionFile:
                 except (ValueError, RecursionError) as error:
                     raise UserError(f"task file {path}, line {index + 1}: {error}") from error
         if not self._rows:
-            raise UserError(
-                f'task file {path} is empty: it needs lines like {{"question": "1+1?", "answer": "2"}}'
-            )
+            raise UserError(f'task file {path} is empty: it needs lines like {{"question": "1+1?", "answer": "2"}}')
 
     def task(self, index: int) -> Task | None:
         """Task of line `index`, counted from 0; `None` for an empty line."""

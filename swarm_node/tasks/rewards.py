@@ -55,9 +55,7 @@ def call_function(
     except Exception as error:  # the user's code may raise anything
         raise UserError(f"reward function {name!r} failed: {_describe(error)}") from error
     if len(rewards) != len(completions):
-        raise UserError(
-            f"reward function {name!r} gave {len(rewards)} rewards for {len(prompts)} completions"
-        )
+        raise UserError(f"reward function {name!r} gave {len(rewards)} rewards for {len(prompts)} completions")
     if not all(reward is None or math.isfinite(reward) for reward in rewards):
         raise UserError(f"reward function {name!r} gave a reward that is not finite; None = not scored")
     return rewards

@@ -23,10 +23,7 @@ ENDLESS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "basic_arithmetic": (
         lambda c: (
             "/" in c.operators
-            and (
-                c.max_terms * c.max_digits > MAX_DIVIDEND_DIGITS
-                or (not c.allow_parentheses and c.max_digits > 5)
-            )
+            and (c.max_terms * c.max_digits > MAX_DIVIDEND_DIGITS or (not c.allow_parentheses and c.max_digits > 5))
         ),
         "division of such long numbers: it lists all divisors; lower max_terms or max_digits",
     ),

@@ -24,9 +24,7 @@ PACKAGES = ["swarm_node", "protocol"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = {
     canonicalize_name(name): version
-    for name, version in re.findall(
-        r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE
-    )
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 }
 
 
@@ -147,8 +145,6 @@ def test_the_pinned_set_is_complete() -> None:
         except PackageNotFoundError:
             pytest.fail(f"{name} is not installed: make test")
         requirements = [Requirement(text) for text in below]
-        todo += [
-            canonicalize_name(r.name) for r in requirements if not r.marker or r.marker.evaluate(environment)
-        ]
+        todo += [canonicalize_name(r.name) for r in requirements if not r.marker or r.marker.evaluate(environment)]
     assert not missing
     assert len(seen) > 100

@@ -54,9 +54,7 @@ def test_help_names_every_option_and_says_what_it_does(words: tuple[str, ...]) -
 def test_start_up_loads_neither_torch_nor_transformers(module: str) -> None:
     load = f"import {module}"
     if module == "--help":
-        load = (
-            "from swarm_node.cli import app\ntry: app(['--help'])\nexcept SystemExit as e: assert not e.code"
-        )
+        load = "from swarm_node.cli import app\ntry: app(['--help'])\nexcept SystemExit as e: assert not e.code"
     heavy = "'torch', 'transformers', 'peft', 'hivemind', 'libp2p', 'reasoning_gym', 'matplotlib', 'numpy'"
     script = f"{load}\nimport sys\nprint(len(sys.modules), [m for m in ({heavy}) if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

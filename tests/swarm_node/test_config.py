@@ -116,9 +116,7 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
         load_config(env={"SWARM_NODE_LOSS": "gspo"})
     with pytest.raises(UserError, match="did you mean SWARM_NODE_CONFIG?"):
         load_config(env={"SWARM_NODE_CONFIGS": "x"})
-    with pytest.raises(
-        UserError, match="^unknown key grpo.group_size in --set; did you mean rollouts.group_size?"
-    ):
+    with pytest.raises(UserError, match="^unknown key grpo.group_size in --set; did you mean rollouts.group_size?"):
         load_config(sets=["grpo.group_size=4"])
 
 
@@ -197,9 +195,7 @@ def test_a_dumped_configuration_loads_equal(prompt: str, names: list[str], rate:
     assert load_config(file) == config
 
 
-@given(
-    key=st.sampled_from(["rounds", "tasks", "grpo", "grpo.betas", "policy.lora", "log", "x"]), value=st.text()
-)
+@given(key=st.sampled_from(["rounds", "tasks", "grpo", "grpo.betas", "policy.lora", "log", "x"]), value=st.text())
 def test_any_text_is_a_value_or_a_user_error(key: str, value: str) -> None:
     try:
         load_config(sets=[f"{key}={value}"])
@@ -215,9 +211,7 @@ def test_text_keys_take_any_text_as_it_is(value: str) -> None:
 def test_the_reference_explains_every_key() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| (.+?) \| (.+?) \| (.+) \|$", config_reference(), re.MULTILINE)
     meanings = {key: (kind, default, meaning) for key, kind, default, meaning in rows}
-    top = {
-        name for name, field in NodeConfig.model_fields.items() if not isinstance(field.default, type(None))
-    }
+    top = {name for name, field in NodeConfig.model_fields.items() if not isinstance(field.default, type(None))}
     assert {"tasks", "seed", "run_dir"} <= top & meanings.keys()
     for name, field in NodeConfig.model_fields.items():
         for inner in getattr(field.annotation, "model_fields", {}):

@@ -21,12 +21,17 @@ def of(*rewards: list[float | None], **options: str) -> Tensor:
         ("group_std", [1.4997, -0.4999, -0.4999, -0.4999]),  # mean 0.25, unbiased std 0.5: 0.75 / 0.5001
         ("batch_std", [1.4997, -0.4999, -0.4999, -0.4999]),  # the group is the batch
         ("none", [0.75, -0.25, -0.25, -0.25]),
-        ("leave_one_out", [1.0, -1 / 3, -1 / 3, -1 / 3]),  # the others' means: 0 for the first, 1/3 for the rest
+        (
+            "leave_one_out",
+            [1.0, -1 / 3, -1 / 3, -1 / 3],
+        ),  # the others' means: 0 for the first, 1/3 for the rest
         ("median", [4.0, 0.0, 0.0, 0.0]),  # median 0, MAD 0, so the floor: 1 / 0.25
     ],
 )
 def test_worked_values(method, expected):
-    torch.testing.assert_close(of([1.0, 0.0, 0.0, 0.0], advantage=method), tensor(expected), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        of([1.0, 0.0, 0.0, 0.0], advantage=method), tensor(expected), atol=1e-4, rtol=0
+    )
 
 
 def test_batch_std_is_that_of_all_groups():
@@ -57,10 +62,8 @@ def test_equal_rewards_and_single_rollouts_have_exactly_no_advantage(method, agg
     assert of([0.3], **options).tolist() == [0.0]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["group_std", "none", "leave_one_out", "median"])
 def test_groups_of_unequal_size_do_not_disturb_each_other(method):
-    if method == "batch_std":
-        pytest.skip("here the other groups count")
     together = of([1.0, 0.0, 0.0], [2.0, 5.0], [1.0, 1.0, 0.0, 3.0], advantage=method)
     apart = [of(r, advantage=method) for r in ([1.0, 0.0, 0.0], [2.0, 5.0], [1.0, 1.0, 0.0, 3.0])]
     torch.testing.assert_close(together, torch.cat(apart))

@@ -1,4 +1,4 @@
-"""TRL as the oracle: the same loss, the same gradients, the same advantages, for every option that both have."""
+"""TRL as the oracle: same loss, gradients, advantages and metrics, for every option that both have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from swarm_node.policy.logprobs import token_logprobs
 from swarm_node.types import Sampling
 from tests.swarm_node.grpo.tiny import VOCABULARY, TinyPolicy, group, make, watch_gradients
 
-pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::trl", "ignore:::torch", "ignore:::accelerate")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:::transformers", "ignore:::trl", "ignore:::torch", "ignore:::accelerate"
+)
 
 TOLERANCE = 1e-5
 WIDTH = 6  # TRL's max_completion_length
@@ -114,7 +116,9 @@ def oracle(tmp_path_factory):
 
 def layout(packing: bool):
     """The microbatch of all rollouts."""
-    groups = [Completions(g.prompt_ids, [r.token_ids for r in g.rollouts], 2 * i) for i, g in enumerate(GROUPS)]
+    groups = [
+        Completions(g.prompt_ids, [r.token_ids for r in g.rollouts], 2 * i) for i, g in enumerate(GROUPS)
+    ]
     (rows,) = plan(groups, packing, limit=1000, hidden=32)
     assert all((len(row.completions) > 1) == packing for row in rows)
     return token_batch(rows, flatten(groups), 0, torch.device("cpu"))
@@ -140,7 +144,7 @@ def test_loss_and_gradients_equal_trl(oracle, loss, off_policy, corrected):
         expected = torch.autograd.grad(theirs, list(oracle.trl.model.parameters()))
         for batch, now in zip(batches, logprobs, strict=True):
             place = (batch.sequence * WIDTH + batch.index) - (LENGTHS.cumsum(0) - LENGTHS)[batch.sequence]
-            ours, _ = policy_loss(
+            ours, sums = policy_loss(
                 now,
                 oracle.old.flatten()[place] if off_policy else now.detach(),
                 batch.sequence,
@@ -151,8 +155,12 @@ def test_loss_and_gradients_equal_trl(oracle, loss, off_policy, corrected):
                 importance_ratio=oracle.ratio.flatten()[place] if corrected else None,
             )
             actual = torch.autograd.grad(ours, list(oracle.model.parameters()), retain_graph=True)
+            difference = max((a - b).abs().max() for a, b in zip(expected, actual, strict=True))
             assert abs(theirs.item() - ours.item()) <= TOLERANCE, config
-            assert max((a - b).abs().max() for a, b in zip(expected, actual, strict=True)) <= TOLERANCE, config
+            assert difference <= TOLERANCE, config
+            for name, value in trl_metrics(oracle, config).items():
+                count = sums["clip/count"] if name.startswith("clip/") else LENGTHS.sum()
+                assert (sums[name] / count).item() == pytest.approx(value, abs=TOLERANCE), (name, config)
 
 
 def trl_loss(oracle, config: GrpoConfig, off_policy: bool, corrected: bool) -> torch.Tensor:
@@ -171,13 +179,29 @@ def trl_loss(oracle, config: GrpoConfig, off_policy: bool, corrected: bool) -> t
     return trl.compute_loss(trl.model, inputs)
 
 
+def trl_metrics(oracle, config: GrpoConfig) -> dict[str, float]:
+    """What TRL logged last, under the names of our sums."""
+    names = {"clip_ratio/low_mean": "clip/low", "clip_ratio/high_mean": "clip/high"}
+    if config.loss == "cispo":
+        names = {"cispo_clip_ratio": "clip/high"}
+    elif config.delta is not None:
+        names = {}  # TRL compares the ratio after the cap, ours before it
+    if config.beta:
+        names["kl"] = "kl"
+    return {ours: oracle.trl._metrics["train"][theirs][-1] for theirs, ours in names.items()}
+
+
 def test_logprobs_and_entropy_equal_trl(oracle):
     batch = layout(packing=True)
     inputs = oracle.inputs
     both = [torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask")]
-    theirs = oracle.trl._get_per_token_logps_and_entropies(oracle.trl.model, *both, WIDTH, compute_entropy=True)
+    theirs = oracle.trl._get_per_token_logps_and_entropies(
+        oracle.trl.model, *both, WIDTH, compute_entropy=True
+    )
     kept = inputs["completion_mask"].bool()
-    for theirs_, ours in zip(theirs, token_logprobs(oracle.model, batch, TEMPERATURE, entropy=True), strict=False):
+    for theirs_, ours in zip(
+        theirs, token_logprobs(oracle.model, batch, TEMPERATURE, entropy=True), strict=False
+    ):
         in_order = torch.empty_like(ours).index_copy(0, batch.index, ours)
         torch.testing.assert_close(in_order, theirs_[kept], atol=TOLERANCE, rtol=0)
 
@@ -186,7 +210,7 @@ def test_logprobs_and_entropy_equal_trl(oracle):
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("mask_truncated", [True, False])
 def test_a_whole_step_has_the_gradient_of_trl(oracle, loss, packing, mask_truncated):
-    """Advantages, dropped groups, truncated rollouts and microbatches together; the second group has no signal."""
+    """Advantages, a dropped group (the second has no signal), truncated rollouts and microbatches at once."""
     rewards = [1.0, 0.0, 1.0, 1.0]
     groups = [
         group(rewards[:2], lengths=[6, 4], prompt=5, seed=1, unfinished=[0]),
@@ -225,7 +249,9 @@ SCALES = {"group_std": "group", "batch_std": "batch", "none": "none"}
 @pytest.mark.parametrize("rewards", [REWARDS, PARTLY_SCORED], ids=["scored", "partly scored"])
 def test_advantages_equal_trl(tmp_path, rewards, method, size):
     weights = [1.0, 0.5]
-    functions = [lambda completions, k=k, **_: [None if r.isnan() else r.item() for r in rewards[:, k]] for k in (0, 1)]
+    functions = [
+        lambda completions, k=k, **_: [None if r.isnan() else r.item() for r in rewards[:, k]] for k in (0, 1)
+    ]
     for i, function in enumerate(functions):
         function.__name__ = f"f{i}"
     trl = trl_trainer(
@@ -239,7 +265,16 @@ def test_advantages_equal_trl(tmp_path, rewards, method, size):
     )
     rollouts = [r for g in GROUPS for r in g.rollouts]
     prompts = [g.prompt_ids for g in GROUPS for _ in g.rollouts]
-    trl._generate = lambda _: (prompts, [r.token_ids for r in rollouts], None, ["w3"] * 4, None, {}, None, None)
+    trl._generate = lambda _: (
+        prompts,
+        [r.token_ids for r in rollouts],
+        None,
+        ["w3"] * 4,
+        None,
+        {},
+        None,
+        None,
+    )
     theirs = trl._generate_and_score_completions([{"prompt": "w3"}] * 4)["advantages"]
 
     named = [{f"f{k}": None if r.isnan() else r.item() for k, r in enumerate(row)} for row in rewards]

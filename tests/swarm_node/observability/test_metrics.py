@@ -191,9 +191,7 @@ def test_events_are_sentences_with_a_time_and_survive_resuming_and_threads(tmp_p
     path = tmp_path / "events.jsonl"
     for text in ("started", "resumed"):
         log = EventLog(path, print)
-        threads = [
-            threading.Thread(target=log.write, args=("run", text), kwargs={"round": n}) for n in range(20)
-        ]
+        threads = [threading.Thread(target=log.write, args=("run", text), kwargs={"round": n}) for n in range(20)]
         for thread in threads:
             thread.start()
         for thread in threads:

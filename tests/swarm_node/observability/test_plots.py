@@ -12,8 +12,7 @@ from swarm_node.observability.plots import moving_average, plot_reward
 def run(rounds, tasks=()):
     rng = random.Random(0)
     return [
-        {"round": n, "reward": n / rounds + rng.gauss(0, 0.05)}
-        | {f"reward/{task}": rng.random() for task in tasks}
+        {"round": n, "reward": n / rounds + rng.gauss(0, 0.05)} | {f"reward/{task}": rng.random() for task in tasks}
         for n in range(1, rounds + 1)
     ]
 

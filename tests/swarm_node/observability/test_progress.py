@@ -36,9 +36,7 @@ def rounds_of(lines):
 
 
 def test_a_plain_line():
-    assert plain_lines(200, 0.5, rounds=1) == [
-        "round 1/200  reward 0.005  1,234 tok/s  0.50 s/round  1:40 left"
-    ]
+    assert plain_lines(200, 0.5, rounds=1) == ["round 1/200  reward 0.005  1,234 tok/s  0.50 s/round  1:40 left"]
 
 
 def test_plain_lines_come_at_each_tenth_of_the_run():
@@ -86,11 +84,7 @@ def test_a_table_in_a_pipe():
     rows = [["gcd [x]", 0.1, 0.25], ["all", 0.12345, "n/a"]]
     Progress(3, stream=stream).table("held-out", ["task", "pass@1 before", "pass@1 after"], rows)
     words = [line.split() for line in stream.getvalue().splitlines()]
-    assert (
-        ["held-out"] in words
-        and ["gcd", "[x]", "0.100", "0.250"] in words
-        and ["all", "0.123", "n/a"] in words
-    )
+    assert ["held-out"] in words and ["gcd", "[x]", "0.100", "0.250"] in words and ["all", "0.123", "n/a"] in words
     assert "\x1b" not in stream.getvalue()
 
 
@@ -119,9 +113,7 @@ import os
 os._exit(7)
 """
     with open("/dev/full", "w") as full:
-        process = subprocess.run(
-            [sys.executable, "-c", command], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        process = subprocess.run([sys.executable, "-c", command], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (process.returncode, process.stderr) == (7, "")
 
 

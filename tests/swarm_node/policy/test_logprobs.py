@@ -1,4 +1,4 @@
-"""Log-probs from packed rows, plain rows, chunked heads and full logits against the model's own forward pass."""
+"""Packed rows, plain rows, chunked heads and full logits against the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from swarm_node.policy import logprobs
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from tests.swarm_node.policy.models import make
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft asks for it
 
 PROMPTS = [[5, 17, 9, 33], [8, 6]]
 COMPLETIONS = [[[7, 300, 12, 2], [44, 2]], [[19, 20, 21], [2], [31, 32, 33, 34, 35, 2]]]
@@ -86,7 +88,9 @@ def test_full_logits_serve_models_that_cap_them(packing):
     assert (token_logprobs(model, b, TEMPERATURE)[0] - capped).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "up_proj"], ["q_proj", "lm_head"]], ids=["body", "body and head"])
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "up_proj"], ["q_proj", "lm_head"]], ids=["body", "body and head"]
+)
 @pytest.mark.parametrize("tokens_a_chunk", [None, 3])
 def test_an_adapter_counts_and_can_be_switched_off(monkeypatch, targets, tokens_a_chunk):
     if tokens_a_chunk:
@@ -128,8 +132,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 torch.set_num_threads(1)
 V, H, R, T = 152_064, 16, 8, 64
-config = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
-    tie_word_embeddings=True)
+config = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=16, num_hidden_layers=1,
+    num_attention_heads=1, tie_word_embeddings=True)
 model = LlamaForCausalLM(config)
 ids = torch.randint(V, (R, T + 1))
 row, col = torch.arange(R).repeat_interleave(T), torch.arange(T).repeat(R)

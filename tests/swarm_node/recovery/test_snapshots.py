@@ -228,9 +228,7 @@ def test_every_single_flipped_bit_of_the_small_files_is_noticed(tmp_path):
         path = tmp_path / "round-00000001" / file
         whole = path.read_bytes()
         for position in range(len(whole)):
-            path.write_bytes(
-                whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :]
-            )
+            path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :])
             assert load(tmp_path)[0] is None, (file, position)
         path.write_bytes(whole)
     assert load(tmp_path)[0].round == 1
@@ -289,9 +287,7 @@ def test_any_bytes_under_right_digests_load_or_are_refused(tmp_path, state, tens
 
 
 def sums_of(folder):
-    return "".join(
-        f"{sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.iterdir())
-    )
+    return "".join(f"{sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.iterdir()))
 
 
 # --- foreign
@@ -303,9 +299,7 @@ def of_this_model(state):
 
 def test_a_run_directory_of_another_model_is_refused_and_left_alone(tmp_path):
     save(tmp_path / "snapshots", 1, 2, state={"model": "qwen"})
-    with pytest.raises(
-        UserError, match=r"another run: it holds model qwen, not starter; choose another --run-dir"
-    ):
+    with pytest.raises(UserError, match=r"another run: it holds model qwen, not starter; choose another --run-dir"):
         load(tmp_path / "snapshots", of_this_model)
     assert names(tmp_path / "snapshots") == ["round-00000001", "round-00000002"]
 
@@ -364,9 +358,7 @@ def test_a_disk_that_has_room_again_heals(tmp_path):
 
 
 def test_a_really_full_file_system(tmp_path):
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True)
     if mounted.returncode:
         pytest.skip("may not mount a small file system here")
     try:

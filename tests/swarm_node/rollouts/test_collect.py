@@ -71,6 +71,6 @@ def test_prompts_that_do_not_fit_are_counted(policy, tasks):
 def test_completions_leave_room_for_prompts(policy):
     said = []
     assert fit_length(RolloutsConfig(max_new_tokens=500), policy, said.append).max_new_tokens == 128
-    assert "256 positions" in said[0]
+    assert "500 -> 128" in said[0]
     config = RolloutsConfig(max_new_tokens=100)
     assert fit_length(config, policy, said.append) is config and len(said) == 1

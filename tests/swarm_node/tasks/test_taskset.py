@@ -370,8 +370,6 @@ def test_functions_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 def test_importing_tasks_imports_neither_torch_nor_reasoning_gym() -> None:
-    code = (
-        "import sys, swarm_node.tasks; print({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules))"
-    )
+    code = "import sys, swarm_node.tasks; print({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules))"
     root = Path(__file__).parents[3]
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=root).strip() == "set()"

@@ -1,0 +1,397 @@
+"""The trainer on tiny real models: learning, splitting, running out of memory, resuming."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from swarm_node.config import GrpoConfig
+from swarm_node.errors import SnapshotError, UserError
+from swarm_node.grpo.batch import Completions
+from swarm_node.grpo.trainer import Trainer, default_learning_rate
+from swarm_node.policy.logprobs import token_logprobs
+from swarm_node.types import Group, Sampling
+from tests.swarm_node.grpo.test_batch import batch
+from tests.swarm_node.grpo.tiny import TinyPolicy, group, make, watch_gradients
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft asks for it
+
+SAMPLING = Sampling(max_new_tokens=6)
+LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+
+
+def some_groups() -> list[Group]:
+    return [
+        group([1.0, 0.0, 0.0], prompt=5, seed=1),
+        group([0.0, 1.0, 1.0, 0.5], prompt=3, seed=2),
+        group([1.0, 1.0], prompt=4, seed=3),  # no signal
+    ]
+
+
+def lora(kind: str = "llama") -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return get_peft_model(
+            make(kind), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        )
+
+
+def step(config: GrpoConfig, groups: list[Group], model=None, packing: bool = True):
+    """Gradient before clipping and metrics of one step."""
+    policy = TinyPolicy(model or make(), packing=packing)
+    gradients = watch_gradients(policy)
+    return gradients, Trainer(policy, config, SAMPLING).step(groups)
+
+
+def recorded(model: torch.nn.Module, groups: list[Group], version: int = 0) -> list[Group]:
+    """The groups with the log-probs that `model` has for them."""
+    for g in groups:
+        g.policy_version = version
+        for r in g.rollouts:
+            with torch.no_grad():
+                b = batch([Completions(g.prompt_ids, [r.token_ids], 0)], packing=False)
+                r.logprobs = token_logprobs(model, b, SAMPLING.temperature)[0].tolist()
+    return groups
+
+
+@pytest.mark.parametrize("model", [make("llama"), make("qwen2"), lora()], ids=["llama", "qwen2", "lora"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_packed_plain_and_any_microbatch_give_one_gradient(loss, model):
+    groups = some_groups()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    results = []
+    for packing, tokens in ((True, 8192), (False, 8192), (True, 20), (False, 9), (False, 1)):
+        config = GrpoConfig(loss=loss, beta=0.05, microbatch_tokens=tokens)
+        results.append(step(config, groups, model, packing))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(start[name])
+    first, metrics = results[0]
+    assert max(g.abs().max() for g in first.values()) > 1e-3
+    for gradients, other in results[1:]:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, first[name], atol=1e-5, rtol=1e-4)
+        for name, value in metrics.items():
+            if not name.startswith("perf/"):
+                assert other[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_training_makes_rewarded_completions_likelier(loss):
+    policy = TinyPolicy(make())
+    trainer = Trainer(policy, GrpoConfig(loss=loss, learning_rate=1e-2), SAMPLING)
+    g = group([1.0, 0.0, 0.0, 1.0], lengths=[4, 4, 4, 4])
+
+    def chances() -> list[float]:
+        return [sum(r.logprobs) for r in recorded(policy.model, [g], policy.version)[0].rollouts]
+
+    before = chances()
+    for _ in range(5):
+        trainer.step([g])
+    after = chances()
+    change = [b - a for a, b in zip(before, after, strict=True)]
+    assert min(change[0], change[3]) > 1.0 and max(change[1], change[2]) < -1.0
+    assert policy.version == 5
+
+
+def test_groups_without_signal_leave_the_policy_alone():
+    policy = TinyPolicy(make())
+    trainer = Trainer(policy, GrpoConfig(), SAMPLING)
+    trainer.step(some_groups())  # so that there is momentum
+    before = [p.detach().clone() for p in policy.trainable_parameters()]
+    metrics = trainer.step([group([1.0, 1.0]), group([0.0, 0.0, 0.0])])
+    assert all(torch.equal(a, p) for a, p in zip(before, policy.trainable_parameters(), strict=True))
+    assert (metrics["loss"], metrics["grad_norm"], metrics["frac_reward_zero_std"]) == (0.0, 0.0, 1.0)
+    assert "entropy" not in metrics
+    assert policy.version == 1
+
+
+def test_groups_without_signal_are_computed_only_for_the_kl_term():
+    seen = []
+    for beta in (0.0, 0.1):
+        policy = TinyPolicy(make())
+        policy.model.model.register_forward_hook(
+            lambda _, args, kwargs, out: seen.append(kwargs), with_kwargs=True
+        )
+        Trainer(policy, GrpoConfig(beta=beta), SAMPLING).step([group([1.0, 0.0]), group([1.0, 1.0])])
+    assert [len(kwargs["input_ids"]) for kwargs in seen] == [1, 2]  # the reference is another module
+
+
+def test_kl_pulls_towards_the_reference():
+    gradients, metrics = step(GrpoConfig(beta=0.1), some_groups())
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)
+    policy = TinyPolicy(make())
+    trainer = Trainer(policy, GrpoConfig(beta=1.0, learning_rate=1e-2), SAMPLING)
+    free = TinyPolicy(make())
+    unbound = Trainer(free, GrpoConfig(beta=1e-9, learning_rate=1e-2), SAMPLING)
+    for _ in range(10):
+        held, away = trainer.step(some_groups()), unbound.step(some_groups())
+    assert 0 < held["kl"] < away["kl"] / 2
+
+
+def test_the_reference_of_an_adapter_is_the_model_without_it():
+    model = lora()
+    _, metrics = step(GrpoConfig(beta=0.1), some_groups(), model)
+    assert metrics["kl"] > 1e-3  # the adapter does not start at zero
+
+
+def test_iterations_take_ratios_to_the_first_pass():
+    """The second update sees a policy that moved: an empty clip range clips all that moved as it should."""
+    groups = [group([1.0, 0.0, 0.0, 1.0], lengths=[4, 4, 4, 4])]
+    once = step(GrpoConfig(epsilon_low=0.0, epsilon_high=0.0, learning_rate=1e-2), groups)[1]
+    policy = TinyPolicy(make())
+    config = GrpoConfig(iterations=2, epsilon_low=0.0, epsilon_high=0.0, learning_rate=1e-2)
+    twice = Trainer(policy, config, SAMPLING).step(groups)
+    assert once["clip_ratio/region_mean"] == 0.0
+    assert twice["clip_ratio/region_mean"] > 0.3
+    assert policy.version == 2
+
+
+def test_ratios_of_stale_rollouts_are_to_the_version_that_sampled_them():
+    model = make()
+    groups = recorded(make(seed=7), [group([1.0, 0.0, 0.0, 1.0])])
+    fresh = step(GrpoConfig(), groups, model)[1]
+    assert fresh["clip_ratio/region_mean"] == 0.0
+    policy = TinyPolicy(make(), version=3)
+    stale = Trainer(policy, GrpoConfig(), SAMPLING).step(groups)
+    assert stale["clip_ratio/region_mean"] > 0.2
+
+
+def test_a_peers_rollouts_start_at_ratio_one():
+    groups = recorded(make(seed=7), [group([1.0, 0.0, 0.0, 1.0])], version=9)
+    groups[0].peer = "12D3KooW"
+    metrics = step(GrpoConfig(), groups)[1]
+    assert metrics["clip_ratio/region_mean"] == 0.0
+    assert "sampling/logp_difference" not in metrics
+
+
+def test_the_tripwire_compares_with_recorded_logprobs():
+    same = step(GrpoConfig(), recorded(make(), some_groups()))[1]
+    assert same["sampling/logp_difference"] < 1e-5
+    other = step(GrpoConfig(), recorded(make(seed=7), some_groups()))[1]
+    assert other["sampling/logp_difference"] > 0.1
+    nucleus = Trainer(TinyPolicy(make()), GrpoConfig(), Sampling(6, top_p=0.9))
+    assert "sampling/logp_difference" not in nucleus.step(recorded(make(), some_groups()))
+
+
+def test_metrics_of_the_rollouts():
+    groups = [
+        group([1.0, 0.0], lengths=[2, 5], prompt=4, unfinished=[1]),
+        group([0.5, 0.5, None], lengths=[3, 3, 1], prompt=2),
+    ]
+    metrics = step(GrpoConfig(), groups)[1]
+    assert metrics["reward"] == 0.5  # 1, 0, 0.5, 0.5
+    assert metrics["reward_std"] == pytest.approx((0.5 / 3) ** 0.5)
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["num_tokens"] == 2 + 5 + 3 + 3 + 1 + 2 * 4 + 3 * 2
+    assert metrics["completions/mean_length"] == pytest.approx(2.8)
+    assert (metrics["completions/min_length"], metrics["completions/max_length"]) == (1, 5)
+    assert metrics["completions/clipped_ratio"] == pytest.approx(0.2)
+    assert 0 < metrics["entropy"] < math.log(64)
+    assert metrics["learning_rate"] == 2e-4
+
+
+def test_truncated_rollouts_can_be_left_out():
+    whole = [group([1.0, 0.0, 0.5], seed=4)]
+    cut = [group([1.0, 0.0, 0.5], seed=4, unfinished=[1])]
+    kept, metrics = step(GrpoConfig(loss="dr_grpo"), cut)
+    same, _ = step(GrpoConfig(loss="dr_grpo", mask_truncated=True), whole)
+    masked, _ = step(GrpoConfig(loss="dr_grpo", mask_truncated=True), cut)
+    assert all(torch.equal(kept[name], same[name]) for name in kept)
+    assert any((kept[name] - masked[name]).abs().max() > 1e-4 for name in kept)
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 3)
+
+
+def test_warm_up_and_clipping():
+    policy = TinyPolicy(make())
+    trainer = Trainer(policy, GrpoConfig(learning_rate=1.0e-3, warmup=4), SAMPLING)
+    rates = [trainer.step(some_groups())["learning_rate"] for _ in range(6)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("grad_clip", [1e-3, 1e3])
+def test_an_update_is_that_of_torch(grad_clip):
+    """Two steps against clip_grad_norm_ and AdamW on the same gradients; matrices decay, vectors do not."""
+    config = GrpoConfig(learning_rate=1e-3, grad_clip=grad_clip, weight_decay=0.1)
+    policy, twin = TinyPolicy(make()), make()
+    gradients = watch_gradients(policy)
+    trainer = Trainer(policy, config, SAMPLING)
+    matrices, vectors = ([p for p in twin.parameters() if (p.ndim > 1) == big] for big in (True, False))
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-3, betas=config.betas, weight_decay=0.1, foreach=False, fused=False,
+    )  # fmt: skip
+    for _ in range(2):
+        trainer.step(some_groups())
+        for name, p in twin.named_parameters():
+            p.grad = gradients[name].clone()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), grad_clip)
+        optimizer.step()
+    for ours, theirs in zip(policy.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
+def test_small_updates_survive_in_bfloat16():
+    """Weights near 1 are 2^-8 apart: a hundred steps of 1e-4 show only because a master copy adds them up."""
+    policy = TinyPolicy(make().to(torch.bfloat16))
+    trainer = Trainer(policy, GrpoConfig(learning_rate=1e-4), SAMPLING)
+    norm = policy.model.model.norm.weight
+    assert (norm == 1).all()
+    groups = some_groups()
+    for _ in range(100):
+        trainer.step(groups)
+    assert (norm != 1).any()
+    assert trainer.state_dict()[0]["master.model.norm.weight"].dtype == torch.float32
+
+
+def test_a_gradient_that_is_not_finite_is_reported_and_skipped():
+    lines = []
+    policy = TinyPolicy(make())
+    with torch.no_grad():
+        policy.model.model.norm.weight[0] = torch.inf
+    before = [p.detach().clone() for p in policy.trainable_parameters()]
+    metrics = Trainer(policy, GrpoConfig(), SAMPLING, lines.append).step(some_groups())
+    assert len(lines) == 1 and "skipped" in lines[0]
+    assert "grad_norm" not in metrics and policy.version == 0
+    assert all(torch.equal(a, p) for a, p in zip(before, policy.trainable_parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "model", [make, lora, lambda: make().to(torch.bfloat16)], ids=["full", "lora", "bfloat16"]
+)
+def test_a_resumed_trainer_goes_on_as_if_nothing_happened(model):
+    config = GrpoConfig(warmup=5, learning_rate=1e-3)
+    straight, first = TinyPolicy(model()), TinyPolicy(model())
+    trainer, before = Trainer(straight, config, SAMPLING), Trainer(first, config, SAMPLING)
+    for seed in range(2):
+        for t in (trainer, before):
+            t.step([group([1.0, 0.0, 0.5], seed=seed)])
+    tensors, numbers = before.state_dict()
+    assert numbers == {"updates": 2, "num_tokens": before.num_tokens}
+    second = TinyPolicy(model(), version=first.version)
+    second.model.load_state_dict(first.model.state_dict())
+    after = Trainer(second, config, SAMPLING)
+    after.load_state_dict({name: t.clone() for name, t in tensors.items()}, numbers)
+    for seed in range(2, 4):
+        expected = trainer.step([group([1.0, 0.0, 0.5], seed=seed)])
+        actual = after.step([group([1.0, 0.0, 0.5], seed=seed)])
+        for metrics in (expected, actual):
+            del metrics["perf/trained_tok_s"]
+        assert actual == expected
+    for a, b in zip(straight.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_state_of_another_policy_is_refused():
+    trainer = Trainer(TinyPolicy(make("llama")), GrpoConfig(), SAMPLING)
+    tensors, numbers = Trainer(TinyPolicy(make("qwen2")), GrpoConfig(), SAMPLING).state_dict()
+    with pytest.raises(SnapshotError, match="names and shapes"):
+        trainer.load_state_dict(tensors, numbers)
+    with pytest.raises(SnapshotError, match="number"):
+        trainer.load_state_dict(trainer.state_dict()[0], {})
+
+
+class Cramped(TinyPolicy):
+    """A policy whose model runs out of memory above `most` tokens in one forward pass."""
+
+    most = 0
+    error: type[BaseException] = torch.OutOfMemoryError
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.passes: list[int] = []
+
+        def allocate(_, args, kwargs) -> None:
+            self.passes.append(kwargs["input_ids"].numel())
+            if self.passes[-1] > self.most:
+                raise self.error(self.message)
+
+        self.model.model.register_forward_pre_hook(allocate, with_kwargs=True)
+
+
+def cramped_groups() -> list[Group]:
+    """Four groups of four; packed a row is 5 + 4 * 4 = 21 tokens, plain it is 9."""
+    return [group([1.0, 0.0, 0.0, 1.0], lengths=[5] * 4, prompt=5, seed=seed) for seed in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("most", "said"),
+    [
+        (84, []),
+        (50, ["microbatches of 42 tokens"]),
+        (30, ["microbatches of 42 tokens", "microbatches of 21 tokens"]),
+        (20, ["microbatches of 42 tokens", "microbatches of 21 tokens", "plain rows"]),
+        (9, ["42 tokens", "21 tokens", "plain rows", "microbatches of 9 tokens"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        (RuntimeError, "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
+        (RuntimeError, "MPS backend out of memory (MPS allocated: 17.00 GB)"),
+    ],
+    ids=["cuda", "cpu", "mps"],
+)
+def test_memory_that_runs_out_is_adapted_to(most, said, error, message):
+    expected, _ = step(GrpoConfig(), cramped_groups())
+    policy = Cramped(make())
+    policy.most, policy.error, policy.message = most, error, message
+    gradients, lines = watch_gradients(policy), []
+    trainer = Trainer(policy, GrpoConfig(), SAMPLING, lines.append)
+    trainer.step(cramped_groups())
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True))
+    for name in expected:
+        torch.testing.assert_close(gradients[name], expected[name], atol=1e-5, rtol=1e-4)
+    assert policy.version == 1
+
+    policy.passes.clear()
+    trainer.step(cramped_groups())
+    assert max(policy.passes) <= most and len(lines) == len(said)  # it stays adapted
+
+
+def test_memory_may_run_out_in_a_later_microbatch():
+    """The gradient of the microbatches that did fit must not count twice."""
+    expected, _ = step(GrpoConfig(), cramped_groups())
+    policy = Cramped(make())
+    policy.most = 10**6
+    gradients, lines = watch_gradients(policy), []
+
+    def fail_once(*_) -> None:
+        if len(policy.passes) == 2 and not lines:
+            raise torch.OutOfMemoryError
+
+    policy.model.model.layers[1].register_forward_pre_hook(fail_once)
+    Trainer(policy, GrpoConfig(microbatch_tokens=42), SAMPLING, lines.append).step(cramped_groups())
+    assert len(lines) == 1 and policy.passes == [42, 42, 21, 21, 21, 21]
+    for name in expected:
+        torch.testing.assert_close(gradients[name], expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_rollout_too_big_for_memory_is_a_user_error():
+    policy = Cramped(make())
+    policy.most = 8
+    with pytest.raises(UserError, match="one rollout of 9 tokens.*max_new_tokens"):
+        Trainer(policy, GrpoConfig(), SAMPLING, lambda _: None).step(cramped_groups())
+    assert policy.version == 0
+
+
+def test_other_errors_are_not_taken_for_memory():
+    policy = Cramped(make())
+    policy.most, policy.error, policy.message = 8, RuntimeError, "mat1 and mat2 shapes cannot be multiplied"
+    with pytest.raises(RuntimeError, match="mat1"):
+        Trainer(policy, GrpoConfig(), SAMPLING).step(cramped_groups())
+
+
+def test_default_learning_rates():
+    assert default_learning_rate(TinyPolicy(make())) == 2e-4
+    assert default_learning_rate(TinyPolicy(lora())) == 2e-5
+    big = torch.nn.Linear(5000, 5000, bias=False)
+    assert default_learning_rate(TinyPolicy(big)) == 2e-6
