@@ -16,7 +16,7 @@ the only rollout of a group.
 
 MC-GRPO's own scale, MAD + 1e-3, is 0.001 in every mixed odd group of 0/1 rewards (the median *is* the
 majority), which makes the minority's advantage +-1000: hence the floor. Its pivot, the rollout that is the
-median, has advantage 0 by construction and needs no exclusion. Its factor for making up for zeros is left out.
+median, has advantage 0 by construction and needs no exclusion; its factor that makes up for zeros is omitted.
 """
 
 from __future__ import annotations

@@ -122,9 +122,7 @@ def _rows(group: Completions, packing: bool, limit: int, hidden: int) -> list[Ro
     costs = {k: cost(k) for k in range(1, n + 1) if k == 1 or (packing and length(k) <= limit)}
     cheap = [k for k, c in costs.items() if c <= NEARLY_CHEAPEST * min(costs.values())]
     per_row = ceil(n / ceil(n / max(cheap)))  # so that the last row is not much shorter
-    return [
-        Row(group.prompt, group.completions[i : i + per_row], group.first + i) for i in range(0, n, per_row)
-    ]
+    return [Row(group.prompt, group.completions[i : i + per_row], group.first + i) for i in range(0, n, per_row)]
 
 
 def token_batch(microbatch: Sequence[Row], flat: Flat, pad_id: int, device: torch.device) -> TokenBatch:
@@ -133,9 +131,7 @@ def token_batch(microbatch: Sequence[Row], flat: Flat, pad_id: int, device: torc
     width = max(row.length for row in microbatch)
     input_ids = np.full((len(microbatch), width), pad_id, dtype=np.int64)
     position_ids = np.zeros((len(microbatch), width), dtype=np.int64)
-    segment = np.full(
-        (len(microbatch), width), -1, dtype=np.int32
-    )  # 0 = prompt, j = j-th completion, -1 = padding
+    segment = np.full((len(microbatch), width), -1, dtype=np.int32)  # 0 = prompt, j = j-th completion, -1 = padding
     rows, cols, index = [], [], []
     for r, row in enumerate(microbatch):
         end = len(row.prompt)

@@ -22,9 +22,7 @@ from swarm_node.errors import SnapshotError
 class Optimizer:
     """Updates the named parameters in place from their `.grad`."""
 
-    def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], config: GrpoConfig, learning_rate: float
-    ) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: GrpoConfig, learning_rate: float) -> None:
         self.named = dict(named)
         self.learning_rate = learning_rate
         self.warmup = config.warmup

@@ -80,9 +80,7 @@ class Trainer:
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
 
-    def step(
-        self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
+    def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train on `groups` (sizes may differ); metrics under TRL's names.
 
         `before_update` is called once, before anything that lasts has changed: until then a step can be
@@ -120,9 +118,7 @@ class Trainer:
         config, device = self.config, self.policy.device
         rollouts = [r for group in groups for r in group.rollouts]
         advantages = advantage.advantages(groups, config, self.reward_weights)
-        lengths = torch.tensor(
-            [0 if config.mask_truncated and not r.finished else len(r.token_ids) for r in rollouts]
-        )
+        lengths = torch.tensor([0 if config.mask_truncated and not r.finished else len(r.token_ids) for r in rollouts])
         live = (lengths > 0) & ((advantages != 0) | (config.beta > 0))
         if not live.any():
             return None
@@ -138,9 +134,7 @@ class Trainer:
         ]
         flat = batch.flatten(chosen)
         pairs = [(group, r) for group, k in zip(groups, kept, strict=True) for r in k]
-        sampled = torch.from_numpy(np.concatenate([self._recorded(group, r) for group, r in pairs])).to(
-            device
-        )
+        sampled = torch.from_numpy(np.concatenate([self._recorded(group, r) for group, r in pairs])).to(device)
         is_stale = np.array([group.policy_version != self.policy.version for group, _ in pairs])
         stale = torch.from_numpy(is_stale[flat.sequence]).to(device)
         return _Step(

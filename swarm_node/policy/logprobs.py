@@ -85,9 +85,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A boolean mask as one to add to attention scores: `eager` attention needs that, `sdpa` takes it."""
     if mask is None:
         return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-        ~mask, torch.finfo(dtype).min
-    )
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _of_hidden(
@@ -96,9 +94,7 @@ def _of_hidden(
     return _of_logits(head(hidden), target, temperature, entropy)
 
 
-def _of_logits(
-    logits: Tensor, target: Tensor, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+def _of_logits(logits: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of `target` [N] and entropies [N] of the distributions with `logits` [N, V]."""
     logits = logits.float()
     if temperature != 1.0:

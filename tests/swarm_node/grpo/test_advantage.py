@@ -29,9 +29,7 @@ def of(*rewards: list[float | None], **options: str) -> Tensor:
     ],
 )
 def test_worked_values(method, expected):
-    torch.testing.assert_close(
-        of([1.0, 0.0, 0.0, 0.0], advantage=method), tensor(expected), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(of([1.0, 0.0, 0.0, 0.0], advantage=method), tensor(expected), atol=1e-4, rtol=0)
 
 
 def test_batch_std_is_that_of_all_groups():

@@ -46,12 +46,8 @@ def test_every_token_is_predicted_once_whatever_the_microbatches():
     rng = random.Random(0)
     groups, first = [], 0
     for _ in range(7):
-        completions = [
-            [rng.randrange(3, 99) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 6))
-        ]
-        groups.append(
-            Completions([rng.randrange(3, 99) for _ in range(rng.randint(1, 8))], completions, first)
-        )
+        completions = [[rng.randrange(3, 99) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 6))]
+        groups.append(Completions([rng.randrange(3, 99) for _ in range(rng.randint(1, 8))], completions, first))
         first += len(completions)
     flat = flatten(groups)
     wanted = [t for g in groups for c in g.completions for t in c]

@@ -15,9 +15,7 @@ LENGTHS = tensor([3, 2, 1])
 ADVANTAGES = tensor([1.0, -2.0, 0.5])
 
 
-def loss(
-    ratio: Tensor, config: GrpoConfig, weights: Tensor | None = None, **given: Tensor
-) -> tuple[Tensor, dict]:
+def loss(ratio: Tensor, config: GrpoConfig, weights: Tensor | None = None, **given: Tensor) -> tuple[Tensor, dict]:
     """Loss at given probability ratios [6]; every token weighs 1 unless told."""
     logprobs = ratio.log() - 1.0
     old = torch.full((6,), -1.0)
@@ -74,9 +72,7 @@ def test_gspo_clips_whole_sequences():
     value, sums = loss(tensor([2.0, 0.5, 1.0, 1.2, 1.2, 1.0]), GrpoConfig(loss="gspo"))
     assert value.item() == pytest.approx(-(3 * 1 - 2 * 2 * 1.2 + 0.5), abs=1e-5)
     value, sums = loss(tensor([2.0, 2.0, 2.0, 0.5, 0.5, 1.0]), GrpoConfig(loss="gspo"))
-    assert (sums["clip/high"].item(), sums["clip/low"].item(), sums["clip/count"].item()) == pytest.approx(
-        (1, 1, 3)
-    )
+    assert (sums["clip/high"].item(), sums["clip/low"].item(), sums["clip/count"].item()) == pytest.approx((1, 1, 3))
 
 
 def test_cispo_caps_the_weight_but_not_the_gradient():

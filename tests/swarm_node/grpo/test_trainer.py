@@ -17,9 +17,7 @@ from swarm_node.types import Group, Sampling
 from tests.swarm_node.grpo.test_batch import batch
 from tests.swarm_node.grpo.tiny import TinyPolicy, group, make, watch_gradients
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning"
-)  # peft asks for it
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
 SAMPLING = Sampling(max_new_tokens=6)
 LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
@@ -36,9 +34,7 @@ def some_groups() -> list[Group]:
 def lora(kind: str = "llama") -> torch.nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return get_peft_model(
-            make(kind), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-        )
+        return get_peft_model(make(kind), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
 
 
 def step(config: GrpoConfig, groups: list[Group], model=None, packing: bool = True):
@@ -111,13 +107,34 @@ def test_groups_without_signal_leave_the_policy_alone():
     assert policy.version == 1
 
 
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [1.0, 1.0]], ids=["signal", "no signal"])
+def test_a_step_can_be_given_up_before_it_changes_anything(rewards):
+    class GiveUp(Exception):
+        pass
+
+    def give_up() -> None:
+        raise GiveUp
+
+    policy = TinyPolicy(make())
+    trainer = Trainer(policy, GrpoConfig(iterations=2), SAMPLING)
+    before = [p.detach().clone() for p in policy.trainable_parameters()]
+    with pytest.raises(GiveUp):
+        trainer.step([group(rewards)], before_update=give_up)
+    assert all(torch.equal(a, p) for a, p in zip(before, policy.trainable_parameters(), strict=True))
+    tensors, numbers = trainer.state_dict()
+    assert numbers == {"updates": 0, "num_tokens": 0} and policy.version == 0
+    assert all((t == 0).all() for t in tensors.values())
+
+    asked = []
+    trainer.step([group(rewards)], before_update=lambda: asked.append(policy.version))
+    assert asked == [0]
+
+
 def test_groups_without_signal_are_computed_only_for_the_kl_term():
     seen = []
     for beta in (0.0, 0.1):
         policy = TinyPolicy(make())
-        policy.model.model.register_forward_hook(
-            lambda _, args, kwargs, out: seen.append(kwargs), with_kwargs=True
-        )
+        policy.model.model.register_forward_hook(lambda _, args, kwargs, out: seen.append(kwargs), with_kwargs=True)
         Trainer(policy, GrpoConfig(beta=beta), SAMPLING).step([group([1.0, 0.0]), group([1.0, 1.0])])
     assert [len(kwargs["input_ids"]) for kwargs in seen] == [1, 2]  # the reference is another module
 
@@ -261,9 +278,7 @@ def test_a_gradient_that_is_not_finite_is_reported_and_skipped():
     assert all(torch.equal(a, p) for a, p in zip(before, policy.trainable_parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "model", [make, lora, lambda: make().to(torch.bfloat16)], ids=["full", "lora", "bfloat16"]
-)
+@pytest.mark.parametrize("model", [make, lora, lambda: make().to(torch.bfloat16)], ids=["full", "lora", "bfloat16"])
 def test_a_resumed_trainer_goes_on_as_if_nothing_happened(model):
     config = GrpoConfig(warmup=5, learning_rate=1e-3)
     straight, first = TinyPolicy(model()), TinyPolicy(model())

@@ -116,9 +116,7 @@ def oracle(tmp_path_factory):
 
 def layout(packing: bool):
     """The microbatch of all rollouts."""
-    groups = [
-        Completions(g.prompt_ids, [r.token_ids for r in g.rollouts], 2 * i) for i, g in enumerate(GROUPS)
-    ]
+    groups = [Completions(g.prompt_ids, [r.token_ids for r in g.rollouts], 2 * i) for i, g in enumerate(GROUPS)]
     (rows,) = plan(groups, packing, limit=1000, hidden=32)
     assert all((len(row.completions) > 1) == packing for row in rows)
     return token_batch(rows, flatten(groups), 0, torch.device("cpu"))
@@ -126,9 +124,7 @@ def layout(packing: bool):
 
 OPTIONS = [
     dict(importance_level=level, delta=delta, beta=beta, off_policy_mask=mask)
-    for level, delta, beta, mask in itertools.product(
-        ["token", "sequence"], [None, 1.1], [0.0, 0.04], [None, 0.05]
-    )
+    for level, delta, beta, mask in itertools.product(["token", "sequence"], [None, 1.1], [0.0, 0.04], [None, 0.05])
 ]
 
 
@@ -195,13 +191,9 @@ def test_logprobs_and_entropy_equal_trl(oracle):
     batch = layout(packing=True)
     inputs = oracle.inputs
     both = [torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask")]
-    theirs = oracle.trl._get_per_token_logps_and_entropies(
-        oracle.trl.model, *both, WIDTH, compute_entropy=True
-    )
+    theirs = oracle.trl._get_per_token_logps_and_entropies(oracle.trl.model, *both, WIDTH, compute_entropy=True)
     kept = inputs["completion_mask"].bool()
-    for theirs_, ours in zip(
-        theirs, token_logprobs(oracle.model, batch, TEMPERATURE, entropy=True), strict=False
-    ):
+    for theirs_, ours in zip(theirs, token_logprobs(oracle.model, batch, TEMPERATURE, entropy=True), strict=False):
         in_order = torch.empty_like(ours).index_copy(0, batch.index, ours)
         torch.testing.assert_close(in_order, theirs_[kept], atol=TOLERANCE, rtol=0)
 
@@ -249,9 +241,7 @@ SCALES = {"group_std": "group", "batch_std": "batch", "none": "none"}
 @pytest.mark.parametrize("rewards", [REWARDS, PARTLY_SCORED], ids=["scored", "partly scored"])
 def test_advantages_equal_trl(tmp_path, rewards, method, size):
     weights = [1.0, 0.5]
-    functions = [
-        lambda completions, k=k, **_: [None if r.isnan() else r.item() for r in rewards[:, k]] for k in (0, 1)
-    ]
+    functions = [lambda completions, k=k, **_: [None if r.isnan() else r.item() for r in rewards[:, k]] for k in (0, 1)]
     for i, function in enumerate(functions):
         function.__name__ = f"f{i}"
     trl = trl_trainer(
@@ -284,8 +274,6 @@ def test_advantages_equal_trl(tmp_path, rewards, method, size):
         groups.append(group([0.0] * size))
         for i, rollout in enumerate(groups[-1].rollouts, first):
             rollout.rewards, rollout.reward = named[i], sums[i]
-    config = (
-        GrpoConfig(aggregation="normalize_then_sum") if method == "gdpo" else GrpoConfig(advantage=method)
-    )
+    config = GrpoConfig(aggregation="normalize_then_sum") if method == "gdpo" else GrpoConfig(advantage=method)
     ours = advantages(groups, config, {"f0": weights[0], "f1": weights[1]})
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)

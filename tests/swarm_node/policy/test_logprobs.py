@@ -15,9 +15,7 @@ from swarm_node.policy import logprobs
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from tests.swarm_node.policy.models import make
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning"
-)  # peft asks for it
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
 PROMPTS = [[5, 17, 9, 33], [8, 6]]
 COMPLETIONS = [[[7, 300, 12, 2], [44, 2]], [[19, 20, 21], [2], [31, 32, 33, 34, 35, 2]]]
@@ -88,9 +86,7 @@ def test_full_logits_serve_models_that_cap_them(packing):
     assert (token_logprobs(model, b, TEMPERATURE)[0] - capped).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(
-    "targets", [["q_proj", "up_proj"], ["q_proj", "lm_head"]], ids=["body", "body and head"]
-)
+@pytest.mark.parametrize("targets", [["q_proj", "up_proj"], ["q_proj", "lm_head"]], ids=["body", "body and head"])
 @pytest.mark.parametrize("tokens_a_chunk", [None, 3])
 def test_an_adapter_counts_and_can_be_switched_off(monkeypatch, targets, tokens_a_chunk):
     if tokens_a_chunk:
@@ -118,6 +114,7 @@ def test_a_chunked_head_equals_a_whole_one(monkeypatch, tokens_a_chunk, bias, dt
     for size in (10_000, tokens_a_chunk):
         monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * 384 * size)
         values, entropy = token_logprobs(model, b, TEMPERATURE, entropy=True)
+        assert not entropy.requires_grad
         weight = torch.linspace(-1, 1, len(values))
         results.append([values, entropy, *gradients((values * weight).sum(), model)])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
