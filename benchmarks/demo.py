@@ -2,9 +2,9 @@
 
     python -m benchmarks.demo [--seeds 0 1 2]
 
-Runs `swarm-node local --config configs/demo.toml` from nothing for each seed, one after the other. Reported: mean reward
-over all own groups in the first and last tenth of the rounds, held-out pass@1 and pass@8 before and after, wall time of
-the whole command and its peak memory.
+Runs `swarm-node local --config configs/demo.toml` from nothing for each seed, one after the other. Reported: mean
+reward over all own groups in the first and last tenth of the rounds, held-out pass@1 and pass@8 before and after, wall
+time of the whole command and its peak memory.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python -m benchmarks.step [--steps 12] [--repeats 3] [--seed 0]
 
-8 tasks x 8 completions of at most 16 tokens, the small tasks' own prompts, fresh Llamas of 0.44 and 3.2 million
-parameters (random weights: nearly every completion runs to its 16 tokens), AdamW, DAPO loss, no KL. The reward is the
-parity of the completion, the same for all three, so that every group has a signal and nothing is skipped. Each
-contestant runs in a process of its own, in turn; figures are the median step (CPU time with one thread, which a
-busy machine disturbs least; wall time with two) and the process's peak memory. At the end, peak memory of the update
-alone at a vocabulary of 152k, where logits dominate.
+8 tasks x 8 completions of at most 16 tokens, the small tasks' own prompts, AdamW, DAPO loss, no KL. Two policies of
+each size: `trained` ones answer like the starter (about 4 tokens), `fresh` ones have random weights, so that nearly
+every completion runs to its 16 tokens. Rewards alternate 0, 1, 0, 1 within each group: every group has a signal,
+nothing is skipped by anyone. Each contestant runs in a process of its own, in turn; figures are the median step (CPU
+time with one thread, which a busy machine disturbs least; wall time with two) and the process's peak memory. At the
+end, peak memory of the update alone at a vocabulary of 152k, where logits dominate.
 """
 
 from __future__ import annotations
@@ -21,55 +21,69 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
+from pathlib import Path
 
 from benchmarks.common import median, table, write
 
 GROUPS, GROUP_SIZE, NEW, WARMUP = 8, 8, 16, 2
 SIZES = {"0.44M": (128, 2), "3.2M": (256, 4)}
-VOCABULARY = 384
+TEACHING_STEPS = 80
+"""Supervised steps of the trained policies: enough to answer in the right form."""
 MEMORY = {"vocabulary": 152_064, "hidden": 64, "layers": 2, "prompt": 32, "new": 64}
 LEARNING_RATE = 1e-4
 
 
-def reward(text: str) -> float:
-    """1 for texts of even length, else 0: cheap, and hardly ever equal within a group."""
-    return float(len(text) % 2 == 0)
+def make_policies(folder: Path) -> None:
+    """Both policies of both sizes, once for all contestants."""
+    from transformers import AutoTokenizer
+
+    from swarm_node.make_starter import make_starter
+    from swarm_node.policy.starter import build_model
+
+    for size, (hidden, layers) in SIZES.items():
+        print(f"teaching the {size} policy for {TEACHING_STEPS} steps", flush=True)
+        trained = make_starter(folder / f"{size} trained", layers, hidden, TEACHING_STEPS, progress=False)
+        tokenizer = AutoTokenizer.from_pretrained(trained)
+        build_model(len(tokenizer), layers, hidden, seed=0).save_pretrained(folder / f"{size} fresh")
+        tokenizer.save_pretrained(folder / f"{size} fresh")
 
 
-def build(size: str, seed: int):
-    """(model, tokenizer, questions) of a contest."""
+def load(path: str, seed: int):
+    """(model, tokenizer, tasks) of a contest."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     from swarm_node.config import RewardsConfig
-    from swarm_node.policy.starter import build_model, build_tokenizer
     from swarm_node.tasks import load_tasks
 
-    hidden, layers = SIZES[size]
-    tasks = load_tasks(["small"], RewardsConfig())
-    drawn = tasks.sample(random.Random(seed), 2000)
-    tokenizer = build_tokenizer([task.question for task in drawn])
-    return build_model(len(tokenizer), layers, hidden, seed), tokenizer, drawn
+    tasks = load_tasks(["small"], RewardsConfig()).sample(random.Random(seed), 2000)
+    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path), tasks
+
+
+def rewards(n: int) -> list[float]:
+    """0, 1, 0, 1, …"""
+    return [float(i % 2) for i in range(n)]
 
 
 # --------------------------------------------------------------------- contestants
 
 
-def run_ours(size: str, steps: int, seed: int) -> list[float]:
-    from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
+def run_ours(path: str, steps: int, seed: int) -> list[float]:
+    from swarm_node.config import GrpoConfig, PolicyConfig, RewardsConfig, RolloutsConfig
     from swarm_node.grpo.trainer import Trainer
     from swarm_node.policy.loading import load_policy
     from swarm_node.rollouts import collect
+    from swarm_node.tasks import load_tasks
     from swarm_node.types import Sampling, Score
 
-    model, tokenizer, tasks = build(size, seed)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        rollouts = RolloutsConfig(groups=GROUPS, group_size=GROUP_SIZE, max_new_tokens=NEW)
-        threads = int(os.environ["OMP_NUM_THREADS"])
-        policy = load_policy(PolicyConfig(model=folder, lora=False, threads=threads), rollouts, lambda text: None)
+    tasks = load_tasks(["small"], RewardsConfig()).sample(random.Random(seed), 2000)
+    rollouts = RolloutsConfig(groups=GROUPS, group_size=GROUP_SIZE, max_new_tokens=NEW)
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    policy = load_policy(PolicyConfig(model=path, lora=False, threads=threads), rollouts, lambda text: None)
     trainer = Trainer(policy, GrpoConfig(learning_rate=LEARNING_RATE), Sampling(NEW))
 
     def score(tasks, prompts, completions):
-        return [Score(c, {"parity": reward(c)}, reward(c), False) for c in completions]
+        return [Score(None, {"turn": r}, r, False) for r in rewards(len(completions))]
 
     def step(k: int) -> None:
         part = tasks[k * GROUPS : (k + 1) * GROUPS]
@@ -78,11 +92,11 @@ def run_ours(size: str, steps: int, seed: int) -> list[float]:
     return _timed(step, steps)
 
 
-def run_plain(size: str, steps: int, seed: int) -> list[float]:
+def run_plain(path: str, steps: int, seed: int) -> list[float]:
     """What one writes first: `generate`, a forward pass over the same rows, the loss, AdamW."""
     import torch
 
-    model, tokenizer, tasks = build(size, seed)
+    model, tokenizer, tasks = load(path, seed)
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -103,8 +117,8 @@ def run_plain(size: str, steps: int, seed: int) -> list[float]:
         completions = ids[:, inputs["input_ids"].shape[1] :]
         ended = (completions == tokenizer.eos_token_id).cumsum(1)
         mask = ((ended - (completions == tokenizer.eos_token_id).long()) == 0).float()
-        rewards = torch.tensor([reward(t) for t in tokenizer.batch_decode(completions, skip_special_tokens=True)])
-        grouped = rewards.view(GROUPS, GROUP_SIZE)
+        tokenizer.batch_decode(completions, skip_special_tokens=True)
+        grouped = torch.tensor(rewards(len(completions))).view(GROUPS, GROUP_SIZE)
         advantage = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).view(-1, 1)
         attention = torch.cat([inputs["attention_mask"], mask.long()], 1)
         keep = completions.shape[1] + 1
@@ -120,12 +134,12 @@ def run_plain(size: str, steps: int, seed: int) -> list[float]:
     return _timed(step, steps)
 
 
-def run_trl(size: str, steps: int, seed: int) -> list[float]:
+def run_trl(path: str, steps: int, seed: int) -> list[float]:
     import datasets
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    model, tokenizer, tasks = build(size, seed)
+    model, tokenizer, tasks = load(path, seed)
     tokenizer.padding_side = "left"
     tokenizer.chat_template = None
     data = datasets.Dataset.from_list([{"prompt": task.question.strip() + "<sep>"} for task in tasks])
@@ -162,7 +176,7 @@ def run_trl(size: str, steps: int, seed: int) -> list[float]:
         )
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=lambda completions, **kwargs: [reward(c) for c in completions],
+            reward_funcs=lambda completions, **kwargs: rewards(len(completions)),
             args=config,
             train_dataset=data,
             processing_class=tokenizer,
@@ -276,7 +290,7 @@ CONTESTANTS = {"ours": run_ours, "plain": run_plain, "trl": run_trl}
 def child(spec: dict) -> None:
     """One contestant in this process: times and peak memory as JSON on the last line."""
     if spec["what"] == "step":
-        times = CONTESTANTS[spec["who"]](spec["size"], spec["steps"], spec["seed"])
+        times = CONTESTANTS[spec["who"]](spec["path"], spec["steps"], spec["seed"])
     else:
         times = []
         update_memory(spec["who"])
@@ -304,33 +318,33 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--make", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(json.loads(args.child))
         return
+    if args.make:
+        make_policies(Path(args.make))
+        return
     figures, rows = [], []
-    for size in SIZES:
-        for threads in (1, 2):
+    with tempfile.TemporaryDirectory() as folder:
+        # in a process of its own: children inherit the peak memory that their parent had when it forked
+        subprocess.run([sys.executable, "-m", "benchmarks.step", "--make", folder], check=True)
+        for policy, threads in product(sorted(os.listdir(folder)), (1, 2)):
             results: dict[str, list[dict]] = {who: [] for who in CONTESTANTS}
-            for repeat in range(args.repeats):
+            for seed in range(args.seed, args.seed + args.repeats):
                 for who in CONTESTANTS:
-                    spec = {"what": "step", "who": who, "size": size, "steps": args.steps, "seed": args.seed + repeat}
+                    path = str(Path(folder) / policy)
+                    spec = {"what": "step", "who": who, "path": path, "steps": args.steps, "seed": seed}
                     results[who].append(run(spec, threads))
             ms = {who: 1e3 * median([t for r in part for t in r["times"]]) for who, part in results.items()}
             peak = {who: median([r["peak_mib"] for r in part]) for who, part in results.items()}
-            figures.append({"size": size, "threads": threads, "ms": ms, "peak_mib": peak})
-            rows.append(
-                [
-                    size,
-                    threads,
-                    *(f"{ms[who]:.0f}" for who in CONTESTANTS),
-                    f"{ms['trl'] / ms['ours']:.1f}x",
-                    f"{ms['plain'] / ms['ours']:.1f}x",
-                    " / ".join(f"{peak[who]:.0f}" for who in CONTESTANTS),
-                ]
-            )
+            figures.append({"policy": policy, "threads": threads, "ms": ms, "peak_mib": peak})
+            ratios = [f"{ms[who] / ms['ours']:.1f}x" for who in ("trl", "plain")]
+            peaks = " / ".join(f"{peak[who]:.0f}" for who in CONTESTANTS)
+            rows.append([policy, threads, *(f"{ms[who]:.0f}" for who in CONTESTANTS), *ratios, peaks])
             print(rows[-1], flush=True)
-    columns = ["parameters", "threads", "ours, ms", "plain", "TRL", "TRL / ours", "plain / ours", "peak MiB o/p/T"]
+    columns = ["policy", "threads", "ours, ms", "plain", "TRL", "TRL / ours", "plain / ours", "peak MiB o/p/T"]
     print(table(columns, rows))
     memory = {who: run({"what": "memory", "who": who}, 1)["peak_mib"] for who in CONTESTANTS}
     print(table(["peak MiB at 152k vocabulary", *CONTESTANTS], [["", *(f"{m:.0f}" for m in memory.values())]]))

@@ -255,7 +255,7 @@ def _joined(modules: list[nn.Module], fuse: bool) -> Linear:
         return modules[0] if len(modules) == 1 else lambda x: torch.cat([m(x) for m in modules], -1)
     with torch.no_grad():
         weights = [_merged(m) for m in modules]
-        weight = torch.cat(weights).t().contiguous()  # [in, out]: 15 % faster than [out, in] at 64 rows
+        weight = torch.cat([w.t() for w in weights], 1).contiguous()  # [in, out]: 15 % faster at 64 rows
         biases = [getattr(m, "base_layer", m).bias for m in modules]
         if all(b is None for b in biases):
             return lambda x: x @ weight
