@@ -18,7 +18,7 @@ from rich.table import Table
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.export import policy_of_run
-from swarm_node.policy.loading import load_policy
+from swarm_node.policy.loading import adapter_base, load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import collect, fit_length
 from swarm_node.rundir import RunDir
@@ -86,7 +86,8 @@ def main(target: str, tasks: list[str] | None, samples: int, questions: int, jso
     if RunDir(target).exists:
         policy, config = policy_of_run(Path(target), say)
     else:
-        config = NodeConfig(policy=PolicyConfig(model=target, lora=False))
+        lora = None if adapter_base(target) else False  # nothing is trained here: no new adapter
+        config = NodeConfig(policy=PolicyConfig(model=target, lora=lora))
         policy = load_policy(config.policy, config.rollouts, say)
     rollouts = fit_length(config.rollouts, policy, say)
     task_set = load_tasks(tasks or config.tasks, config.rewards)

@@ -34,7 +34,7 @@ from swarm_node.policy.estimate import estimate
 from swarm_node.policy.loading import load_policy
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.rollouts import Collected, collect, fit_length, has_signal
-from swarm_node.rundir import RunDir
+from swarm_node.rundir import RunDir, os_errors_explained
 from swarm_node.stopping import Stopper, StopRequested
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.types import Group, Sampling
@@ -81,7 +81,8 @@ class Node:
         self.before: dict[str, Held] = {}
         self.after: dict[str, Held] = {}
         resumed = self._resume()
-        run.config.write_text(dump_toml(config))
+        with os_errors_explained(run.config):
+            run.config.write_text(dump_toml(config))
         sinks = open_sinks(config.log, run.path, config.model_dump(mode="json"), self.round + 1)
         self.metrics = MetricsWriter(run.metrics, self.say, sinks)
         stack.callback(self.metrics.close)
@@ -103,7 +104,10 @@ class Node:
                     self.after = self._held_out("after") if self.round > 0 else {}
                 except StopRequested:
                     self.say(f"stopping after round {self.round}; the same command resumes here", "stop")
-                self.save()
+                finally:
+                    stop.hold()
+                    if not self._changing:  # whatever went wrong, finished rounds are not lost
+                        self.save()
         finally:
             self.progress.stop()
         self.snapshots.wait()
@@ -112,8 +116,8 @@ class Node:
     def _rounds(self, stop: Stopper) -> None:
         config, started, without_reward = self.config, time.monotonic(), 0
         stop.allow()
+        self.say(str(estimate(self.policy, config.rollouts, config.grpo)), "estimate")
         if self.round == 0:
-            self.say(str(estimate(self.policy, config.rollouts, config.grpo)), "estimate")
             self.before = self._held_out("before")
         while self.round < config.rounds:
             if config.minutes and time.monotonic() - started > 60 * config.minutes:
@@ -122,6 +126,11 @@ class Node:
             stop.allow()
             began = time.perf_counter()
             collected = self.collect()
+            if not collected.groups:
+                raise UserError(
+                    "no task of this round fits: every prompt is longer than rollouts.max_prompt_tokens or than what "
+                    "rollouts.max_new_tokens leaves of the model's positions"
+                )
             learned = self.trainer.step(collected.kept, before_update=lambda: self._change(stop))
             stop.hold()
             self.round += 1
@@ -219,11 +228,6 @@ class Node:
     def _record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
         """The metrics line of a round. `reward` is over all own groups, before any filter."""
         groups = collected.groups
-        if not groups:
-            raise UserError(
-                "no task of this round fits: every prompt is longer than rollouts.max_prompt_tokens or the model's "
-                "positions less rollouts.max_new_tokens"
-            )
         rewards = [[r.reward for r in g.rollouts] for g in groups]
         rollouts = [r for g in groups for r in g.rollouts]
         lengths = [len(r.token_ids) for r in rollouts]

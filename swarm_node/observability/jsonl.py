@@ -17,8 +17,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from ..errors import UserError
-from ..rundir import explain, os_errors_explained
+from swarm_node.errors import UserError
+from swarm_node.rundir import explain, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .jsonl import JsonLines, read_jsonl
-from .sinks import Sink
+from swarm_node.observability.jsonl import JsonLines, read_jsonl
+from swarm_node.observability.sinks import Sink
 
 read_metrics = read_jsonl
 

@@ -9,8 +9,8 @@ from colorsys import hls_to_rgb
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
-from ..rundir import os_errors_explained
+from swarm_node.errors import UserError
+from swarm_node.rundir import os_errors_explained
 
 BLUE, ORANGE = "#2563eb", "#ea580c"
 SMOOTHED_SHARE = 20  # each point of the smooth line is the mean over a twentieth of the run

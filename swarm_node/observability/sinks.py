@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import UserError
+from swarm_node.errors import UserError
 
 
 class Sink(Protocol):

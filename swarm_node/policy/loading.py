@@ -41,7 +41,7 @@ def load_policy(config: PolicyConfig, rollouts: RolloutsConfig, report: Callable
     """
     transformers_logging.disable_progress_bar()
     path = starter_path() if config.model == "starter" else config.model
-    adapter = _adapter_base(path)
+    adapter = adapter_base(path)
     base_path = adapter or path
     tokenizer = _load(AutoTokenizer, path, config, adapter is None)
     model_config = _load(AutoConfig, base_path, config, adapter is None)
@@ -109,7 +109,7 @@ def _load(factory: Any, path: str, config: PolicyConfig, use_revision: bool, **o
         raise UserError(f"cannot load {factory.__name__.removeprefix('Auto')} from {path}: {detail}") from exc
 
 
-def _adapter_base(path: str) -> str | None:
+def adapter_base(path: str) -> str | None:
     """Base model of a local LoRA adapter directory; `None` if `path` is not one."""
     file = Path(path).expanduser() / "adapter_config.json"
     if not file.is_file():

@@ -34,8 +34,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import SnapshotError, UserError
-from ..rundir import explain
+from swarm_node.errors import SnapshotError, UserError
+from swarm_node.rundir import explain
 
 FORMAT = 1
 NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
