@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarm_node import __version__
-from swarm_node.errors import UserError
+from swarm_node.errors import SwarmNodeError
 
 if TYPE_CHECKING:
     from swarm_node.config import NodeConfig
@@ -72,10 +72,10 @@ Json = Annotated[
 
 @contextmanager
 def user_errors(json_output: bool = False) -> Iterator[None]:
-    """Report a UserError as one line, and end with exit code 2."""
+    """Report what the package raises on purpose as one line, and end with exit code 2."""
     try:
         yield
-    except UserError as error:
+    except SwarmNodeError as error:
         message = " ".join(str(error).split())
         typer.echo(f"swarm-node: {message}", err=True)
         if json_output:

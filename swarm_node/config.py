@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import shlex
 import tomllib
@@ -189,6 +190,9 @@ class SnapshotsConfig(Section):
     """Snapshots kept."""
 
 
+DEFAULT_ROUNDS = 200
+
+
 class NodeConfig(Section):
     """Everything a node can be told."""
 
@@ -196,10 +200,10 @@ class NodeConfig(Section):
     """Where this run lives: config, metrics, snapshots, plots. Running again resumes from it."""
     seed: int = Field(0, ge=0)
     """Root of all randomness."""
-    rounds: PositiveInt = 200
-    """Rounds in total, counted over resumptions."""
+    rounds: PositiveInt | None = None
+    """Rounds in total, counted over resumptions; unset = 200, or no limit if `minutes` is given."""
     minutes: PositiveFloat | None = None
-    """Stop after this many minutes, whatever `rounds` says."""
+    """Stop after this many minutes of training, whatever `rounds` says."""
     tasks: list[str | TaskConfig] = ["small"]
     """Tasks to train on: names, files, or tables with options."""
     log: list[Literal["tensorboard", "wandb"]] = []
@@ -210,6 +214,11 @@ class NodeConfig(Section):
     grpo: GrpoConfig = GrpoConfig()
     eval: EvalConfig = EvalConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
+
+    @property
+    def total_rounds(self) -> float:
+        """Rounds after which the run is over; infinity if only `minutes` end it."""
+        return self.rounds or (math.inf if self.minutes else DEFAULT_ROUNDS)
 
 
 # --------------------------------------------------------------------- loading

@@ -74,9 +74,9 @@ def rows(before: dict[str, Held], after: dict[str, Held], samples: int) -> tuple
     columns = ["task", "questions", "pass@1 before", "pass@1 after", f"pass@{samples} before", f"pass@{samples} after"]
     table = []
     for label, new in after.items():
-        old = before[label]
-        figures = [old.pass_1, new.pass_1, old.pass_k, new.pass_k]
-        table.append([label, str(new.questions), *(f"{x:.3f}" for x in figures)])
+        old = before.get(label)
+        figures = [old and old.pass_1, new.pass_1, old and old.pass_k, new.pass_k]
+        table.append([label, str(new.questions), *("-" if x is None else f"{x:.3f}" for x in figures)])
     return columns, table
 
 
@@ -93,7 +93,7 @@ def main(target: str, tasks: list[str] | None, samples: int, questions: int, jso
     task_set = load_tasks(tasks or config.tasks, config.rewards)
     table = evaluate(policy, task_set, rollouts, questions, samples)
     if not table:
-        raise UserError("these tasks have no held-out question")
+        raise UserError("these tasks have no held-out question that fits rollouts.max_prompt_tokens and the model")
     if json_output:
         json.dump({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}, sys.stdout)
         sys.stdout.write("\n")

@@ -16,9 +16,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec import to_builtins
 
@@ -34,7 +37,7 @@ from swarm_node.policy.estimate import estimate
 from swarm_node.policy.loading import load_policy
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.rollouts import Collected, collect, fit_length, has_signal
-from swarm_node.rundir import RunDir, os_errors_explained
+from swarm_node.rundir import RunDir
 from swarm_node.stopping import Stopper, StopRequested
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.types import Group, Sampling
@@ -62,7 +65,7 @@ class Node:
         """Load everything, in the order in which mistakes are cheapest to find."""
         self.run = run
         self.json_output = json_output
-        self.progress = Progress(config.rounds, config.minutes, json_output)
+        self.progress = Progress(config.total_rounds, config.minutes, json_output)
         self.events = EventLog(run.events, self.progress.say)
         stack.callback(self.events.close)
         self.tasks: TaskSet = load_tasks(config.tasks, config.rewards)
@@ -81,8 +84,9 @@ class Node:
         self.before: dict[str, Held] = {}
         self.after: dict[str, Held] = {}
         resumed = self._resume()
-        with os_errors_explained(run.config):
-            run.config.write_text(dump_toml(config))
+        run.write_config(dump_toml(config))
+        if not resumed:
+            self._set_aside(run.metrics)
         sinks = open_sinks(config.log, run.path, config.model_dump(mode="json"), self.round + 1)
         self.metrics = MetricsWriter(run.metrics, self.say, sinks)
         stack.callback(self.metrics.close)
@@ -114,12 +118,17 @@ class Node:
         self._report()
 
     def _rounds(self, stop: Stopper) -> None:
-        config, started, without_reward = self.config, time.monotonic(), 0
+        config, without_reward = self.config, 0
         stop.allow()
-        self.say(str(estimate(self.policy, config.rollouts, config.grpo)), "estimate")
+        drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
+        prompts = [self.policy.encode(task.question) for task in drawn]
+        self.say(str(estimate(self.policy, prompts, config.rollouts, config.grpo)), "estimate")
         if self.round == 0:
             self.before = self._held_out("before")
-        while self.round < config.rounds:
+        if self.round >= config.total_rounds:
+            self.say(f"all {self.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
+        started = time.monotonic()
+        while self.round < config.total_rounds:
             if config.minutes and time.monotonic() - started > 60 * config.minutes:
                 self.say(f"{config.minutes:g} minutes are over", "stop")
                 break
@@ -128,8 +137,8 @@ class Node:
             collected = self.collect()
             if not collected.groups:
                 raise UserError(
-                    "no task of this round fits: every prompt is longer than rollouts.max_prompt_tokens or than what "
-                    "rollouts.max_new_tokens leaves of the model's positions"
+                    f"none of {collected.too_long} tasks fits: prompts are longer than rollouts.max_prompt_tokens or "
+                    "than what rollouts.max_new_tokens leaves of the model's positions"
                 )
             learned = self.trainer.step(collected.kept, before_update=lambda: self._change(stop))
             stop.hold()
@@ -141,7 +150,7 @@ class Node:
             without_reward = 0 if record["reward"] else without_reward + 1
             if without_reward == ZERO_REWARD_ROUNDS:
                 self._show_completions(collected.groups)
-            if self.round % config.snapshots.every == 0 and self.round < config.rounds:
+            if self.round % config.snapshots.every == 0 and self.round < config.total_rounds:
                 self.save()
 
     def _change(self, stop: Stopper) -> None:
@@ -154,6 +163,7 @@ class Node:
         name = f"{self.config.seed}/{self.round}"
         rng = random.Random(name)
         random.seed(rng.getrandbits(63))  # for users' reward functions: nothing of ours draws from global generators
+        np.random.seed(rng.getrandbits(32))
         torch.manual_seed(rng.getrandbits(63))
         return collect(self.policy, lambda n: self.tasks.sample(rng, n), self.tasks.score, self.config.rollouts, name)
 
@@ -163,7 +173,6 @@ class Node:
         """Snapshot of the state after `round` rounds, unless there is one; written in the background."""
         if self._saved == self.round:
             return
-        self._saved = self.round
         optimizer, numbers = self.trainer.state_dict()
         self.snapshots.save(
             self.round,
@@ -173,8 +182,10 @@ class Node:
                 "trainer": numbers,
                 "policy_version": self.policy.version,
                 "before": {label: [h.questions, h.pass_1, h.pass_k] for label, h in self.before.items()},
+                "held_out": self._evaluation(),
             },
         )
+        self._saved = self.round
 
     def _resume(self) -> bool:
         snapshot = self.snapshots.load_latest(self._foreign)
@@ -184,14 +195,32 @@ class Node:
         self.policy.load_trainable_state(snapshot.tensors["policy"])
         self.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
         self.policy.version = state["policy_version"]
-        self.before = {label: Held(*values) for label, values in state["before"].items()}
+        if state["held_out"] == self._evaluation():
+            self.before = {label: Held(*values) for label, values in state["before"].items()}
+        else:
+            self.say("tasks or evaluation settings are not those this run began with: no figures from before training")
         self.round = self._saved = snapshot.round
         return True
 
     def _identity(self) -> dict[str, Any]:
         """What must agree for a snapshot to go on with this model."""
-        shapes = {name: list(t.shape) for name, t in self.policy.trainable_state().items()}
-        return {"base": self.policy.base_digest, "lora": self.policy.is_lora, "shapes": shapes}
+        trained = {name: [str(t.dtype), *t.shape] for name, t in self.policy.trainable_state().items()}
+        return {"base": self.policy.base_digest, "start": self.policy.start_digest, "trained": trained}
+
+    def _evaluation(self) -> dict[str, Any]:
+        """What must agree for held-out figures to be comparable."""
+        return {"tasks": self.tasks.names, **self.config.eval.model_dump(), "rollouts": self._sampling()}
+
+    def _sampling(self) -> list[float]:
+        rollouts = self.config.rollouts
+        return [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
+
+    def _set_aside(self, metrics: Path) -> None:
+        """Starting anew over the metrics of a run whose snapshots are gone or refused: keep them under another name."""
+        if metrics.exists() and metrics.stat().st_size:
+            kept = next(p for n in count(1) if not (p := metrics.with_name(f"{metrics.name}.{n}")).exists())
+            metrics.rename(kept)
+            self.say(f"starting anew; the metrics that were there are now {kept}")
 
     def _foreign(self, state: dict[str, Any]) -> str | None:
         """Why a snapshot does not belong to this run, or `None`."""
@@ -201,7 +230,7 @@ class Node:
         if theirs.get("base") != mine["base"]:
             return f"its base model is not {self.config.policy.model}"
         if theirs != mine:
-            return "it trains other weights of this model (LoRA settings differ)"
+            return "it trains other weights of this model (other LoRA settings, adapter or dtype)"
         return None
 
     def _last_resort(self) -> None:

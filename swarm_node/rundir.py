@@ -89,6 +89,19 @@ class RunDir:
             raise
         self._lock = lock
 
+    def write_config(self, text: str) -> None:
+        """Replace config.toml, all of it or nothing. Raises UserError."""
+        temporary = self.config.with_suffix(".tmp")
+        with os_errors_explained(self.config):
+            try:
+                with open(temporary, "w") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(self.config)
+            finally:
+                temporary.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Let go of the lock; its file stays (removing it would race with the next holder)."""
         if self._lock is not None:

@@ -11,15 +11,18 @@ A second signal exits at once.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
 DEADLINE_S = 8.0
 """From the signal to the last resort; spot instances and `docker stop` give ten seconds at the least."""
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequested(BaseException):
@@ -41,7 +44,7 @@ class Stopper:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._old = {s: signal.signal(s, self._handle) for s in STOPPING}
         self._watchdog = threading.Thread(target=self._watch, name="stop-watchdog", daemon=True)
         self._watchdog.start()
         return self
@@ -93,13 +96,18 @@ class Stopper:
             _quit(0)
 
     def _signal_within(self, seconds: float | None) -> int | None:
-        """The next signal's number; `None` after `seconds` or once the context is left."""
-        self._read.settimeout(seconds)
-        try:
-            received = self._read.recv(1)
-        except TimeoutError:
-            return None
-        return received[0] if received else None
+        """The next stopping signal's number; `None` after `seconds` or once the context is left."""
+        ends = math.inf if seconds is None else time.monotonic() + seconds
+        while True:
+            self._read.settimeout(None if seconds is None else max(0.001, ends - time.monotonic()))
+            try:
+                received = self._read.recv(1)
+            except TimeoutError:
+                return None
+            if not received:
+                return None
+            if received[0] in STOPPING:  # other handlers' signals, such as a reward function's alarm, come here too
+                return received[0]
 
 
 def _quit(code: int) -> None:

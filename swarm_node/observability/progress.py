@@ -42,7 +42,7 @@ class Progress:
 
     def __init__(
         self,
-        total_rounds: int,
+        total_rounds: float,
         minutes: float | None = None,
         json_output: bool = False,
         stream: TextIO | None = None,
@@ -56,6 +56,7 @@ class Progress:
             self._console.width = PLAIN_WIDTH
         self._clock = clock
         self._total = total_rounds
+        self._of = "" if math.isinf(total_rounds) else f"/{total_rounds}"
         self._limit_s = math.inf if minutes is None else minutes * 60
         self._round = 0
         self._rewards: list[float] = []
@@ -131,7 +132,7 @@ class Progress:
         self._printed_round, self._printed_at = self._round, self._ended[-1]
         self._printed_tenth = self._tenth()
         speed = f"{self._seconds_per_round():.2f} s/round"
-        parts = [f"round {self._round}/{self._total}", *self._numbers(), speed, self._time_left()]
+        parts = [f"round {self._round}{self._of}", *self._numbers(), speed, self._time_left()]
         self._plain("  ".join(filter(None, parts)))
 
     def _plain(self, line: str) -> None:
@@ -142,7 +143,7 @@ class Progress:
         head = Table.grid(padding=(0, 1))
         width = max(1, min(BAR_WIDTH, self._console.width - 45))  # the rest of the line takes up to 45
         bar = ProgressBar(total=1.0, completed=self._share(), width=width)
-        head.add_row(f"round {self._round}/{self._total}", bar, f"{self._share():4.0%}", self._time_left())
+        head.add_row(f"round {self._round}{self._of}", bar, f"{self._share():4.0%}", self._time_left())
         parts = self._numbers()
         if parts and not self._console.options.ascii_only:
             parts[0] += " " + sparkline(self._rewards)

@@ -205,7 +205,8 @@ class Grid:
 
 def _pick(cache: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Cells (rows, columns) [P', G'] of a cache [P, K, G, T, D]."""
-    return cache[rows[:, None, None], torch.arange(cache.shape[1])[None, :, None], columns[:, None]]
+    heads = torch.arange(cache.shape[1], device=cache.device)
+    return cache[rows[:, None, None], heads[None, :, None], columns[:, None]]
 
 
 def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

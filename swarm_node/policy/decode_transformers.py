@@ -6,9 +6,12 @@ same samples from the same uniform numbers and record the same log-probabilities
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from swarm_node.policy.sampling import sample
 from swarm_node.types import Sampling
@@ -25,6 +28,18 @@ class _Draw(LogitsProcessor):
         token, logprob = sample(scores, self.uniform[:, len(self.logprobs)], self.sampling)
         self.logprobs.append(logprob)
         return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
+
+
+@contextmanager
+def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
+    """What the model's own generation config asks for (penalties, banned tokens) must not bend the distribution."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    own = base.generation_config
+    base.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        base.generation_config = own
 
 
 @torch.no_grad()
@@ -47,17 +62,16 @@ def generate(
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     draw = _Draw(uniform.to(device), sampling)
-    out = model.generate(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
-        logits_processor=LogitsProcessorList([draw]),
-        max_new_tokens=sampling.max_new_tokens,
-        do_sample=False,
-        repetition_penalty=1.0,  # what the model's own generation config asks for must not bend the distribution
-        no_repeat_ngram_size=0,
-        eos_token_id=eos.tolist(),
-        pad_token_id=pad_id,
-    )
+    with _plain_generation(model):
+        out = model.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            logits_processor=LogitsProcessorList([draw]),
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=False,
+            eos_token_id=eos.tolist(),
+            pad_token_id=pad_id,
+        )
     tokens = out[:, longest:].tolist()
     logprobs = torch.stack(draw.logprobs, 1).tolist()
     ends = set(eos.tolist())

@@ -46,7 +46,9 @@ class Policy:
         self.split_head = False
         self.native = False
         self.is_lora = hasattr(model, "peft_config")
-        self.base_digest = base_digest(self.base)
+        self.base_digest = digest(self.base, adapters=False)
+        self.start_digest = digest(self.base, adapters=True)
+        self._trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._reference: nn.Module | None = None
         self._prompts_per_batch = 2**16
         self._eos = _eos_ids(self.base, tokenizer)
@@ -102,8 +104,6 @@ class Policy:
 
     def generate(self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> list[list[Rollout]]:
         """Sample `n` completions of each prompt; `seeds` (one a prompt) decide them, whatever else is in the batch."""
-        was_training = self.model.training
-        self.model.eval()
         decoder = Decoder(self.model) if self.native else None
         groups: list[list[Rollout]] = []
         start = 0
@@ -122,7 +122,6 @@ class Policy:
                 self.report(f"out of memory while sampling: now {self._prompts_per_batch} prompts at a time")
             else:
                 start = stop
-        self.model.train(was_training)
         return groups
 
     def _generate(
@@ -140,11 +139,11 @@ class Policy:
     # ----------------------------------------------------------------- weights
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
+        return [self.model.get_parameter(name) for name in self._trainable]
 
     def trainable_state(self) -> dict[str, Tensor]:
         """Trainable tensors by name (the live ones: clone before changing)."""
-        return {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: self.model.get_parameter(name).data for name in self._trainable}
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
         """Copy `state` into the weights; SnapshotError, with nothing changed, if names or shapes differ."""
@@ -175,21 +174,21 @@ class Policy:
         self.tokenizer.save_pretrained(out)
 
 
-def base_digest(model: nn.Module) -> str:
-    """Fingerprint of a model: names, shapes and a few hundred values of every tensor (no adapters).
+def digest(model: nn.Module, adapters: bool) -> str:
+    """Fingerprint of a model: names, shapes and a few hundred values of every tensor, with or without its adapters.
 
     Values are rounded to bfloat16 first, so that loading in float32 or bfloat16 makes no difference. Cheap enough for
     every start; it tells models apart, it does not authenticate them.
     """
-    digest = hashlib.sha256()
+    fingerprint = hashlib.sha256()
     for name, p in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name and not adapters:
             continue
         name = name.replace(".base_layer", "")
         sample = p.detach().flatten()[:: max(1, p.numel() // 256)]
-        digest.update(f"{name} {tuple(p.shape)}".encode())
-        digest.update(sample.bfloat16().float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+        fingerprint.update(f"{name} {tuple(p.shape)}".encode())
+        fingerprint.update(sample.bfloat16().float().cpu().numpy().tobytes())
+    return fingerprint.hexdigest()
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -89,9 +89,8 @@ class SnapshotStore:
 
     def wait(self) -> None:
         """Return when nothing is being written."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if self._writing is not None:
+            self._writing.result()
 
     def close(self) -> None:
         """Finish writing. Raises UserError if the newest state could not be saved."""

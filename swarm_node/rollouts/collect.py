@@ -16,6 +16,9 @@ from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Sampling, Score, Task
 
+DRAWS = 20
+"""Times that tasks are drawn anew because some were too long, before the round goes on with fewer."""
+
 DrawTasks = Callable[[int], list[Task]]
 ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
 
@@ -47,17 +50,17 @@ def collect(policy: Policy, draw: DrawTasks, score: ScoreCompletions, config: Ro
     """
     collected = Collected()
     budget = round(config.groups * config.refill)
+    wanted = config.groups
     live: list[Group] = []
-    while budget > 0 and len(live) < config.groups:
-        tasks = draw(min(budget, config.groups if not collected.groups else config.groups - len(live)))
-        budget -= len(tasks)
+    while wanted > 0 and len(collected.groups) < budget:
+        tasks = _fitting(policy, draw, min(wanted, budget - len(collected.groups)), config, collected)
+        if not tasks:
+            break
         for group in _sample(policy, tasks, config, seed, collected):
             _judge(group, policy, score)
             collected.groups.append(group)
-            if has_signal(group):
-                live.append(group)
-        if config.refill == 1.0:
-            break
+        live = [g for g in collected.groups if has_signal(g)]
+        wanted = 0 if config.refill == 1.0 else config.groups - len(live)
     dead = [g for g in collected.groups if not has_signal(g)]
     collected.kept = collected.groups if config.refill == 1.0 else (live + dead)[: config.groups]
     return collected
@@ -73,17 +76,29 @@ def fit_length(config: RolloutsConfig, policy: Policy, report: Callable[[str], N
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards within the group differ: without that every advantage is zero."""
-    return len({r.reward for r in group.rollouts}) > 1
+    """Whether any reward differs within the group: without that every advantage is zero."""
+    return len({(r.reward, *r.rewards.items()) for r in group.rollouts}) > 1
 
 
-def _sample(policy: Policy, tasks: list[Task], config: RolloutsConfig, seed: str, collected: Collected) -> list[Group]:
+def _fitting(
+    policy: Policy, draw: DrawTasks, n: int, config: RolloutsConfig, collected: Collected
+) -> list[tuple[Task, list[int]]]:
+    """`n` tasks with their encoded prompts, drawing again for those that are too long; fewer if there are none left."""
     longest = min(config.max_prompt_tokens, policy.max_positions - config.max_new_tokens)
-    encoded = [(task, policy.encode(task.question)) for task in tasks]
-    fitting = [(task, prompt) for task, prompt in encoded if len(prompt) <= longest]
-    collected.too_long += len(encoded) - len(fitting)
-    if not fitting:
-        return []
+    fitting: list[tuple[Task, list[int]]] = []
+    for _ in range(DRAWS):
+        tasks = draw(n - len(fitting))
+        encoded = [(task, policy.encode(task.question)) for task in tasks]
+        fitting += [(task, prompt) for task, prompt in encoded if len(prompt) <= longest]
+        collected.too_long += sum(len(prompt) > longest for _, prompt in encoded)
+        if len(fitting) == n or not tasks:
+            break
+    return fitting
+
+
+def _sample(
+    policy: Policy, fitting: list[tuple[Task, list[int]]], config: RolloutsConfig, seed: str, collected: Collected
+) -> list[Group]:
     first = len(collected.groups)
     seeds = [_seed(f"{seed}/{first + slot}") for slot in range(len(fitting))]
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p)

@@ -71,6 +71,11 @@ class TaskSet:
         """Label of each source."""
         return [source.label for source in self._sources]
 
+    @property
+    def names(self) -> list[str]:
+        """Environment, options and generator of each source: equal for equal tasks."""
+        return [f"{source.environment} {source.config} {source.generator}" for source in self._sources]
+
     def sample(self, rng: random.Random, n: int) -> list[Task]:
         """`n` training tasks in random order, shared out among the sources by weight (`allot`)."""
         counts = allot(self._weights, n, rng)

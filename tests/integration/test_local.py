@@ -205,7 +205,7 @@ def test_dynamic_sampling_and_a_reference_policy_work_together(tmp_path):
     )
     run_local(config, json_output=True)
     lines = read_metrics(tmp_path / "run/metrics.jsonl")
-    assert lines[0]["kl"] < lines[-1]["kl"] and lines[-1]["step"] == 8
+    assert all(0 < line["kl"] < 1 for line in lines) and lines[-1]["step"] == 8
     whole = settings(tmp_path / "whole", rounds=8).model_copy(update={"grpo": config.grpo, "rollouts": config.rollouts})
     run_local(whole, json_output=True)
     run_local(config.model_copy(update={"rounds": 8}), json_output=True)

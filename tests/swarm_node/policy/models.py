@@ -45,7 +45,7 @@ MAKERS = {
     "mistral_window": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=8)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
     "gemma2": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**GROUPED, head_dim=12, final_logit_softcapping=2.0, sliding_window=64)
+        Gemma2Config(**GROUPED, head_dim=12, final_logit_softcapping=30.0, sliding_window=64)
     ),
 }
 

@@ -65,6 +65,8 @@ def test_both_engines_make_the_same_samples(kind):
     model, sampling = make(kind), Sampling(12, temperature=0.9, top_p=0.95)
     model.generation_config.repetition_penalty = 5.0  # a model's own taste must not bend the distribution
     model.generation_config.top_k = 2
+    model.generation_config.suppress_tokens = list(range(100, 200))
+    model.generation_config.min_new_tokens = 12
     uniform = uniforms([1, 2, 3, 4], 3, 12)
     native = Decoder(model).generate(PROMPTS, 3, sampling, uniform, EOS)
     fallback = decode_transformers.generate(model, PROMPTS, 3, sampling, uniform, EOS, pad_id=0)
