@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from swarm_node.evaluate import main as evaluate_main
 from swarm_node.export import export_run
 from swarm_node.node import run_local
 from swarm_node.observability.metrics import read_metrics
+from swarm_node.rundir import RunDir
 from tests.swarm_node.policy.models import save
 
 
@@ -212,3 +214,69 @@ def test_dynamic_sampling_and_a_reference_policy_work_together(tmp_path):
     assert same_tensors(  # the reference of a resumed run is the policy it began with, not the one it resumed with
         newest(tmp_path / "run") / "policy.safetensors", newest(tmp_path / "whole") / "policy.safetensors"
     )
+
+
+def test_resuming_with_other_tasks_trains_on_them_and_says_so(tmp_path, capsys):
+    questions = tmp_path / "sums.jsonl"
+    questions.write_text(
+        "".join(json.dumps({"question": f"Calculate {i} * 1.", "answer": str(i)}) + "\n" for i in range(40))
+    )
+    held = {"questions": 7, "samples": 2}
+    run_local(settings(tmp_path / "run", rounds=2, eval=held), json_output=True)
+    run_local(settings(tmp_path / "run", rounds=4, eval=held, tasks=[str(questions)]), json_output=True)
+    out = capsys.readouterr()
+    assert "no figures from before training" in out.err
+    assert json.loads(out.out.splitlines()[-1])["held_out_after"]["all"]["questions"] > 0
+    assert "reward/sums" in read_metrics(tmp_path / "run/metrics.jsonl")[-1]
+
+
+def test_starting_anew_keeps_the_metrics_that_were_there(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run_local(settings(run_dir, rounds=2), json_output=True)
+    content = (run_dir / "metrics.jsonl").read_text()
+    (newest(run_dir) / "policy.safetensors").write_bytes(b"torn")
+    run_local(settings(run_dir, rounds=2), json_output=True)
+    assert (run_dir / "metrics.jsonl.1").read_text() == content
+    assert "starting anew" in capsys.readouterr().err
+
+
+def test_minutes_alone_lift_the_limit_on_rounds():
+    assert NodeConfig().total_rounds == 200
+    assert NodeConfig(minutes=3).total_rounds == math.inf
+    assert NodeConfig(minutes=3, rounds=7).total_rounds == 7
+
+
+def broken_after_three_calls(completions, **columns):
+    """A reward function that fails in mid-run."""
+    calls.append(1)
+    if len(calls) > 7 * 3:  # seven groups a round
+        raise RuntimeError("the judge is out of order")
+    return [float(len(c) % 2) for c in completions]
+
+
+calls: list[int] = []
+
+
+def test_a_failing_reward_function_ends_the_run_with_its_rounds_saved(tmp_path):
+    rewards = {"functions": [{"path": f"{__file__}:broken_after_three_calls"}]}
+    with pytest.raises(UserError, match="out of order"):
+        run_local(settings(tmp_path / "run", rewards=rewards), json_output=True)
+    assert newest(tmp_path / "run").name == "round-00000003"
+    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 3
+
+
+def test_a_full_disk_leaves_the_configuration_whole(tmp_path):
+    run = RunDir.open(tmp_path / "run")
+    run.write_config("seed = 1\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(UserError, match="disk full"):
+            run.write_config("seed = 2\n" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+        run.close()
+    assert run.config.read_text() == "seed = 1\n"
+    assert [p.name for p in run.path.glob("config*")] == ["config.toml"]

@@ -74,6 +74,23 @@ def test_one_long_call_into_c_is_left_by_the_last_resort():
     assert time.monotonic() - began < 8
 
 
+ALARMED = """
+import signal
+signal.signal(signal.SIGALRM, lambda *args: None)
+with Stopper(last_resort, deadline_s=0.2) as stop:
+    stop.allow()
+    signal.setitimer(signal.ITIMER_REAL, 0.05)  # as reward functions do to bound a computation
+    time.sleep(1)
+    ready()
+"""
+
+
+def test_signals_of_others_are_left_to_them():
+    process = start(ALARMED)
+    out, _ = process.communicate(timeout=5)
+    assert (out, process.returncode) == ("", 0)
+
+
 def test_the_second_signal_quits_at_once():
     process = start(HELD.replace("+ 1", "+ 30"))
     process.send_signal(signal.SIGINT)

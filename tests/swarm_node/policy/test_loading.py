@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
@@ -133,6 +134,39 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path):
             load(tmp_path / "good", **options)
     with pytest.raises(UserError, match="native"):
         load(save("gpt_neox", tmp_path / "neox"), RolloutsConfig(max_new_tokens=8, engine="native"))
+
+
+def test_a_model_with_a_tensor_missing_is_refused(tmp_path):
+    save("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="layers.1.mlp.down_proj"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": "abc"}, {"num_attention_heads": 0}, {"hidden_act": "no such"}])
+def test_a_config_that_makes_no_sense_is_refused(tmp_path, wrong):
+    save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | wrong
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError):
+        load(tmp_path)
+
+
+def test_dropout_stays_off(tmp_path):
+    policy, _ = load(save("gpt_neox", tmp_path))
+    assert not policy.model.training
+    policy.generate([[5, 6]], 2, Sampling(2), [0])
+    assert not any(module.training for module in policy.model.modules())
+
+
+def test_the_reference_leaves_the_trainable_weights_trainable(tmp_path):
+    policy, _ = load(save("llama", tmp_path), lora=True, lora_rank=2, dtype="float32")
+    names = policy.trainable_state().keys()
+    with policy.reference():
+        assert policy.trainable_state().keys() == names and names
+    assert all(p.requires_grad for p in policy.trainable_parameters())
 
 
 def test_a_model_without_end_or_pad_token(tmp_path):
