@@ -188,7 +188,9 @@ def evaluate(
         list[str] | None, option("--tasks", TASKS_HELP + " By default those of the run.", metavar="NAME|FILE")
     ] = None,
     samples: Annotated[int, option("--samples", "Samples a question.", min=1)] = 8,
-    questions: Annotated[int, option("--questions", "Held-out questions, over all tasks.", min=1)] = 128,
+    questions: Annotated[
+        int | None, option("--questions", "Held-out questions, over all tasks. By default as many as the run.", min=1)
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Measure pass@1 and pass@k on held-out questions."""

@@ -127,6 +127,9 @@ class RolloutsConfig(Section):
     fits."""
 
 
+MomentDecay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class GrpoConfig(Section):
     """The update rule. Defaults: DAPO's token mean and clip-higher, no KL term."""
 
@@ -158,7 +161,7 @@ class GrpoConfig(Section):
     learning_rate: PositiveFloat | None = None
     """Adam's step size; unset = 2e-4 for full training below 20 million parameters, 2e-6 above, 2e-5 for
     LoRA."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[MomentDecay, MomentDecay] = (0.9, 0.95)
     """Adam's moment decay rates."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig
+from swarm_node.config import EvalConfig, NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.export import policy_of_run
 from swarm_node.policy.loading import adapter_base, load_policy
@@ -80,7 +80,7 @@ def rows(before: dict[str, Held], after: dict[str, Held], samples: int) -> tuple
     return columns, table
 
 
-def main(target: str, tasks: list[str] | None, samples: int, questions: int, json_output: bool) -> int:
+def main(target: str, tasks: list[str] | None, samples: int, questions: int | None, json_output: bool) -> int:
     """`swarm-node eval`: figures of a run's policy (with the run's own tasks and sampling) or of any model."""
     say = Console(stderr=True, highlight=False).print
     if RunDir(target).exists:
@@ -91,7 +91,7 @@ def main(target: str, tasks: list[str] | None, samples: int, questions: int, jso
         policy = load_policy(config.policy, config.rollouts, say)
     rollouts = fit_length(config.rollouts, policy, say)
     task_set = load_tasks(tasks or config.tasks, config.rewards)
-    table = evaluate(policy, task_set, rollouts, questions, samples)
+    table = evaluate(policy, task_set, rollouts, questions or config.eval.questions or EvalConfig().questions, samples)
     if not table:
         raise UserError("these tasks have no held-out question that fits rollouts.max_prompt_tokens and the model")
     if json_output:

@@ -10,7 +10,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.recovery.snapshots import SnapshotStore
-from swarm_node.rundir import RunDir
+from swarm_node.rundir import RunDir, check_new_directory, os_errors_explained
 
 
 def policy_of_run(path: Path, report: Callable[[str], None]) -> tuple[Policy, NodeConfig]:
@@ -38,10 +38,10 @@ def policy_of_run(path: Path, report: Callable[[str], None]) -> tuple[Policy, No
 
 def export_run(path: Path, out: Path, report: Callable[[str], None] = print) -> Path:
     """Write the policy of a run to `out` in Hugging Face layout (an adapter alone, if one was trained)."""
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; choose another directory")
+    check_new_directory(out)
     policy, _ = policy_of_run(path, report)
-    policy.save(out)
+    with os_errors_explained(out):
+        policy.save(out)
     kind = "PeftModel.from_pretrained(base, …)" if policy.is_lora else "AutoModelForCausalLM.from_pretrained(…)"
     report(f"exported to {out}; load it with {kind}")
     return out

@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
 
 from swarm_node.config import RewardsConfig
 from swarm_node.errors import UserError
+from swarm_node.policy.policy import save
 from swarm_node.policy.starter import HEAD_DIM, train_starter
+from swarm_node.rundir import check_new_directory, os_errors_explained
 from swarm_node.tasks import load_tasks
 
 EXAMPLES_PER_TASK = 2500
@@ -23,10 +26,10 @@ def make_starter(
 
     UserError if `out` holds something already or the sizes do not fit together.
     """
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; choose another --out")
     if hidden < HEAD_DIM or hidden % HEAD_DIM or layers < 1 or steps < 1:
         raise UserError(f"--hidden must be a multiple of {HEAD_DIM}, --layers and --steps at least 1")
+    check_new_directory(out)
+    transformers_logging.disable_progress_bar()
     tasks = load_tasks(["small"], RewardsConfig())
     drawn = tasks.sample(random.Random(seed), EXAMPLES_PER_TASK * len(tasks.labels))
     examples = [(task.question, str(task.answer)) for task in drawn]
@@ -41,7 +44,6 @@ def make_starter(
         model, tokenizer = train_starter(
             examples, layers, hidden, steps, seed, lambda k, loss: bar.update(shown, completed=k, loss=loss)
         )
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    with os_errors_explained(out):
+        save(model, tokenizer, out)
     return out

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from swarm_node.errors import UserError
 
+RUN_FILES = {"lock", "metrics.jsonl", "events.jsonl", "snapshots", "export", "plots"}
+"""What a directory may hold in which a run began but did not get as far as its config.toml."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
@@ -59,6 +61,8 @@ class RunDir:
             raise UserError(f"no run in {run.path}: start one with `swarm-node local --run-dir {run.path}`")
         with os_errors_explained(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
+            if not run.exists and set(os.listdir(run.path)) - RUN_FILES:
+                raise UserError(f"{run.path} holds other things than a run; choose another --run-dir")
             run._take_lock()
         try:
             with os_errors_explained(run.path):
@@ -115,6 +119,16 @@ class RunDir:
         self.close()
 
 
+def check_new_directory(path: Path) -> None:
+    """Make `path`, which must be new or empty, now: better to find out before the work than after. Raises UserError."""
+    with os_errors_explained(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise UserError(f"{path} is not empty; choose another directory")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not writable", str(path))
+
+
 @contextmanager
 def os_errors_explained(path: Path) -> Iterator[None]:
     """Turn an OSError from working on `path` into a UserError that says what to do."""
@@ -128,11 +142,11 @@ def explain(error: OSError, path: Path) -> str:
     """One sentence on what is wrong with `path` and what to do about it."""
     where = error.filename or path
     if error.errno in FULL:
-        return f"disk full: cannot write {where}; free some space, or choose another --run-dir"
+        return f"disk full: cannot write {where}; free some space, or choose another directory"
     if error.errno in FORBIDDEN:
-        return f"no permission to write {where}; change its owner or mode, or choose another --run-dir"
+        return f"no permission to write {where}; change its owner or mode, or choose another directory"
     if error.errno in NOT_A_DIRECTORY:
-        return f"{where} is not a directory; choose another --run-dir"
+        return f"{where} is not a directory; choose another directory"
     if error.errno in CANNOT_LOCK:
-        return f"the file system of {where} cannot lock files; choose a --run-dir on a local disk"
-    return f"cannot write {where}: {error.strerror or error}; mend that, or choose another --run-dir"
+        return f"the file system of {where} cannot lock files; choose one on a local disk"
+    return f"cannot write {where}: {error.strerror or error}; mend that, or choose another directory"

@@ -35,13 +35,18 @@ microseconds a token)."""
 
 
 @dataclass(frozen=True)
-class Completions:
-    """The completions of one group that are to be trained on."""
+class Row:
+    """Completions behind their prompt: all of a group that are to be trained on, or after `plan` some of them."""
 
     prompt: list[int]
     completions: list[list[int]]
     first: int
     """Number of the first of them among all rollouts of the step that are trained on."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the packed row."""
+        return len(self.prompt) + sum(len(c) - 1 for c in self.completions)
 
 
 @dataclass(frozen=True)
@@ -56,20 +61,7 @@ class Flat:
     """[B] where each rollout begins."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """Completions `first` to `first + len(completions)` behind one prompt."""
-
-    prompt: list[int]
-    completions: list[list[int]]
-    first: int
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + sum(len(c) - 1 for c in self.completions)
-
-
-def flatten(groups: Sequence[Completions]) -> Flat:
+def flatten(groups: Sequence[Row]) -> Flat:
     """Lay the completions of all groups end to end."""
     completions = [c for group in groups for c in group.completions]
     lengths = np.array([len(c) for c in completions])
@@ -80,7 +72,7 @@ def flatten(groups: Sequence[Completions]) -> Flat:
     )
 
 
-def plan(groups: Sequence[Completions], packing: bool, limit: int, hidden: int) -> list[list[Row]]:
+def plan(groups: Sequence[Row], packing: bool, limit: int, hidden: int) -> list[list[Row]]:
     """Microbatches of rows: at most `limit` tokens each, padding included, unless one row alone is longer.
 
     Rows of similar length go together. `hidden` is the model's width, for the cost of a long row.
@@ -105,7 +97,7 @@ def tokens(microbatch: Sequence[Row]) -> int:
     return microbatch[0].length * len(microbatch)
 
 
-def _rows(group: Completions, packing: bool, limit: int, hidden: int) -> list[Row]:
+def _rows(group: Row, packing: bool, limit: int, hidden: int) -> list[Row]:
     """The group in as many rows as cost least.
 
     A row of T tokens costs T (12 hidden^2 + 2 T hidden) multiplications a layer, in weights and in attention.

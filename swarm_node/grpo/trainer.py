@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import fmean, stdev
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ SMALL = 20_000_000
 class _Step:
     """The rollouts of a step that are trained on: b of them, with N tokens laid end to end."""
 
-    groups: list[batch.Completions]
+    groups: list[batch.Row]
     flat: batch.Flat
     advantages: Tensor
     """[b]"""
@@ -81,20 +80,19 @@ class Trainer:
         self.num_tokens = 0
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Train on `groups` (sizes may differ); metrics under TRL's names.
+        """Train on `groups` (sizes may differ, there may be none); metrics of the training under TRL's names.
 
         `before_update` is called once, before anything that lasts has changed: until then a step can be
         given up without a trace. UserError if not even one rollout fits into memory. Metrics that need a
         forward pass are means over all updates of this step, and missing if no rollout had an advantage.
         """
         start = time.perf_counter()
-        metrics = _describe(groups)
         step = self._prepare(groups)
         if step is None:
             before_update()
-            metrics |= {"loss": 0.0, "grad_norm": 0.0}
+            metrics = {"loss": 0.0, "grad_norm": 0.0}
         else:
-            metrics |= self._learn(step, before_update)
+            metrics = self._learn(step, before_update)
             trained = len(step.flat.target) * self.config.iterations
             metrics["perf/trained_tok_s"] = trained / (time.perf_counter() - start)
         self.num_tokens += sum(len(g.prompt_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
@@ -115,6 +113,8 @@ class Trainer:
 
     def _prepare(self, groups: Sequence[Group]) -> _Step | None:
         """What is to be computed of `groups`; `None` if nothing is."""
+        if not groups:
+            return None
         config, device = self.config, self.policy.device
         rollouts = [r for group in groups for r in group.rollouts]
         advantages = advantage.advantages(groups, config, self.reward_weights)
@@ -128,7 +128,7 @@ class Trainer:
         kept = [[r for r in group.rollouts if next(flags)] for group in groups]
         first = accumulate((len(k) for k in kept), initial=0)
         chosen = [
-            batch.Completions(group.prompt_ids, [r.token_ids for r in k], i)
+            batch.Row(group.prompt_ids, [r.token_ids for r in k], i)
             for group, k, i in zip(groups, kept, first, strict=False)
             if k
         ]
@@ -248,27 +248,6 @@ def default_learning_rate(policy: Policy) -> float:
     if hasattr(policy.model, "peft_config"):
         return 2e-5
     return 2e-4 if sum(p.numel() for p in policy.trainable_parameters()) < SMALL else 2e-6
-
-
-def _describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of the rollouts themselves."""
-    rollouts = [r for group in groups for r in group.rollouts]
-    lengths = [len(r.token_ids) for r in rollouts]
-    rewards = [[advantage.scored_reward(r) for r in group.rollouts] for group in groups]
-    scored = [[r for r in group if not math.isnan(r)] for group in rewards]
-    everyone = [r for group in scored for r in group]
-    metrics = {
-        "frac_reward_zero_std": fmean(len(set(group)) < 2 for group in scored),
-        "completions/mean_length": fmean(lengths),
-        "completions/min_length": float(min(lengths)),
-        "completions/max_length": float(max(lengths)),
-        "completions/clipped_ratio": fmean(not r.finished for r in rollouts),
-    }
-    if everyone:
-        metrics["reward"] = fmean(everyone)
-    if len(everyone) > 1:
-        metrics["reward_std"] = stdev(everyone)
-    return metrics
 
 
 def _means(totals: Mapping[str, float], config: GrpoConfig) -> dict[str, float]:

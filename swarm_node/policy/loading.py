@@ -96,11 +96,14 @@ def starter_path() -> str:
 
 def _load(factory: Any, path: str, config: PolicyConfig, use_revision: bool, **options: object) -> Any:
     """`from_pretrained` with everything dangerous off and its errors in one line."""
-    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
-    if looks_local:
-        path = str(Path(path).expanduser())
-        if not Path(path).is_dir():
-            raise UserError(f"no model at {path}: --model takes a directory in Hugging Face layout or a hub id")
+    folder = Path(path).expanduser()
+    if path.startswith((".", "/", "~")) or folder.exists() or (folder.parent.is_dir() and folder.parent != Path(".")):
+        path = str(folder)
+        if not folder.is_dir():
+            raise UserError(f"no model at {path}: give a directory in Hugging Face layout or a hub id")
+        if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
+            run = "; it is a run: `swarm-node export` makes a model of it" if (folder / "snapshots").is_dir() else ""
+            raise UserError(f"no model in {path}: it has no config.json{run}")
     revision = {"revision": config.revision} if config.revision and use_revision else {}
     try:
         return factory.from_pretrained(path, trust_remote_code=False, **revision, **options)

@@ -170,8 +170,15 @@ class Policy:
 
     def save(self, out: Path) -> None:
         """Write Hugging Face layout: `from_pretrained` (or PEFT, for an adapter) loads it."""
-        self.model.save_pretrained(out)
-        self.tokenizer.save_pretrained(out)
+        save(self.model, self.tokenizer, out)
+
+
+def save(model: nn.Module, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    """Write Hugging Face layout, readable as other files are (safetensors makes its own files private)."""
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    for file in out.glob("*.safetensors"):
+        file.chmod((out / "tokenizer_config.json").stat().st_mode)
 
 
 def digest(model: nn.Module, adapters: bool) -> str:

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from swarm_node.errors import UserError
 from swarm_node.types import Task
 
 RewardFunction = Callable[..., list[float | None]]
+
+_FILES = itertools.count()
 
 
 def load_function(path: str) -> RewardFunction:
@@ -26,13 +31,7 @@ def load_function(path: str) -> RewardFunction:
     if not where or not attribute:
         raise UserError(f"reward function {path!r}: write file.py:function or package.module:function")
     try:
-        if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, Path(where).expanduser())
-            assert spec and spec.loader
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
+        module = _run_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:  # importing runs the user's code, which may raise anything
         raise UserError(f"reward function {path!r}: cannot import {where}: {_describe(error)}") from error
     function = getattr(module, attribute, None)
@@ -73,6 +72,21 @@ def columns(tasks: Sequence[Task]) -> dict[str, list[Any]]:
         "answer": [task.answer for task in tasks],
         "task": [task.label for task in tasks],
     }
+
+
+def _run_file(path: Path) -> ModuleType:
+    """A new module from the file, under a name no other module has."""
+    name = f"_reward_file_{next(_FILES)}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and others look up the module that a class says it is from
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _describe(error: Exception) -> str:

@@ -109,7 +109,7 @@ def test_directory_that_may_not_be_written(tmp_path, read_only):
         text=True,
     )
     assert "UserError: no permission to write" in process.stderr
-    assert "choose another --run-dir" in process.stderr
+    assert "choose another directory" in process.stderr
 
 
 def test_loads_no_torch():

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from swarm_node.grpo.batch import Completions, flatten, plan, token_batch, tokens
+from swarm_node.grpo.batch import Row, flatten, plan, token_batch, tokens
 
 
 def batch(groups, packing, limit=1000):
@@ -15,7 +15,7 @@ def batch(groups, packing, limit=1000):
 
 
 def test_a_packed_row_by_hand():
-    b = batch([Completions([5, 6, 7], [[10, 11], [20], [30, 31, 32]], first=0)], packing=True)
+    b = batch([Row([5, 6, 7], [[10, 11], [20], [30, 31, 32]], first=0)], packing=True)
     assert b.input_ids.tolist() == [[5, 6, 7, 10, 30, 31]]
     assert b.position_ids.tolist() == [[0, 1, 2, 3, 3, 4]]
     assert b.target.tolist() == [10, 11, 20, 30, 31, 32]
@@ -33,7 +33,7 @@ def test_a_packed_row_by_hand():
 
 
 def test_plain_rows_by_hand():
-    b = batch([Completions([5, 6], [[10, 11], [20, 21, 22]], first=0)], packing=False)
+    b = batch([Row([5, 6], [[10, 11], [20, 21, 22]], first=0)], packing=False)
     assert b.input_ids.tolist() == [[5, 6, 20, 21], [5, 6, 10, 0]]  # longest first, padded to the right
     assert b.attention_mask is None
     assert b.row.tolist() == [0, 0, 0, 1, 1]
@@ -47,7 +47,7 @@ def test_every_token_is_predicted_once_whatever_the_microbatches():
     groups, first = [], 0
     for _ in range(7):
         completions = [[rng.randrange(3, 99) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 6))]
-        groups.append(Completions([rng.randrange(3, 99) for _ in range(rng.randint(1, 8))], completions, first))
+        groups.append(Row([rng.randrange(3, 99) for _ in range(rng.randint(1, 8))], completions, first))
         first += len(completions)
     flat = flatten(groups)
     wanted = [t for g in groups for c in g.completions for t in c]
@@ -67,7 +67,7 @@ def test_every_token_is_predicted_once_whatever_the_microbatches():
 
 def test_short_completions_share_a_row_and_long_ones_do_not():
     def rows(prompt: int, completion: int, hidden: int) -> int:
-        groups = [Completions([1] * prompt, [[2] * completion for _ in range(8)], 0)]
+        groups = [Row([1] * prompt, [[2] * completion for _ in range(8)], 0)]
         return sum(len(m) for m in plan(groups, True, 10**6, hidden))
 
     assert rows(prompt=24, completion=16, hidden=128) == 1
@@ -76,6 +76,6 @@ def test_short_completions_share_a_row_and_long_ones_do_not():
 
 
 def test_a_packed_row_keeps_to_the_limit_by_splitting_its_group():
-    groups = [Completions([1] * 10, [[2] * 11 for _ in range(8)], 0)]
+    groups = [Row([1] * 10, [[2] * 11 for _ in range(8)], 0)]
     microbatches = plan(groups, True, limit=30, hidden=4096)
     assert [[len(row.completions) for row in rows] for rows in microbatches] == [[2]] * 4

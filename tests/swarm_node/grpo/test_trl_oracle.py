@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from swarm_node.config import GrpoConfig
 from swarm_node.grpo.advantage import advantages
-from swarm_node.grpo.batch import Completions, flatten, plan, token_batch
+from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.grpo.loss import clip_range, policy_loss, sequence_weights
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.logprobs import token_logprobs
@@ -116,7 +116,7 @@ def oracle(tmp_path_factory):
 
 def layout(packing: bool):
     """The microbatch of all rollouts."""
-    groups = [Completions(g.prompt_ids, [r.token_ids for r in g.rollouts], 2 * i) for i, g in enumerate(GROUPS)]
+    groups = [Row(g.prompt_ids, [r.token_ids for r in g.rollouts], 2 * i) for i, g in enumerate(GROUPS)]
     (rows,) = plan(groups, packing, limit=1000, hidden=32)
     assert all((len(row.completions) > 1) == packing for row in rows)
     return token_batch(rows, flatten(groups), 0, torch.device("cpu"))

@@ -18,6 +18,7 @@ from swarm_node.config import RewardFunction, RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import TaskSet, is_held_out, load_tasks
 from swarm_node.tasks.allot import allot
+from swarm_node.tasks.rewards import load_function
 from swarm_node.tasks.split import normalise
 
 REWARDS = RewardsConfig()
@@ -367,6 +368,26 @@ def test_functions_that_cannot_be_loaded(tmp_path: Path) -> None:
         load_tasks(["small/gcd"], RewardsConfig(checker_weight=0.0))
     with pytest.raises(UserError, match="two rewards are called 'length'"):
         load_tasks(["small/gcd"], RewardsConfig(functions=functions(tmp_path, "length", "length")))
+
+
+def test_a_file_of_functions_is_a_module_of_its_own(tmp_path: Path) -> None:
+    """Dataclasses with postponed annotations look their module up; files of one name do not get in each other's way."""
+    paths = [tmp_path / "a" / "json.py", tmp_path / "b" / "json.py"]
+    for value, path in enumerate(paths):
+        path.parent.mkdir()
+        path.write_text(
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+            "@dataclass\nclass Judge:\n    value: float\n"
+            f"def f(completions, **columns): return [Judge({value}.0).value for text in completions]\n"
+        )
+    first, second = (load_function(f"{path}:f") for path in paths)
+    assert (first(completions=["x"]), second(completions=["x"])) == ([0.0], [1.0])
+    assert sys.modules["json"] is json
+    (tmp_path / "bad.py").write_text("import nothing_of_this_name\n")
+    with pytest.raises(UserError):
+        load_function(f"{tmp_path}/bad.py:f")
+    loaded = [m for m in sys.modules.values() if str(tmp_path) in (getattr(m, "__file__", None) or "")]
+    assert [m.f for m in loaded] == [first, second]
 
 
 def test_importing_tasks_imports_neither_torch_nor_reasoning_gym() -> None:
