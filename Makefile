@@ -51,4 +51,4 @@ format: dev
 	$(BIN)/ruff format .
 
 bench: dev
-	@for name in startup decode step; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
+	@for name in startup decode step demo; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
