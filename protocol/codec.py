@@ -1,17 +1,39 @@
-"""Bytes to records and back: msgpack with a schema.
+"""Bytes to records and back: msgpack with a schema, sealed with the sender's signature.
 
-Decoding any bytes gives a record or `RemoteProtocolError`.
+    sealed = public key (32) | signature (64) | body          signature over tag | body, exactly as received
+
+Decoding any bytes gives a record or `RemoteProtocolError`, cheapest check first:
+size -> signature -> version -> schema -> swarm.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.limits import MAX_TASK_NAME_BYTES
-from protocol.messages import TaskName
+from protocol.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, peer_id_of, verify
+from protocol.limits import MAX_BATCH_BYTES, MAX_CARD_BYTES, MAX_TASK_NAME_BYTES
+from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch, TaskName
+
+HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
+BATCH_TAG = b"swarm-node/rollouts/1\0"
+CARD_TAG = b"swarm-node/card/1\0"
+SPOKEN = frozenset({PROTOCOL_VERSION, PROTOCOL_VERSION - 1} - {0})
+"""Major versions this node understands."""
+
+
+class _Header(msgspec.Struct):
+    """What every version of every record begins with."""
+
+    protocol: int
+
 
 _encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+_batch_decoder = msgspec.msgpack.Decoder(RolloutBatch)
+_card_decoder = msgspec.msgpack.Decoder(PeerCard)
 _task_name_decoder = msgspec.msgpack.Decoder(TaskName)
 
 
@@ -29,7 +51,63 @@ def decode_task_name(data: bytes) -> TaskName:
     """Raises `RemoteProtocolError` with reason `size` or `schema`, and nothing else."""
     if len(data) > MAX_TASK_NAME_BYTES:  # before decoding: an oversized message costs nothing
         raise RemoteProtocolError("size", f"task name of {len(data)} bytes")
+    return _decode(_task_name_decoder, data)
+
+
+def seal_batch(batch: RolloutBatch, sender: Identity) -> bytes:
+    """Raises `LocalProtocolError` for a batch that peers would refuse."""
+    return _seal(batch, _batch_decoder, sender, BATCH_TAG, MAX_BATCH_BYTES)
+
+
+def open_batch(data: bytes, swarm: str) -> tuple[str, RolloutBatch]:
+    """(sender's peer id, batch). Raises `RemoteProtocolError`: size, signature, version, schema or swarm."""
+    return _open(data, swarm, _batch_decoder, BATCH_TAG, MAX_BATCH_BYTES)
+
+
+def seal_card(card: PeerCard, peer: Identity) -> bytes:
+    """Raises `LocalProtocolError` for a card that peers would refuse."""
+    return _seal(card, _card_decoder, peer, CARD_TAG, MAX_CARD_BYTES)
+
+
+def open_card(data: bytes, swarm: str) -> tuple[str, PeerCard]:
+    """(peer id, card). Raises `RemoteProtocolError`: size, signature, version, schema or swarm."""
+    return _open(data, swarm, _card_decoder, CARD_TAG, MAX_CARD_BYTES)
+
+
+def _seal(
+    record: RolloutBatch | PeerCard, decoder: msgspec.msgpack.Decoder[Any], sender: Identity, tag: bytes, limit: int
+) -> bytes:
+    body = _encoder.encode(record)
     try:
-        return _task_name_decoder.decode(data)
+        _check_size(HEAD_BYTES + len(body), limit)
+        _decode(decoder, body)
+    except RemoteProtocolError as error:
+        raise LocalProtocolError(f"a {type(record).__name__} cannot be sent: {error}") from error
+    return sender.public_key + sender.sign(tag, body) + body
+
+
+def _open(
+    data: bytes, swarm: str, decoder: msgspec.msgpack.Decoder[Any], tag: bytes, limit: int
+) -> tuple[str, Any]:
+    _check_size(len(data), limit)
+    key, signature, body = data[:PUBLIC_KEY_BYTES], data[PUBLIC_KEY_BYTES:HEAD_BYTES], data[HEAD_BYTES:]
+    verify(key, tag, body, signature)
+    version = _decode(_header_decoder, body).protocol
+    if version not in SPOKEN:
+        raise RemoteProtocolError("version", f"protocol {version}, this node speaks {sorted(SPOKEN)}")
+    record = _decode(decoder, body)
+    if record.swarm != swarm:
+        raise RemoteProtocolError("swarm", record.swarm)
+    return peer_id_of(key), record
+
+
+def _check_size(size: int, limit: int) -> None:
+    if not HEAD_BYTES < size <= limit:
+        raise RemoteProtocolError("size", f"{size} bytes, allowed are {HEAD_BYTES + 1} to {limit}")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
+    try:
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError("schema", str(error)) from error

@@ -2,7 +2,8 @@
 
 ProtocolError
 ├── LocalProtocolError     this node tried to say something that peers would refuse: a bug here
-└── RemoteProtocolError    a peer said something wrong: counted by `reason`, never ends a run
+├── RemoteProtocolError    a peer said something wrong: counted by `reason`, never ends a run
+└── PeerUnreachable        nobody answered in time: go on without
 """
 
 from __future__ import annotations
@@ -25,3 +26,7 @@ class RemoteProtocolError(ProtocolError):
         """Short slug that rejections are counted by, for example `size`, `schema`, `task`."""
         self.detail = detail
         """What exactly was wrong, for people."""
+
+
+class PeerUnreachable(ProtocolError):
+    """A peer that cannot be dialled, does not know the method, or did not answer in time."""

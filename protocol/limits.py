@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+# ---------------------------------------------------------------- task names
+
 MAX_TASK_NAME_BYTES: Final = 512
 """An encoded task name: the longest legal one takes under 220 bytes; the rest is room for later fields."""
 
@@ -21,3 +23,72 @@ TASK_SEEDS: Final = 2**32
 
 TASK_INDICES: Final = 2**31
 """Indices lie below this: far more items than any run draws, and a signed 32-bit integer still holds them."""
+
+# ---------------------------------------------------------------- rollouts
+
+MAX_BATCH_BYTES: Final = 512 * 1024
+"""A sealed rollout batch. py-libp2p drops RPCs above 1 MiB without a word; gossip adds headers and batches RPCs."""
+
+MAX_GROUPS: Final = 64
+"""Groups in a batch: a publisher flushes every second, and no node here samples more than this in one."""
+
+MAX_ROLLOUTS: Final = 64
+"""Rollouts in a group (at least two: one alone has no baseline)."""
+
+MAX_TEXT_CHARS: Final = 32_768
+"""Characters of a completion: some 8,000 tokens; checkers read no more of an answer."""
+
+MAX_TOKENS: Final = 16_384
+"""Token ids of a completion, where they ride along."""
+
+SLOTS: Final = 4096
+"""Task slots of a peer in an epoch. A slot decides the task, so this bounds how much a peer can choose among."""
+
+EPOCH_SECONDS: Final = 60
+"""Length of an assignment epoch, counted from the Unix epoch."""
+
+MAX_CLOCK_SKEW_S: Final = 30.0
+"""How far ahead of ours a peer's clock may be: home machines without NTP drift seconds a week."""
+
+# ---------------------------------------------------------------- membership
+
+MAX_CARD_BYTES: Final = 2048
+"""A sealed membership card. A bucket of 600 peers then stays at a quarter of the 4 MiB that a DHT reply can hold."""
+
+CARD_TTL_S: Final = 60.0
+"""A card lives this long unless renewed: who is gone is forgotten within a minute."""
+
+CARD_RENEWAL_S: Final = 15.0
+"""Cards are renewed this often: three renewals may be lost."""
+
+MAX_ADDRESSES: Final = 8
+"""Addresses on a card, of each kind: a machine with more has a network of its own to blame."""
+
+MAX_ADDRESS_CHARS: Final = 192
+"""A relayed multiaddress carries two peer ids of 52 characters."""
+
+MAX_NAME_CHARS: Final = 32
+"""A peer's name for people."""
+
+MAX_FAMILY_CHARS: Final = 64
+"""A model family, for example `qwen2`."""
+
+MAX_SHARDS: Final = 1024
+"""Gossip shards of a swarm: with 32 peers on each, 32,000 peers."""
+
+MEMBERSHIP_BUCKETS: Final = 16
+"""Cards are spread over this many DHT keys, so that no dictionary outgrows a reply."""
+
+# ---------------------------------------------------------------- manifests, requests
+
+MAX_MANIFEST_BYTES: Final = 64 * 1024
+"""A manifest as TOML: tasks, limits, a bootstrap list."""
+
+MAX_REQUEST_BYTES: Final = 64 * 1024
+"""A request's payload."""
+
+MAX_RESPONSE_BYTES: Final = 64 * 1024 * 1024
+"""A response's payload, unless the caller asks for less: a file of questions; weights have a way of their own."""
+
+MAX_CHUNK_BYTES: Final = 1024 * 1024
+"""Streams are written and read in pieces of at most this."""

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from protocol.limits import (
     CONFIG_HASH_CHARS,
+    MAX_ADDRESS_CHARS,
+    MAX_ADDRESSES,
     MAX_ENVIRONMENT_CHARS,
+    MAX_FAMILY_CHARS,
     MAX_GENERATOR_CHARS,
+    MAX_GROUPS,
+    MAX_NAME_CHARS,
+    MAX_ROLLOUTS,
+    MAX_SHARDS,
+    MAX_TEXT_CHARS,
+    MAX_TOKENS,
+    SLOTS,
     TASK_INDICES,
     TASK_SEEDS,
 )
+
+PROTOCOL_VERSION = 1
+"""Major version. Nodes speak this one and the one before; a record of any other is ignored."""
+
+Hash64 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+"""sha256 in hexadecimal."""
+Hash16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+"""First 64 bits of a sha256 in hexadecimal: tells things apart, proves nothing."""
+Time = Annotated[float, Meta(ge=0, lt=2**40)]
+"""Seconds since the Unix epoch."""
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS, pattern=r"^/[!-~]+\Z")]
+"""A multiaddress that ends in /p2p/<peer id>."""
 
 
 class TaskName(msgspec.Struct, frozen=True, order=True):
@@ -29,3 +52,82 @@ class TaskName(msgspec.Struct, frozen=True, order=True):
     """0 for generators that seed item i with `seed + i`, so that no item has two names."""
     index: Annotated[int, Meta(ge=0, lt=TASK_INDICES)]
     """Which item; the line, counted from 0, for a file."""
+
+
+class SharedRollout(msgspec.Struct, frozen=True, array_like=True):
+    """One answer, as text. No prompt, no truth, no reward: receivers have their own."""
+
+    text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+    """Decoded completion without special tokens."""
+    finished: bool
+    """Ended by itself, rather than cut off at the length limit."""
+    token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=MAX_TOKENS)] | None = None
+    """Completion tokens, for receivers with the same tokenizer."""
+    logprobs: Annotated[bytes, Meta(max_length=2 * MAX_TOKENS)] | None = None
+    """Log-probability of each token when sampled, little-endian float16."""
+
+
+class SharedGroup(msgspec.Struct, frozen=True):
+    """Sibling answers to one task that its sender was assigned."""
+
+    task: TaskName
+    epoch: Count
+    """Assignment epoch: floor(Unix time / EPOCH_SECONDS) when the task was drawn."""
+    slot: Annotated[int, Meta(ge=0, lt=SLOTS)]
+    """(peer, epoch, slot) decides the task: nobody can choose which tasks to publish answers to."""
+    prompt: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    """First 16 bytes of sha256(normalised question): mismatch detection and de-duplication only."""
+    policy_version: Count
+    """Optimiser updates behind the policy that sampled it."""
+    rollouts: Annotated[list[SharedRollout], Meta(min_length=2, max_length=MAX_ROLLOUTS)]
+
+
+class SharedSampling(msgspec.Struct, frozen=True):
+    """The distribution that answers were drawn from."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    temperature: Annotated[float, Meta(gt=0, le=100)]
+    top_p: Annotated[float, Meta(gt=0, le=1)]
+
+
+class RolloutBatch(msgspec.Struct, frozen=True):
+    """What a peer publishes about once a second. Its sender is whoever sealed it (`codec.Sealed`)."""
+
+    protocol: Count
+    swarm: Hash64
+    sequence: Count
+    """Rises with each batch of a peer's process; for people, nothing depends on it."""
+    created: Time
+    fingerprint: Hash16
+    """Of the model that sampled: family and shapes, not weights."""
+    tokenizer: Hash16
+    sampling: SharedSampling
+    groups: Annotated[list[SharedGroup], Meta(min_length=1, max_length=MAX_GROUPS)]
+
+
+class PeerCard(msgspec.Struct, frozen=True):
+    """What a peer says of itself, renewed in the DHT every few seconds. Its peer is whoever sealed it."""
+
+    protocol: Count
+    swarm: Hash64
+    created: Time
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]+\Z")]
+    roles: Annotated[list[Literal["trainer", "bootstrap", "relay"]], Meta(max_length=3)]
+    addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
+    """Of its DHT and streams."""
+    gossip: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
+    """Of its gossip process."""
+    gossip_id: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")] = ""
+    """Peer id of its gossip process: a fresh key every start, which this card binds to the peer."""
+    shards: Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]], Meta(max_length=MAX_SHARDS)] = []
+    """Gossip shards it subscribes to; empty = all."""
+    cohort: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
+    """Peers of one cohort can average weights; empty = none."""
+    family: Annotated[str, Meta(max_length=MAX_FAMILY_CHARS, pattern=r"^[ -~]*\Z")] = ""
+    """Model architecture, for example `llama`."""
+    tokenizer: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
+    policy_version: Count = 0
+    speed: Annotated[float, Meta(ge=0, lt=1e12)] = 0.0
+    """Sampled tokens a second."""
+    stages: tuple[Count, Count] | None = None
+    """First and last layer that it holds, of a policy spread over several peers."""

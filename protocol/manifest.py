@@ -1,0 +1,134 @@
+"""What a swarm is: its tasks, its limits, where to join it.
+
+    swarm id = sha256(canonical JSON of the manifest without its bootstrap list)
+    link     = swarm://<swarm id>?peer=<multiaddr>&peer=<multiaddr>
+
+A manifest is a TOML file anyone may write. A link carries no tasks: the joiner fetches the manifest from a peer and
+believes it because its hash is the id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from typing import Annotated, Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import RemoteProtocolError
+from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES, MAX_SHARDS, MAX_TEXT_CHARS
+from protocol.messages import Address, Hash64
+
+LINK_SCHEME = "swarm"
+MAX_TASK_SOURCES = 64
+MANIFEST_METHOD = "manifest"
+"""Request that any member answers with its manifest as TOML."""
+FILE_METHOD = "file"
+"""Request, payload = sha256 in hexadecimal, that a member answers with a question file of the manifest."""
+
+Option = bool | int | float | Annotated[str, Meta(max_length=64)]
+
+
+class ManifestTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One source of tasks; exactly one of `env` and `sha256` is given."""
+
+    env: Annotated[str, Meta(max_length=64, pattern=r"^[a-z0-9_/]*\Z")] = ""
+    """Set, member of a set or environment, as in `--tasks`."""
+    config: Annotated[dict[Annotated[str, Meta(max_length=64)], Option], Meta(max_length=32)] = {}
+    """Options of the environment, within bounds (a stranger wrote them)."""
+    sha256: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    """Digest of a question file."""
+    source: Annotated[str, Meta(max_length=1024)] = ""
+    """Where the file may be had: an https address; empty = from members."""
+    licence: Annotated[str, Meta(max_length=128)] = ""
+    """Licence of the file (SPDX)."""
+    name: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9._-]*\Z")] = ""
+    """Name of the file, without `.jsonl`."""
+    bytes: Annotated[int, Meta(ge=0, le=64 * 2**20)] = 0
+    """Size of the file."""
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+
+
+class ManifestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What every member holds every other to."""
+
+    max_text_chars: Annotated[int, Meta(ge=1, le=MAX_TEXT_CHARS)] = 16_384
+    """Longer completions are refused."""
+    max_rollouts: Annotated[int, Meta(ge=2, le=64)] = 16
+    """Larger groups are refused."""
+    groups_per_minute: Annotated[int, Meta(ge=1, le=4096)] = 1200
+    """What one peer may publish; the rest is refused."""
+    bytes_per_minute: Annotated[int, Meta(ge=1024, le=2**30)] = 8 * 2**20
+    """What one peer may publish; the rest is refused."""
+    max_age_s: Annotated[float, Meta(ge=10, le=86_400)] = 600.0
+    """Older groups are refused."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A swarm."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._ -]+\Z")]
+    tasks: Annotated[list[ManifestTask], Meta(min_length=1, max_length=MAX_TASK_SOURCES)]
+    created: Annotated[str, Meta(max_length=32)] = ""
+    """Date: swarms of equal tasks made at different times are different swarms."""
+    shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)] = 1
+    """Gossip topics: about one for every 32 peers expected."""
+    limits: ManifestLimits = ManifestLimits()
+    bootstrap: Annotated[list[Address], Meta(max_length=64)] = []
+    """Peers to begin with; not part of the id, so that it can change."""
+
+    @property
+    def swarm_id(self) -> str:
+        """sha256, in hexadecimal, of everything but `bootstrap`."""
+        table = msgspec.to_builtins(self)
+        table.pop("bootstrap", None)
+        return hashlib.sha256(_canonical(table)).hexdigest()
+
+
+class Link(msgspec.Struct, frozen=True):
+    """A `swarm://` link."""
+
+    swarm: Hash64
+    peers: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
+
+    def __str__(self) -> str:
+        return f"{LINK_SCHEME}://{self.swarm}" + "".join(
+            f"{'&' if i else '?'}peer={quote(peer, safe='/')}" for i, peer in enumerate(self.peers)
+        )
+
+
+def parse_manifest(data: bytes, swarm: str | None = None) -> Manifest:
+    """The manifest in a TOML file. Raises `RemoteProtocolError`: size, schema, or swarm if its id is not `swarm`."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise RemoteProtocolError("size", f"manifest of {len(data)} bytes, allowed are {MAX_MANIFEST_BYTES}")
+    try:
+        manifest = msgspec.convert(tomllib.loads(data.decode()), Manifest)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError
+        raise RemoteProtocolError("schema", str(error)) from error
+    for task in manifest.tasks:
+        if bool(task.env) == bool(task.sha256):
+            raise RemoteProtocolError("schema", "a task needs either `env` or `sha256`")
+    if swarm is not None and manifest.swarm_id != swarm:
+        raise RemoteProtocolError("swarm", f"this is the manifest of {manifest.swarm_id}")
+    return manifest
+
+
+def parse_link(text: str) -> Link:
+    """Raises `RemoteProtocolError` with reason `schema`."""
+    try:
+        parts = urlsplit(text)
+        if parts.scheme != LINK_SCHEME or parts.path or parts.fragment:
+            raise ValueError("a link looks like swarm://<64 hex digits>?peer=/ip4/…/p2p/…")
+        peers = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        if peers.keys() - {"peer"}:
+            raise ValueError(f"unknown field {min(peers.keys() - {'peer'})!r}")
+        return msgspec.convert({"swarm": parts.netloc, "peers": peers.get("peer", [])}, Link)
+    except ValueError as error:
+        raise RemoteProtocolError("schema", str(error)) from error
+
+
+def _canonical(table: dict[str, Any]) -> bytes:
+    """Canonical JSON: sorted keys, no spaces."""
+    return msgspec.json.encode(table, order="deterministic")

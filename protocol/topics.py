@@ -1,0 +1,57 @@
+"""Names in a swarm: gossip topics, DHT keys, and which task a peer has in which slot.
+
+    shard  = sha256("shard" | peer) mod shards                       whose rollouts travel on which topic
+    bucket = first nibble of sha256(peer)                             where a peer's card lies in the DHT
+    task   = f(sha256("task" | swarm | peer | epoch | slot))          what a peer may publish answers to
+    place  = frac(sha256("place" | swarm | peer | epoch) / 2^64 + slot / golden ratio)      which source it is from
+"""
+
+from __future__ import annotations
+
+import hashlib
+from math import sqrt
+
+from protocol.limits import EPOCH_SECONDS, MEMBERSHIP_BUCKETS
+
+GOLDEN = (sqrt(5) + 1) / 2
+
+
+def rollout_topic(swarm: str, shard: int) -> str:
+    """Gossip topic of one shard."""
+    return f"swarm-node/{swarm[:16]}/rollouts/{shard}"
+
+
+def membership_key(swarm: str, bucket: int) -> str:
+    """DHT key of one bucket of cards."""
+    return f"{swarm}/peers/{bucket:x}"
+
+
+def shard_of(peer: str, shards: int) -> int:
+    """The shard that `peer` publishes on."""
+    return _number("shard", peer) % shards
+
+
+def bucket_of(peer: str) -> int:
+    """The membership bucket of `peer`."""
+    return _number(peer) * MEMBERSHIP_BUCKETS >> 64
+
+
+def epoch_at(now: float) -> int:
+    """Assignment epoch at Unix time `now`."""
+    return int(now // EPOCH_SECONDS)
+
+
+def slot_key(swarm: str, peer: str, epoch: int, slot: int) -> str:
+    """Seed of the task in that slot, as text."""
+    return hashlib.sha256(f"task/{swarm}/{peer}/{epoch}/{slot}".encode()).hexdigest()
+
+
+def slot_place(swarm: str, peer: str, epoch: int, slot: int) -> float:
+    """Which source the task of that slot is from: a point in [0, 1), to be read on the sources' weights laid end to
+    end. Slots of one epoch follow the golden-ratio sequence, so any run of slots covers the sources evenly."""
+    return (_number("place", swarm, peer, str(epoch)) / 2**64 + slot / GOLDEN) % 1.0
+
+
+def _number(*parts: str) -> int:
+    """64 bits of a hash of `parts`."""
+    return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:8], "big")
