@@ -51,7 +51,8 @@ def decode_task_name(data: bytes) -> TaskName:
     """Raises `RemoteProtocolError` with reason `size` or `schema`, and nothing else."""
     if len(data) > MAX_TASK_NAME_BYTES:  # before decoding: an oversized message costs nothing
         raise RemoteProtocolError("size", f"task name of {len(data)} bytes")
-    return _decode(_task_name_decoder, data)
+    name: TaskName = _decode(_task_name_decoder, data)
+    return name
 
 
 def seal_batch(batch: RolloutBatch, sender: Identity) -> bytes:
@@ -86,9 +87,7 @@ def _seal(
     return sender.public_key + sender.sign(tag, body) + body
 
 
-def _open(
-    data: bytes, swarm: str, decoder: msgspec.msgpack.Decoder[Any], tag: bytes, limit: int
-) -> tuple[str, Any]:
+def _open(data: bytes, swarm: str, decoder: msgspec.msgpack.Decoder[Any], tag: bytes, limit: int) -> tuple[str, Any]:
     _check_size(len(data), limit)
     key, signature, body = data[:PUBLIC_KEY_BYTES], data[PUBLIC_KEY_BYTES:HEAD_BYTES], data[HEAD_BYTES:]
     verify(key, tag, body, signature)

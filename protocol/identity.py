@@ -1,8 +1,8 @@
 """Who a peer is: one Ed25519 key, which is its libp2p peer id and signs all it says.
 
-    peer id    = base58(0x00 0x24 | 0x08 0x01 0x12 0x20 | public key)        libp2p's inline form of an Ed25519 key
-    key file   = 0x08 0x01 0x12 0x40 | seed (32 bytes) | public key (32)      what go-libp2p reads; py-libp2p wants the seed
-    signature  = Ed25519(tag | bytes)                                         the tag says what kind of thing is signed
+peer id    = base58(0x00 0x24 | 0x08 0x01 0x12 0x20 | public key)        libp2p's inline form of an Ed25519 key
+key file   = 0x08 0x01 0x12 0x40 | seed (32 bytes) | public key (32)      for go-libp2p; py-libp2p wants the seed only
+signature  = Ed25519(tag | bytes)                                         the tag says what kind of thing is signed
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def public_key_of(peer_id: str) -> bytes:
         data = base58.b58decode(peer_id)
     except ValueError as error:
         raise RemoteProtocolError("identity", f"{peer_id!r} is not base58") from error
-    if len(data) != 38 or not data.startswith(_ID_HEAD):
+    if len(data) != 38 or not data.startswith(_ID_HEAD) or peer_id != peer_id_of(data[6:]):  # base58 strips blanks
         raise RemoteProtocolError("identity", f"{peer_id!r} is not the id of an Ed25519 key")
     return data[6:]
 

@@ -1,6 +1,6 @@
 """What a swarm is: its tasks, its limits, where to join it.
 
-    swarm id = sha256(canonical JSON of the manifest without its bootstrap list)
+    swarm id = sha256(canonical JSON of the manifest: sorted keys, no blanks, neither defaults nor the bootstrap list)
     link     = swarm://<swarm id>?peer=<multiaddr>&peer=<multiaddr>
 
 A manifest is a TOML file anyone may write. A link carries no tasks: the joiner fetches the manifest from a peer and
@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import FieldInfo
 
 from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES, MAX_SHARDS, MAX_TEXT_CHARS
@@ -28,7 +29,12 @@ MANIFEST_METHOD = "manifest"
 FILE_METHOD = "file"
 """Request, payload = sha256 in hexadecimal, that a member answers with a question file of the manifest."""
 
-Option = bool | int | float | Annotated[str, Meta(max_length=64)]
+MAX_DOTS = 200
+"""In one line, enough for 64 addresses: tomllib takes half a minute over a key of 30,000 parts."""
+
+Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
+"""Neither infinite nor NaN: JSON, and so the id, cannot tell those apart."""
+Option = bool | Annotated[int, Meta(ge=-(2**53), le=2**53)] | Number | Annotated[str, Meta(max_length=64)]
 
 
 class ManifestTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -82,9 +88,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @property
     def swarm_id(self) -> str:
         """sha256, in hexadecimal, of everything but `bootstrap`."""
-        table = msgspec.to_builtins(self)
+        table = _stated(self)
         table.pop("bootstrap", None)
-        return hashlib.sha256(_canonical(table)).hexdigest()
+        return hashlib.sha256(msgspec.json.encode(table, order="deterministic")).hexdigest()
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -103,6 +109,8 @@ def parse_manifest(data: bytes, swarm: str | None = None) -> Manifest:
     """The manifest in a TOML file. Raises `RemoteProtocolError`: size, schema, or swarm if its id is not `swarm`."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise RemoteProtocolError("size", f"manifest of {len(data)} bytes, allowed are {MAX_MANIFEST_BYTES}")
+    if any(line.count(b".") > MAX_DOTS for line in data.split(b"\n")):
+        raise RemoteProtocolError("schema", f"a line with more than {MAX_DOTS} dots")
     try:
         manifest = msgspec.convert(tomllib.loads(data.decode()), Manifest)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError
@@ -129,6 +137,13 @@ def parse_link(text: str) -> Link:
         raise RemoteProtocolError("schema", str(error)) from error
 
 
-def _canonical(table: dict[str, Any]) -> bytes:
-    """Canonical JSON: sorted keys, no spaces."""
-    return msgspec.json.encode(table, order="deterministic")
+def _stated(value: Any) -> Any:
+    """`value` as plain JSON types, without fields that equal their default (`omit_defaults` goes by identity)."""
+    if isinstance(value, msgspec.Struct):
+        fields = [(field, getattr(value, field.name)) for field in msgspec.structs.fields(value)]
+        return {field.name: _stated(item) for field, item in fields if item != _default(field)}
+    return [_stated(item) for item in value] if isinstance(value, list) else value
+
+
+def _default(field: FieldInfo) -> Any:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()

@@ -1,9 +1,9 @@
 """Names in a swarm: gossip topics, DHT keys, and which task a peer has in which slot.
 
-    shard  = sha256("shard" | peer) mod shards                       whose rollouts travel on which topic
-    bucket = first nibble of sha256(peer)                             where a peer's card lies in the DHT
-    task   = f(sha256("task" | swarm | peer | epoch | slot))          what a peer may publish answers to
-    place  = frac(sha256("place" | swarm | peer | epoch) / 2^64 + slot / golden ratio)      which source it is from
+shard  = sha256("shard" | peer) mod shards                       whose rollouts travel on which topic
+bucket = first nibble of sha256(peer)                             where a peer's card lies in the DHT
+task   = f(sha256("task" | swarm | peer | epoch | slot))          what a peer may publish answers to
+place  = frac(sha256("place" | swarm | peer | epoch) / 2^64 + slot / golden ratio)      which source it is from
 """
 
 from __future__ import annotations

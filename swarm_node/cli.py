@@ -38,6 +38,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show, check or document the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config", rich_help_panel="Look")
+identity_app = typer.Typer(help="The key that a node is known by.", no_args_is_help=True)
+app.add_typer(identity_app, name="identity", rich_help_panel="Swarm")
 
 
 def option(name: str, help: str, **settings: Any) -> Any:
@@ -116,31 +118,68 @@ def root(
     pass
 
 
+# Parameters that are keys of the configuration: their environment variables are read with it.
+Name = Annotated[str | None, typer.Option(metavar="NAME", help="This node's name for people.")]
+Model = Annotated[str | None, typer.Option(metavar="PATH|ID", help="Local path or hub id of a causal language model.")]
+Tasks = Annotated[list[str] | None, typer.Option(metavar="NAME|FILE", help=TASKS_HELP)]
+Rounds = Annotated[int | None, typer.Option(help="Rounds in total, counted over resumptions.")]
+Minutes = Annotated[float | None, typer.Option(help="Stop after this many minutes.")]
+RunDirectory = Annotated[
+    str | None, typer.Option("--run-dir", metavar="DIR", help="Where the run lives; running again resumes it.")
+]
+Seed = Annotated[int | None, typer.Option(help="Root of all randomness.")]
+Lora = Annotated[
+    bool | None,
+    typer.Option(help="Train a LoRA adapter, or all weights; by default an adapter above 100M parameters."),
+]
+SWARM_HELP = "Manifest file, its https address, or a swarm:// link; by default $SWARM_NODE_SWARM."
+SwarmName = Annotated[str | None, typer.Argument(metavar="SWARM", help=SWARM_HELP)]
+NETWORK = "Network"
+Listen = Annotated[
+    str | None,
+    typer.Option(metavar="IP", help="Address to listen on; 127.0.0.1 = this machine only.", rich_help_panel=NETWORK),
+]
+Announce = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="IP|HOST",
+        help="Public address of this machine, where its router forwards the ports. Repeatable.",
+        rich_help_panel=NETWORK,
+    ),
+]
+Port = Annotated[
+    int | None, typer.Option(help="TCP port; the next free one if it is taken; 0 = any.", rich_help_panel=NETWORK)
+]
+GossipPort = Annotated[int | None, typer.Option(help="TCP port of gossip, likewise.", rich_help_panel=NETWORK)]
+Bootstrap = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ADDR",
+        help="Address of a peer to begin with, besides the swarm's own. Repeatable.",
+        rich_help_panel=NETWORK,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    option("--dry-run", "Print the resolved configuration and exit.", rich_help_panel="Configuration"),
+]
+
+
 # --------------------------------------------------------------------- train
 
 
 @app.command(rich_help_panel="Train")
 def local(
     config: ConfigFile = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="PATH|ID", help="Local path or hub id of a causal language model.")
-    ] = None,
-    tasks: Annotated[list[str] | None, typer.Option(metavar="NAME|FILE", help=TASKS_HELP)] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds in total, counted over resumptions.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes.")] = None,
-    run_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where the run lives; running again resumes it.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Root of all randomness.")] = None,
-    lora: Annotated[
-        bool | None,
-        typer.Option(help="Train a LoRA adapter, or all weights; by default an adapter above 100M parameters."),
-    ] = None,
+    model: Model = None,
+    tasks: Tasks = None,
+    rounds: Rounds = None,
+    minutes: Minutes = None,
+    run_dir: RunDirectory = None,
+    seed: Seed = None,
+    lora: Lora = None,
     sets: Sets = None,
-    dry_run: Annotated[
-        bool,
-        option("--dry-run", "Print the resolved configuration and exit.", rich_help_panel="Configuration"),
-    ] = False,
+    dry_run: DryRun = False,
     json_output: Json = False,
 ) -> None:
     """Train on this machine alone. Ctrl-C saves and leaves; the same command resumes."""
@@ -158,9 +197,69 @@ def local(
         if dry_run:
             print_config(resolved, json_output)
             return
-        from swarm_node.node import run_local
+        from swarm_node.run import run_local
 
         raise typer.Exit(run_local(resolved, json_output))
+
+
+@app.command(rich_help_panel="Train")
+def join(
+    swarm: SwarmName = None,
+    config: ConfigFile = None,
+    name: Name = None,
+    model: Model = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|FILE", help="Play only these of the swarm's tasks; a question file you have of it."),
+    ] = None,
+    own: Annotated[int | None, typer.Option(help="Own groups in each round (I).")] = None,
+    foreign: Annotated[int | None, typer.Option(help="Other peers' groups in each round (J).")] = None,
+    rounds: Rounds = None,
+    minutes: Minutes = None,
+    run_dir: RunDirectory = None,
+    seed: Seed = None,
+    lora: Lora = None,
+    listen: Listen = None,
+    announce: Announce = None,
+    port: Port = None,
+    gossip_port: GossipPort = None,
+    bootstrap: Bootstrap = None,
+    dial_only: Annotated[
+        bool | None,
+        typer.Option("--dial-only", help="Never listen: for machines that nobody can reach.", rich_help_panel=NETWORK),
+    ] = None,
+    sets: Sets = None,
+    dry_run: DryRun = False,
+    json_output: Json = False,
+) -> None:
+    """Train as a member of a swarm, on your own answers and on others'. Needs nobody: alone, it goes on alone."""
+    with user_errors(json_output):
+        flags = {
+            "swarm": swarm,
+            "name": name,
+            "model": model,
+            "tasks": split_names(tasks),
+            "own": own,
+            "foreign": foreign,
+            "rounds": rounds,
+            "minutes": minutes,
+            "run_dir": run_dir,
+            "seed": seed,
+            "lora": lora,
+            "listen": listen,
+            "announce": split_names(announce),
+            "port": port,
+            "gossip_port": gossip_port,
+            "bootstrap": split_names(bootstrap),
+            "dial_only": dial_only or None,
+        }
+        resolved = resolve(config, sets, flags)
+        if dry_run:
+            print_config(resolved, json_output)
+            return
+        from swarm_node.run import run_join
+
+        raise typer.Exit(run_join(resolved, json_output))
 
 
 @app.command(rich_help_panel="Train")
@@ -176,6 +275,140 @@ def starter(
         from swarm_node.make_starter import make_starter
 
         typer.echo(make_starter(out, layers=layers, hidden=hidden, steps=steps, seed=seed))
+
+
+# --------------------------------------------------------------------- swarm
+
+
+@app.command(rich_help_panel="Swarm")
+def new(
+    name: Annotated[str, option("--name", "The swarm's name for people.", metavar="NAME")] = "swarm",
+    config: ConfigFile = None,
+    tasks: Annotated[
+        list[str] | None, option("--tasks", TASKS_HELP + " Or the https address of one.", metavar="NAME|FILE")
+    ] = None,
+    licence: Annotated[str, option("--licence", "Licence of the question files (SPDX).", metavar="ID")] = "",
+    expected_peers: Annotated[
+        int, option("--expected-peers", "Peers expected: decides how many gossip topics they share.", min=1, max=32_768)
+    ] = 32,
+    bootstrap: Bootstrap = None,
+    max_age_s: Annotated[
+        float, option("--max-age-s", "Answers older than this are refused.", min=10, max=86_400)
+    ] = 600.0,
+    groups_per_minute: Annotated[
+        int, option("--groups-per-minute", "What one peer may publish.", min=1, max=4096)
+    ] = 1200,
+    out: Annotated[
+        Path | None, option("--out", "New file for the manifest; by default <name>.toml.", metavar="FILE")
+    ] = None,
+    sets: Sets = None,
+    json_output: Json = False,
+) -> None:
+    """Make a swarm: write its manifest, print the link to join it. Then run `swarm-node bootstrap` on the manifest."""
+    with user_errors(json_output):
+        resolved = resolve(config, sets, {"tasks": split_names(tasks), "bootstrap": split_names(bootstrap)})
+        from protocol.manifest import ManifestLimits
+        from swarm_node.joining import join_link
+        from swarm_node.manifests import make_manifest, write_manifest
+
+        path = out or Path(f"{name}.toml")
+        limits = ManifestLimits(max_age_s=max_age_s, groups_per_minute=groups_per_minute)
+        manifest = make_manifest(name, resolved.tasks, expected_peers, resolved.network.bootstrap, licence, limits)
+        write_manifest(manifest, path)
+        link = join_link(manifest.swarm_id, [], manifest.bootstrap)
+        if json_output:
+            typer.echo(json.dumps({"swarm": manifest.swarm_id, "manifest": str(path), "link": link}))
+            return
+        typer.echo(f"wrote {path}\nswarm id {manifest.swarm_id}\n{link}")
+        if not manifest.bootstrap:
+            typer.echo(f"nobody is there yet: `swarm-node bootstrap {path}` prints the link with an address", err=True)
+
+
+@app.command(rich_help_panel="Swarm")
+def bootstrap(
+    swarm: SwarmName = None,
+    config: ConfigFile = None,
+    name: Name = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Question file of the swarm, to hand it to members.")
+    ] = None,
+    run_dir: RunDirectory = None,
+    listen: Listen = None,
+    announce: Announce = None,
+    port: Port = None,
+    gossip_port: GossipPort = None,
+    bootstrap: Bootstrap = None,
+    serve_relay: Annotated[
+        bool | None,
+        typer.Option(help="Relay for peers that nobody can reach; by default yes.", rich_help_panel=NETWORK),
+    ] = None,
+    sets: Sets = None,
+) -> None:
+    """Be where others join: a member without a model, that prints the link. Ctrl-C leaves."""
+    with user_errors():
+        flags = {
+            "swarm": swarm,
+            "name": name,
+            "tasks": split_names(tasks),
+            "run_dir": run_dir,
+            "listen": listen,
+            "announce": split_names(announce),
+            "port": port,
+            "gossip_port": gossip_port,
+            "bootstrap": split_names(bootstrap),
+            "serve_relay": serve_relay,
+        }
+        from swarm_node.bootstrap import run_bootstrap
+
+        raise typer.Exit(run_bootstrap(resolve(config, sets, flags)))
+
+
+@app.command(rich_help_panel="Swarm")
+def status(
+    target: Annotated[
+        str | None, typer.Argument(metavar="RUN|SWARM", help="Run directory or swarm; by default the newest run.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Show who is there, what was admitted of them, and why the rest was not."""
+    with user_errors(json_output):
+        from swarm_node.status import show_status
+
+        show_status(target, json_output)
+
+
+@app.command(rich_help_panel="Swarm")
+def doctor(
+    target: Annotated[
+        str | None, typer.Argument(metavar="RUN|SWARM", help="Run directory or swarm; by default this machine.")
+    ] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    json_output: Json = False,
+) -> None:
+    """Find out what keeps this machine from being a good member, and what to do. Exit code 1 if something does."""
+    with user_errors(json_output):
+        from swarm_node.doctor import examine
+
+        raise typer.Exit(examine(target, resolve(config, sets, {}), json_output))
+
+
+@identity_app.command("show")
+def show_identity(run_dir: RunDirectory = None) -> None:
+    """Print the peer id of a run."""
+    with user_errors():
+        from swarm_node.identity import show_identity
+
+        typer.echo(show_identity(resolve(None, None, {"run_dir": run_dir})))
+
+
+@identity_app.command("new")
+def new_identity(run_dir: RunDirectory = None) -> None:
+    """Make a key for a run that has none, and print its peer id. Never replaces one."""
+    with user_errors():
+        from swarm_node.identity import new_identity
+
+        typer.echo(new_identity(resolve(None, None, {"run_dir": run_dir})))
 
 
 # --------------------------------------------------------------------- use

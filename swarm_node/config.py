@@ -128,16 +128,18 @@ class RolloutsConfig(Section):
 
 
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
+Outside = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$")]
+"""`package.module:function` or `file.py:function`: code of the user's own."""
 
 
 class GrpoConfig(Section):
     """The update rule. Defaults: DAPO's token mean and clip-higher, no KL term."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
-    """Objective; see docs/grpo.md."""
-    advantage: Literal["group_std", "batch_std", "none", "leave_one_out", "median"] = "group_std"
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] | Outside = "dapo"
+    """Objective, or a function of your own, `package.module:function`; see docs/grpo.md."""
+    advantage: Literal["group_std", "batch_std", "none", "leave_one_out", "median"] | Outside = "group_std"
     """Baseline and scale: (r-mean)/std of the group | (r-mean)/std of the batch | r-mean | leave-one-out mean
-    | median and MAD."""
+    | median and MAD | a function of your own, `package.module:function`."""
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: normalise their sum, or normalise each and then sum (GDPO)."""
     epsilon_low: float | None = Field(None, ge=0)
@@ -193,18 +195,87 @@ class SnapshotsConfig(Section):
     """Snapshots kept."""
 
 
+class SharingConfig(Section):
+    """Learning from other peers' answers (arXiv 2509.08721)."""
+
+    own: PositiveInt = 4
+    """Groups of its own that a node trains on in each round (I)."""
+    foreign: int = Field(4, ge=0)
+    """Groups of other peers that it trains on in each round (J); 0 = a silo that shares but does not listen."""
+    fill: bool = True
+    """Sample more groups of its own while too few foreign ones are there (4 alone learn worse than 8)."""
+    sampler: Literal["uniform", "aha"] | Outside = "uniform"
+    """Which foreign groups: `uniform` (the paper) | `aha` (verified successes on what this node fails at) | a function
+    of your own, `package.module:function`; see docs/sharing.md."""
+    baseline: Literal["own", "group"] = "own"
+    """Foreign advantages are taken against this node's own success on that kind of task, where known, or against the
+    foreign group's mean (which its sender composed)."""
+    max_advantage: PositiveFloat = 2.0
+    """Bound on a foreign rollout's advantage: one right answer that a stranger puts among seven wrong ones would
+    otherwise earn 2.5."""
+    reuse: PositiveInt = 1
+    """How often one foreign group is trained on."""
+    max_age_s: PositiveFloat = 600.0
+    """Foreign groups older than this are not used (nor longer than the swarm's own limit)."""
+    max_bytes: PositiveInt = 32 * 2**20
+    """Memory for foreign groups that wait to be used."""
+    peer_share: float = Field(0.25, gt=0, le=1)
+    """Largest part of that memory that one peer's groups may take, and of the waiting groups once there are many."""
+    admit: PositiveInt = 64
+    """Most foreign groups examined in a round, newest first: examining costs time, and only `foreign` are used."""
+    listen_shards: PositiveInt = 4
+    """Gossip shards that a node listens to, its own among them: bytes stay flat however large the swarm."""
+    token_ids: bool = False
+    """Send token ids and log-probabilities along, for peers with the same tokenizer."""
+    record: bool = False
+    """Write what was offered, chosen and with which probability to offers.jsonl."""
+
+
+class NetworkConfig(Section):
+    """Where this node listens and what it tells others."""
+
+    listen: str = "0.0.0.0"
+    """IP address to listen on; 127.0.0.1 = this machine only."""
+    port: int = Field(31330, ge=0, lt=65536)
+    """TCP port of the DHT and of streams; the next free one if taken; 0 = any."""
+    gossip_port: int = Field(31331, ge=0, lt=65536)
+    """TCP port of the gossip process; likewise."""
+    announce: list[str] = []
+    """Public IP addresses or host names that others reach this node under (port forwarding), or whole multiaddresses
+    of the DHT port."""
+    dial_only: bool = False
+    """Never listen: for machines that nobody can reach anyway."""
+    bootstrap: list[str] = []
+    """Multiaddresses of peers to begin with, besides those of the manifest."""
+    relay: bool = True
+    """Be reached through relays if nobody can reach this node directly."""
+    serve_relay: bool = False
+    """Relay streams for peers that cannot be reached directly."""
+    nat_port_map: bool = False
+    """Ask the router for a port by UPnP or NAT-PMP."""
+    max_connections: PositiveInt = 64
+    """Gossip connections kept."""
+
+
 DEFAULT_ROUNDS = 200
 
 
 class NodeConfig(Section):
     """Everything a node can be told."""
 
-    run_dir: str = "runs/local"
-    """Where this run lives: config, metrics, snapshots, plots. Running again resumes from it."""
-    seed: int = Field(0, ge=0)
-    """Root of all randomness."""
+    swarm: str | None = None
+    """Swarm to join: a manifest file, its https address, or a swarm:// link; `local` ignores it."""
+    name: str | None = Field(None, max_length=32, pattern=r"^[A-Za-z0-9._-]+$")
+    """This node's name for people, and of its run directory; unset = `local`, or `node` in a swarm."""
+    run_dir: str | None = None
+    """Where this run lives: config, identity, metrics, snapshots, plots; unset = runs/<name>. Running again resumes
+    from it."""
+    seed: int | None = Field(None, ge=0)
+    """Root of all randomness; unset = 0, or in a swarm derived from the peer id (else all peers would do the same)."""
+    pace_s: float = Field(0.0, ge=0)
+    """A round takes at least this many seconds: leaves the machine to its owner in between."""
     rounds: PositiveInt | None = None
-    """Rounds in total, counted over resumptions; unset = 200, or no limit if `minutes` is given."""
+    """Rounds in total, counted over resumptions; unset = 200, or no limit in a swarm or if `minutes` is given."""
     minutes: PositiveFloat | None = None
     """Stop after this many minutes of training, whatever `rounds` says."""
     tasks: list[str | TaskConfig] = ["small"]
@@ -215,22 +286,43 @@ class NodeConfig(Section):
     rewards: RewardsConfig = RewardsConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     grpo: GrpoConfig = GrpoConfig()
+    sharing: SharingConfig = SharingConfig()
+    network: NetworkConfig = NetworkConfig()
     eval: EvalConfig = EvalConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
 
     @property
     def total_rounds(self) -> float:
         """Rounds after which the run is over; infinity if only `minutes` end it."""
-        return self.rounds or (math.inf if self.minutes else DEFAULT_ROUNDS)
+        return self.rounds or (math.inf if self.minutes or self.swarm else DEFAULT_ROUNDS)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.run_dir or f"runs/{self.name or ('node' if self.swarm else 'local')}")
 
 
 # --------------------------------------------------------------------- loading
 
 PREFIX = "SWARM_NODE_"
-FLAGS = {"model": "policy.model", "lora": "policy.lora"}
+FLAGS = {
+    "model": "policy.model",
+    "lora": "policy.lora",
+    "own": "sharing.own",
+    "foreign": "sharing.foreign",
+    "listen": "network.listen",
+    "announce": "network.announce",
+    "port": "network.port",
+    "gossip_port": "network.gossip_port",
+    "bootstrap": "network.bootstrap",
+    "dial_only": "network.dial_only",
+    "serve_relay": "network.serve_relay",
+}
 """Flags (and environment variables) whose name is not their key."""
 COMMAND_VARIABLES = frozenset(
-    PREFIX + name for name in "CONFIG SET JSON DRY_RUN SAMPLES QUESTIONS OUT LAYERS HIDDEN STEPS".split()
+    PREFIX + name
+    for name in "CONFIG SET JSON DRY_RUN SAMPLES QUESTIONS OUT LAYERS HIDDEN STEPS EXPECTED_PEERS LICENCE MAX_AGE_S "
+    "GROUPS_PER_MINUTE".split()
 )
 """Environment variables of options that are no keys of the configuration."""
 
@@ -370,6 +462,11 @@ def _explain(error: ValidationError, source: str) -> str:
     message = problem["msg"].replace("Input should be", "must be")
     if problem["type"] in ("model_type", "dict_type"):
         message = "must be a table"
+    if problem["type"] == "literal_error" and _is_alternative(problem["loc"][-1]):
+        names = re.findall(r"'[^']*'", problem["ctx"]["expected"])
+        message = f"must be {', '.join(names)} or package.module:function"
+        for match in difflib.get_close_matches(repr(problem["input"]), names, n=1):
+            message += f"; did you mean {match}?"
     return f"{key} = {shorten(repr(problem['input']), 80)} in {source}: {message}"
 
 
@@ -381,9 +478,14 @@ def _dotted(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             key += f"[{part}]"
-        elif part not in alternatives:
+        elif part not in alternatives and not _is_alternative(part):
             key += f".{part}" if key else part
     return key
+
+
+def _is_alternative(part: int | str) -> bool:
+    """Whether pydantic put it into a location for a name among several, or for a text with a pattern."""
+    return isinstance(part, str) and part.startswith(("literal[", "constrained-str"))
 
 
 def _did_you_mean(word: str, known: Iterable[str], separator: str) -> str:

@@ -9,6 +9,14 @@
         plots/           pictures
         lock             process id of the holder
 
+    and, of a node in a swarm,
+
+        identity.key     who it is
+        swarm.toml       the swarm's manifest
+        swarm.json       the swarm as seen from here, for `swarm-node status`
+        peers.json       addresses of peers seen
+        files/           question files of the manifest
+
 Loads no torch.
 """
 
@@ -16,14 +24,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from swarm_node.errors import UserError
 
-RUN_FILES = {"lock", "metrics.jsonl", "events.jsonl", "snapshots", "export", "plots"}
+RUN_FILES = {
+    *("lock", "metrics.jsonl", "events.jsonl", "snapshots", "export", "plots"),
+    *("identity.key", "swarm.toml", "swarm.json", "peers.json", "files"),
+}
 """What a directory may hold in which a run began but did not get as far as its config.toml."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -42,6 +55,11 @@ class RunDir:
         self.snapshots = self.path / "snapshots"
         self.export = self.path / "export"
         self.plots = self.path / "plots"
+        self.identity = self.path / "identity.key"
+        self.swarm = self.path / "swarm.toml"
+        self.status = self.path / "swarm.json"
+        self.peers = self.path / "peers.json"
+        self.files = self.path / "files"
         self._lock: int | None = None
 
     @property
@@ -95,16 +113,13 @@ class RunDir:
 
     def write_config(self, text: str) -> None:
         """Replace config.toml, all of it or nothing. Raises UserError."""
-        temporary = self.config.with_suffix(".tmp")
         with os_errors_explained(self.config):
-            try:
-                with open(temporary, "w") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(self.config)
-            finally:
-                temporary.unlink(missing_ok=True)
+            _replace(self.config, text, safely=True)
+
+    def write_status(self, status: dict[str, Any]) -> None:
+        """Replace swarm.json, all of it or nothing; it is only for looking at, so a full disk does not matter."""
+        with suppress(OSError):
+            _replace(self.status, json.dumps(status, indent=1) + "\n", safely=False)
 
     def close(self) -> None:
         """Let go of the lock; its file stays (removing it would race with the next holder)."""
@@ -117,6 +132,20 @@ class RunDir:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _replace(path: Path, text: str, safely: bool) -> None:
+    """Put `text` in the place of a file, so that readers see the old one or the new one; `safely`: on disk as well."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            if safely:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_new_directory(path: Path) -> None:

@@ -25,6 +25,8 @@ class Task(msgspec.Struct, frozen=True):
     """Reference answer; `None` when only reward functions judge."""
     metadata: dict[str, Any] = {}
     """What the checker needs besides (local only, never sent)."""
+    slot: tuple[int, int] | None = None
+    """(epoch, slot) that assigned it to the peer that samples it; `None` outside a swarm."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -67,6 +69,10 @@ class Group(msgspec.Struct):
     """Optimiser updates behind the policy that sampled it."""
     peer: str | None = None
     """Who sampled it; `None` = this node."""
+    created: float = 0.0
+    """When it was sampled, in seconds since the Unix epoch; set where groups leave the round they were sampled in."""
+    advantages: list[float] | None = None
+    """One for each rollout, where they are not to be computed from the group itself."""
 
 
 class Score(msgspec.Struct, frozen=True):

@@ -14,6 +14,9 @@ which they do not when the rewards are added first.
 NaN = not scored: such a reward takes no part in any mean, and a rollout nobody scored has advantage 0. So has
 the only rollout of a group.
 
+A group that brings its advantages (`Group.advantages`: a peer's) keeps them, whatever the formula, and takes no
+part in the statistics of the batch. A formula of the user's own has the form of those in `BASELINES`.
+
 MC-GRPO's own scale, MAD + 1e-3, is 0.001 in every mixed odd group of 0/1 rewards (the median *is* the
 majority), which makes the minority's advantage +-1000: hence the floor. Its pivot, the rollout that is the
 median, has advantage 0 by construction and needs no exclusion; its factor that makes up for zeros is omitted.
@@ -27,6 +30,8 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
+from swarm_node.errors import UserError
+from swarm_node.outside import describe, load_function
 from swarm_node.types import Group, Rollout
 
 EPSILON = 1e-4  # TRL's; it matters only for nearly equal rewards
@@ -34,40 +39,92 @@ MAD_FLOOR = 0.25  # a quarter of the distance between right and wrong
 ROUNDING = 1e-9  # an advantage below this is rounding in a group of equal rewards, that is 0
 
 
-def advantages(groups: Sequence[Group], config: GrpoConfig, weights: Mapping[str, float]) -> Tensor:
-    """Advantages [B] of all rollouts, group after group; `weights` by reward name (missing = 1) for GDPO."""
+Baseline = Callable[[Tensor], Tensor]
+"""Rewards [groups, G], float64, NaN where a group has fewer rollouts or nobody judged -> advantages, likewise."""
+
+
+def advantages(
+    groups: Sequence[Group], config: GrpoConfig, weights: Mapping[str, float], baseline: Baseline | None = None
+) -> Tensor:
+    """Advantages [B] of all rollouts, group after group; `weights` by reward name (missing = 1) for GDPO.
+
+    `baseline` is that of `config.advantage`, if the caller has looked it up before.
+    """
+    computed = [group for group in groups if group.advantages is None]
+    rows = iter(_computed(computed, config, weights, baseline or find_baseline(config.advantage)))
+    given = [next(rows) if g.advantages is None else torch.tensor(g.advantages, dtype=torch.float64) for g in groups]
+    assert all(len(row) == len(group.rollouts) for row, group in zip(given, groups, strict=True))
+    return torch.cat(given).float()
+
+
+def _computed(
+    groups: Sequence[Group], config: GrpoConfig, weights: Mapping[str, float], baseline: Baseline
+) -> list[Tensor]:
+    """Advantages [G] of each group from the rewards of all."""
+    if not groups:
+        return []
     width = max(len(group.rollouts) for group in groups)
     if config.aggregation == "normalize_then_sum":
         names = sorted({name for group in groups for r in group.rollouts for name in r.rewards})
         scored = _table(groups, width, lambda r: [_nan_if_none(r.rewards.get(name)) for name in names])
         shares = torch.tensor([weights.get(name, 1.0) for name in names], dtype=scored.dtype)
-        normalised = torch.stack([baseline(r, config.advantage) for r in scored.unbind(-1)], -1)
+        normalised = torch.stack([baseline(r) for r in scored.unbind(-1)], -1)
         total = (normalised * shares).nansum(-1)
         total[scored.isnan().all(-1)] = torch.nan
         advantage = (total - total.nanmean()) / (nanstd(total.flatten(), 0) + EPSILON)
     else:
-        advantage = baseline(_table(groups, width, lambda r: [scored_reward(r)])[..., 0], config.advantage)
+        advantage = baseline(_table(groups, width, lambda r: [scored_reward(r)])[..., 0])
     advantage = advantage.nan_to_num(0.0)
     advantage[advantage.abs() < ROUNDING] = 0.0
-    present = torch.tensor([len(group.rollouts) for group in groups])[:, None] > torch.arange(width)
-    return advantage[present].float()
+    return [row[: len(group.rollouts)] for row, group in zip(advantage, groups, strict=True)]
 
 
-def baseline(r: Tensor, method: str) -> Tensor:
-    """Advantages of rewards `r` [groups, G]; NaN in, NaN out."""
-    centred = r - r.nanmean(1, keepdim=True)
-    if method == "group_std":
-        return centred / (nanstd(r, 1) + EPSILON)
-    if method == "batch_std":
-        return centred / (nanstd(r.flatten(), 0) + EPSILON)
-    if method == "none":
-        return centred
-    if method == "leave_one_out":
-        n = (~r.isnan()).sum(1, keepdim=True)
-        return centred * (n / (n - 1))
-    assert method == "median", method
+def find_baseline(name: str) -> Baseline:
+    """The formula that `grpo.advantage` names. UserError if it is outside code that cannot be loaded."""
+    return BASELINES.get(name) or _checked(load_function(name, "grpo.advantage"))
+
+
+def _checked(function: Baseline) -> Baseline:
+    """`function`, the user's own; UserError if it fails or breaks its contract."""
+
+    def checked(r: Tensor) -> Tensor:
+        try:
+            advantage = torch.as_tensor(function(r.clone()), dtype=r.dtype)
+        except Exception as error:  # the user's code may raise anything
+            raise UserError(f"grpo.advantage failed: {describe(error)}") from error
+        if advantage.shape != r.shape or advantage.isinf().any():
+            raise UserError(
+                f"grpo.advantage must give finite advantages {list(r.shape)} for rewards of that shape (NaN for NaN), "
+                f"not {list(advantage.shape)}"
+            )
+        return advantage.masked_fill(r.isnan(), torch.nan)
+
+    return checked
+
+
+def group_std(r: Tensor) -> Tensor:
+    return none(r) / (nanstd(r, 1) + EPSILON)
+
+
+def batch_std(r: Tensor) -> Tensor:
+    return none(r) / (nanstd(r.flatten(), 0) + EPSILON)
+
+
+def none(r: Tensor) -> Tensor:
+    return r - r.nanmean(1, keepdim=True)
+
+
+def leave_one_out(r: Tensor) -> Tensor:
+    n = (~r.isnan()).sum(1, keepdim=True)
+    return none(r) * (n / (n - 1))
+
+
+def median(r: Tensor) -> Tensor:
     distance = r - nanmedian(r)
     return distance / nanmedian(distance.abs()).clamp(min=MAD_FLOOR)
+
+
+BASELINES: dict[str, Baseline] = {f.__name__: f for f in (group_std, batch_std, none, leave_one_out, median)}
 
 
 def nanstd(r: Tensor, dim: int) -> Tensor:

@@ -10,7 +10,7 @@
 
     w_t  = 1 / (B |y|)     grpo gspo       every sequence counts the same
            1 / (B L_max)   dr_grpo         a constant
-           1 / sum |y|     dapo cispo      every token counts the same
+           1 / sum |y|     dapo cispo      every token counts the same; so for a loss of the user's own
 
 B, |y| and the sum run over *all* rollouts of the step, also those that are not computed because their
 advantage is zero; so leaving these out, or splitting the step into microbatches, changes nothing. Sources:
@@ -19,10 +19,44 @@ docs/grpo.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
+from swarm_node.errors import UserError
+from swarm_node.outside import describe, load_function
+from swarm_node.policy.memory import is_out_of_memory
+
+OutsideLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(logprobs [N], old [N], advantage of each token [N], sequence of each token [N]) -> l_t [N], which is weighed and
+masked like those above."""
+
+
+def find_loss(name: str) -> OutsideLoss | None:
+    """The loss that `grpo.loss` names if it is outside code, else `None`. UserError if that cannot be loaded."""
+    return _checked(load_function(name, "grpo.loss")) if ":" in name else None
+
+
+def _checked(function: OutsideLoss) -> OutsideLoss:
+    """`function`, the user's own; UserError if it fails or breaks its contract. Memory that runs out is the
+    caller's."""
+
+    def checked(logprobs: Tensor, old: Tensor, advantage: Tensor, sequence: Tensor) -> Tensor:
+        try:
+            loss = function(logprobs, old, advantage, sequence)
+        except Exception as error:  # the user's code may raise anything
+            if is_out_of_memory(error):
+                raise
+            raise UserError(f"grpo.loss failed: {describe(error)}") from error
+        if not isinstance(loss, Tensor) or loss.shape != logprobs.shape or not loss.requires_grad:
+            raise UserError(
+                f"grpo.loss must give a tensor of {list(logprobs.shape)}, one number a token, with a gradient"
+            )
+        return loss
+
+    return checked
 
 
 def clip_range(config: GrpoConfig) -> tuple[float, float]:
@@ -58,13 +92,15 @@ def policy_loss(
     reference: Tensor | None = None,
     sampled: Tensor | None = None,
     importance_ratio: Tensor | None = None,
+    outside: OutsideLoss | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The share of the loss that these N tokens have, and sums over them for the metrics.
 
     `logprobs` and `old` [N]; `sequence` [N] points into `advantages` and `weights` [B]; all tokens of a
     sequence must be here together. `reference` [N]: reference log-probs, needed for `beta` > 0. `sampled`
     [N]: log-probs at sampling time for `off_policy_mask`, `old` if not given. `importance_ratio` [N] scales
-    each token's loss (correction for another sampler; the KL term is not scaled).
+    each token's loss (correction for another sampler; the KL term is not scaled). `outside` computes l_t if
+    `config.loss` is the user's own (`find_loss`).
     """
     low, high = clip_range(config)
     advantage = advantages[sequence]
@@ -77,7 +113,9 @@ def policy_loss(
 
     log_ratio = logprobs - old
     ratio = (sequence_mean(log_ratio) if by_sequence else log_ratio).exp()
-    if config.loss == "cispo":
+    if outside is not None:
+        loss = outside(logprobs, old, advantage, sequence)
+    elif config.loss == "cispo":
         loss = -ratio.clamp(max=high).detach() * advantage * logprobs
     else:
         capped = ratio if config.delta is None else ratio.clamp(max=config.delta)

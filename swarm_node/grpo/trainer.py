@@ -73,6 +73,8 @@ class Trainer:
         self.sampling = sampling
         self.report = report
         self.reward_weights = reward_weights or {}
+        self._baseline = advantage.find_baseline(config.advantage)
+        self._outside_loss = loss.find_loss(config.loss)
         named = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
         self.optimizer = Optimizer(named, config, config.learning_rate or default_learning_rate(policy))
         self.limit = config.microbatch_tokens
@@ -117,7 +119,7 @@ class Trainer:
             return None
         config, device = self.config, self.policy.device
         rollouts = [r for group in groups for r in group.rollouts]
-        advantages = advantage.advantages(groups, config, self.reward_weights)
+        advantages = advantage.advantages(groups, config, self.reward_weights, self._baseline)
         lengths = torch.tensor([0 if config.mask_truncated and not r.finished else len(r.token_ids) for r in rollouts])
         live = (lengths > 0) & ((advantages != 0) | (config.beta > 0))
         if not live.any():
@@ -214,6 +216,7 @@ class Trainer:
                 self.config,
                 reference=step.reference[b.index] if self.config.beta else None,
                 sampled=torch.where(sampled.isnan(), old, sampled),
+                outside=self._outside_loss,
             )
             value.backward()
             sums["loss"] = value.detach()

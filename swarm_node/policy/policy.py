@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -52,6 +54,7 @@ class Policy:
         self._reference: nn.Module | None = None
         self._prompts_per_batch = 2**16
         self._eos = _eos_ids(self.base, tokenizer)
+        self.eos_id: int = self._eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self._eos[0]
 
     # ----------------------------------------------------------------- what it is
@@ -76,6 +79,28 @@ class Policy:
     def num_parameters(self, trainable: bool = False) -> int:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad or not trainable)
 
+    @property
+    def family(self) -> str:
+        """Name of the architecture, for example `llama`."""
+        return self.base.config.model_type
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of the family and the names and shapes of the base model's parameters."""
+        shapes = hashlib.sha256(self.family.encode())
+        for name, p in self.base.named_parameters():
+            if ".lora_" not in name:
+                shapes.update(f"{name.replace('.base_layer', '')} {tuple(p.shape)}\n".encode())
+        return shapes.hexdigest()[:16]
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """16 hex digits of the tokenizer's vocabulary and merges: equal for tokenizers whose ids mean the same."""
+        core = getattr(self.tokenizer, "backend_tokenizer", None)  # tokenizers written in Python have none
+        merges = [] if core is None else json.loads(core.to_str())["model"].get("merges", [])
+        table = [sorted(self.tokenizer.get_vocab().items()), merges]
+        return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
+
     # ----------------------------------------------------------------- text
 
     def encode(self, question: str) -> list[int]:
@@ -99,6 +124,39 @@ class Policy:
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def encode_completion(self, text: str, finished: bool) -> list[int] | None:
+        """Ids under which this policy would have sampled `text`, end-of-sequence token included if `finished`.
+
+        `None` if the text spells a special token, or holds what the tokenizer has no token for: no completion of this
+        policy decodes to that.
+        """
+        names, special = self._special
+        if any(name in text for name in names):
+            return None
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if not special.isdisjoint(ids):
+            return None
+        return ids + [self.eos_id] if finished else ids
+
+    def is_completion(self, token_ids: list[int], text: str, finished: bool) -> bool:
+        """Whether this policy could have sampled these very ids for `text`, so that they can be trained on as they
+        are."""
+        body = token_ids[:-1] if finished else token_ids
+        known = range(min(len(self.tokenizer), self.base.get_input_embeddings().weight.shape[0]))
+        return (
+            (not finished or token_ids[-1:] in ([eos] for eos in self._eos))
+            and all(i in known for i in token_ids)
+            and self._special[1].isdisjoint(body)
+            and self.decode(body) == text
+        )
+
+    @cached_property
+    def _special(self) -> tuple[list[str], set[int]]:
+        """Texts and ids of the special tokens."""
+        added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        ids = {*added, *self.tokenizer.all_special_ids, *self._eos}
+        return sorted({*added.values(), *self.tokenizer.all_special_tokens}), ids
 
     # ----------------------------------------------------------------- samples
 

@@ -7,6 +7,7 @@ A source makes tasks from indices and judges answers to them; it is an `Environm
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,13 +17,14 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
+from swarm_node.outside import load_function
 from swarm_node.tasks.allot import allot
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
 from swarm_node.tasks.environments import Environment, nearest
 from swarm_node.tasks.extract import extract
 from swarm_node.tasks.files import QuestionFile
-from swarm_node.tasks.rewards import RewardFunction, call_function, load_function
+from swarm_node.tasks.rewards import RewardFunction, call_function
 from swarm_node.tasks.split import is_held_out, normalise
 from swarm_node.types import Score, Task
 
@@ -59,7 +61,7 @@ class TaskSet:
             name = function.path.rpartition(":")[2]
             if name in (CHECKER, *self._functions):
                 raise UserError(f"two rewards are called {name!r}: rename the function in {function.path!r}")
-            self._functions[name] = load_function(function.path)
+            self._functions[name] = load_function(function.path, "reward function")
             self.reward_weights[name] = function.weight
         if not self.reward_weights:
             raise UserError("nothing to reward: rewards.checker_weight is 0 and rewards.functions is empty")
@@ -76,6 +78,25 @@ class TaskSet:
         """Environment, options and generator of each source: equal for equal tasks."""
         return [f"{source.environment} {source.config} {source.generator}" for source in self._sources]
 
+    def only(self, specs: Sequence[str | TaskConfig]) -> TaskSet:
+        """This set, but drawing (and naming) only what `specs` choose of it; answers to the rest are still judged.
+
+        A spec chooses all sources of that set, member, environment (with these options, if it has any) or file.
+        Raises `UserError` if one chooses none.
+        """
+        chosen: set[int] = set()
+        for spec in specs:
+            table = _table(spec) if isinstance(spec, str) else spec
+            found = {i for i, source in enumerate(self._sources) if _chooses(table, source)}
+            if not found:
+                have = ", ".join(self.labels)
+                raise UserError(f"task {table.env or table.file!r} is not one of this swarm's, which are {have}")
+            chosen |= found
+        part = copy.copy(self)
+        part._sources = [self._sources[i] for i in sorted(chosen)]
+        part._weights = [self._weights[i] for i in sorted(chosen)]
+        return part
+
     def sample(self, rng: random.Random, n: int) -> list[Task]:
         """`n` training tasks in random order, shared out among the sources by weight (`allot`)."""
         counts = allot(self._weights, n, rng)
@@ -83,6 +104,25 @@ class TaskSet:
         tasks = [_draw(source, rng) for source in repeated]
         rng.shuffle(tasks)
         return tasks
+
+    def at(self, place: float, key: str) -> Task:
+        """The training task that `key` seeds, of the source at `place` in [0, 1) on the weights laid end to end."""
+        reached, total = 0.0, sum(self._weights)
+        for source, weight in zip(self._sources, self._weights, strict=True):
+            reached += weight / total
+            if place < reached:
+                break
+        return _seeded(source, key)
+
+    def assigned(self, name: TaskName, key: str) -> Task:
+        """The training task of that name, if it is the one that `key` seeds in its source.
+
+        Raises `RemoteProtocolError` with reason `task` if no source of this node makes it, or `assignment`.
+        """
+        task = _seeded(self._source(name), key)
+        if task.name != name:
+            raise RemoteProtocolError("assignment", f"{name.environment} {name.index}, assigned is {task.name.index}")
+        return task
 
     def held_out(self, n: int) -> list[Task]:
         """Up to `n` different evaluation questions, the sources taking turns; always the same ones."""
@@ -103,11 +143,7 @@ class TaskSet:
         Raises `RemoteProtocolError` with reason `task` if no source of this node makes it, or `held_out` if
         it is an evaluation question.
         """
-        source = self._by_name.get((name.environment, name.config))
-        if source is None:
-            raise RemoteProtocolError("task", f"no source for {name.environment} with options {name.config}")
-        if name.generator != source.generator:
-            raise RemoteProtocolError("task", f"made by {name.generator}, here is {source.generator}")
+        source = self._source(name)
         task = source.task(name.index) if name.seed == 0 and 0 <= name.index < source.size else None
         if task is None:
             raise RemoteProtocolError("task", f"{name.environment} has no item {name.seed}, {name.index}")
@@ -133,6 +169,14 @@ class TaskSet:
             total = sum(weights[name] * value for name, value in mine.items() if value is not None)
             scores.append(Score(answer, mine, float(total), correct=(checked[i] or 0.0) >= FULL_MARKS))
         return scores
+
+    def _source(self, name: TaskName) -> Source:
+        source = self._by_name.get((name.environment, name.config))
+        if source is None:
+            raise RemoteProtocolError("task", f"no source for {name.environment} with options {name.config}")
+        if name.generator != source.generator:
+            raise RemoteProtocolError("task", f"made by {name.generator}, here is {source.generator}")
+        return source
 
     def _check(self, task: Task, answer: str | None) -> float | None:
         """Score in [0, 1] from the task's own checker; `None` if the task has no reference answer."""
@@ -174,6 +218,15 @@ def load_tasks(specs: Sequence[str | TaskConfig], rewards: RewardsConfig) -> Tas
 
 def _table(spec: str) -> TaskConfig:
     return TaskConfig(file=spec) if spec.endswith(".jsonl") else TaskConfig(env=spec)
+
+
+def _chooses(table: TaskConfig, source: Source) -> bool:
+    if table.file is not None:
+        return isinstance(source, QuestionFile) and QuestionFile(table.file, False).config == source.config
+    if table.config:
+        return any(source.config == other.config for other in _open(table, False) if isinstance(source, Environment))
+    name = table.env or ""
+    return name in (source.path, source.path.rpartition("/")[0], source.environment)
 
 
 def _open(table: TaskConfig, answer_needed: bool) -> Iterator[Source]:
@@ -222,6 +275,11 @@ def _draw(source: Source, rng: random.Random) -> Task:
         f"task {source.label!r} has no training question in {DRAWS} draws: all that its options allow are "
         "unusable or belong to the evaluation split; widen the options or add questions"
     )
+
+
+def _seeded(source: Source, key: str) -> Task:
+    """The training task that `key` seeds in `source`: each source has its own, whatever else a node plays."""
+    return _draw(source, random.Random(f"{key}/{source.environment}/{source.config}"))
 
 
 def _evaluation_tasks(source: Source) -> Iterator[Task]:

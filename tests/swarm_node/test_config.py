@@ -126,9 +126,14 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
         ("rollouts.group_size=1", "rollouts.group_size = 1 in --set: must be greater than or equal to 2"),
         ("rounds=0", "rounds = 0 in --set: must be greater than 0"),
         ("rounds=many", "rounds = 'many' in --set: must be a valid integer"),
-        ("seed=", "seed = '' in --set: must be a valid integer"),
+        ("rollouts.groups=", "rollouts.groups = '' in --set: must be a valid integer"),
         ("grpo.betas=[0.9,1.5]", "grpo.betas[1] = 1.5 in --set: must be less than 1"),
-        ("grpo.loss=ppo", "grpo.loss = 'ppo' in --set: must be 'grpo', 'dr_grpo', 'dapo', 'gspo' or 'cispo'"),
+        (
+            "grpo.loss=ppo",
+            "grpo.loss = 'ppo' in --set: must be 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo' or package.module",
+        ),
+        ("grpo.loss=dappo", "or package.module:function; did you mean 'dapo'?"),
+        ("sharing.sampler=ahaa", "must be 'uniform', 'aha' or package.module:function; did you mean 'aha'?"),
         ("grpo.learning_rate=inf", "grpo.learning_rate = inf in --set: must be a finite number"),
         ("grpo=3", "grpo = 3 in --set: must be a table"),
         ("rollouts.top_p=1.5", "rollouts.top_p = 1.5 in --set: must be less than or equal to 1"),
@@ -213,7 +218,7 @@ def test_the_reference_explains_every_key() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| (.+?) \| (.+?) \| (.+) \|$", config_reference(), re.MULTILINE)
     meanings = {key: (kind, default, meaning) for key, kind, default, meaning in rows}
     top = {name for name, field in NodeConfig.model_fields.items() if not isinstance(field.default, type(None))}
-    assert {"tasks", "seed", "run_dir"} <= top & meanings.keys()
+    assert {"tasks", "pace_s"} <= top & meanings.keys()
     for name, field in NodeConfig.model_fields.items():
         for inner in getattr(field.annotation, "model_fields", {}):
             assert f"{name}.{inner}" in meanings

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, tensor
 
 from swarm_node.config import GrpoConfig
+from swarm_node.errors import UserError
 from swarm_node.grpo.advantage import advantages
 from tests.swarm_node.grpo.tiny import group
 
@@ -101,3 +102,32 @@ def test_gdpo_weighs_by_name():
     torch.testing.assert_close(first_only, tensor([1.1547, -0.5774, -0.5774]), atol=5e-4, rtol=0)
     assert two_rewards(rows, {"a": 2.0}).argmax() == 0
     assert two_rewards(rows, {"b": 2.0}).argmax() == 1
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_that_bring_their_advantages_keep_them_and_move_no_other(method, aggregation):
+    config = GrpoConfig(advantage=method, aggregation=aggregation)
+    first, foreign, last = group([1.0, 0.0, 0.0]), group([9.0, -9.0]), group([0.0, 1.0, 1.0, 0.5])
+    alone = advantages([first, last], config, {})
+    foreign.advantages = [1e-12, -2.0]
+    together = advantages([first, foreign, last], config, {})
+    assert together[3:5].tolist() == tensor([1e-12, -2.0]).tolist()
+    assert torch.equal(torch.cat([together[:3], together[5:]]), alone)
+    assert advantages([foreign], config, {}).tolist() == tensor([1e-12, -2.0]).tolist()
+
+
+def test_a_formula_of_the_users_own(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def best(r): return r - r.nan_to_num(-1).amax(1, keepdim=True)\n"
+        "def flat(r): return r.flatten()\n"
+        "def infinite(r): return r / 0\n"
+        "def broken(r): return r.nothing\n"
+    )
+    found = of([1.0, 0.0, None], [3.0, 5.0], advantage=f"{tmp_path}/mine.py:best")
+    assert found.tolist() == [0.0, -1.0, 0.0, -2.0, 0.0]
+    for name, message in (("flat", "must give finite"), ("infinite", "must give finite"), ("broken", "AttributeError")):
+        with pytest.raises(UserError, match=f"grpo.advantage .*{message}"):
+            of([1.0, 0.0], [1.0, 1.0], advantage=f"{tmp_path}/mine.py:{name}")
+    with pytest.raises(UserError, match="no function 'nothing'"):
+        of([1.0, 0.0], advantage=f"{tmp_path}/mine.py:nothing")

@@ -418,3 +418,36 @@ def test_default_learning_rates():
     assert default_learning_rate(TinyPolicy(lora())) == 2e-5
     big = torch.nn.Linear(5000, 5000, bias=False)
     assert default_learning_rate(TinyPolicy(big)) == 2e-6
+
+
+def test_a_loss_of_the_users_own_is_weighed_and_masked_like_ours(tmp_path):
+    """REINFORCE written outside gives the gradient of our token mean without a clip: at ratio 1 they are the same."""
+    (tmp_path / "mine.py").write_text(
+        "def reinforce(logprobs, old, advantage, sequence): return -advantage * logprobs\n"
+        "def scalar(logprobs, old, advantage, sequence): return logprobs.sum()\n"
+        "def dead(logprobs, old, advantage, sequence): return logprobs.detach()\n"
+        "def broken(logprobs, old, advantage, sequence): return nothing\n"
+    )
+    groups = some_groups()
+    ours, _ = step(GrpoConfig(loss="dapo", beta=0.1), groups)
+    theirs, metrics = step(GrpoConfig(loss=f"{tmp_path}/mine.py:reinforce", beta=0.1), groups)
+    for name, gradient in ours.items():
+        torch.testing.assert_close(theirs[name], gradient)
+    assert metrics["clip_ratio/region_mean"] == 0.0
+    for name, message in (("scalar", "one number a token"), ("dead", "with a gradient"), ("broken", "NameError")):
+        with pytest.raises(UserError, match=f"grpo.loss .*{message}"):
+            step(GrpoConfig(loss=f"{tmp_path}/mine.py:{name}"), groups)
+    with pytest.raises(UserError, match="grpo.loss .*cannot import"):
+        step(GrpoConfig(loss="no.such.module:f"), groups)
+
+
+def test_a_foreign_group_trains_with_the_advantages_it_brings():
+    own, foreign = group([1.0, 0.0, 0.0], seed=1), group([0.0, 0.0], seed=2)
+    foreign.peer = "someone"
+    without, _ = step(GrpoConfig(), [own, foreign])
+    foreign.advantages = [2.0, -2.0]
+    brought, _ = step(GrpoConfig(), [own, foreign])
+    assert any(not torch.equal(without[name], gradient) for name, gradient in brought.items())
+    foreign.advantages = [0.0, 0.0]
+    nothing, _ = step(GrpoConfig(), [own, foreign])
+    assert all(torch.equal(without[name], gradient) for name, gradient in nothing.items())

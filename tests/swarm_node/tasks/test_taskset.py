@@ -16,9 +16,9 @@ from protocol.codec import decode_task_name, encode_task_name
 from protocol.errors import RemoteProtocolError
 from swarm_node.config import RewardFunction, RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
+from swarm_node.outside import load_function
 from swarm_node.tasks import TaskSet, is_held_out, load_tasks
 from swarm_node.tasks.allot import allot
-from swarm_node.tasks.rewards import load_function
 from swarm_node.tasks.split import normalise
 
 REWARDS = RewardsConfig()
@@ -380,12 +380,12 @@ def test_a_file_of_functions_is_a_module_of_its_own(tmp_path: Path) -> None:
             "@dataclass\nclass Judge:\n    value: float\n"
             f"def f(completions, **columns): return [Judge({value}.0).value for text in completions]\n"
         )
-    first, second = (load_function(f"{path}:f") for path in paths)
+    first, second = (load_function(f"{path}:f", "function") for path in paths)
     assert (first(completions=["x"]), second(completions=["x"])) == ([0.0], [1.0])
     assert sys.modules["json"] is json
     (tmp_path / "bad.py").write_text("import nothing_of_this_name\n")
     with pytest.raises(UserError):
-        load_function(f"{tmp_path}/bad.py:f")
+        load_function(f"{tmp_path}/bad.py:f", "function")
     loaded = [m for m in sys.modules.values() if str(tmp_path) in (getattr(m, "__file__", None) or "")]
     assert [m.f for m in loaded] == [first, second]
 

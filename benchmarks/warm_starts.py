@@ -1,0 +1,105 @@
+"""Policies that the benchmarks start from: starters taught a little more, one for each seed, kept in `.cache`.
+
+    starter(seed) -> further(examples) -> model directory
+
+A seed decides everything: the starter's weights and examples, the examples taught after it, their order.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.format_reward import MARK
+from swarm_node.config import RewardsConfig
+from swarm_node.make_starter import EXAMPLES_PER_TASK
+from swarm_node.policy.policy import save
+from swarm_node.policy.starter import EOS, SEP, train_starter
+from swarm_node.tasks import load_tasks
+from swarm_node.types import Task
+
+CACHE = Path(__file__).parent / ".cache"
+BATCH = 64
+WARMUP = 10
+
+
+def plain(seed: int, steps: int = 500, layers: int = 2, hidden: int = 128) -> Path:
+    """A starter like the one that ships with the package, from other seeds."""
+
+    def make(out: Path) -> None:
+        tasks = load_tasks(["small"], RewardsConfig())
+        drawn = tasks.sample(random.Random(f"starter/{seed}"), EXAMPLES_PER_TASK * len(tasks.labels))
+        model, tokenizer = train_starter(
+            [(task.question, str(task.answer)) for task in drawn], layers, hidden, steps, seed
+        )
+        save(model, tokenizer, out)
+
+    return _cached(f"starter-{layers}x{hidden}-{steps}-{seed}", make)
+
+
+Answer = Callable[[random.Random, Task], str]
+"""What is taught as the answer to a task."""
+
+
+def taught(seed: int, name: str, tasks: Sequence[str], answer: Answer, **start: int) -> Path:
+    """`plain` after 80 more supervised steps on `tasks`, whose targets `answer` makes; `name` tells recipes apart."""
+
+    def make(out: Path) -> None:
+        folder = plain(seed, **start)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        rng = random.Random(f"{name}/{seed}")
+        drawn = load_tasks(list(tasks), RewardsConfig()).sample(rng, EXAMPLES_PER_TASK * len(tasks))
+        teach(model, tokenizer, [(task.question, answer(rng, task)) for task in drawn], 80, 1e-3, rng)
+        save(model, tokenizer, out)
+
+    return _cached("-".join([name, *map(str, start.values()), str(seed)]), make)
+
+
+def marks_now_and_then(share: float) -> Callable[[random.Random, Task], str]:
+    """The right answer, behind the mark in `share` of the cases."""
+    return lambda rng, task: (MARK if rng.random() < share else "") + str(task.answer)
+
+
+def teach(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[tuple[str, str]],
+    steps: int,
+    rate: float,
+    rng: random.Random,
+) -> None:
+    """Supervised steps on (question, answer) pairs: AdamW, cross-entropy on the answers, linear decay to 5 %."""
+    rows = [(tokenizer(q.strip() + SEP)["input_ids"], tokenizer(a + EOS)["input_ids"]) for q, a in examples]
+    rows.sort(key=lambda row: ((len(row[0]) + len(row[1])) // 8, rng.random()))
+    batches = [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)]
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    for step, batch in enumerate(rng.sample(batches, steps)):
+        width = max(len(p) + len(a) for p, a in batch)
+        ids = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in batch])
+        labels = torch.tensor([[-100] * len(p) + a + [-100] * (width - len(p) - len(a)) for p, a in batch])
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / WARMUP) * max(0.05, 1 - step / steps)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def _cached(name: str, make: Callable[[Path], None]) -> Path:
+    """The directory of that name, made whole or not at all."""
+    folder = CACHE / name
+    if not folder.exists():
+        torch.set_num_threads(1)
+        half = CACHE / f"{name}.part"
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir(parents=True)
+        make(half)
+        half.rename(folder)
+    return folder

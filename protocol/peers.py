@@ -1,0 +1,321 @@
+"""Whom a node knows, whom it dials next and whom it keeps talking to. Pure: `now` (Unix seconds) and `rng` come in.
+
+    table = PeerTable(me, rng); table.learn(addresses, now, bootstrap=True); table.read_cache(file, now)
+
+    every few seconds, after a lookup:
+        table.see(peer, card, now)                       each card found
+        table.set_connected(peers, now)                  who is connected on the DHT
+        table.to_dial(now)                               -> {peer: addresses}: dial all of a peer's at once
+        table.ghosts(gossip connections, now)            -> gossip ids to hang up on
+        table.gossip_to_dial(shards, most, gossip connections, now)    -> {gossip id: addresses}
+        table.write_cache()                              -> file, now and then
+
+Handing an address out counts as a try; being connected takes all tries back. Between tries the wait doubles, at most
+to `BOOTSTRAP_WAIT_S` or `OTHER_WAIT_S`, and is drawn from its upper half. Bootstrap peers are dialled for ever; others
+while their card is missing (they may be in another part of the swarm, which so merges with ours) or while too few peers
+are connected. Nothing that strangers say grows beyond its bound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import RemoteProtocolError
+from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
+from protocol.messages import Address, PeerCard, Time
+
+FIRST_WAIT_S = 1.0
+BOOTSTRAP_WAIT_S = 15.0
+"""Longest wait between tries of a bootstrap peer: with the time of a lookup and a dial, one that returns is found
+within 30 s."""
+OTHER_WAIT_S = 300.0
+"""Longest wait between tries of any other peer."""
+WANTED = 8
+"""Connections below which members are dialled although somebody already leads to them."""
+MAX_DIALS = 4
+"""Peers handed out at a time, bootstrap peers not counted."""
+MAX_KNOWN = 256
+"""Peers with addresses that are kept from round to round. Those without a card that never were connected are forgotten
+first, then those not heard of for longest; bootstrap peers never."""
+MAX_CARDS = 4096
+"""Live cards: 8 MB at their largest. Beyond, newcomers are not taken in, so that a flood cannot push members out."""
+HUBS = 3
+"""Hubs that a node keeps gossip connections to: one may be busy and one may go away."""
+UNREACHABLE_TRIES = 2
+"""More tries of a gossip address without success and it counts as unreachable."""
+GHOST_S = 8.0
+"""A gossip connection that no card claims for this long is of a process that is gone, or of nobody known."""
+MAX_CACHE_BYTES = 1024 * 1024
+"""A cache file: `MAX_KNOWN` peers with all their addresses take half of it."""
+
+
+class CachedPeer(msgspec.Struct, frozen=True):
+    """What a cache file says of one peer."""
+
+    addresses: Annotated[list[Address], Meta(min_length=1, max_length=2 * MAX_ADDRESSES)]
+    seen: Time
+    """When it was last heard of."""
+
+
+_cache_decoder = msgspec.json.Decoder(Annotated[list[CachedPeer], Meta(max_length=MAX_KNOWN)])
+
+
+@dataclass
+class _Tries:
+    """How often something was dialled since it last worked."""
+
+    count: int = 0
+    next_at: float = 0.0
+
+    def due(self, now: float, longest: float) -> bool:
+        return self.next_at <= now or self.next_at > now + longest  # the latter: the clock was set back
+
+    def note(self, now: float, longest: float, rng: random.Random) -> None:
+        wait = min(longest, FIRST_WAIT_S * 2.0 ** min(self.count, 16))
+        self.next_at = now + wait * rng.uniform(0.5, 1.0)
+        self.count += 1
+
+
+@dataclass
+class _Known:
+    """A peer with addresses."""
+
+    given: list[str] = field(default_factory=list)
+    """By manifest, flags or environment: kept for ever."""
+    told: list[str] = field(default_factory=list)
+    """By its latest card, or by the cache until there is one."""
+    seen: float = 0.0
+    worked: bool = False
+    """Was connected once."""
+    tries: _Tries = field(default_factory=_Tries)
+
+    @property
+    def longest_wait(self) -> float:
+        return BOOTSTRAP_WAIT_S if self.given else OTHER_WAIT_S
+
+
+class PeerTable:
+    """Everything one node knows of other peers."""
+
+    def __init__(self, me: str, rng: random.Random, ttl_s: float = CARD_TTL_S) -> None:
+        self._me = me
+        self._rng = rng
+        self._ttl_s = ttl_s
+        self._known: dict[str, _Known] = {}
+        self._cards: dict[str, tuple[PeerCard, float]] = {}
+        """Peer id -> card and when it runs out."""
+        self._connected: frozenset[str] = frozenset()
+        self._heard = float("-inf")
+        """When a new card last came."""
+        self._gossip: dict[str, _Tries] = {}
+        self._unclaimed: dict[str, float] = {}
+        """Gossip id -> since when it is connected without a card."""
+
+    # ----------------------------------------------------------------- what it is told
+
+    def learn(self, addresses: Iterable[str], now: float, bootstrap: bool = False) -> list[str]:
+        """Addresses worth a try. Returns those that are of no use because they do not end in /p2p/<peer id>."""
+        useless = []
+        for address in addresses:
+            peer = peer_of(address)
+            if not peer or len(address) > MAX_ADDRESS_CHARS:
+                useless.append(address)
+            elif peer != self._me:
+                known = self._known.setdefault(peer, _Known(seen=now))
+                part = known.given if bootstrap else known.told
+                if address not in part and len(part) < MAX_ADDRESSES:
+                    part.append(address)
+        self._forget_oldest()
+        return useless
+
+    def see(self, peer: str, card: PeerCard, now: float) -> None:
+        """A card that was found; one that is not newer than the one held changes nothing. One without a way to reach
+        its peer is a goodbye."""
+        held = self._cards.get(peer)
+        expires = min(card.created, now) + self._ttl_s
+        if peer == self._me or expires <= now or card.created > now + MAX_CLOCK_SKEW_S:
+            return
+        if held is not None and card.created <= held[0].created:
+            return
+        if held is None and len(self._cards) >= MAX_CARDS:
+            return
+        self._cards[peer] = card, expires
+        self._heard = now
+        told = _addresses(peer, card)
+        if told:
+            known = self._known.setdefault(peer, _Known())
+            known.told, known.seen = told, now
+
+    def set_connected(self, peers: Iterable[str], now: float) -> None:
+        """Who is connected now, whoever dialled."""
+        self._connected = frozenset(peers)
+        for peer in self._connected & self._known.keys():
+            known = self._known[peer]
+            known.seen, known.worked, known.tries = now, True, _Tries()
+
+    # ----------------------------------------------------------------- membership and the DHT
+
+    def members(self, now: float) -> dict[str, PeerCard]:
+        """Peer id -> card of those whose card has not run out."""
+        self._cards = {peer: entry for peer, entry in self._cards.items() if entry[1] > now}
+        return {peer: card for peer, (card, _) in self._cards.items() if card.addresses or card.gossip_id}
+
+    def addresses_of(self, peer: str) -> list[str]:
+        """All known addresses of a peer, its own word first."""
+        known = self._known.get(peer, _Known())
+        told = _addresses(peer, self._cards[peer][0]) if peer in self._cards else []
+        return list(dict.fromkeys(told + known.told + known.given))
+
+    def to_dial(self, now: float) -> dict[str, list[str]]:
+        """Peer id -> addresses to dial now: bootstrap peers that are due, and at most `MAX_DIALS` others."""
+        self._forget_oldest()
+        members = self.members(now)
+        few = len(self._connected) < WANTED
+        due = {
+            peer: known
+            for peer, known in self._known.items()
+            if peer not in self._connected and known.tries.due(now, known.longest_wait)
+        }
+        first = [peer for peer, known in due.items() if known.given]
+        others = [peer for peer, known in due.items() if not known.given and (few or peer not in members)]
+        others.sort(key=lambda peer: (due[peer].tries.count, -due[peer].seen))
+        chosen = first + others[:MAX_DIALS]
+        for peer in chosen:
+            due[peer].tries.note(now, due[peer].longest_wait, self._rng)
+        return {peer: self.addresses_of(peer) for peer in chosen}
+
+    # ----------------------------------------------------------------- gossip
+
+    def hubs(self, now: float) -> list[str]:
+        """Gossip ids of members that can be dialled, as far as is known: through them, those that only dial hear each
+        other. Bootstrap peers and relays first, then in an order of this node's own."""
+        return list(dict.fromkeys(card.gossip_id for card in self._listening(now) if self._is_reachable(card)))
+
+    def gossip_to_keep(self, shards: Collection[int], most: int, now: float) -> list[str]:
+        """At most `most` gossip ids to keep connections to, best first: `HUBS` hubs, then members, dealt to `shards` in
+        turn; unreachable ones last. None that serves no shard of these. The same every time, while it can be."""
+        listening = [card for card in self._listening(now) if not card.shards or set(shards) & set(card.shards)]
+        keep = dict.fromkeys([card.gossip_id for card in listening if self._is_reachable(card)][:HUBS])
+        for cards in (
+            [card for card in listening if self._is_reachable(card)],
+            [card for card in listening if not self._is_reachable(card)],
+        ):
+            rows = [[card.gossip_id for card in cards if not card.shards or shard in card.shards] for shard in shards]
+            for dealt in zip_longest(*rows):
+                keep |= dict.fromkeys(gossip_id for gossip_id in dealt if gossip_id is not None)
+        return list(keep)[:most]
+
+    def gossip_to_dial(
+        self, shards: Collection[int], most: int, connected: Collection[str], now: float
+    ) -> dict[str, list[str]]:
+        """Gossip id -> addresses to dial now, of those to keep; `connected` are the gossip ids connected now."""
+        addresses: dict[str, dict[str, None]] = {}  # of all cards that claim a gossip id: one of them may lie
+        serves_all: set[str] = set()
+        for card in self._listening(now):
+            addresses.setdefault(card.gossip_id, {}).update(dict.fromkeys(_gossip_addresses(card)))
+            if _serves_all(card):
+                serves_all.add(card.gossip_id)
+        self._gossip = {
+            gossip_id: _Tries() if gossip_id in connected else self._gossip.get(gossip_id, _Tries())
+            for gossip_id in addresses
+        }
+        chosen = {}
+        for gossip_id in self.gossip_to_keep(shards, most, now):
+            tries = self._gossip[gossip_id]
+            longest = BOOTSTRAP_WAIT_S if gossip_id in serves_all else OTHER_WAIT_S
+            if gossip_id not in connected and tries.due(now, longest):
+                tries.note(now, longest, self._rng)
+                chosen[gossip_id] = list(addresses[gossip_id])[:MAX_ADDRESSES]
+        return chosen
+
+    def ghosts(self, connected: Iterable[str], now: float, turn_s: float = 0.0) -> list[str]:
+        """Connected gossip ids that no live card has claimed for `GHOST_S`, and `turn_s` if it takes so long to look up
+        all cards. None while no new cards come or more than fit: then this node cannot tell, and gossip goes on."""
+        claimed = {card.gossip_id for card in self.members(now).values()}
+        if now - self._heard > 2 * CARD_RENEWAL_S or len(self._cards) >= MAX_CARDS:
+            self._unclaimed = {}
+        else:
+            unclaimed = [gossip_id for gossip_id in connected if gossip_id not in claimed]
+            self._unclaimed = {gossip_id: self._unclaimed.get(gossip_id, now) for gossip_id in unclaimed}
+        return [gossip_id for gossip_id, since in self._unclaimed.items() if now - since > GHOST_S + turn_s]
+
+    def _listening(self, now: float) -> list[PeerCard]:
+        """Cards of members that list gossip addresses: this node's own bootstrap peers first, then whoever says that it
+        serves everybody; besides, in an order of this node's own."""
+        listed = [(peer, card) for peer, card in self.members(now).items() if _gossip_addresses(card)]
+        listed.sort(key=lambda item: self._rank(*item))
+        return [card for _, card in listed]
+
+    def _rank(self, peer: str, card: PeerCard) -> tuple[bool, bool, bytes]:
+        known = self._known.get(peer)
+        chance = hashlib.sha256(f"{self._me}/{peer}".encode()).digest()
+        return known is None or not known.given, not _serves_all(card), chance
+
+    def _is_reachable(self, card: PeerCard) -> bool:
+        tries = self._gossip.get(card.gossip_id)
+        return tries is None or tries.count <= UNREACHABLE_TRIES
+
+    # ----------------------------------------------------------------- the cache file
+
+    def write_cache(self) -> bytes:
+        """JSON: the peers that this node would like to find again after a restart, latest heard of first."""
+        worth = [(peer, known) for peer, known in self._known.items() if known.worked or known.told]
+        worth.sort(key=lambda item: -item[1].seen)
+        return msgspec.json.encode(
+            [CachedPeer(self.addresses_of(peer), known.seen) for peer, known in worth[:MAX_KNOWN]]
+        )
+
+    def read_cache(self, data: bytes, now: float) -> None:
+        """Take in what `write_cache` wrote. Raises RemoteProtocolError (size or schema), and takes in nothing, if the
+        file is damaged."""
+        for cached in parse_cache(data):
+            self.learn(cached.addresses, min(cached.seen, now))
+
+    def _forget_oldest(self) -> None:
+        if len(self._known) <= MAX_KNOWN:
+            return
+        worst_first = sorted(
+            (known.worked or peer in self._cards, known.seen, peer)
+            for peer, known in self._known.items()
+            if not known.given
+        )
+        for _, _, peer in worst_first[: len(self._known) - MAX_KNOWN]:
+            del self._known[peer]
+
+
+def parse_cache(data: bytes) -> list[CachedPeer]:
+    """The peers in a cache file. Raises RemoteProtocolError: size or schema."""
+    if len(data) > MAX_CACHE_BYTES:
+        raise RemoteProtocolError("size", f"a cache of {len(data)} bytes, allowed are {MAX_CACHE_BYTES}")
+    try:
+        peers: list[CachedPeer] = _cache_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError("schema", str(error)) from error
+    return peers
+
+
+def peer_of(address: str) -> str:
+    """Peer id at the end of a multiaddress; empty if it has none."""
+    head, _, peer = address.rpartition("/p2p/")
+    return peer if head and "/" not in peer else ""
+
+
+def _addresses(peer: str, card: PeerCard) -> list[str]:
+    """Those of its own: nobody names addresses of others."""
+    return [address for address in card.addresses if peer_of(address) == peer]
+
+
+def _serves_all(card: PeerCard) -> bool:
+    return "bootstrap" in card.roles or "relay" in card.roles
+
+
+def _gossip_addresses(card: PeerCard) -> list[str]:
+    return [address for address in card.gossip if card.gossip_id and peer_of(address) == card.gossip_id]

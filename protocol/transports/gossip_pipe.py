@@ -1,0 +1,172 @@
+"""What a node and its gossip process say to each other over the process's stdin and stdout.
+
+    frame = length of the rest (4 bytes, big-endian) | msgpack of one record below
+
+Frames to the process are `Command`s, frames from it `Event`s. Both sides refuse what is larger than `MAX_FRAME_BYTES`
+or not of the schema.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import RemoteProtocolError
+from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_SHARDS
+from protocol.messages import Count, Hash64
+
+HEAD_BYTES = 4
+MAX_FRAME_BYTES = MAX_BATCH_BYTES + 64 * 1024
+"""A whole sealed batch with its topic; the longest status (1024 peer ids of 52 characters) fits in as well."""
+MAX_CONNECTIONS = 512
+"""A Python process decrypts some 50 MB/s; beyond a few hundred connections it is not a useful hub."""
+
+Data = Annotated[bytes, Meta(max_length=MAX_BATCH_BYTES)]
+Topic = Annotated[str, Meta(min_length=1, max_length=128)]
+PeerAddress = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
+GossipId = Annotated[str, Meta(max_length=64)]
+Port = Annotated[int, Meta(ge=0, lt=65536)]
+Slug = Annotated[str, Meta(max_length=64)]
+Reasons = Annotated[dict[Slug, Count], Meta(max_length=64)]
+
+
+class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All that the gossip process is told at its start; always the first command."""
+
+    swarm: Hash64
+    shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)] = 1
+    listen: Annotated[str, Meta(max_length=64)] = "0.0.0.0"
+    """IP address to listen on."""
+    port: Port = 0
+    """TCP port to listen on, or the next free one; 0 = any."""
+    dial_only: bool = False
+    """Never listen."""
+    announce: Annotated[list[PeerAddress], Meta(max_length=MAX_ADDRESSES)] = []
+    """IP addresses or host names under which others reach this port, or whole multiaddresses; told first."""
+    degree: Annotated[int, Meta(ge=1, le=64)] = 6
+    """Peers that a message is passed on to, per topic; two thirds to double of it. Peers that dialled us come on top:
+    they may have nobody else."""
+    max_connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)] = 64
+    messages_per_minute: Annotated[int, Meta(ge=1)] = 240
+    """Of one author; the rest is refused and not passed on."""
+    bytes_per_minute: Annotated[int, Meta(ge=1)] = 8 * 2**20
+    """Likewise."""
+    max_age_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Older batches are refused."""
+    max_skew_s: Annotated[float, Meta(ge=0)] = MAX_CLOCK_SKEW_S
+    """Batches from further in the future are refused."""
+
+
+class Subscribe(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Have messages on `topic` delivered; and pass them on."""
+
+    topic: Topic
+
+
+class Unsubscribe(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    topic: Topic
+
+
+class Publish(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    topic: Topic
+    data: Data
+
+
+class Dial(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Connect to a peer's gossip process: a multiaddress that ends in its id."""
+
+    address: PeerAddress
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Hang up on these."""
+
+    ids: Annotated[list[GossipId], Meta(max_length=MAX_CONNECTIONS)]
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Ask for a `Status`."""
+
+    number: Count
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """It listens, under this id."""
+
+    gossip_id: GossipId
+    addresses: Annotated[list[PeerAddress], Meta(max_length=MAX_ADDRESSES)]
+    port: Port
+    """0 if it does not listen."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A message of another peer that passed the gate; each once."""
+
+    topic: Topic
+    data: Data
+
+
+class DialFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    address: PeerAddress
+    detail: Annotated[str, Meta(max_length=256)]
+
+
+class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Levels now, totals since the process began."""
+
+    number: Count
+    """Of the `Ask`."""
+    peers: Annotated[list[GossipId], Meta(max_length=MAX_CONNECTIONS)]
+    """Those that speak gossip with us."""
+    mesh: Annotated[dict[Topic, Count], Meta(max_length=MAX_SHARDS)]
+    """Peers that messages on a topic go to directly."""
+    bytes_in: Count
+    """Read from TCP sockets: encryption, multiplexing and gossip's own talk included; without TCP and IP headers."""
+    bytes_out: Count
+    messages_in: Count
+    messages_out: Count
+    dropped: Count
+    """Messages that the node was too slow to take."""
+    rejected: Reasons
+    """Messages, frames and connections refused, by reason."""
+
+
+Command = GossipSettings | Subscribe | Unsubscribe | Publish | Dial | Drop | Ask
+Event = Ready | Message | DialFailed | Status
+
+_encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
+
+
+def frame(record: Any) -> bytes:
+    """The frame that carries `record`."""
+    body = _encoder.encode(record)
+    return len(body).to_bytes(HEAD_BYTES, "big") + body
+
+
+class Frames(Generic[T]):
+    """Cuts a byte stream into records of type `T`; holds at most one frame and what came with it."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[T]:
+        """The records completed by `data`. Raises RemoteProtocolError: size or schema."""
+        self._buffer += data
+        records = []
+        while len(self._buffer) >= HEAD_BYTES:
+            size = int.from_bytes(self._buffer[:HEAD_BYTES], "big")
+            if size > MAX_FRAME_BYTES:
+                raise RemoteProtocolError("size", f"frame of {size} bytes")
+            if len(self._buffer) < HEAD_BYTES + size:
+                break
+            body = bytes(self._buffer[HEAD_BYTES : HEAD_BYTES + size])
+            del self._buffer[: HEAD_BYTES + size]
+            try:
+                records.append(self._decoder.decode(body))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise RemoteProtocolError("schema", str(error)) from error
+        return records

@@ -1,0 +1,438 @@
+"""The DHT and the streams of a node: hivemind's `P2P` and `DHTNode` in the caller's asyncio loop.
+
+    P2PTransport --coroutines--> HivemindPlane --unix sockets--> p2pd (go-libp2p) ==TCP==> other peers
+                                     watch: p2pd gone -> fail the calls in flight, start it again: same key, same port
+
+Never `hivemind.DHT`, whose process dies of large messages. p2pd starts without bootstrap peers and dials them
+afterwards, so that dead ones cannot hold up a start. Every call is bounded in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import math
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hivemind.dht.node import DHTID, DHTNode
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
+
+from protocol.codec import seal_card
+from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from protocol.identity import Identity
+from protocol.limits import MAX_REQUEST_BYTES
+from protocol.messages import PeerCard
+from protocol.peers import peer_of
+from protocol.topics import bucket_of, membership_key
+from protocol.transports.base import Server
+from protocol.transports.records import CardStorage, CardValidator
+from protocol.transports.settings import NetworkSettings, announced, best_first, endpoint, free_port, listen_address
+from protocol.transports.streams import Answers, Traffic, ask
+
+START_S = 15.0
+CALL_S = 10.0
+DIAL_S = 8.0
+KNOCK_S = 4.0
+GOODBYE_S = 2.0
+MAX_WAIT_S = 10.0
+ASKED_TO_END = 0, -signal.SIGINT, -signal.SIGTERM
+"""Exit codes not worth a word: Ctrl-C reaches p2pd as well."""
+STEADY_S = 10.0
+"""A p2pd that lived this long did not die of its own start."""
+_FAILURES = (P2PDaemonError, P2PHandlerError, OSError, EOFError)
+"""What calls to p2pd raise besides running into their time limit."""
+BEAM = 8
+"""Nodes asked for each bucket, more or less; five of them keep it."""
+T = TypeVar("T")
+
+logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "CRITICAL"))  # faults are counted instead
+
+
+class HivemindPlane:
+    """One peer's p2pd and DHT node. All coroutines belong to the loop that `start` was called in."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        identity_path: Path,
+        swarm: str,
+        settings: NetworkSettings,
+        relays: Sequence[str] = (),
+        report: Callable[[str], None] = lambda sentence: None,
+        on_restart: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.addresses: list[str] = []
+        """Where others reach this node, those worth telling first."""
+        self.port = settings.port
+        self.restarts = 0
+        self.traffic = Traffic()
+        self._identity = identity
+        self._identity_path = identity_path
+        self._swarm = swarm
+        self._settings = settings
+        self._relays = [address for address in relays if peer_of(address) not in ("", identity.peer_id)]
+        self._report = report
+        self._on_restart = on_restart
+        self._protocol = f"/swarm-node/{swarm[:16]}/request/1"
+        self._answers = Answers(self.traffic, report)
+        self._validator = CardValidator(swarm, settings.card_ttl_s, self.traffic.rejected)
+        self._storage, self._cache = CardStorage(), CardStorage()
+        self._folder = ""
+        self._daemon: P2P | None = None
+        self._node: DHTNode | None = None
+        self._ended: asyncio.Future[int] = asyncio.Future()
+        """Exit code of the p2pd that runs now."""
+        self._keeper: asyncio.Task[None] | None = None
+        self._closing = False
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Start p2pd and keep it running; returns when it is up. Raises LocalProtocolError for settings it refuses."""
+        self._folder = tempfile.mkdtemp(prefix="swarm-node-", dir="/tmp")  # paths of sockets are short
+        self._daemon_class = _daemon_class(self)
+        up = asyncio.get_running_loop().create_future()
+        self._keeper = asyncio.create_task(self._keep(up))
+        await up
+
+    async def close(self) -> None:
+        """Stop p2pd; bounded, whatever state it is in."""
+        self._closing = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait({self._keeper}, timeout=GOODBYE_S)
+        await self._stop_daemon()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _keep(self, up: asyncio.Future[None]) -> None:
+        """Start p2pd whenever there is none."""
+        wait = 0.0
+        while not self._closing:
+            try:
+                await self._start_daemon()
+            except LocalProtocolError as error:
+                if not up.done():
+                    up.set_exception(error)
+                    return
+                self._report(str(error))
+                wait = MAX_WAIT_S
+            except Exception as error:  # whatever hivemind raises: this node lives on, and tries again
+                self._report(f"p2pd does not start: {error or type(error).__name__}")
+                wait = min(MAX_WAIT_S, wait + 1.0)
+            else:
+                started = time.monotonic()
+                if up.done():
+                    self.restarts += 1
+                    self._on_restart()
+                else:
+                    up.set_result(None)
+                code = await self._ended
+                wait = 0.0 if time.monotonic() - started > STEADY_S else min(MAX_WAIT_S, wait + 0.25)
+                if code not in ASKED_TO_END:
+                    self._report(f"p2pd ended with code {code}; starting it again")
+            await self._stop_daemon()
+            await asyncio.sleep(wait)
+
+    async def _start_daemon(self) -> None:
+        settings = self._settings
+        relays = self._relays[:8] if settings.relay else []
+        async with _one_start_at_a_time():
+            if not settings.dial_only:
+                self._choose_port()
+            daemon = await asyncio.wait_for(
+                self._daemon_class.create(
+                    identity_path=str(self._identity_path),
+                    check_if_identity_free=False,  # would start a second p2pd, with port mapping
+                    host_maddrs=None if settings.dial_only else [listen_address(settings.listen, self.port)],
+                    announce_maddrs=announced(settings, self.port) or None,
+                    no_listen=settings.dial_only,
+                    dht_mode="client" if settings.dial_only else "server",
+                    force_reachability="public" if settings.serve_relay else "private" if settings.dial_only else None,
+                    auto_nat=settings.relay,
+                    use_relay=settings.relay or settings.serve_relay,
+                    use_auto_relay=bool(relays) and not settings.serve_relay,  # without any, p2pd would ask IPFS's
+                    trusted_relays=relays or None,
+                    nat_port_map=settings.nat_port_map,
+                    startup_timeout=START_S,
+                ),
+                START_S + 5.0,
+            )
+        self._ended = asyncio.ensure_future(_end_of(daemon))
+        node = await asyncio.wait_for(
+            DHTNode.create(
+                p2p=daemon,
+                node_id=DHTID.generate(self._identity.peer_id),
+                record_validator=self._validator,
+                client_mode=settings.dial_only,
+                cache_locally=False,
+                cache_nearest=0,
+                cache_on_store=False,
+                reuse_get_requests=False,
+            ),
+            CALL_S,
+        )
+        node.protocol.storage, node.protocol.cache = self._storage, self._cache  # bounded, and outliving p2pd
+        node.protocol._validate_dictionary = self._validator.keep_valid
+        await asyncio.wait_for(daemon.add_binary_stream_handler(self._protocol, self._on_stream), CALL_S)
+        self._node = node
+        await self.look_around()
+
+    def _choose_port(self) -> None:
+        wanted = self.port
+        self.port = free_port(self._settings.listen, wanted)
+        if wanted and self.port != wanted:
+            self._report(f"port {wanted} is taken: listening on {self.port}")
+
+    async def _stop_daemon(self) -> None:
+        """End p2pd. Its DHT node is let go, not shut down: that would wait for a p2pd that is dead."""
+        daemon, self._daemon, self._node = self._daemon, None, None
+        if daemon is None:
+            return
+        try:
+            await asyncio.wait_for(daemon.shutdown(), GOODBYE_S)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                daemon._child.kill()
+        for left in Path(self._folder).glob("*.sock"):
+            left.unlink(missing_ok=True)  # of a p2pd that was killed
+
+    # ---------------------------------------------------------------- addresses and connections
+
+    async def look_around(self) -> None:
+        """Ask p2pd where this node can be reached by now (routers, relays). Raises PeerUnreachable."""
+        daemon = self._running()[0]
+        with suppress(ValueError):  # no address at all: dial-only and no relay yet
+            found = await self._bounded(daemon.get_visible_maddrs(latest=True), CALL_S)
+            self.addresses = best_first([str(address) for address in found])
+
+    async def connect(self, peer: str, addresses: Sequence[str]) -> None:
+        """Dial a peer at all of these multiaddresses, and let both DHT tables know. Raises PeerUnreachable."""
+        daemon, node = self._running()
+        if peer not in await self.connected():
+            addresses = await _answering([address for address in addresses if peer_of(address) == peer])
+        try:
+            to = PeerID.from_base58(peer)
+            ways = [_way(address) for address in addresses]
+        except (ValueError, MultiaddrError) as error:
+            raise PeerUnreachable(f"{peer} at {addresses}: {error}") from error
+        await self._bounded(daemon._client.connect(to, ways), DIAL_S)
+        if await self._bounded(node.protocol.call_ping(to), CALL_S) is None:
+            return  # connected, but it only dials and keeps no part of the DHT
+        await self._bounded(node.find_nearest_nodes([node.node_id]), CALL_S)
+
+    async def connected(self) -> set[str]:
+        """Peer ids with a connection to this node. Raises PeerUnreachable."""
+        daemon = self._running()[0]
+        return {str(peer.peer_id) for peer in await self._bounded(daemon.list_peers(), CALL_S)}
+
+    @property
+    def daemon_pid(self) -> int | None:
+        """Process id of p2pd."""
+        return None if self._daemon is None or self._daemon._child is None else int(self._daemon._child.pid)
+
+    # ---------------------------------------------------------------- cards
+
+    async def store_card(self, card: PeerCard) -> bool:
+        """Seal this node's card and store it. False if no peer took it; raises PeerUnreachable."""
+        node, peer = self._running()[1], self._identity.peer_id
+        key = membership_key(self._swarm, bucket_of(peer))
+        return bool(
+            await self._bounded(
+                node.store(
+                    key,
+                    seal_card(card, self._identity),
+                    subkey=peer,
+                    expiration_time=card.created + self._settings.card_ttl_s,
+                ),
+                CALL_S,
+            )
+        )
+
+    async def get_cards(self, buckets: Collection[int]) -> dict[str, PeerCard]:
+        """Peer id -> card of everyone in these buckets, this node too. Raises PeerUnreachable."""
+        node = self._running()[1]
+        keys = [membership_key(self._swarm, bucket) for bucket in buckets]
+        # NaN: no expiration suffices to end the search early, not even the infinite one a hostile peer may claim
+        found = await self._bounded(node.get_many(keys, sufficient_expiration_time=math.nan, beam_size=BEAM), CALL_S)
+        cards, now = {}, time.time()
+        for bucket in found.values():
+            if bucket is not None and isinstance(bucket.value, dict):
+                for sealed, expiration in bucket.value.values():
+                    if expiration > now:
+                        peer, card = self._validator.open(sealed)
+                        cards[peer] = card
+        return cards
+
+    # ---------------------------------------------------------------- requests
+
+    def serve(self, method: str, server: Server) -> None:
+        """Answer requests for `method` from now on."""
+        self._answers.servers[method] = server
+
+    async def request(
+        self, peer: str, method: str, payload: bytes, timeout: float, limit: int, addresses: Sequence[str] = ()
+    ) -> bytes:
+        """Ask `peer`, known to be at `addresses`. Raises PeerUnreachable or RemoteProtocolError."""
+        if len(payload) > MAX_REQUEST_BYTES or not 0 < len(method.encode()) < 256:
+            raise LocalProtocolError(f"a request {method!r} of {len(payload)} bytes cannot be sent")
+        self._running()
+        return await self._bounded(self._ask(peer, method, payload, limit, addresses), timeout)
+
+    async def _ask(self, peer: str, method: str, payload: bytes, limit: int, addresses: Sequence[str]) -> bytes:
+        daemon = self._running()[0]
+        try:
+            to = PeerID.from_base58(peer)
+        except ValueError as error:
+            raise PeerUnreachable(f"{peer!r} is no peer: {error}") from error
+        failure: Exception | None = None
+        if addresses and peer not in await self.connected():
+            try:
+                await self.connect(peer, addresses)
+            except PeerUnreachable as error:  # p2pd may know another way
+                failure = error
+        try:
+            _, reader, writer = await daemon.call_binary_stream_handler(to, self._protocol)
+        except P2PDaemonError as error:
+            raise failure or error from error
+        try:
+            return await ask(reader, writer, method, payload, limit, self.traffic)
+        except RemoteProtocolError as error:
+            if error.reason == "torn":
+                await asyncio.sleep(0.1)  # if it was our own p2pd that died, that is known by then, and ends this call
+            raise
+        finally:
+            writer.close()
+
+    async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._answers.serve(str(info.peer_id), reader, writer)
+
+    # ---------------------------------------------------------------- calls to p2pd
+
+    def _running(self) -> tuple[P2P, DHTNode]:
+        if self._daemon is None or self._node is None or self._ended.done():
+            raise PeerUnreachable("the network is not up")
+        return self._daemon, self._node
+
+    async def _bounded(self, call: Awaitable[T], timeout: float) -> T:
+        """The result of a call to p2pd. Raises PeerUnreachable if it takes too long, fails, or p2pd dies meanwhile:
+        hivemind's calls would wait for ever."""
+        task, ended = asyncio.ensure_future(call), self._ended
+        either: set[asyncio.Future[Any]] = {task, ended}
+        try:
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not task.cancelled():
+                return task.result()
+        except _FAILURES as error:
+            raise PeerUnreachable(str(error) or type(error).__name__) from error
+        finally:
+            task.cancel()
+            task.add_done_callback(_forget)
+        raise PeerUnreachable("p2pd ended meanwhile" if ended.done() else f"no answer within {timeout:g} s")
+
+
+def _daemon_class(plane: HivemindPlane) -> type[P2P]:
+    """p2pd as hivemind starts it, but with its sockets in a private folder, relaying only if wanted, bytes counted, and
+    known to `plane` from its birth, so that none is left over if its start fails half-way."""
+    traffic, serves = plane.traffic, int(plane._settings.serve_relay)
+
+    class Daemon(P2P):  # type: ignore[misc]
+        _UNIX_SOCKET_PREFIX = f"/unix{plane._folder}/"
+        DHT_MODE_MAPPING = {mode: {**flags, "relayService": serves} for mode, flags in P2P.DHT_MODE_MAPPING.items()}
+
+        def __init__(self) -> None:
+            super().__init__()
+            plane._daemon = self
+
+        async def call_protobuf_handler(self, peer_id: PeerID, name: str, input: Any, output_type: Any) -> Any:
+            traffic.bytes_out += input.ByteSize()
+            output = await super().call_protobuf_handler(peer_id, name, input, output_type)
+            traffic.bytes_in += output.ByteSize()
+            return output
+
+        async def add_protobuf_handler(self, name: str, handler: Any, input_type: Any, **options: Any) -> None:
+            async def counted(request: Any, context: P2PContext) -> Any:
+                traffic.bytes_in += request.ByteSize()
+                response = await handler(request, context)
+                traffic.bytes_out += response.ByteSize()
+                return response
+
+            await super().add_protobuf_handler(name, counted, input_type, **options)
+
+    return Daemon
+
+
+@asynccontextmanager
+async def _one_start_at_a_time() -> AsyncIterator[None]:
+    """Nodes of one user on one machine choose a port and occupy it one after the other (two p2pd would share one)."""
+    path = os.path.join(tempfile.gettempdir(), f"swarm-node-{os.getuid()}.lock")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        for _ in range(250):  # 5 s, then without
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0.02)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _way(address: str) -> Multiaddr:
+    """`address` without the peer id at its end, for p2pd. hivemind itself writes Ed25519 ids of relays as CIDs, which
+    go-libp2p cannot read."""
+    head = address.rpartition("/p2p/")[0]
+    to_relay, circuit, _ = head.partition("/p2p-circuit")
+    if not circuit:
+        return Multiaddr(head)
+    to_relay, _, relay = to_relay.rpartition("/p2p/")
+    id = PeerID.from_base58(relay).to_bytes()
+    return Multiaddr(Multiaddr(to_relay).to_bytes() + b"\xa5\x03" + bytes([len(id)]) + id + b"\xa2\x02")
+
+
+async def _answering(addresses: Sequence[str]) -> list[str]:
+    """Those where somebody listens, and those that lead through a relay. Raises PeerUnreachable if there is none.
+
+    p2pd must not find out by itself: it refuses to dial an address that failed, each time longer, up to five minutes,
+    and would miss a peer's return.
+    """
+    found = await asyncio.gather(*map(_answers, addresses))
+    answering = [address for address, answers in zip(addresses, found, strict=True) if answers]
+    if not answering:
+        raise PeerUnreachable(f"nobody listens at {', '.join(addresses) or 'an unknown address'}")
+    return answering
+
+
+async def _answers(address: str) -> bool:
+    target = endpoint(address)
+    if target is None:
+        return "/p2p-circuit" in address
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*target), KNOCK_S)
+    except (OSError, TimeoutError, ValueError):  # the latter for names that cannot be any
+        return False
+    writer.close()
+    return True
+
+
+async def _end_of(daemon: P2P) -> int:
+    return int(await daemon._child.wait())
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    """Look at what an abandoned call ended with, or asyncio complains that nobody did."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,483 @@
+"""The network in one process, on a virtual clock, with faults: for tests and simulations. Equal seeds, equal events.
+
+    clock = VirtualClock(); network = MemoryNetwork(clock, seed=3)
+    a = network.join("a", swarm); b = network.join("b", swarm, bootstrap=a.addresses)
+    clock.run_until(10.0)                  b has dialled a: they see each other's cards and hear each other's messages
+    network.partition(["a"]); network.heal(); network.kill("a")
+
+Who can hear whom follows from who has dialled whom: every node keeps a `PeerTable`, dials what it says, and connected
+nodes make up a component. Cards spread within a component; messages and requests stay within it; components merge when
+one of their nodes reaches another, and fall apart when nothing connects them any more.
+
+Gossip goes in one hop to every subscriber, paid by the sender; with `degree`, hop by hop over a random mesh, so that
+forwarding and duplicates are paid by who causes them. Bytes are those of gossip and requests: what membership costs is
+measured on the real network. Everything runs on the thread that drives the clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from protocol.codec import seal_card
+from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from protocol.identity import Identity
+from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_BATCH_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
+from protocol.messages import PeerCard
+from protocol.peers import PeerTable
+from protocol.transports.base import Handler, Server
+
+SPREAD_S = 2.0
+"""A card is found by others, and components that meet become one, this much later."""
+LOOKUP_S = 5.0
+"""How often a node looks up cards and dials."""
+LOOKUP_CARDS = 32
+"""Cards of others that a node's own table holds; `members` sees all."""
+HEARTBEAT_S = 1.0
+"""A mesh is mended this often at most."""
+MAX_BACKLOG_S = 10.0
+"""What would wait longer for its sender's uplink is dropped."""
+
+
+class VirtualClock:
+    """Time that passes only from event to event. Events of one time happen in the order they were asked for."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._asked = 0
+
+    def now(self) -> float:
+        """Seconds; what `start` means is up to the caller."""
+        return self._now
+
+    def call_at(self, t: float, fn: Callable[..., None], *args: Any) -> None:
+        """Have `fn(*args)` called at time `t`, or next if that has passed."""
+        self._asked += 1
+        heapq.heappush(self._events, (max(t, self._now), self._asked, fn, args))
+
+    def step(self, until: float = math.inf) -> bool:
+        """Let the next event happen; False, and nothing changes, if there is none up to `until`."""
+        if not self._events or self._events[0][0] > until:
+            return False
+        self._now, _, fn, args = heapq.heappop(self._events)
+        fn(*args)
+        return True
+
+    def run_until(self, t: float) -> None:
+        """Let everything up to and including `t` happen."""
+        while self.step(t):
+            pass
+        self._now = max(self._now, t)
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """A node's way to the rest of the world. A message passes its sender's and its receiver's: delays add up, and it
+    must survive both."""
+
+    latency_s: float = 0.02
+    jitter_s: float = 0.0
+    """Largest random delay on top."""
+    bandwidth_bytes_s: float = math.inf
+    """Of the uplink; messages leave one after the other."""
+    loss: float = 0.0
+    """Probability that a message is lost (requests are not: they run over streams)."""
+    duplicate: float = 0.0
+    """Probability that a message comes twice."""
+
+
+class _Component:
+    """Nodes that are connected, directly or through each other, and the cards that they hold together."""
+
+    def __init__(self, nodes: Iterable[MemoryTransport], cards: Mapping[str, tuple[PeerCard, float]]) -> None:
+        self.nodes = dict.fromkeys(nodes)
+        self.cards = dict(cards)
+        """Peer id -> card and when it runs out."""
+        self.meshes: dict[str, _Mesh] = {}
+        self.changes = 0
+        """Counts nodes that came and went."""
+
+
+@dataclass
+class _Mesh:
+    """Who forwards to whom on one topic in one component."""
+
+    built: float
+    state: tuple[int, int]
+    neighbours: dict[MemoryTransport, dict[MemoryTransport, None]]
+
+
+@dataclass(eq=False)
+class _Message:
+    topic: str
+    data: bytes
+    seen: set[MemoryTransport] = field(default_factory=set)
+
+
+@dataclass
+class _Topic:
+    subscribers: dict[MemoryTransport, None] = field(default_factory=dict)
+    changes: int = 0
+
+
+class MemoryNetwork:
+    """All nodes, and what happens between them."""
+
+    def __init__(self, clock: VirtualClock, seed: int = 0, degree: int | None = None) -> None:
+        """`degree`: mean number of neighbours in gossip meshes; `None` = one hop to everybody."""
+        self.clock = clock
+        self.rng = random.Random(seed)
+        self.degree = degree
+        self.faults: Counter[str] = Counter()
+        """What befell messages: `lost`, `duplicated`, `cut` (their receiver was gone or cut off when they came)."""
+        self._nodes: dict[str, MemoryTransport] = {}
+        self._topics: dict[str, _Topic] = {}
+
+    def join(
+        self,
+        who: Identity | str,
+        swarm: str,
+        link: LinkModel = LinkModel(),
+        bootstrap: Sequence[str] = (),
+        dial_only: bool = False,
+    ) -> MemoryTransport:
+        """A node starts. `who` is its identity or just its peer id (then its cards are not checked); a peer that was
+        killed comes back by joining again. `dial_only`: nobody can dial it."""
+        peer = who if isinstance(who, str) else who.peer_id
+        if peer in self._nodes:
+            raise LocalProtocolError(f"peer {peer} is already there")
+        node = MemoryTransport(self, who, swarm, link, bootstrap, dial_only)
+        self._nodes[peer] = node
+        self.clock.call_at(self.clock.now(), node._tick)
+        return node
+
+    # ----------------------------------------------------------------- faults
+
+    def kill(self, peer: str) -> None:
+        """The node vanishes without a goodbye: its card runs out by itself."""
+        self._remove(self._nodes[peer])
+
+    def partition(self, *groups: Collection[str]) -> None:
+        """From now on nothing passes between these groups of peers, nor between them and everybody else (newcomers
+        included)."""
+        for node in self._nodes.values():
+            node._side = next((i for i, group in enumerate(groups, 1) if node.peer_id in group), 0)
+        for node in self._nodes.values():
+            for other in [other for other in node._edges if other._side != node._side]:
+                del node._edges[other]
+        for component in dict.fromkeys(node._component for node in self._nodes.values()):
+            self._split(component)
+
+    def heal(self) -> None:
+        """Everything passes again; who was cut off is found when somebody dials it."""
+        for node in self._nodes.values():
+            node._side = 0
+
+    # ----------------------------------------------------------------- connections
+
+    def _dial(self, node: MemoryTransport, peer: str) -> None:
+        other = self._nodes.get(peer)
+        if other is None or other.dial_only or other is node or other._side != node._side:
+            return
+        node._edges[other] = other._edges[node] = None
+        if other._component is not node._component:
+            self.clock.call_at(self.clock.now() + SPREAD_S, self._merge, node, other)
+
+    def _merge(self, node: MemoryTransport, other: MemoryTransport) -> None:
+        """The components of two nodes become one, if they are still connected."""
+        large, small = node._component, other._component
+        if other not in node._edges or large is small:
+            return
+        if len(small.nodes) > len(large.nodes):
+            large, small = small, large
+        for moved in small.nodes:
+            moved._component = large
+        large.nodes |= small.nodes
+        large.changes += 1
+        for peer, entry in small.cards.items():
+            if peer not in large.cards or large.cards[peer][0].created < entry[0].created:
+                large.cards[peer] = entry
+
+    def _split(self, component: _Component) -> None:
+        """What is no longer connected becomes components of its own, each with all cards."""
+        left = dict(component.nodes)
+        pieces = []
+        while left:
+            piece = [left.popitem()[0]]
+            for node in piece:  # grows meanwhile
+                for other in node._edges:
+                    if other in left:
+                        del left[other]
+                        piece.append(other)
+            pieces.append(piece)
+        component.changes += 1
+        if len(pieces) == 1:
+            return
+        for piece in pieces:
+            fresh = _Component(piece, component.cards)
+            for node in piece:
+                node._component = fresh
+
+    def _remove(self, node: MemoryTransport) -> None:
+        del self._nodes[node.peer_id]
+        node._alive = False
+        component = node._component
+        for other in node._edges:
+            del other._edges[node]
+        for topic in node._handlers:
+            self._topics[topic].subscribers.pop(node)
+            self._topics[topic].changes += 1
+        node._edges = {}
+        del component.nodes[node]
+        node._component = _Component([node], {})
+        self._split(component)
+
+    # ----------------------------------------------------------------- gossip
+
+    def _subscribe(self, node: MemoryTransport, name: str) -> None:
+        topic = self._topics.setdefault(name, _Topic())
+        topic.subscribers[node] = None
+        topic.changes += 1
+
+    def _receivers(self, node: MemoryTransport, name: str) -> Iterable[MemoryTransport]:
+        """Whom `node` sends a message on that topic to."""
+        topic = self._topics.get(name)
+        if topic is None:
+            return ()
+        if self.degree is None:
+            return [other for other in topic.subscribers if other._component is node._component and other is not node]
+        mesh = self._mesh(node._component, name, topic)
+        if node in mesh.neighbours:
+            return mesh.neighbours[node]
+        reachable = [other for other in mesh.neighbours if not (node.dial_only and other.dial_only)]
+        return self.rng.sample(reachable, min(self.degree, len(reachable)))  # publishes without listening
+
+    def _mesh(self, component: _Component, name: str, topic: _Topic) -> _Mesh:
+        """Everyone links to degree / 2 others that can be dialled, so that they have `degree` links in the mean; those
+        that only dial link to `degree`."""
+        state = component.changes, topic.changes
+        mesh, now = component.meshes.get(name), self.clock.now()
+        if mesh is not None and (mesh.state == state or now < mesh.built + HEARTBEAT_S):
+            return mesh
+        assert self.degree is not None
+        nodes = [node for node in topic.subscribers if node._component is component]
+        open_ = [node for node in nodes if not node.dial_only]
+        neighbours: dict[MemoryTransport, dict[MemoryTransport, None]] = {node: {} for node in nodes}
+        for node in nodes:
+            links = self.degree if node.dial_only else (self.degree + 1) // 2
+            chosen = self.rng.sample(open_, min(links + 1, len(open_)))
+            for other in [other for other in chosen if other is not node][:links]:
+                neighbours[node][other] = neighbours[other][node] = None
+        component.meshes[name] = mesh = _Mesh(now, state, neighbours)
+        return mesh
+
+    def _send(self, sender: MemoryTransport, receiver: MemoryTransport, message: _Message) -> None:
+        ours, theirs, rng, size = sender.link, receiver.link, self.rng, len(message.data)
+        sender.bytes_out += size
+        sender._uplink_free = max(sender._uplink_free, self.clock.now()) + size / ours.bandwidth_bytes_s
+        if (ours.loss or theirs.loss) and rng.random() >= (1 - ours.loss) * (1 - theirs.loss):
+            self.faults["lost"] += 1
+            return
+        copies = 1
+        if (ours.duplicate or theirs.duplicate) and rng.random() >= (1 - ours.duplicate) * (1 - theirs.duplicate):
+            self.faults["duplicated"] += 1
+            copies = 2
+        for _ in range(copies):
+            delay = ours.latency_s + theirs.latency_s
+            if ours.jitter_s or theirs.jitter_s:
+                delay += rng.uniform(0.0, ours.jitter_s) + rng.uniform(0.0, theirs.jitter_s)
+            self.clock.call_at(sender._uplink_free + delay, receiver._receive, sender, message)
+
+
+class MemoryTransport:
+    """One node's `Transport`. `table` is its peer table."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        who: Identity | str,
+        swarm: str,
+        link: LinkModel,
+        bootstrap: Sequence[str],
+        dial_only: bool,
+    ) -> None:
+        self.peer_id = who if isinstance(who, str) else who.peer_id
+        self.addresses = [] if dial_only else [f"/memory/p2p/{self.peer_id}"]
+        self.swarm = swarm
+        self.link = link
+        self.dial_only = dial_only
+        self.bytes_in = self.bytes_out = 0
+        self.messages_in = self.messages_out = 0
+        self.duplicates = self.dropped = 0
+        self.rejected: Counter[str] = Counter()
+        self.table = PeerTable(self.peer_id, random.Random(f"{network.rng.random()}"))
+        self.table.learn(bootstrap, network.clock.now(), bootstrap=True)
+        self._network = network
+        self._identity = who if isinstance(who, Identity) else None
+        self._alive = True
+        self._side = 0
+        self._edges: dict[MemoryTransport, None] = {}
+        self._component = _Component([self], {})
+        self._handlers: dict[str, list[Handler]] = {}
+        self._servers: dict[str, Server] = {}
+        self._card: PeerCard | None = None
+        self._renewed = -math.inf
+        self._uplink_free = 0.0
+
+    # ----------------------------------------------------------------- the port
+
+    def subscribe(self, topic: str, handler: Handler) -> None:
+        if self._alive:
+            self._handlers.setdefault(topic, []).append(handler)
+            self._network._subscribe(self, topic)
+
+    def publish(self, topic: str, data: bytes) -> bool:
+        late = self._uplink_free - self._network.clock.now() > MAX_BACKLOG_S
+        if not self._alive or late or len(data) > MAX_BATCH_BYTES:
+            self.dropped += 1
+            return False
+        self.messages_out += 1
+        message = _Message(topic, data, {self})
+        for other in self._network._receivers(self, topic):
+            self._network._send(self, other, message)
+        return True
+
+    def serve(self, method: str, server: Server) -> None:
+        self._servers[method] = server
+
+    def request(self, peer: str, method: str, payload: bytes = b"", timeout: float = 10.0, limit: int = 2**20) -> bytes:
+        """Answered at once: the virtual clock stands still. A peer that only dials can be asked by those connected to
+        it, nobody else."""
+        if len(payload) > MAX_REQUEST_BYTES:
+            raise LocalProtocolError(f"a request {method!r} of {len(payload)} bytes cannot be sent")
+        other = self._network._nodes.get(peer)
+        if other is None or other is self or not self._can_ask(other):
+            raise PeerUnreachable(f"{peer} cannot be reached")
+        server = other._servers.get(method)
+        if server is None:
+            raise PeerUnreachable(f"{peer} does not know the method {method!r}")
+        self.bytes_out += len(payload)
+        other.bytes_in += len(payload)
+        try:
+            response = server(self.peer_id, payload)
+        except RemoteProtocolError as error:
+            other.rejected[error.reason] += 1
+            raise
+        if len(response) > min(limit, MAX_RESPONSE_BYTES):
+            raise RemoteProtocolError("size", f"{len(response)} bytes, allowed are {limit}")
+        other.bytes_out += len(response)
+        self.bytes_in += len(response)
+        return response
+
+    def announce(self, card: PeerCard) -> None:
+        """The first card spreads at once, later ones take its place when it is renewed."""
+        card = msgspec.structs.replace(card, addresses=self.addresses, gossip=self.addresses, gossip_id=self.peer_id)
+        if self._identity is not None:
+            seal_card(card, self._identity)  # raises what a real transport would
+        first, self._card = self._card is None, card
+        if first:
+            self._renew()
+
+    def members(self) -> Mapping[str, PeerCard]:
+        now = self._network.clock.now()
+        return {
+            peer: card
+            for peer, (card, expires) in self._component.cards.items()
+            if expires > now and peer != self.peer_id and card.swarm == self.swarm
+        }
+
+    def stats(self) -> Mapping[str, float]:
+        """As the port says, and `duplicates`: messages that came more than once."""
+        return {
+            "peers": len(self.members()),
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "messages_in": self.messages_in,
+            "messages_out": self.messages_out,
+            "dropped": self.dropped,
+            "duplicates": self.duplicates,
+            "restarts/gossip": 0,
+            "restarts/dht": 0,
+            **{f"rejected/{reason}": count for reason, count in self.rejected.items()},
+        }
+
+    def close(self) -> None:
+        """Its card goes with it."""
+        if self._alive:
+            self._component.cards.pop(self.peer_id, None)
+            self._network._remove(self)
+
+    # ----------------------------------------------------------------- what happens to it
+
+    def _can_ask(self, other: MemoryTransport) -> bool:
+        if not self._alive or self._side != other._side:
+            return False
+        knows = self._component is other._component or bool(self.table.addresses_of(other.peer_id))
+        return other in self._edges or (knows and not other.dial_only)
+
+    def _receive(self, sender: MemoryTransport, message: _Message) -> None:
+        if not self._alive or self._side != sender._side:
+            self._network.faults["cut"] += 1
+            return
+        self.bytes_in += len(message.data)
+        if self in message.seen:
+            self.duplicates += 1
+            return
+        message.seen.add(self)
+        if self._network.degree is not None:
+            for other in self._network._receivers(self, message.topic):
+                if other is not sender:
+                    self._network._send(self, other, message)
+        self.messages_in += 1
+        for handler in self._handlers[message.topic]:
+            try:
+                handler(message.data)
+            except RemoteProtocolError as error:  # anything else is a bug, and ends the simulation
+                self.rejected[error.reason] += 1
+
+    def _tick(self) -> None:
+        """Renew the card, look up others', dial."""
+        if not self._alive:
+            return
+        network, now = self._network, self._network.clock.now()
+        if self._card is not None and now - self._renewed >= CARD_RENEWAL_S:
+            self._renew()
+        self._look_up(now)
+        self.table.set_connected((other.peer_id for other in self._edges), now)
+        for peer in self.table.to_dial(now):
+            network._dial(self, peer)
+        network.clock.call_at(now + LOOKUP_S * network.rng.uniform(0.9, 1.1), self._tick)
+
+    def _look_up(self, now: float) -> None:
+        cards = self._component.cards
+        wanted: Iterable[str] = cards
+        if len(cards) > LOOKUP_CARDS:
+            known = list(self.table.members(now))
+            wanted = known + self._network.rng.sample(list(cards), max(0, LOOKUP_CARDS - len(known)))
+        for peer in wanted:
+            card, expires = cards.get(peer, (None, 0.0))
+            if card is not None and expires > now and card.swarm == self.swarm:
+                self.table.see(peer, card, now)
+
+    def _renew(self) -> None:
+        assert self._card is not None
+        self._renewed = now = self._network.clock.now()
+        card = msgspec.structs.replace(self._card, created=now)
+        self._network.clock.call_at(now + SPREAD_S, self._spread, card)
+
+    def _spread(self, card: PeerCard) -> None:
+        if not self._alive:
+            return
+        cards = self._component.cards
+        cards[self.peer_id] = card, card.created + CARD_TTL_S
+        if len(cards) > 2 * len(self._component.nodes):
+            now = self._network.clock.now()
+            self._component.cards = {peer: entry for peer, entry in cards.items() if entry[1] > now}

@@ -1,0 +1,477 @@
+"""The real transport: the DHT and streams of `hivemind_plane`, the gossip of `gossip_client`, in one loop and thread.
+
+    every few seconds: dial known addresses -> look up cards -> tend gossip connections -> renew the own card
+
+Nothing waits for the network but `request`: it comes up, goes away and comes back in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec.structs import replace
+
+from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
+from protocol.identity import Identity
+from protocol.limits import MAX_ADDRESSES, MEMBERSHIP_BUCKETS
+from protocol.manifest import ManifestLimits
+from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.peers import PeerTable, peer_of
+from protocol.topics import rollout_topic
+from protocol.transports.base import Handler, Server
+from protocol.transports.gossip_client import GossipClient, Stat
+from protocol.transports.gossip_pipe import GossipSettings
+from protocol.transports.settings import NetworkSettings, free_port
+
+if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
+    from protocol.transports.hivemind_plane import HivemindPlane
+
+T = TypeVar("T")
+CLOSE_S = 8.0
+"""Longest that `close` takes."""
+GOODBYE_S = 2.0
+HASTE_S = 1.0
+"""The next round after one that dialled."""
+CARDS_PER_LOOKUP = 32
+"""About so many cards are looked up at a time: up to some 200 members, traffic does not grow with the swarm."""
+CACHE_S = 60.0
+"""How often the addresses of peers seen are written to the cache file."""
+
+
+class P2PTransport:
+    """`protocol.transports.base.Transport` over real processes: p2pd and the gossip sidecar.
+
+    Handlers and servers run on the network's thread; `request` waits for that thread, so they must not call it.
+    """
+
+    def __init__(
+        self,
+        identity_path: Path,
+        swarm: str,
+        settings: NetworkSettings,
+        shards: int = 1,
+        limits: ManifestLimits | None = None,
+        cache_file: Path | None = None,
+        report: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        """Returns at once; the network comes up in the background. `limits` are the swarm's; `cache_file` keeps the
+        addresses of peers seen from run to run; `report` is told, on another thread, what people should know.
+
+        Raises LocalProtocolError for an identity file or a listen address that cannot be used.
+        """
+        self._identity = Identity.load_or_create(identity_path)
+        self._identity_path = identity_path
+        self._swarm = swarm
+        self._settings = settings
+        self._cache_file = cache_file
+        self._report = report
+        if not settings.dial_only:
+            free_port(settings.listen, settings.port)
+        limits = limits or ManifestLimits()
+        self._wake = asyncio.Event()
+        self._gossip_settings = GossipSettings(
+            swarm=swarm,
+            shards=shards,
+            listen=settings.listen,
+            port=settings.gossip_port,
+            dial_only=settings.dial_only,
+            announce=[item for item in settings.announce if not item.startswith("/")],
+            max_connections=settings.max_connections,
+            bytes_per_minute=limits.bytes_per_minute,
+            max_age_s=limits.max_age_s,
+        )
+        self._gossip = self._new_gossip()
+        self._plane: HivemindPlane | None = None
+        self._shard_of_topic = {rollout_topic(swarm, shard): shard for shard in range(shards)}
+        self._table = PeerTable(self.peer_id, random.Random(), settings.card_ttl_s)
+        for address in self._table.learn(settings.bootstrap, time.time(), bootstrap=True):
+            report(f"{address} does not end in /p2p/<peer id>: nobody can be dialled there")
+        self._read_cache()
+        self._handlers: dict[str, list[Handler]] = {}
+        self._servers: dict[str, Server] = {}
+        self._card: PeerCard | None = None
+        self._told: tuple[object, ...] = ()
+        self._renew_at = 0.0
+        self._members: dict[str, PeerCard] = {}
+        self._connected: set[str] = set()
+        self._newcomers: frozenset[str] = frozenset()
+        """Connected on the DHT since cards were last looked up."""
+        self._look_at = self._turn_s = 0.0
+        self._hasty = False
+        self._handler_faults = 0
+        self._refused = 0
+        self._loose_ends = 0
+        self._stat = Stat([], {}, 0, 0, 0, 0, 0, {})
+        self._cached_at = time.monotonic()
+        self._next_bucket = random.randrange(MEMBERSHIP_BUCKETS)
+        self._dials: dict[str, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._main: asyncio.Task[None] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="network", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- the port; any thread
+
+    @property
+    def peer_id(self) -> str:
+        return self._identity.peer_id
+
+    @property
+    def addresses(self) -> list[str]:
+        return [] if self._plane is None else self._plane.addresses[:MAX_ADDRESSES]
+
+    def subscribe(self, topic: str, handler: Handler) -> None:
+        self._soon(self._subscribe, topic, handler)
+
+    def publish(self, topic: str, data: bytes) -> bool:
+        taken = self._gossip.publish(topic, data)
+        self._refused += not taken
+        return taken
+
+    def serve(self, method: str, server: Server) -> None:
+        self._soon(self._serve, method, server)
+
+    def request(self, peer: str, method: str, payload: bytes = b"", timeout: float = 10.0, limit: int = 2**20) -> bytes:
+        if self._closed.is_set():
+            raise PeerUnreachable("the network is closed")
+        call = asyncio.run_coroutine_threadsafe(self._request(peer, method, payload, timeout, limit), self._loop)
+        try:
+            return call.result(timeout + 1.0)
+        except (TimeoutError, CancelledError) as error:
+            call.cancel()
+            raise PeerUnreachable(f"no answer within {timeout:g} s") from error
+
+    def announce(self, card: PeerCard) -> None:
+        first, self._card = self._card is None, card
+        if first:
+            self._soon(self._wake.set)
+
+    def members(self) -> Mapping[str, PeerCard]:
+        return self._members
+
+    def stats(self) -> Mapping[str, float]:
+        stat, plane = self._stat, self._plane
+        totals: Counter[str] = Counter(
+            {
+                "peers": len(self._members),
+                "bytes_in": stat.bytes_in,
+                "bytes_out": stat.bytes_out,
+                "messages_in": stat.messages_in,
+                "messages_out": stat.messages_out,
+                "dropped": stat.dropped + self._refused,
+                "restarts/gossip": self._gossip.restarts,
+                "restarts/dht": 0 if plane is None else plane.restarts,
+                "connections/gossip": len(stat.peers),
+                "connections/dht": len(self._connected),
+                "loose_ends": self._loose_ends,
+            }
+        )
+        rejected: list[Mapping[str, int]] = [stat.rejected, {"handler": self._handler_faults}]
+        if plane is not None:
+            totals["bytes_in"] += plane.traffic.bytes_in
+            totals["bytes_out"] += plane.traffic.bytes_out
+            rejected.append(dict(plane.traffic.rejected))  # the other thread goes on counting
+        for reasons in rejected:
+            for reason, count in reasons.items():
+                totals[f"rejected/{reason}"] += count
+        return {name: float(total) for name, total in totals.items()}
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            self._soon(self._cancel)
+        self._thread.join(CLOSE_S)
+
+    def _soon(self, function: Callable[..., object], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: too late
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(self._on_loose_end)
+        self._main = self._loop.create_task(self._live())
+        try:
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:  # this thread may end, the node must not
+            self._report(f"the network ended: {error!r}")
+        finally:
+            self._closed.set()
+            self._loop.close()
+
+    def _cancel(self) -> None:
+        assert self._main is not None
+        self._main.cancel()
+
+    async def _live(self) -> None:
+        """From the first import to the last goodbye."""
+        gossip = asyncio.create_task(self._start_gossip())
+        try:
+            module = await asyncio.to_thread(importlib.import_module, "protocol.transports.hivemind_plane")
+            self._plane = plane = module.HivemindPlane(
+                self._identity,
+                self._identity_path,
+                self._swarm,
+                self._settings,
+                relays=self._settings.bootstrap,
+                report=self._report,
+                on_restart=self._wake.set,
+            )
+            try:
+                for method, server in self._servers.items():
+                    plane.serve(method, server)
+                await plane.start()
+                while True:
+                    await self._round(plane)
+                    self._write_cache(CACHE_S)
+                    await self._pause()
+            finally:
+                await self._goodbye(plane)
+        except ProtocolError as error:
+            self._report(f"no network: {error}")
+        finally:
+            gossip.cancel()
+            await self._gossip.close()
+
+    def _new_gossip(self) -> GossipClient:
+        gossip = GossipClient(self._gossip_settings, self._on_message, self._report)
+        gossip.on_restart = self._wake.set
+        return gossip
+
+    async def _start_gossip(self) -> None:
+        """Returns once there is gossip; from then on the client keeps it running by itself."""
+        while True:
+            try:
+                await self._gossip.start()
+            except PeerUnreachable as error:
+                self._report(f"no gossip yet: {error}")
+                self._gossip = self._new_gossip()
+                for topic in self._handlers:
+                    self._gossip.subscribe(topic)
+            else:
+                self._wake.set()  # the card can say where to find it
+                return
+
+    async def _goodbye(self, plane: HivemindPlane) -> None:
+        """Tell the others, by a card without a way to reach this node, rather than let the last one run out."""
+        for task in self._dials.values():
+            task.cancel()
+        with suppress(ProtocolError, TimeoutError):
+            if self._told and self._card is not None:
+                await asyncio.wait_for(plane.store_card(self._dated(self._card)), GOODBYE_S)
+        self._write_cache(0.0)
+        await plane.close()
+
+    def _on_loose_end(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """hivemind leaves tasks behind whose p2pd died or whose peer talked nonsense: nobody waits for them."""
+        self._loose_ends += 1
+
+    # ---------------------------------------------------------------- on it: the port's other half
+
+    def _subscribe(self, topic: str, handler: Handler) -> None:
+        if topic not in self._handlers:
+            self._gossip.subscribe(topic)
+        self._handlers.setdefault(topic, []).append(handler)
+
+    def _on_message(self, topic: str, data: bytes) -> None:
+        for handler in self._handlers.get(topic, ()):
+            try:
+                handler(data)
+            except Exception as error:  # the port's promise
+                self._handler_faults += 1
+                self._report(f"a message was dropped: {error!r}")
+
+    def _serve(self, method: str, server: Server) -> None:
+        self._servers[method] = server
+        if self._plane is not None:
+            self._plane.serve(method, server)
+
+    async def _request(self, peer: str, method: str, payload: bytes, timeout: float, limit: int) -> bytes:
+        if self._plane is None:
+            raise PeerUnreachable("the network is not up yet")
+        return await self._plane.request(peer, method, payload, timeout, limit, self._table.addresses_of(peer))
+
+    # ---------------------------------------------------------------- on it: who is there
+
+    async def _round(self, plane: HivemindPlane) -> None:
+        """One look at the swarm. A step that p2pd or the sidecar cannot take just now is left to the next round."""
+        for step in (self._dial, self._look_up, self._tend_gossip, self._renew):
+            try:
+                await step(plane)
+            except PeerUnreachable:
+                pass
+            except Exception as error:  # of hivemind, which does not say what it may raise: the next round tries again
+                self._loose_ends += 1
+                self._report(f"the network stumbled: {error!r}")
+            self._members = self._table.members(time.time())
+
+    async def _pause(self) -> None:
+        """Until the next round is due, or something happened since this one began."""
+        seconds = self._settings.lookup_s * random.uniform(0.8, 1.2)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), min(seconds, HASTE_S) if self._hasty else seconds)
+        await asyncio.sleep(0.1)  # what woke us may come in bunches
+        self._wake.clear()
+
+    async def _dial(self, plane: HivemindPlane) -> None:
+        """Start dialling whom the table names; one that answers causes the next round at once."""
+        connected, now = await plane.connected(), time.time()
+        self._newcomers |= connected - self._connected
+        self._connected = connected
+        self._table.set_connected(connected, now)
+        for peer, addresses in self._table.to_dial(now).items():
+            if peer not in self._dials:
+                self._dials[peer] = asyncio.create_task(self._dial_one(plane, peer, addresses))
+
+    async def _dial_one(self, plane: HivemindPlane, peer: str, addresses: Sequence[str]) -> None:
+        try:
+            await plane.connect(peer, addresses)
+            self._wake.set()
+        except PeerUnreachable:
+            pass  # the table counts tries
+        finally:
+            del self._dials[peer]
+
+    async def _look_up(self, plane: HivemindPlane) -> None:
+        """Read cards: now and then, and at once if somebody is there who is not known. All buckets in a small swarm; in
+        a large one some, but all of them twice in a card's life."""
+        settings, now = self._settings, time.time()
+        known = {card.gossip_id for card in self._members.values()}
+        strangers = not known.issuperset(self._stat.peers) or not self._members.keys() >= self._newcomers
+        if now < self._look_at and not strangers:
+            return
+        every = settings.card_renewal_s
+        affordable = MEMBERSHIP_BUCKETS * CARDS_PER_LOOKUP // (len(known) + 1)
+        needed = math.ceil(MEMBERSHIP_BUCKETS * 2 * every / settings.card_ttl_s)
+        count = min(MEMBERSHIP_BUCKETS, max(affordable, needed, MEMBERSHIP_BUCKETS * strangers))
+        found = await plane.get_cards([(self._next_bucket + i) % MEMBERSHIP_BUCKETS for i in range(count)])
+        self._next_bucket += count
+        self._look_at = now + every if found.keys() - {self.peer_id} else now
+        self._newcomers = frozenset()
+        self._turn_s = every * (math.ceil(MEMBERSHIP_BUCKETS / count) - 1)
+        for peer, card in found.items():
+            self._table.see(peer, card, time.time())
+
+    async def _tend_gossip(self, plane: HivemindPlane) -> None:
+        """Dial and drop gossip connections as the table says."""
+        if not self._gossip.gossip_id:
+            return
+        self._stat = await self._gossip.stat()
+        now, connected = time.time(), self._stat.peers
+        self._hasty = False
+        shards = sorted({self._shard_of_topic[topic] for topic in self._handlers if topic in self._shard_of_topic})
+        for addresses in self._table.gossip_to_dial(shards, self._settings.max_connections, connected, now).values():
+            for address in addresses:
+                self._gossip.dial(address)
+                self._hasty = True  # to see what became of it
+        ghosts = self._table.ghosts(connected, now, self._turn_s)
+        if ghosts:
+            self._gossip.drop(ghosts)
+
+    def _read_cache(self) -> None:
+        if self._cache_file is not None and self._cache_file.exists():
+            try:
+                self._table.read_cache(self._cache_file.read_bytes(), time.time())
+            except RemoteProtocolError as error:
+                self._report(f"{self._cache_file} is damaged and not used: {error}")
+
+    def _write_cache(self, every_s: float) -> None:
+        """Keep the addresses seen for the next run, if they were kept longer ago than `every_s`."""
+        if self._cache_file is None or time.monotonic() - self._cached_at < every_s:
+            return
+        self._cached_at = time.monotonic()
+        new = self._cache_file.with_suffix(".new")
+        try:
+            new.write_bytes(self._table.write_cache())
+            new.replace(self._cache_file)
+        except OSError as error:
+            self._report(f"{self._cache_file} cannot be written: {error.strerror}")
+
+    async def _renew(self, plane: HivemindPlane) -> None:
+        """Store the own card anew when it is time, and at once when it would lead others to where nobody is."""
+        if self._card is None:
+            return
+        await plane.look_around()
+        gossip, addresses = self._gossip, plane.addresses or self._relayed()
+        ways = (plane.restarts, gossip.gossip_id, *addresses, *gossip.addresses)
+        if ways == self._told and time.time() < self._renew_at:
+            return
+        card = replace(self._dated(self._card), addresses=addresses[:MAX_ADDRESSES])
+        if gossip.gossip_id:
+            card = replace(card, gossip=gossip.addresses[:MAX_ADDRESSES], gossip_id=gossip.gossip_id)
+        await plane.store_card(card)
+        self._told, self._renew_at = ways, time.time() + self._settings.card_renewal_s
+
+    def _relayed(self) -> list[str]:
+        """Addresses, for a node that only dials, through those bootstrap peers that relay. p2pd reserves places there
+        (with fewer than four to choose from, three minutes after its start), but tells only of public ones."""
+        relays = {peer_of(address): address for address in self._settings.bootstrap if self._settings.relay}
+        serving = {peer for peer, card in self._members.items() if "relay" in card.roles}
+        return [f"{address}/p2p-circuit/p2p/{self.peer_id}" for peer, address in relays.items() if peer in serving]
+
+    def _dated(self, card: PeerCard) -> PeerCard:
+        """`card` as of now, without ways to reach this node."""
+        return replace(
+            card,
+            protocol=PROTOCOL_VERSION,
+            swarm=self._swarm,
+            created=time.time(),
+            addresses=[],
+            gossip=[],
+            gossip_id="",
+        )
+
+
+def fetch(
+    identity_path: Path,
+    swarm: str,
+    settings: NetworkSettings,
+    method: str,
+    payload: bytes,
+    accept: Callable[[bytes], T],
+    limit: int = 2**20,
+    timeout: float = 20.0,
+) -> T:
+    """Ask the bootstrap peers one after the other, before there is a transport (a joiner that has but a link needs the
+    manifest first). The first answer that `accept` does not refuse by raising RemoteProtocolError, as it returns it.
+
+    Raises PeerUnreachable or RemoteProtocolError, the last peer's, if none gave one.
+    """
+    from protocol.transports.hivemind_plane import HivemindPlane
+
+    async def ask_all() -> T:
+        plane = HivemindPlane(
+            Identity.load_or_create(identity_path),
+            identity_path,
+            swarm,
+            dataclasses.replace(settings, port=0, relay=False),
+        )
+        failure: ProtocolError = PeerUnreachable("no bootstrap peer is known")
+        try:
+            await plane.start()
+            for address in settings.bootstrap:
+                try:
+                    return accept(await plane.request(peer_of(address), method, payload, timeout, limit, [address]))
+                except (PeerUnreachable, RemoteProtocolError) as error:
+                    failure = error
+            raise failure
+        finally:
+            await plane.close()
+
+    return asyncio.run(ask_all())

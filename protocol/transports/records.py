@@ -1,0 +1,101 @@
+"""What may lie in the DHT: cards of this swarm's peers, and nothing else.
+
+key = membership_key(swarm, bucket_of(peer))      subkey = peer id      value = sealed card
+expiration = card.created + TTL at most           so that nobody can keep another's old card alive
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from functools import lru_cache, partial
+
+import msgspec
+from hivemind.dht.node import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+
+from protocol.codec import open_card
+from protocol.errors import RemoteProtocolError
+from protocol.limits import MAX_CARD_BYTES, MAX_CLOCK_SKEW_S, MEMBERSHIP_BUCKETS
+from protocol.messages import PeerCard
+from protocol.topics import bucket_of, membership_key
+
+MAX_BUCKET_CARDS = 1500
+"""Cards of a bucket stored here: of the largest size they still fit into a reply of 4 MiB, beyond which hivemind 1.1.12
+answers nothing at all."""
+
+_bytes_decoder = msgspec.msgpack.Decoder(bytes)
+_text_decoder = msgspec.msgpack.Decoder(str)
+
+
+class CardValidator(RecordValidatorBase):  # type: ignore[misc]
+    """Accepts cards and counts the rest.
+
+    Tries to decode, because `get` of bytes that are not msgpack never returns in hivemind 1.1.12.
+    """
+
+    def __init__(self, swarm: str, ttl_s: float, rejected: Counter[str]) -> None:
+        self._ttl_s = ttl_s
+        self._rejected = rejected
+        self._buckets = {
+            DHTID.generate(membership_key(swarm, bucket)).to_bytes(): bucket for bucket in range(MEMBERSHIP_BUCKETS)
+        }
+        self.open = lru_cache(4096)(partial(_open, swarm))
+        """Sealed card -> (peer id, card); each is seen many times, from every replica."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            self.check(record)
+        except RemoteProtocolError as error:
+            self._rejected[error.reason] += 1
+            return False
+        return True
+
+    def check(self, record: DHTRecord) -> None:
+        """Raises RemoteProtocolError: key, size, schema, expiration, signature, version, swarm or peer."""
+        bucket = self._buckets.get(record.key)
+        if bucket is None:
+            raise RemoteProtocolError("key", "not a bucket of this swarm's members")
+        if len(record.value) > MAX_CARD_BYTES + 8 or len(record.subkey) > 80:
+            raise RemoteProtocolError("size", f"record of {len(record.value)} bytes")
+        try:
+            named, sealed = _text_decoder.decode(record.subkey), _bytes_decoder.decode(record.value)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RemoteProtocolError("schema", str(error)) from error
+        now = time.time()
+        if not record.expiration_time <= now + self._ttl_s + MAX_CLOCK_SKEW_S:  # not <=: NaN too
+            raise RemoteProtocolError("expiration", f"{record.expiration_time - now:.0f} s ahead")
+        peer, card = self.open(sealed)
+        if peer != named or bucket_of(peer) != bucket:
+            raise RemoteProtocolError("peer", f"a card of {peer} under the name of {named!r}")
+        if not record.expiration_time <= card.created + self._ttl_s:
+            raise RemoteProtocolError("expiration", f"{record.expiration_time - card.created:.0f} s after its making")
+
+    def keep_valid(self, key: bytes, cards: DictionaryDHTValue) -> bool:
+        """Remove what is not valid from a dictionary, rather than refuse it whole for one bad entry (always True)."""
+        with cards.freeze():
+            for subkey, (value, expiration) in list(cards.items()):
+                named = msgspec.msgpack.encode(subkey) if isinstance(subkey, str) else b""
+                if not self.validate(DHTRecord(key, named, value, expiration)):
+                    del cards[subkey]
+        cards.maxsize = float("inf")  # came from the peer as well, with any type
+        return True
+
+
+class CardStorage(DHTLocalStorage):  # type: ignore[misc]
+    """This node's part of the DHT, bounded."""
+
+    def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
+        held = self.get(key)
+        if held is not None and isinstance(held.value, DictionaryDHTValue):
+            card = held.value.get(subkey)
+            if card is None and len(held.value) >= MAX_BUCKET_CARDS:
+                return False
+            if card is not None and card.expiration_time >= expiration_time:
+                return False  # hivemind would forget the newer one when the older one runs out
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+
+def _open(swarm: str, sealed: bytes) -> tuple[str, PeerCard]:
+    return open_card(sealed, swarm)

@@ -1,0 +1,112 @@
+"""How a node meets the network: what the user may set, and the addresses and ports that follow. No network yet."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+
+from protocol.errors import LocalProtocolError
+from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
+
+PORTS_TRIED = 100
+"""A port that is taken is looked for among this many above it."""
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """Where a node listens, what it tells others, and how often."""
+
+    listen: str = "0.0.0.0"
+    """IP address to listen on."""
+    port: int = 31330
+    """TCP port of the DHT and of streams; the next free one if taken; 0 = any."""
+    gossip_port: int = 31331
+    """TCP port of the gossip process; likewise."""
+    announce: tuple[str, ...] = ()
+    """Public IP addresses or host names (port forwarding), or whole multiaddresses of the DHT port."""
+    dial_only: bool = False
+    """Never listen."""
+    bootstrap: tuple[str, ...] = ()
+    """Multiaddresses of peers to begin with."""
+    relay: bool = True
+    """Be reached through one of the bootstrap peers if nobody can reach this node directly."""
+    serve_relay: bool = False
+    """Relay streams for others; for nodes that everybody can reach."""
+    nat_port_map: bool = False
+    """Ask the router for a port by UPnP or NAT-PMP."""
+    max_connections: int = 64
+    """Gossip connections kept."""
+    card_ttl_s: float = CARD_TTL_S
+    """Life of a card; one value for the whole swarm (shorter in tests)."""
+    card_renewal_s: float = CARD_RENEWAL_S
+    """How often the own card is renewed."""
+    lookup_s: float = 5.0
+    """How often members are looked up, dialled and dropped."""
+
+
+def free_port(ip: str, port: int) -> int:
+    """`port`, or the next one that nobody listens on; any for 0. Raises LocalProtocolError if there is none.
+
+    Asked beforehand because two p2pd start on one port without complaint and then share its connections.
+    """
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    for candidate in range(port, min(port + PORTS_TRIED, 65536)):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are dying do not count
+            try:
+                probe.bind((ip, candidate))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise LocalProtocolError(f"cannot listen on {ip} port {candidate}: {error.strerror}") from error
+                continue
+            return int(probe.getsockname()[1])
+    raise LocalProtocolError(f"ports {port} to {candidate} of {ip} are all taken: name another one")
+
+
+def listen_address(ip: str, port: int) -> str:
+    """Multiaddress to listen on."""
+    return f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}"
+
+
+def announced(settings: NetworkSettings, port: int, whole: bool = True) -> list[str]:
+    """Multiaddresses, without peer id, that the user wants told for `port`; `whole` = also those given in full."""
+    addresses = []
+    for item in settings.announce:
+        if item.startswith("/"):
+            if whole:
+                addresses.append(item.split("/p2p/")[0])
+            continue
+        try:
+            kind = f"ip{ipaddress.ip_address(item).version}"
+        except ValueError:
+            kind = "dns4"
+        addresses.append(f"/{kind}/{item}/tcp/{port}")
+    return addresses
+
+
+def endpoint(address: str) -> tuple[str, int] | None:
+    """(host, port) to connect to for a multiaddress; None if it leads through a relay or is not TCP."""
+    parts = address.split("/")
+    if "p2p-circuit" in parts or len(parts) < 5 or parts[3] != "tcp" or not re.fullmatch("[0-9]{1,5}", parts[4]):
+        return None
+    return parts[2], min(int(parts[4]), 65535)
+
+
+def best_first(addresses: list[str]) -> list[str]:
+    """TCP addresses only, public before private before relayed; loopback only if there is nothing else."""
+    reachable = [address for address in addresses if "/tcp/" in address and not address.startswith("/ip6zone/")]
+    abroad = [address for address in reachable if _rank(address) < 3]
+    return sorted(abroad or reachable, key=_rank)
+
+
+def _rank(address: str) -> int:
+    if "/p2p-circuit" in address:
+        return 2
+    _, kind, host, *_ = address.split("/")
+    if not kind.startswith("ip"):
+        return 0
+    ip = ipaddress.ip_address(host)
+    return 3 if ip.is_loopback else 0 if ip.is_global else 1

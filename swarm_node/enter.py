@@ -1,0 +1,66 @@
+"""Step into a swarm: manifest, identity, network, question files, tasks; what `run` needs before it loads a model.
+
+The network is started first and comes up in the background, while files are gathered and the model is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from protocol.errors import LocalProtocolError
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.transports.base import Transport
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.joining import fetch_manifest, find_swarm, gather_files, keep, open_transport, serve_swarm, visitor
+from swarm_node.manifests import task_tables
+from swarm_node.rundir import RunDir
+from swarm_node.tasks import TaskSet, load_tasks
+
+
+@dataclass(frozen=True)
+class EnteredSwarm:
+    """A swarm that this node is in."""
+
+    manifest: Manifest
+    identity: Identity
+    transport: Transport
+    tasks: TaskSet
+    """All of the swarm's; those that the user chose are drawn from."""
+
+    @property
+    def seed(self) -> int:
+        """Root of randomness of a node that was given none: no two peers have the same."""
+        return int.from_bytes(hashlib.sha256(self.identity.peer_id.encode()).digest()[:4], "big")
+
+
+def enter_swarm(config: NodeConfig, run: RunDir, say: Callable[[str], None], stack: ExitStack) -> EnteredSwarm:
+    """Enter `config.swarm`; `stack` gets what has to be closed. Raises UserError."""
+    swarm = find_swarm(config.swarm, run, say)
+    manifest = swarm.manifest
+    if manifest is None:
+        say(f"asking for the manifest of swarm {swarm.id[:16]}")
+        with visitor(swarm, config.network, say) as visit:
+            manifest = fetch_manifest(visit, swarm, say)
+    keep(manifest, run)
+    try:
+        identity = Identity.load_or_create(run.identity)
+    except LocalProtocolError as error:
+        raise UserError(str(error)) from error
+    transport = open_transport(config.network, manifest, swarm.peers, run, say)
+    stack.callback(transport.close)
+    chosen = config.tasks if "tasks" in config.model_fields_set else []
+    files = gather_files(manifest, swarm, run, chosen, say, lambda: transport)
+    serve_swarm(transport, manifest, files)
+    tables = task_tables(manifest, files)
+    if not tables:
+        raise UserError(f"none of the question files of {manifest.name} could be had: give one with --tasks file.jsonl")
+    tasks = load_tasks(tables, config.rewards)
+    if chosen:
+        tasks = tasks.only(chosen)
+    say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {identity.peer_id}")
+    return EnteredSwarm(manifest, identity, transport, tasks)

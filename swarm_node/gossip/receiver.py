@@ -1,0 +1,214 @@
+"""From bytes of strangers to groups worth training on.
+
+    transport's thread   take:  size -> inbox (bounded; the oldest makes room)
+    main thread          admit: newest first:  echo -> muted -> signature -> version -> schema -> swarm
+                                of each group: duplicate -> age -> quota -> task -> assignment -> prompt -> caps
+                                               -> length, text -> score -> signal -> pool
+
+Cheap before dear; a group changes nothing but its sender's account, and the memory of what was seen, before the last
+check passes. Every rejection is counted by reason and, where a signature proves one, by peer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from protocol.codec import HEAD_BYTES, open_batch
+from protocol.errors import RemoteProtocolError
+from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
+from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S
+from protocol.manifest import Manifest
+from protocol.messages import RolloutBatch, SharedGroup
+from swarm_node.config import SharingConfig
+from swarm_node.gossip.admission import Admission, Assigned, ScoreCompletions
+from swarm_node.gossip.content import content_id
+from swarm_node.gossip.ledger import Account, Ledger
+from swarm_node.policy.policy import Policy
+from swarm_node.types import Group, Sampling
+
+INBOX_BYTES = 16 * MAX_BATCH_BYTES
+INBOX_MESSAGES = 1024
+"""Bounds, with `INBOX_BYTES`, what waits during a round, and the time that one `admit` takes to open it."""
+MAX_SEEN = 2**16
+"""Groups remembered as dealt with: ten minutes of a hundred groups a second, in about 12 MB."""
+PROVEN = frozenset({"version", "schema", "swarm"})
+"""Reasons that `open_batch` gives after it has verified the signature."""
+
+
+class Receiver:
+    """Admits groups of other peers."""
+
+    def __init__(
+        self,
+        me: str,
+        manifest: Manifest,
+        policy: Policy,
+        sampling: Sampling,
+        assigned: Assigned,
+        score: ScoreCompletions,
+        config: SharingConfig,
+        add: Callable[[Group], str | None],
+        now: Callable[[], float],
+        say: Callable[[str], None],
+    ) -> None:
+        """`add` takes an admitted group, or says why not; `say` is told the first of each kind of rejection."""
+        self._me = me
+        self._swarm = manifest.swarm_id
+        self._max_age = min(manifest.limits.max_age_s, config.max_age_s)
+        self._budget = config.admit
+        self._add = add
+        self._now = now
+        self._admission = Admission(manifest, policy, sampling, assigned, score)
+        self._ledger = Ledger(manifest.limits, now, say)
+        self._seen: dict[bytes, float] = {}  # content id -> when, oldest first
+        self._received = 0
+        self._admitted = 0
+        self._lock = threading.Lock()  # guards what follows: the transport's thread writes it
+        self._inbox: deque[bytes] = deque()
+        self._inbox_bytes = 0
+        self._missized = 0
+        self._overflowed = 0
+
+    # ----------------------------------------------------------------- transport's thread
+
+    def take(self, data: bytes) -> None:
+        """Keep one message for `admit`."""
+        with self._lock:
+            if not HEAD_BYTES < len(data) <= MAX_BATCH_BYTES:
+                self._missized += 1
+                return
+            self._inbox.append(data)
+            self._inbox_bytes += len(data)
+            while self._inbox_bytes > INBOX_BYTES or len(self._inbox) > INBOX_MESSAGES:
+                self._inbox_bytes -= len(self._inbox.popleft())
+                self._overflowed += 1
+
+    # ----------------------------------------------------------------- main thread
+
+    def admit(self) -> int:
+        """Examine what has arrived, newest first, at most `sharing.admit` groups of it; how many were admitted."""
+        self._tidy()
+        before, budget = self._admitted, self._budget
+        while budget > 0 and (data := self._newest()) is not None:
+            opened = self._open(data)
+            if opened is None:
+                continue
+            peer, batch = opened
+            account = self._ledger.account(peer)
+            account.received += len(batch.groups)
+            account.received_bytes += len(data)
+            self._received += len(batch.groups)
+            size = len(data) / len(batch.groups)
+            for group in reversed(batch.groups):
+                try:
+                    self._check(peer, account, batch, group, size, budget)
+                    budget -= 1
+                    self._examine(peer, account, batch, group)
+                except RemoteProtocolError as error:
+                    self._ledger.reject(error.reason, peer, error.detail)
+        return self._admitted - before
+
+    def metrics(self) -> dict[str, float]:
+        """Running totals under `swarm/`."""
+        self._tidy()
+        rejected = {f"swarm/rejected/{reason}": float(n) for reason, n in sorted(self._ledger.rejected.items())}
+        return {
+            "swarm/groups_received": float(self._received),
+            "swarm/groups_admitted": float(self._admitted),
+        } | rejected
+
+    def by_peer(self) -> dict[str, dict[str, Any]]:
+        """What each peer sent and what became of it; `staleness` is the mean age at admission in seconds."""
+        return {
+            peer: {
+                "received": account.received,
+                "admitted": account.admitted,
+                "rejected": dict(account.rejected),
+                "bytes": account.received_bytes,
+                "last_seen": account.last_seen,
+                "staleness": account.age_sum / account.admitted if account.admitted else None,
+                "muted": self._ledger.is_muted(peer),
+            }
+            for peer, account in self._ledger.accounts.items()
+        }
+
+    # ----------------------------------------------------------------- one message
+
+    def _newest(self) -> bytes | None:
+        with self._lock:
+            if not self._inbox:
+                return None
+            data = self._inbox.pop()
+            self._inbox_bytes -= len(data)
+            return data
+
+    def _open(self, data: bytes) -> tuple[str, RolloutBatch] | None:
+        """(sender, batch) of a message; `None` if it is rejected as a whole."""
+        claimed = peer_id_of(data[:PUBLIC_KEY_BYTES])  # who lies here has only this message dropped
+        if claimed == self._me:
+            self._ledger.reject("echo")
+            return None
+        if self._ledger.is_muted(claimed):
+            self._ledger.reject("muted", claimed)
+            return None
+        try:
+            return open_batch(data, self._swarm)
+        except RemoteProtocolError as error:
+            peer = claimed if error.reason in PROVEN else None
+            if peer is not None:
+                self._ledger.account(peer)
+            self._ledger.reject(error.reason, peer, error.detail)
+            return None
+
+    def _check(
+        self, peer: str, account: Account, batch: RolloutBatch, group: SharedGroup, size: float, budget: int
+    ) -> None:
+        """What can be told without the task: duplicate, age, future, muted, quota, surplus."""
+        now = self._now()
+        key = content_id(peer, group)
+        if key in self._seen:
+            raise RemoteProtocolError("duplicate")
+        drawn = group.epoch * EPOCH_SECONDS
+        if max(batch.created, drawn) > now + MAX_CLOCK_SKEW_S:
+            raise RemoteProtocolError("future", f"{max(batch.created, drawn) - now:.0f} s ahead")
+        oldest = now - self._max_age
+        if batch.created < oldest or drawn + EPOCH_SECONDS < oldest:
+            raise RemoteProtocolError("age", f"{now - min(batch.created, drawn):.0f} s old")
+        if self._ledger.is_muted(peer):
+            raise RemoteProtocolError("muted")
+        if account.groups.level(now) < 1 or account.bytes.level(now) < size:
+            raise RemoteProtocolError("quota")
+        account.groups.take(1)
+        account.bytes.take(size)
+        self._seen[key] = now
+        if budget <= 0:
+            raise RemoteProtocolError("surplus")
+
+    def _examine(self, peer: str, account: Account, batch: RolloutBatch, shared: SharedGroup) -> None:
+        """Everything else; the group is in the pool unless this raises."""
+        group = self._admission.rebuild(peer, batch, shared)
+        group.created = min(group.created, self._now())
+        refused = self._add(group)
+        if refused is not None:
+            raise RemoteProtocolError("pool", refused)
+        self._admitted += 1
+        account.admitted += 1
+        account.age_sum += self._now() - group.created
+
+    def _tidy(self) -> None:
+        """Count what `take` dropped; forget groups that are too old to come again."""
+        with self._lock:
+            missized, overflowed = self._missized, self._overflowed
+            self._missized = self._overflowed = 0
+        for reason, n in (("size", missized), ("surplus", overflowed)):
+            if n:
+                self._ledger.reject(reason, n=n)
+        forgotten = self._now() - (self._max_age + EPOCH_SECONDS + 2 * MAX_CLOCK_SKEW_S)
+        while self._seen:
+            oldest = next(iter(self._seen))
+            if self._seen[oldest] > forgotten and len(self._seen) <= MAX_SEEN:
+                break
+            del self._seen[oldest]

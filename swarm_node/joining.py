@@ -1,0 +1,340 @@
+"""Find a swarm, believe nothing, and get what it takes to be in it.
+
+    path | https address | swarm:// link -> manifest, checked against the id -> question files, checked by digest
+         -> transport -> the link that others join by
+
+A link carries no tasks: the manifest comes from whichever member answers. Both the manifest and the files are kept in
+the run directory, so a restart needs nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
+from protocol.manifest import (
+    FILE_METHOD,
+    LINK_SCHEME,
+    MANIFEST_METHOD,
+    Link,
+    Manifest,
+    ManifestTask,
+    parse_link,
+    parse_manifest,
+)
+from protocol.transports.base import Transport
+from protocol.peers import peer_of
+from protocol.transports.settings import NetworkSettings
+from swarm_node.config import NetworkConfig, TaskConfig
+from swarm_node.download import download, is_url
+from swarm_node.errors import UserError
+from swarm_node.manifests import as_table, check_addresses, read_questions, render
+from swarm_node.rundir import RunDir, os_errors_explained
+
+if TYPE_CHECKING:
+    from protocol.transports.p2p import P2PTransport
+
+Say = Callable[[str], None]
+
+FILE_WAIT_S = 20.0
+"""How long a node that starts looks for members who hold a question file, before it goes on without."""
+FILE_S = 60.0
+"""A question file of 64 MiB takes this long at nine megabits a second."""
+PATIENCE_S = 20.0
+"""Between two sentences about still waiting for somebody."""
+RETRY_S = 0.3
+MAX_BOOTSTRAP = 64
+"""Addresses in a manifest."""
+ASKED_AT_ONCE = 8
+"""Members asked for one thing, in random order, before looking again who is there."""
+T = TypeVar("T")
+
+
+class Swarm(msgspec.Struct, frozen=True):
+    """A swarm that somebody named."""
+
+    id: str
+    manifest: Manifest | None
+    """`None` if it was named by a link and nobody has been asked yet."""
+    peers: list[str]
+    """Addresses to begin with: those of the link, else of the manifest."""
+    folder: Path | None = None
+    """Where the manifest was read: question files may lie beside it."""
+
+
+# --------------------------------------------------------------------- which swarm
+
+
+def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda sentence: None) -> Swarm:
+    """The swarm named by a path, an address or a link. Asks no peer; what `run` keeps helps out. Raises UserError."""
+    if not named:
+        raise UserError(
+            "which swarm? name a manifest file, its https address or a swarm:// link, or set SWARM_NODE_SWARM"
+        )
+    kept = None if run is None else _kept(run)
+    try:
+        if named.startswith(f"{LINK_SCHEME}:"):
+            link = parse_link(named)
+            check_addresses(link.peers)
+            if kept is not None and kept.swarm_id == link.swarm:
+                kept = _begun_with(kept, link.peers)
+                return Swarm(link.swarm, kept, kept.bootstrap)
+            return Swarm(link.swarm, None, link.peers)
+        if is_url(named):
+            try:
+                manifest = parse_manifest(download(named, MAX_MANIFEST_BYTES))
+            except UserError as error:
+                if kept is None:
+                    raise
+                say(f"{error}; going on with the swarm this run was in, {kept.name} {kept.swarm_id[:16]}")
+                manifest = kept
+            return Swarm(manifest.swarm_id, manifest, manifest.bootstrap)
+        manifest = parse_manifest(_read(Path(named).expanduser()))
+        return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, Path(named).expanduser().parent)
+    except RemoteProtocolError as error:
+        raise UserError(f"{named} is no swarm that can be joined: {error.detail}") from error
+
+
+def keep(manifest: Manifest, run: RunDir) -> None:
+    """Have it at hand when this run is started again."""
+    new = run.swarm.with_suffix(".new")
+    with os_errors_explained(run.swarm):
+        new.write_bytes(render(manifest))
+        new.replace(run.swarm)
+
+
+def _begun_with(manifest: Manifest, peers: Sequence[str]) -> Manifest:
+    """The manifest with `peers` first in its bootstrap list, which is not part of the id."""
+    return msgspec.structs.replace(manifest, bootstrap=_different([*peers, *manifest.bootstrap])[:MAX_BOOTSTRAP])
+
+
+def _kept(run: RunDir) -> Manifest | None:
+    try:
+        return parse_manifest(run.swarm.read_bytes())
+    except (OSError, RemoteProtocolError):  # never kept, or damaged: it is only a copy
+        return None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_MANIFEST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise UserError(f"there is no manifest {path}: `swarm-node new` makes one") from error
+    except OSError as error:
+        raise UserError(f"cannot read the manifest {path}: {error.strerror}") from error
+
+
+# --------------------------------------------------------------------- what members are asked for
+
+
+def fetch_manifest(transport: Transport, swarm: Swarm, say: Say, wait_s: float | None = None) -> Manifest:
+    """The manifest from the first member that has the right one, together with the addresses it was found by; tries for
+    `wait_s`, or as long as it takes. Raises PeerUnreachable.
+    """
+
+    if swarm.manifest is not None:
+        return swarm.manifest
+
+    def ask(peer: str) -> Manifest:
+        return parse_manifest(transport.request(peer, MANIFEST_METHOD, limit=MAX_MANIFEST_BYTES), swarm.id)
+
+    manifest = _ask_around(transport, swarm, ask, f"the manifest of swarm {swarm.id[:16]}", say, wait_s)
+    return _begun_with(manifest, swarm.peers)
+
+
+def gather_files(
+    manifest: Manifest,
+    swarm: Swarm,
+    run: RunDir,
+    own: Sequence[str | TaskConfig],
+    say: Say,
+    connect: Callable[[], Transport],
+) -> dict[str, Path]:
+    """Digest -> question file of the manifest, as copied into the run directory and checked.
+
+    Looked for there, among the user's `own` tasks, beside the manifest, at the source that the manifest names and, if
+    all that fails, with members (`connect` is called only then). A file that cannot be had now is left out: said, not
+    raised. Raises UserError if the run directory cannot be written.
+    """
+    files: dict[str, Path] = {}
+    for task in manifest.tasks:
+        if not task.sha256:
+            continue
+        path = run.files / task.sha256[:16] / f"{task.name or 'questions'}.jsonl"
+        if not path.exists() or not _is(task, path.read_bytes()):
+            data = _nearby(task, swarm, own) or _from_source(task, say)
+            if data is None:
+                data = _from_members(task, swarm, connect(), say)
+            if data is None:
+                continue
+            with os_errors_explained(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+        files[task.sha256] = path
+    return files
+
+
+def _nearby(task: ManifestTask, swarm: Swarm, own: Sequence[str | TaskConfig]) -> bytes | None:
+    tables = [spec if isinstance(spec, TaskConfig) else as_table(spec) for spec in own]
+    places = [table.file for table in tables if table.file is not None]
+    beside = None if swarm.folder is None else swarm.folder / f"{task.name}.jsonl"
+    if beside is not None and beside.is_file():
+        places.append(str(beside))
+    for place in places:
+        if _is(task, data := read_questions(place)):
+            return data
+    return None
+
+
+def _from_source(task: ManifestTask, say: Say) -> bytes | None:
+    if not task.source:
+        return None
+    try:
+        data = download(task.source, task.bytes, own_machine=False)
+    except UserError as error:
+        say(f"{error}; asking members for {_called(task)}")
+        return None
+    if not _is(task, data):
+        say(f"{task.source} is not what the manifest says; asking members for {_called(task)}")
+        return None
+    return data
+
+
+def _from_members(task: ManifestTask, swarm: Swarm, transport: Transport, say: Say) -> bytes | None:
+    def ask(peer: str) -> bytes:
+        data = transport.request(peer, FILE_METHOD, task.sha256.encode(), FILE_S, max(1, task.bytes))
+        if not _is(task, data):
+            raise RemoteProtocolError("digest", "another file")
+        return data
+
+    try:
+        return _ask_around(transport, swarm, ask, _called(task), say, FILE_WAIT_S)
+    except PeerUnreachable as error:
+        say(f"{error}; playing without it (give the file as --tasks, if you have it)")
+        return None
+
+
+def _is(task: ManifestTask, data: bytes) -> bool:
+    return len(data) == task.bytes and hashlib.sha256(data).hexdigest() == task.sha256
+
+
+def _called(task: ManifestTask) -> str:
+    return f"question file {task.name or 'without a name'} ({task.sha256[:16]})"
+
+
+def _ask_around(
+    transport: Transport,
+    swarm: Swarm,
+    ask: Callable[[str], T],
+    wanted: str,
+    say: Say,
+    wait_s: float | None,
+) -> T:
+    """What the first member says that `ask` gets an answer from and believes. Raises PeerUnreachable after `wait_s`."""
+    began = said = time.monotonic()
+    refused: dict[str, str] = {}
+    while True:
+        peers = _different([*map(peer_of, swarm.peers), *transport.members()])
+        random.shuffle(peers)
+        for peer in peers[:ASKED_AT_ONCE]:
+            if peer in refused:
+                continue
+            try:
+                return ask(peer)
+            except PeerUnreachable:
+                continue
+            except RemoteProtocolError as error:
+                refused[peer] = str(error)
+        now = time.monotonic()
+        if wait_s is not None and now - began > wait_s:
+            raise PeerUnreachable(f"none of {len(peers)} members gives {wanted}")
+        if now - said > PATIENCE_S:
+            said = now
+            why = f" ({next(iter(refused.values()))})" if refused else ""
+            say(f"none of {len(peers)} members gives {wanted}{why}: trying again and again; Ctrl-C leaves")
+        if peers and len(refused) == len(peers):
+            refused.clear()
+        time.sleep(RETRY_S)
+
+
+# --------------------------------------------------------------------- being there
+
+
+def settings_of(config: NetworkConfig, peers: Sequence[str]) -> NetworkSettings:
+    """The transport's settings; `peers` are begun with besides the user's."""
+    check_addresses(config.bootstrap)
+    table = config.model_dump()
+    table["bootstrap"] = tuple(_different([*config.bootstrap, *peers]))
+    table["announce"] = tuple(config.announce)
+    return NetworkSettings(**table)
+
+
+def open_transport(
+    config: NetworkConfig, manifest: Manifest, peers: Sequence[str], run: RunDir, say: Say
+) -> P2PTransport:
+    """The network of a run; comes up in the background. Raises UserError."""
+    from protocol.transports.p2p import P2PTransport
+
+    try:
+        return P2PTransport(
+            identity_path=run.identity,
+            swarm=manifest.swarm_id,
+            settings=settings_of(config, [*peers, *manifest.bootstrap]),
+            shards=manifest.shards,
+            limits=manifest.limits,
+            cache_file=run.peers,
+            report=say,
+        )
+    except LocalProtocolError as error:
+        raise UserError(str(error)) from error
+
+
+@contextmanager
+def visitor(swarm: Swarm, config: NetworkConfig, say: Say) -> Iterator[P2PTransport]:
+    """A transport that only looks: dials, is no member, and has a key that is forgotten afterwards."""
+    from protocol.transports.p2p import P2PTransport
+
+    looking = config.model_copy(update={"dial_only": True, "relay": False, "serve_relay": False, "announce": []})
+    with tempfile.TemporaryDirectory() as folder:
+        transport = P2PTransport(Path(folder) / "identity.key", swarm.id, settings_of(looking, swarm.peers), report=say)
+        try:
+            yield transport
+        finally:
+            transport.close()
+
+
+def serve_swarm(transport: Transport, manifest: Manifest, files: Mapping[str, Path]) -> None:
+    """Answer others' requests for the manifest and its files."""
+    text = render(manifest)
+
+    def give_file(caller: str, digest: bytes) -> bytes:
+        path = files.get(digest.decode("ascii", errors="replace"))
+        if path is None:
+            raise RemoteProtocolError("file", "not here")
+        return path.read_bytes()
+
+    transport.serve(MANIFEST_METHOD, lambda caller, payload: text)
+    transport.serve(FILE_METHOD, give_file)
+
+
+def join_link(swarm_id: str, addresses: Sequence[str], others: Sequence[str]) -> str:
+    """The link by which others join: at this node's `addresses`, then at the `others` that it began with."""
+    direct = [address for address in addresses if "/p2p-circuit" not in address]
+    relayed = [address for address in addresses if address not in direct]
+    return str(Link(swarm_id, _different([*direct, *others, *relayed])[:MAX_ADDRESSES]))
+
+
+def _different(items: Sequence[str]) -> list[str]:
+    """Without repetitions and empty ones, in order."""
+    return [item for item in dict.fromkeys(items) if item]

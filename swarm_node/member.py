@@ -1,0 +1,191 @@
+"""The swarm side of a node: what it is assigned, what it publishes, what it admits and what it trains on of others.
+
+    draw:     slots of this epoch -> tasks                     publish:  own groups -> gossip.Publisher -> transport
+    choose:   transport -> gossip.Receiver -> replay.Pool -> J foreign groups, with advantages
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from protocol.identity import Identity
+from protocol.limits import SLOTS
+from protocol.manifest import Manifest
+from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
+from protocol.transports.base import Transport
+from swarm_node.config import NodeConfig
+from swarm_node.gossip import Publisher, Receiver
+from swarm_node.policy.policy import Policy
+from swarm_node.replay import Pool
+from swarm_node.tasks import TaskSet
+from swarm_node.types import Group, Sampling, Task
+
+
+class Member:
+    """A node's place in a swarm."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        manifest: Manifest,
+        identity: Identity,
+        transport: Transport,
+        policy: Policy,
+        tasks: TaskSet,
+        say: Callable[[str], None],
+        now: Callable[[], float] = time.time,
+        record: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """`record` is told what was offered and chosen in each round (`sharing.record`)."""
+        self.sharing = config.sharing
+        self.manifest = manifest
+        self.peer_id = identity.peer_id
+        self.transport = transport
+        self.policy = policy
+        self.name = config.name or "node"
+        self.now = now
+        swarm = manifest.swarm_id
+        self.tasks = tasks
+        self.shard = shard_of(self.peer_id, manifest.shards)
+        listened = random.Random(f"{swarm}/{self.peer_id}").sample(range(manifest.shards), manifest.shards)
+        others = [shard for shard in listened if shard != self.shard]
+        self.shards = sorted([self.shard, *others[: config.sharing.listen_shards - 1]])
+        sampling = Sampling(config.rollouts.max_new_tokens, config.rollouts.temperature, config.rollouts.top_p)
+        self.publisher = Publisher(
+            send=lambda data: transport.publish(rollout_topic(swarm, self.shard), data),
+            identity=identity,
+            manifest=manifest,
+            policy=policy,
+            sampling=sampling,
+            config=config.sharing,
+            now=now,
+        )
+        self.pool = Pool(config.sharing, now)
+        self.receiver = Receiver(
+            me=self.peer_id,
+            manifest=manifest,
+            policy=policy,
+            sampling=sampling,
+            assigned=tasks.assigned,
+            score=tasks.score,
+            config=config.sharing,
+            add=self.pool.add,
+            now=now,
+            say=say,
+        )
+        self._slots = self._count_slots()
+        for shard in self.shards:
+            transport.subscribe(rollout_topic(swarm, shard), self.receiver.take)
+        self.announce()
+
+    # ----------------------------------------------------------------- a round
+
+    def wanted(self) -> int:
+        """Groups of its own to sample: I, and as many more as foreign ones are missing."""
+        self.receiver.admit()
+        missing = max(0, self.sharing.foreign - self.pool.available()) if self.sharing.fill else 0
+        return self.sharing.own + missing
+
+    def draw(self, n: int) -> list[Task]:
+        """The tasks of the next `n` slots."""
+        return [self._assigned(*next(self._slots)) for _ in range(n)]
+
+    def publish(self, groups: Sequence[Group]) -> None:
+        """Share what was sampled, and remember how this node does on each kind of task."""
+        self.pool.observe(groups)
+        self.publisher.publish(groups)
+
+    def choose(self, own: int, rng: random.Random) -> list[Group]:
+        """Foreign groups to train on beside `own` groups of this node's."""
+        self.receiver.admit()
+        n = self.sharing.own + self.sharing.foreign - own if self.sharing.fill else self.sharing.foreign
+        return self.pool.choose(max(0, min(self.sharing.foreign, n)), rng)
+
+    # ----------------------------------------------------------------- what others and people see
+
+    def announce(self, speed: float = 0.0) -> None:
+        """Tell the swarm who this is."""
+        self.transport.announce(
+            PeerCard(
+                protocol=PROTOCOL_VERSION,
+                swarm=self.manifest.swarm_id,
+                created=self.now(),
+                name=self.name,
+                roles=["trainer"],
+                shards=self.shards,
+                family=self.policy.family,
+                tokenizer=self.policy.tokenizer_hash,
+                policy_version=self.policy.version,
+                speed=speed,
+            )
+        )
+
+    def metrics(self, speed: float) -> dict[str, float]:
+        """`swarm/*` of the round that ends; running totals but for `used` and levels."""
+        self.announce(speed)
+        totals = self.transport.stats()
+        figures = {
+            "swarm/peers": float(len(self.transport.members())),
+            "swarm/bytes_in": totals["bytes_in"],
+            "swarm/bytes_out": totals["bytes_out"],
+            **self.publisher.metrics(),
+            **self.receiver.metrics(),
+            **self.pool.metrics(),
+        }
+        for name, value in totals.items():
+            if name.startswith("rejected/"):
+                figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value
+        return figures
+
+    def status(self) -> dict[str, Any]:
+        """For people: the swarm, this node and each peer, as `swarm-node status` shows them."""
+        members = self.transport.members()
+        counts = self.receiver.by_peer()
+        used = self.pool.used_by_peer()
+        return {
+            "swarm": self.manifest.swarm_id,
+            "swarm_name": self.manifest.name,
+            "time": self.now(),
+            "peer": self.peer_id,
+            "name": self.name,
+            "addresses": self.transport.addresses,
+            "traffic": dict(self.transport.stats()),
+            "sent": self.publisher.metrics(),
+            "received": self.receiver.metrics(),
+            "peers": {
+                peer: {
+                    "name": members[peer].name if peer in members else "",
+                    "present": peer in members,
+                    "policy_version": members[peer].policy_version if peer in members else None,
+                    **counts.get(peer, {}),
+                    "used": used.get(peer, 0),
+                }
+                for peer in sorted({*members, *counts})
+            },
+        }
+
+    def close(self) -> None:
+        """Publish what waits and leave."""
+        self.publisher.flush()
+        self.transport.close()
+
+    def _assigned(self, epoch: int, slot: int) -> Task:
+        """The task of a slot of this node's."""
+        which = self.manifest.swarm_id, self.peer_id, epoch, slot
+        task = self.tasks.at(slot_place(*which), slot_key(*which))
+        return msgspec.structs.replace(task, slot=(epoch, slot))
+
+    def _count_slots(self) -> Iterator[tuple[int, int]]:
+        """(epoch, slot) of each task to come: from 0 in every epoch; a node that uses all of them up starts again,
+        which no honest reader of its answers minds, since they are new ones."""
+        epoch, slot = -1, 0
+        while True:
+            present = epoch_at(self.now())
+            epoch, slot = (epoch, (slot + 1) % SLOTS) if present == epoch else (present, 0)
+            yield epoch, slot

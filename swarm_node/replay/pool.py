@@ -1,0 +1,198 @@
+"""Foreign groups that wait to be trained on: bounded in bytes, in age, in what one peer may take, in uses.
+
+    add -> [ waiting: each peer its share, none too old ] -> sampler -> J groups -> advantages
+
+When room is needed, a peer that takes more than its share loses its oldest groups, then whoever has the oldest does.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from swarm_node.config import SharingConfig
+from swarm_node.replay.advantage import foreign_advantages, teaches
+from swarm_node.replay.posterior import Belief, Posterior, is_judged
+from swarm_node.replay.samplers import Offer, draw, find_sampler, weigh
+from swarm_node.types import Group
+
+FEW = 16
+"""Groups that a peer may have waiting in any case: its share is a share of many."""
+MAX_PEERS = 1024
+"""Peers whose uses are counted apart."""
+
+
+@dataclass
+class _Entry:
+    id: int
+    group: Group
+    size: int
+    """Bytes of memory, estimated from above."""
+    best: float
+    """Largest reward."""
+    successes: int
+    uses: int = 0
+
+
+class Pool:
+    """Admitted groups of other peers."""
+
+    def __init__(
+        self,
+        config: SharingConfig,
+        now: Callable[[], float],
+        record: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """`record` is told, with each `choose`, what was offered and chosen. UserError for a sampler that cannot be
+        loaded."""
+        self._config = config
+        self._now = now
+        self._record = record
+        self._sampler = find_sampler(config.sampler)
+        self._posterior = Posterior()
+        self._entries: dict[int, _Entry] = {}  # by id, in the order of arrival
+        self._bytes = 0
+        self._peer_bytes: Counter[str] = Counter()
+        self._peer_groups: Counter[str] = Counter()
+        self._next_id = 0
+        self._used: list[float] = []  # age in seconds of each group that the last `choose` gave
+        self._used_by: Counter[str] = Counter()
+
+    def add(self, group: Group) -> str | None:
+        """Keep `group`; says why not: `age`, or `bytes` if it alone exceeds its sender's share."""
+        assert group.peer is not None
+        size = _memory(group)
+        if self._now() - group.created > self._config.max_age_s:
+            return "age"
+        share = self._config.peer_share * self._config.max_bytes
+        if size > share:
+            return "bytes"
+        rewards = [r.reward for r in group.rollouts if is_judged(r)]
+        entry = _Entry(
+            self._next_id, group, size, max(rewards, default=float("-inf")), sum(r.correct for r in group.rollouts)
+        )
+        self._next_id += 1
+        self._entries[entry.id] = entry
+        self._count(entry, 1)
+        peer, most = group.peer, max(FEW, int(self._config.peer_share * len(self._entries)))
+        while self._peer_bytes[peer] > share or self._peer_groups[peer] > most:
+            self._drop(next(e for e in self._entries.values() if e.group.peer == peer))
+        while self._bytes > self._config.max_bytes:
+            self._drop(next(iter(self._entries.values())))
+        return None
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Learn from this node's own scored `groups` how well it does on each kind of task."""
+        self._posterior.observe(groups)
+
+    def available(self) -> int:
+        """Groups that `choose` could give now."""
+        return len(self._usable())
+
+    def choose(self, n: int, rng: random.Random) -> list[Group]:
+        """Up to `n` groups for one step, with their advantages. UserError if a sampler of the user's own fails."""
+        now, entries = self._now(), self._usable()
+        offers = [
+            Offer(e.id, e.group, now - e.group.created, e.uses, e.successes, self._posterior.of(e.group.task.label))
+            for e in entries
+        ]
+        weights = weigh(self._sampler, offers) if offers else []
+        drawn = draw(weights, n, rng)
+        chosen = []
+        self._used = []
+        for i, _ in drawn:
+            entry = entries[i]
+            group = entry.group
+            group.advantages = foreign_advantages(group.rollouts, self._baseline(group), self._config.max_advantage)
+            chosen.append(group)
+            self._used.append(now - group.created)
+            self._count_use(group.peer or "")
+            entry.uses += 1
+            if entry.uses >= self._config.reuse:
+                self._drop(entry)
+        if self._record is not None:
+            self._record(_report(now, n, offers, weights, drawn))
+        return chosen
+
+    def metrics(self) -> dict[str, float]:
+        """`swarm/groups_used` and `swarm/staleness_mean` (seconds) of the last `choose`; levels."""
+        figures = {
+            "swarm/groups_used": float(len(self._used)),
+            "swarm/groups_waiting": float(len(self._entries)),
+            "swarm/bytes_waiting": float(self._bytes),
+        }
+        return figures | ({"swarm/staleness_mean": fmean(self._used)} if self._used else {})
+
+    def used_by_peer(self) -> dict[str, int]:
+        """Groups trained on, by sender; running totals."""
+        return dict(self._used_by)
+
+    def _baseline(self, group: Group) -> Belief | None:
+        """What the group's rewards are compared with; `None` = their own mean."""
+        belief = self._posterior.of(group.task.label)
+        return belief if self._config.baseline == "own" and belief.known else None
+
+    def _usable(self) -> list[_Entry]:
+        self._drop_expired()
+        return [e for e in self._entries.values() if teaches(e.best, self._baseline(e.group))]
+
+    def _drop_expired(self) -> None:
+        oldest = self._now() - self._config.max_age_s
+        for entry in [e for e in self._entries.values() if e.group.created < oldest]:
+            self._drop(entry)
+
+    def _drop(self, entry: _Entry) -> None:
+        del self._entries[entry.id]
+        self._count(entry, -1)
+
+    def _count(self, entry: _Entry, sign: int) -> None:
+        peer = entry.group.peer or ""
+        self._bytes += sign * entry.size
+        for counter, amount in ((self._peer_bytes, entry.size), (self._peer_groups, 1)):
+            counter[peer] += sign * amount
+            if not counter[peer]:
+                del counter[peer]
+
+    def _count_use(self, peer: str) -> None:
+        if peer not in self._used_by and len(self._used_by) >= MAX_PEERS:
+            del self._used_by[min(self._used_by, key=self._used_by.__getitem__)]
+        self._used_by[peer] += 1
+
+
+def _memory(group: Group) -> int:
+    """Bytes that `group` takes, from above: 40 a token id, 32 a log-probability, a kilobyte for each object."""
+    numbers = 40 * len(group.prompt_ids) + sum(40 * len(r.token_ids) + 32 * len(r.logprobs) for r in group.rollouts)
+    texts = sum(2 * sys.getsizeof(r.text) for r in group.rollouts) + sys.getsizeof(group.task.question)
+    return 2048 + numbers + texts + 1024 * len(group.rollouts)
+
+
+def _report(
+    now: float, n: int, offers: Sequence[Offer], weights: Sequence[float], drawn: Sequence[tuple[int, float]]
+) -> dict[str, Any]:
+    """One line of offers.jsonl."""
+    return {
+        "time": now,
+        "wanted": n,
+        "offered": [
+            {
+                "id": offer.id,
+                "peer": offer.group.peer,
+                "label": offer.group.task.label,
+                "slot": offer.group.task.slot,
+                "rollouts": len(offer.group.rollouts),
+                "successes": offer.successes,
+                "age": offer.age,
+                "uses": offer.uses,
+                "own_success": offer.own.success,
+                "own_answers": offer.own.n,
+                "weight": weight,
+            }
+            for offer, weight in zip(offers, weights, strict=True)
+        ],
+        "chosen": [{"id": offers[i].id, "probability": probability} for i, probability in drawn],
+    }

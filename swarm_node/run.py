@@ -1,0 +1,338 @@
+"""A run: a node with a directory, a screen and signals.
+
+    open the directory -> tasks, policy, (swarm) -> resume -> held-out table -> rounds -> snapshot -> table, plot, summary
+
+A round is the node's own affair (`node`); here are its metrics line, its snapshot every few, and the ways it may end.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from msgspec import to_builtins
+
+from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.errors import UserError
+from swarm_node.enter import EnteredSwarm, enter_swarm
+from swarm_node.evaluate import Held, evaluate, rows
+from swarm_node.joining import join_link
+from swarm_node.node import Node
+from swarm_node.observability.jsonl import JsonLines
+from swarm_node.observability.metrics import EventLog, MetricsWriter, read_metrics
+from swarm_node.observability.plots import plot_reward
+from swarm_node.observability.progress import Progress
+from swarm_node.observability.sinks import open_sinks
+from swarm_node.policy.estimate import estimate
+from swarm_node.policy.loading import load_policy
+from swarm_node.recovery.snapshots import SnapshotStore
+from swarm_node.rundir import RunDir
+from swarm_node.stopping import Stopper, StopRequested
+from swarm_node.tasks import load_tasks
+from swarm_node.types import Group
+
+if TYPE_CHECKING:  # alone, a run loads nothing of the network
+    from swarm_node.member import Member
+
+ZERO_REWARD_ROUNDS = 10
+"""Rounds without any reward after which some completions are shown: the prompt or the extraction may be wrong."""
+STATUS_SECONDS = 1.0
+"""A run in a swarm writes its status at most this often."""
+
+
+def run_local(config: NodeConfig, json_output: bool = False) -> int:
+    """Train alone until `rounds` or `minutes` are over or a signal comes; resumes what is in the run directory.
+
+    Returns the exit code. Raises UserError for what only the user can mend.
+    """
+    return _run(config.model_copy(update={"swarm": None}), json_output)
+
+
+def run_join(config: NodeConfig, json_output: bool = False) -> int:
+    """As `run_local`, as a member of the swarm `config.swarm`; waits for nobody but, once, for its manifest."""
+    if not config.swarm:
+        raise UserError("no swarm: name a manifest file, its https address or a swarm:// link")
+    return _run(config, json_output)
+
+
+def _run(config: NodeConfig, json_output: bool) -> int:
+    with ExitStack() as stack:
+        run = stack.enter_context(RunDir.open(config.directory))
+        Run(config, run, json_output, stack).train()
+    return 0
+
+
+class Run:
+    """A node and its run directory."""
+
+    def __init__(self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack) -> None:
+        """Load everything, in the order in which mistakes are cheapest to find."""
+        self.run = run
+        self._saying = threading.Lock()
+        self.json_output = json_output
+        self.progress = Progress(config.total_rounds, config.minutes, json_output)
+        self.events = EventLog(run.events, self.progress.say)
+        stack.callback(self.events.close)
+        swarm = enter_swarm(config, run, self.say, stack) if config.swarm else None
+        if swarm is not None and config.seed is None:
+            config = config.model_copy(update={"seed": swarm.seed})
+        self.config = config
+        self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
+        self.policy = load_policy(config.policy, config.rollouts, self.say)
+        member = None if swarm is None else self._become_member(swarm, stack)
+        self.node = Node(config, self.policy, self.tasks, self.say, member)
+        self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
+        stack.callback(self.snapshots.close)
+        self._changing = False
+        self._saved: int | None = None
+        self._status_at = 0.0
+        self._link = ""
+        self.before: dict[str, Held] = {}
+        self.after: dict[str, Held] = {}
+        resumed = self._resume()
+        run.write_config(dump_toml(config))
+        if not resumed:
+            self._set_aside(run.metrics)
+        sinks = open_sinks(config.log, run.path, config.model_dump(mode="json"), self.node.round + 1)
+        self.metrics = MetricsWriter(run.metrics, self.say, sinks)
+        stack.callback(self.metrics.close)
+        self.metrics.truncate_after(self.node.round)
+        if resumed:
+            self.say(f"resumed {run.path} at round {self.node.round}", "resume")
+
+    def _become_member(self, swarm: EnteredSwarm, stack: ExitStack) -> Member:
+        from swarm_node.member import Member
+
+        record = None
+        if self.config.sharing.record:
+            offers = JsonLines(self.run.path / "offers.jsonl", self.say)
+            stack.callback(offers.close)
+            record = offers.append
+        member = Member(
+            self.config,
+            swarm.manifest,
+            swarm.identity,
+            swarm.transport,
+            self.policy,
+            self.tasks,
+            self.say,
+            record=record,
+        )
+        stack.callback(member.close)
+        return member
+
+    # ----------------------------------------------------------------- the loop
+
+    def train(self) -> None:
+        """Rounds until the end or a signal; then a last snapshot, the held-out table, the plot and the summary."""
+        self.say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
+        self.progress.start(self.node.round)
+        try:
+            with Stopper(last_resort=self._last_resort) as stop:
+                try:
+                    self._rounds(stop)
+                    stop.allow()
+                    self.after = self._held_out("after") if self.node.round > 0 else {}
+                except StopRequested:
+                    self.say(f"stopping after round {self.node.round}; the same command resumes here", "stop")
+                finally:
+                    stop.hold()
+                    if not self._changing:  # whatever went wrong, finished rounds are not lost
+                        self.save()
+        finally:
+            self.progress.stop()
+        self.snapshots.wait()
+        self._report()
+
+    def _rounds(self, stop: Stopper) -> None:
+        config, node, without_reward = self.config, self.node, 0
+        stop.allow()
+        drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
+        prompts = [self.policy.encode(task.question) for task in drawn]
+        self.say(str(estimate(self.policy, prompts, node.config.rollouts, config.grpo)), "estimate")
+        if node.round == 0:
+            self.before = self._held_out("before")
+        if node.round >= config.total_rounds:
+            self.say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
+        started = time.monotonic()
+        while node.round < config.total_rounds:
+            if config.minutes and time.monotonic() - started > 60 * config.minutes:
+                self.say(f"{config.minutes:g} minutes are over", "stop")
+                break
+            stop.allow()
+            began = time.perf_counter()
+            collected = node.collect()
+            stop.hold()
+            node.share(collected)
+            groups = node.choose(collected)
+            stop.allow()
+            learned = node.learn(groups, before_update=lambda: self._change(stop))
+            stop.hold()
+            self._changing = False
+            record = node.record(collected, learned, time.perf_counter() - began)
+            self.metrics.write(record)
+            self.progress.update(node.round, record)
+            self._show_swarm()
+            without_reward = 0 if record["reward"] else without_reward + 1
+            if without_reward == ZERO_REWARD_ROUNDS:
+                self._show_completions(collected.groups)
+            if node.round % config.snapshots.every == 0 and node.round < config.total_rounds:
+                self.save()
+            if (rest := config.pace_s - (time.perf_counter() - began)) > 0:
+                stop.allow()
+                time.sleep(rest)
+
+    def _change(self, stop: Stopper) -> None:
+        """From here to the end of the round the weights are not those of a finished round."""
+        stop.hold()
+        self._changing = True
+
+    # ----------------------------------------------------------------- state
+
+    def save(self) -> None:
+        """Snapshot of the state after `round` rounds, unless there is one; written in the background."""
+        if self._saved == self.node.round:
+            return
+        optimizer, numbers = self.node.trainer.state_dict()
+        self.snapshots.save(
+            self.node.round,
+            {"policy": self.policy.trainable_state(), "optimizer": optimizer},
+            {
+                "model": self._identity(),
+                "trainer": numbers,
+                "policy_version": self.policy.version,
+                "before": {label: [h.questions, h.pass_1, h.pass_k] for label, h in self.before.items()},
+                "held_out": self._evaluation(),
+            },
+        )
+        self._saved = self.node.round
+
+    def _resume(self) -> bool:
+        snapshot = self.snapshots.load_latest(self._foreign)
+        if snapshot is None:
+            return False
+        state = snapshot.state
+        self.policy.load_trainable_state(snapshot.tensors["policy"])
+        self.node.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
+        self.policy.version = state["policy_version"]
+        if state["held_out"] == self._evaluation():
+            self.before = {label: Held(*values) for label, values in state["before"].items()}
+        else:
+            self.say("tasks or evaluation settings are not those this run began with: no figures from before training")
+        self.node.round = self._saved = snapshot.round
+        return True
+
+    def _identity(self) -> dict[str, Any]:
+        """What must agree for a snapshot to go on with this model."""
+        trained = {name: [str(t.dtype), *t.shape] for name, t in self.policy.trainable_state().items()}
+        return {"base": self.policy.base_digest, "start": self.policy.start_digest, "trained": trained}
+
+    def _evaluation(self) -> dict[str, Any]:
+        """What must agree for held-out figures to be comparable."""
+        return {"tasks": self.tasks.names, **self.config.eval.model_dump(), "rollouts": self._sampling()}
+
+    def _sampling(self) -> list[float]:
+        rollouts = self.node.config.rollouts
+        return [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
+
+    def _set_aside(self, metrics: Path) -> None:
+        """Starting anew over the metrics of a run whose snapshots are gone or refused: keep them under another name."""
+        if metrics.exists() and metrics.stat().st_size:
+            kept = next(p for n in count(1) if not (p := metrics.with_name(f"{metrics.name}.{n}")).exists())
+            metrics.rename(kept)
+            self.say(f"starting anew; the metrics that were there are now {kept}")
+
+    def _foreign(self, state: dict[str, Any]) -> str | None:
+        """Why a snapshot does not belong to this run, or `None`."""
+        theirs, mine = state.get("model"), self._identity()
+        if not isinstance(theirs, dict):
+            return "it names no model"
+        if theirs.get("base") != mine["base"]:
+            return f"its base model is not {self.config.policy.model}"
+        if theirs != mine:
+            return "it trains other weights of this model (other LoRA settings, adapter or dtype)"
+        return None
+
+    def _last_resort(self) -> None:
+        """The deadline after a signal is over and the main thread is still inside torch: weights as they are, if they
+        are those of a finished round, else the last snapshot stands."""
+        if not self._changing:
+            self.save()
+            self.snapshots.wait()
+
+    # ----------------------------------------------------------------- what people see
+
+    def _show_swarm(self) -> None:
+        """The swarm as this node sees it, for `swarm-node status`; the join link whenever it changes."""
+        member = self.node.member
+        if member is None or time.monotonic() - self._status_at < STATUS_SECONDS:
+            return
+        self._status_at = time.monotonic()
+        status = member.status()
+        link = join_link(status["swarm"], status["addresses"], member.manifest.bootstrap)
+        self.run.write_status(status | {"link": link})
+        if status["addresses"] and link != self._link:
+            self._link = link
+            self.say("others join with:")
+            self.say(link, "link")
+
+    def say(self, text: str, kind: str = "note") -> None:
+        """One sentence to the screen and to events.jsonl."""
+        with self._saying:  # the network's thread has things to say as well
+            self.progress.say(text)
+            self.events.write(kind, text)
+
+    def _held_out(self, when: str) -> dict[str, Held]:
+        settings = self.config.eval
+        if settings.questions == 0:
+            return {}
+        self.progress.say(f"held-out questions, {when} training")
+        return evaluate(self.policy, self.tasks, self.node.config.rollouts, settings.questions, settings.samples)
+
+    def _show_completions(self, groups: Sequence[Group]) -> None:
+        self.say(f"no reward in {ZERO_REWARD_ROUNDS} rounds; what the policy answers:", "zero_reward")
+        for group in groups[:3]:
+            rollout = group.rollouts[0]
+            end = "" if rollout.finished else " [cut off at max_new_tokens]"
+            self.say(
+                f"  {group.task.label}: question {group.task.question[-80:]!r}, "
+                f"completion {rollout.text[-200:]!r}{end}, "
+                f"extracted {rollout.extracted!r}, expected {group.task.answer!r}"
+            )
+
+    def _report(self) -> None:
+        """Table, plot and summary; one JSON document on stdout with --json."""
+        metrics = read_metrics(self.run.metrics)
+        tenth = max(1, len(metrics) // 10)
+        summary: dict[str, Any] = {
+            "run_dir": str(self.run.path),
+            "rounds": self.node.round,
+            "reward_first_tenth": fmean(m["reward"] for m in metrics[:tenth]) if metrics else None,
+            "reward_last_tenth": fmean(m["reward"] for m in metrics[-tenth:]) if metrics else None,
+            "held_out_before": to_builtins(self.before),
+            "held_out_after": to_builtins(self.after),
+        }
+        if self.before and self.after:
+            columns, table = rows(self.before, self.after, self.config.eval.samples)
+            self.progress.table("held-out questions", columns, table)
+        if metrics:
+            held = (self.before["all"].pass_1, self.after["all"].pass_1) if self.before and self.after else None
+            plot = self.run.plots / "reward.png"
+            plot_reward(metrics, plot, title=str(self.run.path), held_out=held)
+            self.say(
+                f"reward {summary['reward_first_tenth']:.3f} (first tenth of rounds) -> "
+                f"{summary['reward_last_tenth']:.3f} (last tenth); {plot}",
+                "summary",
+            )
+        if self.json_output:
+            json.dump(summary, sys.stdout)
+            sys.stdout.write("\n")

@@ -1,0 +1,121 @@
+"""One node of test_p2p_transport.py, as a process: JSON commands on stdin, one line of JSON in answer to each.
+
+python p2p_node.py FOLDER NAME SETTINGS        identity, cache in FOLDER; settings as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from protocol.codec import open_batch, seal_batch
+from protocol.errors import ProtocolError, RemoteProtocolError
+from protocol.identity import Identity
+from protocol.messages import PeerCard, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
+from protocol.topics import rollout_topic, shard_of
+from protocol.transports.p2p import P2PTransport, fetch
+from protocol.transports.settings import NetworkSettings
+
+SWARM = "cd" * 32
+
+
+class Node:
+    def __init__(self, folder: Path, name: str, settings: dict[str, Any]) -> None:
+        self.said: list[str] = []
+        self.heard: list[tuple[str, int]] = []
+        self.sent = 0
+        path = folder / f"{name}.key"
+        self.identity = Identity.load_or_create(path)
+        self.shards = settings.pop("shards", 1)
+        began = time.monotonic()
+        self.transport = P2PTransport(
+            path,
+            SWARM,
+            NetworkSettings(**settings),
+            self.shards,
+            cache_file=folder / f"{name}.json",
+            report=self.said.append,
+        )
+        for shard in range(self.shards):
+            self.transport.subscribe(rollout_topic(SWARM, shard), self.hear)
+        self.transport.serve("echo", lambda peer, payload: peer[-4:].encode() + payload)
+        self.transport.announce(PeerCard(1, SWARM, 0.0, name, settings.get("roles", ["trainer"])))
+        self.constructed = time.monotonic() - began
+
+    def hear(self, data: bytes) -> None:
+        sender, batch = open_batch(data, SWARM)
+        self.heard.append((sender, batch.sequence))
+
+    def do_status(self) -> dict[str, Any]:
+        transport, plane = self.transport, self.transport._plane
+        return {
+            "peer": transport.peer_id,
+            "constructed": self.constructed,
+            "addresses": transport.addresses,
+            "members": {card.name: card.gossip_id for card in transport.members().values()},
+            "stats": dict(transport.stats()),
+            "gossip": transport._gossip.gossip_id,
+            "pids": [os.getpid(), plane and plane.daemon_pid, transport._gossip.pid],
+            "said": self.said,
+            "heard": sorted({f"{sender[-4:]}/{sequence}" for sender, sequence in self.heard}),
+        }
+
+    def do_publish(self, count: int = 1) -> int:
+        rollout = SharedRollout("4", True)
+        for _ in range(count):
+            self.sent += 1
+            name = TaskName("gcd", "0" * 16, "test 1", 0, self.sent)
+            batch = RolloutBatch(
+                protocol=1,
+                swarm=SWARM,
+                sequence=self.sent,
+                created=time.time(),
+                fingerprint="0" * 16,
+                tokenizer="0" * 16,
+                sampling=SharedSampling(8, 1.0, 1.0),
+                groups=[SharedGroup(name, 0, 0, bytes(16), 0, [rollout, rollout])],
+            )
+            topic = rollout_topic(SWARM, shard_of(self.identity.peer_id, self.shards))
+            self.transport.publish(topic, seal_batch(batch, self.identity))
+        return self.sent
+
+    def do_ask(self, peer: str, text: str) -> str:
+        try:
+            return self.transport.request(peer, "echo", text.encode(), timeout=5.0).decode()
+        except ProtocolError as error:
+            return f"{type(error).__name__}: {error}"
+
+    def do_fetch(self, bootstrap: list[str], wanted: str) -> str:
+        """What a newcomer without a transport gets, who believes nothing but `wanted`."""
+
+        def accept(answer: bytes) -> str:
+            if not answer.decode().endswith(wanted):
+                raise RemoteProtocolError("unwanted", answer.decode())
+            return answer.decode()
+
+        settings = NetworkSettings(listen="127.0.0.1", bootstrap=tuple(bootstrap))
+        try:
+            return fetch(Path("newcomer.key"), SWARM, settings, "echo", b"payload", accept)
+        except ProtocolError as error:
+            return f"{type(error).__name__}: {error}"
+
+    def do_close(self) -> float:
+        began = time.monotonic()
+        self.transport.close()
+        return time.monotonic() - began
+
+
+def main() -> None:
+    node = Node(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(getattr(node, f"do_{name}")(*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

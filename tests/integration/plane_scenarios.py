@@ -1,0 +1,600 @@
+"""Scenarios with real p2pd processes, for test_hivemind_plane.py: reads their names from stdin, answers each with a
+line of JSON. A process of its own, because hivemind and libp2p cannot be imported into one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hivemind.dht.node import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+
+from protocol.codec import seal_card
+from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
+from protocol.identity import Identity
+from protocol.limits import MAX_CARD_BYTES
+from protocol.messages import PeerCard
+from protocol.topics import bucket_of, membership_key
+from protocol.transports.hivemind_plane import HivemindPlane
+from protocol.transports.records import CardStorage, CardValidator
+from protocol.transports.settings import NetworkSettings
+
+SWARM = "ab" * 32
+TTL_S = 20.0
+EVERYWHERE = range(16)
+Scenario = Callable[[], Awaitable[None]]
+
+
+class Node:
+    """A plane with what tests want to know of it."""
+
+    def __init__(self, folder: Path, name: str, **settings: Any) -> None:
+        self.said: list[str] = []
+        path = folder / f"{name}.key"
+        self.name, self.identity = name, Identity.load_or_create(path)
+        self.id = self.identity.peer_id
+        defaults = dict(listen="127.0.0.1", port=0, relay=False, card_ttl_s=TTL_S)
+        self.plane = HivemindPlane(
+            self.identity, path, SWARM, NetworkSettings(**(defaults | settings)), report=self.said.append
+        )
+
+    def card(self, **changes: Any) -> PeerCard:
+        card = PeerCard(1, SWARM, time.time(), self.name, ["trainer"], self.plane.addresses)
+        return msgspec.structs.replace(card, **changes)
+
+    async def names(self) -> set[str]:
+        """Of all members that this node finds."""
+        return {card.name for card in (await self.plane.get_cards(EVERYWHERE)).values()}
+
+    async def ask(
+        self, peer: Node, method: str, payload: bytes = b"", timeout: float = 20.0, limit: int = 1024
+    ) -> bytes:
+        return await self.plane.request(peer.id, method, payload, timeout, limit)
+
+    async def refused(self, peer: Node, method: str, payload: bytes = b"", timeout: float = 20.0) -> str:
+        """How a request fails: the reason, or `unreachable`."""
+        try:
+            await self.ask(peer, method, payload, timeout)
+        except RemoteProtocolError as error:
+            return error.reason
+        except PeerUnreachable:
+            return "unreachable"
+        return "answered"
+
+
+@contextlib.asynccontextmanager
+async def started(*names: str, **settings: Any) -> AsyncIterator[list[Node]]:
+    """Nodes, all connected to the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        nodes = [Node(Path(folder), name, **settings) for name in names]
+        try:
+            for node in nodes:
+                await node.plane.start()
+                if node is not nodes[0]:
+                    await node.plane.connect(nodes[0].id, nodes[0].plane.addresses)
+            yield nodes
+        finally:
+            for node in nodes:
+                await node.plane.close()
+
+
+async def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """What `condition` gives once it is true; it may be a coroutine function."""
+    deadline = time.monotonic() + seconds
+    while True:
+        result = condition()
+        if asyncio.iscoroutine(result):
+            try:
+                result = await result
+            except PeerUnreachable:
+                result = None
+        if result:
+            return result
+        assert time.monotonic() < deadline, "still waiting"
+        await asyncio.sleep(0.05)
+
+
+# -------------------------------------------------------------------- membership
+
+
+async def everybody_sees_everybody() -> None:
+    async with started("one", "two", "three") as nodes:
+        for node in nodes:
+            assert await node.plane.store_card(node.card())
+        for node in nodes:
+            await until(lambda node=node: _same(node.names(), {"one", "two", "three"}))
+            assert node.plane.traffic.bytes_in > 500 and node.plane.traffic.bytes_out > 500
+            assert not node.plane.traffic.rejected
+        assert nodes[0].id in await nodes[1].plane.connected()
+
+
+async def a_newer_card_replaces_an_older_one() -> None:
+    async with started("one", "two") as (one, two):
+        for version in (1, 2):
+            assert await one.plane.store_card(one.card(policy_version=version))
+        assert (await two.plane.get_cards(EVERYWHERE))[one.id].policy_version == 2
+
+
+async def a_dead_bootstrap_is_joined_when_it_appears() -> None:
+    async with started("one") as (one,):
+        with tempfile.TemporaryDirectory() as folder:
+            late = Node(Path(folder), "late", port=_unused_port())
+            address = f"/ip4/127.0.0.1/tcp/{late.plane.port}/p2p/{late.id}"
+            assert await _fails(one.plane.connect(late.id, [address]), PeerUnreachable)
+            await one.plane.store_card(one.card())
+            assert await one.names() == {"one"}  # alone, and not held up
+            try:
+                await late.plane.start()
+                assert late.plane.addresses == [address]
+                await one.plane.connect(late.id, [address])
+                await one.plane.store_card(one.card())
+                await late.plane.store_card(late.card())
+                await until(lambda: _same(late.names(), {"one", "late"}))
+                await until(lambda: _same(one.names(), {"one", "late"}))
+            finally:
+                await late.plane.close()
+
+
+async def a_dial_only_node_is_a_member() -> None:
+    async with started("hub") as (hub,):
+        with tempfile.TemporaryDirectory() as folder:
+            inside = Node(Path(folder), "inside", dial_only=True)
+            try:
+                await inside.plane.start()
+                assert inside.plane.addresses == []
+                await inside.plane.connect(hub.id, hub.plane.addresses)
+                await inside.plane.store_card(inside.card())
+                await hub.plane.store_card(hub.card())
+                await until(lambda: _same(hub.names(), {"hub", "inside"}))
+                await until(lambda: _same(inside.names(), {"hub", "inside"}))
+                inside.plane.serve("echo", lambda peer, payload: payload)
+                assert (
+                    await hub.ask(inside, "echo", b"through the connection it made")
+                    == b"through the connection it made"
+                )
+            finally:
+                await inside.plane.close()
+
+
+async def addresses_that_make_no_sense_are_unreachable() -> None:
+    async with started("one") as (one,):
+        peer = Identity.generate().peer_id
+        circuit = f"/p2p-circuit/p2p/{peer}"
+        for address in (
+            "",
+            "/",
+            f"/p2p/{peer}",
+            f"/ip4/999.1.1.1/tcp/5/p2p/{peer}",
+            f"/ip4/127.0.0.1/tcp/99999/p2p/{peer}",
+            f"/ip4/127.0.0.1/udp/5/quic/p2p/{peer}",
+            f"/dns4/{'a..b' * 40}/tcp/5/p2p/{peer}",
+            circuit,
+            f"/junk/7{circuit}",
+            f"/ip4/127.0.0.1/tcp/5/p2p/!{circuit}",
+            f"/ip4/127.0.0.1/tcp/5/p2p/zzz{circuit}",
+            f"/junk/7/p2p/{peer}{circuit}",
+        ):
+            assert await _fails(one.plane.connect(peer, [address]), PeerUnreachable), address
+            assert await _fails(one.plane.request(peer, "x", b"", 5.0, 9, [address]), PeerUnreachable), address
+        assert await _fails(one.plane.connect("?", [f"/ip4/127.0.0.1/tcp/{one.plane.port}/p2p/?"]), PeerUnreachable)
+
+
+# -------------------------------------------------------------------- death of p2pd
+
+
+async def a_killed_p2pd_is_replaced() -> None:
+    async with started("one", "two") as (one, two):
+        for node in (one, two):
+            await node.plane.store_card(node.card())
+            node.plane.serve("slow", lambda peer, payload: bytes(40 * 2**20))
+            node.plane.serve("echo", lambda peer, payload: payload)
+        pid, port = one.plane.daemon_pid, one.plane.port
+        pulls = [asyncio.create_task(one.plane.request(two.id, "slow", b"", 20.0, 2**26)) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        assert not any(pull.done() for pull in pulls)
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        lookup = asyncio.create_task(one.plane.get_cards(EVERYWHERE))
+        results = await asyncio.wait_for(asyncio.gather(*pulls, lookup, return_exceptions=True), 5.0)
+        assert all(isinstance(result, PeerUnreachable) for result in results), results
+        await until(lambda: one.plane.restarts == 1, 5.0)
+        print(f"p2pd back after {time.monotonic() - killed:.2f} s", file=sys.stderr)
+        assert one.plane.port == port and one.plane.daemon_pid != pid
+        assert any("code -9" in sentence for sentence in one.said)
+        assert await until(lambda: two.ask(one, "echo", b"still you")) == b"still you"  # same peer id, same address
+        assert await one.names() == {"one", "two"}  # its part of the DHT outlived p2pd
+        assert len(os.listdir(one.plane._folder)) == 2  # sockets of the dead one are gone
+
+
+async def a_p2pd_that_dies_again_and_again_is_replaced_each_time() -> None:
+    async with started("one") as (one,):
+        for round in range(3):
+            pid = await until(lambda: one.plane.daemon_pid)
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda round=round: one.plane.restarts == round + 1)
+        await one.plane.store_card(one.card())
+        assert await one.names() == {"one"}
+
+
+# -------------------------------------------------------------------- ports, ends
+
+
+async def a_port_that_is_taken_is_left_alone() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        async with started("one", port=port) as (one,):
+            assert port < one.plane.port <= port + 100
+            assert any(f"port {port} is taken" in sentence for sentence in one.said)
+            async with started("two", port=one.plane.port) as (two,):
+                assert two.plane.port > one.plane.port
+
+
+async def two_that_start_at_once_do_not_share_a_port() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        port = _unused_port()
+        nodes = [Node(Path(folder), name, port=port) for name in ("one", "two", "three")]
+        try:
+            await asyncio.gather(*(node.plane.start() for node in nodes))
+            assert len({node.plane.port for node in nodes}) == 3
+        finally:
+            for node in nodes:
+                await node.plane.close()
+
+
+async def settings_that_cannot_work_are_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        node = Node(Path(folder), "one", listen="192.0.2.1")  # an address of nobody
+        try:
+            assert "192.0.2.1" in str(await _fails(node.plane.start(), ProtocolError))
+        finally:
+            await node.plane.close()
+
+
+async def announced_addresses_come_first() -> None:
+    async with started("one", announce=("203.0.113.7", "home.example", "/ip4/203.0.113.8/tcp/4")) as (one,):
+        port = one.plane.port
+        assert one.plane.addresses == [
+            f"{address}/p2p/{one.id}"
+            for address in (
+                "/dns4/home.example/tcp/" + str(port),
+                f"/ip4/203.0.113.7/tcp/{port}",
+                "/ip4/203.0.113.8/tcp/4",
+            )
+        ]
+
+
+async def closing_leaves_nothing_behind() -> None:
+    async with started("one", "two") as nodes:
+        pids, folders = [node.plane.daemon_pid for node in nodes], [node.plane._folder for node in nodes]
+        assert all(map(_alive, pids))
+    assert not any(map(_alive, pids))
+    assert not any(map(os.path.exists, folders))
+
+
+async def closing_after_ctrl_c_is_quick() -> None:
+    async with started("one") as (one,):
+        os.kill(one.plane.daemon_pid, signal.SIGINT)  # reaches the whole process group
+        started_closing = time.monotonic()
+        await one.plane.close()
+        assert time.monotonic() - started_closing < 8.0
+        assert one.said == []
+
+
+# -------------------------------------------------------------------- requests
+
+
+async def requests_are_answered() -> None:
+    async with started("one", "two") as (one, two):
+        callers: list[str] = []
+        big = os.urandom(3 * 2**20 + 17)
+        one.plane.serve("echo", lambda peer, payload: callers.append(peer) or payload)
+        one.plane.serve("big", lambda peer, payload: big)
+        assert await two.ask(one, "echo", b"") == b""
+        assert await two.ask(one, "echo", b"x" * 65536, limit=65536) == b"x" * 65536
+        assert callers == [two.id, two.id]
+        assert await two.ask(one, "big", limit=2**22) == big
+        assert two.plane.traffic.bytes_in > len(big) and one.plane.traffic.bytes_out > len(big)
+        assert await one.refused(two, "big") == "unreachable"  # served by the other only
+
+
+async def requests_fail_in_time() -> None:
+    async with started("one", "two") as (one, two):
+
+        def refuse(peer: str, payload: bytes) -> bytes:
+            raise RemoteProtocolError("secret", "not for you\n")
+
+        one.plane.serve("big", lambda peer, payload: bytes(1025))
+        one.plane.serve("refuse", refuse)
+        one.plane.serve("fail", lambda peer, payload: payload[1:2].decode() + 1)  # type: ignore[operator]
+        assert await two.refused(one, "big") == "size"
+        assert await two.refused(one, "refuse") == "secret"
+        assert await two.refused(one, "fail") == "unreachable"
+        assert any("answering 'fail' failed" in sentence for sentence in one.said)
+        assert await two.refused(one, "no such method") == "unreachable"
+        assert await two.refused(two, "big") == "unreachable"  # itself
+        nobody = Identity.generate().peer_id
+        assert isinstance(await _fails(two.plane.request(nobody, "big", b"", 5.0, 1), ProtocolError), PeerUnreachable)
+        assert isinstance(await _fails(two.plane.request("?", "big", b"", 5.0, 1), ProtocolError), PeerUnreachable)
+        assert {"secret", "handler", "method"} <= one.plane.traffic.rejected.keys()
+
+
+async def streams_that_lie_are_seen_through() -> None:
+    async with started("one", "two") as (one, two):
+        answers = {
+            b"t": b"\0" + (100).to_bytes(8, "big") + bytes(32) + b"only this",
+            b"h": b"\0" + (9).to_bytes(8, "big") + bytes(32) + b"only this",
+            b"s": b"\0" + (2**63).to_bytes(8, "big") + bytes(32),
+            b"r": b"\1" + (2**40).to_bytes(8, "big") + bytes(32),
+            b"e": b"",
+        }
+
+        async def hostile(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readexactly(3)
+            await reader.readexactly(40)
+            writer.write(answers.get(await reader.readexactly(1), b"\0"))
+            await writer.drain()
+            if name_of_the_game != "silent":
+                writer.close()
+
+        one.plane._daemon._client.control.handlers[one.plane._protocol] = hostile
+        name_of_the_game = "liar"
+        reasons = [await two.refused(one, "ab", answer) for answer in (b"t", b"h", b"s", b"r", b"e")]
+        assert reasons == ["torn", "hash", "size", "size", "torn"], reasons
+        name_of_the_game = "silent"
+        assert await two.refused(one, "ab", b"?", timeout=1.0) == "unreachable"
+
+
+async def callers_that_lie_are_borne() -> None:
+    async with started("one", "two") as (one, two):
+        one.plane.serve("echo", lambda peer, payload: payload)
+
+        async def send(data: bytes) -> bytes:
+            from hivemind.p2p import PeerID
+
+            _, reader, writer = await two.plane._daemon.call_binary_stream_handler(
+                PeerID.from_base58(one.id), one.plane._protocol
+            )
+            writer.write(data)
+            if writer.can_write_eof() and not data.endswith(b"hold"):
+                writer.write_eof()
+            answer = await asyncio.wait_for(reader.read(4096), 15.0)
+            writer.close()
+            return answer
+
+        assert await send(b"\4echo" + (2**60).to_bytes(8, "big") + bytes(32) + b"hold") != b""  # a refusal, at once
+        assert one.plane.traffic.rejected["size"] == 1
+        await send(b"\4echo" + (10).to_bytes(8, "big") + bytes(32) + b"short")
+        await send(b"\4ec")
+        await until(lambda: one.plane.traffic.rejected["torn"] >= 2)
+        assert await two.ask(one, "echo", b"fine") == b"fine"
+
+
+async def one_caller_cannot_take_all_places() -> None:
+    async with started("one", "two") as (one, two):
+        from hivemind.p2p import PeerID
+
+        one.plane.serve("echo", lambda peer, payload: payload)
+        held = [
+            await two.plane._daemon.call_binary_stream_handler(PeerID.from_base58(one.id), one.plane._protocol)
+            for _ in range(4)
+        ]
+        for _, _, writer in held:
+            writer.write(b"\4")
+            await writer.drain()
+        await until(lambda: one.plane._answers._running.total() == 4)
+        assert await two.refused(one, "echo") == "unreachable"
+        assert one.plane.traffic.rejected["busy"] == 1
+        for _, _, writer in held:
+            writer.close()
+        await until(lambda: _same(two.refused(one, "echo"), "answered"))
+
+
+# -------------------------------------------------------------------- what may lie in the DHT
+
+
+def _record(card: bytes, peer: str, expiration: float, bucket: int | None = None) -> DHTRecord:
+    key = DHTID.generate(membership_key(SWARM, bucket_of(peer) if bucket is None else bucket)).to_bytes()
+    return DHTRecord(key, msgspec.msgpack.encode(peer), msgspec.msgpack.encode(card), expiration)
+
+
+async def only_cards_are_valid() -> None:
+    rejected: Counter[str] = Counter()
+    validator = CardValidator(SWARM, 60.0, rejected)
+    peer, other, now = Identity.generate(), Identity.generate(), time.time()
+    card = PeerCard(1, SWARM, now, "me", [])
+    sealed = seal_card(card, peer)
+    good = _record(sealed, peer.peer_id, now + 60.0)
+    assert validator.validate(good)
+    forged = bytearray(sealed)
+    forged[-1] ^= 1
+    oldest = seal_card(msgspec.structs.replace(card, created=now - 50), peer)
+    ahead = seal_card(msgspec.structs.replace(card, created=now + 500), peer)
+    foreign = seal_card(msgspec.structs.replace(card, swarm="cd" * 32), peer)
+    unknown = seal_card(msgspec.structs.replace(card, protocol=7), peer)
+    bad = {
+        "signature": [_record(bytes(forged), peer.peer_id, now + 60)],
+        "swarm": [_record(foreign, peer.peer_id, now + 60)],
+        "version": [_record(unknown, peer.peer_id, now + 60)],
+        "size": [
+            _record(b"x" * (MAX_CARD_BYTES + 1), peer.peer_id, now + 60),
+            DHTRecord(good.key, good.subkey, good.value * 100, now),
+            DHTRecord(good.key, good.subkey * 100, good.value, now),
+        ],
+        "schema": [
+            DHTRecord(good.key, good.subkey, sealed, now),
+            DHTRecord(good.key, good.subkey, good.value + b"\0", now),
+            DHTRecord(good.key, b"\xc0", good.value, now),  # a value without subkey
+            DHTRecord(good.key, b"", good.value, now),
+            DHTRecord(good.key, msgspec.msgpack.encode(peer.peer_id.encode()), good.value, now),
+        ],
+        "key": [DHTRecord(b"k" * 20, good.subkey, good.value, now), DHTRecord(b"", b"", b"", now)],
+        "peer": [
+            _record(sealed, other.peer_id, now + 60, bucket_of(other.peer_id)),
+            _record(sealed, peer.peer_id, now + 60, (bucket_of(peer.peer_id) + 1) % 16),
+        ],
+        "expiration": [
+            _record(sealed, peer.peer_id, expiration) for expiration in (now + 61, now + 1e9, math.inf, math.nan)
+        ]
+        + [_record(oldest, peer.peer_id, now + 60), _record(ahead, peer.peer_id, now + 560)],
+    }
+    for reason, records in bad.items():
+        for record in records:
+            before = rejected[reason]
+            assert not validator.validate(record), (reason, record)
+            assert rejected[reason] == before + 1, (reason, rejected, record)
+
+
+async def a_bad_entry_does_not_hide_the_good_ones() -> None:
+    rejected: Counter[str] = Counter()
+    validator = CardValidator(SWARM, 60.0, rejected)
+    peer, now = Identity.generate(), time.time()
+    sealed = msgspec.msgpack.encode(seal_card(PeerCard(1, SWARM, now, "me", []), peer))
+    key = DHTID.generate(membership_key(SWARM, bucket_of(peer.peer_id))).to_bytes()
+    cards: Any = DictionaryDHTValue("not a number")
+    with cards.freeze():
+        cards.store(peer.peer_id, sealed, now + 60)
+        cards.store("someone", sealed, now + 61)
+        cards.store(7, sealed, now + 62)
+    assert validator.keep_valid(key, cards)
+    assert list(cards.data) == [peer.peer_id] and cards.maxsize == math.inf
+    assert rejected == {"peer": 1, "schema": 1}
+
+
+async def storage_is_bounded_and_keeps_the_newest() -> None:
+    storage, key, now = CardStorage(), DHTID.generate("key"), time.time()
+    assert storage.store_subkey(key, "a", b"new", now + 50)
+    assert not storage.store_subkey(key, "a", b"old", now + 0.05)
+    await asyncio.sleep(0.1)
+    assert storage.get(key).value.get("a").value == b"new"  # plain hivemind forgets it by now
+    assert sum(storage.store_subkey(key, f"p{i}", b"card", now + 50) for i in range(2000)) == 1499
+    assert storage.store_subkey(key, "a", b"newer", now + 51)
+
+
+async def hostile_records_go_nowhere() -> None:
+    async with started("one", "two", "hostile") as (one, two, hostile):
+        hostile.plane._validator.validate = lambda record: True  # keeps no rules
+        node, now = hostile.plane._node, time.time()
+        for honest in (one, two):
+            await honest.plane.store_card(honest.card())
+        for honest in (one, two):
+            await until(lambda honest=honest: _same(honest.names(), {"one", "two"}))
+        key = membership_key(SWARM, bucket_of(one.id))
+        stolen = (await two.plane.get_cards(EVERYWHERE))[one.id]
+        sealed = seal_card(stolen, hostile.identity)
+        attacks: list[tuple[str, Any, str | None, float]] = [
+            (key, sealed, one.id, now + TTL_S),  # another's name
+            (key, b"x" * 100_000, one.id, now + TTL_S),
+            (key, b"x", "junk", now + TTL_S),
+            (key, {"not": "bytes"}, one.id, now + TTL_S),
+            (key, sealed, None, now + 1e9),  # would take the place of the whole bucket
+            (key, sealed, hostile.id, now + 1e9),
+            ("free/storage", b"x", None, now + 60),
+        ]
+        for name, value, subkey, expiration in attacks:
+            await asyncio.wait_for(node.store(name, value, subkey=subkey, expiration_time=expiration), 20.0)
+        assert one.plane.traffic.rejected.total() >= len(attacks)
+        for honest in (one, two):
+            assert await honest.names() == {"one", "two"}
+            assert len(honest.plane._storage.data) <= 3
+
+
+async def a_hostile_answer_does_not_end_a_lookup() -> None:
+    async with started("one", "two", "hostile") as (one, two, hostile):
+        await one.plane.store_card(one.card())
+        protocol = hostile.plane._node.protocol
+        find, asked = protocol.rpc_find, Counter[str]()
+
+        async def lie(request: Any, context: Any) -> Any:
+            asked["find"] += 1
+            response = await find(request, context)
+            for result in response.results:
+                empty: Any = DictionaryDHTValue()
+                empty.maxsize = "x"  # compared with a number, it would raise
+                result.type, result.value = 2, protocol.serializer.dumps(empty)
+                result.expiration_time = math.inf  # good enough to end any search
+            return response
+
+        daemon = hostile.plane._daemon
+        name = next(name for name in daemon._client.control.unary_handlers if name.endswith("rpc_find"))
+        handler = daemon._client.control.unary_handlers[name]
+        from hivemind.proto import dht_pb2
+
+        async def raw(data: bytes, peer: Any) -> bytes:
+            return bytes((await lie(dht_pb2.FindRequest.FromString(data), _Context(peer))).SerializeToString())
+
+        assert handler is not raw
+        daemon._client.control.unary_handlers[name] = raw
+        await until(lambda: _same(two.names(), {"one"}))
+        assert asked["find"] > 0
+
+
+class _Context:
+    def __init__(self, peer: Any) -> None:
+        self.remote_id = peer
+
+
+# -------------------------------------------------------------------- helpers, main
+
+
+async def _same(found: Awaitable[Any], wanted: Any) -> bool:
+    return bool(await found == wanted)
+
+
+async def _fails(call: Awaitable[Any], kind: type[Exception]) -> Exception:
+    try:
+        result = await call
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}, but {result!r}")
+
+
+def _unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _alive(pid: int | None) -> bool:
+    assert pid is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def _run(scenario: Scenario) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # hivemind's own tasks after a kill
+    await asyncio.wait_for(scenario(), 90.0)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        began = time.monotonic()
+        try:
+            asyncio.run(_run(globals()[line.strip()]))
+            failure = ""
+        except BaseException:
+            failure = traceback.format_exc()
+        print(json.dumps({"failure": failure, "seconds": round(time.monotonic() - began, 2)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

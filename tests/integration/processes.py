@@ -1,0 +1,139 @@
+"""Nodes as real processes: start them by the command line, watch what they write, end them one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+Found = TypeVar("Found")
+LINK = re.compile(r"^swarm://[0-9a-f]{64}\?peer=\S+$", re.MULTILINE)
+QUICK = (
+    "rollouts.group_size=4",
+    "rollouts.max_new_tokens=8",
+    "eval.questions=0",
+    "snapshots.every=1",
+    "network.listen=127.0.0.1",
+    "network.port=0",
+    "network.gossip_port=0",
+)
+"""Settings under which a round of the starter takes a few hundredths of a second."""
+
+
+def until(what: Callable[[], Found | None], seconds: float, describe: Callable[[], str] = lambda: "") -> Found:
+    """The first true result of `what`; AssertionError after `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := what():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds:g} s\n{describe()}")
+
+
+class NodeProcess:
+    """One `swarm-node` process, its output in a file."""
+
+    def __init__(self, *arguments: str, run_dir: Path, sets: tuple[str, ...] = ()) -> None:
+        self.run_dir = run_dir
+        self.log = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}.log")
+        command = [sys.executable, "-m", "swarm_node", *arguments, "--run-dir", str(run_dir)]
+        for pair in sets:
+            command += ["--set", pair]
+        self.file = self.log.open("w")
+        self.process = subprocess.Popen(
+            command,
+            stdout=self.file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Whole lines of metrics.jsonl."""
+        path = self.run_dir / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    @property
+    def rounds(self) -> int:
+        metrics = self.metrics
+        return metrics[-1]["round"] if metrics else 0
+
+    def last(self, name: str) -> float:
+        """The newest value of a metric; 0 if there is none."""
+        metrics = self.metrics
+        return metrics[-1].get(name, 0.0) if metrics else 0.0
+
+    def link(self, seconds: float = 30.0) -> str:
+        """The join link that it prints."""
+        return self.until(lambda: (m := LINK.search(self.output)) and m.group(), seconds)
+
+    def until(self, what: Callable[[], Found | None], seconds: float) -> Found:
+        """As `until`, with this process's last output in the error; fails at once if it ends."""
+
+        def alive() -> Found | None:
+            found = what()
+            assert found or self.process.poll() is None, f"ended with {self.process.returncode}\n{self.output[-3000:]}"
+            return found
+
+        return until(alive, seconds, lambda: f"{self.output[-3000:]}\n{self.metrics[-1:]}")
+
+    def until_rounds(self, more: int, seconds: float = 30.0) -> None:
+        """Until it has had `more` rounds from now on."""
+        goal = self.rounds + more
+        self.until(lambda: self.rounds >= goal or None, seconds)
+
+    def children(self) -> dict[str, int]:
+        """Kind (`p2pd`, `gossip`) -> pid of its child processes."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+                command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if int(fields[1]) == self.process.pid and fields[0] != "Z":
+                kind = "p2pd" if "p2pd" in command.split()[0] else "gossip" if "gossip_sidecar" in command else command
+                found[kind] = int(path.parent.name)
+        return found
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
+        """End it, and return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(seconds)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+            self.file.close()
+
+
+@contextmanager
+def nodes() -> Iterator[Callable[..., NodeProcess]]:
+    """A starter of processes, all of which are gone at the end."""
+    started: list[NodeProcess] = []
+
+    def start(*arguments: str, run_dir: Path, sets: tuple[str, ...] = QUICK) -> NodeProcess:
+        started.append(NodeProcess(*arguments, run_dir=run_dir, sets=sets))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for node in started:
+            node.stop(signal.SIGKILL)

@@ -1,0 +1,498 @@
+"""Gossip between real processes on loopback. This process imports neither libp2p nor hivemind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol import codec, topics
+from protocol.transports import gossip_client
+from protocol.transports.gossip_client import GossipClient, Stat
+from protocol.transports.gossip_pipe import (
+    Ask,
+    Dial,
+    Event,
+    Frames,
+    GossipSettings,
+    Message,
+    Ready,
+    Status,
+    Subscribe,
+    frame,
+)
+from tests.integration.gossip_samples import batch, peer_on_shard
+
+SWARM = "ab" * 32
+TOPIC = topics.rollout_topic(SWARM, 0)
+PACE_S = 0.06
+
+
+class Peer(GossipClient):
+    """A client that keeps what it hears, and seals what it says."""
+
+    def __init__(self, number: int, **settings: Any) -> None:
+        defaults = {"listen": "127.0.0.1", "messages_per_minute": 10**6, "bytes_per_minute": 2**30}
+        self.heard: list[bytes] = []
+        self.reports: list[str] = []
+        self.failed_dials: list[str] = []
+        super().__init__(
+            GossipSettings(SWARM, **{**defaults, **settings}),
+            lambda topic, data: self.heard.append(data),
+            self.reports.append,
+        )
+        self.on_dial_failed = lambda address, detail: self.failed_dials.append(detail)
+        self.sealer = peer_on_shard(0, self.settings.shards, skip=number + 1)
+
+    def say(self, size: int = 5000) -> bytes:
+        data = codec.seal_batch(batch(SWARM, size), self.sealer)
+        assert self.publish(TOPIC, data)
+        return data
+
+
+@asynccontextmanager
+async def swarm(count: int, first: int = 0, **settings: Any) -> AsyncIterator[list[Peer]]:
+    """Peers that listen, subscribed, not connected."""
+    peers = [Peer(first + number, **settings) for number in range(count)]
+    try:
+        await asyncio.gather(*(peer.start() for peer in peers))
+        for peer in peers:
+            peer.subscribe(TOPIC)
+        yield peers
+    finally:
+        await asyncio.gather(*(peer.close() for peer in peers))
+
+
+async def until(what: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "this did not happen in time"
+        await asyncio.sleep(0.05)
+
+
+async def until_stat(peer: Peer, what: Callable[[Stat], bool], seconds: float = 20) -> Stat:
+    deadline = time.monotonic() + seconds
+    while not what(stat := await peer.stat()):
+        assert time.monotonic() < deadline, f"this did not happen in time: {stat}"
+        await asyncio.sleep(0.1)
+    return stat
+
+
+async def connect_all(peers: Sequence[Peer]) -> None:
+    for i, peer in enumerate(peers):
+        for other in peers[:i]:
+            peer.dial(other.addresses[0])
+    for peer in peers:
+        await until_stat(peer, lambda stat: stat.mesh.get(TOPIC, 0) >= min(4, len(peers) - 1))
+
+
+async def talk(peers: Sequence[Peer], count: int, size: int) -> list[tuple[Peer, bytes]]:
+    """They take turns."""
+    said = []
+    for i in range(count):
+        speaker = peers[i % len(peers)]
+        said.append((speaker, speaker.say(size)))
+        await asyncio.sleep(PACE_S)
+    return said
+
+
+def expected(peer: Peer, said: list[tuple[Peer, bytes]]) -> list[bytes]:
+    return sorted(data for speaker, data in said if speaker is not peer)
+
+
+async def until_all_heard(peers: Sequence[Peer], said: list[tuple[Peer, bytes]], seconds: float = 20) -> None:
+    """Everything that others said; and nothing else, and nothing twice."""
+    for peer in peers:
+        wanted = expected(peer, said)
+        await until(lambda peer=peer, wanted=wanted: len(peer.heard) >= len(wanted), seconds)  # type: ignore[misc]
+        assert sorted(peer.heard) == wanted
+
+
+def rss(pid: int | None) -> int:
+    """Bytes."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+
+
+@pytest.mark.slow
+def test_each_message_reaches_each_peer_once() -> None:
+    async def run() -> None:
+        async with swarm(4) as peers:
+            await connect_all(peers)
+            for size, count in ((5_000, 60), (300_000, 60)):
+                for peer in peers:
+                    peer.heard.clear()
+                said = await talk(peers, count, size)
+                await until_all_heard(peers, said)
+                await asyncio.sleep(0.5)
+                await until_all_heard(peers, said)  # still: nothing came twice
+            stats = [await peer.stat() for peer in peers]
+            assert all(stat.rejected == {} and stat.dropped == 0 for stat in stats)
+            assert all(stat.messages_out == 30 and stat.messages_in == 90 for stat in stats)
+            assert sum(stat.bytes_in for stat in stats) >= 60 * 3 * 305_000  # all of it passed over sockets
+
+    asyncio.run(run())
+
+
+def test_a_killed_sidecar_comes_back_with_its_subscriptions() -> None:
+    async def run() -> None:
+        async with swarm(3) as peers:
+            await connect_all(peers)
+            victim, others = peers[0], peers[1:]
+            victim.on_restart = lambda: [victim.dial(peer.addresses[0]) for peer in others]  # type: ignore[assignment]
+            before = victim.gossip_id, victim.addresses, await victim.stat()
+            for kills in (1, 2):
+                assert victim.pid is not None
+                os.kill(victim.pid, signal.SIGKILL)
+                killed = time.monotonic()
+                await until(lambda kills=kills: victim.restarts == kills and victim.pid is not None)
+                queued = victim.say()  # while it starts
+                await until_stat(victim, lambda stat: stat.mesh.get(TOPIC, 0) == 2)
+                assert time.monotonic() - killed < 10  # typically two
+                await until(lambda queued=queued: all(queued in peer.heard for peer in others))
+            assert victim.gossip_id != before[0]
+            assert [a.split("/p2p/")[0] for a in victim.addresses] == [a.split("/p2p/")[0] for a in before[1]]
+            for peer in peers:
+                peer.heard.clear()
+            said = await talk(peers, 15, 20_000)
+            await until_all_heard(peers, said)
+            after = await victim.stat()
+            assert after.bytes_out > before[2].bytes_out
+            assert any("ended (-9)" in report for report in victim.reports)
+
+    asyncio.run(run())
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    async def run() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            async with swarm(1, port=port, announce=["example.org", "203.0.113.7"]) as (peer,):
+                other = peer.settings.port
+                assert port < other < port + 100
+                assert peer.addresses == [
+                    f"/dns4/example.org/tcp/{other}/p2p/{peer.gossip_id}",
+                    f"/ip4/203.0.113.7/tcp/{other}/p2p/{peer.gossip_id}",
+                    f"/ip4/127.0.0.1/tcp/{other}/p2p/{peer.gossip_id}",
+                ]
+
+    asyncio.run(run())
+
+
+def test_dials_that_fail_say_why() -> None:
+    async def run() -> None:
+        async with swarm(1) as (peer,):
+            nobody = "12D3KooWA5QapJCxXj1sqbLndrL9jm3UKnHvuuBprxM6pjmCh6R1"
+            for address in (
+                f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}",
+                f"/ip4/127.0.0.1/tcp/{peer.settings.port}/p2p/{nobody}",
+                peer.addresses[0],
+                "/ip4/127.0.0.1/tcp/1",
+                "nonsense",
+            ):
+                peer.failed_dials.clear()
+                peer.dial(address)
+                await until(lambda: len(peer.failed_dials) == 1, 30)
+            assert peer.restarts == 0
+
+    asyncio.run(run())
+
+
+def test_who_joins_amid_large_messages_hears_the_rest() -> None:
+    """Recent messages are replayed to a newcomer while new ones are sent: each must arrive whole."""
+
+    async def run() -> None:
+        async with swarm(2) as peers, swarm(1, first=2) as (late,):
+            await connect_all(peers)
+            talking = asyncio.create_task(talk(peers, 60, 450_000))
+            await asyncio.sleep(10 * PACE_S)
+            for peer in peers:
+                late.dial(peer.addresses[0])
+            said = await talking
+            await until(lambda: said[-1][1] in late.heard)
+            assert len(late.heard) == len(set(late.heard)) >= 20
+            assert (await late.stat()).rejected == {}
+            await until_all_heard(peers, said)
+
+    asyncio.run(run())
+
+
+def test_a_full_hub_says_no_until_somebody_leaves() -> None:
+    async def run() -> None:
+        async with swarm(1, max_connections=2) as (hub,), swarm(3, first=1, dial_only=True) as leaves:
+            for leaf in leaves[:2]:
+                leaf.dial(hub.addresses[0])
+            await until_stat(hub, lambda stat: stat.mesh.get(TOPIC, 0) == 2)
+            leaves[2].dial(hub.addresses[0])
+            await until(lambda: len(leaves[2].failed_dials) == 1)
+            assert (await hub.stat()).rejected["connections"] == 1
+            hub.drop([leaves[0].gossip_id, "nobody"])
+            await until_stat(hub, lambda stat: len(stat.peers) == 1)
+            leaves[2].dial(hub.addresses[0])
+            await until_stat(hub, lambda stat: leaves[2].gossip_id in stat.peers)
+            said = await talk(leaves[1:], 4, 5000)
+            await until_all_heard(leaves[1:], said)
+
+    asyncio.run(run())
+
+
+def test_two_peers_that_dial_each_other_at_once_are_linked() -> None:
+    async def run() -> None:
+        async with swarm(2) as peers:
+            for _ in range(5):
+                for peer, other in (peers, reversed(peers)):
+                    peer.dial(other.addresses[0])
+                for peer in peers:
+                    await until_stat(peer, lambda stat: stat.mesh.get(TOPIC, 0) == 1)
+                for peer in peers:
+                    peer.heard.clear()
+                await until_all_heard(peers, await talk(peers, 4, 50_000))
+                peers[0].drop([peers[1].gossip_id])
+                for peer in peers:
+                    await until_stat(peer, lambda stat: stat.peers == [])
+
+    asyncio.run(run())
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_hostile_peer_gets_nothing_in_and_brings_nothing_down() -> None:
+    refused = {
+        "garbage": "frame",
+        "endless": "frame",
+        "oversized_frame": "frame",
+        "unreadable_key": "forged",
+        "unsigned": "unsigned",
+        "forged": "forged",
+        "oversized": "size",
+        "no_batch": "signature",
+        "wrong_swarm": "swarm",
+        "wrong_version": "version",
+        "wrong_schema": "schema",
+        "wrong_shard": "shard",
+        "far_future": "future",
+        "long_past": "age",
+        "persistent": "graylist",
+        "streams": "flood",
+        "unread": "flood",
+    }
+    harmless = ["bad_utf8", "control", "bad_mux", "bad_noise", "comes_and_goes"]
+
+    async def run() -> None:
+        async with swarm(3, shards=2, max_connections=8, messages_per_minute=100) as peers:
+            await connect_all(peers)
+            victim, pids, size = peers[0], [peer.pid for peer in peers], rss(peers[0].pid)
+
+            async def suffer(*attacks: str) -> dict[str, int]:
+                before = await victim.stat()
+                reports = await attack(victim.addresses[0], *attacks)
+                assert [report["attack"] for report in reports] == list(attacks)
+                assert all(report["sent"] or report["attack"] == "oversized_frame" for report in reports), reports
+                after = await victim.stat()
+                return {why: n - before.rejected.get(why, 0) for why, n in after.rejected.items()}
+
+            for half in (list(refused)[:9], list(refused)[9:], harmless):
+                counts = await suffer(*half)
+                for name in half:
+                    assert counts.get(refused.get(name, ""), 1) > 0, (name, counts)
+            assert [peer.heard for peer in peers] == [[], [], []]
+
+            # What is well-formed is let in, once, and no more than one author may say.
+            assert (await suffer("replayed"))["seen"] >= 3
+            assert (await suffer("flood"))["rate"] >= 400
+            assert 100 <= len(victim.heard) <= 130
+
+            with socket.create_connection(("127.0.0.1", victim.settings.port)) as stranger:
+                stranger.sendall(os.urandom(5000))
+            for peer in peers:
+                peer.heard.clear()
+            said = await talk(peers, 30, 20_000)
+            await until_all_heard(peers, said)
+            assert [peer.pid for peer in peers] == pids and all(peer.restarts == 0 for peer in peers)
+            assert rss(victim.pid) < size + 64 * 2**20
+
+    asyncio.run(run())
+
+
+def test_a_hostile_peer_that_is_dialled_brings_nothing_down() -> None:
+    attacks = ["garbage", "control", "bad_mux", "bad_noise"]
+
+    async def run() -> None:
+        async with swarm(2, shards=2) as peers:
+            await connect_all(peers)
+            for name in attacks:
+                process = await asyncio.create_subprocess_exec(*ATTACKS, "serve", SWARM, "2", name, stdout=-1)
+                try:
+                    assert process.stdout is not None
+                    peers[0].dial(json.loads(await asyncio.wait_for(process.stdout.readline(), 20))["address"])
+                    report = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+                    assert report["attack"] == name and report["sent"]
+                finally:
+                    process.kill()
+                    await process.communicate()
+            said = await talk(peers, 10, 5000)
+            await until_all_heard(peers, said)
+            assert all(peer.restarts == 0 for peer in peers)
+            assert (await peers[0].stat()).rejected["frame"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_frozen_peer_harms_nobody_and_its_node_does_not_wait() -> None:
+    async def run() -> None:
+        async with swarm(4) as peers:
+            await connect_all(peers)
+            frozen, others = peers[0], peers[1:]
+            assert frozen.pid is not None
+            os.kill(frozen.pid, signal.SIGSTOP)
+            try:
+                said = await talk(others, 60, 300_000)
+                await until_all_heard(others, said)
+                assert frozen.heard == []
+                taken = sum(frozen.publish(TOPIC, bytes(400_000)) for _ in range(100))
+                assert 0 < taken < 100  # the queue is bounded, and publish never waits
+            finally:
+                os.kill(frozen.pid, signal.SIGCONT)
+
+    asyncio.run(run())
+
+
+@needs_proc
+def test_a_sidecar_ends_with_its_parent(root: Path) -> None:
+    program = (
+        "import asyncio\n"
+        "from tests.integration.test_gossip import Peer\n"
+        "async def main():\n"
+        "    peer = Peer(0)\n"
+        "    await peer.start()\n"
+        "    print(peer.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root) as parent:
+        assert parent.stdout is not None
+        sidecar = int(parent.stdout.readline())
+        assert alive(sidecar)
+        parent.kill()
+
+    async def run() -> None:
+        await until(lambda: not alive(sidecar), 10)
+
+    asyncio.run(run())
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_parent_that_does_not_read_loses_the_oldest() -> None:
+    """Spoken to by hand: 120 messages of 450 KB, 54 MB, fill an outbox of 32 MiB."""
+
+    async def run() -> None:
+        async with swarm(1) as (speaker,):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", gossip_client.SIDECAR, stdin=-1, stdout=-1, limit=2**16
+            )
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                settings = GossipSettings(SWARM, dial_only=True, messages_per_minute=10**6, bytes_per_minute=2**30)
+                for command in (settings, Subscribe(TOPIC), Dial(speaker.addresses[0])):
+                    process.stdin.write(frame(command))
+                await until_stat(speaker, lambda stat: stat.mesh.get(TOPIC, 0) == 1)
+                said = await talk([speaker], 120, 450_000)
+                await until_stat(speaker, lambda stat: stat.messages_out == 120, 60)
+                await asyncio.sleep(1)
+                assert rss(process.pid) < 200 * 2**20
+                process.stdin.write(frame(Ask(1)))
+                frames: Frames[Event] = Frames(Event)
+                events: list[Event] = []
+                while not any(isinstance(event, Status) for event in events):
+                    events += frames.feed(await asyncio.wait_for(process.stdout.read(2**18), 20))
+            finally:
+                process.stdin.close()
+                await asyncio.wait_for(process.communicate(), 10)
+            status = events[-1]
+            assert isinstance(events[0], Ready) and isinstance(status, Status)
+            heard = [event.data for event in events if isinstance(event, Message)]
+            assert status.dropped >= 30
+            assert len(heard) + status.dropped == 120
+            assert heard[-60:] == [data for _, data in said][-60:]
+
+    asyncio.run(run())
+
+
+def test_a_sidecar_that_talks_nonsense_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nonsense.py").write_text(
+        "import sys, time\n"
+        "print('last words', file=sys.stderr, flush=True)\n"
+        "sys.stdout.buffer.write(b'\\xff' * 64)\n"
+        "sys.stdout.flush()\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    monkeypatch.setattr(gossip_client, "SIDECAR", "nonsense")
+
+    async def run() -> None:
+        peer = Peer(0)
+        starting = asyncio.create_task(peer.start())
+        try:
+            await until(lambda: peer.restarts >= 2)
+            assert all("unreadable: size" in report for report in peer.reports)
+            assert peer.publish(TOPIC, b"x")  # it waits for a better one
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await peer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_hub_serves_twelve_peers_that_can_only_dial() -> None:
+    async def run() -> None:
+        async with swarm(1, degree=3) as (hub,), swarm(12, first=1, dial_only=True) as leaves:
+            for leaf in leaves:
+                assert leaf.addresses == []
+                leaf.dial(hub.addresses[0])
+            await until_stat(hub, lambda stat: stat.mesh.get(TOPIC, 0) == 12)
+            await asyncio.sleep(3)  # heartbeats, at which a usual hub would cut its mesh from 12 to 3
+            said = await talk(leaves, 36, 20_000)
+            await until_all_heard(leaves, said)
+            assert (await hub.stat()).mesh[TOPIC] == 12
+
+    asyncio.run(run())
+
+
+ATTACKS = [sys.executable, "-m", "tests.integration.gossip_attacks"]
+
+
+async def attack(address: str, *names: str) -> list[dict[str, Any]]:
+    process = await asyncio.create_subprocess_exec(*ATTACKS, address, SWARM, "2", *names, stdout=-1)
+    try:
+        out, _ = await asyncio.wait_for(process.communicate(), 90)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+    return [json.loads(line) for line in out.splitlines()]

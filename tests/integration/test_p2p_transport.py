@@ -1,0 +1,216 @@
+"""The whole real transport: nodes as processes on loopback, each with p2pd and a gossip process (p2p_node.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.identity import Identity
+
+PROGRAM = Path(__file__).with_name("p2p_node.py")
+QUICK = {"listen": "127.0.0.1", "port": 0, "gossip_port": 0, "relay": False}
+PERIODS = {"card_ttl_s": 12.0, "card_renewal_s": 2.0, "lookup_s": 0.5}
+
+
+class Node:
+    """A node process and what it says."""
+
+    def __init__(self, folder: Path, name: str, **settings: Any) -> None:
+        self.name = name
+        self.peer = Identity.load_or_create(folder / f"{name}.key").peer_id
+        with (folder / f"{name}.err").open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), str(folder), name, json.dumps(QUICK | PERIODS | settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        assert self._answer() == "ready"
+
+    def __call__(self, command: str, *arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command, *arguments]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    @property
+    def members(self) -> set[str]:
+        return set(self("status")["members"])
+
+    def up(self) -> list[str]:
+        """Its addresses, once it has any and its gossip runs."""
+        return until(lambda: (status := self("status"))["gossip"] and status["addresses"])
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+Start = Callable[..., Node]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a node by name; all are ended with the test."""
+    nodes: list[Node] = []
+
+    def started(name: str, **settings: Any) -> Node:
+        nodes.append(Node(tmp_path, name, **settings))
+        return nodes[-1]
+
+    yield started
+    for node in nodes:
+        node.end()
+
+
+def until(condition: Callable[[], Any], seconds: float = 40.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "still waiting"
+        time.sleep(0.1)
+    return result
+
+
+def hears(listener: Node, speaker: Node) -> bool:
+    """Whether a message sent now arrives."""
+    number = speaker("publish")
+    with contextlib.suppress(AssertionError):
+        return bool(until(lambda: f"{speaker.peer[-4:]}/{number}" in listener("status")["heard"], 3.0))
+    return False
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            return not Path("/proc/self").exists()
+        return False
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_nodes_find_each_other_talk_and_come_back_from_the_dead(start: Start) -> None:
+    hub = start("hub")
+    addresses = hub.up()
+    one, two = (start(name, bootstrap=addresses) for name in ("one", "two"))
+    nodes = {node.name: node for node in (hub, one, two)}
+    for node in nodes.values():
+        until(lambda node=node: node.members == nodes.keys() - {node.name})
+        assert node("status")["constructed"] < 3.0  # the network came up behind its back
+    for speaker in nodes.values():
+        assert hub("status")["said"] == []
+        for listener in nodes.values():
+            if speaker is not listener:
+                until(lambda s=speaker, li=listener: hears(li, s))
+                assert listener("ask", speaker.peer, "hello") == listener.peer[-4:] + "hello"
+    assert two("ask", Identity.generate().peer_id, "hello").startswith("PeerUnreachable")
+
+    before = one("status")
+    os.kill(before["pids"][1], signal.SIGKILL)
+    until(lambda: one("status")["stats"]["restarts/dht"] == 1)
+    until(lambda: two("ask", one.peer, "again") == two.peer[-4:] + "again")
+    assert one("status")["addresses"] == before["addresses"]
+    until(lambda: one.members == {"hub", "two"})
+
+    os.kill(before["pids"][2], signal.SIGKILL)
+    until(lambda: (now := one("status"))["stats"]["restarts/gossip"] == 1 and now["gossip"] != before["gossip"])
+    until(lambda: two("status")["members"].get("one") == one("status")["gossip"])  # a new card at once
+    until(lambda: hears(two, one) and hears(one, two))
+
+    stats = two("status")["stats"]
+    assert stats["bytes_in"] > 1000 and stats["bytes_out"] > 1000 and stats["messages_in"] >= 1
+    pids = [pid for node in nodes.values() for pid in node("status")["pids"]]
+    assert one("close") < 10.0
+    until(lambda: two.members == {"hub"}, 8.0)  # it said goodbye: sooner than its card runs out
+    for node in (hub, two):
+        assert node("close") < 10.0
+    for node in nodes.values():
+        node.end()
+    until(lambda: not any(map(alive, pids)), 10.0)
+    assert addresses[0] in (Path.cwd() / "two.json").read_text()  # kept for the next run
+
+
+def test_nobody_waits_for_dead_bootstraps_and_parts_merge_when_one_appears(start: Start, tmp_path: Path) -> None:
+    port, peer = unused_port(), Identity.load_or_create(tmp_path / "bridge.key").peer_id
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
+    one, two = start("one", bootstrap=[address]), start("two", bootstrap=[address])
+    for node in (one, two):
+        node.up()
+        assert node.members == set()
+    bridge = start("bridge", port=port)
+    until(lambda: one.members == {"two", "bridge"} and two.members == {"one", "bridge"})
+    until(lambda: hears(one, two) and hears(two, one))
+
+    pids = bridge("status")["pids"]
+    bridge.process.kill()  # its p2pd and its gossip process go with it
+    until(lambda: not any(map(alive, pids[1:])))
+    until(lambda: one.members == {"two"} and two.members == {"one"})
+    assert hears(one, two)  # the others do not need it
+    bridge.end()
+    (tmp_path / "bridge.json").unlink(missing_ok=True)
+    back = start("bridge", port=port)  # knows nobody
+    until(lambda: back.members == {"one", "two"} and one.members == {"two", "bridge"})
+
+
+def test_ports_that_are_taken_and_a_node_that_only_dials(start: Start) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        hub = start("hub", port=port, gossip_port=port)
+        addresses = hub.up()
+        status = hub("status")
+        assert f"/tcp/{port}/" not in addresses[0]
+        assert any(f"port {port} is taken" in sentence for sentence in status["said"])
+    inside = start("inside", bootstrap=addresses, dial_only=True)
+    until(lambda: inside.members == {"hub"} and hub.members == {"inside"})
+    assert inside("status")["addresses"] == []
+    until(lambda: hears(hub, inside) and hears(inside, hub))
+    assert hub("ask", inside.peer, "x") == hub.peer[-4:] + "x"  # over the connection that it made
+
+
+def test_a_newcomer_asks_one_bootstrap_peer_after_the_other(start: Start) -> None:
+    hub = start("hub")
+    addresses = hub.up()
+    dead = f"/ip4/127.0.0.1/tcp/{unused_port()}/p2p/{Identity.generate().peer_id}"
+    assert hub("fetch", [dead, *addresses], "payload").endswith("payload")
+    assert hub("fetch", [dead], "payload").startswith("PeerUnreachable: nobody listens")
+    assert hub("fetch", [], "payload").startswith("PeerUnreachable: no bootstrap peer")
+    assert hub("fetch", addresses, "another answer").startswith("RemoteProtocolError: unwanted")
+
+
+def test_ctrl_c_reaches_all_processes_and_none_is_left(start: Start) -> None:
+    node = start("one")
+    node.up()
+    pids = node("status")["pids"]
+    os.killpg(node.process.pid, signal.SIGINT)
+    node.process.wait(15)
+    until(lambda: not any(map(alive, pids)), 10.0)

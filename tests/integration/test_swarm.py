@@ -1,0 +1,117 @@
+"""A swarm of real processes on this machine: it learns together, and whoever dies leaves the rest learning."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import NodeProcess, nodes, until
+
+pytestmark = pytest.mark.slow
+BOOTSTRAP = ("network.listen=127.0.0.1", "network.port=0", "network.gossip_port=0")
+Start = Callable[..., NodeProcess]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with nodes() as starter:
+        yield starter
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    path = tmp_path / "swarm.toml"
+    command = [sys.executable, "-m", "swarm_node", "new", "--name", "test", "--tasks", "small", "--out", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
+def bootstrap(start: Start, manifest: Path, directory: Path, port: int = 0) -> NodeProcess:
+    arguments = "bootstrap", str(manifest), "--listen", "127.0.0.1", "--port", str(port), "--gossip-port", "0"
+    return start(*arguments, run_dir=directory, sets=())
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def learns_from_others(node: NodeProcess, more: int = 1) -> None:
+    """Until `node` has admitted and used foreign groups again."""
+    admitted = node.last("swarm/groups_admitted")
+    node.until(lambda: node.last("swarm/groups_admitted") >= admitted + more or None, 30)
+    node.until(lambda: node.last("swarm/groups_used") > 0 or None, 30)
+
+
+@pytest.mark.timeout(180)
+def test_three_processes_learn_together_and_any_may_die(start: Start, manifest: Path, tmp_path: Path) -> None:
+    hub = bootstrap(start, manifest, tmp_path / "hub")
+    link = hub.link()
+    a = start("join", link, "--name", "alice", run_dir=tmp_path / "a")
+    b = start("join", link, "--name", "bob", run_dir=tmp_path / "b")
+    for node in (a, b):
+        node.until(lambda node=node: node.rounds > 0 or None, 60)  # type: ignore[misc]
+        node.until(lambda node=node: node.last("swarm/groups_admitted") > 0 or None, 20)  # type: ignore[misc]
+        learns_from_others(node)
+    peers = {line["swarm/peers"] for line in a.metrics}
+    assert max(peers) == 2  # the bootstrap and bob
+    assert a.link() and a.link() != link  # every member can be joined through
+
+    children = a.children()
+    assert set(children) == {"p2pd", "gossip"}
+    for kind in ("gossip", "p2pd"):
+        old = children[kind]
+        os.kill(old, signal.SIGKILL)
+        a.until_rounds(3)
+        a.until(lambda kind=kind, old=old: a.children().get(kind, old) != old or None, 10)  # type: ignore[misc]
+    learns_from_others(a)
+    learns_from_others(b)
+
+    rounds, kids = b.rounds, b.children()
+    b.stop(signal.SIGKILL)
+    until(lambda: not any(map(alive, kids.values())) or None, 10)
+    a.until_rounds(5)
+    b = start("join", link, "--name", "bob", run_dir=tmp_path / "b")
+    b.until(lambda: b.rounds > rounds or None, 60)
+    assert f"at round {rounds}" in b.output or f"at round {rounds - 1}" in b.output  # at most one round is lost
+    learns_from_others(b)
+    learns_from_others(a)
+
+    hub.stop(signal.SIGKILL)
+    a.until_rounds(5)
+    learns_from_others(a)
+    learns_from_others(b)
+    c = start("join", a.link(), "--name", "carol", run_dir=tmp_path / "c")
+    c.until(lambda: c.rounds > 0 or None, 60)
+    learns_from_others(c)
+
+    kids = {**a.children()}
+    assert a.stop(signal.SIGINT) == 0
+    until(lambda: not any(map(alive, kids.values())) or None, 5)
+    b.until_rounds(3)
+
+
+@pytest.mark.timeout(120)
+def test_a_dead_bootstrap_blocks_nobody_and_is_found_when_it_comes(start: Start, manifest: Path, tmp_path: Path) -> None:
+    hub = bootstrap(start, manifest, tmp_path / "hub")
+    link = hub.link()
+    port = int(link.split("/tcp/")[1].split("/")[0])
+    assert hub.stop() == 0
+    a = start("join", str(manifest), "--name", "alice", "--bootstrap", link.partition("?peer=")[2], run_dir=tmp_path / "a")
+    a.until_rounds(3, 60)
+    assert a.last("swarm/peers") == 0
+    hub = bootstrap(start, manifest, tmp_path / "hub", port)
+    assert hub.link() == link  # same identity, same port
+    began = time.monotonic()
+    a.until(lambda: a.last("swarm/peers") == 1 or None, 40)
+    assert time.monotonic() - began < 40

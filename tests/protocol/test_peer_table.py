@@ -1,0 +1,398 @@
+"""The peer table: whom to dial when, who is a member, which gossip connections to keep, and the cache file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import RemoteProtocolError
+from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
+from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.peers import (
+    BOOTSTRAP_WAIT_S,
+    FIRST_WAIT_S,
+    GHOST_S,
+    MAX_CACHE_BYTES,
+    MAX_CARDS,
+    MAX_DIALS,
+    MAX_KNOWN,
+    OTHER_WAIT_S,
+    UNREACHABLE_TRIES,
+    WANTED,
+    PeerTable,
+    parse_cache,
+    peer_of,
+)
+from tests.protocol.wire import SWARM, mutations, refused
+
+NOW = 1_800_000_000.0
+
+
+def address(peer: str, port: int = 1) -> str:
+    return f"/ip4/192.0.2.1/tcp/{port}/p2p/{peer}"
+
+
+def card(
+    peer: str,
+    created: float = NOW,
+    roles: Iterable[str] = ("trainer",),
+    shards: Iterable[int] = (0,),
+    listens: bool = True,
+    gossip_id: str | None = None,
+) -> PeerCard:
+    gossip_id = f"g{peer}" if gossip_id is None else gossip_id
+    return PeerCard(
+        protocol=PROTOCOL_VERSION,
+        swarm=SWARM,
+        created=created,
+        name="n",
+        roles=list(roles),  # type: ignore[arg-type]
+        addresses=[address(peer)] if listens else [],
+        gossip=[address(gossip_id, 2)] if listens else [],
+        gossip_id=gossip_id,
+        shards=list(shards),
+    )
+
+
+def table(*bootstrap: str, me: str = "me", seed: int = 0) -> PeerTable:
+    made = PeerTable(me, random.Random(seed))
+    assert made.learn([address(peer) for peer in bootstrap], NOW, bootstrap=True) == []
+    return made
+
+
+def dials(peers: PeerTable, peer: str, seconds: float, tick: float = 0.25) -> list[float]:
+    """When `peer` is dialled, in seconds from now, if nobody ever answers."""
+    times = [i * tick for i in range(int(seconds / tick))]
+    return [t for t in times if peer in peers.to_dial(NOW + t)]
+
+
+# --------------------------------------------------------------------- whom to dial when
+
+
+def test_a_bootstrap_is_dialled_at_once_soon_again_and_for_ever() -> None:
+    times = dials(table("boot"), "boot", 3600.0)
+    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    assert times[0] == 0.0
+    assert gaps[0] <= FIRST_WAIT_S + 0.25
+    assert max(gaps) <= BOOTSTRAP_WAIT_S + 0.25
+    assert len(times) < 3600 / (BOOTSTRAP_WAIT_S / 2)  # and not like a fool
+    assert max(gaps[-20:]) - min(gaps[-20:]) > 1.0  # jitter: nodes that lost it together do not come back together
+    assert dials(table("boot"), "boot", 600.0) == times[: len(dials(table("boot"), "boot", 600.0))]  # equal seeds
+    assert dials(table("boot", seed=1), "boot", 600.0) != dials(table("boot"), "boot", 600.0)
+
+
+def test_others_are_dialled_ever_more_rarely() -> None:
+    peers = table()
+    peers.learn([address("old")], NOW)
+    times = dials(peers, "old", 7200.0)
+    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    assert gaps[0] <= FIRST_WAIT_S + 0.25
+    assert OTHER_WAIT_S / 2 <= gaps[-1] <= OTHER_WAIT_S + 0.25
+
+
+def test_who_is_connected_is_not_dialled_and_after_a_loss_at_once() -> None:
+    peers = table("boot")
+    dials(peers, "boot", 600.0)
+    peers.set_connected(["boot"], NOW + 600)
+    assert "boot" not in peers.to_dial(NOW + 700)
+    peers.set_connected([], NOW + 800)
+    assert "boot" in peers.to_dial(NOW + 800)
+    assert "boot" in peers.to_dial(NOW + 800 + FIRST_WAIT_S)
+
+
+def test_members_are_dialled_until_enough_are_connected_strangers_always() -> None:
+    peers = table()
+    peers.see("member", card("member"), NOW)
+    peers.learn([address("lost")], NOW)  # its card is missing: perhaps it is in another part of the swarm
+    peers.set_connected([f"c{i}" for i in range(WANTED)], NOW)
+    assert set(peers.to_dial(NOW)) == {"lost"}
+    peers.set_connected([f"c{i}" for i in range(WANTED - 1)], NOW)
+    assert set(peers.to_dial(NOW)) == {"member"}  # the other one was tried just now
+    assert set(peers.to_dial(NOW + CARD_TTL_S)) == {"member", "lost"}
+
+
+def test_few_at_a_time_the_untried_and_freshest_first() -> None:
+    peers = table("a", "b", "c")
+    peers.learn([address("stale")], NOW - 100)
+    for i in range(10):
+        peers.learn([address(f"p{i}")], NOW + i)
+    first, second, third = (list(peers.to_dial(NOW + 20 + FIRST_WAIT_S * i)) for i in range(3))
+    assert first == ["a", "b", "c", "p9", "p8", "p7", "p6"]
+    assert second[-MAX_DIALS:] == ["p5", "p4", "p3", "p2"]
+    assert third[-MAX_DIALS:-1] == ["p1", "p0", "stale"]
+
+
+def test_all_addresses_of_a_peer_its_own_word_first() -> None:
+    peers = table("boot")
+    peers.learn([address("boot", 7)], NOW, bootstrap=True)
+    peers.see("boot", msgspec.structs.replace(card("boot"), addresses=[address("boot", 9), address("boot", 7)]), NOW)
+    assert peers.to_dial(NOW) == {"boot": [address("boot", 9), address("boot", 7), address("boot")]}
+    assert peers.addresses_of("nobody") == []
+
+
+def test_a_peer_has_so_many_addresses() -> None:
+    peers = table()
+    peers.learn([address("a", port) for port in range(20)], NOW)
+    assert len(peers.addresses_of("a")) == MAX_ADDRESSES
+
+
+def test_useless_addresses_are_told() -> None:
+    peers = table()
+    useless = ["", "/ip4/1.2.3.4/tcp/1", "/p2p/", "/ip4/1.2.3.4/p2p/x/tcp/1", address("x" * 200)]
+    assert peers.learn([*useless, address("x")], NOW, bootstrap=True) == useless
+    assert list(peers.to_dial(NOW)) == ["x"]
+    assert peer_of("/ip4/1.2.3.4/tcp/1/p2p/relay/p2p-circuit/p2p/x") == "x"
+
+
+def test_oneself_is_not_dialled() -> None:
+    peers = table("me")
+    peers.see("me", card("me"), NOW)
+    assert peers.to_dial(NOW) == {} and peers.members(NOW) == {}
+
+
+def test_a_clock_that_is_set_back_does_not_stop_dialling() -> None:
+    peers = table("boot")
+    peers.to_dial(NOW)
+    assert "boot" in peers.to_dial(NOW - 86_400)
+
+
+# --------------------------------------------------------------------- members
+
+
+def test_cards_run_out_and_newer_ones_win() -> None:
+    peers = table()
+    peers.see("a", card("a", NOW), NOW + 5)
+    peers.see("a", card("a", NOW + 15, shards=(7,)), NOW + 15)
+    peers.see("a", card("a", NOW + 5, shards=(8,)), NOW + 16)  # from a slow replica
+    assert peers.members(NOW + 15 + CARD_TTL_S - 1)["a"].shards == [7]
+    assert peers.members(NOW + 15 + CARD_TTL_S) == {}
+    peers.see("a", card("a", NOW + 15), NOW + 100)
+    assert peers.members(NOW + 100) == {}
+
+
+def test_a_card_from_the_future_lives_no_longer_than_others() -> None:
+    peers = table()
+    peers.see("fast", card("fast", NOW + MAX_CLOCK_SKEW_S), NOW)
+    peers.see("liar", card("liar", NOW + MAX_CLOCK_SKEW_S + 1), NOW)
+    assert set(peers.members(NOW)) == {"fast"}
+    assert peers.members(NOW + CARD_TTL_S) == {}
+
+
+def test_a_goodbye_ends_membership_until_a_newer_card() -> None:
+    peers = table()
+    peers.see("a", card("a", NOW), NOW)
+    peers.see("a", card("a", NOW + 1, listens=False, gossip_id=""), NOW + 1)
+    peers.see("a", card("a", NOW), NOW + 2)  # from a replica that missed it
+    assert peers.members(NOW + 2) == {}
+    peers.see("a", card("a", NOW + 3), NOW + 3)
+    assert set(peers.members(NOW + 3)) == {"a"}
+
+
+def test_nobody_gives_addresses_for_others() -> None:
+    peers = table("victim")
+    peers.see("liar", msgspec.structs.replace(card("liar"), addresses=[address("victim", 666), address("x", 666)]), NOW)
+    assert peers.addresses_of("victim") == [address("victim")]
+    assert peers.addresses_of("x") == []
+
+
+def test_floods_push_out_neither_bootstrap_nor_members_nor_proven_peers() -> None:
+    peers = table("boot")
+    peers.see("proven", card("proven"), NOW)
+    peers.set_connected(["proven"], NOW)
+    peers.set_connected([], NOW)
+    for i in range(MAX_CARDS + 100):
+        peers.see(f"p{i}", card(f"p{i}", NOW + 1), NOW + 1)
+    for i in range(2 * MAX_KNOWN):
+        peers.learn([address(f"q{i}", port) for port in range(20)], NOW + 2)
+    assert len(peers.members(NOW + 2)) == MAX_CARDS and "proven" in peers.members(NOW + 2)
+    assert peers.addresses_of("boot")
+    assert len(peers._known) == MAX_KNOWN and {"boot", "proven"} < peers._known.keys()
+    assert len(parse_cache(peers.write_cache())) <= MAX_KNOWN
+    flood = table()
+    for i in range(2 * MAX_KNOWN):
+        flood.see(f"p{i}", card(f"p{i}", NOW + 5), NOW + 5)
+    assert len(flood.to_dial(NOW + 5)) == MAX_DIALS
+    assert len(flood._known) == MAX_KNOWN
+    assert all(flood.addresses_of(f"p{i}") for i in range(2 * MAX_KNOWN))  # by their cards
+    flood.learn([address("rumour")], NOW + 9)  # later, but without a card
+    assert not flood.addresses_of("rumour")
+    assert all(flood.addresses_of(f"p{i}") for i in range(2 * MAX_KNOWN))
+
+
+# --------------------------------------------------------------------- gossip
+
+
+def swarm(n: int, shards: int = 1, hubs: Iterable[int] = (), me: str = "me") -> PeerTable:
+    peers = table(me=me)
+    for i in range(n):
+        roles = ["bootstrap"] if i in set(hubs) else ["trainer"]
+        peers.see(f"p{i}", card(f"p{i}", roles=roles, shards=[] if i in set(hubs) else [i % shards]), NOW)
+    return peers
+
+
+def test_a_small_swarm_is_kept_whole() -> None:
+    assert set(swarm(6).gossip_to_keep([0], 64, NOW)) == {f"gp{i}" for i in range(6)}
+
+
+def test_hubs_first_then_shards_in_turn_up_to_the_most() -> None:
+    peers = swarm(400, shards=10, hubs=(5, 17))
+    keep = peers.gossip_to_keep([3, 4], 13, NOW)
+    assert set(keep[:2]) == {"gp5", "gp17"}
+    assert len(keep) == len(set(keep)) == 13
+    counts = Counter(int(gossip_id[2:]) % 10 for gossip_id in keep[2:])
+    assert set(counts) == {3, 4} and abs(counts[3] - counts[4]) <= 1
+    assert keep == peers.gossip_to_keep([3, 4], 13, NOW)
+    assert keep[2:] != swarm(400, shards=10, hubs=(5, 17), me="you").gossip_to_keep([3, 4], 13, NOW)[2:]
+
+
+def test_own_bootstrap_peers_come_before_those_who_say_that_they_are() -> None:
+    peers = swarm(50, hubs=range(40))
+    peers.learn([address("p49")], NOW, bootstrap=True)
+    assert peers.hubs(NOW)[0] == "gp49"
+
+
+def test_any_member_that_listens_is_a_hub_one_that_only_dials_is_not() -> None:
+    peers = table()
+    peers.see("open", card("open", shards=[9]), NOW)
+    peers.see("closed", card("closed", listens=False), NOW)
+    assert peers.hubs(NOW) == ["gopen"]
+    assert peers.gossip_to_dial([8, 9], 8, [], NOW) == {"gopen": [address("gopen", 2)]}
+    assert peers.gossip_to_dial([8], 8, [], NOW) == {}  # forwards only what it listens to
+
+
+def test_who_never_answers_is_no_hub_and_gives_its_place_to_others() -> None:
+    peers = swarm(40, hubs=(0,))
+    others = [f"gp{i}" for i in range(1, 40)]
+    assert peers.hubs(NOW)[0] == "gp0"
+    tries = [t / 10 for t in range(200) if peers.gossip_to_dial([0], 40, others, NOW + t / 10)]
+    assert len(tries) > UNREACHABLE_TRIES
+    late = NOW + 20
+    assert "gp0" not in peers.hubs(late) and len(peers.hubs(late)) == 39
+    assert "gp0" not in peers.gossip_to_keep([0], 39, late)
+    assert peers.gossip_to_keep([0], 40, late)[-1] == "gp0"
+    peers.gossip_to_dial([0], 4, ["gp0"], late)  # it called us
+    assert peers.hubs(late)[0] == "gp0"
+
+
+def test_connected_ones_are_not_dialled() -> None:
+    peers = swarm(6)
+    assert set(peers.gossip_to_dial([0], 4, ["gp1", "gp2"], NOW)) <= {"gp0", "gp3", "gp4", "gp5"}
+    keep = peers.gossip_to_keep([0], 4, NOW)
+    assert peers.gossip_to_dial([0], 4, keep, NOW + 60) == {}
+
+
+def test_a_lying_card_does_not_hide_where_a_hub_is() -> None:
+    peers = swarm(1)
+    lie = msgspec.structs.replace(card("liar", gossip_id="gp0"), gossip=[address("gp0", 666)])
+    peers.see("liar", lie, NOW)
+    peers.see("fool", msgspec.structs.replace(card("fool"), gossip=[address("gp0", 667)]), NOW)  # not its own id
+    assert set(peers.gossip_to_dial([0], 8, [], NOW)["gp0"]) == {address("gp0", 2), address("gp0", 666)}
+
+
+def test_a_connection_that_no_card_claims_is_a_ghost_after_a_while() -> None:
+    peers = swarm(2)
+    assert peers.ghosts(["gp0", "old"], NOW) == []
+    assert peers.ghosts(["gp0", "old"], NOW + GHOST_S) == []
+    assert peers.ghosts(["gp0", "old"], NOW + GHOST_S + 1) == ["old"]
+    assert peers.ghosts(["gp0", "old"], NOW + GHOST_S + 1, turn_s=10.0) == []
+    assert peers.ghosts(["gp0"], NOW + 10) == []
+    assert peers.ghosts(["gp0", "old"], NOW + 11) == []  # came back: counts anew
+
+
+def test_the_old_process_of_a_peer_becomes_a_ghost() -> None:
+    peers = swarm(1)
+    peers.see("p0", card("p0", NOW + 1, gossip_id="new"), NOW + 1)
+    assert peers.ghosts(["gp0", "new"], NOW + 1) == []
+    assert peers.ghosts(["gp0", "new"], NOW + 2 + GHOST_S) == ["gp0"]
+
+
+def test_nobody_is_a_ghost_while_lookups_fail() -> None:
+    peers = swarm(3)
+    silent = NOW + 2 * CARD_RENEWAL_S
+    assert peers.ghosts(["gp0", "old"], silent + 1) == []
+    assert peers.ghosts(["gp0", "old"], silent + CARD_TTL_S) == []  # all cards have run out: gossip goes on
+    peers.see("p0", card("p0", silent + 100), silent + 100)
+    assert peers.ghosts(["gp0", "old"], silent + 100) == []
+    assert peers.ghosts(["gp0", "old"], silent + 101 + GHOST_S) == ["old"]
+
+
+# --------------------------------------------------------------------- the cache file
+
+
+def test_the_cache_finds_peers_again_after_a_restart() -> None:
+    peers = table("boot", "dead")
+    peers.see("a", card("a"), NOW + 1)
+    peers.set_connected(["boot"], NOW + 2)
+    data = peers.write_cache()
+    assert [record["addresses"] for record in json.loads(data)] == [[address("boot")], [address("a")]]  # freshest first
+    again = table()
+    again.read_cache(data, NOW + 1000)
+    assert list(again.to_dial(NOW + 1000)) == ["boot", "a"]
+    assert again.write_cache() == data
+
+
+def test_a_cache_from_the_future_counts_as_from_now() -> None:
+    peers = table()
+    peers.read_cache(json.dumps([{"addresses": [address("a")], "seen": NOW + 1e9}]).encode(), NOW)
+    assert parse_cache(peers.write_cache())[0].seen == NOW
+
+
+def test_a_full_table_fits_into_the_file() -> None:
+    peers = table()
+    for i in range(MAX_KNOWN):
+        longest = [f"/{'a' * 120}{port}/p2p/{i:052d}" for port in range(8)]
+        peers.learn(longest, NOW)
+        peers.learn([f"{item[:-60]}b/p2p/{i:052d}" for item in longest], NOW, bootstrap=True)
+    assert len(parse_cache(peers.write_cache())) == MAX_KNOWN
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[",
+        b"{}",
+        b"null",
+        b'[{"addresses":["/a/p2p/x"]}]',
+        b'[{"addresses":[],"seen":1}]',
+        b'[{"addresses":["a/p2p/x"],"seen":1}]',
+        b'[{"addresses":["/a/p2p/x"],"seen":NaN}]',
+        b'[{"addresses":["/a/p2p/x"],"seen":1e999}]',
+        b'[{"addresses":["/a/p2p/x"],"seen":-1}]',
+        b'[{"addresses":["/a/p2p/\xff"],"seen":1}]',
+        b'[{"addresses":["/a/p2p/\\ud800"],"seen":1}]',
+        b"[" * 100_000,
+        b'[{"seen":' * 100_000,
+        json.dumps([{"addresses": ["/a/p2p/x"], "seen": 1}] * (MAX_KNOWN + 1)).encode(),
+    ],
+)
+def test_a_damaged_cache_is_refused_whole(data: bytes) -> None:
+    peers = table()
+    with pytest.raises(RemoteProtocolError) as caught:
+        peers.read_cache(data, NOW)
+    assert caught.value.reason == "schema"
+    assert peers.to_dial(NOW) == {}
+
+
+def test_an_oversized_cache_is_refused_before_it_is_read() -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        parse_cache(b" " * MAX_CACHE_BYTES + b"[]")
+    assert caught.value.reason == "size"
+
+
+CACHE = json.dumps([{"addresses": [address("a"), address("a", 2)], "seen": NOW}, {"addresses": ["/b"], "seen": 0}])
+
+
+@given(st.binary(max_size=200) | mutations(CACHE.encode()) | st.text(max_size=100).map(lambda text: text.encode()))
+def test_any_bytes_are_a_cache_or_refused(data: bytes) -> None:
+    peers = table()
+    if refused(lambda: peers.read_cache(data, NOW), {"size", "schema"}) is None:
+        for addresses in peers.to_dial(NOW).values():
+            assert all(peer_of(item) for item in addresses)

@@ -1,0 +1,105 @@
+"""Records as they go over the wire, well formed and otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from hypothesis import strategies as st
+
+from protocol.errors import RemoteProtocolError
+from protocol.identity import Identity
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    PeerCard,
+    RolloutBatch,
+    SharedGroup,
+    SharedRollout,
+    SharedSampling,
+    TaskName,
+)
+
+SWARM = "5a" * 32
+IDENTITY = Identity.generate(bytes(range(32)))
+STRANGER = Identity.generate(bytes(range(1, 33)))
+
+BATCH = RolloutBatch(
+    protocol=PROTOCOL_VERSION,
+    swarm=SWARM,
+    sequence=7,
+    created=1_800_000_000.5,
+    fingerprint="0123456789abcdef",
+    tokenizer="fedcba9876543210",
+    sampling=SharedSampling(max_new_tokens=16, temperature=1.0, top_p=0.95),
+    groups=[
+        SharedGroup(
+            task=TaskName("gcd", "0123456789abcdef", "reasoning-gym 0.1.25", seed=0, index=123_456_789),
+            epoch=30_000_000,
+            slot=17,
+            prompt=bytes(range(16)),
+            policy_version=42,
+            rollouts=[
+                SharedRollout("<answer>6</answer>", finished=True),
+                SharedRollout("é\n\0🙂", finished=False, token_ids=[1, 2**31 - 1], logprobs=b"\0\xbc\0\xc0"),
+            ],
+        )
+    ],
+)
+CARD = PeerCard(
+    protocol=PROTOCOL_VERSION,
+    swarm=SWARM,
+    created=1_800_000_000.5,
+    name="kitchen-laptop",
+    roles=["trainer", "relay"],
+    addresses=[f"/ip4/203.0.113.7/tcp/31330/p2p/{IDENTITY.peer_id}"],
+    gossip=["/ip4/203.0.113.7/tcp/31331/p2p/12D3KooWgossip"],
+    gossip_id="12D3KooWgossip",
+    shards=[0, 3],
+    cohort="00112233445566aa",
+    family="llama",
+    tokenizer="fedcba9876543210",
+    policy_version=42,
+    speed=1234.5,
+    stages=(0, 11),
+)
+
+
+def seal(body: object, tag: bytes, identity: Identity = IDENTITY) -> bytes:
+    """Anything at all, correctly signed: `body` as it is if bytes, else as msgpack."""
+    data = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+    return identity.public_key + identity.sign(tag, data) + data
+
+
+def fields(record: msgspec.Struct) -> dict[str, object]:
+    """The record as the map that travels."""
+    decoded: dict[str, object] = msgspec.msgpack.decode(msgspec.msgpack.encode(record))
+    return decoded
+
+
+def refused(decode: Callable[[], object], reasons: set[str]) -> str | None:
+    """The reason that `decode` refuses for, one of `reasons`, or None if it decodes. Anything else it raises passes."""
+    try:
+        decode()
+    except RemoteProtocolError as error:
+        assert error.reason in reasons, error
+        return error.reason
+    return None
+
+
+@st.composite
+def mutations(draw: st.DrawFn, data: bytes) -> bytes:
+    """`data` with one to four short pieces replaced, and now and then cut off."""
+    mutated = bytearray(data)
+    for _ in range(draw(st.integers(1, 4))):
+        position = draw(st.integers(0, max(0, len(mutated) - 1)))
+        mutated[position : position + draw(st.integers(0, 3))] = draw(st.binary(max_size=3))
+    return bytes(mutated[: draw(st.integers(0, len(mutated)))] if draw(st.booleans()) else mutated)
+
+
+def values() -> st.SearchStrategy[object]:
+    """Whatever msgpack can carry, awkward things first."""
+    awkward = st.sampled_from(
+        [None, True, -1, 0, 2**31, 2**53, 2**63 - 1, 2**64 - 1, float("nan"), float("inf"), 1e308, "", "\0", "x" * 300]
+    )
+    leaves = awkward | st.binary(max_size=20) | st.text(max_size=20)
+    return st.recursive(leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner))

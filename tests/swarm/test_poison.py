@@ -1,0 +1,109 @@
+"""A member that publishes what it should not, signed and well formed: none of it is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from protocol.codec import seal_batch
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
+from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
+from swarm_node.gossip.content import prompt_digest
+from swarm_node.sim import Peer, Simulation
+from swarm_node.tasks import load_tasks
+from tests.swarm.conftest import MakePeer, exchange
+
+POISONER = Identity.generate(b"poisoner".ljust(32, b"\0"))
+RIGHT, WRONG = "ab", "abc"
+"""Texts that the members' reward likes, and does not."""
+Twist = Callable[[SharedGroup], SharedGroup]
+
+
+class Poisoner:
+    """Sends one group every half second, each for a slot of its own."""
+
+    def __init__(self, simulation: Simulation, peer: Peer, texts: list[str], twist: Twist) -> None:
+        self.simulation = simulation
+        self.tasks = load_tasks(peer.config.tasks, peer.config.rewards)
+        self.texts, self.twist = texts, twist
+        self.sent = 0
+        network, manifest = simulation.network, simulation.manifest
+        member = simulation.peers[0].node.member
+        assert member is not None
+        self.transport = network.join(POISONER, manifest.swarm_id, bootstrap=member.transport.addresses)
+        for i in range(20):
+            simulation.at(10 + 0.5 * i, self.send)
+
+    def send(self) -> None:
+        swarm, now = self.simulation.manifest.swarm_id, self.simulation.clock.now()
+        epoch, slot, me = epoch_at(now), self.sent, POISONER.peer_id
+        task = self.tasks.at(slot_place(swarm, me, epoch, slot), slot_key(swarm, me, epoch, slot))
+        rollouts = [SharedRollout(text, True) for text in self.texts]
+        group = self.twist(SharedGroup(task.name, epoch, slot, prompt_digest(task.question), 7, rollouts))
+        sampling = SharedSampling(4, 1.0, 1.0)
+        batch = RolloutBatch(PROTOCOL_VERSION, swarm, self.sent, now, "0" * 16, "0" * 16, sampling, [group])
+        topic = rollout_topic(swarm, shard_of(me, self.simulation.manifest.shards))
+        assert self.transport.publish(topic, seal_batch(batch, POISONER))
+        self.sent += 1
+
+
+def no_twist(group: SharedGroup) -> SharedGroup:
+    return group
+
+
+def other_item(group: SharedGroup) -> SharedGroup:
+    """A task that suits the sender, rather than the one assigned."""
+    return msgspec.structs.replace(group, task=msgspec.structs.replace(group.task, index=group.task.index ^ 1))
+
+
+def no_such_task(group: SharedGroup) -> SharedGroup:
+    return msgspec.structs.replace(group, task=msgspec.structs.replace(group.task, environment="no_such_thing"))
+
+
+def other_question(group: SharedGroup) -> SharedGroup:
+    return msgspec.structs.replace(group, prompt=bytes(16))
+
+
+CASES = {
+    "wrong answers only": ([WRONG] * 4, no_twist, "zero"),
+    "right answers only": ([RIGHT] * 4, no_twist, "zero"),
+    "a task of its choice": ([RIGHT, WRONG], other_item, "assignment"),
+    "a task that nobody can make": ([RIGHT, WRONG], no_such_task, "task"),
+    "an answer to another question": ([RIGHT, WRONG], other_question, "prompt"),
+    "answers longer than anyone samples": (["a b c d e f g h " * 8] * 4, no_twist, "length"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_poison_is_not_admitted(peer: MakePeer, manifest: Manifest, case: str) -> None:
+    texts, twist, reason = CASES[case]
+    members = [peer(), peer()]
+    simulation = Simulation(manifest, members)
+    poisoner = Poisoner(simulation, members[0], texts, twist)
+    simulation.run(seconds=25)
+    assert poisoner.sent == 20
+    for member in members:
+        assert member.node.member is not None
+        account = member.node.member.receiver.by_peer()[POISONER.peer_id]
+        assert account["admitted"] == 0
+        assert account["rejected"].get(reason, 0) > 0
+        assert set(account["rejected"]) <= {reason, "muted"}
+        assert POISONER.peer_id not in member.node.member.pool.used_by_peer()
+        assert member.metrics[-1][f"swarm/rejected/{reason}"] > 0
+    assert all(n > 0 for n in exchange(members).values())
+
+
+def test_an_honest_group_of_the_same_make_is_admitted(peer: MakePeer, manifest: Manifest) -> None:
+    """What the cases above are rejected for is what they say."""
+    members = [peer(), peer()]
+    simulation = Simulation(manifest, members)
+    poisoner = Poisoner(simulation, members[0], [RIGHT, WRONG], no_twist)
+    simulation.run(seconds=25)
+    for member in members:
+        assert member.node.member is not None
+        assert member.node.member.receiver.by_peer()[POISONER.peer_id]["admitted"] == poisoner.sent == 20
+        assert member.node.member.pool.used_by_peer()[POISONER.peer_id] > 0

@@ -1,0 +1,146 @@
+"""What leaves a node: only what teaches, only what receivers take, no faster than the swarm allows."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from protocol.codec import open_batch
+from protocol.limits import MAX_BATCH_BYTES
+from protocol.messages import SharedRollout
+from swarm_node.config import SharingConfig
+from swarm_node.errors import UserError
+from swarm_node.tasks.split import normalise
+from swarm_node.types import Sampling
+from tests.swarm_node.gossip.world import NOW, PEER, World, manifest
+
+
+def opened(world: World):
+    return [open_batch(data, world.manifest.swarm_id)[1] for data in world.sent]
+
+
+def shared(world: World):
+    return [group for batch in opened(world) for group in batch.groups]
+
+
+def test_a_group_travels_as_name_texts_and_flags_alone(world: World) -> None:
+    group = world.group(["$", "wrong"], policy_version=7)
+    group.rollouts[1].finished = False
+    publisher = world.publisher()
+    publisher.publish([group])
+    ((sender, batch),) = [open_batch(data, world.manifest.swarm_id) for data in world.sent]
+    (sent,) = batch.groups
+    assert sender == PEER.peer_id and batch.created == NOW
+    assert (batch.fingerprint, batch.tokenizer) == (world.policy.fingerprint, world.policy.tokenizer_hash)
+    assert sent.task == group.task.name and (sent.epoch, sent.slot) == group.task.slot and sent.policy_version == 7
+    assert sent.rollouts == [SharedRollout(group.task.answer, True), SharedRollout("wrong", False)]
+    assert group.task.question.encode() not in world.sent[0]
+    assert publisher.metrics() == {"swarm/groups_sent": 1.0, "swarm/bytes_sent": len(world.sent[0])}
+
+
+def test_the_prompt_digest_is_that_of_the_split(world: World) -> None:
+    from hashlib import sha256
+
+    from swarm_node.gossip.content import prompt_digest
+
+    for text in ("What is 1 + 1?", "  cafe\u0301 \n au\tlait ", ""):
+        assert prompt_digest(text) == sha256(normalise(text).encode()).digest()[:16]
+
+
+def test_token_ids_ride_along_only_if_asked(world: World) -> None:
+    world.config = SharingConfig(token_ids=True)
+    group = world.group(["$", "12"])
+    world.publisher().publish([group])
+    ((first, _),) = [g.rollouts for g in shared(world)]
+    assert first.token_ids == group.rollouts[0].token_ids
+    assert np.frombuffer(first.logprobs, "<f2").tolist() == group.rollouts[0].logprobs
+
+
+@pytest.mark.parametrize(
+    ("reason", "make"),
+    [
+        ("zero", lambda w: w.group(["no", "neither"])),
+        ("slot", lambda w: w.group(task=msgspec.structs.replace(w.group().task, slot=None))),
+        ("cap", lambda w: w.group(["$", "x" * 101])),
+        ("cap", lambda w: w.group(["$"] + ["x"] * 4)),
+    ],
+)
+def test_what_receivers_would_refuse_or_not_need_stays_here(world: World, reason: str, make) -> None:
+    world.manifest = manifest(max_text_chars=100, max_rollouts=4)
+    publisher = world.publisher()
+    publisher.publish([make(world)])
+    publisher.flush()
+    assert world.sent == []
+    assert publisher.metrics() == {
+        "swarm/groups_sent": 0.0,
+        "swarm/bytes_sent": 0.0,
+        f"swarm/unsent/{reason}": 1.0,
+    }
+
+
+def test_a_group_that_fits_into_no_batch_stays_here(world: World) -> None:
+    world.manifest = manifest(max_text_chars=32_768)
+    publisher = world.publisher()
+    publisher.publish([world.group(["$"] + ["é" * 32_000] * 9)])
+    assert world.sent == [] and publisher.metrics()["swarm/unsent/size"] == 1
+
+
+def test_fast_rounds_share_a_batch_and_slow_ones_do_not_wait(world: World) -> None:
+    publisher = world.publisher()
+    for _ in range(8):
+        publisher.publish([world.group()])
+        world.time += 0.25
+    assert [len(batch.groups) for batch in opened(world)] == [1, 4]
+    assert [batch.sequence for batch in opened(world)] == [1, 2]
+    publisher.flush()
+    assert len(shared(world)) == 8
+    for _ in range(3):
+        world.time += 2
+        publisher.publish([world.group()])
+    assert [len(batch.groups) for batch in opened(world)] == [1, 4, 3, 1, 1, 1]
+
+
+def test_full_batches_leave_at_once_and_none_is_too_large(world: World) -> None:
+    publisher = world.publisher()
+    publisher.publish([world.group()])
+    publisher.publish([world.group(["$"] + ["x" * 16_000] * 8) for _ in range(10)])
+    publisher.publish([world.group() for _ in range(70)])
+    publisher.flush()
+    assert all(len(data) <= MAX_BATCH_BYTES for data in world.sent)
+    assert all(len(batch.groups) <= 64 for batch in opened(world))
+    assert len(world.sent) >= 5 and len(shared(world)) == 81 == len({g.slot for g in shared(world)})
+
+
+def test_over_the_rate_the_newest_are_kept(world: World) -> None:
+    world.manifest = manifest(groups_per_minute=20)
+    publisher = world.publisher()
+    groups = [world.group() for _ in range(30)]
+    publisher.publish(groups)
+    assert [g.slot for g in shared(world)] == [g.task.slot[1] for g in groups[-18:]]
+    assert publisher.metrics()["swarm/unsent/rate"] == 12
+    world.time += 30
+    publisher.publish([world.group() for _ in range(30)])
+    assert publisher.metrics()["swarm/groups_sent"] == 18 + 9
+
+
+def test_over_the_bytes_of_a_minute_nothing_more_leaves(world: World) -> None:
+    world.manifest = manifest(bytes_per_minute=10_000)
+    publisher = world.publisher()
+    for _ in range(100):
+        publisher.publish([world.group(["$", "x" * 200])])
+        world.time += 1
+    metrics = publisher.metrics()
+    assert metrics["swarm/bytes_sent"] <= 10_000 * (1 + 100 / 60)
+    assert metrics["swarm/groups_sent"] > 10 and metrics["swarm/unsent/rate"] > 10
+
+
+def test_a_full_queue_is_counted(world: World) -> None:
+    publisher = world.publisher(send=lambda data: False)
+    publisher.publish([world.group()])
+    assert publisher.metrics() == {"swarm/groups_sent": 0.0, "swarm/bytes_sent": 0.0, "swarm/unsent/queue": 1.0}
+
+
+def test_sampling_that_no_batch_can_describe_is_refused_at_once(world: World) -> None:
+    with pytest.raises(UserError, match="max_new_tokens"):
+        world.publisher(sampling=Sampling(20_000))
