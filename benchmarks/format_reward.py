@@ -1,11 +1,11 @@
-"""A reward for an answer in a form that the policy hardly ever uses: `#` and then the right answer, and nothing else.
+"""A reward for right answers in a form that the policy hardly ever uses: `#12`, or `<answer>12</answer>`.
 
 Reward functions for `rewards.functions`; with `rewards.checker_weight = 0` they are all there is to learn from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,31 +16,37 @@ from swarm_node.tasks.environments import Environment
 from swarm_node.types import Task
 
 MARK = "#"
+OPENED, CLOSED = "<answer>", "</answer>"
 
 
-def marked(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    task: Sequence[str],
-    question: Sequence[str],
-    answer: Sequence[str],
-    **metadata: Sequence[Any],
-) -> list[float | None]:
+def marked(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
     """1 for `#` and an answer that the task's own checker gives full marks, else 0. Tasks of the set `small`."""
-    rewards: list[float | None] = []
-    for i, text in enumerate(completions):
-        item = {name: column[i] for name, column in metadata.items()}
-        right = text.startswith(MARK) and _right(task[i], question[i], answer[i], item, text.removeprefix(MARK))
-        rewards.append(float(right))
-    return rewards
+    return [
+        float(text.startswith(MARK) and _right(text.removeprefix(MARK), i, columns))
+        for i, text in enumerate(completions)
+    ]
 
 
-def _right(label: str, question: str, answer: str, metadata: dict[str, Any], text: str) -> bool:
-    """Whether the environment's checker gives `text` full marks."""
+def tagged(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+    """The same for `<answer>…</answer>`."""
+    return [
+        float(
+            text.startswith(OPENED)
+            and text.endswith(CLOSED)
+            and _right(text.removeprefix(OPENED).removesuffix(CLOSED), i, columns)
+        )
+        for i, text in enumerate(completions)
+    ]
+
+
+def _right(text: str, i: int, columns: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether `text` is full marks for item i, in the eyes of its environment's own checker."""
+    item = {name: column[i] for name, column in columns.items()}
+    label, question, answer = item.pop("task"), item.pop("question"), item.pop("answer")
     environment = _environment(label)
     name = TaskName(label, environment.config, environment.generator, 0, 0)
     try:
-        return environment.check(Task(name, label, question, answer, metadata), text) >= FULL_MARKS
+        return environment.check(Task(name, label, question, answer, item), text) >= FULL_MARKS
     except Exception:  # library scorers raise on text that they did not expect: that is a wrong answer
         return False
 

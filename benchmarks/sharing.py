@@ -63,8 +63,9 @@ def run(setting: Setting, arm: Arm, seed: int, peers: int, rounds: int) -> dict[
     ]
     simulation = Simulation(manifest_for(members[0].config), members, seed)
     nodes: list[Measured] = [peer.node for peer in members]  # type: ignore[misc]
-    before = [held_out(setting, node) for node in nodes]
+    before = [held_out(setting, node) for node in nodes[: setting.kinds]]
     seconds = timed(nodes, lambda: simulation.run(times * rounds))
+    after = [held_out(setting, node) for node in nodes]
     curves = [windows(node.curve, times) for node in nodes]
     rewards = [fmean(c[r][0] for c in curves) for r in range(rounds)]
     cpu = {part: round(sum(node.cpu[part] for node in nodes), 2) for part in dict(nodes[0].cpu)}
@@ -73,7 +74,8 @@ def run(setting: Setting, arm: Arm, seed: int, peers: int, rounds: int) -> dict[
         "last_20": fmean(rewards[-20:]),
         "cum_by_peer": [round(sum(reward for reward, _, _ in c), 3) for c in curves],
         "held_out_before": mean_by_key(before),
-        "held_out": mean_by_key([held_out(setting, node) for node in nodes]),
+        "held_out": mean_by_key(after),
+        "pass_1_by_peer": [round(table["pass_1"], 4) for table in after],
         "samples": sum(node.samples for node in nodes),
         "signal_groups": sum(node.signal for node in nodes) / (times * peers * rounds),
         "trained_groups": sum(node.trained for node in nodes) / (times * peers * rounds),
@@ -259,6 +261,18 @@ def report(setting: str, peers: int, rounds: int) -> str:
         "4/4 has more pass@1",
     ]
     lines += [table(columns, rows), ""]
+    kinds = SETTINGS[setting].kinds
+    if kinds > 1:
+        columns = ["arm", *(f"{figure} of kind {k}" for figure in ("cum", "pass@1") for k in range(kinds))]
+        rows = []
+        for arm, runs in found.items():
+            cells = [
+                f"{fmean(fmean(figures[key][kind::kinds]) for figures in runs.values()):.{digits}f}"
+                for key, digits in (("cum_by_peer", 2), ("pass_1_by_peer", 3))
+                for kind in range(kinds)
+            ]
+            rows.append([arm, *cells])
+        lines += [table(columns, rows), ""]
     return "\n".join(lines)
 
 
@@ -331,12 +345,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--peers", type=int, default=PEERS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--report", action="store_true", help="print the tables of what has been run, draw the plot")
+    parser.add_argument("--report", action="store_true", help="tables and plot of all that has been run")
     args = parser.parse_args()
     if args.report:
-        print(report(args.setting, args.peers, args.rounds))
-        if args.setting == "format":
-            plot(args.setting, args.peers, args.rounds)
+        found = [setting for setting in SETTINGS if load(setting, args.peers, args.rounds)]
+        text = "\n".join(report(setting, args.peers, args.rounds) for setting in found)
+        (FOLDER / "report.md").write_text(text)
+        print(text)
+        plot("format", args.peers, args.rounds)
     else:
         run_missing(args)
 

@@ -11,13 +11,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks.warm_starts import marks_now_and_then, plain, taught
+from benchmarks.format_reward import CLOSED, MARK, OPENED
+from benchmarks.warm_starts import now_and_then, plain, taught
 from swarm_node.node import Node
 from swarm_node.replay.advantage import foreign_advantages
 from swarm_node.replay.posterior import Posterior
@@ -26,7 +27,6 @@ from swarm_node.types import Group, Rollout
 
 SIX = [f"small/{name}" for name in "basic_arithmetic fraction_simplification gcd lcm count_bits products".split()]
 SEVEN = [*SIX, "small/chain_sum"]
-MARKED = {"checker_weight": 0.0, "functions": [{"path": "benchmarks.format_reward:marked"}]}
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,59 @@ class Setting:
     learning_rate: float = 3e-4
     held_out: Sequence[str] = tuple(SIX)
     max_new_tokens: int = 8
+    kinds: int = 1
+    """Peers i and i + kinds are alike."""
 
 
-def _format(share: float) -> Setting:
+def _format(share: float, sizes: Sequence[dict[str, int]] = ({},)) -> Setting:
     name = f"format{100 * share:g}"
     return Setting(
         says=f"`#` before {100 * share:g} % of the taught answers; only `#` and the right answer is rewarded",
         tasks=lambda peer: SIX,
-        start=lambda seed, peer: taught(seed, name, SIX, marks_now_and_then(share)),
-        rewards=MARKED,
+        start=lambda seed, peer: taught(seed, name, SIX, now_and_then(share, MARK), **sizes[peer % len(sizes)]),
+        rewards=_only("marked"),
     )
+
+
+def _only(function: str) -> dict[str, Any]:
+    """`rewards` with nothing but that function."""
+    return {"checker_weight": 0.0, "functions": [{"path": f"benchmarks.format_reward:{function}"}]}
+
+
+def _specialist(seed: int, peer: int) -> Path:
+    """A weak starter, taught more of two of the six tasks."""
+    kind = peer % 3
+    return taught(seed, f"special{kind}", SIX[2 * kind : 2 * kind + 2], now_and_then(0.0, ""), steps=150)
 
 
 SETTINGS = {
     "format": _format(0.07),
     "format-dense": _format(0.12),
+    "sizes": replace(
+        _format(0.07, sizes=[{}, {"steps": 500, "layers": 1, "hidden": 64}]),
+        says="as `format`, every other peer with a policy an eighth of the size",
+        kinds=2,
+    ),
+    "tags": Setting(
+        says="as `format`, with `<answer>` and `</answer>` for `#`: answers of a dozen tokens",
+        tasks=lambda peer: SIX,
+        start=lambda seed, peer: taught(seed, "tags7", SIX, now_and_then(0.07, OPENED, CLOSED)),
+        rewards=_only("tagged"),
+        max_new_tokens=20,
+    ),
     "plain": Setting(
-        says="starter policies, the tasks' own checkers, nothing to discover",
+        says="equal starter policies, the tasks' own checkers, nothing to discover",
         tasks=lambda peer: SEVEN,
         start=lambda seed, peer: plain(seed),
         learning_rate=2e-4,
         held_out=SEVEN,
+    ),
+    "specialists": Setting(
+        says="weak starters, each taught more of two of the six tasks; all play all six",
+        tasks=lambda peer: SIX,
+        start=_specialist,
+        learning_rate=2e-4,
+        kinds=3,
     ),
 }
 

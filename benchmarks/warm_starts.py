@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.format_reward import MARK
 from swarm_node.config import RewardsConfig
 from swarm_node.make_starter import EXAMPLES_PER_TASK
 from swarm_node.policy.policy import save
@@ -61,9 +60,9 @@ def taught(seed: int, name: str, tasks: Sequence[str], answer: Answer, **start: 
     return _cached("-".join([name, *map(str, start.values()), str(seed)]), make)
 
 
-def marks_now_and_then(share: float) -> Callable[[random.Random, Task], str]:
-    """The right answer, behind the mark in `share` of the cases."""
-    return lambda rng, task: (MARK if rng.random() < share else "") + str(task.answer)
+def now_and_then(share: float, before: str, after: str = "") -> Answer:
+    """The right answer, in `share` of the cases with `before` and `after` around it."""
+    return lambda rng, task: f"{before}{task.answer}{after}" if rng.random() < share else str(task.answer)
 
 
 def teach(

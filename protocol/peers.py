@@ -43,8 +43,8 @@ WANTED = 8
 MAX_DIALS = 4
 """Peers handed out at a time, bootstrap peers not counted."""
 MAX_KNOWN = 256
-"""Peers with addresses that are kept from round to round. Those without a card that never were connected are forgotten
-first, then those not heard of for longest; bootstrap peers never."""
+"""Peers with addresses that are kept from round to round: all bootstrap peers, then those that were connected once, up
+to half, then those with a card, each time the latest heard of: a flood of cards does not push out who proved good."""
 MAX_CARDS = 4096
 """Live cards: 8 MB at their largest. Beyond, newcomers are not taken in, so that a flood cannot push members out."""
 HUBS = 3
@@ -282,12 +282,12 @@ class PeerTable:
     def _forget_oldest(self) -> None:
         if len(self._known) <= MAX_KNOWN:
             return
-        worst_first = sorted(
-            (known.worked or peer in self._cards, known.seen, peer)
-            for peer, known in self._known.items()
-            if not known.given
-        )
-        for _, _, peer in worst_first[: len(self._known) - MAX_KNOWN]:
+        latest = sorted(self._known, key=lambda peer: -self._known[peer].seen)
+        worked = [peer for peer in latest if self._known[peer].worked][: MAX_KNOWN // 2]
+        given = [peer for peer in latest if self._known[peer].given]
+        present = [peer for peer in latest if peer in self._cards]
+        best = list(dict.fromkeys(given + worked + present + latest))
+        for peer in best[max(MAX_KNOWN, len(given)) :]:
             del self._known[peer]
 
 

@@ -1,15 +1,18 @@
 """Where others join: a member without a model, `swarm-node bootstrap`.
 
-    manifest -> network on all gossip shards, manifest and question files for who asks -> the link on stdout
+    manifest -> network on all gossip shards; manifest and question files for who asks -> the link on stdout
 
-Everything else that it says goes to stderr, so that `swarm-node bootstrap swarm.toml | head -1` is the link.
+All else that it says goes to stderr, so `swarm-node bootstrap swarm.toml | head -1` is the link.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from protocol.manifest import Manifest
@@ -27,7 +30,6 @@ from swarm_node.joining import (
     serve_swarm,
     visitor,
 )
-from swarm_node.manifests import task_tables
 from swarm_node.observability.metrics import EventLog
 from swarm_node.rundir import RunDir
 from swarm_node.stopping import Stopper, StopRequested
@@ -36,37 +38,119 @@ LOOK_S = 0.5
 STATUS_S = 2.0
 """Between two writings of swarm.json."""
 LINE_S = 60.0
-"""Between two lines about how it goes; one comes at once when members come or go."""
+"""Between two lines about how it goes; one comes at once when somebody comes or goes."""
 
 
 def run_bootstrap(config: NodeConfig) -> int:
     """Be there until a signal comes; returns the exit code. Raises UserError."""
-    name = config.name or "bootstrap"
-    config = config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
-    if "serve_relay" not in config.network.model_fields_set:
-        config = config.model_copy(update={"network": config.network.model_copy(update={"serve_relay": True})})
+    config = _resolved(config)
+    find_swarm(config.swarm, RunDir(config.directory))  # a name that leads nowhere leaves nothing behind
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
-        events = stack.enter_context(EventLog(run.events, _say))
-
-        def say(sentence: str) -> None:
-            _say(sentence)
-            events.write("note", sentence)
-
+        say = _speaker(run, stack)
         run.write_config(dump_toml(config))
         stop = stack.enter_context(Stopper(last_resort=lambda: None))
         try:
             stop.allow()
-            manifest, transport = _enter(config, run, say, stack)
-            _Lookout(config, manifest, transport, run, say).watch()
+            manifest, transport = _enter(config, run, say, stop, stack)
+            _watch(config, manifest, transport, run, say)
         except StopRequested:
             say("leaving")
     return 0
 
 
-def _enter(config: NodeConfig, run: RunDir, say: Any, stack: ExitStack) -> tuple[Manifest, Transport]:
-    raise NotImplementedError
+def _resolved(config: NodeConfig) -> NodeConfig:
+    """With this command's own defaults."""
+    name = config.name or "bootstrap"
+    updates: dict[str, Any] = {"name": name, "run_dir": config.run_dir or f"runs/{name}"}
+    if "serve_relay" not in config.network.model_fields_set:
+        updates["network"] = config.network.model_copy(update={"serve_relay": True})
+    return config.model_copy(update=updates)
 
 
-def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+def _speaker(run: RunDir, stack: ExitStack) -> Callable[[str], None]:
+    lock = threading.Lock()  # the network's thread has things to say as well
+    events = EventLog(run.events, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+    stack.callback(events.close)
+
+    def say(sentence: str) -> None:
+        with lock:
+            print(sentence, file=sys.stderr, flush=True)
+            events.write("note", sentence)
+
+    return say
+
+
+def _enter(
+    config: NodeConfig, run: RunDir, say: Callable[[str], None], stop: Stopper, stack: ExitStack
+) -> tuple[Manifest, Transport]:
+    """As `enter.enter_swarm`, but on all shards and without loading a task."""
+    swarm = find_swarm(config.swarm, run, say)
+    manifest = swarm.manifest
+    if manifest is None:
+        with visitor(swarm, config.network, say) as visit:
+            manifest = fetch_manifest(visit, swarm, say)
+    keep(manifest, run)
+    stop.hold()
+    transport = open_transport(config.network, manifest, swarm.peers, run, say)
+    stack.callback(transport.close)
+    stop.allow()
+    for shard in range(manifest.shards):
+        transport.subscribe(rollout_topic(manifest.swarm_id, shard), lambda data: None)
+    transport.announce(
+        PeerCard(
+            protocol=PROTOCOL_VERSION,
+            swarm=manifest.swarm_id,
+            created=time.time(),
+            name=config.name or "bootstrap",
+            roles=["bootstrap", "relay"] if config.network.serve_relay else ["bootstrap"],
+        )
+    )
+    files: dict[str, Path] = {}
+    serve_swarm(transport, manifest, files)  # answers at once, with the files as they come
+    say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {transport.peer_id}")
+    own = config.tasks if "tasks" in config.model_fields_set else []
+    files |= gather_files(manifest, swarm, run, own, say, lambda: transport)
+    return manifest, transport
+
+
+def _watch(
+    config: NodeConfig, manifest: Manifest, transport: Transport, run: RunDir, say: Callable[[str], None]
+) -> None:
+    """Tell the link and who is there, until StopRequested."""
+    told, link, there, line_at, status_at = "", "", -1, 0.0, 0.0
+    others = [*config.network.bootstrap, *manifest.bootstrap]
+    while True:
+        now, addresses = time.monotonic(), transport.addresses
+        if addresses:
+            link = join_link(manifest.swarm_id, addresses, others)
+        if link != told:
+            told = link
+            print(link, flush=True)
+        status = _status(config, manifest, transport)
+        if addresses and (len(status["peers"]) != there or now - line_at > LINE_S):
+            there, line_at = len(status["peers"]), now
+            traffic = status["traffic"]
+            volume = f"{traffic['bytes_in'] / 1e6:.1f} MB in, {traffic['bytes_out'] / 1e6:.1f} MB out"
+            say(f"{there} other members; {volume}, {traffic['messages_in']:.0f} messages passed on")
+        if now - status_at > STATUS_S:
+            status_at = now
+            run.write_status(status | {"link": link})
+        time.sleep(LOOK_S)
+
+
+def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dict[str, Any]:
+    """As `Member.status`, of a member that trains nothing."""
+    return {
+        "swarm": manifest.swarm_id,
+        "swarm_name": manifest.name,
+        "time": time.time(),
+        "peer": transport.peer_id,
+        "name": config.name,
+        "addresses": transport.addresses,
+        "traffic": dict(transport.stats()),
+        "peers": {
+            peer: {"name": card.name, "present": True, "policy_version": card.policy_version}
+            for peer, card in sorted(transport.members().items())
+        },
+    }

@@ -18,6 +18,7 @@ from swarm_node.errors import SwarmNodeError
 
 if TYPE_CHECKING:
     from swarm_node.config import NodeConfig
+    from swarm_node.rundir import RunDir
 
 PREFIX = "SWARM_NODE_"
 USER_ERROR = 2
@@ -106,6 +107,13 @@ def print_config(config: NodeConfig, json_output: bool) -> None:
     from swarm_node.config import dump_toml
 
     typer.echo(config.model_dump_json(indent=2) + "\n" if json_output else dump_toml(config), nl=False)
+
+
+def joined_run(run_dir: str | None) -> RunDir:
+    """The directory that `join` would use."""
+    from swarm_node.rundir import RunDir
+
+    return RunDir(resolve(None, None, {"run_dir": run_dir, "swarm": "any"}).directory)
 
 
 @app.callback()
@@ -285,7 +293,7 @@ def new(
     name: Annotated[str, option("--name", "The swarm's name for people.", metavar="NAME")] = "swarm",
     config: ConfigFile = None,
     tasks: Annotated[
-        list[str] | None, option("--tasks", TASKS_HELP + " Or the https address of one.", metavar="NAME|FILE")
+        list[str] | None, typer.Option(metavar="NAME|FILE|URL", help=TASKS_HELP + " Or the https address of one.")
     ] = None,
     licence: Annotated[str, option("--licence", "Licence of the question files (SPDX).", metavar="ID")] = "",
     expected_peers: Annotated[
@@ -374,7 +382,7 @@ def status(
     with user_errors(json_output):
         from swarm_node.status import show_status
 
-        show_status(target, json_output)
+        show_status(target, resolve(None, None, {}).network, json_output)
 
 
 @app.command(rich_help_panel="Swarm")
@@ -397,18 +405,18 @@ def doctor(
 def show_identity(run_dir: RunDirectory = None) -> None:
     """Print the peer id of a run."""
     with user_errors():
-        from swarm_node.identity import show_identity
+        from swarm_node.identity import show_identity as show
 
-        typer.echo(show_identity(resolve(None, None, {"run_dir": run_dir})))
+        typer.echo(show(joined_run(run_dir)))
 
 
 @identity_app.command("new")
 def new_identity(run_dir: RunDirectory = None) -> None:
     """Make a key for a run that has none, and print its peer id. Never replaces one."""
     with user_errors():
-        from swarm_node.identity import new_identity
+        from swarm_node.identity import new_identity as make
 
-        typer.echo(new_identity(resolve(None, None, {"run_dir": run_dir})))
+        typer.echo(make(joined_run(run_dir)))
 
 
 # --------------------------------------------------------------------- use

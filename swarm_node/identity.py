@@ -29,5 +29,7 @@ def new_identity(run: RunDir) -> str:
         try:
             Identity.generate().save(run.identity)
         except FileExistsError as error:
-            raise UserError(f"{run.identity} exists already, and who has it is this peer: move it away first") from error
+            raise UserError(
+                f"{run.identity} exists already, and who has it is this peer: move it away first"
+            ) from error
     return show_identity(run)

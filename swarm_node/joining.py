@@ -32,8 +32,8 @@ from protocol.manifest import (
     parse_link,
     parse_manifest,
 )
-from protocol.transports.base import Transport
 from protocol.peers import peer_of
+from protocol.transports.base import Transport
 from protocol.transports.settings import NetworkSettings
 from swarm_node.config import NetworkConfig, TaskConfig
 from swarm_node.download import download, is_url
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 FILE_WAIT_S = 20.0
-"""How long a node that starts looks for members who hold a question file, before it goes on without."""
+"""How long a node that starts looks for members who hold its question files, before it goes on without."""
 FILE_S = 60.0
 """A question file of 64 MiB takes this long at nine megabits a second."""
 PATIENCE_S = 20.0
 """Between two sentences about still waiting for somebody."""
-RETRY_S = 0.3
+RETRY_S, MAX_RETRY_S = 0.2, 3.0
 MAX_BOOTSTRAP = 64
 """Addresses in a manifest."""
 ASKED_AT_ONCE = 8
@@ -168,6 +168,7 @@ def gather_files(
     raised. Raises UserError if the run directory cannot be written.
     """
     files: dict[str, Path] = {}
+    until: float | None = None
     for task in manifest.tasks:
         if not task.sha256:
             continue
@@ -175,7 +176,8 @@ def gather_files(
         if not path.exists() or not _is(task, path.read_bytes()):
             data = _nearby(task, swarm, own) or _from_source(task, say)
             if data is None:
-                data = _from_members(task, swarm, connect(), say)
+                until = until or time.monotonic() + FILE_WAIT_S
+                data = _from_members(task, swarm, connect(), say, until)
             if data is None:
                 continue
             with os_errors_explained(path):
@@ -211,7 +213,7 @@ def _from_source(task: ManifestTask, say: Say) -> bytes | None:
     return data
 
 
-def _from_members(task: ManifestTask, swarm: Swarm, transport: Transport, say: Say) -> bytes | None:
+def _from_members(task: ManifestTask, swarm: Swarm, transport: Transport, say: Say, until: float) -> bytes | None:
     def ask(peer: str) -> bytes:
         data = transport.request(peer, FILE_METHOD, task.sha256.encode(), FILE_S, max(1, task.bytes))
         if not _is(task, data):
@@ -219,7 +221,7 @@ def _from_members(task: ManifestTask, swarm: Swarm, transport: Transport, say: S
         return data
 
     try:
-        return _ask_around(transport, swarm, ask, _called(task), say, FILE_WAIT_S)
+        return _ask_around(transport, swarm, ask, _called(task), say, until - time.monotonic())
     except PeerUnreachable as error:
         say(f"{error}; playing without it (give the file as --tasks, if you have it)")
         return None
@@ -245,7 +247,8 @@ def _ask_around(
     began = said = time.monotonic()
     refused: dict[str, str] = {}
     while True:
-        peers = _different([*map(peer_of, swarm.peers), *transport.members()])
+        known = _different([*map(peer_of, swarm.peers), *transport.members()])
+        peers = [peer for peer in known if peer != transport.peer_id]
         random.shuffle(peers)
         for peer in peers[:ASKED_AT_ONCE]:
             if peer in refused:
@@ -265,7 +268,7 @@ def _ask_around(
             say(f"none of {len(peers)} members gives {wanted}{why}: trying again and again; Ctrl-C leaves")
         if peers and len(refused) == len(peers):
             refused.clear()
-        time.sleep(RETRY_S)
+        time.sleep(min(MAX_RETRY_S, RETRY_S + (now - began) / 10))
 
 
 # --------------------------------------------------------------------- being there

@@ -50,7 +50,7 @@ class Member:
         self.policy = policy
         self.name = config.name or "node"
         self.now = now
-        swarm = manifest.swarm_id
+        self.swarm = swarm = manifest.swarm_id  # a hash: not to be taken for every task
         self.tasks = tasks
         self.shard = shard_of(self.peer_id, manifest.shards)
         listened = random.Random(f"{swarm}/{self.peer_id}").sample(range(manifest.shards), manifest.shards)
@@ -66,7 +66,7 @@ class Member:
             config=config.sharing,
             now=now,
         )
-        self.pool = Pool(config.sharing, now)
+        self.pool = Pool(config.sharing, now, record)
         self.receiver = Receiver(
             me=self.peer_id,
             manifest=manifest,
@@ -80,8 +80,11 @@ class Member:
             say=say,
         )
         self._slots = self._count_slots()
-        for shard in self.shards:
-            transport.subscribe(rollout_topic(swarm, shard), self.receiver.take)
+        if config.rollouts.group_size > manifest.limits.max_rollouts:
+            say(f"this swarm takes groups of at most {manifest.limits.max_rollouts}: nothing of this node's is shared")
+        for shard in self.shards:  # a node that uses nothing foreign still passes on what it hears
+            heard = self.receiver.take if self.sharing.foreign else _ignore
+            transport.subscribe(rollout_topic(swarm, shard), heard)
         self.announce()
 
     # ----------------------------------------------------------------- a round
@@ -114,7 +117,7 @@ class Member:
         self.transport.announce(
             PeerCard(
                 protocol=PROTOCOL_VERSION,
-                swarm=self.manifest.swarm_id,
+                swarm=self.swarm,
                 created=self.now(),
                 name=self.name,
                 roles=["trainer"],
@@ -149,7 +152,7 @@ class Member:
         counts = self.receiver.by_peer()
         used = self.pool.used_by_peer()
         return {
-            "swarm": self.manifest.swarm_id,
+            "swarm": self.swarm,
             "swarm_name": self.manifest.name,
             "time": self.now(),
             "peer": self.peer_id,
@@ -177,7 +180,7 @@ class Member:
 
     def _assigned(self, epoch: int, slot: int) -> Task:
         """The task of a slot of this node's."""
-        which = self.manifest.swarm_id, self.peer_id, epoch, slot
+        which = self.swarm, self.peer_id, epoch, slot
         task = self.tasks.at(slot_place(*which), slot_key(*which))
         return msgspec.structs.replace(task, slot=(epoch, slot))
 
@@ -189,3 +192,7 @@ class Member:
             present = epoch_at(self.now())
             epoch, slot = (epoch, (slot + 1) % SLOTS) if present == epoch else (present, 0)
             yield epoch, slot
+
+
+def _ignore(data: bytes) -> None:
+    pass

@@ -38,6 +38,11 @@ if TYPE_CHECKING:  # alone, a node loads nothing of the network
     from swarm_node.member import Member
 
 
+def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None]) -> NodeConfig:
+    """`config` as far as `policy` can follow it: what `Node` and `Member` are made with."""
+    return config.model_copy(update={"rollouts": fit_length(config.rollouts, policy, say)})
+
+
 class Node:
     """One policy, its tasks, its trainer and, in a swarm, its membership."""
 
@@ -50,14 +55,15 @@ class Node:
         member: Member | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.config = config.model_copy(update={"rollouts": fit_length(config.rollouts, policy, say)})
+        """`config` is `fitted` to `policy`."""
+        self.config = config
         self.policy = policy
         self.tasks = tasks
         self.member = member
         self.now = now
         if config.grpo.beta:
             policy.keep_reference()
-        rollouts = self.config.rollouts
+        rollouts = config.rollouts
         sampling = Sampling(rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p)
         self.trainer = Trainer(policy, config.grpo, sampling, say, tasks.reward_weights)
         self.round = 0

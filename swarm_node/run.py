@@ -26,7 +26,7 @@ from swarm_node.errors import UserError
 from swarm_node.enter import EnteredSwarm, enter_swarm
 from swarm_node.evaluate import Held, evaluate, rows
 from swarm_node.joining import join_link
-from swarm_node.node import Node
+from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import EventLog, MetricsWriter, read_metrics
 from swarm_node.observability.plots import plot_reward
@@ -85,11 +85,11 @@ class Run:
         swarm = enter_swarm(config, run, self.say, stack) if config.swarm else None
         if swarm is not None and config.seed is None:
             config = config.model_copy(update={"seed": swarm.seed})
-        self.config = config
         self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
         self.policy = load_policy(config.policy, config.rollouts, self.say)
+        self.config = fitted(config, self.policy, self.say)
         member = None if swarm is None else self._become_member(swarm, stack)
-        self.node = Node(config, self.policy, self.tasks, self.say, member)
+        self.node = Node(self.config, self.policy, self.tasks, self.say, member)
         self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
         stack.callback(self.snapshots.close)
         self._changing = False
@@ -158,7 +158,7 @@ class Run:
         stop.allow()
         drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
         prompts = [self.policy.encode(task.question) for task in drawn]
-        self.say(str(estimate(self.policy, prompts, node.config.rollouts, config.grpo)), "estimate")
+        self.say(str(estimate(self.policy, prompts, config.rollouts, config.grpo)), "estimate")
         if node.round == 0:
             self.before = self._held_out("before")
         if node.round >= config.total_rounds:
@@ -241,7 +241,7 @@ class Run:
         return {"tasks": self.tasks.names, **self.config.eval.model_dump(), "rollouts": self._sampling()}
 
     def _sampling(self) -> list[float]:
-        rollouts = self.node.config.rollouts
+        rollouts = self.config.rollouts
         return [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
 
     def _set_aside(self, metrics: Path) -> None:
@@ -296,7 +296,7 @@ class Run:
         if settings.questions == 0:
             return {}
         self.progress.say(f"held-out questions, {when} training")
-        return evaluate(self.policy, self.tasks, self.node.config.rollouts, settings.questions, settings.samples)
+        return evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
 
     def _show_completions(self, groups: Sequence[Group]) -> None:
         self.say(f"no reward in {ZERO_REWARD_ROUNDS} rounds; what the policy answers:", "zero_reward")

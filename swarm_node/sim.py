@@ -21,7 +21,7 @@ from protocol.manifest import Manifest, ManifestLimits, ManifestTask
 from protocol.transports.memory import LinkModel, MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig
 from swarm_node.member import Member
-from swarm_node.node import Node
+from swarm_node.node import Node, fitted
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import Collected
@@ -87,6 +87,7 @@ class Simulation:
                 peer.config = peer.config.model_copy(update={"seed": 1000 * seed + i})
             peer.policy = peer.policy or load_policy(peer.config.policy, peer.config.rollouts, peer.said.append)
             peer.tasks = peer.tasks or load_tasks(peer.config.tasks, peer.config.rewards)
+            peer.config = fitted(peer.config, peer.policy, peer.said.append)
             parts = peer.config, peer.policy, peer.tasks, peer.said.append
             member = None
             if not peer.silo:

@@ -42,7 +42,7 @@ START_S = 30.0
 """A start takes a second or two; on a machine that swaps, longer."""
 RESTART_S = 0.5, 30.0
 """First and longest pause before a restart; doubled each time, until a process has lived for `SETTLED_S`."""
-SETTLED_S = 60.0
+SETTLED_S = 20.0
 ASK_S = 5.0
 PROBE_S = 10.0
 """A sidecar that answers none of two probes in a row is killed: it hangs, or was stopped."""

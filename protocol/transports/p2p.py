@@ -356,7 +356,7 @@ class P2PTransport:
         strangers = not known.issuperset(self._stat.peers) or not self._members.keys() >= self._newcomers
         if now < self._look_at and not strangers:
             return
-        every = settings.card_renewal_s
+        every = min(settings.card_renewal_s, settings.lookup_s * (1 + len(known) / 4))  # all of them are asked
         affordable = MEMBERSHIP_BUCKETS * CARDS_PER_LOOKUP // (len(known) + 1)
         needed = math.ceil(MEMBERSHIP_BUCKETS * 2 * every / settings.card_ttl_s)
         count = min(MEMBERSHIP_BUCKETS, max(affordable, needed, MEMBERSHIP_BUCKETS * strangers))
@@ -370,8 +370,8 @@ class P2PTransport:
 
     async def _tend_gossip(self, plane: HivemindPlane) -> None:
         """Dial and drop gossip connections as the table says."""
-        if not self._gossip.gossip_id:
-            return
+        if not self._gossip.gossip_id or self._gossip.pid is None:
+            return  # its restart will wake us
         self._stat = await self._gossip.stat()
         now, connected = time.time(), self._stat.peers
         self._hasty = False

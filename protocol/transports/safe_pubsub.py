@@ -9,6 +9,7 @@ data beyond the window, streams without end        buffered                   it
 inbound connections                                counted, never discounted  counted while they live
 peers known from hearsay                           dialled at random          only who the node names is dialled
 meshes that are cut to the usual degree            a hub drops its leaves     who dialled us is never pruned
+meshes that are full of leaves                     hubs do not link           two whom we dialled are always in
 
 All that touches the insides of py-libp2p is in this file.
 """
@@ -50,6 +51,8 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
+from protocol.transports.gossip_pipe import MAX_CONNECTIONS
+
 log = logging.getLogger("gossip")
 
 MAX_RPC_BYTES = 1 << 20
@@ -72,6 +75,10 @@ MAX_STREAMS = 64
 HOUSEKEEPING_S = 30.0
 MAX_SEEN = 100_000
 """Message ids remembered, some 20 MB; forgotten all at once if ever reached (`Gate` still knows what was let in)."""
+
+MAX_QUEUE, MAX_QUEUE_BYTES = 256, 16 * 2**20
+"""Frames that wait for one peer; the rest is lost to it. The library's 32 lose what a dozen peers say at once."""
+MIN_DIALLED = 2
 
 LARGE_BYTES = 2048
 LINGER_S, LINGER_BYTES_PER_S = (0.01, 0.04), 4e6
@@ -236,13 +243,33 @@ class HubGossipSub(GossipSub):
             eclipse_protection_enabled=False,  # wants three networks, which a home or a laptop is not
         )
 
+    def mesh_heartbeat(self) -> Any:
+        """Have `MIN_DIALLED` peers that we dialled in each mesh: two hubs with leaves enough would else never link."""
+        grafts, prunes = super().mesh_heartbeat()
+        assert self.pubsub is not None
+        for topic in self.mesh.keys() & self.pubsub.peer_topics.keys():
+            mesh = self.mesh[topic]
+            missing = MIN_DIALLED - len(self._dialled(mesh))
+            if missing > 0:
+                others = self._get_in_topic_gossipsub_peers_from_minus(topic, MAX_CONNECTIONS, mesh, True)
+                for peer in self.select_from_minus(missing, self._dialled(others), ()):
+                    mesh.add(peer)
+                    grafts[peer].append(topic)
+        return grafts, prunes
+
     def _select_peers_for_pruning(self, topic: str, num_to_prune: int) -> list[ID]:
-        """Only peers that we dialled, worst score first: they can be reached by others. One that dialled us may have
-        no other link at all."""
-        assert self.pubsub is not None and self.scorer is not None
-        network, scorer = self.pubsub.host.get_network(), self.scorer
-        dialled = [peer for peer in self.mesh[topic] if all(_outbound(c) for c in network.get_connections(peer))]
-        return sorted(dialled, key=lambda peer: scorer.score(peer, [topic]))[:num_to_prune]
+        """Only peers that we dialled, beyond the degree, worst score first: they can be reached by others. One that
+        dialled us may have no other link at all."""
+        assert self.scorer is not None
+        scorer, dialled = self.scorer, self._dialled(self.mesh[topic])
+        dialled.sort(key=lambda peer: scorer.score(peer, [topic]))
+        return dialled[: max(0, len(dialled) - self.degree)]
+
+    def _dialled(self, peers: Iterable[ID]) -> list[ID]:
+        """Those of `peers` that we dialled."""
+        assert self.pubsub is not None
+        network = self.pubsub.host.get_network()
+        return [peer for peer in peers if any(_outbound(link) for link in network.get_connections(peer))]
 
     def _perform_opportunistic_grafting(self, topic: str, peers_to_graft: Any) -> int:
         """Not done: it adds two peers a heartbeat until all are in."""
@@ -268,8 +295,14 @@ class HubGossipSub(GossipSub):
         """Done in `publish`, for those messages only where it is worth a frame."""
 
     def send_rpc(self, peer_id: ID, rpc: rpc_pb2.RPC, priority: bool = False) -> None:
+        """Queue a frame for a peer; the library's way of doing so copies messages twice for each."""
+        assert self.pubsub is not None
         rpc.ClearField("senderRecord")  # 300 bytes in each frame, for a peer exchange that nobody here takes part in
-        super().send_rpc(peer_id, rpc, priority)
+        queue = self.pubsub.peer_queues.get(peer_id)
+        if queue is None or rpc.HasField("control") or len(rpc.publish) != 1 or peer_id in self._pending_control:
+            super().send_rpc(peer_id, rpc, priority)
+        elif len(queue) < min(MAX_QUEUE, MAX_QUEUE_BYTES // (len(rpc.publish[0].data) + 1)):
+            queue.push(rpc)
 
     def has(self, peer: ID, message_id: bytes) -> None:
         """`peer` sent us this message: it need not be sent there."""
@@ -432,6 +465,11 @@ class SafePubsub(Pubsub):
             await self.ban(peer, "graylist")
 
     # ------------------------------------------------------------ to peers
+
+    async def _handle_new_peer(self, peer_id: ID) -> None:
+        await super()._handle_new_peer(peer_id)
+        if peer_id in self.peer_queues:
+            self.peer_queues[peer_id]._queue.max_size = MAX_QUEUE + 32  # the rest is for control
 
     async def write_msg(self, stream: INetStream, rpc_msg: rpc_pb2.RPC) -> bool:
         """One message at a time on a stream, whole or not at all."""

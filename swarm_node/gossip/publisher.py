@@ -54,12 +54,12 @@ class Publisher:
             )
         self._send = send
         self._identity = identity
-        self._manifest = manifest
+        self._swarm = manifest.swarm_id
         self._policy = policy
         self._sampling = SharedSampling(sampling.max_new_tokens, sampling.temperature, sampling.top_p)
         self._token_ids = config.token_ids
         self._now = now
-        limits = manifest.limits
+        self._limits = limits = manifest.limits
         self._groups_quota = Quota(max(1.0, QUOTA_SHARE * limits.groups_per_minute), now())
         self._bytes_quota = Quota(QUOTA_SHARE * limits.bytes_per_minute, now())
         self._waiting: list[tuple[SharedGroup, int]] = []  # with its encoded size in bytes
@@ -94,7 +94,7 @@ class Publisher:
             data = seal_batch(
                 RolloutBatch(
                     protocol=PROTOCOL_VERSION,
-                    swarm=self._manifest.swarm_id,
+                    swarm=self._swarm,
                     sequence=self._sequence,
                     created=now,
                     fingerprint=self._policy.fingerprint,
@@ -119,7 +119,7 @@ class Publisher:
 
     def _refusal(self, group: Group) -> str | None:
         """Why `group` is not sent; `None` if it is."""
-        limits = self._manifest.limits
+        limits = self._limits
         if not has_signal(group.rollouts):
             return "zero"
         if group.task.slot is None:

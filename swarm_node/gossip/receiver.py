@@ -58,7 +58,7 @@ class Receiver:
         self._me = me
         self._swarm = manifest.swarm_id
         self._max_age = min(manifest.limits.max_age_s, config.max_age_s)
-        self._budget = config.admit
+        self._budget = max(config.admit, config.foreign)
         self._add = add
         self._now = now
         self._admission = Admission(manifest, policy, sampling, assigned, score)

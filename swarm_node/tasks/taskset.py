@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import random
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
@@ -107,12 +108,9 @@ class TaskSet:
 
     def at(self, place: float, key: str) -> Task:
         """The training task that `key` seeds, of the source at `place` in [0, 1) on the weights laid end to end."""
-        reached, total = 0.0, sum(self._weights)
-        for source, weight in zip(self._sources, self._weights, strict=True):
-            reached += weight / total
-            if place < reached:
-                break
-        return _seeded(source, key)
+        ends = list(accumulate(self._weights))
+        chosen = min(bisect_right(ends, place * ends[-1]), len(ends) - 1)
+        return _seeded(self._sources[chosen], key)
 
     def assigned(self, name: TaskName, key: str) -> Task:
         """The training task of that name, if it is the one that `key` seeds in its source.

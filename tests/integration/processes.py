@@ -41,10 +41,12 @@ def until(what: Callable[[], Found | None], seconds: float, describe: Callable[[
 class NodeProcess:
     """One `swarm-node` process, its output in a file."""
 
-    def __init__(self, *arguments: str, run_dir: Path, sets: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *arguments: str, run_dir: Path, sets: tuple[str, ...] = (), prefix: tuple[str, ...] = ()
+    ) -> None:
         self.run_dir = run_dir
         self.log = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}.log")
-        command = [sys.executable, "-m", "swarm_node", *arguments, "--run-dir", str(run_dir)]
+        command = [*prefix, sys.executable, "-m", "swarm_node", *arguments, "--run-dir", str(run_dir)]
         for pair in sets:
             command += ["--set", pair]
         self.file = self.log.open("w")
@@ -128,8 +130,8 @@ def nodes() -> Iterator[Callable[..., NodeProcess]]:
     """A starter of processes, all of which are gone at the end."""
     started: list[NodeProcess] = []
 
-    def start(*arguments: str, run_dir: Path, sets: tuple[str, ...] = QUICK) -> NodeProcess:
-        started.append(NodeProcess(*arguments, run_dir=run_dir, sets=sets))
+    def start(*arguments: str, run_dir: Path, sets: tuple[str, ...] = QUICK, prefix: tuple[str, ...] = ()) -> NodeProcess:
+        started.append(NodeProcess(*arguments, run_dir=run_dir, sets=sets, prefix=prefix))
         return started[-1]
 
     try:

@@ -322,7 +322,7 @@ def test_a_hostile_peer_gets_nothing_in_and_brings_nothing_down() -> None:
 
             # What is well-formed is let in, once, and no more than one author may say.
             assert (await suffer("replayed"))["seen"] >= 3
-            assert (await suffer("flood"))["rate"] >= 400
+            assert (await suffer("flood"))["rate"] >= 100
             assert 100 <= len(victim.heard) <= 130
 
             with socket.create_connection(("127.0.0.1", victim.settings.port)) as stranger:
@@ -478,8 +478,32 @@ def test_a_hub_serves_twelve_peers_that_can_only_dial() -> None:
             await until_stat(hub, lambda stat: stat.mesh.get(TOPIC, 0) == 12)
             await asyncio.sleep(3)  # heartbeats, at which a usual hub would cut its mesh from 12 to 3
             said = await talk(leaves, 36, 20_000)
-            await until_all_heard(leaves, said)
+            said += [(leaf, leaf.say(20_000)) for _ in range(4) for leaf in leaves]  # all at once
+            await until_all_heard(leaves, said, 60)
             assert (await hub.stat()).mesh[TOPIC] == 12
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_two_hubs_with_leaves_enough_still_link() -> None:
+    async def run() -> None:
+        async with (
+            swarm(2, degree=3) as hubs,
+            swarm(5, first=2, dial_only=True) as left,
+            swarm(5, first=7, dial_only=True) as right,
+        ):
+            for hub, leaves in zip(hubs, (left, right), strict=True):
+                for leaf in leaves:
+                    leaf.dial(hub.addresses[0])
+                await until_stat(hub, lambda stat: stat.mesh.get(TOPIC, 0) == 5)
+            hubs[0].dial(hubs[1].addresses[0])
+            for hub in hubs:
+                await until_stat(hub, lambda stat: stat.mesh[TOPIC] == 6)
+            await asyncio.sleep(3)  # heartbeats
+            assert [(await hub.stat()).mesh[TOPIC] for hub in hubs] == [6, 6]
+            everybody = [*hubs, *left, *right]
+            await until_all_heard(everybody, await talk([*left, *right], 20, 20_000))
 
     asyncio.run(run())
 

@@ -117,6 +117,7 @@ def unused_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_nodes_find_each_other_talk_and_come_back_from_the_dead(start: Start) -> None:
     hub = start("hub")
     addresses = hub.up()
@@ -158,6 +159,7 @@ def test_nodes_find_each_other_talk_and_come_back_from_the_dead(start: Start) ->
     assert addresses[0] in (Path.cwd() / "two.json").read_text()  # kept for the next run
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_dead_bootstraps_and_parts_merge_when_one_appears(start: Start, tmp_path: Path) -> None:
     port, peer = unused_port(), Identity.load_or_create(tmp_path / "bridge.key").peer_id
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"

@@ -25,12 +25,16 @@ def start() -> Iterator[Start]:
         yield starter
 
 
-@pytest.fixture
-def manifest(tmp_path: Path) -> Path:
-    path = tmp_path / "swarm.toml"
+def make_manifest(folder: Path) -> Path:
+    path = folder / "swarm.toml"
     command = [sys.executable, "-m", "swarm_node", "new", "--name", "test", "--tasks", "small", "--out", str(path)]
     subprocess.run(command, check=True, capture_output=True)
     return path
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    return make_manifest(tmp_path)
 
 
 def bootstrap(start: Start, manifest: Path, directory: Path, port: int = 0) -> NodeProcess:
@@ -102,12 +106,13 @@ def test_three_processes_learn_together_and_any_may_die(start: Start, manifest: 
 
 
 @pytest.mark.timeout(120)
-def test_a_dead_bootstrap_blocks_nobody_and_is_found_when_it_comes(start: Start, manifest: Path, tmp_path: Path) -> None:
+def test_a_dead_bootstrap_blocks_nobody_and_is_found_again(start: Start, manifest: Path, tmp_path: Path) -> None:
     hub = bootstrap(start, manifest, tmp_path / "hub")
     link = hub.link()
     port = int(link.split("/tcp/")[1].split("/")[0])
     assert hub.stop() == 0
-    a = start("join", str(manifest), "--name", "alice", "--bootstrap", link.partition("?peer=")[2], run_dir=tmp_path / "a")
+    address = link.partition("?peer=")[2]
+    a = start("join", str(manifest), "--name", "alice", "--bootstrap", address, run_dir=tmp_path / "a")
     a.until_rounds(3, 60)
     assert a.last("swarm/peers") == 0
     hub = bootstrap(start, manifest, tmp_path / "hub", port)

@@ -109,6 +109,12 @@ def test_bad_manifests_are_refused(text: str) -> None:
     assert caught.value.reason == "schema"
 
 
+@pytest.mark.parametrize("name", ["key of 30,000 parts", "header of 30,000 parts"])
+def test_long_keys_are_refused_before_they_are_parsed(name: str) -> None:
+    with pytest.raises(RemoteProtocolError, match="dots"):
+        parse_manifest(BAD[name].encode())
+
+
 def test_all_that_fits_is_taken() -> None:
     address = "/dns4/a.b.example.org/tcp/31330/p2p/12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB"
     line = "bootstrap = [" + ", ".join([f'"{address}"'] * 64) + "]\n"

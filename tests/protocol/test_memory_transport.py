@@ -62,10 +62,10 @@ def members(node: Transport) -> set[str]:
 
 def test_events_happen_in_order_of_time_then_of_asking() -> None:
     clock, order = VirtualClock(5.0), []
-    for t, name in ((7.0, "c"), (6.0, "a"), (6.0, "b"), (1.0, "past"), (9.0, "later")):
+    for t, name in ((7.0, "c"), (6.0, "a"), (6.0, "b"), (8.0, "d"), (1.0, "past"), (9.0, "later")):
         clock.call_at(t, lambda name=name: order.append((clock.now(), name)))  # type: ignore[misc]
     clock.run_until(8.0)
-    assert order == [(5.0, "past"), (6.0, "a"), (6.0, "b"), (7.0, "c")]
+    assert order == [(5.0, "past"), (6.0, "a"), (6.0, "b"), (7.0, "c"), (8.0, "d")]
     assert clock.now() == 8.0
     assert not clock.step(8.5) and clock.now() == 8.0
     assert clock.step() and clock.now() == 9.0
@@ -306,6 +306,7 @@ def test_a_partition_cuts_and_after_it_heals_the_halves_find_each_other_again() 
     nodes = {name: world.join(name, "a") for name in "abcdef"}
     world.clock.run_until(UP)
     world.network.partition("def")  # away from their bootstrap
+    assert members(nodes["b"]) == set("acdef")  # until their cards run out
     nodes["a"].publish("t", b"cut")
     world.run(CARD_TTL_S + SPREAD_S)
     assert {who for _, who, _ in world.heard} == {"b", "c"}
@@ -314,6 +315,23 @@ def test_a_partition_cuts_and_after_it_heals_the_halves_find_each_other_again() 
     world.network.heal()
     world.run(30.0)
     assert members(nodes["b"]) == set("acdef") and members(nodes["e"]) == set("abcdf")
+
+
+def test_those_who_are_cut_off_while_they_meet_do_not_become_one() -> None:
+    world = World()
+    a, b = world.join("a"), world.join("b", "a")
+    world.run(SPREAD_S / 2)
+    world.network.partition(["b"])
+    world.run(20.0)
+    assert members(a) == members(b) == set()
+
+
+def test_a_node_that_only_dials_is_of_no_use_as_bootstrap() -> None:
+    world = World()
+    world.join("shy", dial_only=True)
+    node = world.join("node", "shy")
+    world.run(60.0)
+    assert members(node) == set()
 
 
 def test_halves_without_a_common_bootstrap_merge_by_the_addresses_they_remember() -> None:
@@ -357,6 +375,17 @@ def test_nodes_that_only_dial_hear_each_other_through_one_that_listens() -> None
     world.network.kill("hub")
     world.run(CARD_TTL_S)
     assert all(members(node) == set() for node in nodes)
+
+
+def test_nodes_that_only_dial_do_not_hear_each_other_when_nobody_who_listens_serves_their_topic() -> None:
+    world = World(degree=6)
+    world.network.join("hub", SWARM)
+    nodes = [world.join(f"n{i}", "hub", dial_only=True) for i in range(4)]
+    world.clock.run_until(UP)
+    assert len(members(nodes[0])) == 3
+    nodes[0].publish("t", b"")
+    world.run(2.0)
+    assert world.heard == []
 
 
 # --------------------------------------------------------------------- cards
@@ -403,7 +432,8 @@ def test_requests_are_answered_and_counted() -> None:
 def test_requests_that_fail_say_why() -> None:
     world = World()
     a, b = world.join("a"), world.join("b", "a")
-    world.join("shy", "a", dial_only=True)
+    world.join("shy", "a", dial_only=True).serve("long", lambda peer, payload: b"ok")
+    coy = world.join("coy", "a", dial_only=True)
     world.clock.run_until(UP)
 
     def refuse(peer: str, payload: bytes) -> bytes:
@@ -419,10 +449,9 @@ def test_requests_that_fail_say_why() -> None:
         b.request("a", "long", limit=999)
     with pytest.raises(LocalProtocolError):
         b.request("a", "long", bytes(MAX_REQUEST_BYTES + 1))
-    for peer, method in (("a", "unknown"), ("nobody", "long"), ("b", "long"), ("shy", "long")):
+    for node, peer, method in ((b, "a", "unknown"), (b, "nobody", "long"), (b, "b", "long"), (coy, "shy", "long")):
         with pytest.raises(PeerUnreachable):
-            b.request(peer, method)
-    world.network._nodes["shy"].serve("long", lambda peer, payload: b"ok")
+            node.request(peer, method)
     assert a.request("shy", "long") == b"ok"  # it has dialled a
     world.network.partition(["b"])
     with pytest.raises(PeerUnreachable):

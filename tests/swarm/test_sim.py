@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -33,6 +36,31 @@ def test_equal_seeds_give_equal_metrics(peer: MakePeer, manifest: Manifest) -> N
     assert sum(line["swarm/groups_used"] for line in first[0]) > 0
     assert run(5) == (first, faults)
     assert run(6)[0] != first
+
+
+SCRIPT = """
+import json, sys, torch
+torch.set_num_threads(1)
+from swarm_node.config import NodeConfig
+from swarm_node.sim import LinkModel, Peer, Simulation, Speed, manifest_for
+config = NodeConfig.model_validate(json.loads(sys.argv[1]))
+link = LinkModel(jitter_s=0.5, loss=0.1)
+peers = [Peer(config, Speed(64, 2000), link, starts_at=0.3 * i) for i in range(3)]
+Simulation(manifest_for(config), peers, seed=2).run(6)
+print(json.dumps([peer.metrics for peer in peers]))
+"""
+
+
+def test_equal_seeds_give_equal_metrics_in_every_process(peer: MakePeer) -> None:
+    """Python's own hashes differ from process to process."""
+    command = [sys.executable, "-c", SCRIPT, peer().config.model_dump_json()]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONHASHSEED": seed})
+        for seed in ("1", "2")
+    ]
+    first, second = (process.communicate(timeout=100)[0] for process in processes)
+    assert "swarm/groups_used" in first
+    assert first == second
 
 
 def test_a_simulation_can_go_on(peer: MakePeer, manifest: Manifest) -> None:

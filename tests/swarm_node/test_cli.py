@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import swarm_node
 from swarm_node.cli import app
-from swarm_node.config import COMMAND_VARIABLES, FLAGS, NodeConfig, load_config
+from swarm_node.config import COMMAND_VARIABLES, FLAGS, NodeConfig, _variables, load_config
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -36,6 +36,7 @@ def process(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_there_is_every_command() -> None:
     names = {" ".join(words) for words, _ in commands()}
     assert {"local", "eval", "export", "starter", "tasks", "config show", "config validate"} <= names
+    assert {"new", "bootstrap", "join", "status", "doctor", "identity show", "identity new"} <= names
 
 
 @pytest.mark.parametrize("words", [(), *(words for words, _ in commands())], ids=" ".join)
@@ -68,19 +69,29 @@ def test_version_is_that_of_the_package() -> None:
     assert process("--version").stdout == f"swarm-node {swarm_node.__version__}\n"
 
 
+CONFIGURED = "local", "join", "bootstrap", "identity", "config"
+"""Commands whose options are keys of the configuration wherever a key has that name."""
+
+
+def variable(option: str) -> str:
+    return "SWARM_NODE_" + option.upper().replace("-", "_")
+
+
 def test_every_option_has_an_environment_variable() -> None:
-    variables = set()
+    variables, known = set(), _variables()
     for words, command in commands():
         for parameter in command.params:
             name = parameter.opts[0].removeprefix("--")
             if not parameter.opts[0].startswith("--") or name == "help":
                 continue
-            key = FLAGS.get(name, name.replace("-", "_"))
-            if words == ("local",) and (key in NodeConfig.model_fields or name in FLAGS):
-                assert parameter.envvar is None, f"{name}: load_config reads it"
+            key = FLAGS.get(name.replace("-", "_"), name.replace("-", "_"))
+            is_key = "." in key or key in NodeConfig.model_fields
+            if is_key and parameter.envvar is None:  # load_config reads it
+                assert variable(name) in known
             elif name != "set":
-                assert parameter.envvar == "SWARM_NODE_" + name.upper().replace("-", "_")
-            variables.add("SWARM_NODE_" + name.upper().replace("-", "_"))
+                assert parameter.envvar == variable(name)
+            assert not (is_key and words[0] in CONFIGURED and parameter.envvar), f"{name} would be read twice"
+            variables.add(variable(name))
     assert variables >= COMMAND_VARIABLES
     load_config(env={name: "" for name in COMMAND_VARIABLES})
 

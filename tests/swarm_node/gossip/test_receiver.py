@@ -19,7 +19,7 @@ from protocol.limits import MAX_BATCH_BYTES
 from protocol.messages import RolloutBatch, SharedRollout
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingConfig
 from swarm_node.gossip import receiver as receiver_module
-from swarm_node.gossip.ledger import MAX_PEERS, MAX_SAID, MUTE_AFTER, MUTE_S, REASONS
+from swarm_node.gossip.ledger import FORGIVE_S, MAX_PEERS, MAX_SAID, MUTE_AFTER, MUTE_S, REASONS
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
 from swarm_node.types import Score
@@ -288,6 +288,15 @@ def test_a_peer_that_keeps_cheating_is_muted_and_heard_again(world: World) -> No
     assert sum("is muted" in line for line in world.said) == 1
 
 
+def test_a_mistake_now_and_then_is_forgiven(world: World) -> None:
+    receiver = world.receiver()
+    for _ in range(3 * MUTE_AFTER):
+        receiver.take(seal_batch(world.batch(identity=OTHER), PEER))
+        receiver.admit()
+        world.time += FORGIVE_S
+    assert rejected(receiver) == {"assignment": 3 * MUTE_AFTER}
+
+
 def test_muting_takes_effect_within_a_batch(world: World) -> None:
     batch = world.batch(*(world.group(identity=OTHER) for _ in range(MUTE_AFTER + 5)))
     assert admit(world, seal_batch(batch, PEER)) == {"assignment": MUTE_AFTER, "muted": 5.0}
@@ -300,7 +309,7 @@ def test_what_an_honest_peer_may_do_never_mutes_it(world: World) -> None:
             receiver.take(REJECTED[reason](world))
         unknown = msgspec.structs.replace(world.group().task.name, config="0" * 16)
         receiver.take(seal_batch(edit(world.batch(), task=unknown), PEER))
-    for _ in range(3):
+    for _ in range(12):
         receiver.admit()
     assert rejected(receiver).keys() == {"age", "future", "zero", "length", "text", "swarm", "version", "task"}
     assert set(rejected(receiver).values()) == {3.0 * MUTE_AFTER}

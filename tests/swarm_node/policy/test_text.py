@@ -7,6 +7,10 @@ from unicodedata import normalize
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
@@ -88,3 +92,13 @@ def test_ids_that_nobody_could_have_sampled_are_no_completion(starter):
         ([], True),
     ):
         assert not starter.is_completion(ids, "12", finished)
+
+
+def test_text_without_tokens_has_no_encoding(starter):
+    words = Tokenizer(WordLevel({"<unk>": 0, "one": 1, "<eos>": 2, "two": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>")
+    policy = Policy(starter.base, tokenizer, PolicyConfig())
+    assert policy.encode_completion("one two", False) == [1, 3]
+    assert policy.encode_completion("one three", False) is None
+    assert policy.tokenizer_hash != starter.tokenizer_hash and policy.fingerprint == starter.fingerprint

@@ -89,6 +89,14 @@ def test_a_flood_stays_within_bytes_and_share():
     assert pool.add(group(tokens=2**14)) == "bytes"
 
 
+def test_of_one_peers_large_groups_fewer_wait():
+    pool, _ = make(max_bytes=2**20, peer_share=0.25)
+    fill(pool, 12, tokens=1000)
+    assert pool.metrics()["swarm/bytes_waiting"] <= 2**18 and 1 < pool.available() < 12
+    fill(pool, 4, peers=4, tokens=1000)
+    assert pool.metrics()["swarm/bytes_waiting"] > 2**18
+
+
 def test_of_one_peer_only_the_newest_few_wait():
     pool, clock = make()
     for _ in range(40):

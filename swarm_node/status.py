@@ -1,0 +1,209 @@
+"""What a node sees of its swarm, for people: `swarm-node status`.
+
+run directory -> swarm.json (rewritten by the run every second or so), last line of metrics.jsonl -> table
+manifest | address | link -> dial in as a visitor, wait for the cards of members -> table
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from msgspec import to_builtins
+
+from protocol.messages import PeerCard
+from protocol.transports.base import Transport
+from swarm_node.config import NetworkConfig
+from swarm_node.errors import UserError
+from swarm_node.joining import find_swarm, visitor
+from swarm_node.observability.metrics import read_metrics
+from swarm_node.rundir import RunDir
+
+LOOK_S = 20.0
+"""How long to look for members of a swarm before calling it empty."""
+SETTLE_S = 3.0
+"""Without a new member for this long, those found are all."""
+SHORT_ID = 8
+"""Last characters of a peer id that tables show: the first ones are the same for all."""
+FRESH_S = 30.0
+"""A status older than this is of a run that stands still or is over."""
+Cells = Callable[[Mapping[str, Any]], list[str]]
+
+
+def show_status(target: str | None, network: NetworkConfig, json_output: bool) -> None:
+    """Print the status of a run or a swarm; of the newest run below runs/ if there is no `target`. Raises UserError."""
+    found = _of_run(RunDir(target) if target else _newest()) if _is_run(target) else _of_swarm(target or "", network)
+    if json_output:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for line in _lines(found):
+        typer.echo(line)
+
+
+def read_status(run: RunDir) -> dict[str, Any] | None:
+    """What the run last wrote of its swarm; `None` if it was never in one. Raises UserError."""
+    try:
+        status = json.loads(run.status.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {run.status}: {error}") from error
+    return status if isinstance(status, dict) else None
+
+
+def look_around(
+    transport: Transport, look_s: float = LOOK_S, clock: Callable[[], float] = time.monotonic, tick_s: float = 0.2
+) -> Mapping[str, PeerCard]:
+    """Members, once no more of them turn up."""
+    began = changed = clock()
+    members: Mapping[str, PeerCard] = {}
+    while clock() - began < look_s and (not members or clock() - changed < SETTLE_S):
+        time.sleep(tick_s)
+        if transport.members().keys() != members.keys():
+            members, changed = dict(transport.members()), clock()
+    return members
+
+
+def _is_run(target: str | None) -> bool:
+    return target is None or Path(target).is_dir()
+
+
+def _newest() -> RunDir:
+    runs = [RunDir(path) for path in Path("runs").glob("*") if path.is_dir()]
+    dated = [(max(mtimes), run) for run in runs if (mtimes := _mtimes(run))]
+    if not dated:
+        raise UserError("no run below runs/: name a run directory or a swarm")
+    return max(dated, key=lambda pair: pair[0])[1]
+
+
+def _mtimes(run: RunDir) -> list[float]:
+    return [path.stat().st_mtime for path in (run.status, run.metrics, run.config) if path.is_file()]
+
+
+def _of_run(run: RunDir) -> dict[str, Any]:
+    status = read_status(run)
+    metrics = read_metrics(run.metrics) if run.metrics.is_file() else []
+    if status is None and not metrics:
+        raise UserError(f"{run.path} is no run, or one that has just begun: there is nothing to show yet")
+    return {"run": str(run.path), "swarm": status, "metrics": metrics[-1] if metrics else None}
+
+
+def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
+    swarm = find_swarm(named)
+    with visitor(swarm, network, lambda sentence: typer.echo(sentence, err=True)) as transport:
+        members = look_around(transport)
+    status = {
+        "swarm": swarm.id,
+        "swarm_name": swarm.manifest.name if swarm.manifest else "",
+        "time": time.time(),
+        "peers": {peer: {**to_builtins(card), "present": True} for peer, card in sorted(members.items())},
+    }
+    return {"run": None, "swarm": status, "metrics": None}
+
+
+# --------------------------------------------------------------------- for people
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    status, metrics = found["swarm"], found["metrics"]
+    reward = (metrics or {}).get("reward")
+    if found["run"]:
+        yield f"run        {found['run']}{_when(status)}"
+    if metrics:
+        yield f"round      {metrics['round']}" + ("" if reward is None else f", reward {reward:.3f}")
+    if status is None:
+        yield "swarm      none: this run trains alone"
+        return
+    yield f"swarm      {status.get('swarm_name') or 'without a known name'} {status['swarm'][:16]}"
+    if "peer" in status:
+        yield f"node       {status.get('name') or 'node'}, peer {status['peer']}"
+        yield f"reached at {', '.join(status['addresses']) or 'no address: this node only dials'}"
+    if status.get("link"):
+        yield f"join link  {status['link']}"
+    if "traffic" in status:
+        yield f"traffic    {_traffic(status['traffic'])}"
+    if "sent" in status:
+        unsent = _reasons(status["sent"], "swarm/unsent/").replace(";", "; not sent:", 1)
+        yield f"sent       {_count(status['sent'], 'swarm/groups_sent')} groups{unsent}"
+    if "received" in status:
+        received, used = status["received"], (metrics or {}).get("swarm/groups_used")
+        yield (
+            f"received   {_count(received, 'swarm/groups_received')} groups, "
+            f"admitted {_count(received, 'swarm/groups_admitted')}"
+            + ("" if used is None else f", used {used:.0f} in the last round")
+        )
+    refused = _reasons(status.get("received", {}), "swarm/rejected/") + _reasons(status.get("traffic", {}), "rejected/")
+    if refused:
+        yield f"refused    {refused.removeprefix('; ')}"
+    here = sum(1 for peer in status["peers"].values() if peer.get("present"))
+    yield f"members    {here}{' others' if found['run'] else ''}"
+    if status["peers"] and found["run"]:
+        titles = ["here", "version", "received", "admitted", "used", "refused, by reason"]
+        yield from _table(status["peers"], titles, _what_became)
+    elif status["peers"]:
+        yield from _table(status["peers"], ["roles", "model", "version", "tokens/s", "address"], _who)
+
+
+def _when(status: Mapping[str, Any] | None) -> str:
+    age = time.time() - status["time"] if status else 0.0
+    return f", as of {age:.0f} s ago: it stands still or is over" if age > FRESH_S else ""
+
+
+def _traffic(traffic: Mapping[str, float]) -> str:
+    parts = [
+        f"{traffic.get('bytes_in', 0) / 1e6:.2f} MB in, {traffic.get('bytes_out', 0) / 1e6:.2f} MB out",
+        f"{_count(traffic, 'messages_in')} messages in, {_count(traffic, 'messages_out')} out",
+        f"{_count(traffic, 'connections/gossip')} gossip connections",
+    ]
+    for name, text in (("restarts/gossip", "restarts of gossip"), ("restarts/dht", "restarts of p2pd")):
+        if traffic.get(name):
+            parts.append(f"{_count(traffic, name)} {text}")
+    return "; ".join(parts)
+
+
+def _count(figures: Mapping[str, float], name: str) -> str:
+    return f"{figures.get(name, 0):.0f}"
+
+
+def _reasons(figures: Mapping[str, float], prefix: str) -> str:
+    """`; age 3, quota 1`, the most frequent first."""
+    counts = {name.removeprefix(prefix): n for name, n in figures.items() if name.startswith(prefix) and n}
+    listed = ", ".join(f"{reason} {n:.0f}" for reason, n in sorted(counts.items(), key=lambda item: -item[1]))
+    return f"; {listed}" if listed else ""
+
+
+def _table(peers: Mapping[str, Mapping[str, Any]], titles: Sequence[str], cells: Cells) -> Iterator[str]:
+    rows = [["peer", "name", *titles]]
+    for peer, figures in sorted(peers.items(), key=lambda item: (-item[1].get("received", 0), item[0])):
+        rows.append(["…" + peer[-SHORT_ID:], figures.get("name") or "-", *cells(figures)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _what_became(figures: Mapping[str, Any]) -> list[str]:
+    refused = _reasons({f"/{name}": n for name, n in figures.get("rejected", {}).items()}, "/").removeprefix("; ")
+    return [
+        "yes" if figures.get("present") else "gone",
+        *(_cell(figures.get(name)) for name in ("policy_version", "received", "admitted", "used")),
+        f"{'muted; ' if figures.get('muted') else ''}{refused}",
+    ]
+
+
+def _who(figures: Mapping[str, Any]) -> list[str]:
+    roles, family = ", ".join(figures["roles"]), figures["family"] or "-"
+    return [
+        roles,
+        family,
+        _cell(figures["policy_version"]),
+        _cell(figures["speed"]),
+        (figures["addresses"] or ["-"])[0],
+    ]
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import PeerUnreachable, RemoteProtocolError
+from protocol.limits import MAX_MANIFEST_BYTES
+from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest, ManifestTask, parse_link
+from protocol.transports.base import Server, Transport
+from swarm_node import joining
+from swarm_node.config import NetworkConfig, RewardsConfig, TaskConfig
+from swarm_node.download import download
+from swarm_node.errors import UserError
+from swarm_node.joining import fetch_manifest, find_swarm, gather_files, join_link, keep, serve_swarm, settings_of
+from swarm_node.manifests import make_manifest, render
+from swarm_node.rundir import RunDir
+from swarm_node.tasks import load_tasks
+from tests.swarm_node.fake_transport import FakeTransport, address, peer_id
+
+QUESTIONS = (
+    b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'
+)
+PLAIN = Manifest(name="sums", tasks=[ManifestTask(env="gcd")], bootstrap=[address(1)])
+
+
+@pytest.fixture
+def run() -> RunDir:
+    Path("run").mkdir()
+    return RunDir("run")
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "RETRY_S", 0.01)
+    monkeypatch.setattr(joining, "FILE_WAIT_S", 0.05)
+
+
+@pytest.fixture
+def web() -> Iterator[dict[str, bytes | str]]:
+    """Path -> page, or where it redirects to; served at `web["url"]`."""
+    pages: dict[str, bytes | str] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = pages.get(self.path, b"")
+            self.send_response(302 if isinstance(page, str) else 200 if page else 404)
+            if isinstance(page, str):
+                self.send_header("Location", page)
+            self.end_headers()
+            if isinstance(page, bytes):
+                self.wfile.write(page)
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    pages["url"] = f"http://127.0.0.1:{server.server_port}"
+    yield pages
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def with_questions() -> Manifest:
+    Path("q.jsonl").write_bytes(QUESTIONS)
+    manifest = make_manifest("sums", ["q.jsonl"], bootstrap=[address(1)])
+    Path("q.jsonl").unlink()
+    return manifest
+
+
+def no_network() -> Transport:
+    raise AssertionError("no member needed to be asked")
+
+
+# --------------------------------------------------------------------- which swarm
+
+
+def test_a_path_an_address_and_a_link_name_the_same_swarm(run: RunDir, web: dict[str, Any]) -> None:
+    Path("sums.toml").write_bytes(render(PLAIN))
+    web["/sums.toml"] = render(PLAIN)
+    by_path, by_url = find_swarm("sums.toml", run), find_swarm(f"{web['url']}/sums.toml", run)
+    by_link = find_swarm(str(join_link(PLAIN.swarm_id, [address(2)], [])), run)
+    assert by_path.id == by_url.id == by_link.id == PLAIN.swarm_id
+    assert by_path.manifest == by_url.manifest == PLAIN
+    assert by_link.manifest is None
+    assert (by_path.peers, by_link.peers) == ([address(1)], [address(2)])
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        (None, "which swarm"),
+        ("no.toml", "no manifest no.toml"),
+        (".", "cannot read the manifest"),
+        ("bad.toml", "no swarm that can be joined"),
+        ("huge.toml", "allowed are"),
+        ("swarm://123", "no swarm that can be joined"),
+        (f"swarm://{'0' * 64}?peer=/ip4/1.2.3.4/tcp/1", "no address of a peer"),
+        ("http://example.org/sums.toml", "use https"),
+        ("https://127.0.0.1:1/sums.toml", "cannot get"),
+    ],
+)
+def test_what_is_no_swarm(run: RunDir, named: str | None, message: str) -> None:
+    Path("bad.toml").write_text("name = 3\ntasks = []\n")
+    Path("huge.toml").write_bytes(b"#" * (MAX_MANIFEST_BYTES + 1))
+    with pytest.raises(UserError, match=message):
+        find_swarm(named, run)
+
+
+def test_a_restart_needs_nobody(run: RunDir) -> None:
+    keep(PLAIN, run)
+    said: list[str] = []
+    by_link = find_swarm(str(join_link(PLAIN.swarm_id, [address(2)], [])), run)
+    assert by_link.manifest is not None
+    assert by_link.id == by_link.manifest.swarm_id == PLAIN.swarm_id
+    assert by_link.peers == [address(2), address(1)]
+    assert find_swarm("https://127.0.0.1:1/sums.toml", run, said.append).manifest == PLAIN
+    assert "going on with the swarm this run was in" in said[0]
+    other = find_swarm(f"swarm://{'0' * 64}", run)
+    assert other.manifest is None
+
+
+def test_a_damaged_copy_is_as_good_as_none(run: RunDir) -> None:
+    keep(PLAIN, run)
+    run.swarm.write_bytes(run.swarm.read_bytes()[:-9] + b"\xff")
+    assert find_swarm(f"swarm://{PLAIN.swarm_id}", run).manifest is None
+
+
+def test_downloads_are_bounded_and_stay_where_they_may_be(web: dict[str, Any]) -> None:
+    web["/big"] = b"x" * 1001
+    web["/away"] = "http://example.org/"
+    assert len(download(f"{web['url']}/big", 1001)) == 1001
+    for path, limit, message in (
+        ("/big", 1000, "larger than 1000"),
+        ("/away", 9, "use https"),
+        ("/no", 9, "Not Found"),
+    ):
+        with pytest.raises(UserError, match=message):
+            download(web["url"] + path, limit)
+    with pytest.raises(UserError, match="use https"):
+        download(f"{web['url']}/big", 1001, own_machine=False)
+
+
+# --------------------------------------------------------------------- what members are asked for
+
+
+def test_the_manifest_is_believed_from_whoever_has_the_right_one() -> None:
+    def forged(caller: str, payload: bytes) -> bytes:
+        return render(Manifest(name="other", tasks=PLAIN.tasks))
+
+    def garbage(caller: str, payload: bytes) -> bytes:
+        return b"\xff"
+
+    def refusal(caller: str, payload: bytes) -> bytes:
+        raise RemoteProtocolError("busy")
+
+    servers: list[Server] = [forged, garbage, refusal]
+    others = {peer_id(2 + i): {MANIFEST_METHOD: server} for i, server in enumerate(servers)}
+    transport = FakeTransport(others)
+    swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}")
+    with pytest.raises(PeerUnreachable, match="none of 4 members gives the manifest"):
+        fetch_manifest(transport, swarm, lambda sentence: None, wait_s=0.05)
+    assert all(transport.asked[peer, MANIFEST_METHOD] for peer in (*others, peer_id(1)))
+    transport.others = {**others, peer_id(1): {MANIFEST_METHOD: lambda caller, payload: render(PLAIN)}}
+    manifest = fetch_manifest(transport, swarm, lambda sentence: None)
+    assert manifest.swarm_id == PLAIN.swarm_id
+    assert manifest.bootstrap == [address(1)]
+
+
+def test_waiting_for_the_manifest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "PATIENCE_S", 0.0)
+    said: list[str] = []
+    with pytest.raises(PeerUnreachable):
+        fetch_manifest(FakeTransport(), find_swarm(f"swarm://{PLAIN.swarm_id}"), said.append, wait_s=0.05)
+    assert "trying again and again; Ctrl-C leaves" in said[0]
+
+
+def test_a_member_hands_on_the_manifest_and_its_files_and_nothing_else(run: RunDir) -> None:
+    manifest = with_questions()
+    Path("q.jsonl").write_bytes(QUESTIONS)
+    transport = FakeTransport()
+    serve_swarm(transport, manifest, {manifest.tasks[0].sha256: Path("q.jsonl")})
+    assert transport.served[MANIFEST_METHOD]("", b"") == render(manifest)
+    assert transport.served[FILE_METHOD]("", manifest.tasks[0].sha256.encode()) == QUESTIONS
+    for payload in (b"", b"q.jsonl", b"/etc/passwd", b"\xff" * 99, manifest.tasks[0].sha256.encode() + b"\0"):
+        with pytest.raises(RemoteProtocolError) as caught:
+            transport.served[FILE_METHOD]("", payload)
+        assert caught.value.reason == "file"
+
+
+def gather(
+    manifest: Manifest, run: RunDir, own: list[str | TaskConfig], connect: Any = no_network, named: str = ""
+) -> Any:
+    said: list[str] = []
+    swarm = find_swarm(named or f"swarm://{manifest.swarm_id}")
+    return gather_files(manifest, swarm, run, own, said.append, connect), said
+
+
+def test_question_files_are_found_near_and_kept(run: RunDir) -> None:
+    manifest = with_questions()
+    Path("own").mkdir()
+    Path("own/mine.jsonl").write_bytes(QUESTIONS)
+    files, _ = gather(manifest, run, ["small", "own/mine.jsonl"])
+    (path,) = files.values()
+    assert path.read_bytes() == QUESTIONS
+    assert path.is_relative_to(run.files)
+    assert load_tasks([TaskConfig(file=str(path))], RewardsConfig()).labels == ["q"]
+    assert gather(manifest, run, [])[0] == files  # the copy is enough from now on
+
+
+def test_question_files_may_lie_beside_the_manifest(run: RunDir) -> None:
+    manifest = with_questions()
+    Path("shared").mkdir()
+    Path("shared/sums.toml").write_bytes(render(manifest))
+    Path("shared/q.jsonl").write_bytes(QUESTIONS)
+    files, _ = gather(manifest, run, [], named="shared/sums.toml")
+    assert [path.read_bytes() for path in files.values()] == [QUESTIONS]
+
+
+@pytest.mark.parametrize("bad", [QUESTIONS[:-1] + b" ", QUESTIONS[:-1], b""])
+def test_members_give_question_files_and_forged_ones_are_not_believed(run: RunDir, bad: bytes) -> None:
+    manifest = with_questions()
+    transport = FakeTransport({peer_id(2): {FILE_METHOD: lambda caller, payload: bad}})
+    files, said = gather(manifest, run, [], lambda: transport)
+    assert transport.asked[peer_id(2), FILE_METHOD]
+    assert files == {}
+    assert "playing without it" in said[-1]
+    assert not run.files.exists()
+    wanted = manifest.tasks[0].sha256.encode()
+    served: dict[str, Server] = {FILE_METHOD: lambda caller, payload: QUESTIONS if payload == wanted else b""}
+    transport.others = {**transport.others, peer_id(3): served}
+    transport.cards[peer_id(3)] = transport.cards[peer_id(2)]
+    files, _ = gather(manifest, run, [], lambda: transport)
+    assert [path.read_bytes() for path in files.values()] == [QUESTIONS]
+
+
+def test_a_damaged_copy_is_replaced(run: RunDir) -> None:
+    manifest = with_questions()
+    Path("mine.jsonl").write_bytes(QUESTIONS)
+    files, _ = gather(manifest, run, ["mine.jsonl"])
+    (path,) = files.values()
+    path.write_bytes(QUESTIONS.replace(b"2", b"7"))
+    gather(manifest, run, ["mine.jsonl"])
+    assert path.read_bytes() == QUESTIONS
+
+
+def test_a_source_is_checked_before_it_is_used(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = with_questions()
+    task = ManifestTask(sha256=manifest.tasks[0].sha256, name="q", bytes=len(QUESTIONS), source="https://example.org/q")
+    manifest = Manifest(name="sums", tasks=[task])
+    asked: list[tuple[str, int, bool]] = []
+
+    def fake(url: str, limit: int, own_machine: bool) -> bytes:
+        asked.append((url, limit, own_machine))
+        return QUESTIONS if len(asked) > 1 else QUESTIONS[::-1]
+
+    monkeypatch.setattr(joining, "download", fake)
+    files, said = gather(manifest, run, [], FakeTransport)
+    assert files == {}
+    assert "is not what the manifest says" in said[0]
+    files, _ = gather(manifest, run, [])
+    assert len(files) == 1
+    assert asked == [("https://example.org/q", len(QUESTIONS), False)] * 2
+
+
+# --------------------------------------------------------------------- being there
+
+
+def test_the_link_leads_to_this_node_first_and_to_others_if_it_cannot_be_reached() -> None:
+    relayed = f"{address(1)}/p2p-circuit/p2p/{peer_id(0)}"
+    link = parse_link(join_link(PLAIN.swarm_id, [relayed, address(0)], [address(1), address(0), address(2)]))
+    assert link.swarm == PLAIN.swarm_id
+    assert link.peers == [address(0), address(1), address(2), relayed]
+    assert len(parse_link(join_link(PLAIN.swarm_id, [], [address(i) for i in range(20)])).peers) == 8
+
+
+def test_settings_are_those_of_the_configuration_and_the_swarm() -> None:
+    config = NetworkConfig(listen="127.0.0.1", announce=["a.example"], bootstrap=[address(1)], dial_only=True)
+    settings = settings_of(config, [address(2), address(1)])
+    assert settings.bootstrap == (address(1), address(2))
+    assert settings.announce == ("a.example",)
+    assert (settings.listen, settings.dial_only) == ("127.0.0.1", True)
+    with pytest.raises(UserError, match="no address of a peer"):
+        settings_of(NetworkConfig(bootstrap=["localhost:1"]), [])
