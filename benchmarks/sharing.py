@@ -310,7 +310,7 @@ def bootstrap(values: Sequence[Any], statistic: Callable[[Sequence[Any]], float]
     return drawn[int(0.025 * n)], drawn[int(0.975 * n) - 1]
 
 
-def plot(setting: str, peers: int, rounds: int, out: Path = PLOT) -> None:
+def plot(setting: str, peers: int, rounds: int, out: Path) -> None:
     """Reward level over rounds and over CPU seconds, mean of the seeds."""
     from matplotlib.figure import Figure
 
@@ -338,7 +338,7 @@ def plot(setting: str, peers: int, rounds: int, out: Path = PLOT) -> None:
     figure.savefig(out)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--setting", choices=SETTINGS, default="format")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
@@ -346,13 +346,13 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=PEERS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--report", action="store_true", help="tables and plot of all that has been run")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.report:
         found = [setting for setting in SETTINGS if load(setting, args.peers, args.rounds)]
         text = "\n".join(report(setting, args.peers, args.rounds) for setting in found)
         (FOLDER / "report.md").write_text(text)
         print(text)
-        plot("format", args.peers, args.rounds)
+        plot("format", args.peers, args.rounds, PLOT)
     else:
         run_missing(args)
 

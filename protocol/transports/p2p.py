@@ -106,6 +106,8 @@ class P2PTransport:
         self._renew_at = 0.0
         self._members: dict[str, PeerCard] = {}
         self._connected: set[str] = set()
+        self._greeted: set[str] = set()
+        """Connected peers whose DHT knows ours."""
         self._newcomers: frozenset[str] = frozenset()
         """Connected on the DHT since cards were last looked up."""
         self._look_at = self._turn_s = 0.0
@@ -231,7 +233,7 @@ class P2PTransport:
                 self._settings,
                 relays=self._settings.bootstrap,
                 report=self._report,
-                on_restart=self._wake.set,
+                on_restart=self._on_restart,
             )
             try:
                 for method, server in self._servers.items():
@@ -329,19 +331,28 @@ class P2PTransport:
         await asyncio.sleep(0.1)  # what woke us may come in bunches
         self._wake.clear()
 
+    def _on_restart(self) -> None:
+        """p2pd is a new one: all its connections are."""
+        self._greeted.clear()
+        self._wake.set()
+
     async def _dial(self, plane: HivemindPlane) -> None:
         """Start dialling whom the table names; one that answers causes the next round at once."""
         connected, now = await plane.connected(), time.time()
         self._newcomers |= connected - self._connected
         self._connected = connected
         self._table.set_connected(connected, now)
-        for peer, addresses in self._table.to_dial(now).items():
+        wanted = self._table.to_dial(now)
+        wanted |= {peer: [] for peer in connected - self._greeted}  # p2pd dials relays by itself: the DHT must know
+        self._greeted &= connected
+        for peer, addresses in wanted.items():
             if peer not in self._dials:
                 self._dials[peer] = asyncio.create_task(self._dial_one(plane, peer, addresses))
 
     async def _dial_one(self, plane: HivemindPlane, peer: str, addresses: Sequence[str]) -> None:
         try:
             await plane.connect(peer, addresses)
+            self._greeted.add(peer)
             self._wake.set()
         except PeerUnreachable:
             pass  # the table counts tries

@@ -12,8 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 import swarm_node
+from protocol.identity import Identity
+from protocol.manifest import parse_manifest
 from swarm_node.cli import app
 from swarm_node.config import COMMAND_VARIABLES, FLAGS, NodeConfig, _variables, load_config
+from swarm_node.rundir import RunDir
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -198,3 +201,97 @@ def test_export_and_eval_name_a_run_that_is_not_there() -> None:
         assert result.stderr.splitlines()[-1].startswith("swarm-node: ")
         assert "runs/no" in result.stderr
         assert not Path("runs").exists()
+
+
+# --------------------------------------------------------------------- swarm
+
+
+def test_new_writes_a_manifest_and_prints_the_link_on_a_line_of_its_own() -> None:
+    address = f"/ip4/203.0.113.5/tcp/31330/p2p/{Identity.generate().peer_id}"
+    result = run("new", "--name", "sums", "--tasks", "gcd,small/lcm", "--bootstrap", address, "--max-age-s", "60")
+    assert result.exit_code == 0, result.output
+    manifest = parse_manifest(Path("sums.toml").read_bytes())
+    assert [task.env for task in manifest.tasks] == ["gcd", "small/lcm"]
+    assert manifest.limits.max_age_s == 60
+    lines = result.stdout.splitlines()
+    assert f"swarm id {manifest.swarm_id}" in lines
+    assert lines[-1] == f"swarm://{manifest.swarm_id}?peer={address}"
+    again = run("new", "--name", "sums", "--json")
+    assert again.exit_code == 2
+    assert "sums.toml exists already" in json.loads(again.stdout)["error"]
+    other = json.loads(run("new", "--out", "x.toml", "--json", env={"SWARM_NODE_TASKS": "lcm"}).stdout)
+    assert other["manifest"] == "x.toml"
+    assert other["link"] == f"swarm://{other['swarm']}"
+    assert parse_manifest(Path("x.toml").read_bytes(), other["swarm"]).tasks[0].env == "lcm"
+
+
+def test_new_takes_the_tasks_of_a_configuration_file() -> None:
+    Path("x.toml").write_text('tasks = [{ env = "gcd", config = { max_value = 30 }, weight = 2 }]\n')
+    assert run("new", "--config", "x.toml").exit_code == 0
+    (task,) = parse_manifest(Path("swarm.toml").read_bytes()).tasks
+    assert (task.env, task.config, task.weight) == ("gcd", {"max_value": 30}, 2.0)
+
+
+def test_join_takes_the_options_of_local_and_its_own() -> None:
+    words = (
+        "join s.toml --name alice --model m --tasks gcd --rounds 3 --minutes 2 --seed 1 --no-lora --own 3 --foreign 5"
+    )
+    words += " --listen 127.0.0.1 --announce a.example,b.example --port 1 --gossip-port 2 --bootstrap /x --dial-only"
+    config = json.loads(run(*words.split(), "--dry-run", "--json").stdout)
+    assert config["swarm"] == "s.toml"
+    assert (config["name"], config["rounds"], config["seed"]) == ("alice", 3, 1)
+    assert (config["sharing"]["own"], config["sharing"]["foreign"]) == (3, 5)
+    network = config["network"]
+    assert (network["listen"], network["port"], network["gossip_port"]) == ("127.0.0.1", 1, 2)
+    assert network["announce"] == ["a.example", "b.example"]
+    assert network["bootstrap"] == ["/x"]
+    assert network["dial_only"] is True
+    options = {words: {p.opts[0] for p in command.params} for words, command in commands()}
+    assert options["local",] <= options["join",]
+
+
+def test_the_swarm_may_come_from_the_environment() -> None:
+    result = run("join", "--dry-run", "--json", env={"SWARM_NODE_SWARM": "a.toml", "SWARM_NODE_PORT": "4"})
+    assert json.loads(result.stdout)["swarm"] == "a.toml"
+    assert json.loads(result.stdout)["network"]["port"] == 4
+    assert (
+        json.loads(run("join", "b.toml", "--dry-run", "--json", env={"SWARM_NODE_SWARM": "a"}).stdout)["swarm"]
+        == "b.toml"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["bootstrap"], "which swarm?"),
+        (["bootstrap", "no.toml"], "there is no manifest no.toml"),
+        (["bootstrap", "swarm://x"], "no swarm that can be joined"),
+        (["new", "--tasks", "codeio"], "it executes Python programs"),
+        (["new", "--bootstrap", "localhost"], "'localhost' is no address of a peer"),
+        (["status"], "no run below runs/"),
+        (["status", "no.toml"], "there is no manifest no.toml"),
+        (["doctor", "no.toml"], "there is no manifest no.toml"),
+        (["identity", "show"], "no identity in runs/node"),
+    ],
+)
+def test_mistakes_about_swarms_are_one_line_and_leave_nothing_behind(args: list[str], message: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert list(Path().iterdir()) == []
+
+
+def test_identity_is_made_once() -> None:
+    made = run("identity", "new", "--run-dir", "runs/a")
+    assert made.exit_code == 0
+    peer = made.stdout.splitlines()[0]
+    assert Identity.load(Path("runs/a/identity.key")).peer_id == peer
+    assert Path("runs/a/identity.key").stat().st_mode & 0o777 == 0o600
+    again = run("identity", "new", "--run-dir", "runs/a")
+    assert again.exit_code == 2
+    assert "exists already" in again.stderr
+    assert run("identity", "show", env={"SWARM_NODE_RUN_DIR": "runs/a"}).stdout.splitlines()[0] == peer
+    RunDir.open("runs/a").close()  # a run may begin where only its identity is
+    Path("runs/a/identity.key").write_bytes(b"x")
+    assert "restore it" in run("identity", "show", "--run-dir", "runs/a").stderr
