@@ -21,6 +21,7 @@ from protocol.topics import rollout_topic
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.joining import (
+    Swarm,
     fetch_manifest,
     find_swarm,
     gather_files,
@@ -44,7 +45,7 @@ LINE_S = 60.0
 def run_bootstrap(config: NodeConfig) -> int:
     """Be there until a signal comes; returns the exit code. Raises UserError."""
     config = _resolved(config)
-    find_swarm(config.swarm, RunDir(config.directory))  # a name that leads nowhere leaves nothing behind
+    swarm = find_swarm(config.swarm, RunDir(config.directory), _print)  # first: a mistake in it leaves nothing behind
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
         say = _speaker(run, stack)
@@ -52,7 +53,7 @@ def run_bootstrap(config: NodeConfig) -> int:
         stop = stack.enter_context(Stopper(last_resort=lambda: None))
         try:
             stop.allow()
-            manifest, transport = _enter(config, run, say, stop, stack)
+            manifest, transport = _enter(swarm, config, run, say, stop, stack)
             _watch(config, manifest, transport, run, say)
         except StopRequested:
             say("leaving")
@@ -70,22 +71,25 @@ def _resolved(config: NodeConfig) -> NodeConfig:
 
 def _speaker(run: RunDir, stack: ExitStack) -> Callable[[str], None]:
     lock = threading.Lock()  # the network's thread has things to say as well
-    events = EventLog(run.events, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+    events = EventLog(run.events, _print)
     stack.callback(events.close)
 
     def say(sentence: str) -> None:
         with lock:
-            print(sentence, file=sys.stderr, flush=True)
+            _print(sentence)
             events.write("note", sentence)
 
     return say
 
 
+def _print(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
 def _enter(
-    config: NodeConfig, run: RunDir, say: Callable[[str], None], stop: Stopper, stack: ExitStack
+    swarm: Swarm, config: NodeConfig, run: RunDir, say: Callable[[str], None], stop: Stopper, stack: ExitStack
 ) -> tuple[Manifest, Transport]:
     """As `enter.enter_swarm`, but on all shards and without loading a task."""
-    swarm = find_swarm(config.swarm, run, say)
     manifest = swarm.manifest
     if manifest is None:
         with visitor(swarm, config.network, say) as visit:

@@ -33,7 +33,7 @@ from protocol.topics import rollout_topic
 from protocol.transports.base import Handler, Server
 from protocol.transports.gossip_client import GossipClient, Stat
 from protocol.transports.gossip_pipe import GossipSettings
-from protocol.transports.settings import NetworkSettings, free_port
+from protocol.transports.settings import NetworkSettings, best_first, free_port
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.hivemind_plane import HivemindPlane
@@ -420,14 +420,24 @@ class P2PTransport:
             return
         await plane.look_around()
         gossip, addresses = self._gossip, plane.addresses or self._relayed()
-        ways = (plane.restarts, gossip.gossip_id, *addresses, *gossip.addresses)
+        heard_at = self._gossip_addresses(addresses)
+        ways = (plane.restarts, gossip.gossip_id, *addresses, *heard_at)
         if ways == self._told and time.time() < self._renew_at:
             return
         card = replace(self._dated(self._card), addresses=addresses[:MAX_ADDRESSES])
         if gossip.gossip_id:
-            card = replace(card, gossip=gossip.addresses[:MAX_ADDRESSES], gossip_id=gossip.gossip_id)
+            card = replace(card, gossip=heard_at, gossip_id=gossip.gossip_id)
         await plane.store_card(card)
         self._told, self._renew_at = ways, time.time() + self._settings.card_renewal_s
+
+    def _gossip_addresses(self, addresses: Sequence[str]) -> list[str]:
+        """Where the gossip process listens: it knows its port, and p2pd, at `addresses`, more of this machine."""
+        own = self._gossip.addresses
+        if not own:
+            return []
+        tail = own[0].partition("/tcp/")[2]  # <port>/p2p/<gossip id>
+        hosts = [address.partition("/tcp/")[0] for address in addresses if "/p2p-circuit" not in address]
+        return best_first(list(dict.fromkeys([*own, *(f"{host}/tcp/{tail}" for host in hosts)])))[:MAX_ADDRESSES]
 
     def _relayed(self) -> list[str]:
         """Addresses, for a node that only dials, through those bootstrap peers that relay. p2pd reserves places there

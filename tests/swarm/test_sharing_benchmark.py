@@ -16,7 +16,8 @@ from swarm_node.config import RewardsConfig
 from swarm_node.sim import Speed
 from swarm_node.tasks import load_tasks
 
-ROUNDS, PEERS = 8, 3
+ROUNDS, PEERS = 8, 2
+TASKS = ["small/gcd", "small/lcm"]
 
 
 @pytest.fixture
@@ -25,7 +26,14 @@ def setting(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Setting
     monkeypatch.setattr(sharing, "QUESTIONS", 6)
     monkeypatch.setattr(sharing, "SPEED", Speed(150.0, 5000.0))
     rewards = {"checker_weight": 0.0, "functions": [{"path": "tests.swarm.parity:even"}]}
-    return replace(SETTINGS["format"], start=lambda seed, peer: models["llama"], rewards=rewards, max_new_tokens=4)
+    return replace(
+        SETTINGS["format"],
+        tasks=lambda peer: TASKS,
+        held_out=TASKS,
+        start=lambda seed, peer: models["llama"],
+        rewards=rewards,
+        max_new_tokens=4,
+    )
 
 
 @pytest.mark.parametrize("name", ARMS)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, parse_link, parse_manifest
+from protocol.messages import PeerCard
+from protocol.topics import rollout_topic
+from swarm_node import bootstrap
+from swarm_node.bootstrap import run_bootstrap
+from swarm_node.config import NetworkConfig, NodeConfig
+from swarm_node.manifests import make_manifest, write_manifest
+from tests.swarm_node.fake_transport import FakeTransport, address, card, peer_id
+
+QUESTIONS = (
+    b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'
+)
+
+
+class Hub(FakeTransport):
+    """Comes up, meets a peer, moves to another port; then somebody presses Ctrl-C."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+        self.topics: list[str] = []
+        self.announced: list[PeerCard] = []
+        self.closed = False
+
+    def subscribe(self, topic: str, handler: Any) -> None:
+        self.topics.append(topic)
+
+    def announce(self, card: PeerCard) -> None:
+        self.announced.append(card)
+
+    def stats(self) -> Mapping[str, float]:
+        self.looks += 1
+        if self.looks == 2:
+            self.addresses = [address(0, 1)]
+        if self.looks == 4:
+            self.cards = {peer_id(1): card("bob")}
+        if self.looks == 6:
+            self.addresses = [address(0, 2)]
+        if self.looks == 8:
+            signal.raise_signal(signal.SIGINT)
+        return dict.fromkeys(("bytes_in", "bytes_out", "messages_in"), 0.0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_bootstrap_serves_all_shards_tells_its_link_whenever_it_changes_and_leaves_on_a_signal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("q.jsonl").write_bytes(QUESTIONS)
+    manifest = make_manifest("sums", ["gcd", "q.jsonl"], expected_peers=100, bootstrap=[address(3)])
+    write_manifest(manifest, Path("sums.toml"))
+    hub, opened = Hub(), []
+
+    def open_transport(config: NetworkConfig, *arguments: Any) -> Hub:
+        opened.append(config)
+        return hub
+
+    monkeypatch.setattr(bootstrap, "open_transport", open_transport)
+    monkeypatch.setattr(bootstrap, "LOOK_S", 0.01)
+    monkeypatch.setattr(bootstrap, "STATUS_S", 0.0)
+    assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
+    assert hub.closed
+
+    output = capsys.readouterr()
+    links = [parse_link(line) for line in output.out.splitlines()]
+    assert [link.peers for link in links] == [[address(0, 1), address(3)], [address(0, 2), address(3)]]
+    assert "1 other members" in output.err
+    assert output.err.splitlines()[-1] == "leaving"
+    assert hub.topics == [rollout_topic(manifest.swarm_id, shard) for shard in range(4)]
+    assert hub.announced[0].roles == ["bootstrap", "relay"]
+    assert hub.announced[0].shards == []
+    assert opened[0].serve_relay
+    assert parse_manifest(hub.served[MANIFEST_METHOD]("", b""), manifest.swarm_id).tasks == manifest.tasks
+    assert hub.served[FILE_METHOD]("", manifest.tasks[1].sha256.encode()) == QUESTIONS  # it lay beside the manifest
+    status = json.loads(Path("hub/swarm.json").read_text())
+    assert status["peers"][peer_id(1)]["name"] == "bob"
+    assert status["link"] == output.out.splitlines()[-1]
+    assert parse_manifest(Path("hub/swarm.toml").read_bytes()).swarm_id == manifest.swarm_id
+
+
+def test_relaying_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    hub = Hub()
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: hub)
+    monkeypatch.setattr(bootstrap, "LOOK_S", 0.01)
+    network = NetworkConfig(serve_relay=False)
+    assert run_bootstrap(NodeConfig(swarm="sums.toml", network=network, name="hub")) == 0
+    assert hub.announced[0].roles == ["bootstrap"]
+    assert hub.announced[0].name == "hub"
+    assert Path("runs/hub/swarm.json").exists()
+
+
+def test_it_loads_no_model_and_no_task() -> None:
+    heavy = "'torch', 'transformers', 'peft', 'reasoning_gym', 'matplotlib', 'hivemind', 'libp2p'"
+    script = f"import swarm_node.bootstrap, sys; print([m for m in ({heavy}) if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
