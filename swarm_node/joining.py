@@ -107,10 +107,7 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
 
 def keep(manifest: Manifest, run: RunDir) -> None:
     """Have it at hand when this run is started again."""
-    new = run.swarm.with_suffix(".new")
-    with os_errors_explained(run.swarm):
-        new.write_bytes(render(manifest))
-        new.replace(run.swarm)
+    run.write_swarm(render(manifest).decode())
 
 
 def _begun_with(manifest: Manifest, peers: Sequence[str]) -> Manifest:

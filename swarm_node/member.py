@@ -49,6 +49,7 @@ class Member:
         self.transport = transport
         self.policy = policy
         self.name = config.name or "node"
+        self.serves_relay = config.network.serve_relay
         self.now = now
         self.swarm = swarm = manifest.swarm_id  # a hash: not to be taken for every task
         self.tasks = tasks
@@ -120,7 +121,7 @@ class Member:
                 swarm=self.swarm,
                 created=self.now(),
                 name=self.name,
-                roles=["trainer"],
+                roles=["trainer", "relay"] if self.serves_relay else ["trainer"],
                 shards=self.shards,
                 family=self.policy.family,
                 tokenizer=self.policy.tokenizer_hash,

@@ -36,6 +36,7 @@ from swarm_node.errors import UserError
 RUN_FILES = {
     *("lock", "metrics.jsonl", "events.jsonl", "snapshots", "export", "plots"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "files"),
+    *("config.tmp", "swarm.tmp", "peers.new"),  # of a process that was killed while it wrote
 }
 """What a directory may hold in which a run began but did not get as far as its config.toml."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -115,6 +116,11 @@ class RunDir:
         """Replace config.toml, all of it or nothing. Raises UserError."""
         with os_errors_explained(self.config):
             _replace(self.config, text, safely=True)
+
+    def write_swarm(self, text: str) -> None:
+        """Replace swarm.toml, all of it or nothing. Raises UserError."""
+        with os_errors_explained(self.swarm):
+            _replace(self.swarm, text, safely=True)
 
     def write_status(self, status: dict[str, Any]) -> None:
         """Replace swarm.json, all of it or nothing; it is only for looking at, so a full disk does not matter."""

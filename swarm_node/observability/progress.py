@@ -61,6 +61,7 @@ class Progress:
         self._round = 0
         self._rewards: list[float] = []
         self._tokens_per_s: float | None = None
+        self._swarm: list[float | None] = [None, None]
         self._started_at = 0.0
         self._ended: deque[float] = deque(maxlen=SPEED_OVER + 1)
         self._printed_round: int | None = None
@@ -77,13 +78,14 @@ class Progress:
             self._live.start()
 
     def update(self, round: int, metrics: Mapping[str, float | None]) -> None:
-        """`round` rounds are done and the last one measured `metrics` (`reward`, `perf/generated_tok_s`)."""
+        """`round` rounds are done and the last one measured `metrics` (`reward`, `perf/generated_tok_s`, `swarm/…`)."""
         self._round = round
         self._ended.append(self._clock())
         reward = metrics.get("reward")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
         self._tokens_per_s = metrics.get("perf/generated_tok_s")
+        self._swarm = [metrics.get(f"swarm/{name}") for name in ("peers", "groups_used")]
         if not self._on_terminal and self._line_due():
             self._print_line()
 
@@ -153,6 +155,9 @@ class Progress:
         numbers = [f"reward {fmean(self._rewards[-SMOOTHED:]):.3f}"] if self._rewards else []
         if self._tokens_per_s is not None:
             numbers.append(f"{self._tokens_per_s:,.0f} tok/s")
+        peers, used = self._swarm
+        if peers is not None and used is not None:
+            numbers.append(f"{peers:.0f} peers, {used:.0f} of their groups")
         return numbers
 
     def _seconds_per_round(self) -> float:

@@ -184,3 +184,11 @@ def test_on_a_terminal_the_bar_stays_below_what_is_said(monkeypatch, columns):
     assert re.fullmatch(r"round 20/20 ━+ +100% took 0:20", shown[2])
     assert shown[3] == f"reward 0.775 {sparkline(range(20))}  2,310 tok/s"
     assert shown[4] == "THE END"
+
+
+def test_in_a_swarm_lines_say_who_is_there_and_what_was_used_of_them() -> None:
+    out = io.StringIO()
+    progress = Progress(2, stream=out)
+    progress.start()
+    progress.update(1, {"reward": 0.5, "swarm/peers": 3.0, "swarm/groups_used": 4.0})
+    assert "3 peers, 4 of their groups" in out.getvalue()

@@ -394,3 +394,26 @@ def test_importing_tasks_imports_neither_torch_nor_reasoning_gym() -> None:
     code = "import sys, swarm_node.tasks; print({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules))"
     root = Path(__file__).parents[3]
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=root).strip() == "set()"
+
+
+def test_only_what_is_chosen_is_drawn_but_all_is_judged() -> None:
+    Path("q.jsonl").write_text("".join(f'{{"question": "{i}+1?", "answer": "{i + 1}"}}\n' for i in range(20)))
+    wide = TaskConfig(env="gcd", config={"max_value": 50})
+    tasks = load_tasks(["small", wide, "q.jsonl"], RewardsConfig())
+    chosen = {
+        ("small",): 7,
+        ("gcd",): 2,
+        ("small/gcd", "lcm"): 2,
+        ("q.jsonl",): 1,
+    }
+    for specs, count in chosen.items():
+        assert len(tasks.only(specs).labels) == count
+    assert tasks.only([wide]).labels == [label for label in tasks.labels if label.startswith("gcd")]
+    part = tasks.only(["lcm"])
+    assert {task.label for task in part.sample(random.Random(0), 20)} == {"lcm"}
+    assert {part.at(place / 10, "key").label for place in range(10)} == {"lcm"}
+    other = tasks.only(["q.jsonl"]).at(0.5, "key")
+    assert part.assigned(other.name, "key") == other
+    assert part.score([other], ["?"], [other.answer or ""])[0].correct
+    with pytest.raises(UserError, match="'bf' is not one of this swarm's"):
+        tasks.only(["lcm", "bf"])
