@@ -195,7 +195,7 @@ def all_gather_node(folder: Path, bootstrap: list[str], rounds: int, groups: int
             unsent += not stored
             await asyncio.sleep(1.0)
             found = await asyncio.wait_for(node.get(str(i), latest=True), 10)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return
         if found is not None and isinstance(found.value, dict):
             now = time.time()

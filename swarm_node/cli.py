@@ -39,6 +39,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show, check or document the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config", rich_help_panel="Look")
+bench_app = typer.Typer(help="Experiments in the simulator.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench", rich_help_panel="Look")
 identity_app = typer.Typer(help="The key that a node is known by.", no_args_is_help=True)
 app.add_typer(identity_app, name="identity", rich_help_panel="Swarm")
 
@@ -493,6 +495,21 @@ def reference() -> None:
     from swarm_node.config import config_reference
 
     typer.echo(config_reference(), nl=False)
+
+
+@bench_app.command("sweep")
+def bench_sweep(
+    grid: Annotated[Path, typer.Argument(metavar="GRID", help="Grid file (TOML); docs/sharing.md shows one.")],
+    out: Annotated[
+        Path | None,
+        option("--out", "Table to write, or to go on with; by default the grid's name with .csv.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Run every combination of settings in the simulator; one tidy CSV, taken up where it was."""
+    with user_errors():
+        from swarm_node.sweep import sweep
+
+        sweep(grid, out or grid.with_suffix(".csv"), typer.echo)
 
 
 def main() -> None:

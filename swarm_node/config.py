@@ -222,7 +222,7 @@ class SharingConfig(Section):
     peer_share: float = Field(0.25, gt=0, le=1)
     """Largest part of that memory that one peer's groups may take, and of the waiting groups once there are many."""
     admit: PositiveInt = 16
-    """Most foreign groups examined at a time, newest first (but at least `foreign`): it takes half a millisecond each."""
+    """Most foreign groups examined at a time, newest first (but at least `foreign`): half a millisecond each."""
     listen_shards: PositiveInt = 4
     """Gossip shards that a node listens to, its own among them: bytes stay flat however large the swarm."""
     token_ids: bool = False

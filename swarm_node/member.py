@@ -1,7 +1,7 @@
 """The swarm side of a node: what it is assigned, what it publishes, what it admits and what it trains on of others.
 
-    draw:     slots of this epoch -> tasks                     publish:  own groups -> gossip.Publisher -> transport
-    choose:   transport -> gossip.Receiver -> replay.Pool -> J foreign groups, with advantages
+draw:     slots of this epoch -> tasks                     publish:  own groups -> gossip.Publisher -> transport
+choose:   transport -> gossip.Receiver -> replay.Pool -> J foreign groups, with advantages
 """
 
 from __future__ import annotations

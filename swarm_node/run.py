@@ -1,6 +1,6 @@
 """A run: a node with a directory, a screen and signals.
 
-    open the directory -> tasks, policy, (swarm) -> resume -> held-out table -> rounds -> snapshot -> table, plot, summary
+    open the directory -> (swarm), tasks, policy -> resume -> held-out table -> rounds -> snapshot -> table and plot
 
 A round is the node's own affair (`node`); here are its metrics line, its snapshot every few, and the ways it may end.
 """
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import to_builtins
 
 from swarm_node.config import NodeConfig, dump_toml
-from swarm_node.errors import UserError
 from swarm_node.enter import EnteredSwarm, enter_swarm
+from swarm_node.errors import UserError
 from swarm_node.evaluate import Held, evaluate, rows
-from swarm_node.joining import join_link
+from swarm_node.joining import find_swarm, join_link
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import EventLog, MetricsWriter, read_metrics
@@ -61,6 +61,7 @@ def run_join(config: NodeConfig, json_output: bool = False) -> int:
     """As `run_local`, as a member of the swarm `config.swarm`; waits for nobody but, once, for its manifest."""
     if not config.swarm:
         raise UserError("no swarm: name a manifest file, its https address or a swarm:// link")
+    find_swarm(config.swarm, RunDir(config.directory))  # a name that leads nowhere leaves nothing behind
     return _run(config, json_output)
 
 
@@ -278,7 +279,8 @@ class Run:
             return
         self._status_at = time.monotonic()
         status = member.status()
-        link = join_link(status["swarm"], status["addresses"], member.manifest.bootstrap)
+        others = [*self.config.network.bootstrap, *member.manifest.bootstrap]
+        link = join_link(status["swarm"], status["addresses"], others)
         self.run.write_status(status | {"link": link})
         if status["addresses"] and link != self._link:
             self._link = link

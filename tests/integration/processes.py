@@ -130,7 +130,9 @@ def nodes() -> Iterator[Callable[..., NodeProcess]]:
     """A starter of processes, all of which are gone at the end."""
     started: list[NodeProcess] = []
 
-    def start(*arguments: str, run_dir: Path, sets: tuple[str, ...] = QUICK, prefix: tuple[str, ...] = ()) -> NodeProcess:
+    def start(
+        *arguments: str, run_dir: Path, sets: tuple[str, ...] = QUICK, prefix: tuple[str, ...] = ()
+    ) -> NodeProcess:
         started.append(NodeProcess(*arguments, run_dir=run_dir, sets=sets, prefix=prefix))
         return started[-1]
 

@@ -21,8 +21,8 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.evaluate import main as evaluate_main
 from swarm_node.export import export_run
-from swarm_node.run import run_local
 from swarm_node.observability.metrics import read_metrics
+from swarm_node.run import run_local
 from swarm_node.rundir import RunDir
 from tests.swarm_node.policy.models import save
 
