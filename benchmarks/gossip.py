@@ -1,369 +1,283 @@
 """Rollouts to everybody: GossipSub as this node uses it, against a DHT key that all write to and read.
 
-    python -m benchmarks.gossip [--nodes 2 4 8 12] [--rounds 30] [--groups 4]
+    python -m benchmarks.gossip [--parts contest hubs curve] [--nodes 2 4 8 12] [--rounds 30] [--groups 4]
 
-Real processes on this machine, all with the same payloads: each round, of a second, every node has one sealed batch for
-all others. `gossip` publishes it (one shard, bootstrap included in the mesh). `all-gather` does what Gensyn's rl-swarm
-does: everyone stores its batch as a subkey of one key, sleeps a second, and reads the whole dictionary. Bytes are those
-of the TCP connections of a node's p2pd and gossip process, as the kernel counts them; CPU is that of all its processes.
-Also, without processes: the memory transport's mesh for up to 10,000 nodes, in shards of 32 peers.
+contest   Real processes on this machine, all with the same payloads: in each round, of a second, every node has one
+          sealed batch for all others. `gossip` is `P2PTransport`, one shard. `all-gather` is what Gensyn's rl-swarm
+          does, as its configuration has it: everyone stores its batch as a subkey of one key, sleeps a second, and reads
+          the whole dictionary once. In its favour, hivemind's DHT runs inside the process here: there it is a process
+          of its own behind a pipe, which dies of large messages.
+hubs      Nodes that only dial, and one bootstrap.
+curve     Without processes: the memory transport's mesh for up to 10,000 nodes, in shards of 32 peers.
+
+A batch counts as delivered once for each receiver that got it. Bytes are those of the TCP connections of a node's
+processes, as the kernel counts them; CPU is that of all its processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import os
 import random
-import re
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from benchmarks.common import table, write
-from protocol.codec import open_batch, seal_batch
+from msgspec.structs import asdict, replace
+
+from benchmarks.common import RESULTS, table, write
+from benchmarks.gossip_nodes import STRAGGLERS_S, Spec, batch
+from benchmarks.processes import Child, Meter, end, merged, other_load
 from protocol.identity import Identity
-from protocol.messages import RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
-from protocol.topics import epoch_at, rollout_topic, shard_of
+from protocol.topics import rollout_topic, shard_of
 
 SWARM = "5" * 64
-SETTLE_S = 10.0
-"""Before the first round: everyone is there. After the last: stragglers arrive."""
-TEXT_CHARS = 300
+SETTLE_S = 5.0
+"""From when everyone sees everyone to the first round."""
+AT_ONCE = 3
+"""Nodes that start at a time: each spends seconds of CPU on imports."""
+HUB_RATE = 4.0
+"""Messages a second of all dial-only nodes together."""
+REPEATS = 3
+"""How often a contest is held; the median of each figure counts."""
+Row = dict[str, Any]
 
 
-def batch(identity: Identity, sequence: int, groups: int, now: float) -> bytes:
-    """A sealed batch of `groups` groups of eight answers of `TEXT_CHARS` characters."""
-    rng = random.Random(f"{identity.peer_id}/{sequence}")
-    return seal_batch(
-        RolloutBatch(
-            protocol=1,
-            swarm=SWARM,
-            sequence=sequence,
-            created=now,
-            fingerprint="0" * 16,
-            tokenizer="0" * 16,
-            sampling=SharedSampling(128, 1.0, 1.0),
-            groups=[
-                SharedGroup(
-                    task=TaskName("gcd", "0" * 16, "reasoning-gym 0.1.25", 0, rng.randrange(2**31)),
-                    epoch=epoch_at(now),
-                    slot=slot,
-                    prompt=bytes(16),
-                    policy_version=sequence,
-                    rollouts=[SharedRollout(rng.randbytes(TEXT_CHARS // 2).hex(), True) for _ in range(8)],
-                )
-                for slot in range(groups)
-            ],
-        ),
-        identity,
-    )
-
-
-# --------------------------------------------------------------------- one node
-
-
-def children() -> list[int]:
-    """Pids of this process's children."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+@contextmanager
+def started(spec: Spec, others: Callable[[Spec], Spec] = lambda spec: spec) -> Iterator[list[Child]]:
+    """Nodes as `spec` says, the first as it stands, the others changed by `others`, ready; ended with the context."""
+    nodes: list[Child] = []
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == os.getpid() and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            addresses: list[str] = list(spec.bootstrap)
+            while len(nodes) < spec.nodes:
+                batch_of = range(len(nodes), min(len(nodes) + AT_ONCE, spec.nodes)) if nodes else range(1)
+                for i in batch_of:
+                    mine = Path(folder) / str(i)
+                    mine.mkdir()
+                    its = replace(spec, folder=str(mine), bootstrap=addresses)
+                    node = Child("benchmarks.gossip_nodes")
+                    nodes.append(node)
+                    node.tell(asdict(others(its) if i else its))
+                for node in nodes[batch_of.start :]:
+                    up = node.hear()
+                    addresses = addresses or up["addresses"]
+            for node in nodes:
+                ready = node.hear()
+                if not ready["ready"]:
+                    print(f"not everyone sees everyone: {ready}", flush=True)
+            yield nodes
+        finally:
+            end((node.process for node in nodes), patience=0.0)
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def rss_mib(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def tcp_bytes(pids: list[int]) -> tuple[int, int]:
-    """(sent, received) over the open TCP connections of these processes."""
-    lines = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True).stdout.splitlines()
-    mine = [line for line in lines if any(f"pid={pid}," in line for pid in pids)]
-    return tuple(  # type: ignore[return-value]
-        sum(int(n) for line in mine for n in re.findall(rf"\b{name}:(\d+)", line)) for name in ("bytes_sent", "bytes_received")
-    )
-
-
-def say(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
-
-
-def measure(rounds: int, begin_at: float, step: Callable[[int], None]) -> dict[str, Any]:
-    """Run `step` once a second from `begin_at` on; what that took."""
-    time.sleep(max(0.0, begin_at - time.time()))
-    pids = [os.getpid(), *children()]
-    cpu, traffic = [cpu_seconds(pid) for pid in pids], tcp_bytes(pids)
-    for i in range(rounds):
-        step(i)
-        time.sleep(max(0.0, begin_at + i + 1 - time.time()))
+def rounds(spec: Spec, nodes: list[Child]) -> tuple[list[Row], Meter]:
+    """Have `nodes` send; what each heard, and what all cost."""
     time.sleep(SETTLE_S)
-    after = tcp_bytes(pids)
+    with Meter({str(i): node.pid for i, node in enumerate(nodes)}) as meter:
+        begin_at = time.time() + 1.0
+        for node in nodes:
+            node.tell(begin_at)
+        results = [node.hear(spec.rounds * spec.interval_s + STRAGGLERS_S + 60) for node in nodes]
+    for node in nodes:
+        node.tell("leave")
+    end((node.process for node in nodes), patience=15.0)
+    return results, meter
+
+
+def contest(spec: Spec, others: Callable[[Spec], Spec] = lambda spec: spec) -> Row:
+    """Figures of one method among `spec.nodes` processes; of the first node beside those of the others."""
+    with started(spec, others) as nodes:
+        results, meter = rounds(spec, nodes)
+    senders = spec.nodes - spec.hub
+    expected = [spec.rounds * (senders - 1)] * spec.nodes
+    if spec.hub:
+        expected[0] = spec.rounds * senders
+    delivered = [len(r["latencies"]) / n for r, n in zip(results, expected, strict=True)]
+    latencies = sorted(latency for r in results for latency in r["latencies"])
+    names = list(meter.trees)
+    sent, received = ({n: meter.bytes[n][way] / 1000 / spec.rounds for n in names} for way in range(2))
+    cpu = {n: 1000 * sum(meter.cpu_s[n].values()) / spec.rounds for n in names}
+    network = {n: 1000 * (sum(meter.cpu_s[n].values()) - meter.cpu_s[n]["node"]) / spec.rounds for n in names}
+    rest = names[1:]
     return {
-        "cpu_ms": 1000 * (sum(map(cpu_seconds, pids)) - sum(cpu)) / rounds,
-        "network_cpu_ms": 1000 * (sum(map(cpu_seconds, pids[1:])) - sum(cpu[1:])) / rounds,
-        "kb_out": (after[0] - traffic[0]) / 1000 / rounds,
-        "kb_in": (after[1] - traffic[1]) / 1000 / rounds,
-        "rss_mib": [round(rss_mib(pid)) for pid in pids],
-    }
-
-
-def gossip_node(folder: Path, bootstrap: list[str], rounds: int, groups: int) -> None:
-    from protocol.messages import PROTOCOL_VERSION, PeerCard
-    from protocol.transports.p2p import P2PTransport
-    from protocol.transports.settings import NetworkSettings
-
-    identity = Identity.load_or_create(folder / "identity.key")
-    settings = NetworkSettings(listen="127.0.0.1", port=0, gossip_port=0, bootstrap=tuple(bootstrap))
-    transport = P2PTransport(folder / "identity.key", SWARM, settings)
-    latencies: list[float] = []
-    topic = rollout_topic(SWARM, shard_of(identity.peer_id, 1))
-    transport.subscribe(topic, lambda data: latencies.append(time.time() - open_batch(data, SWARM)[1].created))
-    roles = ["trainer"] if bootstrap else ["trainer", "bootstrap"]
-    transport.announce(PeerCard(PROTOCOL_VERSION, SWARM, time.time(), "bench", roles))  # type: ignore[arg-type]
-    while not transport.addresses:
-        time.sleep(0.05)
-    say(addresses=transport.addresses)
-    begin_at, nodes = json.loads(sys.stdin.readline())
-    unsent = 0
-
-    def step(i: int) -> None:
-        nonlocal unsent
-        time.sleep(random.random() / 2)
-        unsent += not transport.publish(topic, batch(identity, i, groups, time.time()))
-
-    figures = measure(rounds, begin_at, step)
-    say(**figures, delivered=len(latencies) / (rounds * (nodes - 1)), latencies=latencies, unsent=unsent)
-    sys.stdin.readline()
-    transport.close()
-
-
-def all_gather_node(folder: Path, bootstrap: list[str], rounds: int, groups: int) -> None:
-    from hivemind.dht.node import DHTNode
-    from hivemind.p2p import P2P
-    from hivemind.utils import get_dht_time
-
-    identity = Identity.load_or_create(folder / "identity.key")
-    loop = asyncio.new_event_loop()
-
-    async def up() -> tuple[Any, Any, list[str]]:
-        p2p = await P2P.create(
-            initial_peers=bootstrap or None,
-            identity_path=str(folder / "identity.key"),
-            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-            auto_nat=False,
-            nat_port_map=False,
-            use_relay=False,
-            use_auto_relay=False,
-            check_if_identity_free=False,
-        )
-        node = await DHTNode.create(p2p=p2p, initial_peers=bootstrap or None)
-        return p2p, node, [str(address) for address in await p2p.get_visible_maddrs()]
-
-    p2p, node, addresses = loop.run_until_complete(up())
-    say(addresses=addresses)
-    begin_at, nodes = loop.run_until_complete(asyncio.to_thread(lambda: json.loads(sys.stdin.readline())))
-    latencies: list[float] = []
-    unsent = 0
-
-    async def gather(i: int) -> None:
-        nonlocal unsent
-        await asyncio.sleep(random.random() / 2)
-        created = time.time()
-        data = batch(identity, i, groups, created)
-        try:
-            stored = await asyncio.wait_for(
-                node.store(str(i), data, subkey=identity.peer_id, expiration_time=get_dht_time() + 600), 10
-            )
-            unsent += not stored
-            await asyncio.sleep(1.0)
-            found = await asyncio.wait_for(node.get(str(i), latest=True), 10)
-        except TimeoutError:
-            return
-        if found is not None and isinstance(found.value, dict):
-            now = time.time()
-            for peer, entry in found.value.items():
-                if peer != identity.peer_id:
-                    latencies.append(now - open_batch(entry.value, SWARM)[1].created)
-
-    async def serve() -> dict[str, Any]:
-        tasks: list[asyncio.Task[None]] = []
-        call = asyncio.run_coroutine_threadsafe
-
-        def step(i: int) -> None:
-            call(gather(i), loop)
-
-        figures = await asyncio.to_thread(measure, rounds, begin_at, step)
-        del tasks
-        return figures
-
-    figures = loop.run_until_complete(serve())
-    say(**figures, delivered=len(latencies) / (rounds * (nodes - 1)), latencies=latencies, unsent=unsent)
-    loop.run_until_complete(asyncio.to_thread(sys.stdin.readline))
-    loop.run_until_complete(asyncio.wait_for(p2p.shutdown(), 5))
-
-
-# --------------------------------------------------------------------- all of them
-
-
-def contest(mode: str, nodes: int, rounds: int, groups: int) -> dict[str, Any]:
-    """Figures of one method among `nodes` processes."""
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            bootstrap: list[str] = []
-            for i in range(nodes):
-                mine = Path(folder) / str(i)
-                mine.mkdir()
-                arguments = ["--node", mode, str(mine), json.dumps(bootstrap), "--rounds", str(rounds)]
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "benchmarks.gossip", *arguments, "--groups", str(groups)],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                        env=os.environ | {"OMP_NUM_THREADS": "1"},
-                    )
-                )
-                if i == 0:
-                    bootstrap = hear(processes[0])["addresses"]
-            for process in processes[1:]:
-                hear(process)
-            begin_at = time.time() + SETTLE_S
-            for process in processes:
-                tell(process, json.dumps([begin_at, nodes]))
-            results = [hear(process) for process in processes]
-            for process in processes:
-                tell(process, "")
-            for process in processes:
-                process.wait(20)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    latencies = sorted(latency for result in results for latency in result["latencies"])
-    others = results[1:]
-    return {
-        "method": mode,
-        "nodes": nodes,
-        "payload_kb": len(batch(Identity.generate(), 0, groups, time.time())) / 1000,
-        "delivered": fmean(result["delivered"] for result in results),
+        "nodes": spec.nodes - spec.hub,
+        "method": spec.method,
+        "payload_kb": len(batch(Identity.generate(), spec.swarm, 0, spec.groups, time.time())) / 1000,
+        "delivered": fmean(delivered[spec.hub :]),
+        "delivered_worst": min(delivered[spec.hub :]),
         "p50_ms": 1000 * median(latencies),
         "p95_ms": 1000 * quantiles(latencies, n=20)[-1],
-        **{name: fmean(r[name] for r in others) for name in ("cpu_ms", "network_cpu_ms", "kb_in", "kb_out")},
-        "bootstrap_kb": results[0]["kb_in"] + results[0]["kb_out"],
-        "rss_mib": others[0]["rss_mib"],
-        "unsent": sum(result["unsent"] for result in results),
+        "kb_in": fmean(received[n] for n in rest),
+        "kb_out": fmean(sent[n] for n in rest),
+        "cpu_ms": fmean(cpu[n] for n in rest),
+        "network_cpu_ms": fmean(network[n] for n in rest),
+        "busiest_kb": max(sent[n] + received[n] for n in names),
+        "bootstrap_kb": sent["0"] + received["0"],
+        "bootstrap_cpu_ms": cpu["0"],
+        "bootstrap_network_cpu_ms": network["0"],
+        "cores_busy": sum(sum(kinds.values()) for kinds in meter.cpu_s.values()) / meter.seconds,
+        "balance": sum(sent.values()) / sum(received.values()),
+        "failed": sum(r["failed"] for r in results),
+        "again": sum(r["again"] for r in results),
+        "unseen": sum(n for r in results for name, n in r["stats"].items() if name == "dropped"),
     }
 
 
-def hear(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"a node ended with {process.wait(10)}")
-    return dict(json.loads(line))
+def contests(sizes: list[int], count: int, groups: int, repeats: int) -> list[Row]:
+    """Both methods in turn, `repeats` times; the median of each figure."""
+    figures = []
+    for nodes in sizes:
+        runs: dict[str, list[Row]] = {"gossip": [], "all-gather": []}
+        for _ in range(repeats):
+            for method, rows in runs.items():
+                rows.append(contest(Spec(method, "", SWARM, nodes, rounds=count, groups=groups)))
+                print(_short(rows[-1]), flush=True)
+        figures += [
+            {k: v if isinstance(v, str) else median(row[k] for row in rows) for k, v in rows[0].items()}
+            | {"runs": len(rows), "delivered_worst": min(row["delivered_worst"] for row in rows)}
+            for rows in runs.values()
+        ]
+    return figures
 
 
-def tell(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(line + "\n")
-    process.stdin.flush()
+def hubs(sizes: list[int], count: int, groups: int) -> list[Row]:
+    """A bootstrap that only listens, and `sizes` nodes that only dial and send."""
+    figures = []
+    for leaves in sizes:
+        spec = Spec("gossip", "", SWARM, leaves + 1, hub=True, rounds=count, groups=groups)
+        spec.interval_s = leaves / HUB_RATE
+        figures.append(contest(spec, lambda spec: replace(spec, hub=False, dial_only=True)))
+        row = figures[-1]
+        row["rate"] = HUB_RATE
+        row["hub_kb_per_message"] = row["bootstrap_kb"] / leaves
+        row["hub_cpu_ms_per_message"] = row["bootstrap_network_cpu_ms"] / leaves
+        print(_short(row), flush=True)
+    return figures
 
 
-def curve(sizes: list[int], groups: int) -> list[dict[str, Any]]:
+def curve(sizes: list[int], groups: int) -> list[Row]:
     """Bytes of a node and round over the memory transport's mesh, a shard for every 32 nodes, four shards a node."""
     from protocol.transports.memory import MemoryNetwork, VirtualClock
 
     figures = []
     for nodes in sizes:
-        shards, rounds = max(1, nodes // 32), 3
+        shards, count = max(1, nodes // 32), 3
         clock = VirtualClock(1.8e9)
         network = MemoryNetwork(clock, seed=0, degree=6)
         members: list[Any] = []
         for i in range(nodes):
             members.append(network.join(f"peer{i}", SWARM, bootstrap=members[0].addresses if members else []))
-        data = batch(Identity.generate(bytes(32)), 0, groups, clock.now())
+        data = batch(Identity.generate(bytes(32)), SWARM, 0, groups, clock.now())
+        listening: dict[int, set[str]] = {shard: set() for shard in range(shards)}
         for member in members:
             own = shard_of(member.peer_id, shards)
             rng = random.Random(member.peer_id)
-            for shard in {own, *rng.sample(range(shards), min(3, shards))}:
+            others = rng.sample([shard for shard in range(shards) if shard != own], min(3, shards - 1))
+            for shard in (own, *others):
                 member.subscribe(rollout_topic(SWARM, shard), lambda data: None)
+                listening[shard].add(member.peer_id)
         clock.run_until(clock.now() + 20)
-        before = sum(member.bytes_in for member in members)
-        heard = sum(member.messages_in for member in members)
-        for _ in range(rounds):
+        before = {name: sum(getattr(m, name) for m in members) for name in ("bytes_in", "bytes_out", "messages_in")}
+        for _ in range(count):
             for member in members:
-                clock.call_at(
-                    clock.now() + network.rng.random(),
-                    member.publish,
-                    rollout_topic(SWARM, shard_of(member.peer_id, shards)),
-                    data,
-                )
+                topic = rollout_topic(SWARM, shard_of(member.peer_id, shards))
+                clock.call_at(clock.now() + network.rng.random(), member.publish, topic, data)
             clock.run_until(clock.now() + 1.0)
         clock.run_until(clock.now() + 5)
+        took = {name: (sum(getattr(m, name) for m in members) - n) / nodes / count for name, n in before.items()}
+        wanted = sum(len(listening[shard_of(member.peer_id, shards)]) - 1 for member in members) / nodes
         figures.append(
             {
                 "nodes": nodes,
                 "shards": shards,
-                "heard": (sum(member.messages_in for member in members) - heard) / nodes / rounds,
-                "kb_in": (sum(member.bytes_in for member in members) - before) / 1000 / nodes / rounds,
+                "heard": took["messages_in"],
+                "delivered": took["messages_in"] / wanted,
+                "kb_in": took["bytes_in"] / 1000,
+                "kb_in_per_message": took["bytes_in"] / 1000 / took["messages_in"],
+                "payload_kb": len(data) / 1000,
             }
         )
-        print(f"{nodes} nodes: {figures[-1]['kb_in']:.0f} kB a node and round", flush=True)
+        print(_short(figures[-1]), flush=True)
     return figures
+
+
+def _short(row: Row) -> Row:
+    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
+def _show(part: str, rows: list[Row]) -> str:
+    names = {
+        "contest": {
+            "nodes": "nodes",
+            "method": "method",
+            "delivered": "delivered",
+            "delivered_worst": "worst receiver",
+            "p50_ms": "p50 ms",
+            "p95_ms": "p95 ms",
+            "kb_in": "kB in",
+            "kb_out": "kB out",
+            "busiest_kb": "busiest node kB",
+            "bootstrap_kb": "bootstrap kB",
+            "cpu_ms": "CPU ms",
+            "network_cpu_ms": "of which network processes",
+        },
+        "hubs": {
+            "nodes": "dial-only nodes",
+            "delivered": "delivered",
+            "delivered_worst": "worst receiver",
+            "p50_ms": "p50 ms",
+            "p95_ms": "p95 ms",
+            "kb_in": "leaf kB in",
+            "kb_out": "leaf kB out",
+            "bootstrap_kb": "hub kB a round",
+            "hub_kb_per_message": "hub kB a message",
+            "hub_cpu_ms_per_message": "hub CPU ms a message",
+        },
+        "curve": {
+            "nodes": "nodes",
+            "shards": "shards",
+            "heard": "batches heard",
+            "delivered": "delivered",
+            "kb_in": "kB in",
+            "kb_in_per_message": "kB in a batch heard",
+        },
+    }[part]
+    cells = [[_cell(name, row[name]) for name in names] for row in rows]
+    return table(list(names.values()), cells)
+
+
+def _cell(name: str, value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2%}" if name.startswith("delivered") else f"{value:,.0f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8, 12])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--curve", type=int, nargs="*", default=[32, 128, 1000, 10_000])
-    parser.add_argument("--node", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", nargs="+", choices=["contest", "hubs", "curve"], default=["contest", "hubs", "curve"])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8, 12], help="sizes of the contest")
+    parser.add_argument("--leaves", type=int, nargs="+", default=[12, 24], help="numbers of dial-only nodes")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 128, 1000, 10_000], help="sizes on the curve")
+    parser.add_argument("--rounds", type=int, default=30, help="in a contest; a third of them for hubs")
+    parser.add_argument("--groups", type=int, default=4, help="groups of eight answers in a batch")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of each contest")
     args = parser.parse_args()
-    if args.node:
-        mode, folder, bootstrap = args.node
-        node = gossip_node if mode == "gossip" else all_gather_node
-        node(Path(folder), json.loads(bootstrap), args.rounds, args.groups)
-        return
-    figures = []
-    for nodes in args.nodes:
-        for mode in ("gossip", "all-gather"):
-            figures.append(contest(mode, nodes, args.rounds, args.groups))
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in figures[-1].items()}, flush=True)
-    columns = ["nodes", "method", "delivered", "p50 ms", "p95 ms", "kB in", "kB out", "CPU ms", "bootstrap kB"]
-    rows = [
-        [
-            f["nodes"],
-            f["method"],
-            f"{f['delivered']:.1%}",
-            *(f"{f[name]:.0f}" for name in ("p50_ms", "p95_ms", "kb_in", "kb_out", "cpu_ms", "bootstrap_kb")),
-        ]
-        for f in figures
-    ]
-    print(table(columns, rows))
-    sizes = curve(args.curve, args.groups)
-    print(table(["nodes", "shards", "batches heard", "kB in"], [[f"{v:.4g}" for v in f.values()] for f in sizes]))
-    write("gossip", {"rounds": args.rounds, "groups": args.groups, "contest": figures, "curve": sizes})
+    for part in args.parts:
+        load = other_load()
+        print(load, flush=True)
+        if part == "contest":
+            rows = contests(args.nodes, args.rounds, args.groups, args.repeats)
+        elif part == "hubs":
+            rows = hubs(args.leaves, max(1, args.rounds // 3), args.groups)
+        else:
+            rows = curve(args.sizes, args.groups)
+        print(_show(part, rows))
+        figures = {"other load": load, "rounds": args.rounds, "groups": args.groups, "rows": rows}
+        write("gossip", merged(RESULTS / "gossip.json", part, figures))
 
 
 if __name__ == "__main__":

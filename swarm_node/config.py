@@ -205,7 +205,7 @@ class SharingConfig(Section):
     fill: bool = True
     """Sample more groups of its own while too few foreign ones are there (4 alone learn worse than 8)."""
     sampler: Literal["uniform", "aha"] | Outside = "uniform"
-    """Which foreign groups: `uniform` (the paper) | `aha` (verified successes on what this node fails at) | a function
+    """Which foreign groups: `uniform` (the paper) | `aha` (right answers to what this node fails at) | a function
     of your own, `package.module:function`; see docs/sharing.md."""
     baseline: Literal["own", "group"] = "own"
     """Foreign advantages are taken against this node's own success on that kind of task, where known, or against the
@@ -220,7 +220,7 @@ class SharingConfig(Section):
     max_bytes: PositiveInt = 32 * 2**20
     """Memory for foreign groups that wait to be used."""
     peer_share: float = Field(0.25, gt=0, le=1)
-    """Largest part of that memory that one peer's groups may take, and of the waiting groups once there are many."""
+    """Largest part of that memory, and of the waiting groups, that one peer's may take."""
     admit: PositiveInt = 16
     """Most foreign groups examined at a time, newest first (but at least `foreign`): half a millisecond each."""
     listen_shards: PositiveInt = 4

@@ -1,6 +1,6 @@
 """How well this node itself does on each kind of task, lately.
 
-    of a group of k own answers:   n <- d n + k;   sums of rewards, their squares and successes alike;   d = 0.95
+    of a group of k own answers:   n <- d n + k;   sums of rewards and of their squares alike;   d = 0.95
 
 So what is remembered is about the last twenty groups of a kind: long enough for a mean, short enough to follow a
 policy that learns. Only own answers count: a peer's say how well the peer does.
@@ -27,7 +27,6 @@ class Belief:
     """Answers."""
     rewards: float = 0.0
     squares: float = 0.0
-    successes: float = 0.0
 
     @property
     def known(self) -> bool:
@@ -44,11 +43,6 @@ class Belief:
         """Standard deviation of the reward; `known` beliefs only."""
         return math.sqrt(max(0.0, self.squares / self.n - self.reward**2))
 
-    @property
-    def success(self) -> float:
-        """Probability that an own answer is right: 1/2 before anything is known."""
-        return (self.successes + 0.5) / (self.n + 1.0)
-
 
 class Posterior:
     """Beliefs by task label."""
@@ -64,7 +58,6 @@ class Posterior:
             belief.n = DECAY * belief.n + len(judged)
             belief.rewards = DECAY * belief.rewards + sum(r.reward for r in judged)
             belief.squares = DECAY * belief.squares + sum(r.reward**2 for r in judged)
-            belief.successes = DECAY * belief.successes + sum(r.correct for r in judged)
 
     def of(self, label: str) -> Belief:
         """What is known of one kind of task."""

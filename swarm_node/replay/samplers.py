@@ -1,11 +1,11 @@
 """Which waiting groups to train on: a sampler gives each a weight, and groups are drawn in proportion, one by one.
 
     uniform   w = 1                                         the paper, 2509.08721
-    aha       w = exp((1 - p) h / T)                        p = own success on that kind of task, T = 0.2
-                                                            h = 1 if the group holds an answer verified here, else 0
+    aha       w = exp(max(0, r - b) / T)                    r = best reward in the group, judged here; b = mean of own
+                                                            rewards on that kind of task (1/2 if unknown); T = 0.2
 
-`aha` looks for what this node has yet to see done: a verified answer to a task at which it always fails is e^5 = 148
-times as likely as one to a task that it has mastered. A function of the user's own has the same form:
+`aha` looks for what this node has yet to see done: a right answer to a task at which it always fails is e^5 = 148 times
+as likely as one to a task that it has mastered. A function of the user's own has the same form:
 
     f(offers: Sequence[Offer]) -> Sequence[float]           finite, >= 0; 0 = never
 """
@@ -36,8 +36,8 @@ class Offer:
     """Seconds since it was sampled."""
     uses: int
     """How often it was trained on."""
-    successes: int
-    """Answers that were verified as right, here."""
+    best: float
+    """Best reward in it, as judged here."""
     own: Belief
     """How well this node does on that kind of task."""
 
@@ -50,7 +50,9 @@ def uniform(offers: Sequence[Offer]) -> list[float]:
 
 
 def aha(offers: Sequence[Offer]) -> list[float]:
-    return [math.exp((1.0 - offer.own.success) * (offer.successes > 0) / TEMPERATURE) for offer in offers]
+    """Rewards are taken to lie within [0, 1]; larger differences count as 1."""
+    gaps = [offer.best - (offer.own.reward if offer.own.known else 0.5) for offer in offers]
+    return [math.exp(min(1.0, max(0.0, gap)) / TEMPERATURE) for gap in gaps]
 
 
 SAMPLERS: dict[str, Sampler] = {"uniform": uniform, "aha": aha}
