@@ -1,8 +1,8 @@
 """What one process does in `benchmarks.gossip` and `benchmarks.overhead`; started by them.
 
-    stdin: Spec            -> says {"addresses"} when it is up, {"ready"} when it sees all others
-    stdin: when to begin   -> a sealed batch every `interval_s`, then says what arrived
-    stdin: anything        -> leaves
+stdin: Spec            -> says {"addresses"} when it is up, {"ready"} when it sees all others
+stdin: when to begin   -> a sealed batch every `interval_s`, then says what arrived
+stdin: anything        -> leaves
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def told() -> Any:
     return json.loads(line)
 
 
-def in_rounds(spec: Spec, begin_at: float, step: Callable[[int], None]) -> None:
+def in_rounds(spec: Spec, begin_at: float, step: Callable[[int], object]) -> None:
     """`step` in each round, at a random moment of its first half."""
     for i in range(spec.rounds):
         at = begin_at + (i + random.random() / 2) * spec.interval_s
@@ -179,10 +179,11 @@ def gossip(spec: Spec) -> None:
     )
     until(lambda: transport.addresses or (spec.dial_only and transport.members()), READY_S)
     say(addresses=transport.addresses)
-    others = spec.nodes - 1
-    ready = until(
-        lambda: len(transport.members()) >= others and transport.stats()["connections/gossip"] >= min(1, others), READY_S
-    )
+
+    def complete() -> bool:
+        return len(transport.members()) >= spec.nodes - 1 and transport.stats()["connections/gossip"] > 0
+
+    ready = until(complete, READY_S)
     say(ready=ready, members=len(transport.members()), stats=dict(transport.stats()))
     unsent = 0
 
@@ -194,7 +195,7 @@ def gossip(spec: Spec) -> None:
         if spec.method == "recovery":
             recover(spec, transport, identity, arrived, send)
         else:
-            in_rounds(spec, told(), send)
+            in_rounds(spec, told(), (lambda i: None) if spec.hub else send)
             stats = dict(transport.stats())
             say(latencies=list(arrived.latencies.values()), again=arrived.again, failed=unsent, stats=stats)
         told()

@@ -137,10 +137,12 @@ class Meter:
 
     def _cpu_now(self) -> dict[str, dict[str, float]]:
         """Raises psutil.NoSuchProcess if one of them died: then this is no measurement."""
-        return {
-            name: {kind(process): sum(process.cpu_times()[:2]) for process in processes}
-            for name, processes in self.trees.items()
-        }
+        totals: dict[str, dict[str, float]] = {}
+        for name, processes in self.trees.items():
+            kinds = totals.setdefault(name, {})
+            for process in processes:
+                kinds[kind(process)] = kinds.get(kind(process), 0.0) + sum(process.cpu_times()[:2])
+        return totals
 
     def _sample(self) -> None:
         while not self._done.wait(SAMPLE_S):
@@ -149,8 +151,8 @@ class Meter:
     def _look(self) -> None:
         lines = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True).stdout.splitlines()
         for line in lines:
-            name = next((self._owner[int(pid)] for pid in re.findall(r"\bpid=(\d+)", line) if int(pid) in self._owner), "")
-            if name:
+            owners = [self._owner[int(pid)] for pid in re.findall(r"\bpid=(\d+)", line) if int(pid) in self._owner]
+            for name in owners[:1]:
                 _, _, _, local, remote, *_ = line.split()
                 self._last[name, local, remote] = _field(line, "bytes_sent"), _field(line, "bytes_received")
 
@@ -164,24 +166,10 @@ def _field(line: str, name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def other_load(own: Iterable[int] = ()) -> str:
-    """What else this machine is busy with, for the record: the load of the last minute, and other work's share."""
-    mine = {process.pid for pid in (os.getpid(), *own) for process in tree(pid)}
-    others = [process for process in psutil.process_iter() if process.pid not in mine]
-    before = _cpu_of(others)
-    time.sleep(2.0)
-    busy = (_cpu_of(others) - before) / 2.0
-    return f"other processes took {busy:.1f} of {os.cpu_count()} cores before the start; load {os.getloadavg()[0]:.1f}"
-
-
-def _cpu_of(processes: Iterable[psutil.Process]) -> float:
-    total = 0.0
-    for process in processes:
-        try:
-            total += sum(process.cpu_times()[:2])
-        except psutil.NoSuchProcess:
-            pass
-    return total
+def other_load() -> str:
+    """What else this machine is busy with before a measurement starts, for the record."""
+    busy = psutil.cpu_percent(2.0) / 100 * (os.cpu_count() or 1)
+    return f"other processes took {busy:.1f} of {os.cpu_count()} cores before the start"
 
 
 def merged(path: Path, part: str, figures: object) -> dict[str, Any]:
