@@ -294,6 +294,7 @@ def open_transport(
             shards=manifest.shards,
             limits=manifest.limits,
             cache_file=run.peers,
+            ports_file=run.ports,
             report=say,
         )
     except LocalProtocolError as error:

@@ -15,6 +15,7 @@
         swarm.toml       the swarm's manifest
         swarm.json       the swarm as seen from here, for `swarm-node status`
         peers.json       addresses of peers seen
+        ports.json       ports that were free instead of those wanted
         files/           question files of the manifest
 
 Loads no torch.
@@ -35,7 +36,7 @@ from swarm_node.errors import UserError
 
 RUN_FILES = {
     *("lock", "metrics.jsonl", "events.jsonl", "snapshots", "export", "plots"),
-    *("identity.key", "swarm.toml", "swarm.json", "peers.json", "files"),
+    *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "files"),
     *("config.tmp", "swarm.tmp", "peers.new"),  # of a process that was killed while it wrote
 }
 """What a directory may hold in which a run began but did not get as far as its config.toml."""
@@ -60,6 +61,7 @@ class RunDir:
         self.swarm = self.path / "swarm.toml"
         self.status = self.path / "swarm.json"
         self.peers = self.path / "peers.json"
+        self.ports = self.path / "ports.json"
         self.files = self.path / "files"
         self._lock: int | None = None
 

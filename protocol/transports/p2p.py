@@ -33,7 +33,8 @@ from protocol.topics import rollout_topic
 from protocol.transports.base import Handler, Server
 from protocol.transports.gossip_client import GossipClient, Stat
 from protocol.transports.gossip_pipe import GossipSettings
-from protocol.transports.settings import NetworkSettings, best_first, free_port
+from protocol.transports.ports import note_ports, recall_ports
+from protocol.transports.settings import NetworkSettings, best_first, endpoint, free_port
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.hivemind_plane import HivemindPlane
@@ -64,16 +65,22 @@ class P2PTransport:
         shards: int = 1,
         limits: ManifestLimits | None = None,
         cache_file: Path | None = None,
+        ports_file: Path | None = None,
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """Returns at once; the network comes up in the background. `limits` are the swarm's; `cache_file` keeps the
-        addresses of peers seen from run to run; `report` is told, on another thread, what people should know.
+        addresses of peers seen from run to run, `ports_file` the ports that were got; `report` is told, on another
+        thread, what people should know.
 
         Raises LocalProtocolError for an identity file or a listen address that cannot be used.
         """
         self._identity = Identity.load_or_create(identity_path)
         self._identity_path = identity_path
         self._swarm = swarm
+        self._wanted = settings
+        self._ports_file = ports_file
+        if ports_file is not None:
+            settings = recall_ports(settings, ports_file)
         self._settings = settings
         self._cache_file = cache_file
         self._report = report
@@ -395,6 +402,15 @@ class P2PTransport:
         if ghosts:
             self._gossip.drop(ghosts)
 
+    def _note_ports(self, plane: HivemindPlane) -> None:
+        gossip = [endpoint(address) for address in self._gossip.addresses[:1]]
+        if self._ports_file is None or not gossip or gossip[0] is None:
+            return
+        try:
+            note_ports(self._wanted, plane.port, gossip[0][1], self._ports_file)
+        except OSError as error:
+            self._report(f"cannot write {self._ports_file}: {error.strerror}")
+
     def _read_cache(self) -> None:
         if self._cache_file is not None and self._cache_file.exists():
             try:
@@ -428,6 +444,8 @@ class P2PTransport:
         if gossip.gossip_id:
             card = replace(card, gossip=heard_at, gossip_id=gossip.gossip_id)
         await plane.store_card(card)
+        if ways != self._told:
+            self._note_ports(plane)
         self._told, self._renew_at = ways, time.time() + self._settings.card_renewal_s
 
     def _gossip_addresses(self, addresses: Sequence[str]) -> list[str]:
