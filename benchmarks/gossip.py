@@ -30,7 +30,7 @@ from msgspec.structs import asdict, replace
 
 from benchmarks.common import RESULTS, table, write
 from benchmarks.gossip_nodes import STRAGGLERS_S, Spec, batch
-from benchmarks.processes import Child, Meter, end, merged, other_load
+from benchmarks.processes import Child, Meter, end, merged, mind_signals, other_load
 from protocol.identity import Identity
 from protocol.topics import rollout_topic, shard_of
 
@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4, help="groups of eight answers in a batch")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="of each contest")
     args = parser.parse_args()
+    mind_signals()
     for part in args.parts:
         load = other_load()
         print(load, flush=True)

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -39,7 +40,7 @@ class Child:
     def pid(self) -> int:
         return self.process.pid
 
-    def hear(self, timeout: float = 120.0) -> dict[str, Any]:
+    def hear(self, timeout: float = 400.0) -> dict[str, Any]:
         """What it says next."""
         line = self._lines.get(timeout=timeout)
         if not line:
@@ -56,6 +57,12 @@ class Child:
         for line in self.process.stdout:
             self._lines.put(line)
         self._lines.put("")
+
+
+def mind_signals() -> None:
+    """Have Ctrl-C and SIGTERM end this process by an exception, so that those it started end with it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that puts us in the background ignores it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def end(processes: Iterable[subprocess.Popen[str]], patience: float) -> None:
@@ -169,7 +176,8 @@ def _field(line: str, name: str) -> int:
 def other_load() -> str:
     """What else this machine is busy with before a measurement starts, for the record."""
     busy = psutil.cpu_percent(2.0) / 100 * (os.cpu_count() or 1)
-    return f"other processes took {busy:.1f} of {os.cpu_count()} cores before the start"
+    load = os.getloadavg()[0]
+    return f"before the start, other processes took {busy:.1f} of {os.cpu_count()} cores, load average {load:.1f}"
 
 
 def merged(path: Path, part: str, figures: object) -> dict[str, Any]:

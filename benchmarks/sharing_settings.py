@@ -253,7 +253,7 @@ ARMS = {
     "4/4": Arm("4 own + 4 foreign"),
     "2/6": Arm("2 own + 6 foreign", own=2, foreign=6),
     "4/4 no fill": Arm("4 own + up to 4 foreign", sets={"sharing": {"fill": False}}),
-    "4/4 aha": Arm("the sampler `aha`", sets={"sharing": {"sampler": "aha"}}),
+    "4/4 aha": Arm("the sampler `aha`", sets={"sharing": {"sampler": "benchmarks.samplers:aha"}}),
     "4/4 paper": Arm(
         "advantages against the sender's group, unbounded",
         sets={"sharing": {"baseline": "group", "max_advantage": 100.0}},

@@ -7,6 +7,7 @@ signature  = Ed25519(tag | bytes)                                         the ta
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 
 PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}
+"""What file systems without hard links answer, such as some cloud drives."""
 _FILE_HEAD = bytes.fromhex("08011240")
 _ID_HEAD = bytes.fromhex("002408011220")
 
@@ -57,12 +60,24 @@ class Identity:
             return identity
 
     def save(self, path: Path) -> None:
-        """Write a new key file; FileExistsError rather than overwrite one."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(_FILE_HEAD + self._key.private_bytes_raw() + self.public_key)
-            file.flush()
-            os.fsync(file.fileno())
+        """Write a new key file, all of it or nothing; FileExistsError rather than overwrite one."""
+        temporary = path.with_name(f"{path.stem}.{os.getpid()}.new")
+        temporary.unlink(missing_ok=True)  # of a process of this number that was killed
+        try:
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(_FILE_HEAD + self._key.private_bytes_raw() + self.public_key)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(temporary, path)  # unlike a rename, never overwrites
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                if path.exists():
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+                temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def sign(self, tag: bytes, data: bytes) -> bytes:
         """Signature [64 bytes] over `data` as the kind of thing that `tag` says."""

@@ -47,6 +47,10 @@ SLOTS: Final = 4096
 EPOCH_SECONDS: Final = 60
 """Length of an assignment epoch, counted from the Unix epoch."""
 
+MAX_ROUND_S: Final = 3600.0
+"""Longest time between the end of a task's epoch and the publication of answers to it: slow machines take their time,
+and a peer cannot choose among more than the slots of that hour."""
+
 MAX_CLOCK_SKEW_S: Final = 30.0
 """How far ahead of ours a peer's clock may be: home machines without NTP drift seconds a week."""
 

@@ -24,6 +24,8 @@ from protocol.messages import Address, Hash64
 
 LINK_SCHEME = "swarm"
 MAX_TASK_SOURCES = 64
+MAX_FILES_BYTES = 128 * 2**20
+"""All question files of a manifest together: whoever joins waits for them and keeps them."""
 MANIFEST_METHOD = "manifest"
 """Request that any member answers with its manifest as TOML."""
 FILE_METHOD = "file"
@@ -118,6 +120,8 @@ def parse_manifest(data: bytes, swarm: str | None = None) -> Manifest:
     for task in manifest.tasks:
         if bool(task.env) == bool(task.sha256):
             raise RemoteProtocolError("schema", "a task needs either `env` or `sha256`")
+    if (total := sum(task.bytes for task in manifest.tasks)) > MAX_FILES_BYTES:
+        raise RemoteProtocolError("size", f"question files of {total} bytes, allowed are {MAX_FILES_BYTES}")
     if swarm is not None and manifest.swarm_id != swarm:
         raise RemoteProtocolError("swarm", f"this is the manifest of {manifest.swarm_id}")
     return manifest

@@ -73,14 +73,15 @@ class _Tries:
     """How often something was dialled since it last worked."""
 
     count: int = 0
-    next_at: float = 0.0
+    last_at: float = 0.0
+    wait: float = 0.0
 
-    def due(self, now: float, longest: float) -> bool:
-        return self.next_at <= now or self.next_at > now + longest  # the latter: the clock was set back
+    def due(self, now: float) -> bool:
+        return not self.last_at <= now < self.last_at + self.wait  # earlier: the clock was set back
 
     def note(self, now: float, longest: float, rng: random.Random) -> None:
-        wait = min(longest, FIRST_WAIT_S * 2.0 ** min(self.count, 16))
-        self.next_at = now + wait * rng.uniform(0.5, 1.0)
+        self.last_at = now
+        self.wait = min(longest, FIRST_WAIT_S * 2.0 ** min(self.count, 16)) * rng.uniform(0.5, 1.0)
         self.count += 1
 
 
@@ -140,14 +141,14 @@ class PeerTable:
         """A card that was found; one that is not newer than the one held changes nothing. One without a way to reach
         its peer is a goodbye."""
         held = self._cards.get(peer)
-        expires = min(card.created, now) + self._ttl_s
-        if peer == self._me or expires <= now or card.created > now + MAX_CLOCK_SKEW_S:
+        entry = card, min(card.created, now) + self._ttl_s
+        if peer == self._me or not _is_live(entry, now):
             return
-        if held is not None and card.created <= held[0].created:
+        if held is not None and _is_live(held, now) and card.created <= held[0].created:
             return
         if held is None and len(self._cards) >= MAX_CARDS:
             return
-        self._cards[peer] = card, expires
+        self._cards[peer] = entry
         self._heard = now
         told = _addresses(peer, card)
         if told:
@@ -165,7 +166,7 @@ class PeerTable:
 
     def members(self, now: float) -> dict[str, PeerCard]:
         """Peer id -> card of those whose card has not run out."""
-        self._cards = {peer: entry for peer, entry in self._cards.items() if entry[1] > now}
+        self._cards = {peer: entry for peer, entry in self._cards.items() if _is_live(entry, now)}
         return {peer: card for peer, (card, _) in self._cards.items() if card.addresses or card.gossip_id}
 
     def addresses_of(self, peer: str) -> list[str]:
@@ -180,9 +181,7 @@ class PeerTable:
         members = self.members(now)
         few = len(self._connected) < WANTED
         due = {
-            peer: known
-            for peer, known in self._known.items()
-            if peer not in self._connected and known.tries.due(now, known.longest_wait)
+            peer: known for peer, known in self._known.items() if peer not in self._connected and known.tries.due(now)
         }
         first = [peer for peer, known in due.items() if known.given]
         others = [peer for peer, known in due.items() if not known.given and (few or peer not in members)]
@@ -231,7 +230,7 @@ class PeerTable:
         for gossip_id in self.gossip_to_keep(shards, most, now):
             tries = self._gossip[gossip_id]
             longest = BOOTSTRAP_WAIT_S if gossip_id in serves_all else OTHER_WAIT_S
-            if gossip_id not in connected and tries.due(now, longest):
+            if gossip_id not in connected and tries.due(now):
                 tries.note(now, longest, self._rng)
                 chosen[gossip_id] = list(addresses[gossip_id])[:MAX_ADDRESSES]
         return chosen
@@ -240,11 +239,11 @@ class PeerTable:
         """Connected gossip ids that no live card has claimed for `GHOST_S`, and `turn_s` if it takes so long to look up
         all cards. None while no new cards come or more than fit: then this node cannot tell, and gossip goes on."""
         claimed = {card.gossip_id for card in self.members(now).values()}
-        if now - self._heard > 2 * CARD_RENEWAL_S or len(self._cards) >= MAX_CARDS:
+        if not 0.0 <= now - self._heard <= 2 * CARD_RENEWAL_S or len(self._cards) >= MAX_CARDS:
             self._unclaimed = {}
         else:
             unclaimed = [gossip_id for gossip_id in connected if gossip_id not in claimed]
-            self._unclaimed = {gossip_id: self._unclaimed.get(gossip_id, now) for gossip_id in unclaimed}
+            self._unclaimed = {gossip_id: min(self._unclaimed.get(gossip_id, now), now) for gossip_id in unclaimed}
         return [gossip_id for gossip_id, since in self._unclaimed.items() if now - since > GHOST_S + turn_s]
 
     def _listening(self, now: float) -> list[PeerCard]:
@@ -306,6 +305,12 @@ def peer_of(address: str) -> str:
     """Peer id at the end of a multiaddress; empty if it has none."""
     head, _, peer = address.rpartition("/p2p/")
     return peer if head and "/" not in peer else ""
+
+
+def _is_live(entry: tuple[PeerCard, float], now: float) -> bool:
+    """Not run out, nor of a time that is yet to come: then the clock was set back since."""
+    card, expires = entry
+    return expires > now and card.created <= now + MAX_CLOCK_SKEW_S
 
 
 def _addresses(peer: str, card: PeerCard) -> list[str]:

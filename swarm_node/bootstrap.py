@@ -7,13 +7,14 @@ All else that it says goes to stderr, so `swarm-node bootstrap swarm.toml | head
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, PeerCard
@@ -82,8 +83,15 @@ def _speaker(run: RunDir, stack: ExitStack) -> Callable[[str], None]:
     return say
 
 
-def _print(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+def _print(sentence: str, stream: TextIO | None = None) -> None:
+    """On stderr, or another stream; one that nobody reads any more (`| head -1`) goes nowhere from then on."""
+    stream = stream or sys.stderr
+    try:
+        print(sentence, file=stream, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def _enter(
@@ -130,7 +138,7 @@ def _watch(
             link = join_link(manifest.swarm_id, addresses, others)
         if link != told:
             told = link
-            print(link, flush=True)
+            _print(link, sys.stdout)
         status = _status(config, manifest, transport)
         if addresses and (len(status["peers"]) != there or now - line_at > LINE_S):
             there, line_at = len(status["peers"]), now

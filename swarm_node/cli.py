@@ -224,6 +224,9 @@ def join(
     ] = None,
     own: Annotated[int | None, typer.Option(help="Own groups in each round (I).")] = None,
     foreign: Annotated[int | None, typer.Option(help="Other peers' groups in each round (J).")] = None,
+    record: Annotated[
+        bool | None, typer.Option("--record", help="Write what was offered and chosen to offers.jsonl.")
+    ] = None,
     rounds: Rounds = None,
     minutes: Minutes = None,
     run_dir: RunDirectory = None,
@@ -251,6 +254,7 @@ def join(
             "tasks": split_names(tasks),
             "own": own,
             "foreign": foreign,
+            "record": record,
             "rounds": rounds,
             "minutes": minutes,
             "run_dir": run_dir,

@@ -8,6 +8,7 @@ Loads no torch.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -29,7 +31,11 @@ from pydantic import (
     ValidationError,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
+from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES
+from protocol.transports.gossip_pipe import MAX_CONNECTIONS, MAX_HOST_CHARS
+from protocol.transports.settings import endpoint
 from swarm_node.errors import UserError
 
 
@@ -204,9 +210,9 @@ class SharingConfig(Section):
     """Groups of other peers that it trains on in each round (J); 0 = a silo that shares but does not listen."""
     fill: bool = True
     """Sample more groups of its own while too few foreign ones are there (4 alone learn worse than 8)."""
-    sampler: Literal["uniform", "aha"] | Outside = "uniform"
-    """Which foreign groups: `uniform` (the paper) | `aha` (right answers to what this node fails at) | a function
-    of your own, `package.module:function`; see docs/sharing.md."""
+    sampler: Literal["uniform"] | Outside = "uniform"
+    """Which foreign groups: `uniform` (the paper) | a function of your own, `package.module:function`; see
+    docs/sharing.md."""
     baseline: Literal["own", "group"] = "own"
     """Foreign advantages are taken against this node's own success on that kind of task, where known, or against the
     foreign group's mean (which its sender composed)."""
@@ -231,16 +237,53 @@ class SharingConfig(Section):
     """Write what was offered, chosen and with which probability to offers.jsonl."""
 
 
+def _is_ip(text: str, version: str = "") -> bool:
+    """Whether `text` is an IP address, without a zone, of `version` 4 or 6 if given."""
+    try:
+        return "%" not in text and version in ("", str(ipaddress.ip_address(text).version))
+    except ValueError:
+        return False
+
+
+def _is_host(text: str) -> bool:
+    """Whether `text` is an IP address or may be a host name."""
+    label = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+    name = re.fullmatch(rf"({label}\.)*{label}\.?", text) and not re.fullmatch(r"[0-9.]+", text)
+    return len(text) <= MAX_HOST_CHARS and (_is_ip(text) or bool(name))
+
+
+def _checked_ip(text: str) -> str:
+    if not _is_ip(text):
+        raise PydanticCustomError("ip", "must be an IP address")
+    return text
+
+
+def _checked_announcement(text: str) -> str:
+    """`text` if it is a host, or a multiaddress of a host and a TCP port, perhaps with a peer id."""
+    found = endpoint(text) if text.startswith("/") and len(text) <= MAX_ADDRESS_CHARS else None
+    if found is None:
+        good = _is_host(text)
+    else:
+        _, kind, host, _, port, *rest = text.split("/")
+        fits = _is_ip(host, kind[2:]) if kind in ("ip4", "ip6") else kind in ("dns", "dns4", "dns6") and _is_host(host)
+        good = fits and 0 < int(port) < 65536 and (not rest or (len(rest) == 2 and rest[0] == "p2p"))
+    if not good:
+        raise PydanticCustomError(
+            "announce", "must be an IP address, a host name, or a multiaddress such as /ip4/203.0.113.7/tcp/31330"
+        )
+    return text
+
+
 class NetworkConfig(Section):
     """Where this node listens and what it tells others."""
 
-    listen: str = "0.0.0.0"
+    listen: Annotated[str, AfterValidator(_checked_ip)] = "0.0.0.0"
     """IP address to listen on; 127.0.0.1 = this machine only."""
     port: int = Field(31330, ge=0, lt=65536)
     """TCP port of the DHT and of streams; the next free one if taken; 0 = any."""
     gossip_port: int = Field(31331, ge=0, lt=65536)
     """TCP port of the gossip process; likewise."""
-    announce: list[str] = []
+    announce: list[Annotated[str, AfterValidator(_checked_announcement)]] = Field([], max_length=MAX_ADDRESSES)
     """Public IP addresses or host names that others reach this node under (port forwarding), or whole multiaddresses
     of the DHT port."""
     dial_only: bool = False
@@ -253,7 +296,7 @@ class NetworkConfig(Section):
     """Relay streams for peers that cannot be reached directly."""
     nat_port_map: bool = False
     """Ask the router for a port by UPnP or NAT-PMP."""
-    max_connections: PositiveInt = 64
+    max_connections: int = Field(64, ge=1, le=MAX_CONNECTIONS)
     """Gossip connections kept."""
 
 
@@ -310,6 +353,7 @@ FLAGS = {
     "lora": "policy.lora",
     "own": "sharing.own",
     "foreign": "sharing.foreign",
+    "record": "sharing.record",
     "listen": "network.listen",
     "announce": "network.announce",
     "port": "network.port",

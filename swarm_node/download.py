@@ -1,11 +1,17 @@
-"""Small files over HTTP: bounded in size and time, encrypted unless they come from this very machine."""
+"""Small files over HTTP: bounded in size and time, encrypted unless they come from this very machine.
+
+An address that a stranger wrote (`public`) leads to hosts of the public internet only, also by redirects: its name is
+resolved once, and what is connected to is an address that was checked.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
+import ssl
 import time
 import urllib.request
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse, HTTPSConnection
 from typing import IO, Any
 from urllib.parse import urlsplit
 
@@ -14,7 +20,7 @@ from swarm_node.errors import UserError
 TIMEOUT_S = 10.0
 """Longest silence of a server."""
 DEADLINE_S = 300.0
-"""Longest download altogether: 64 MiB at two megabits a second."""
+"""Longest download altogether, unless told otherwise: 64 MiB at two megabits a second."""
 CHUNK = 64 * 1024
 
 
@@ -23,23 +29,25 @@ def is_url(text: str) -> bool:
     return text.startswith(("https://", "http://"))
 
 
-def download(url: str, limit: int, own_machine: bool = True) -> bytes:
-    """What is at `url`, at most `limit` bytes; http only from this machine, and only if `own_machine` allows.
+def download(url: str, limit: int, seconds: float = DEADLINE_S, public: bool = False) -> bytes:
+    """What is at `url`, at most `limit` bytes, within `seconds`; http only from this machine.
 
-    Raises UserError.
+    With `public`, nothing but https straight from hosts of the public internet, past all proxies. Raises UserError.
     """
-    _check(url, own_machine)
-    opener = urllib.request.build_opener(_Redirects(own_machine))
+    _check(url, public)
+    ends = time.monotonic() + seconds
+    direct = [urllib.request.ProxyHandler({}), _PublicHosts(ends)] if public else []
+    opener = urllib.request.build_opener(_Redirects(public), *direct)
     request = urllib.request.Request(url, headers={"User-Agent": "swarm-node"})
-    data, ends = bytearray(), time.monotonic() + DEADLINE_S
+    data = bytearray()
     try:
-        with opener.open(request, timeout=TIMEOUT_S) as response:
+        with opener.open(request, timeout=min(TIMEOUT_S, seconds)) as response:
             while chunk := response.read1(CHUNK):
                 data += chunk
                 if len(data) > limit:
                     raise UserError(f"{url} is larger than {limit} bytes, which is too much")
                 if time.monotonic() > ends:
-                    raise UserError(f"{url} takes longer than {DEADLINE_S:g} s")
+                    raise UserError(f"{url} takes longer than {seconds:.0f} s")
     except (OSError, HTTPException, ValueError) as error:  # URLError and TimeoutError are OSErrors
         raise UserError(f"cannot get {url}: {getattr(error, 'reason', None) or error}") from error
     return bytes(data)
@@ -48,17 +56,17 @@ def download(url: str, limit: int, own_machine: bool = True) -> bytes:
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows only to where it could have been asked to go at once."""
 
-    def __init__(self, own_machine: bool) -> None:
-        self.own_machine = own_machine
+    def __init__(self, public: bool) -> None:
+        self.public = public
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
-        _check(newurl, self.own_machine)
+        _check(newurl, self.public)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _check(url: str, own_machine: bool) -> None:
+def _check(url: str, public: bool) -> None:
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -66,7 +74,7 @@ def _check(url: str, own_machine: bool) -> None:
         raise UserError(f"{url} is no address: {error}") from error
     if parts.scheme == "https" and host:
         return
-    if parts.scheme != "http" or not (own_machine and _is_loopback(host)):
+    if parts.scheme != "http" or public or not _is_loopback(host):
         raise UserError(f"{url} is not encrypted: use https")
 
 
@@ -75,3 +83,74 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+# --------------------------------------------------------------------- addresses that a stranger wrote
+
+
+def public_addresses(host: str, port: int) -> list[str]:
+    """The IP addresses of `host`. Raises OSError if there is none, or if any is not of the public internet."""
+    found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    for text in found:
+        address = ipaddress.ip_address(text.partition("%")[0])
+        if isinstance(address, ipaddress.IPv6Address):
+            address = address.ipv4_mapped or address
+        if not address.is_global or address.is_multicast:
+            raise OSError(f"{host} is {text}, which is not on the public internet")
+    return found
+
+
+class _TimedSocket(ssl.SSLSocket):
+    """Reads until a point in time: a server may trickle headers as well."""
+
+    ends: float
+
+    def recv_into(self, *arguments: Any) -> int:
+        left = self.ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it takes too long")
+        self.settimeout(min(TIMEOUT_S, left))
+        return super().recv_into(*arguments)
+
+
+class _PublicConnection(HTTPSConnection):
+    ends: float
+
+    def connect(self) -> None:
+        context = ssl.create_default_context()
+        context.sslsocket_class = _TimedSocket
+        plain = _connected(public_addresses(self.host, self.port), self.port, self.ends)
+        try:
+            timed: Any = context.wrap_socket(plain, server_hostname=self.host)
+        except OSError:
+            plain.close()
+            raise
+        timed.ends = self.ends
+        self.sock = timed
+
+
+def _connected(addresses: list[str], port: int, ends: float) -> socket.socket:
+    """Connected to the first of `addresses` that answers. Raises OSError."""
+    failure: OSError = TimeoutError("it takes too long")
+    for address in addresses:
+        if (left := ends - time.monotonic()) <= 0:
+            break
+        try:
+            return socket.create_connection((address, port), min(TIMEOUT_S, left))
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+class _PublicHosts(urllib.request.HTTPSHandler):
+    def __init__(self, ends: float) -> None:
+        super().__init__()
+        self.ends = ends
+
+    def https_open(self, req: urllib.request.Request) -> HTTPResponse:
+        def connection(host: str, **options: Any) -> HTTPSConnection:
+            made = _PublicConnection(host, **options)
+            made.ends = self.ends
+            return made
+
+        return self.do_open(connection, req)

@@ -16,9 +16,9 @@ from protocol.manifest import Manifest
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.joining import fetch_manifest, find_swarm, gather_files, keep, open_transport, serve_swarm, visitor
+from swarm_node.joining import Swarm, fetch_manifest, gather_files, keep, open_transport, serve_swarm, visitor
 from swarm_node.manifests import task_tables
-from swarm_node.rundir import RunDir
+from swarm_node.rundir import RunDir, os_errors_explained
 from swarm_node.tasks import TaskSet, load_tasks
 
 
@@ -38,9 +38,10 @@ class EnteredSwarm:
         return int.from_bytes(hashlib.sha256(self.identity.peer_id.encode()).digest()[:4], "big")
 
 
-def enter_swarm(config: NodeConfig, run: RunDir, say: Callable[[str], None], stack: ExitStack) -> EnteredSwarm:
-    """Enter `config.swarm`; `stack` gets what has to be closed. Raises UserError."""
-    swarm = find_swarm(config.swarm, run, say)
+def enter_swarm(
+    swarm: Swarm, config: NodeConfig, run: RunDir, say: Callable[[str], None], stack: ExitStack
+) -> EnteredSwarm:
+    """Enter `swarm` as it was found; `stack` gets what has to be closed. Raises UserError."""
     manifest = swarm.manifest
     if manifest is None:
         say(f"asking for the manifest of swarm {swarm.id[:16]}")
@@ -48,7 +49,8 @@ def enter_swarm(config: NodeConfig, run: RunDir, say: Callable[[str], None], sta
             manifest = fetch_manifest(visit, swarm, say)
     keep(manifest, run)
     try:
-        identity = Identity.load_or_create(run.identity)
+        with os_errors_explained(run.identity):
+            identity = Identity.load_or_create(run.identity)
     except LocalProtocolError as error:
         raise UserError(str(error)) from error
     transport = open_transport(config.network, manifest, swarm.peers, run, say)

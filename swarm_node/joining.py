@@ -46,10 +46,13 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+GATHER_S = 120.0
+"""How long question files hold up a node that starts, whatever their sources and members do: as long as all that a
+manifest may name takes at nine megabits a second."""
 FILE_WAIT_S = 20.0
-"""How long a node that starts looks for members who hold its question files, before it goes on without."""
-FILE_S = 60.0
-"""A question file of 64 MiB takes this long at nine megabits a second."""
+"""Of which, how long it looks for members who hold one, before it goes on without."""
+FILE_S, FILE_BYTES_PER_S = 10.0, 2**20
+"""How long one question file may take: ten seconds and one for each mebibyte."""
 PATIENCE_S = 20.0
 """Between two sentences about still waiting for somebody."""
 RETRY_S, MAX_RETRY_S = 0.2, 3.0
@@ -161,20 +164,25 @@ def gather_files(
     """Digest -> question file of the manifest, as copied into the run directory and checked.
 
     Looked for there, among the user's `own` tasks, beside the manifest, at the source that the manifest names and, if
-    all that fails, with members (`connect` is called only then). A file that cannot be had now is left out: said, not
-    raised. Raises UserError if the run directory cannot be written.
+    all that fails, with members (`connect` is called only then). Sources and members together are given `GATHER_S`. A
+    file that cannot be had now is left out: said, not raised. Raises UserError if the run directory cannot be used.
     """
     files: dict[str, Path] = {}
-    until: float | None = None
+    given: dict[str, bytes] | None = None
+    until, look_until = time.monotonic() + GATHER_S, 0.0
     for task in manifest.tasks:
         if not task.sha256:
             continue
         path = run.files / task.sha256[:16] / f"{task.name or 'questions'}.jsonl"
-        if not path.exists() or not _is(task, path.read_bytes()):
-            data = _nearby(task, swarm, own) or _from_source(task, say)
+        with os_errors_explained(path):
+            at_hand = path.exists() and _is(task, path.read_bytes())
+        if not at_hand:
+            given = _given(own) if given is None else given
+            data = given.get(task.sha256) or _beside(task, swarm) or _from_source(task, say, until)
             if data is None:
-                until = until or time.monotonic() + FILE_WAIT_S
-                data = _from_members(task, swarm, connect(), say, until)
+                look_until = look_until or time.monotonic() + FILE_WAIT_S
+                data = _from_members(task, swarm, connect(), say, min(look_until, until), until)
+                look_until = look_until if data is None else 0.0  # whoever had this one may have the next
             if data is None:
                 continue
             with os_errors_explained(path):
@@ -184,23 +192,26 @@ def gather_files(
     return files
 
 
-def _nearby(task: ManifestTask, swarm: Swarm, own: Sequence[str | TaskConfig]) -> bytes | None:
+def _given(own: Sequence[str | TaskConfig]) -> dict[str, bytes]:
+    """Digest -> question file among the user's tasks."""
     tables = [spec if isinstance(spec, TaskConfig) else as_table(spec) for spec in own]
-    places = [table.file for table in tables if table.file is not None]
-    beside = None if swarm.folder is None else swarm.folder / f"{task.name}.jsonl"
-    if beside is not None and beside.is_file():
-        places.append(str(beside))
-    for place in places:
-        if _is(task, data := read_questions(place)):
-            return data
-    return None
+    found = [read_questions(table.file) for table in tables if table.file is not None]
+    return {hashlib.sha256(data).hexdigest(): data for data in found}
 
 
-def _from_source(task: ManifestTask, say: Say) -> bytes | None:
+def _beside(task: ManifestTask, swarm: Swarm) -> bytes | None:
+    path = None if swarm.folder is None else swarm.folder / f"{task.name}.jsonl"
+    if path is None or not path.is_file():
+        return None
+    data = read_questions(str(path))
+    return data if _is(task, data) else None
+
+
+def _from_source(task: ManifestTask, say: Say, until: float) -> bytes | None:
     if not task.source:
         return None
     try:
-        data = download(task.source, task.bytes, own_machine=False)
+        data = download(task.source, task.bytes, _seconds_for(task, until), public=True)
     except UserError as error:
         say(f"{error}; asking members for {_called(task)}")
         return None
@@ -210,18 +221,27 @@ def _from_source(task: ManifestTask, say: Say) -> bytes | None:
     return data
 
 
-def _from_members(task: ManifestTask, swarm: Swarm, transport: Transport, say: Say, until: float) -> bytes | None:
+def _from_members(
+    task: ManifestTask, swarm: Swarm, transport: Transport, say: Say, look_until: float, until: float
+) -> bytes | None:
     def ask(peer: str) -> bytes:
-        data = transport.request(peer, FILE_METHOD, task.sha256.encode(), FILE_S, max(1, task.bytes))
+        if time.monotonic() > look_until:
+            raise PeerUnreachable("out of time")
+        seconds = _seconds_for(task, until)
+        data = transport.request(peer, FILE_METHOD, task.sha256.encode(), seconds, max(1, task.bytes))
         if not _is(task, data):
             raise RemoteProtocolError("digest", "another file")
         return data
 
     try:
-        return _ask_around(transport, swarm, ask, _called(task), say, until - time.monotonic())
+        return _ask_around(transport, swarm, ask, _called(task), say, look_until - time.monotonic())
     except PeerUnreachable as error:
         say(f"{error}; playing without it (give the file as --tasks, if you have it)")
         return None
+
+
+def _seconds_for(task: ManifestTask, until: float) -> float:
+    return max(0.1, min(FILE_S + task.bytes / FILE_BYTES_PER_S, until - time.monotonic()))
 
 
 def _is(task: ManifestTask, data: bytes) -> bool:
@@ -287,16 +307,17 @@ def open_transport(
     from protocol.transports.p2p import P2PTransport
 
     try:
-        return P2PTransport(
-            identity_path=run.identity,
-            swarm=manifest.swarm_id,
-            settings=settings_of(config, [*peers, *manifest.bootstrap]),
-            shards=manifest.shards,
-            limits=manifest.limits,
-            cache_file=run.peers,
-            ports_file=run.ports,
-            report=say,
-        )
+        with os_errors_explained(run.path):
+            return P2PTransport(
+                identity_path=run.identity,
+                swarm=manifest.swarm_id,
+                settings=settings_of(config, [*peers, *manifest.bootstrap]),
+                shards=manifest.shards,
+                limits=manifest.limits,
+                cache_file=run.peers,
+                ports_file=run.ports,
+                report=say,
+            )
     except LocalProtocolError as error:
         raise UserError(str(error)) from error
 

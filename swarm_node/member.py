@@ -26,6 +26,11 @@ from swarm_node.replay import Pool
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Sampling, Task
 
+MAX_SHOWN = 500
+"""Peers in a status; those of whom most was admitted."""
+SENT = ("swarm/groups_sent", "swarm/bytes_sent", "swarm/unsent/")
+RECEIVED = ("swarm/groups_received", "swarm/groups_admitted", "swarm/rejected/")
+
 
 class Member:
     """A node's place in a swarm."""
@@ -80,6 +85,10 @@ class Member:
             now=now,
             say=say,
         )
+        self._say = say
+        self._too_slow = False
+        self._figures: dict[str, float] = {}
+        """Of the last round; whole at any time, for other threads."""
         self._slots = self._count_slots()
         if config.rollouts.group_size > manifest.limits.max_rollouts:
             say(f"this swarm takes groups of at most {manifest.limits.max_rollouts}: nothing of this node's is shared")
@@ -104,6 +113,9 @@ class Member:
         """Share what was sampled, and remember how this node does on each kind of task."""
         self.pool.observe(groups)
         self.publisher.publish(groups)
+        if self.publisher.metrics().get("swarm/unsent/age") and not self._too_slow:
+            self._too_slow = True
+            self._say("sampling a round takes more than an hour: peers take no answers that late; sample fewer groups")
 
     def choose(self, own: int, rng: random.Random) -> list[Group]:
         """Foreign groups to train on beside `own` groups of this node's."""
@@ -145,13 +157,16 @@ class Member:
         for name, value in totals.items():
             if name.startswith("rejected/"):
                 figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value
+        self._figures = figures
         return figures
 
     def status(self) -> dict[str, Any]:
-        """For people: the swarm, this node and each peer, as `swarm-node status` shows them."""
+        """For people: the swarm, this node and each peer, as `swarm-node status` shows them. From any thread."""
         members = self.transport.members()
         counts = self.receiver.by_peer()
         used = self.pool.used_by_peer()
+        figures = self._figures
+        shown = sorted({*members, *counts}, key=lambda peer: -counts.get(peer, {}).get("admitted", 0))[:MAX_SHOWN]
         return {
             "swarm": self.swarm,
             "swarm_name": self.manifest.name,
@@ -160,8 +175,8 @@ class Member:
             "name": self.name,
             "addresses": self.transport.addresses,
             "traffic": dict(self.transport.stats()),
-            "sent": self.publisher.metrics(),
-            "received": self.receiver.metrics(),
+            "sent": {name: n for name, n in figures.items() if name.startswith(SENT)},
+            "received": {name: n for name, n in figures.items() if name.startswith(RECEIVED)},
             "peers": {
                 peer: {
                     "name": members[peer].name if peer in members else "",
@@ -170,7 +185,7 @@ class Member:
                     **counts.get(peer, {}),
                     "used": used.get(peer, 0),
                 }
-                for peer in sorted({*members, *counts})
+                for peer in sorted(shown)
             },
         }
 

@@ -25,7 +25,7 @@ from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.enter import EnteredSwarm, enter_swarm
 from swarm_node.errors import UserError
 from swarm_node.evaluate import Held, evaluate, rows
-from swarm_node.joining import find_swarm, join_link
+from swarm_node.joining import Swarm, find_swarm, join_link
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import EventLog, MetricsWriter, read_metrics
@@ -45,8 +45,8 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
 
 ZERO_REWARD_ROUNDS = 10
 """Rounds without any reward after which some completions are shown: the prompt or the extraction may be wrong."""
-STATUS_SECONDS = 1.0
-"""A run in a swarm writes its status at most this often."""
+STATUS_SECONDS = 2.0
+"""Between two writings of a run's status in its swarm."""
 
 
 def run_local(config: NodeConfig, json_output: bool = False) -> int:
@@ -61,29 +61,32 @@ def run_join(config: NodeConfig, json_output: bool = False) -> int:
     """As `run_local`, as a member of the swarm `config.swarm`; waits for nobody but, once, for its manifest."""
     if not config.swarm:
         raise UserError("no swarm: name a manifest file, its https address or a swarm:// link")
-    find_swarm(config.swarm, RunDir(config.directory))  # a name that leads nowhere leaves nothing behind
-    return _run(config, json_output)
+    run = RunDir(config.directory)  # not opened yet: a name that leads nowhere leaves nothing behind
+    swarm = find_swarm(config.swarm, run, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+    return _run(config, json_output, swarm)
 
 
-def _run(config: NodeConfig, json_output: bool) -> int:
+def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> int:
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
-        Run(config, run, json_output, stack).train()
+        Run(config, run, json_output, stack, swarm).train()
     return 0
 
 
 class Run:
     """A node and its run directory."""
 
-    def __init__(self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack) -> None:
-        """Load everything, in the order in which mistakes are cheapest to find."""
+    def __init__(
+        self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack, found: Swarm | None = None
+    ) -> None:
+        """Load everything, in the order in which mistakes are cheapest to find; `found` is the swarm to be in."""
         self.run = run
         self._saying = threading.Lock()
         self.json_output = json_output
         self.progress = Progress(config.total_rounds, config.minutes, json_output)
         self.events = EventLog(run.events, self.progress.say)
         stack.callback(self.events.close)
-        swarm = enter_swarm(config, run, self.say, stack) if config.swarm else None
+        swarm = None if found is None else enter_swarm(found, config, run, self.say, stack)
         if swarm is not None and config.seed is None:
             config = config.model_copy(update={"seed": swarm.seed})
         self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
@@ -95,8 +98,6 @@ class Run:
         stack.callback(self.snapshots.close)
         self._changing = False
         self._saved: int | None = None
-        self._status_at = 0.0
-        self._link = ""
         self.before: dict[str, Held] = {}
         self.after: dict[str, Held] = {}
         resumed = self._resume()
@@ -129,6 +130,11 @@ class Run:
             record=record,
         )
         stack.callback(member.close)
+        ended = threading.Event()
+        watch = threading.Thread(target=self._watch_swarm, args=(member, ended), name="status", daemon=True)
+        watch.start()
+        stack.callback(watch.join)
+        stack.callback(ended.set)
         return member
 
     # ----------------------------------------------------------------- the loop
@@ -182,7 +188,6 @@ class Run:
             record = node.record(collected, learned, time.perf_counter() - began)
             self.metrics.write(record)
             self.progress.update(node.round, record)
-            self._show_swarm()
             without_reward = 0 if record["reward"] else without_reward + 1
             if without_reward == ZERO_REWARD_ROUNDS:
                 self._show_completions(collected.groups)
@@ -272,20 +277,19 @@ class Run:
 
     # ----------------------------------------------------------------- what people see
 
-    def _show_swarm(self) -> None:
-        """The swarm as this node sees it, for `swarm-node status`; the join link whenever it changes."""
-        member = self.node.member
-        if member is None or time.monotonic() - self._status_at < STATUS_SECONDS:
-            return
-        self._status_at = time.monotonic()
-        status = member.status()
+    def _watch_swarm(self, member: Member, ended: threading.Event) -> None:
+        """On a thread of its own, since a round may take long: what `swarm-node status` shows, and the join link
+        whenever it changes."""
+        told = ""
         others = [*self.config.network.bootstrap, *member.manifest.bootstrap]
-        link = join_link(status["swarm"], status["addresses"], others)
-        self.run.write_status(status | {"link": link})
-        if status["addresses"] and link != self._link:
-            self._link = link
-            self.say("others join with:")
-            self.say(link, "link")
+        while not ended.wait(STATUS_SECONDS):
+            status = member.status()
+            link = join_link(status["swarm"], status["addresses"], others)
+            self.run.write_status(status | {"link": link})
+            if status["addresses"] and link != told:
+                told = link
+                self.say("others join with:")
+                self.say(link, "link")
 
     def say(self, text: str, kind: str = "note") -> None:
         """One sentence to the screen and to events.jsonl."""

@@ -16,6 +16,7 @@
         swarm.json       the swarm as seen from here, for `swarm-node status`
         peers.json       addresses of peers seen
         ports.json       ports that were free instead of those wanted
+        offers.jsonl     what was offered and chosen, if that is recorded
         files/           question files of the manifest
 
 Loads no torch.
@@ -27,6 +28,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,10 +38,11 @@ from swarm_node.errors import UserError
 
 RUN_FILES = {
     *("lock", "metrics.jsonl", "events.jsonl", "snapshots", "export", "plots"),
-    *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "files"),
-    *("config.tmp", "swarm.tmp", "peers.new"),  # of a process that was killed while it wrote
+    *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
 }
 """What a directory may hold in which a run began but did not get as far as its config.toml."""
+HALF_WRITTEN = re.compile(r"(config|swarm)\.tmp|(peers|ports|identity\.[0-9]+)\.new")
+"""Nor do these matter, of a process that was killed while it wrote."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
@@ -82,7 +85,8 @@ class RunDir:
             raise UserError(f"no run in {run.path}: start one with `swarm-node local --run-dir {run.path}`")
         with os_errors_explained(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
-            if not run.exists and set(os.listdir(run.path)) - RUN_FILES:
+            others = {name for name in os.listdir(run.path) if not HALF_WRITTEN.fullmatch(name)} - RUN_FILES
+            if not run.exists and others:
                 raise UserError(f"{run.path} holds other things than a run; choose another --run-dir")
             run._take_lock()
         try:

@@ -23,7 +23,6 @@ from protocol.transports.gossip_pipe import (
     Ask,
     Command,
     Dial,
-    DialFailed,
     Drop,
     Event,
     Frames,
@@ -33,7 +32,6 @@ from protocol.transports.gossip_pipe import (
     Ready,
     Status,
     Subscribe,
-    Unsubscribe,
     frame,
 )
 
@@ -80,8 +78,6 @@ class GossipClient:
         self.report = report
         self.on_restart: Callable[[], None] | None = None
         """Told when a new sidecar is up: `gossip_id` and `addresses` have changed, all connections are gone."""
-        self.on_dial_failed: Callable[[str, str], None] | None = None
-        """Told (address, why)."""
         self.gossip_id = ""
         """Of the sidecar that lives now or lived last."""
         self.addresses: list[str] = []
@@ -92,8 +88,7 @@ class GossipClient:
         self._topics: dict[str, None] = {}
         self._messages: deque[Publish] = deque()
         self._queued = 0  # bytes
-        self._refused = 0
-        self._lock = threading.Lock()  # of the three above
+        self._lock = threading.Lock()  # of the two above
         self._commands: deque[Command] = deque(maxlen=MAX_COMMANDS)
         self._wake = asyncio.Event()
         self._up = asyncio.Event()
@@ -121,7 +116,6 @@ class GossipClient:
         """Send to all subscribers of `topic`; False if the queue is full. Never waits. From any thread."""
         with self._lock:
             if len(self._messages) >= MAX_QUEUE or self._queued + len(data) > MAX_QUEUE_BYTES:
-                self._refused += 1
                 return False
             self._messages.append(Publish(topic, data))
             self._queued += len(data)
@@ -134,12 +128,8 @@ class GossipClient:
         self._topics[topic] = None
         self._send(Subscribe(topic))
 
-    def unsubscribe(self, topic: str) -> None:
-        self._topics.pop(topic, None)
-        self._send(Unsubscribe(topic))
-
     def dial(self, address: str) -> None:
-        """Connect to the gossip process at a multiaddress that ends in its id; `on_dial_failed` if it does not work."""
+        """Connect to the gossip process at a multiaddress that ends in its id; `stat` tells whether it worked."""
         self._send(Dial(address))
 
     def drop(self, ids: list[str]) -> None:
@@ -246,9 +236,6 @@ class GossipClient:
                 answer = self._asked.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(event)
-            case DialFailed(address, detail):
-                if self.on_dial_failed is not None:
-                    self.on_dial_failed(address, detail)
             case Ready(gossip_id, addresses, port):
                 self.gossip_id, self.addresses = gossip_id, addresses
                 if port:

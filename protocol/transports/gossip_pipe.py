@@ -13,19 +13,26 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import RemoteProtocolError
+from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_SHARDS
+from protocol.manifest import ManifestLimits
 from protocol.messages import Count, Hash64
+from protocol.transports.settings import NetworkSettings
 
 HEAD_BYTES = 4
 MAX_FRAME_BYTES = MAX_BATCH_BYTES + 64 * 1024
 """A whole sealed batch with its topic; the longest status (1024 peer ids of 52 characters) fits in as well."""
 MAX_CONNECTIONS = 512
 """A Python process decrypts some 50 MB/s; beyond a few hundred connections it is not a useful hub."""
+MAX_HOST_CHARS = MAX_ADDRESS_CHARS - len("/dns4//tcp/65535/p2p/") - 52
+"""Of an announced host: with port and gossip id it must fit into an address."""
+STRETCH = 2
+"""What leaves within the swarm's limits may have waited for up to a minute on its way, and arrive with what is new."""
 
 Data = Annotated[bytes, Meta(max_length=MAX_BATCH_BYTES)]
 Topic = Annotated[str, Meta(min_length=1, max_length=128)]
 PeerAddress = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
+Host = Annotated[str, Meta(max_length=MAX_HOST_CHARS, pattern=r"^[A-Za-z0-9.:_-]+\Z")]
 GossipId = Annotated[str, Meta(max_length=64)]
 Port = Annotated[int, Meta(ge=0, lt=65536)]
 Slug = Annotated[str, Meta(max_length=64)]
@@ -43,14 +50,14 @@ class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """TCP port to listen on, or the next free one; 0 = any."""
     dial_only: bool = False
     """Never listen."""
-    announce: Annotated[list[PeerAddress], Meta(max_length=MAX_ADDRESSES)] = []
-    """IP addresses or host names under which others reach this port, or whole multiaddresses; told first."""
+    announce: Annotated[list[Host], Meta(max_length=MAX_ADDRESSES)] = []
+    """IP addresses or host names under which others reach this port; told first."""
     degree: Annotated[int, Meta(ge=1, le=64)] = 6
     """Peers that a message is passed on to, per topic; two thirds to double of it. Peers that dialled us come on top:
     they may have nobody else."""
     max_connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)] = 64
     messages_per_minute: Annotated[int, Meta(ge=1)] = 240
-    """Of one author; the rest is refused and not passed on."""
+    """Of one author, and of one process that we are connected with; the rest is refused and not passed on."""
     bytes_per_minute: Annotated[int, Meta(ge=1)] = 8 * 2**20
     """Likewise."""
     max_age_s: Annotated[float, Meta(gt=0)] = 600.0
@@ -62,10 +69,6 @@ class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Subscribe(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Have messages on `topic` delivered; and pass them on."""
 
-    topic: Topic
-
-
-class Unsubscribe(msgspec.Struct, frozen=True, tag=True, array_like=True):
     topic: Topic
 
 
@@ -108,11 +111,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     data: Data
 
 
-class DialFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    address: PeerAddress
-    detail: Annotated[str, Meta(max_length=256)]
-
-
 class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Levels now, totals since the process began."""
 
@@ -133,11 +131,34 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Messages, frames and connections refused, by reason."""
 
 
-Command = GossipSettings | Subscribe | Unsubscribe | Publish | Dial | Drop | Ask
-Event = Ready | Message | DialFailed | Status
+Command = GossipSettings | Subscribe | Publish | Dial | Drop | Ask
+Event = Ready | Message | Status
 
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
+
+
+def gossip_settings(swarm: str, shards: int, limits: ManifestLimits, network: NetworkSettings) -> GossipSettings:
+    """Settings under which nobody who keeps to the swarm's `limits` is refused: a message carries at least one group.
+
+    Raises LocalProtocolError for what the gossip process would refuse.
+    """
+    settings = GossipSettings(
+        swarm=swarm,
+        shards=shards,
+        listen=network.listen,
+        port=network.gossip_port,
+        dial_only=network.dial_only,
+        announce=[item for item in network.announce if not item.startswith("/")],  # those are of the DHT port
+        max_connections=network.max_connections,
+        messages_per_minute=STRETCH * limits.groups_per_minute,
+        bytes_per_minute=STRETCH * limits.bytes_per_minute,
+        max_age_s=limits.max_age_s,
+    )
+    try:
+        return msgspec.convert(msgspec.to_builtins(settings), GossipSettings)
+    except msgspec.ValidationError as error:
+        raise LocalProtocolError(f"these settings cannot be used for gossip: {error}") from error
 
 
 def frame(record: Any) -> bytes:

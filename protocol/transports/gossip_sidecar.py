@@ -33,7 +33,6 @@ from protocol.transports.gossip_pipe import (
     Ask,
     Command,
     Dial,
-    DialFailed,
     Drop,
     Event,
     Frames,
@@ -43,7 +42,6 @@ from protocol.transports.gossip_pipe import (
     Ready,
     Status,
     Subscribe,
-    Unsubscribe,
     frame,
 )
 from protocol.transports.safe_pubsub import CountedTCP, HubGossipSub, SafePubsub, connect, make_host
@@ -57,7 +55,7 @@ MAX_OUT, MAX_OUT_BYTES = 512, 32 * 2**20
 """Events waiting for the parent; then the oldest is dropped."""
 DIAL_S = 10.0
 MAX_DIALS = 64
-"""Under way at a time."""
+"""Under way at a time; the node asks again for those it does without."""
 CHUNK = 256 * 1024
 MAX_RSS = 512 * 2**20
 """A healthy process takes 90 to 150 MB."""
@@ -79,7 +77,7 @@ class Sidecar:
             self.router,
             self.tcp,
             (topics.rollout_topic(settings.swarm, shard) for shard in range(settings.shards)),
-            lambda topic, data, origin: self.gate.refusal(topic, data, origin, time.time()),
+            lambda topic, data, origin, forwarder: self.gate.refusal(topic, data, origin, forwarder, time.time()),
             HARMLESS,
             self._deliver,
         )
@@ -116,14 +114,10 @@ class Sidecar:
             case Subscribe(topic):
                 if topic in self.pubsub.known:
                     await self.pubsub.subscribe(topic)
-            case Unsubscribe(topic):
-                await self.pubsub.unsubscribe(topic)
             case Publish():
                 await self.to_publish.send(command)
             case Dial(address):
-                if self.dials >= MAX_DIALS:
-                    self._emit(DialFailed(address, "too many dials at once"))
-                else:
+                if self.dials < MAX_DIALS:
                     self.dials += 1
                     nursery.start_soon(self._dial, address)
             case Drop(ids):
@@ -153,7 +147,7 @@ class Sidecar:
             if not await self.pubsub.ensure_peer_stream(peer.peer_id, DIAL_S):
                 raise ConnectionError("it does not speak gossip")
         except Exception as error:  # of many libraries, on what a stranger wrote on a card
-            self._emit(DialFailed(address, f"{type(error).__name__}: {error}"[:256]))
+            log.info("cannot dial %s: %r", address, error)
         finally:
             self.dials -= 1
 

@@ -32,7 +32,7 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 from protocol.codec import seal_card
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
-from protocol.limits import MAX_REQUEST_BYTES
+from protocol.limits import MAX_CLOCK_SKEW_S, MAX_REQUEST_BYTES
 from protocol.messages import PeerCard
 from protocol.peers import peer_of
 from protocol.topics import bucket_of, membership_key
@@ -55,6 +55,8 @@ _FAILURES = (P2PDaemonError, P2PHandlerError, OSError, EOFError)
 """What calls to p2pd raise besides running into their time limit."""
 BEAM = 8
 """Nodes asked for each bucket, more or less; five of them keep it."""
+NEW_S = 60.0
+"""A folder younger than this may belong to a process that has not locked it yet."""
 T = TypeVar("T")
 
 logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "CRITICAL"))  # faults are counted instead
@@ -89,7 +91,11 @@ class HivemindPlane:
         self._answers = Answers(self.traffic, report)
         self._validator = CardValidator(swarm, settings.card_ttl_s, self.traffic.rejected)
         self._storage, self._cache = CardStorage(), CardStorage()
+        self._clock_offset = time.time() - time.monotonic()
         self._folder = ""
+        self._folder_lock = -1
+        self._panic = ""
+        """Why p2pd died, if it said so before its last line."""
         self._daemon: P2P | None = None
         self._node: DHTNode | None = None
         self._ended: asyncio.Future[int] = asyncio.Future()
@@ -101,7 +107,7 @@ class HivemindPlane:
 
     async def start(self) -> None:
         """Start p2pd and keep it running; returns when it is up. Raises LocalProtocolError for settings it refuses."""
-        self._folder = tempfile.mkdtemp(prefix="swarm-node-", dir="/tmp")  # paths of sockets are short
+        self._folder, self._folder_lock = _private_folder()
         self._daemon_class = _daemon_class(self)
         up = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.create_task(self._keep(up))
@@ -116,6 +122,8 @@ class HivemindPlane:
         await self._stop_daemon()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._folder_lock)
+            self._folder = ""
 
     async def _keep(self, up: asyncio.Future[None]) -> None:
         """Start p2pd whenever there is none."""
@@ -130,7 +138,7 @@ class HivemindPlane:
                 self._report(str(error))
                 wait = MAX_WAIT_S
             except Exception as error:  # whatever hivemind raises: this node lives on, and tries again
-                self._report(f"p2pd does not start: {error or type(error).__name__}")
+                self._report(f"p2pd does not start: {self._panic or error or type(error).__name__}")
                 wait = min(MAX_WAIT_S, wait + 1.0)
             else:
                 started = time.monotonic()
@@ -142,13 +150,14 @@ class HivemindPlane:
                 code = await self._ended
                 wait = 0.0 if time.monotonic() - started > STEADY_S else min(MAX_WAIT_S, wait + 0.25)
                 if code not in ASKED_TO_END:
-                    self._report(f"p2pd ended with code {code}; starting it again")
+                    why = f" ({self._panic})" if self._panic else ""
+                    self._report(f"p2pd ended with code {code}{why}; starting it again")
             await self._stop_daemon()
             await asyncio.sleep(wait)
 
     async def _start_daemon(self) -> None:
         settings = self._settings
-        relays = self._relays[:8] if settings.relay else []
+        relays = self._relays[:8] if settings.relay and not settings.serve_relay else []
         async with _one_start_at_a_time():
             if not settings.dial_only:
                 self._choose_port()
@@ -163,8 +172,8 @@ class HivemindPlane:
                     force_reachability="public" if settings.serve_relay else "private" if settings.dial_only else None,
                     auto_nat=settings.relay,
                     use_relay=settings.relay or settings.serve_relay,
-                    use_auto_relay=bool(relays) and not settings.serve_relay,  # without any, p2pd would ask IPFS's
-                    trusted_relays=relays or None,
+                    use_auto_relay=bool(relays),  # without any, p2pd would ask IPFS's
+                    trusted_relays=relays or None,  # of no use without auto relay, and p2pd panics
                     nat_port_map=settings.nat_port_map,
                     startup_timeout=START_S,
                 ),
@@ -248,6 +257,7 @@ class HivemindPlane:
     async def store_card(self, card: PeerCard) -> bool:
         """Seal this node's card and store it. False if no peer took it; raises PeerUnreachable."""
         node, peer = self._running()[1], self._identity.peer_id
+        self._mind_the_clock(node)
         key = membership_key(self._swarm, bucket_of(peer))
         return bool(
             await self._bounded(
@@ -264,6 +274,7 @@ class HivemindPlane:
     async def get_cards(self, buckets: Collection[int]) -> dict[str, PeerCard]:
         """Peer id -> card of everyone in these buckets, this node too. Raises PeerUnreachable."""
         node = self._running()[1]
+        self._mind_the_clock(node)
         keys = [membership_key(self._swarm, bucket) for bucket in buckets]
         # NaN: no expiration suffices to end the search early, not even the infinite one a hostile peer may claim
         found = await self._bounded(node.get_many(keys, sufficient_expiration_time=math.nan, beam_size=BEAM), CALL_S)
@@ -275,6 +286,13 @@ class HivemindPlane:
                         peer, card = self._validator.open(sealed)
                         cards[peer] = card
         return cards
+
+    def _mind_the_clock(self, node: DHTNode) -> None:
+        """Forget all cards stored here if the clock was set back: they would outlast, and keep out, newer ones."""
+        before, self._clock_offset = self._clock_offset, time.time() - time.monotonic()
+        if self._clock_offset < before - MAX_CLOCK_SKEW_S:
+            self._storage, self._cache = CardStorage(), CardStorage()
+            node.protocol.storage, node.protocol.cache = self._storage, self._cache
 
     # ---------------------------------------------------------------- requests
 
@@ -354,7 +372,13 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
 
         def __init__(self) -> None:
             super().__init__()
-            plane._daemon = self
+            plane._daemon, plane._panic = self, ""
+
+        @staticmethod
+        def _log_p2pd_message(line: str) -> None:  # told every line: hivemind keeps the last, of a trace of many
+            if line.startswith(("panic: ", "fatal error: ")):
+                plane._panic = plane._panic or line
+            P2P._log_p2pd_message(line)
 
         async def call_protobuf_handler(self, peer_id: PeerID, name: str, input: Any, output_type: Any) -> Any:
             traffic.bytes_out += input.ByteSize()
@@ -372,6 +396,29 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
             await super().add_protobuf_handler(name, counted, input_type, **options)
 
     return Daemon
+
+
+def _private_folder() -> tuple[str, int]:
+    """A new folder for sockets, whose paths must be short, and its lock, which the kernel drops with this process. The
+    folders of those that were killed are removed."""
+    prefix = f"swarm-node-{os.getuid()}-"
+    for old in Path("/tmp").glob(f"{prefix}*"):
+        with suppress(OSError):  # it is another's, is in use, or another process was quicker
+            lock = _open_folder(old)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(lock).st_mtime > NEW_S:
+                    shutil.rmtree(old)
+            finally:
+                os.close(lock)
+    folder = tempfile.mkdtemp(prefix=prefix, dir="/tmp")
+    lock = _open_folder(folder)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def _open_folder(path: str | Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 @asynccontextmanager

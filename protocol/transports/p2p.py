@@ -8,7 +8,6 @@ Nothing waits for the network but `request`: it comes up, goes away and comes ba
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib
 import math
 import random
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -32,14 +31,14 @@ from protocol.peers import PeerTable, peer_of
 from protocol.topics import rollout_topic
 from protocol.transports.base import Handler, Server
 from protocol.transports.gossip_client import GossipClient, Stat
-from protocol.transports.gossip_pipe import GossipSettings
+from protocol.transports.gossip_pipe import gossip_settings
 from protocol.transports.ports import note_ports, recall_ports
+from protocol.transports.reports import Reports
 from protocol.transports.settings import NetworkSettings, best_first, endpoint, free_port
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.hivemind_plane import HivemindPlane
 
-T = TypeVar("T")
 CLOSE_S = 8.0
 """Longest that `close` takes."""
 GOODBYE_S = 2.0
@@ -70,9 +69,9 @@ class P2PTransport:
     ) -> None:
         """Returns at once; the network comes up in the background. `limits` are the swarm's; `cache_file` keeps the
         addresses of peers seen from run to run, `ports_file` the ports that were got; `report` is told, on another
-        thread, what people should know.
+        thread, what people should know, ever more rarely if it repeats itself.
 
-        Raises LocalProtocolError for an identity file or a listen address that cannot be used.
+        Raises LocalProtocolError for an identity file, a listen address or settings that cannot be used.
         """
         self._identity = Identity.load_or_create(identity_path)
         self._identity_path = identity_path
@@ -80,25 +79,14 @@ class P2PTransport:
         self._wanted = settings
         self._ports_file = ports_file
         if ports_file is not None:
-            settings = recall_ports(settings, ports_file)
+            settings = recall_ports(settings, ports_file, report)
         self._settings = settings
         self._cache_file = cache_file
-        self._report = report
+        self._report = Reports(report)
         if not settings.dial_only:
             free_port(settings.listen, settings.port)
-        limits = limits or ManifestLimits()
         self._wake = asyncio.Event()
-        self._gossip_settings = GossipSettings(
-            swarm=swarm,
-            shards=shards,
-            listen=settings.listen,
-            port=settings.gossip_port,
-            dial_only=settings.dial_only,
-            announce=[item for item in settings.announce if not item.startswith("/")],
-            max_connections=settings.max_connections,
-            bytes_per_minute=limits.bytes_per_minute,
-            max_age_s=limits.max_age_s,
-        )
+        self._gossip_settings = gossip_settings(swarm, shards, limits or ManifestLimits(), settings)
         self._gossip = self._new_gossip()
         self._plane: HivemindPlane | None = None
         self._shard_of_topic = {rollout_topic(swarm, shard): shard for shard in range(shards)}
@@ -110,7 +98,7 @@ class P2PTransport:
         self._servers: dict[str, Server] = {}
         self._card: PeerCard | None = None
         self._told: tuple[object, ...] = ()
-        self._renew_at = 0.0
+        self._renew_at = 0.0  # like all deadlines here of the monotonic clock, which nobody sets back
         self._members: dict[str, PeerCard] = {}
         self._connected: set[str] = set()
         self._greeted: set[str] = set()
@@ -260,8 +248,15 @@ class P2PTransport:
 
     def _new_gossip(self) -> GossipClient:
         gossip = GossipClient(self._gossip_settings, self._on_message, self._report)
-        gossip.on_restart = self._wake.set
+        gossip.on_restart = self._on_gossip
         return gossip
+
+    def _on_gossip(self) -> None:
+        """There is a gossip process, perhaps a new one: the card can say where to find it."""
+        self._wake.set()
+        wanted, got = self._gossip_settings.port, self._gossip.settings.port
+        if wanted and got != wanted:
+            self._report(f"port {wanted} is taken: listening on {got}")
 
     async def _start_gossip(self) -> None:
         """Returns once there is gossip; from then on the client keeps it running by itself."""
@@ -274,7 +269,7 @@ class P2PTransport:
                 for topic in self._handlers:
                     self._gossip.subscribe(topic)
             else:
-                self._wake.set()  # the card can say where to find it
+                self._on_gossip()
                 return
 
     async def _goodbye(self, plane: HivemindPlane) -> None:
@@ -369,7 +364,7 @@ class P2PTransport:
     async def _look_up(self, plane: HivemindPlane) -> None:
         """Read cards: now and then, and at once if somebody is there who is not known. All buckets in a small swarm; in
         a large one some, but all of them twice in a card's life."""
-        settings, now = self._settings, time.time()
+        settings, now = self._settings, time.monotonic()
         known = {card.gossip_id for card in self._members.values()}
         strangers = not known.issuperset(self._stat.peers) or not self._members.keys() >= self._newcomers
         if now < self._look_at and not strangers:
@@ -438,7 +433,7 @@ class P2PTransport:
         gossip, addresses = self._gossip, plane.addresses or self._relayed()
         heard_at = self._gossip_addresses(addresses)
         ways = (plane.restarts, gossip.gossip_id, *addresses, *heard_at)
-        if ways == self._told and time.time() < self._renew_at:
+        if ways == self._told and time.monotonic() < self._renew_at:
             return
         card = replace(self._dated(self._card), addresses=addresses[:MAX_ADDRESSES])
         if gossip.gossip_id:
@@ -446,7 +441,7 @@ class P2PTransport:
         await plane.store_card(card)
         if ways != self._told:
             self._note_ports(plane)
-        self._told, self._renew_at = ways, time.time() + self._settings.card_renewal_s
+        self._told, self._renew_at = ways, time.monotonic() + self._settings.card_renewal_s
 
     def _gossip_addresses(self, addresses: Sequence[str]) -> list[str]:
         """Where the gossip process listens: it knows its port, and p2pd, at `addresses`, more of this machine."""
@@ -475,42 +470,3 @@ class P2PTransport:
             gossip=[],
             gossip_id="",
         )
-
-
-def fetch(
-    identity_path: Path,
-    swarm: str,
-    settings: NetworkSettings,
-    method: str,
-    payload: bytes,
-    accept: Callable[[bytes], T],
-    limit: int = 2**20,
-    timeout: float = 20.0,
-) -> T:
-    """Ask the bootstrap peers one after the other, before there is a transport (a joiner that has but a link needs the
-    manifest first). The first answer that `accept` does not refuse by raising RemoteProtocolError, as it returns it.
-
-    Raises PeerUnreachable or RemoteProtocolError, the last peer's, if none gave one.
-    """
-    from protocol.transports.hivemind_plane import HivemindPlane
-
-    async def ask_all() -> T:
-        plane = HivemindPlane(
-            Identity.load_or_create(identity_path),
-            identity_path,
-            swarm,
-            dataclasses.replace(settings, port=0, relay=False),
-        )
-        failure: ProtocolError = PeerUnreachable("no bootstrap peer is known")
-        try:
-            await plane.start()
-            for address in settings.bootstrap:
-                try:
-                    return accept(await plane.request(peer_of(address), method, payload, timeout, limit, [address]))
-                except (PeerUnreachable, RemoteProtocolError) as error:
-                    failure = error
-            raise failure
-        finally:
-            await plane.close()
-
-    return asyncio.run(ask_all())

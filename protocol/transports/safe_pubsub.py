@@ -334,12 +334,13 @@ class SafePubsub(Pubsub):
         router: HubGossipSub,
         tcp: CountedTCP,
         topics: Iterable[str],
-        check: Callable[[str, bytes, str], str | None],
+        check: Callable[[str, bytes, str, str], str | None],
         harmless: frozenset[str],
         deliver: Callable[[str, bytes], None],
     ) -> None:
-        """`topics` = all that exist. `check` is told (topic, data, id of who signed the message) and says why it is
-        refused; reasons not in `harmless` count against the forwarder. `deliver` is told (topic, data) of the rest."""
+        """`topics` = all that exist. `check` is told (topic, data, id of who signed the message, id of its forwarder)
+        and says why it is refused; reasons not in `harmless` count against the forwarder. `deliver` is told (topic,
+        data) of the rest."""
         known = frozenset(topics)
         super().__init__(
             host,
@@ -424,7 +425,7 @@ class SafePubsub(Pubsub):
             if ID(msg.from_id) == self.my_id or self.is_banned(msg_forwarder):
                 return
             topic = msg.topicIDs[0]
-            reason = self._refusal(topic, msg)
+            reason = self._refusal(topic, msg, msg_forwarder)
             if reason is not None:
                 self.rejected[reason] += 1
                 if reason not in self.harmless:
@@ -443,7 +444,7 @@ class SafePubsub(Pubsub):
         except Exception as error:  # the library's; outside it would end the service
             log.warning("a message was not passed on: %r", error)
 
-    def _refusal(self, topic: str, msg: Any) -> str | None:
+    def _refusal(self, topic: str, msg: Any, forwarder: ID) -> str | None:
         if not msg.signature:
             return "unsigned"
         try:
@@ -454,7 +455,7 @@ class SafePubsub(Pubsub):
         if not genuine:
             return "forged"
         self._mark_msg_seen(msg)  # its name is proven: not to be fetched or looked at again, whatever it is
-        return self.check(topic, msg.data, ID(msg.from_id).to_base58())
+        return self.check(topic, msg.data, ID(msg.from_id).to_base58(), forwarder.to_base58())
 
     async def _blame(self, peer: ID, topic: str, reason: str) -> None:
         scorer = self.router.scorer

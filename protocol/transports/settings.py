@@ -52,18 +52,29 @@ def free_port(ip: str, port: int) -> int:
 
     Asked beforehand because two p2pd start on one port without complaint and then share its connections.
     """
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     for candidate in range(port, min(port + PORTS_TRIED, 65536)):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are dying do not count
-            try:
-                probe.bind((ip, candidate))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise LocalProtocolError(f"cannot listen on {ip} port {candidate}: {error.strerror}") from error
-                continue
-            return int(probe.getsockname()[1])
+        if found := _bindable(ip, candidate):
+            return found
     raise LocalProtocolError(f"ports {port} to {candidate} of {ip} are all taken: name another one")
+
+
+def is_free(ip: str, port: int) -> bool:
+    """Whether nobody listens on `port`. Raises LocalProtocolError if nobody could."""
+    return _bindable(ip, port) != 0
+
+
+def _bindable(ip: str, port: int) -> int:
+    """`port`, or one that is free for 0; 0 if it is taken. Raises LocalProtocolError."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are dying do not count
+        try:
+            probe.bind((ip, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise LocalProtocolError(f"cannot listen on {ip} port {port}: {error.strerror}") from error
+            return 0
+        return int(probe.getsockname()[1])
 
 
 def listen_address(ip: str, port: int) -> str:

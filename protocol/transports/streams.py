@@ -5,6 +5,10 @@
     frame    = length (8 bytes, big-endian) | sha256 (32 bytes) | payload, in pieces of at most MAX_CHUNK_BYTES
 
 Streams may end early without an error (their daemon died), so only a payload of the right length and hash counts.
+
+Answers of `LARGE_METHODS` have few places of their own and all others are short, so memory is bounded and large answers
+never stand in the way of short ones. Whoever takes one too slowly is dropped. Servers and long hashes run in threads:
+the loop goes on.
 """
 
 from __future__ import annotations
@@ -18,14 +22,21 @@ from dataclasses import dataclass, field
 
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
+from protocol.manifest import FILE_METHOD
 from protocol.transports.base import Server
 
-MAX_ANSWERS = 16
-"""Requests answered at once; more are told to come back later."""
-MAX_ANSWERS_PER_PEER = 4
-"""Of which for one peer."""
-ANSWER_S = 120.0
-"""Longest that one request may occupy a place: 64 MiB at 5 Mbit/s."""
+LARGE_METHODS = frozenset({FILE_METHOD})
+"""Their answers have up to `MAX_RESPONSE_BYTES`; all others' `MAX_SHORT_BYTES`."""
+MAX_SHORT_BYTES = 2**20
+"""What a caller takes unless it says otherwise."""
+MAX_ANSWERS, MAX_ANSWERS_PER_PEER = 64, 4
+"""Requests answered at once, of all and of one peer; more are told to come back later."""
+MAX_LARGE, MAX_LARGE_PER_PEER = 4, 1
+"""Of which large: 256 MiB in memory at most."""
+ANSWER_S = 180.0
+"""Longest that one request may occupy a place, whatever happens."""
+GRACE_S, MIN_BYTES_PER_S = 10.0, 2**19
+"""Who takes less than this, ten seconds not counted, is dropped: 64 MiB at 4 Mbit/s take two minutes."""
 REQUEST_S = 10.0
 """Longest that a request may take to arrive."""
 MAX_DETAIL_CHARS = 200
@@ -78,29 +89,33 @@ class Answers:
         self._traffic = traffic
         self._report = report
         self._running: Counter[str] = Counter()
+        self._large: Counter[str] = Counter()
 
     async def serve(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the one request on this stream, and close it."""
+        places = [self._running]
         self._running[peer] += 1
         try:
             async with asyncio.timeout(ANSWER_S):
-                status, answer = await self._answer(peer, reader)
+                status, answer = await self._answer(peer, reader, places)
                 writer.write(status)
                 await _write_frame(writer, answer, self._traffic)
         except RemoteProtocolError as error:
             self._traffic.rejected[error.reason] += 1
         except (TimeoutError, EOFError, OSError):
             self._traffic.rejected["torn"] += 1
+            writer.transport.abort()  # what is not taken by now need not be kept
         finally:
-            self._running[peer] -= 1
-            self._running += Counter()  # forgets zeros
+            for taken in places:
+                taken[peer] -= 1
+                taken += Counter()  # forgets zeros
             writer.close()
 
-    async def _answer(self, peer: str, reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-        """(status, answer). Raises RemoteProtocolError for a request that cannot be read."""
+    async def _answer(self, peer: str, reader: asyncio.StreamReader, places: list[Counter[str]]) -> tuple[bytes, bytes]:
+        """(status, answer); a place for a large one is added to `places`. Raises RemoteProtocolError for a request that
+        cannot be read."""
         if self._running.total() > MAX_ANSWERS or self._running[peer] > MAX_ANSWERS_PER_PEER:
-            self._traffic.rejected["busy"] += 1
-            return _UNAVAILABLE, b"busy"
+            return self._busy()
         async with asyncio.timeout(REQUEST_S):
             length = (await reader.readexactly(1))[0]
             method = (await reader.readexactly(length)).decode(errors="replace")
@@ -113,9 +128,15 @@ class Answers:
         if server is None:
             self._traffic.rejected["method"] += 1
             return _UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
+        large = method in LARGE_METHODS
+        if large:
+            if self._large.total() >= MAX_LARGE or self._large[peer] >= MAX_LARGE_PER_PEER:
+                return self._busy()
+            self._large[peer] += 1
+            places.append(self._large)
         try:
-            answer = server(peer, payload)
-            if len(answer) > MAX_RESPONSE_BYTES:
+            answer = await asyncio.to_thread(server, peer, payload)
+            if len(answer) > (MAX_RESPONSE_BYTES if large else MAX_SHORT_BYTES):
                 raise ValueError(f"an answer of {len(answer)} bytes")
         except RemoteProtocolError as error:
             self._traffic.rejected[error.reason] += 1
@@ -126,18 +147,25 @@ class Answers:
             return _UNAVAILABLE, b"failed"
         return _ANSWER, answer
 
+    def _busy(self) -> tuple[bytes, bytes]:
+        self._traffic.rejected["busy"] += 1
+        return _UNAVAILABLE, b"busy"
+
 
 def _refusal(error: RemoteProtocolError) -> bytes:
     return f"{error.reason}\n{error.detail[:MAX_DETAIL_CHARS]}".encode()[: 2 * MAX_DETAIL_CHARS]
 
 
 async def _write_frame(writer: asyncio.StreamWriter, payload: bytes, traffic: Traffic) -> None:
-    writer.write(len(payload).to_bytes(8, "big") + hashlib.sha256(payload).digest())
-    view = memoryview(payload)
-    for start in range(0, len(payload), MAX_CHUNK_BYTES):
+    """Raises TimeoutError if the other end takes it too slowly."""
+    long = len(payload) > MAX_CHUNK_BYTES
+    digest = (await asyncio.to_thread(hashlib.sha256, payload) if long else hashlib.sha256(payload)).digest()
+    writer.write(len(payload).to_bytes(8, "big") + digest)
+    view, began = memoryview(payload), asyncio.get_running_loop().time()
+    for start in range(0, len(payload) or 1, MAX_CHUNK_BYTES):
         writer.write(view[start : start + MAX_CHUNK_BYTES])
-        await writer.drain()
-    await writer.drain()
+        async with asyncio.timeout_at(began + GRACE_S + start / MIN_BYTES_PER_S):
+            await writer.drain()
     traffic.bytes_out += len(payload) + 40
 
 

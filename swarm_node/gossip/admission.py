@@ -21,7 +21,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Rollout, Sampling, Score, Task
 
 Assigned = Callable[[TaskName, str], Task]
-"""(name, slot key) -> the training task of that name, or RemoteProtocolError `task`, `assignment` or `held_out`."""
+"""(name, slot key) -> the training task of that name, or RemoteProtocolError `task` or `assignment`."""
 ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
 
 
@@ -39,7 +39,7 @@ class Admission:
         self._score = score
 
     def rebuild(self, peer: str, batch: RolloutBatch, shared: SharedGroup) -> Group:
-        """The group to train on. Raises `RemoteProtocolError`: task, assignment, held_out, prompt, cap, length, text,
+        """The group to train on. Raises `RemoteProtocolError`: task, assignment, prompt, cap, length, text,
         error or zero."""
         task = self._assigned(shared.task, slot_key(self._swarm, peer, shared.epoch, shared.slot))
         if prompt_digest(task.question) != shared.prompt:

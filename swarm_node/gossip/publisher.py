@@ -15,7 +15,7 @@ import numpy as np
 
 from protocol.codec import HEAD_BYTES, seal_batch
 from protocol.identity import Identity
-from protocol.limits import MAX_BATCH_BYTES, MAX_GROUPS, MAX_TOKENS
+from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_GROUPS, MAX_ROUND_S, MAX_TOKENS
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
 from swarm_node.config import SharingConfig
@@ -124,6 +124,8 @@ class Publisher:
             return "zero"
         if group.task.slot is None:
             return "slot"
+        if (group.task.slot[0] + 1) * EPOCH_SECONDS + MAX_ROUND_S < self._now() + FLUSH_S:
+            return "age"
         if len(group.rollouts) > limits.max_rollouts or any(
             len(r.text) > limits.max_text_chars for r in group.rollouts
         ):

@@ -2,8 +2,9 @@
 
     transport's thread   take:  size -> inbox (bounded; the oldest makes room)
     main thread          admit: newest first:  echo -> muted -> signature -> version -> schema -> swarm
-                                of each group: duplicate -> age -> quota -> task -> assignment -> prompt -> caps
-                                               -> length, text -> score -> signal -> pool
+                                of each group: duplicate -> age -> quota -> waiting (bounded)
+                                some of these: task -> assignment -> prompt -> caps -> length, text -> score
+                                               -> signal -> pool
 
 Cheap before dear; a group changes nothing but its sender's account, and the memory of what was seen, before the last
 check passes. Every rejection is counted by reason and, where a signature proves one, by peer.
@@ -19,7 +20,7 @@ from typing import Any
 from protocol.codec import HEAD_BYTES, open_batch
 from protocol.errors import RemoteProtocolError
 from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
-from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S
+from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
 from protocol.manifest import Manifest
 from protocol.messages import RolloutBatch, SharedGroup
 from swarm_node.config import SharingConfig
@@ -32,6 +33,11 @@ from swarm_node.types import Group, Sampling
 INBOX_BYTES = 16 * MAX_BATCH_BYTES
 INBOX_MESSAGES = 1024
 """Bounds, with `INBOX_BYTES`, what waits during a round, and the time that one `admit` takes to open it."""
+OPENED = 64
+"""Messages opened in one `admit`: 0.2 ms each."""
+MAX_WAITING = 1024
+WAITING_BYTES = 16 * MAX_BATCH_BYTES
+"""Bounds what was opened and waits to be examined; the oldest makes room."""
 MAX_SEEN = 2**16
 """Groups remembered as dealt with: ten minutes of a hundred groups a second, in about 12 MB."""
 PROVEN = frozenset({"version", "schema", "swarm"})
@@ -64,6 +70,8 @@ class Receiver:
         self._admission = Admission(manifest, policy, sampling, assigned, score)
         self._ledger = Ledger(manifest.limits, now, say)
         self._seen: dict[bytes, float] = {}  # content id -> when, oldest first
+        self._waiting: deque[tuple[str, Account, RolloutBatch, SharedGroup, float]] = deque()  # newest last
+        self._waiting_bytes = 0.0
         self._received = 0
         self._admitted = 0
         self._lock = threading.Lock()  # guards what follows: the transport's thread writes it
@@ -89,26 +97,18 @@ class Receiver:
     # ----------------------------------------------------------------- main thread
 
     def admit(self) -> int:
-        """Examine what has arrived, newest first, at most `sharing.admit` groups of it; how many were admitted."""
+        """Examine groups that have arrived, newest first, at most `sharing.admit` of them; how many were admitted. The
+        others wait for the next time."""
         self._tidy()
-        before, budget = self._admitted, self._budget
-        while budget > 0 and (data := self._newest()) is not None:
-            opened = self._open(data)
-            if opened is None:
-                continue
-            peer, batch = opened
-            account = self._ledger.account(peer)
-            account.received += len(batch.groups)
-            account.received_bytes += len(data)
-            self._received += len(batch.groups)
-            size = len(data) / len(batch.groups)
-            for group in reversed(batch.groups):
-                try:
-                    self._check(peer, account, batch, group, size, budget)
-                    budget -= 1
-                    self._examine(peer, account, batch, group)
-                except RemoteProtocolError as error:
-                    self._ledger.reject(error.reason, peer, error.detail)
+        self._open_newest()
+        before = self._admitted
+        for _ in range(min(self._budget, len(self._waiting))):
+            peer, account, batch, group, size = self._waiting.pop()
+            self._waiting_bytes -= size
+            try:
+                self._examine(peer, account, batch, group)
+            except RemoteProtocolError as error:
+                self._ledger.reject(error.reason, peer, error.detail)
         return self._admitted - before
 
     def metrics(self) -> dict[str, float]:
@@ -132,18 +132,38 @@ class Receiver:
                 "staleness": account.age_sum / account.admitted if account.admitted else None,
                 "muted": self._ledger.is_muted(peer),
             }
-            for peer, account in self._ledger.accounts.items()
+            for peer, account in list(self._ledger.accounts.items())  # all at once: another thread may be asking
         }
 
     # ----------------------------------------------------------------- one message
 
-    def _newest(self) -> bytes | None:
+    def _open_newest(self) -> None:
+        """Let the groups of the newest messages wait to be examined."""
         with self._lock:
-            if not self._inbox:
-                return None
-            data = self._inbox.pop()
-            self._inbox_bytes -= len(data)
-            return data
+            messages = [self._inbox.pop() for _ in range(min(OPENED, len(self._inbox)))]
+            self._inbox_bytes -= sum(map(len, messages))
+        for data in reversed(messages):
+            opened = self._open(data)
+            if opened is None:
+                continue
+            peer, batch = opened
+            account = self._ledger.account(peer)
+            account.received += len(batch.groups)
+            account.received_bytes += len(data)
+            self._received += len(batch.groups)
+            size = len(data) / len(batch.groups)
+            for group in batch.groups:
+                try:
+                    self._check(peer, account, batch, group, size)
+                except RemoteProtocolError as error:
+                    self._ledger.reject(error.reason, peer, error.detail)
+                else:
+                    self._waiting.append((peer, account, batch, group, size))
+                    self._waiting_bytes += size
+        while len(self._waiting) > MAX_WAITING or self._waiting_bytes > WAITING_BYTES:
+            peer, *_, size = self._waiting.popleft()
+            self._waiting_bytes -= size
+            self._ledger.reject("surplus", peer)
 
     def _open(self, data: bytes) -> tuple[str, RolloutBatch] | None:
         """(sender, batch) of a message; `None` if it is rejected as a whole."""
@@ -163,10 +183,8 @@ class Receiver:
             self._ledger.reject(error.reason, peer, error.detail)
             return None
 
-    def _check(
-        self, peer: str, account: Account, batch: RolloutBatch, group: SharedGroup, size: float, budget: int
-    ) -> None:
-        """What can be told without the task: duplicate, age, future, muted, quota, surplus."""
+    def _check(self, peer: str, account: Account, batch: RolloutBatch, group: SharedGroup, size: float) -> None:
+        """What can be told without the task: duplicate, age, future, quota."""
         now = self._now()
         key = content_id(peer, group)
         if key in self._seen:
@@ -174,21 +192,20 @@ class Receiver:
         drawn = group.epoch * EPOCH_SECONDS
         if max(batch.created, drawn) > now + MAX_CLOCK_SKEW_S:
             raise RemoteProtocolError("future", f"{max(batch.created, drawn) - now:.0f} s ahead")
-        oldest = now - self._max_age
-        if batch.created < oldest or drawn + EPOCH_SECONDS < oldest:
-            raise RemoteProtocolError("age", f"{now - min(batch.created, drawn):.0f} s old")
-        if self._ledger.is_muted(peer):
-            raise RemoteProtocolError("muted")
+        if batch.created < now - self._max_age:
+            raise RemoteProtocolError("age", f"{now - batch.created:.0f} s old")
+        if drawn + EPOCH_SECONDS + MAX_ROUND_S < batch.created:
+            raise RemoteProtocolError("age", f"answers to a task of {batch.created - drawn:.0f} s before")
         if account.groups.level(now) < 1 or account.bytes.level(now) < size:
             raise RemoteProtocolError("quota")
         account.groups.take(1)
         account.bytes.take(size)
         self._seen[key] = now
-        if budget <= 0:
-            raise RemoteProtocolError("surplus")
 
     def _examine(self, peer: str, account: Account, batch: RolloutBatch, shared: SharedGroup) -> None:
         """Everything else; the group is in the pool unless this raises."""
+        if self._ledger.is_muted(peer):  # since it came
+            raise RemoteProtocolError("muted")
         group = self._admission.rebuild(peer, batch, shared)
         group.created = min(group.created, self._now())
         refused = self._add(group)
@@ -206,7 +223,7 @@ class Receiver:
         for reason, n in (("size", missized), ("surplus", overflowed)):
             if n:
                 self._ledger.reject(reason, n=n)
-        forgotten = self._now() - (self._max_age + EPOCH_SECONDS + 2 * MAX_CLOCK_SKEW_S)
+        forgotten = self._now() - (self._max_age + EPOCH_SECONDS + MAX_ROUND_S + 2 * MAX_CLOCK_SKEW_S)
         while self._seen:
             oldest = next(iter(self._seen))
             if self._seen[oldest] > forgotten and len(self._seen) <= MAX_SEEN:

@@ -61,7 +61,8 @@ class Progress:
         self._round = 0
         self._rewards: list[float] = []
         self._tokens_per_s: float | None = None
-        self._swarm: list[float | None] = [None, None]
+        self._peers: float | None = None
+        self._used: deque[float] = deque(maxlen=SPEED_OVER)
         self._started_at = 0.0
         self._ended: deque[float] = deque(maxlen=SPEED_OVER + 1)
         self._printed_round: int | None = None
@@ -85,7 +86,8 @@ class Progress:
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
         self._tokens_per_s = metrics.get("perf/generated_tok_s")
-        self._swarm = [metrics.get(f"swarm/{name}") for name in ("peers", "groups_used")]
+        self._peers = metrics.get("swarm/peers")
+        self._used.append(metrics.get("swarm/groups_used") or 0.0)
         if not self._on_terminal and self._line_due():
             self._print_line()
 
@@ -155,9 +157,9 @@ class Progress:
         numbers = [f"reward {fmean(self._rewards[-SMOOTHED:]):.3f}"] if self._rewards else []
         if self._tokens_per_s is not None:
             numbers.append(f"{self._tokens_per_s:,.0f} tok/s")
-        peers, used = self._swarm
-        if peers is not None and used is not None:
-            numbers.append(f"{peers:.0f} peers, {used:.0f} of their groups")
+        if self._peers is not None:
+            others = "1 other" if self._peers == 1 else f"{self._peers:.0f} others"
+            numbers.append(f"{others}, {fmean(self._used):.1f} of their groups a round")
         return numbers
 
     def _seconds_per_round(self) -> float:

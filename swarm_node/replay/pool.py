@@ -2,16 +2,17 @@
 
     add -> [ waiting: each peer its share, none too old ] -> sampler -> J groups -> advantages
 
-No more wait than four rounds can use: what is sampled by a policy of long ago teaches less. When room is needed, a peer
-that takes more than its share loses its oldest groups, then whoever has the oldest does.
+No more wait than four rounds can use, or, where rounds are shorter than messages are apart, the rounds of the last
+seconds: what is sampled by a policy of long ago teaches less. When room is needed, a peer that takes more than its
+share loses its oldest groups, then whoever has the oldest does.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -25,6 +26,8 @@ from swarm_node.types import Group
 ROUNDS = 4
 """Rounds of this node's that the waiting groups would last. Measured with 4 + 4 groups and eight peers: at most 16
 waiting, 1.4 rounds old in the mean, gave 3 and 9 % more reward (two seeds) than all of ten minutes, 20 rounds old."""
+LULL_S = 2.0
+"""Messages of a peer come about once a second: groups of one have to last until the next."""
 MAX_PEERS = 1024
 """Peers whose uses are counted apart."""
 
@@ -54,8 +57,7 @@ class Pool:
         self._config = config
         self._now = now
         self._record = record
-        self._most = ROUNDS * max(1, config.foreign)
-        self._most_of_one = max(config.foreign, int(config.peer_share * self._most))
+        self._rounds: deque[float] = deque(maxlen=64)  # when `choose` was called, lately
         self._sampler = find_sampler(config.sampler)
         self._posterior = Posterior()
         self._entries: dict[int, _Entry] = {}  # by id, in the order of arrival
@@ -80,11 +82,12 @@ class Pool:
         self._next_id += 1
         self._entries[entry.id] = entry
         self._count(entry, 1)
-        peer = group.peer
-        while self._peer_bytes[peer] > share or self._peer_groups[peer] > self._most_of_one:
-            self._drop(_oldest(e for e in self._entries.values() if e.group.peer == peer))
-        while self._bytes > self._config.max_bytes or len(self._entries) > self._most:
-            self._drop(_oldest(self._entries.values()))
+        while self._peer_bytes[group.peer] > share:
+            self._drop(self._oldest_of(group.peer))
+        while self._bytes > self._config.max_bytes or len(self._entries) > self._most():
+            greediest, groups = self._peer_groups.most_common(1)[0]
+            is_greedy = groups > max(self._config.foreign, self._config.peer_share * self._most())
+            self._drop(self._oldest_of(greediest if is_greedy else None))
         return None
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -98,6 +101,7 @@ class Pool:
     def choose(self, n: int, rng: random.Random) -> list[Group]:
         """Up to `n` groups for one step, with their advantages. UserError if a sampler of the user's own fails."""
         now, entries = self._now(), self._usable()
+        self._rounds.append(now)
         offers = [
             Offer(e.id, e.group, now - e.group.created, e.uses, e.best, self._posterior.of(e.group.task.label))
             for e in entries
@@ -131,7 +135,7 @@ class Pool:
 
     def used_by_peer(self) -> dict[str, int]:
         """Groups trained on, by sender; running totals."""
-        return dict(self._used_by)
+        return dict(self._used_by)  # copied at once: another thread may be asking
 
     def _baseline(self, group: Group) -> Belief | None:
         """What the group's rewards are compared with; `None` = their own mean."""
@@ -141,6 +145,16 @@ class Pool:
     def _usable(self) -> list[_Entry]:
         self._drop_expired()
         return [e for e in self._entries.values() if teaches(e.best, self._baseline(e.group))]
+
+    def _most(self) -> int:
+        """Groups that may wait."""
+        lately = self._now() - LULL_S
+        return max(1, self._config.foreign) * max(ROUNDS, sum(at > lately for at in self._rounds))
+
+    def _oldest_of(self, peer: str | None) -> _Entry:
+        """Of that peer, or of all. They arrive newest first, so the order of arrival is not that of age."""
+        entries = (e for e in self._entries.values() if peer in (None, e.group.peer))
+        return min(entries, key=lambda entry: (entry.group.created, entry.id))
 
     def _drop_expired(self) -> None:
         oldest = self._now() - self._config.max_age_s
@@ -163,11 +177,6 @@ class Pool:
         if peer not in self._used_by and len(self._used_by) >= MAX_PEERS:
             del self._used_by[min(self._used_by, key=self._used_by.__getitem__)]
         self._used_by[peer] += 1
-
-
-def _oldest(entries: Iterable[_Entry]) -> _Entry:
-    """They arrive newest first, so the order of arrival is not that of age."""
-    return min(entries, key=lambda entry: (entry.group.created, entry.id))
 
 
 def _memory(group: Group) -> int:

@@ -1,13 +1,7 @@
 """Which waiting groups to train on: a sampler gives each a weight, and groups are drawn in proportion, one by one.
 
-    uniform   w = 1                                         the paper, 2509.08721
-    aha       w = exp(max(0, r - b) / T)                    r = best reward in the group, judged here; b = mean of own
-                                                            rewards on that kind of task (1/2 if unknown); T = 0.2
-
-`aha` looks for what this node has yet to see done: a right answer to a task at which it always fails is e^5 = 148 times
-as likely as one to a task that it has mastered. A function of the user's own has the same form:
-
-    f(offers: Sequence[Offer]) -> Sequence[float]           finite, >= 0; 0 = never
+uniform   w = 1                                         the paper, 2509.08721
+yours     f(offers: Sequence[Offer]) -> Sequence[float], finite, >= 0; 0 = never
 """
 
 from __future__ import annotations
@@ -21,8 +15,6 @@ from swarm_node.errors import UserError
 from swarm_node.outside import describe, load_function
 from swarm_node.replay.posterior import Belief
 from swarm_node.types import Group
-
-TEMPERATURE = 0.2
 
 
 @dataclass(frozen=True)
@@ -49,18 +41,9 @@ def uniform(offers: Sequence[Offer]) -> list[float]:
     return [1.0] * len(offers)
 
 
-def aha(offers: Sequence[Offer]) -> list[float]:
-    """Rewards are taken to lie within [0, 1]; larger differences count as 1."""
-    gaps = [offer.best - (offer.own.reward if offer.own.known else 0.5) for offer in offers]
-    return [math.exp(min(1.0, max(0.0, gap)) / TEMPERATURE) for gap in gaps]
-
-
-SAMPLERS: dict[str, Sampler] = {"uniform": uniform, "aha": aha}
-
-
 def find_sampler(name: str) -> Sampler:
     """The sampler that `sharing.sampler` names. UserError if it is outside code that cannot be loaded."""
-    return SAMPLERS.get(name) or load_function(name, "sharing.sampler")
+    return uniform if name == "uniform" else load_function(name, "sharing.sampler")
 
 
 def weigh(sampler: Sampler, offers: Sequence[Offer]) -> list[float]:

@@ -29,6 +29,8 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.utils import encode_varint_prefixed
 
 from protocol import topics
+from protocol.identity import Identity
+from protocol.topics import shard_of
 from tests.integration.gossip_samples import batch, peer_on_shard, seal_as
 
 GOSSIP = "/meshsub/1.1.0"
@@ -43,21 +45,21 @@ class Attacker:
         self.swarm, self.shards = swarm, shards
         self.topic = topics.rollout_topic(swarm, 0)
         self.author = peer_on_shard(0, shards)
-        self.id = host.get_id()
         self.sequence = time.time_ns()
         self.sent = 0
 
-    def message(self, data: bytes, topic: str | None = None) -> Any:
-        """A message as honest peers wrap it."""
+    def message(self, data: bytes, keys: Any = None) -> Any:
+        """A message as honest peers wrap it; signed with other `keys`, as if only passed on."""
+        keys = keys or self.keys
         self.sequence += 1
         message = rpc_pb2.Message(
             data=data,
-            topicIDs=[topic or self.topic],
-            from_id=self.id.to_bytes(),
+            topicIDs=[self.topic],
+            from_id=ID.from_pubkey(keys.public_key).to_bytes(),
             seqno=self.sequence.to_bytes(8, "big"),
         )
-        signature = self.keys.private_key.sign(PREFIX + message.SerializeToString())
-        message.signature, message.key = signature, self.keys.public_key.serialize()
+        message.signature = keys.private_key.sign(PREFIX + message.SerializeToString())
+        message.key = keys.public_key.serialize()
         return message
 
     def sealed(self, **changes: Any) -> bytes:
@@ -170,6 +172,18 @@ async def flood(a: Attacker) -> None:
         await a.send(*(a.message(a.sealed()) for _ in range(4)))
 
 
+async def fresh_keys(a: Attacker) -> None:
+    """1600 messages, each of an author and of a process of its own, as if they were passed on for others."""
+    for _ in range(400):
+        messages = []
+        for _ in range(4):
+            a.author = Identity.generate(os.urandom(32))
+            while shard_of(a.author.peer_id, a.shards):
+                a.author = Identity.generate(os.urandom(32))
+            messages.append(a.message(a.sealed(), create_new_key_pair()))
+        await a.send(*messages)
+
+
 async def persistent(a: Attacker) -> None:
     """Goes on until it is hung up on."""
     for _ in range(200):
@@ -248,8 +262,8 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
     attack.__name__: attack
     for attack in (
         garbage, endless, oversized_frame, bad_utf8, unreadable_key, unsigned, forged, oversized, no_batch,
-        wrong_swarm, wrong_version, wrong_schema, wrong_shard, far_future, long_past, replayed, flood, persistent,
-        control, bad_mux, bad_noise, unread, streams, comes_and_goes,
+        wrong_swarm, wrong_version, wrong_schema, wrong_shard, far_future, long_past, replayed, flood, fresh_keys,
+        persistent, control, bad_mux, bad_noise, unread, streams, comes_and_goes,
     )
 }  # fmt: skip
 

@@ -13,14 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from protocol.codec import open_batch, seal_batch
-from protocol.errors import ProtocolError, RemoteProtocolError
+from protocol.errors import ProtocolError
 from protocol.identity import Identity
 from protocol.messages import PeerCard, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
 from protocol.topics import rollout_topic, shard_of
-from protocol.transports.p2p import P2PTransport, fetch
+from protocol.transports.p2p import P2PTransport
 from protocol.transports.settings import NetworkSettings
 
 SWARM = "cd" * 32
+
+
+class Clock:
+    """`time.time`, ahead of the real one by so many seconds."""
+
+    real = staticmethod(time.time)
+    ahead = 0.0
+
+    def __call__(self) -> float:
+        return self.real() + self.ahead
+
+
+clock = Clock()
 
 
 class Node:
@@ -42,9 +55,14 @@ class Node:
         )
         for shard in range(self.shards):
             self.transport.subscribe(rollout_topic(SWARM, shard), self.hear)
-        self.transport.serve("echo", lambda peer, payload: peer[-4:].encode() + payload)
+        self.transport.serve("echo", self.echo)
         self.transport.announce(PeerCard(1, SWARM, 0.0, name, settings.get("roles", ["trainer"])))
         self.constructed = time.monotonic() - began
+
+    def echo(self, peer: str, payload: bytes) -> bytes:
+        if payload == b"fail":
+            raise ValueError("fail")
+        return peer[-4:].encode() + payload
 
     def hear(self, data: bytes) -> None:
         sender, batch = open_batch(data, SWARM)
@@ -57,6 +75,7 @@ class Node:
             "constructed": self.constructed,
             "addresses": transport.addresses,
             "members": {card.name: card.gossip_id for card in transport.members().values()},
+            "created": {card.name: card.created for card in transport.members().values()},
             "stats": dict(transport.stats()),
             "gossip": transport._gossip.gossip_id,
             "pids": [os.getpid(), plane and plane.daemon_pid, transport._gossip.pid],
@@ -89,19 +108,9 @@ class Node:
         except ProtocolError as error:
             return f"{type(error).__name__}: {error}"
 
-    def do_fetch(self, bootstrap: list[str], wanted: str) -> str:
-        """What a newcomer without a transport gets, who believes nothing but `wanted`."""
-
-        def accept(answer: bytes) -> str:
-            if not answer.decode().endswith(wanted):
-                raise RemoteProtocolError("unwanted", answer.decode())
-            return answer.decode()
-
-        settings = NetworkSettings(listen="127.0.0.1", bootstrap=tuple(bootstrap))
-        try:
-            return fetch(Path("newcomer.key"), SWARM, settings, "echo", b"payload", accept)
-        except ProtocolError as error:
-            return f"{type(error).__name__}: {error}"
+    def do_set_clock(self, ahead: float) -> None:
+        """Of this process, not of its gossip process."""
+        clock.ahead = ahead
 
     def do_close(self) -> float:
         began = time.monotonic()
@@ -110,7 +119,10 @@ class Node:
 
 
 def main() -> None:
-    node = Node(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
+    settings = json.loads(sys.argv[3])
+    clock.ahead = settings.pop("clock", 0.0)
+    time.time = clock  # before anything takes hold of it: hivemind is not imported yet
+    node = Node(Path(sys.argv[1]), sys.argv[2], settings)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         name, *arguments = json.loads(line)

@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from protocol.codec import seal_card
 from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.limits import MAX_CARD_BYTES
+from protocol.manifest import FILE_METHOD
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
-from protocol.transports.hivemind_plane import HivemindPlane
+from protocol.transports import hivemind_plane
+from protocol.transports.hivemind_plane import NEW_S, HivemindPlane
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.settings import NetworkSettings
 
@@ -43,14 +45,14 @@ Scenario = Callable[[], Awaitable[None]]
 class Node:
     """A plane with what tests want to know of it."""
 
-    def __init__(self, folder: Path, name: str, **settings: Any) -> None:
+    def __init__(self, folder: Path, name: str, relays: Sequence[str] = (), **settings: Any) -> None:
         self.said: list[str] = []
         path = folder / f"{name}.key"
         self.name, self.identity = name, Identity.load_or_create(path)
         self.id = self.identity.peer_id
         defaults = dict(listen="127.0.0.1", port=0, relay=False, card_ttl_s=TTL_S)
         self.plane = HivemindPlane(
-            self.identity, path, SWARM, NetworkSettings(**(defaults | settings)), report=self.said.append
+            self.identity, path, SWARM, NetworkSettings(**(defaults | settings)), relays, self.said.append
         )
 
     def card(self, **changes: Any) -> PeerCard:
@@ -171,6 +173,18 @@ async def a_dial_only_node_is_a_member() -> None:
                 await inside.plane.close()
 
 
+async def two_that_relay_for_others_know_each_other() -> None:
+    async with started("one", serve_relay=True, relay=True) as (one,):
+        with tempfile.TemporaryDirectory() as folder:
+            two = Node(Path(folder), "two", one.plane.addresses, serve_relay=True, relay=True)
+            try:
+                await asyncio.wait_for(two.plane.start(), 20.0)
+                await two.plane.connect(one.id, one.plane.addresses)
+                assert two.id in await one.plane.connected() and two.said == []
+            finally:
+                await two.plane.close()
+
+
 async def addresses_that_make_no_sense_are_unreachable() -> None:
     async with started("one") as (one,):
         peer = Identity.generate().peer_id
@@ -194,23 +208,66 @@ async def addresses_that_make_no_sense_are_unreachable() -> None:
         assert await _fails(one.plane.connect("?", [f"/ip4/127.0.0.1/tcp/{one.plane.port}/p2p/?"]), PeerUnreachable)
 
 
+async def cards_of_before_the_clock_was_set_back_give_way_to_new_ones() -> None:
+    async with started("one", "two") as nodes:
+        real = time.time
+        try:
+            time.time = lambda: real() + 3600.0
+            for node in nodes:
+                assert await node.plane.store_card(node.card())
+            assert await nodes[0].names() == {"one", "two"}
+        finally:
+            time.time = real
+        for node in nodes:
+            await node.names()  # notices
+        for node in nodes:
+            assert await node.plane.store_card(node.card(policy_version=2))
+        for node in nodes:
+            cards = (await node.plane.get_cards(EVERYWHERE)).values()
+            assert {card.name for card in cards} == {"one", "two"} and {card.policy_version for card in cards} == {2}
+
+
 # -------------------------------------------------------------------- death of p2pd
+
+
+async def a_panic_of_p2pd_is_told_by_its_first_line() -> None:
+    make = hivemind_plane._daemon_class
+
+    def panicking(plane: HivemindPlane) -> Any:
+        class Panicking(make(plane)):  # type: ignore[misc]
+            @classmethod
+            async def create(cls, **options: Any) -> Any:
+                return await super().create(**options | {"trusted_relays": [f"/ip4/127.0.0.1/tcp/5/p2p/{peer}"]})
+
+        return Panicking
+
+    with tempfile.TemporaryDirectory() as folder:
+        one, peer = Node(Path(folder), "one"), Identity.generate().peer_id
+        hivemind_plane._daemon_class = panicking
+        try:
+            start = asyncio.create_task(one.plane.start())
+            await until(lambda: one.said)
+            assert one.said[0].startswith("p2pd does not start: panic: Found staticRelays"), one.said
+        finally:
+            hivemind_plane._daemon_class = make
+            await one.plane.close()
+            start.cancel()
 
 
 async def a_killed_p2pd_is_replaced() -> None:
     async with started("one", "two") as (one, two):
         for node in (one, two):
             await node.plane.store_card(node.card())
-            node.plane.serve("slow", lambda peer, payload: bytes(40 * 2**20))
+            node.plane.serve(FILE_METHOD, lambda peer, payload: bytes(40 * 2**20))
             node.plane.serve("echo", lambda peer, payload: payload)
         pid, port = one.plane.daemon_pid, one.plane.port
-        pulls = [asyncio.create_task(one.plane.request(two.id, "slow", b"", 20.0, 2**26)) for _ in range(2)]
+        pull = asyncio.create_task(one.plane.request(two.id, FILE_METHOD, b"", 20.0, 2**26))
         await asyncio.sleep(0.02)
-        assert not any(pull.done() for pull in pulls)
+        assert not pull.done()
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         lookup = asyncio.create_task(one.plane.get_cards(EVERYWHERE))
-        results = await asyncio.wait_for(asyncio.gather(*pulls, lookup, return_exceptions=True), 5.0)
+        results = await asyncio.wait_for(asyncio.gather(pull, lookup, return_exceptions=True), 5.0)
         assert all(isinstance(result, PeerUnreachable) for result in results), results
         await until(lambda: one.plane.restarts == 1, 5.0)
         print(f"p2pd back after {time.monotonic() - killed:.2f} s", file=sys.stderr)
@@ -288,6 +345,21 @@ async def closing_leaves_nothing_behind() -> None:
     assert not any(map(os.path.exists, folders))
 
 
+async def what_killed_processes_left_is_removed() -> None:
+    long_ago = time.time() - NEW_S - 5.0
+    left, new = (tempfile.mkdtemp(prefix=f"swarm-node-{os.getuid()}-", dir="/tmp") for _ in range(2))
+    Path(left, "p2pd.sock").touch()
+    os.utime(left, (long_ago, long_ago))
+    try:
+        async with started("one") as (one,):
+            assert not os.path.exists(left) and os.path.exists(new)
+            os.utime(one.plane._folder, (long_ago, long_ago))
+            async with started("two"):
+                assert os.path.exists(one.plane._folder)
+    finally:
+        os.rmdir(new)
+
+
 async def closing_after_ctrl_c_is_quick() -> None:
     async with started("one") as (one,):
         os.kill(one.plane.daemon_pid, signal.SIGINT)  # reaches the whole process group
@@ -305,13 +377,13 @@ async def requests_are_answered() -> None:
         callers: list[str] = []
         big = os.urandom(3 * 2**20 + 17)
         one.plane.serve("echo", lambda peer, payload: callers.append(peer) or payload)
-        one.plane.serve("big", lambda peer, payload: big)
+        one.plane.serve(FILE_METHOD, lambda peer, payload: big)
         assert await two.ask(one, "echo", b"") == b""
         assert await two.ask(one, "echo", b"x" * 65536, limit=65536) == b"x" * 65536
         assert callers == [two.id, two.id]
-        assert await two.ask(one, "big", limit=2**22) == big
+        assert await two.ask(one, FILE_METHOD, limit=2**22) == big
         assert two.plane.traffic.bytes_in > len(big) and one.plane.traffic.bytes_out > len(big)
-        assert await one.refused(two, "big") == "unreachable"  # served by the other only
+        assert await one.refused(two, FILE_METHOD) == "unreachable"  # served by the other only
 
 
 async def requests_fail_in_time() -> None:

@@ -46,13 +46,11 @@ class Peer(GossipClient):
         defaults = {"listen": "127.0.0.1", "messages_per_minute": 10**6, "bytes_per_minute": 2**30}
         self.heard: list[bytes] = []
         self.reports: list[str] = []
-        self.failed_dials: list[str] = []
         super().__init__(
             GossipSettings(SWARM, **{**defaults, **settings}),
             lambda topic, data: self.heard.append(data),
             self.reports.append,
         )
-        self.on_dial_failed = lambda address, detail: self.failed_dials.append(detail)
         self.sealer = peer_on_shard(0, self.settings.shards, skip=number + 1)
 
     def say(self, size: int = 5000) -> bytes:
@@ -202,9 +200,9 @@ def test_a_taken_port_is_passed_over() -> None:
     asyncio.run(run())
 
 
-def test_dials_that_fail_say_why() -> None:
+def test_dials_that_fail_harm_nothing() -> None:
     async def run() -> None:
-        async with swarm(1) as (peer,):
+        async with swarm(2) as (peer, other):
             nobody = "12D3KooWA5QapJCxXj1sqbLndrL9jm3UKnHvuuBprxM6pjmCh6R1"
             for address in (
                 f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}",
@@ -213,9 +211,11 @@ def test_dials_that_fail_say_why() -> None:
                 "/ip4/127.0.0.1/tcp/1",
                 "nonsense",
             ):
-                peer.failed_dials.clear()
-                peer.dial(address)
-                await until(lambda: len(peer.failed_dials) == 1, 30)
+                for _ in range(20):  # more in all than may be under way
+                    peer.dial(address)
+            await asyncio.sleep(2)
+            peer.dial(other.addresses[0])
+            await until_stat(peer, lambda stat: stat.mesh.get(TOPIC, 0) == 1)
             assert peer.restarts == 0
 
     asyncio.run(run())
@@ -247,8 +247,7 @@ def test_a_full_hub_says_no_until_somebody_leaves() -> None:
                 leaf.dial(hub.addresses[0])
             await until_stat(hub, lambda stat: stat.mesh.get(TOPIC, 0) == 2)
             leaves[2].dial(hub.addresses[0])
-            await until(lambda: len(leaves[2].failed_dials) == 1)
-            assert (await hub.stat()).rejected["connections"] == 1
+            await until_stat(hub, lambda stat: stat.rejected.get("connections") == 1)
             hub.drop([leaves[0].gossip_id, "nobody"])
             await until_stat(hub, lambda stat: len(stat.peers) == 1)
             leaves[2].dial(hub.addresses[0])
@@ -322,8 +321,15 @@ def test_a_hostile_peer_gets_nothing_in_and_brings_nothing_down() -> None:
 
             # What is well-formed is let in, once, and no more than one author may say.
             assert (await suffer("replayed"))["seen"] >= 3
-            assert (await suffer("flood"))["rate"] >= 100
+            counts = await suffer("flood")
+            assert counts["flood"] >= 5 and counts["graylist"] == 1, counts  # blamed on it until it was banned
             assert 100 <= len(victim.heard) <= 130
+
+            # Nor does it help to speak for others, all of them made up, over connections for which they never spoke.
+            before = len(victim.heard)
+            counts = await suffer("fresh_keys")
+            assert counts["newcomers"] >= 100 and counts["flood"] >= 5 and counts["graylist"] == 1, counts
+            assert 100 <= len(victim.heard) - before <= 300  # 64 a minute for each of two shards
 
             with socket.create_connection(("127.0.0.1", victim.settings.port)) as stranger:
                 stranger.sendall(os.urandom(5000))

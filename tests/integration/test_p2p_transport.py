@@ -191,22 +191,27 @@ def test_ports_that_are_taken_and_a_node_that_only_dials(start: Start) -> None:
         addresses = hub.up()
         status = hub("status")
         assert f"/tcp/{port}/" not in addresses[0]
-        assert any(f"port {port} is taken" in sentence for sentence in status["said"])
+        said = [sentence for sentence in status["said"] if f"port {port} is taken" in sentence]
+        assert len(said) == 2  # by p2pd and by the gossip process
     inside = start("inside", bootstrap=addresses, dial_only=True)
     until(lambda: inside.members == {"hub"} and hub.members == {"inside"})
     assert inside("status")["addresses"] == []
     until(lambda: hears(hub, inside) and hears(inside, hub))
     assert hub("ask", inside.peer, "x") == hub.peer[-4:] + "x"  # over the connection that it made
+    for _ in range(3):
+        assert hub("ask", inside.peer, "fail").startswith("PeerUnreachable")
+    assert sum("ValueError('fail')" in sentence for sentence in inside("status")["said"]) == 1  # not again and again
 
 
-def test_a_newcomer_asks_one_bootstrap_peer_after_the_other(start: Start) -> None:
-    hub = start("hub")
-    addresses = hub.up()
-    dead = f"/ip4/127.0.0.1/tcp/{unused_port()}/p2p/{Identity.generate().peer_id}"
-    assert hub("fetch", [dead, *addresses], "payload").endswith("payload")
-    assert hub("fetch", [dead], "payload").startswith("PeerUnreachable: nobody listens")
-    assert hub("fetch", [], "payload").startswith("PeerUnreachable: no bootstrap peer")
-    assert hub("fetch", addresses, "another answer").startswith("RemoteProtocolError: unwanted")
+def test_cards_are_renewed_and_looked_up_although_the_clock_was_set_back(start: Start) -> None:
+    hub = start("hub", clock=3600.0)
+    one = start("one", clock=3600.0, bootstrap=hub.up())
+    until(lambda: one.members == {"hub"} and hub.members == {"one"})
+    for node in (hub, one):
+        node("set_clock", 0.0)
+    soon = time.time() + 60.0
+    for node, other in ((hub, "one"), (one, "hub")):
+        until(lambda node=node, other=other: 0 < node("status")["created"].get(other, 0) < soon)
 
 
 def test_ctrl_c_reaches_all_processes_and_none_is_left(start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import topics
-from protocol.errors import RemoteProtocolError
+from protocol import codec, topics
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.manifest import ManifestLimits
 from protocol.transports import gossip_gate
-from protocol.transports.gossip_gate import Gate
+from protocol.transports.gossip_gate import BLAMED_NEWCOMERS, HARMLESS, SHARD_AUTHORS, Gate
 from protocol.transports.gossip_pipe import (
     MAX_FRAME_BYTES,
     Command,
@@ -23,9 +25,12 @@ from protocol.transports.gossip_pipe import (
     GossipSettings,
     Message,
     Publish,
+    Ready,
     Subscribe,
     frame,
+    gossip_settings,
 )
+from protocol.transports.settings import NetworkSettings, announced
 from tests.integration.gossip_samples import batch, peer_on_shard, seal_as
 
 SWARM = "ab" * 32
@@ -35,11 +40,31 @@ NOW = time.time()
 
 
 def gate(**settings: Any) -> Gate:
-    return Gate(GossipSettings(SWARM, shards=2, **settings))
+    return Gate(GossipSettings(SWARM, **{"shards": 2, **settings}))
 
 
 def sealed(size: int = 1000, **changes: Any) -> bytes:
     return seal_as(msgspec.structs.replace(batch(SWARM, size), **{"created": NOW, **changes}), PEER)
+
+
+def ask(door: Gate, data: bytes, origin: str = "origin", forwarder: str = "hub", now: float = NOW) -> str | None:
+    return door.refusal(TOPIC, data, origin, forwarder, now)
+
+
+@pytest.fixture
+def unsealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages as of `plain`, all on one shard: their authors are believed, which makes thousands of them cheap."""
+    record = msgspec.structs.replace(batch(SWARM, 100), created=NOW)
+    monkeypatch.setattr(codec, "open_batch", lambda data, swarm: (data[:52].decode().strip(), record))
+    monkeypatch.setattr(topics, "shard_of", lambda peer, shards: 0)
+
+
+def plain(author: str, size: int = 100) -> bytes:
+    """A message of `author`, unlike any other."""
+    return f"{author:52}{next(_numbers):16}".encode().ljust(size)
+
+
+_numbers = count()
 
 
 @pytest.mark.parametrize(
@@ -61,49 +86,137 @@ def sealed(size: int = 1000, **changes: Any) -> bytes:
     ],
 )
 def test_reasons(reason: str | None, data: bytes) -> None:
-    assert gate().refusal(TOPIC, data, "origin", NOW) == reason
+    assert ask(gate(), data) == reason
 
 
 def test_a_batch_is_let_in_once_whoever_wraps_it() -> None:
     door, data = gate(), sealed()
-    assert door.refusal(TOPIC, data, "origin", NOW) is None
-    assert door.refusal(TOPIC, data, "another", NOW) == "seen"
+    assert ask(door, data) is None
+    assert ask(door, data, "another") == "seen"
 
 
 def test_messages_of_an_author_are_capped_and_the_cap_refills() -> None:
     door = gate(messages_per_minute=10)
-    verdicts = [door.refusal(TOPIC, sealed(), f"origin {i}", NOW) for i in range(15)]
+    verdicts = [ask(door, sealed(), f"origin {i}") for i in range(15)]
     assert verdicts == [None] * 10 + ["rate"] * 5
-    later = [door.refusal(TOPIC, sealed(), f"origin {i}", NOW + 30) for i in range(7)]
+    later = [ask(door, sealed(), f"origin {i}", now=NOW + 30) for i in range(7)]
     assert later == [None] * 5 + ["rate"] * 2  # half a minute: half of them
-    assert door.refusal(TOPIC, sealed(), "origin", NOW - 5) == "rate"  # a clock set back earns nothing
+    assert ask(door, sealed(), now=NOW - 5) == "rate"  # a clock set back earns nothing
+    assert ask(door, sealed(), now=NOW + 2) is None  # but is forgiven: one in six seconds, counted from then on
 
 
 def test_bytes_of_an_author_are_capped() -> None:
     door = gate(bytes_per_minute=100_000)
-    verdicts = [door.refusal(TOPIC, sealed(30_000), f"origin {i}", NOW) for i in range(5)]
+    verdicts = [ask(door, sealed(30_000), f"origin {i}") for i in range(5)]
     assert verdicts == [None] * 3 + ["rate"] * 2
 
 
-def test_one_process_cannot_speak_for_many_authors() -> None:
+def test_what_was_refused_for_its_rate_may_come_again_and_takes_no_place_in_memory() -> None:
+    door = gate(messages_per_minute=2)
+    early, late = sealed(), [sealed() for _ in range(5)]
+    assert [ask(door, data) for data in (early, *late)] == [None, None, *["rate"] * 4]
+    assert ask(door, early) == "seen"
+    assert len(door._seen) == 2
+    assert ask(door, late[-1], now=NOW + 31) is None
+
+
+def test_the_excess_of_an_author_is_blamed_on_who_signed_it_and_on_nobody_else() -> None:
+    """`flood` counts against the forwarder, `rate` does not."""
+    assert "rate" in HARMLESS and "flood" not in HARMLESS
     door = gate(messages_per_minute=3)
-    authors = [peer_on_shard(0, 2, skip=i) for i in range(5)]
-    verdicts = [door.refusal(TOPIC, seal_as(batch(SWARM, 500), author), "origin", time.time()) for author in authors]
-    assert verdicts == [None] * 3 + ["rate"] * 2
+    assert [ask(door, sealed(), "flooder", "flooder") for _ in range(5)] == [None] * 3 + ["flood"] * 2
+    door = gate(messages_per_minute=3)
+    assert [ask(door, sealed(), "flooder", "hub") for _ in range(5)] == [None] * 3 + ["rate"] * 2
+    assert ask(door, sealed(), "flooder", "flooder") == "rate"  # all of it came from the hub, perhaps a replay
 
 
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gossip_gate, "AUTHORS", 8)
-    monkeypatch.setattr(gossip_gate, "SEEN", 16)
+def test_one_process_cannot_speak_for_many_authors(unsealed: None) -> None:
+    door = gate(messages_per_minute=3)
+    assert [ask(door, plain(f"author {i}"), "it", "it") for i in range(5)] == [None] * 3 + ["flood"] * 2
+
+
+def test_fresh_keys_over_one_connection_are_bounded_and_blamed(unsealed: None) -> None:
+    door = gate(shards=1)
+    verdicts = [ask(door, plain(f"author {i}"), f"origin {i}", now=NOW + i / 100) for i in range(3000)]  # half a minute
+    assert SHARD_AUTHORS <= verdicts.count(None) <= 1.5 * SHARD_AUTHORS + 1
+    assert verdicts[:SHARD_AUTHORS] == [None] * SHARD_AUTHORS
+    first = verdicts.index("flood")
+    assert BLAMED_NEWCOMERS * SHARD_AUTHORS <= first < 800
+    assert "newcomers" in HARMLESS and verdicts[first:].count("flood") > 1000
+    # Whoever was known meanwhile is heard, over the same connection too; and new ones over others.
+    assert ask(door, plain("author 0"), now=NOW + 30) is None
+    assert [ask(door, plain(f"late {i}"), forwarder="another", now=NOW + 30) for i in range(30)] == [None] * 30
+
+
+def test_a_hub_is_not_blamed_for_those_who_flood_it_with_fresh_keys(
+    unsealed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gossip_gate, "SHARD_AUTHORS", 8)
+    hub, leaf, passed_on = gate(shards=1), gate(shards=1), []
+    for i in range(12_000):  # over twenty connections, for two minutes
+        data, now = plain(f"author {i}"), NOW + i / 100
+        if ask(hub, data, f"origin {i}", f"flooder {i % 20}", now) is None:
+            passed_on.append(ask(leaf, data, f"origin {i}", "hub", now))
+    assert len(passed_on) >= 64 and set(passed_on) <= {None, "newcomers"}
+
+
+def test_a_hub_may_speak_for_a_whole_shard_of_large_batches_at_once_and_each_second(unsealed: None) -> None:
+    door = gate(shards=1)
+    for second in range(90):
+        for i in range(SHARD_AUTHORS):
+            assert ask(door, plain(f"author {i}", 60_000), f"origin {i}", now=NOW + second) is None
+
+
+def test_a_connection_brings_no_more_than_its_budget_whoever_it_speaks_for(
+    unsealed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gossip_gate, "CONNECTION_MESSAGES", 100)
+    monkeypatch.setattr(gossip_gate, "CONNECTION_BYTES", 300_000)
+    door = gate(messages_per_minute=20, bytes_per_minute=100_000)
+    verdicts = [ask(door, plain(f"author {i % 10}"), f"origin {i}") for i in range(150)]
+    assert verdicts == [None] * 100 + ["flood"] * 50
+    seen = plain("author 0")
+    assert [ask(door, seen, forwarder="x") for _ in range(150)].count("flood") == 50  # what is refused counts as well
+    sizes = [ask(door, plain(f"author {i}", 50_000), f"origin {i}", "another") for i in range(8)]
+    assert sizes == [None] * 6 + ["flood"] * 2
+    assert ask(door, plain("author 0"), now=NOW + 6) is None  # a tenth of it is back
+    assert ask(gate(messages_per_minute=500), plain("author 0"), "a", "a") is None
+
+
+def test_who_keeps_to_the_limits_of_the_swarm_is_not_refused(unsealed: None) -> None:
+    """Small groups, each a message of its own: a minute's worth at once, then evenly, half of a minute held up."""
+    for limits in (ManifestLimits(), ManifestLimits(groups_per_minute=1), ManifestLimits(groups_per_minute=4096)):
+        door = Gate(gossip_settings(SWARM, 1, limits, NetworkSettings()))
+        n = limits.groups_per_minute
+        times = [NOW] * n + [NOW + 60 * (i + 1) / n for i in range(3 * n)]
+        arrivals = [max(at, NOW + 90) if NOW + 60 < at else at for at in times]
+        assert {ask(door, plain("author"), "it", "it", at) for at in arrivals} == {None}
+    limits = ManifestLimits(bytes_per_minute=2**21)
+    door = Gate(gossip_settings(SWARM, 1, limits, NetworkSettings()))
+    assert {ask(door, plain("author", 2**19), "it", "it", NOW + max(0, i - 3) * 15) for i in range(20)} == {None}
+
+
+def test_an_author_that_is_not_let_in_pays_nothing(unsealed: None) -> None:
+    door = gate(messages_per_minute=2)
+    for _ in range(2):
+        assert ask(door, plain("noisy"), "it", "it") is None
+    assert [ask(door, plain("victim"), "it", "it") for _ in range(5)] == ["flood"] * 5
+    assert [ask(door, plain("victim")) for _ in range(2)] == [None, None]
+
+
+def test_memory_is_bounded(unsealed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, most in {"AUTHORS": 8, "SEEN": 16, "CONNECTIONS": 4, "MAX_NEWCOMERS": 100}.items():
+        monkeypatch.setattr(gossip_gate, name, most)
     door = gate()
     for i in range(40):
-        assert door.refusal(TOPIC, sealed(), f"origin {i}", NOW) is None
-    assert (len(door._rates), len(door._seen)) == (8, 16)
+        assert ask(door, plain(f"author {i}"), f"it {i}", f"it {i}") is None
+    tables = door._authors, door._seen, door._brought, door._said, door._offered, door._introduced
+    assert [len(table) for table in tables] == [8, 16, 4, 4, 4, 4]
 
 
 @given(st.binary(max_size=2000))
 def test_arbitrary_bytes_are_refused(data: bytes) -> None:
-    assert gate().refusal(TOPIC, data, "origin", NOW) in ("size", "signature")
+    assert ask(gate(), data) in ("size", "signature")
 
 
 # ---------------------------------------------------------------- the pipe
@@ -114,6 +227,34 @@ COMMANDS = [
     Publish(TOPIC, bytes(5000)),
     Dial("/ip4/127.0.0.1/tcp/1/p2p/x"),
 ]
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        {"max_connections": 513},
+        {"max_connections": 0},
+        {"announce": ("a.example",) * 9},
+        {"announce": ("a" * 120,)},
+        {"announce": ("a b",)},
+        {"listen": "x" * 65},
+        {"gossip_port": 65_536},
+    ],
+)
+def test_settings_that_the_process_would_refuse_are_refused_before(network: dict[str, Any]) -> None:
+    with pytest.raises(LocalProtocolError, match="gossip"):
+        gossip_settings(SWARM, 1, ManifestLimits(), NetworkSettings(**network))
+
+
+def test_settings_at_their_bounds_are_taken_and_told_of() -> None:
+    host, whole = "a" * 113 + ".local", "/ip4/203.0.113.7/tcp/1"
+    network = NetworkSettings(announce=(host, *["b.example"] * 7, whole), max_connections=512)
+    limits = ManifestLimits(groups_per_minute=4096, bytes_per_minute=2**30)
+    settings = gossip_settings(SWARM, 1024, limits, network)
+    assert Frames[Command](Command).feed(frame(settings)) == [settings]
+    assert (len(settings.announce), settings.messages_per_minute) == (8, 8192)
+    told = f"{announced(network, 65_535)[0]}/p2p/{'1' * 52}"
+    assert Frames[Event](Event).feed(frame(Ready("1" * 52, [told], 65_535)))
 
 
 @given(st.lists(st.integers(1, 6000), max_size=20))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,47 @@ def test_the_file_is_made_once_private_and_kept(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert Identity.load_or_create(path).peer_id == made.peer_id
     assert path.read_bytes() == data
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from protocol.identity import Identity
+os.fsync = lambda descriptor: os._exit(9)
+Identity.load_or_create(Path(sys.argv[1]))
+"""
+
+
+def test_who_was_killed_while_making_it_makes_it_the_next_time(tmp_path: Path) -> None:
+    path = tmp_path / "identity.key"
+    assert subprocess.run([sys.executable, "-c", KILLED, str(path)]).returncode == 9
+    assert list(tmp_path.iterdir())  # it had begun
+    assert not path.exists()
+    assert Identity.load_or_create(path).peer_id == Identity.load(path).peer_id
+
+
+def failing(number: int) -> Callable[..., None]:
+    def fail(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_nothing_is_left_of_one_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space"):
+        STRANGER.save(tmp_path / "identity.key")
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_systems_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "identity.key"
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    STRANGER.save(path)
+    with pytest.raises(FileExistsError):
+        IDENTITY.save(path)
+    assert Identity.load(path).peer_id == STRANGER.peer_id
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_golden_key_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
-from protocol.manifest import MAX_DOTS, Link, Manifest, ManifestTask, parse_link, parse_manifest
+from protocol.manifest import MAX_DOTS, MAX_FILES_BYTES, Link, Manifest, ManifestTask, parse_link, parse_manifest
 from tests.protocol.wire import SWARM, mutations, refused
 
 DATA = Path(__file__).parents[1] / "data"
@@ -125,6 +125,14 @@ def test_all_that_fits_is_taken() -> None:
 def test_size_comes_first() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         parse_manifest(TOML + b"#" * MAX_MANIFEST_BYTES)
+    assert caught.value.reason == "size"
+
+
+def test_question_files_are_bounded_together() -> None:
+    files = [{"sha256": f"{i:064x}", "bytes": 32 * 2**20} for i in range(MAX_FILES_BYTES // 2**25)]
+    assert len(parse({"name": "x", "tasks": files}).tasks) == 4
+    with pytest.raises(RemoteProtocolError) as caught:
+        parse({"name": "x", "tasks": [*files, {"sha256": SWARM, "bytes": 1}]})
     assert caught.value.reason == "size"
 
 

@@ -163,6 +163,14 @@ def test_a_clock_that_is_set_back_does_not_stop_dialling() -> None:
     assert "boot" in peers.to_dial(NOW - 86_400)
 
 
+def test_a_clock_that_is_set_back_a_little_does_not_stop_dialling() -> None:
+    peers = table()
+    peers.learn([address("old")], NOW)
+    dials(peers, "old", 3600.0)
+    assert "old" not in peers.to_dial(NOW + 3600.0)
+    assert "old" in peers.to_dial(NOW + 3600.0 - OTHER_WAIT_S)
+
+
 # --------------------------------------------------------------------- members
 
 
@@ -183,6 +191,16 @@ def test_a_card_from_the_future_lives_no_longer_than_others() -> None:
     peers.see("liar", card("liar", NOW + MAX_CLOCK_SKEW_S + 1), NOW)
     assert set(peers.members(NOW)) == {"fast"}
     assert peers.members(NOW + CARD_TTL_S) == {}
+
+
+def test_cards_of_before_the_clock_was_set_back_give_way_to_new_ones() -> None:
+    peers, back = table(), NOW - 3600.0
+    for peer in ("a", "gone"):
+        peers.see(peer, card(peer), NOW)
+    assert set(peers.members(NOW)) == {"a", "gone"}
+    peers.see("a", card("a", back, shards=[7]), back)
+    assert set(peers.members(back)) == {"a"}
+    assert peers.members(back)["a"].shards == [7]
 
 
 def test_a_goodbye_ends_membership_until_a_newer_card() -> None:
@@ -323,6 +341,23 @@ def test_nobody_is_a_ghost_while_lookups_fail() -> None:
     peers.see("p0", card("p0", silent + 100), silent + 100)
     assert peers.ghosts(["gp0", "old"], silent + 100) == []
     assert peers.ghosts(["gp0", "old"], silent + 101 + GHOST_S) == ["old"]
+
+
+def test_ghosts_are_known_as_such_although_the_clock_was_set_back() -> None:
+    peers, back = swarm(2), NOW - 3600.0
+    assert peers.ghosts(["gp0", "old"], NOW) == []
+    assert peers.ghosts(["gp0", "old"], back) == []
+    assert peers.ghosts(["gp0", "old"], back + GHOST_S + 1) == []  # no news since: gossip goes on
+    peers.see("p0", card("p0", back + 20), back + 20)
+    assert peers.ghosts(["gp0", "old"], back + 20) == []
+    assert peers.ghosts(["gp0", "old"], back + 21 + GHOST_S) == ["old"]
+
+
+def test_a_ghost_of_before_a_small_step_back_goes_in_time() -> None:
+    peers = swarm(1)
+    peers.ghosts(["gp0", "old"], NOW + 20)
+    assert peers.ghosts(["gp0", "old"], NOW) == []
+    assert peers.ghosts(["gp0", "old"], NOW + 1 + GHOST_S) == ["old"]
 
 
 # --------------------------------------------------------------------- the cache file

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -101,6 +102,21 @@ def test_relaying_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.announced[0].roles == ["bootstrap"]
     assert hub.announced[0].name == "hub"
     assert Path("runs/hub/swarm.json").exists()
+
+
+def test_that_nobody_reads_the_link_any_more_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    hub = Hub()
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: hub)
+    monkeypatch.setattr(bootstrap, "LOOK_S", 0.01)
+    monkeypatch.setattr(bootstrap, "STATUS_S", 0.0)
+    read, write = os.pipe()
+    os.close(read)  # as `| head -1` does
+    with os.fdopen(write, "w") as stdout, monkeypatch.context() as patch:  # closing it raises nothing, either
+        patch.setattr(sys, "stdout", stdout)
+        assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
+    assert hub.looks >= 8  # it was there until the signal
+    assert parse_link(json.loads(Path("hub/swarm.json").read_text())["link"]).peers == [address(0, 2)]
 
 
 def test_it_loads_no_model_and_no_task() -> None:

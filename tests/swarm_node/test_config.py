@@ -133,7 +133,7 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
             "grpo.loss = 'ppo' in --set: must be 'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo' or package.module",
         ),
         ("grpo.loss=dappo", "or package.module:function; did you mean 'dapo'?"),
-        ("sharing.sampler=ahaa", "must be 'uniform', 'aha' or package.module:function; did you mean 'aha'?"),
+        ("sharing.sampler=uniforn", "must be 'uniform' or package.module:function; did you mean 'uniform'?"),
         ("grpo.learning_rate=inf", "grpo.learning_rate = inf in --set: must be a finite number"),
         ("grpo=3", "grpo = 3 in --set: must be a table"),
         ("rollouts.top_p=1.5", "rollouts.top_p = 1.5 in --set: must be less than or equal to 1"),
@@ -147,6 +147,19 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
         ("rewards.functions=[{weight=1}]", "rewards.functions[0].path is missing in --set"),
         ("rewards.checker_weight=0", "rewards.checker_weight = 0 leaves nothing to judge answers"),
         ("policy.prompt_template=Q", "policy.prompt_template = 'Q' lacks {question}"),
+        ("network.max_connections=600", "network.max_connections = 600 in --set: must be less than or equal to 512"),
+        ("network.announce=a,b,c,d,e,f,g,h,i", "network.announce = ['a', 'b', "),
+        (
+            "network.announce=/ip4/foo/tcp/1",
+            "network.announce[0] = '/ip4/foo/tcp/1' in --set: must be an IP address, a ",
+        ),
+        ("network.announce=/ip6/1.2.3.4/tcp/1", "must be an IP address, a host name, or a multiaddress such as /ip4/"),
+        ("network.announce=/ip4/1.2.3.4/tcp/0", "must be an IP address, a host name, or a multiaddress such as /ip4/"),
+        (
+            "network.announce=1.2.3.4:5",
+            "network.announce[0] = '1.2.3.4:5' in --set: must be an IP address, a host name",
+        ),
+        ("network.listen=localhost", "network.listen = 'localhost' in --set: must be an IP address"),
         ("rounds", "--set rounds: write section.key=value"),
     ],
 )

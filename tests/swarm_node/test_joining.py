@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import hashlib
+import sys
 import threading
+import types
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,14 +17,26 @@ from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest, ManifestTask, parse_link
 from protocol.transports.base import Server, Transport
 from swarm_node import joining
-from swarm_node.config import NetworkConfig, RewardsConfig, TaskConfig
+from swarm_node.config import NetworkConfig, NodeConfig, RewardsConfig, TaskConfig
 from swarm_node.download import download
+from swarm_node.enter import enter_swarm
 from swarm_node.errors import UserError
-from swarm_node.joining import fetch_manifest, find_swarm, gather_files, join_link, keep, serve_swarm, settings_of
+from swarm_node.joining import (
+    Swarm,
+    fetch_manifest,
+    find_swarm,
+    gather_files,
+    join_link,
+    keep,
+    open_transport,
+    serve_swarm,
+    settings_of,
+)
 from swarm_node.manifests import make_manifest, render
+from swarm_node.run import run_join
 from swarm_node.rundir import RunDir
 from swarm_node.tasks import load_tasks
-from tests.swarm_node.fake_transport import FakeTransport, address, peer_id
+from tests.swarm_node.fake_transport import FakeTransport, address, card, peer_id
 
 QUESTIONS = (
     b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'
@@ -144,7 +160,7 @@ def test_downloads_are_bounded_and_stay_where_they_may_be(web: dict[str, Any]) -
         with pytest.raises(UserError, match=message):
             download(web["url"] + path, limit)
     with pytest.raises(UserError, match="use https"):
-        download(f"{web['url']}/big", 1001, own_machine=False)
+        download(f"{web['url']}/big", 1001, public=True)
 
 
 # --------------------------------------------------------------------- what members are asked for
@@ -256,8 +272,8 @@ def test_a_source_is_checked_before_it_is_used(run: RunDir, monkeypatch: pytest.
     manifest = Manifest(name="sums", tasks=[task])
     asked: list[tuple[str, int, bool]] = []
 
-    def fake(url: str, limit: int, own_machine: bool) -> bytes:
-        asked.append((url, limit, own_machine))
+    def fake(url: str, limit: int, seconds: float, public: bool) -> bytes:
+        asked.append((url, limit, public))
         return QUESTIONS if len(asked) > 1 else QUESTIONS[::-1]
 
     monkeypatch.setattr(joining, "download", fake)
@@ -266,10 +282,141 @@ def test_a_source_is_checked_before_it_is_used(run: RunDir, monkeypatch: pytest.
     assert "is not what the manifest says" in said[0]
     files, _ = gather(manifest, run, [])
     assert len(files) == 1
-    assert asked == [("https://example.org/q", len(QUESTIONS), False)] * 2
+    assert asked == [("https://example.org/q", len(QUESTIONS), True)] * 2
+
+
+class Clock:
+    """Stands in for `time`: passes while somebody sleeps, and when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(joining, "time", clock)
+    monkeypatch.setattr(joining, "FILE_WAIT_S", 20.0)
+    return clock
+
+
+class Trickling(FakeTransport):
+    """Members who use all the time they are given, and then give nothing."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.cards = {peer_id(1 + i): card() for i in range(20)}
+        self.timeouts: list[float] = []
+
+    def request(self, peer: str, method: str, payload: bytes = b"", timeout: float = 10.0, limit: int = 2**20) -> bytes:
+        self.timeouts.append(timeout)
+        self.clock.now += timeout
+        raise PeerUnreachable("too slow")
+
+
+def many_files(source: str = "") -> Manifest:
+    tasks = [ManifestTask(sha256=f"{i:064x}", name=f"q{i}", bytes=2**20, source=source) for i in range(64)]
+    return Manifest(name="sums", tasks=tasks)
+
+
+def test_trickling_members_do_not_hold_up_joining(run: RunDir, clock: Clock) -> None:
+    transport = Trickling(clock)
+    files, said = gather(many_files(), run, [], lambda: transport)
+    assert files == {}
+    assert clock.now - 1000 <= joining.FILE_WAIT_S + joining.FILE_S + 64 * joining.MAX_RETRY_S
+    assert transport.timeouts and max(transport.timeouts) <= joining.FILE_S + 1
+    assert len(said) == 64  # each is said to be missing
+
+
+def test_trickling_sources_do_not_hold_up_joining(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def trickle(url: str, limit: int, seconds: float, public: bool) -> bytes:
+        given.append(seconds)
+        clock.now += seconds
+        raise UserError("too slow")
+
+    monkeypatch.setattr(joining, "download", trickle)
+    transport = Trickling(clock)
+    gather(many_files("https://example.org/q"), run, [], lambda: transport)
+    assert max(given) <= joining.FILE_S + 1
+    assert clock.now - 1000 <= joining.GATHER_S + 64 * (joining.MAX_RETRY_S + 0.1)
+
+
+def test_who_had_one_file_is_given_time_for_the_next(run: RunDir, clock: Clock) -> None:
+    def slow(caller: str, payload: bytes) -> bytes:
+        clock.now += 15.0
+        return texts[payload.decode()]
+
+    texts = {hashlib.sha256(text).hexdigest(): text for text in (b"one", b"two", b"three", b"four")}
+    tasks = [ManifestTask(sha256=digest, name=text.decode(), bytes=len(text)) for digest, text in texts.items()]
+    transport = FakeTransport({peer_id(1): {FILE_METHOD: slow}})
+    files, _ = gather(Manifest(name="sums", tasks=tasks), run, [], lambda: transport)
+    assert files.keys() == texts.keys()
+
+
+def test_own_addresses_are_asked_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(joining, "read_questions", lambda place: read.append(place) or QUESTIONS)
+    gather(many_files(), run, ["https://example.org/mine.jsonl"], FakeTransport)
+    assert read == ["https://example.org/mine.jsonl"]
 
 
 # --------------------------------------------------------------------- being there
+
+
+@pytest.mark.parametrize("name", ["identity.key", "peers.json"])
+def test_files_that_cannot_be_read_are_explained(run: RunDir, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def transport(identity_path: Path, cache_file: Path, **arguments: Any) -> None:
+        {"identity.key": identity_path, "peers.json": cache_file}[name].read_bytes()
+
+    module = types.ModuleType("protocol.transports.p2p")
+    module.P2PTransport = transport  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "protocol.transports.p2p", module)
+    (run.path / name).mkdir()
+    with pytest.raises(UserError, match=f"run/{name}: Is a directory"):
+        open_transport(NetworkConfig(), PLAIN, [], run, print)
+
+
+def test_an_identity_that_cannot_be_read_is_explained(run: RunDir) -> None:
+    run.identity.mkdir()
+    with ExitStack() as stack, pytest.raises(UserError, match="run/identity.key: Is a directory"):
+        enter_swarm(Swarm(PLAIN.swarm_id, PLAIN, []), NodeConfig(), run, print, stack)
+
+
+def test_a_swarm_is_found_once_and_before_there_is_a_directory(
+    monkeypatch: pytest.MonkeyPatch, web: dict[str, Any]
+) -> None:
+    class Entered(Exception):
+        pass
+
+    def enter(swarm: Swarm, *arguments: Any) -> None:
+        assert swarm.manifest == PLAIN
+        raise Entered
+
+    requests: list[str] = []
+
+    def counted(url: str, *arguments: Any) -> bytes:
+        requests.append(url)
+        assert not Path("run").exists()
+        return download(url, *arguments)
+
+    monkeypatch.setattr(joining, "download", counted)
+    monkeypatch.setattr("swarm_node.run.enter_swarm", enter)
+    web["/sums.toml"] = render(PLAIN)
+    with pytest.raises(Entered):
+        run_join(NodeConfig(swarm=f"{web['url']}/sums.toml", run_dir="run"))
+    assert requests == [f"{web['url']}/sums.toml"]
+    with pytest.raises(UserError, match="no manifest"):
+        run_join(NodeConfig(swarm="mistyped.toml", run_dir="other"))
+    assert not Path("other").exists()
 
 
 def test_the_link_leads_to_this_node_first_and_to_others_if_it_cannot_be_reached() -> None:

@@ -72,6 +72,22 @@ def test_readers_need_no_lock(tmp_path):
         assert RunDir(tmp_path).exists
 
 
+@pytest.mark.parametrize(
+    "name", ["offers.jsonl", "ports.json", "config.tmp", "swarm.tmp", "peers.new", "ports.new", "identity.4711.new"]
+)
+def test_a_run_that_was_killed_before_it_had_a_configuration_is_no_obstacle(tmp_path, name):
+    (tmp_path / name).write_text("")
+    RunDir.open(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["diary.txt", "diary.tmp", "peers.new.txt", "identity.mine.new"])
+def test_a_directory_of_other_things_is_left_alone(tmp_path, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match="other things than a run"):
+        RunDir.open(tmp_path)
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_missing_run_is_not_created_unless_asked(tmp_path):
     with pytest.raises(UserError, match="no run in .*nowhere: start one with"):
         RunDir.open(tmp_path / "nowhere", create=False)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from protocol.codec import open_batch
-from protocol.limits import MAX_BATCH_BYTES
+from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_ROUND_S
 from protocol.messages import SharedRollout
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
@@ -144,3 +144,11 @@ def test_a_full_queue_is_counted(world: World) -> None:
 def test_sampling_that_no_batch_can_describe_is_refused_at_once(world: World) -> None:
     with pytest.raises(UserError, match="max_new_tokens"):
         world.publisher(sampling=Sampling(20_000))
+
+
+def test_what_took_longer_than_anybody_waits_stays_here(world: World) -> None:
+    publisher, group = world.publisher(), world.group()
+    world.time += MAX_ROUND_S + 2 * EPOCH_SECONDS
+    publisher.publish([group])
+    publisher.flush()
+    assert publisher.metrics()["swarm/unsent/age"] == 1 and not world.sent

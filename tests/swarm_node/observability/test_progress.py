@@ -191,4 +191,4 @@ def test_in_a_swarm_lines_say_who_is_there_and_what_was_used_of_them() -> None:
     progress = Progress(2, stream=out)
     progress.start()
     progress.update(1, {"reward": 0.5, "swarm/peers": 3.0, "swarm/groups_used": 4.0})
-    assert "3 peers, 4 of their groups" in out.getvalue()
+    assert "3 others, 4.0 of their groups a round" in out.getvalue()

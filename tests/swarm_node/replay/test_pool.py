@@ -104,11 +104,27 @@ def test_only_the_newest_few_wait_however_they_arrive():
     assert sorted(NOW - g.created for g in pool.choose(99, random.Random(0))) == list(range(3 * ROUNDS))
 
 
-def test_of_one_peer_only_the_newest_few_wait():
+def test_who_takes_more_than_its_share_makes_room_for_others():
     pool, _ = make(foreign=4, peer_share=0.25)
     for age in random.Random(0).sample(range(40), 40):
-        pool.add(group(created=NOW - age))
-    assert sorted(NOW - g.created for g in pool.choose(99, random.Random(0))) == [0, 1, 2, 3]
+        pool.add(group(peer="greedy", created=NOW - age))
+    assert pool.available() == 4 * ROUNDS  # nobody else wants the room
+    for i in range(3):
+        for age in range(4):
+            pool.add(group(peer=f"other{i}", created=NOW - 100 - age))
+    chosen = pool.choose(99, random.Random(0))
+    assert Counter(g.peer for g in chosen) == {"greedy": 4, "other0": 4, "other1": 4, "other2": 4}
+    assert sorted(NOW - g.created for g in chosen if g.peer == "greedy") == [0, 1, 2, 3]
+
+
+def test_where_rounds_are_short_groups_last_until_the_next_message():
+    pool, clock = make(foreign=4)
+    for _ in range(20):  # ten rounds a second
+        clock.time += 0.1
+        pool.choose(4, random.Random(0))
+    for age in range(200):
+        pool.add(group(created=clock.time - age))
+    assert 4 * 18 <= pool.available() <= 4 * 20
 
 
 def test_uniform_chooses_evenly_and_repeats_itself():
@@ -129,9 +145,9 @@ def _spread() -> Pool:
     return pool
 
 
-def test_aha_prefers_right_answers_to_what_this_node_fails_at():
+def test_a_sampler_of_ones_own_sees_what_this_node_fails_at():
     records = []
-    pool, _ = make(records.append, sampler="aha", baseline="group")
+    pool, _ = make(records.append, sampler="benchmarks.samplers:aha", baseline="group")
     pool.observe([group([0.0] * 8, peer=None, label="hard")] * 8 + [group([1.0] * 8, peer=None, label="easy")] * 8)
     pool.add(group([1.0, 0.0], label="hard"))
     pool.add(group([0.0, -1.0], label="hard"))  # nothing that this node does not do itself

@@ -1,0 +1,54 @@
+"""What people are told again and again, told ever more rarely.
+
+a sentence: at once -> again after FIRST_S at the earliest -> 2 FIRST_S -> ... -> LONGEST_S
+forgotten, so told at once again, if it did not come up for LONGEST_S; another sentence is another matter
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FIRST_S = 60.0
+LONGEST_S = 3600.0
+MAX_SENTENCES = 64
+"""Remembered; beyond, the one that came up longest ago is forgotten."""
+_PASSING = re.compile(r"0x[0-9a-f]+|\d\d:\d\d:\d\d\S*")
+"""What differs from time to time: addresses of objects, times of day."""
+
+
+@dataclass
+class _Told:
+    next_at: float
+    """When it may be told again."""
+    pause: float
+    came: float
+    """When it last came up."""
+
+
+class Reports:
+    """Calls `report` with the sentences that it is called with, but for those told a short while ago."""
+
+    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
+        self._clock = clock
+        self._told: dict[str, _Told] = {}
+        """Latest come up last."""
+
+    def __call__(self, sentence: str) -> None:
+        now, key = self._clock(), _PASSING.sub("", sentence)
+        told = self._told.pop(key, None)
+        if told is None or now - told.came > LONGEST_S:
+            told = _Told(now + FIRST_S, FIRST_S, now)
+        elif now < told.next_at:
+            self._told[key] = _Told(told.next_at, told.pause, now)
+            return
+        else:
+            pause = min(2 * told.pause, LONGEST_S)
+            told = _Told(now + pause, pause, now)
+        self._told[key] = told
+        while len(self._told) > MAX_SENTENCES:
+            del self._told[next(iter(self._told))]
+        self._report(sentence)

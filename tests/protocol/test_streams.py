@@ -1,0 +1,137 @@
+"""Answers over real streams (socket pairs): places, memory and time that strangers can take."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from protocol.errors import PeerUnreachable, ProtocolError
+from protocol.manifest import FILE_METHOD
+from protocol.transports import streams
+from protocol.transports.streams import MAX_ANSWERS_PER_PEER, MAX_LARGE, MAX_SHORT_BYTES, Answers, Traffic, ask
+
+LARGE = bytes(8 * 2**20)
+Dial = Callable[[str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+"""Peer -> a stream to `Answers` from there."""
+
+
+@asynccontextmanager
+async def node() -> AsyncIterator[tuple[Answers, Dial]]:
+    answers = Answers(Traffic(), print)
+    answers.servers |= {FILE_METHOD: lambda peer, payload: LARGE, "echo": lambda peer, payload: payload}
+    serving: list[asyncio.Task[None]] = []
+    writers: list[asyncio.StreamWriter] = []
+
+    async def dial(peer: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        ours, theirs = socket.socketpair()
+        serving.append(asyncio.create_task(answers.serve(peer, *await asyncio.open_connection(sock=ours))))
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        writers.append(writer)
+        return reader, writer
+
+    yield answers, dial
+    for writer in writers:
+        writer.transport.abort()
+    await asyncio.wait_for(asyncio.gather(*serving), 20)
+
+
+async def request(dial: Dial, peer: str, method: str, payload: bytes = b"") -> bytes:
+    reader, writer = await dial(peer)
+    return await ask(reader, writer, method, payload, len(LARGE), Traffic())
+
+
+async def hold(dial: Dial, peer: str, method: str = FILE_METHOD) -> None:
+    """Ask, but take no answer."""
+    reader, writer = await dial(peer)
+    writer.write(bytes([len(method)]) + method.encode())
+    await streams._write_frame(writer, b"", Traffic())
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_readers_of_files_leave_places_for_short_answers() -> None:
+    async def scenario() -> None:
+        async with node() as (answers, dial):
+            assert await request(dial, "first", FILE_METHOD) == LARGE
+            for i in range(MAX_LARGE):
+                await hold(dial, f"reader {i}")
+            await until(lambda: answers._large.total() == MAX_LARGE)
+            with pytest.raises(PeerUnreachable, match="busy"):
+                await request(dial, "late", FILE_METHOD)
+            for i in range(MAX_LARGE):
+                assert await request(dial, f"reader {i}", "echo", b"here") == b"here"
+
+    asyncio.run(scenario())
+
+
+def test_one_peer_gets_one_large_answer_and_a_few_others_at_a_time() -> None:
+    async def scenario() -> None:
+        async with node() as (answers, dial):
+            await hold(dial, "greedy")
+            await until(lambda: answers._large["greedy"] == 1)
+            with pytest.raises(PeerUnreachable, match="busy"):
+                await request(dial, "greedy", FILE_METHOD)
+            assert await request(dial, "modest", FILE_METHOD) == LARGE
+            for _ in range(MAX_ANSWERS_PER_PEER - 1):
+                await dial("greedy")
+            await until(lambda: answers._running["greedy"] == MAX_ANSWERS_PER_PEER)
+            with pytest.raises(ProtocolError):  # the stream may be closed before the request is out
+                await request(dial, "greedy", "echo")
+            assert answers._traffic.rejected["busy"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_who_takes_an_answer_too_slowly_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "GRACE_S", 0.2)
+    monkeypatch.setattr(streams, "MIN_BYTES_PER_S", 2**30)
+
+    async def scenario() -> None:
+        async with node() as (answers, dial):
+            await hold(dial, "asleep")
+            await until(lambda: answers._large.total() == 1)
+            await until(lambda: answers._traffic.rejected["torn"] == 1)
+            assert not answers._large and not answers._running
+
+    asyncio.run(scenario())
+
+
+def test_the_loop_goes_on_while_a_file_is_read() -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def slow(peer: str, payload: bytes) -> bytes:
+        asked.set()
+        assert go.wait(20)
+        return LARGE
+
+    async def scenario() -> None:
+        async with node() as (answers, dial):
+            answers.servers[FILE_METHOD] = slow
+            file = asyncio.create_task(request(dial, "one", FILE_METHOD))
+            await until(asked.is_set)
+            assert await request(dial, "two", "echo", b"here") == b"here"
+            go.set()
+            assert await file == LARGE
+
+    asyncio.run(scenario())
+
+
+def test_only_files_are_long() -> None:
+    async def scenario() -> None:
+        async with node() as (answers, dial):
+            answers.servers["long"] = lambda peer, payload: bytes(MAX_SHORT_BYTES + 1)
+            with pytest.raises(PeerUnreachable, match="failed"):
+                await request(dial, "one", "long")
+            assert answers._traffic.rejected["handler"] == 1
+
+    asyncio.run(scenario())
