@@ -271,9 +271,12 @@ def join(
         if dry_run:
             print_config(resolved, json_output)
             return
+        from swarm_node.joining import swarm_to_join
+
+        found = swarm_to_join(resolved)  # before torch is loaded: a mistyped name is answered at once
         from swarm_node.run import run_join
 
-        raise typer.Exit(run_join(resolved, json_output))
+        raise typer.Exit(run_join(resolved, found, json_output))
 
 
 @app.command(rich_help_panel="Train")

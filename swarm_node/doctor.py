@@ -27,6 +27,7 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
 from protocol.messages import PeerCard
 from protocol.peers import parse_cache
+from protocol.transports.ports import read_ports
 from protocol.transports.settings import free_port
 from swarm_node.config import NetworkConfig, NodeConfig, load_config
 from swarm_node.joining import Swarm, find_swarm, visitor
@@ -78,7 +79,7 @@ def _checks(config: NodeConfig, run: RunDir | None, swarm: Swarm | None) -> Iter
     yield packages()
     yield directory(run.path if run else config.directory)
     yield ports(config.network, running=status is not None and time.time() - status["time"] < FRESH_S)
-    yield reachable(config.network, mine or [own_address()])
+    yield reachable(_as_it_listens(config.network, run), mine or [own_address()])
     if swarm is None:
         return
     answering = dial([address for address in [*swarm.peers, *config.network.bootstrap] if address not in mine])
@@ -134,7 +135,9 @@ def ports(network: NetworkConfig, running: bool = False) -> Check:
     if running:
         return Check("ports", "ok", "the run is using its ports")
     try:
-        free = [free_port(network.listen, port) for port in wanted]
+        first = free_port(network.listen, wanted[0])
+        second = free_port(network.listen, wanted[1])
+        free = [first, second if second != first else free_port(network.listen, second + 1)]
     except LocalProtocolError as error:
         return Check(
             "ports", "fail", str(error), "choose other ones with --port and --gossip-port, or another --listen"
@@ -147,6 +150,15 @@ def ports(network: NetworkConfig, running: bool = False) -> Check:
         f"of {wanted[0]} and {wanted[1]} not both are free; a node would take {free[0]} and {free[1]}",
         "stop what uses them, or choose others with --port and --gossip-port: a router forwards fixed ones only",
     )
+
+
+def _as_it_listens(network: NetworkConfig, run: RunDir | None) -> NetworkConfig:
+    """`network` with the ports that the run got in place of those it wanted."""
+    if run is None:
+        return network
+    got = read_ports(run.ports)
+    ports = {"port": got.get(network.port, network.port), "gossip_port": got.get(network.gossip_port or -1, 0)}
+    return network.model_copy(update={name: port for name, port in ports.items() if port})
 
 
 def own_address() -> str:

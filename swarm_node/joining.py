@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from protocol.manifest import (
 from protocol.peers import peer_of
 from protocol.transports.base import Transport
 from protocol.transports.settings import NetworkSettings
-from swarm_node.config import NetworkConfig, TaskConfig
+from swarm_node.config import NetworkConfig, NodeConfig, TaskConfig
 from swarm_node.download import download, is_url
 from swarm_node.errors import UserError
 from swarm_node.manifests import as_table, check_addresses, read_questions, render
@@ -53,6 +54,7 @@ FILE_WAIT_S = 20.0
 """Of which, how long it looks for members who hold one, before it goes on without."""
 FILE_S, FILE_BYTES_PER_S = 10.0, 2**20
 """How long one question file may take: ten seconds and one for each mebibyte."""
+FIRST_WORD_S = 5.0
 PATIENCE_S = 20.0
 """Between two sentences about still waiting for somebody."""
 RETRY_S, MAX_RETRY_S = 0.2, 3.0
@@ -106,6 +108,18 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
         return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, Path(named).expanduser().parent)
     except RemoteProtocolError as error:
         raise UserError(f"{named} is no swarm that can be joined: {error.detail}") from error
+
+
+def swarm_to_join(config: NodeConfig) -> Swarm:
+    """The swarm that `config` names, if there is any way into it; touches no disk. Raises UserError."""
+    run = RunDir(config.directory)
+    swarm = find_swarm(config.swarm, run, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+    if swarm.manifest is None and not swarm.peers and not config.network.bootstrap:
+        raise UserError(
+            "this link names no peer to ask for the manifest: use one that `swarm-node bootstrap` or a member prints, "
+            "the manifest itself, or --bootstrap ADDRESS"
+        )
+    return swarm
 
 
 def keep(manifest: Manifest, run: RunDir) -> None:
@@ -261,7 +275,8 @@ def _ask_around(
     wait_s: float | None,
 ) -> T:
     """What the first member says that `ask` gets an answer from and believes. Raises PeerUnreachable after `wait_s`."""
-    began = said = time.monotonic()
+    began = time.monotonic()
+    said = began + FIRST_WORD_S - PATIENCE_S
     refused: dict[str, str] = {}
     while True:
         known = _different([*map(peer_of, swarm.peers), *transport.members()])
@@ -282,7 +297,7 @@ def _ask_around(
         if now - said > PATIENCE_S:
             said = now
             why = f" ({next(iter(refused.values()))})" if refused else ""
-            say(f"none of {len(peers)} members gives {wanted}{why}: trying again and again; Ctrl-C leaves")
+            say(f"none of {len(peers)} members gives {wanted}{why}: still trying; `swarm-node doctor` may say why")
         if peers and len(refused) == len(peers):
             refused.clear()
         time.sleep(min(MAX_RETRY_S, RETRY_S + (now - began) / 10))

@@ -23,9 +23,8 @@ from msgspec import to_builtins
 
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.enter import EnteredSwarm, enter_swarm
-from swarm_node.errors import UserError
 from swarm_node.evaluate import Held, evaluate, rows
-from swarm_node.joining import Swarm, find_swarm, join_link
+from swarm_node.joining import Swarm, join_link
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import EventLog, MetricsWriter, read_metrics
@@ -57,12 +56,8 @@ def run_local(config: NodeConfig, json_output: bool = False) -> int:
     return _run(config.model_copy(update={"swarm": None}), json_output)
 
 
-def run_join(config: NodeConfig, json_output: bool = False) -> int:
-    """As `run_local`, as a member of the swarm `config.swarm`; waits for nobody but, once, for its manifest."""
-    if not config.swarm:
-        raise UserError("no swarm: name a manifest file, its https address or a swarm:// link")
-    run = RunDir(config.directory)  # not opened yet: a name that leads nowhere leaves nothing behind
-    swarm = find_swarm(config.swarm, run, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False) -> int:
+    """As `run_local`, as a member of `swarm`; waits for nobody but, once, for its manifest."""
     return _run(config, json_output, swarm)
 
 

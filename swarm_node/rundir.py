@@ -73,6 +73,21 @@ class RunDir:
         """Whether a run was ever started here."""
         return self.config.is_file()
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a process holds it."""
+        try:
+            lock = os.open(self.path / "lock", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
     @classmethod
     def open(cls, path: str | Path, create: bool = True) -> RunDir:
         """The run directory at `path`, locked for this process until `close` or the process ends.

@@ -112,7 +112,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     status, metrics = found["swarm"], found["metrics"]
     reward = (metrics or {}).get("reward")
     if found["run"]:
-        yield f"run        {found['run']}{_when(status)}"
+        yield f"run        {found['run']}{_when(RunDir(found['run']), status)}"
     if metrics:
         yield f"round      {metrics['round']}" + ("" if reward is None else f", reward {reward:.3f}")
     if status is None:
@@ -148,9 +148,11 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _table(status["peers"], ["roles", "model", "version", "tokens/s", "address"], _who)
 
 
-def _when(status: Mapping[str, Any] | None) -> str:
-    age = time.time() - status["time"] if status else 0.0
-    return f", as of {age:.0f} s ago: it stands still or is over" if age > FRESH_S else ""
+def _when(run: RunDir, status: Mapping[str, Any] | None) -> str:
+    age = f"as of {max(0.0, time.time() - status['time']):.0f} s ago" if status else "as it was"
+    if not run.in_use:
+        return f", ended; {age}"
+    return f", {age}: it stands still" if status and time.time() - status["time"] > FRESH_S else ""
 
 
 def _traffic(traffic: Mapping[str, float]) -> str:

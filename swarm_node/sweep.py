@@ -112,6 +112,7 @@ def sweep(path: Path, out: Path, say: Callable[[str], None] = print) -> int:
         _append(out, [head + row for row in rows])
         shown = ", ".join(f"{key} = {value}" for key, value in setting.values.items())
         say(f"{number}/{len(missing)}  {shown}  seed {seed}")
+    say(f"{out} is complete")
     return len(missing)
 
 

@@ -21,10 +21,7 @@ def recall_ports(settings: NetworkSettings, file: Path, report: Callable[[str], 
     of this machine or a port is forbidden."""
     if settings.dial_only:
         return settings
-    try:
-        got = msgspec.json.decode(file.read_bytes(), type=dict[int, int])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return settings
+    got = read_ports(file)
 
     def choose(wanted: int, key: int) -> int:
         last = got.get(key, 0)
@@ -41,6 +38,14 @@ def recall_ports(settings: NetworkSettings, file: Path, report: Callable[[str], 
         port=choose(settings.port, settings.port),
         gossip_port=choose(settings.gossip_port, settings.gossip_port or -1),
     )
+
+
+def read_ports(file: Path) -> dict[int, int]:
+    """Wanted -> got; empty if there is no such file, or a damaged one."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[int, int])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
 
 
 def note_ports(wanted: NetworkSettings, port: int, gossip_port: int, file: Path) -> None:

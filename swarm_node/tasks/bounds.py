@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from swarm_node.errors import UserError
 from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS
-from swarm_node.tasks.environments import FIXED, nearest
+from swarm_node.tasks.environments import FIXED, library_names, nearest
 
 STRETCH = 2
 
@@ -33,6 +33,10 @@ def check_options(path: str, options: Mapping[str, object]) -> None:
     if group and name not in SETS.get(group, {}):
         raise UserError(f"unknown task {path!r}: `swarm-node tasks` lists all")
     if name not in ALLOWED:
+        if ":" in path:
+            raise UserError(f"task {path!r}: a swarm carries no code; reward functions are every node's own")
+        if name not in REFUSED and name not in library_names():
+            raise UserError(f"unknown task {path!r}{nearest(name, {*ALLOWED, *SETS})} (`swarm-node tasks` lists all)")
         raise UserError(f"task {path!r} is refused: {REFUSED.get(name, NOT_AUDITED)}")
     defaults = _defaults(name)
     for option, value in options.items():

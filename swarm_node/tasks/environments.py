@@ -112,6 +112,13 @@ def _config_hash(config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:CONFIG_HASH_CHARS]
 
 
+def library_names() -> set[str]:
+    """All environments of the library, audited or not."""
+    from reasoning_gym.factory import DATASETS
+
+    return set(DATASETS)
+
+
 def nearest(word: str, known: set[str]) -> str:
     """`; did you mean …?` for an error message, or nothing."""
     match = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)

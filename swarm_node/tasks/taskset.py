@@ -22,7 +22,7 @@ from swarm_node.outside import load_function
 from swarm_node.tasks.allot import allot
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
-from swarm_node.tasks.environments import Environment, nearest
+from swarm_node.tasks.environments import Environment, library_names, nearest
 from swarm_node.tasks.extract import extract
 from swarm_node.tasks.files import QuestionFile
 from swarm_node.tasks.rewards import RewardFunction, call_function
@@ -239,7 +239,7 @@ def _open(table: TaskConfig, answer_needed: bool) -> Iterator[Source]:
         chosen = {f"{name}/{environment}": options for environment, options in SETS[name].items()}
     elif group in SETS and member in SETS[group]:
         chosen = {name: {**SETS[group][member], **table.config}}
-    elif name in ALLOWED or name in REFUSED or name in _library_names():
+    elif name in ALLOWED or name in REFUSED or name in library_names():
         chosen = {name: table.config}
     else:
         known = {*SETS, *ALLOWED, *(f"{group}/{member}" for group in SETS for member in SETS[group])}
@@ -247,12 +247,6 @@ def _open(table: TaskConfig, answer_needed: bool) -> Iterator[Source]:
         raise UserError(f"unknown task {name!r}{hint} (`swarm-node tasks` lists all; a file ends in .jsonl)")
     for path, options in chosen.items():
         yield Environment(path.rpartition("/")[2], options, path)
-
-
-def _library_names() -> set[str]:
-    from reasoning_gym.factory import DATASETS
-
-    return set(DATASETS)
 
 
 def _make_labels_distinct(sources: list[Source]) -> None:

@@ -31,6 +31,7 @@ from swarm_node.joining import (
     open_transport,
     serve_swarm,
     settings_of,
+    swarm_to_join,
 )
 from swarm_node.manifests import make_manifest, render
 from swarm_node.run import run_join
@@ -190,11 +191,11 @@ def test_the_manifest_is_believed_from_whoever_has_the_right_one() -> None:
 
 
 def test_waiting_for_the_manifest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(joining, "FIRST_WORD_S", 0.0)
     said: list[str] = []
     with pytest.raises(PeerUnreachable):
         fetch_manifest(FakeTransport(), find_swarm(f"swarm://{PLAIN.swarm_id}"), said.append, wait_s=0.05)
-    assert "trying again and again; Ctrl-C leaves" in said[0]
+    assert "still trying" in said[0]
 
 
 def test_a_member_hands_on_the_manifest_and_its_files_and_nothing_else(run: RunDir) -> None:
@@ -412,10 +413,13 @@ def test_a_swarm_is_found_once_and_before_there_is_a_directory(
     monkeypatch.setattr("swarm_node.run.enter_swarm", enter)
     web["/sums.toml"] = render(PLAIN)
     with pytest.raises(Entered):
-        run_join(NodeConfig(swarm=f"{web['url']}/sums.toml", run_dir="run"))
+        config = NodeConfig(swarm=f"{web['url']}/sums.toml", run_dir="run")
+        run_join(config, swarm_to_join(config))
     assert requests == [f"{web['url']}/sums.toml"]
     with pytest.raises(UserError, match="no manifest"):
-        run_join(NodeConfig(swarm="mistyped.toml", run_dir="other"))
+        swarm_to_join(NodeConfig(swarm="mistyped.toml", run_dir="other"))
+    with pytest.raises(UserError, match="names no peer"):
+        swarm_to_join(NodeConfig(swarm=f"swarm://{'0' * 64}", run_dir="other"))
     assert not Path("other").exists()
 
 

@@ -64,7 +64,9 @@ def test_nothing_is_overwritten() -> None:
     ("tasks", "message"),
     [
         (["n_queens"], "executes the answer text"),
-        (["gdc"], "refused: its scorer has not been audited"),
+        (["gdc"], "unknown task 'gdc'; did you mean 'gcd'?"),
+        (["rubiks_cube"], "refused: its scorer has not been audited"),
+        (["rewards.py:f"], "a swarm carries no code"),
         (["small/bf"], "unknown task 'small/bf'"),
         ([TaskConfig(env="small", config={"max_value": 3})], "'small' is a set"),
         ([TaskConfig(env="gcd", config={"max_valeu": 3})], "has no option 'max_valeu'; did you mean 'max_value'"),

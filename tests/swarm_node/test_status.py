@@ -62,7 +62,8 @@ def test_a_run_shows_who_is_there_what_was_admitted_and_why_the_rest_was_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_run("runs/alice")
-    lines = shown(capsys, "runs/alice").splitlines()
+    with RunDir.open("runs/alice"):
+        lines = shown(capsys, "runs/alice").splitlines()
     text = "\n".join(lines)
     for part in (
         "round      41, reward 0.250",
@@ -80,6 +81,7 @@ def test_a_run_shows_who_is_there_what_was_admitted_and_why_the_rest_was_not(
     assert table[0].split()[1:] == ["-", "gone", "-", "10", "6", "0", "muted;", "assignment", "3,", "age", "1"]
     assert table[1].split()[1:] == ["bob", "yes", "9", "2", "2", "1"]
     assert "ago" not in text
+    assert "runs/alice, ended; as of 0 s ago" in shown(capsys, "runs/alice")
 
 
 def test_without_a_target_the_newest_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,8 +89,9 @@ def test_without_a_target_the_newest_run_is_shown(capsys: pytest.CaptureFixture[
     old = make_run("runs/old", name="bob")
     for path in (old.status, old.metrics):
         os.utime(path, (1e9, 1e9))
-    text = shown(capsys)
-    assert text.startswith("run        runs/new, as of 100 s ago: it stands still or is over")
+    with RunDir.open("runs/new"):
+        text = shown(capsys)
+    assert text.startswith("run        runs/new, as of 100 s ago: it stands still\n")
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
