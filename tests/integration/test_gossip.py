@@ -303,6 +303,9 @@ def test_a_hostile_peer_gets_nothing_in_and_brings_nothing_down() -> None:
     async def run() -> None:
         async with swarm(3, shards=2, max_connections=8, messages_per_minute=100) as peers:
             await connect_all(peers)
+            await until_all_heard(peers, await talk(peers, 3, 2000))  # who is known is heard, whoever floods
+            for peer in peers:
+                peer.heard.clear()
             victim, pids, size = peers[0], [peer.pid for peer in peers], rss(peers[0].pid)
 
             async def suffer(*attacks: str) -> dict[str, int]:
@@ -321,15 +324,17 @@ def test_a_hostile_peer_gets_nothing_in_and_brings_nothing_down() -> None:
 
             # What is well-formed is let in, once, and no more than one author may say.
             assert (await suffer("replayed"))["seen"] >= 3
+            began = time.monotonic()
             counts = await suffer("flood")
             assert counts["flood"] >= 5 and counts["graylist"] == 1, counts  # blamed on it until it was banned
-            assert 100 <= len(victim.heard) <= 130
+            assert 100 <= len(victim.heard) <= 110 + 100 * (time.monotonic() - began) / 60  # a budget fills up again
 
             # Nor does it help to speak for others, all of them made up, over connections for which they never spoke.
-            before = len(victim.heard)
+            before, began = len(victim.heard), time.monotonic()
             counts = await suffer("fresh_keys")
-            assert counts["newcomers"] >= 100 and counts["flood"] >= 5 and counts["graylist"] == 1, counts
-            assert 100 <= len(victim.heard) - before <= 300  # 64 a minute for each of two shards
+            assert counts["newcomers"] >= 50 and counts["flood"] >= 5 and counts["graylist"] == 1, counts
+            most = 140 + 128 * (time.monotonic() - began) / 60  # 64 a minute for each of two shards
+            assert 100 <= len(victim.heard) - before <= most
 
             with socket.create_connection(("127.0.0.1", victim.settings.port)) as stranger:
                 stranger.sendall(os.urandom(5000))
