@@ -96,3 +96,9 @@ MAX_RESPONSE_BYTES: Final = 64 * 1024 * 1024
 
 MAX_CHUNK_BYTES: Final = 1024 * 1024
 """Streams are written and read in pieces of at most this."""
+
+MAX_HEAD_BYTES: Final = 4096
+"""What precedes a body in an exchange."""
+
+MAX_BODY_BYTES: Final = 64 * 2**30
+"""A body in an exchange; whoever takes it knows what size to expect, and allocates no other."""

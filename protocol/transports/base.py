@@ -2,11 +2,16 @@
 
 All methods may be called from any thread and, but for `request`, return at once. Handlers run on the transport's own
 thread: they must be quick, and what they raise is counted and dropped.
+
+`request` is a question and its answer, whole in memory. `exchange` is for what is large: both peers send a body of
+known size at the same time, made and taken piece by piece, and either both are told that both arrived, or it failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.messages import PeerCard
@@ -15,6 +20,38 @@ Handler = Callable[[bytes], None]
 """Told the bytes of each message on a topic, as its sender sealed them; whoever forwarded them is not known."""
 Server = Callable[[str, bytes], bytes]
 """(caller's peer id, payload) -> response. Raises `RemoteProtocolError` to refuse."""
+
+Sink = Callable[[memoryview], None]
+"""Takes the next piece of a body, at most `MAX_CHUNK_BYTES`; the memory is lent for the call. Raises
+`RemoteProtocolError` to end the exchange. What it was given is worth nothing before the exchange is done."""
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What one side of an exchange sends."""
+
+    head: bytes
+    """At most `MAX_HEAD_BYTES`."""
+    size: int = 0
+    """Bytes of the body."""
+    pieces: Callable[[], Iterable[bytes | memoryview]] = tuple
+    """Makes the body, on a worker thread, as it leaves: pieces of at most `MAX_CHUNK_BYTES`, `size` bytes together."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a peer that was asked to exchange has to say to it."""
+
+    ours: Outgoing
+    sink: Sink
+    done: Callable[[Exception | None], None]
+    """Called once, on a worker thread, whatever happens: `None` = both bodies have arrived whole, and both peers know.
+    If the very last byte is lost, one of the two has been told of success and the other has not."""
+
+
+Acceptor = Callable[[str, bytes, int], Accepted]
+"""(caller's peer id, its head, the size of its body) -> what to send it and where its body goes. Runs on a worker
+thread, before anything of the body is read. Raises `RemoteProtocolError` to refuse."""
 
 
 class Transport(Protocol):
@@ -40,6 +77,25 @@ class Transport(Protocol):
     def request(self, peer: str, method: str, payload: bytes = b"", timeout: float = 10.0, limit: int = 2**20) -> bytes:
         """Ask one peer and wait. Raises `PeerUnreachable`, or `RemoteProtocolError` for a response that is torn, larger
         than `limit` bytes, or a refusal."""
+
+    def accept(self, method: str, acceptor: Acceptor) -> None:
+        """Take part in exchanges of `method`."""
+
+    def exchange(
+        self,
+        peer: str,
+        method: str,
+        ours: Outgoing,
+        answered: Callable[[bytes, int], Sink],
+        timeout: float,
+    ) -> Future[None]:
+        """Exchange bodies with one peer, in the background. `answered` is told the peer's head and the size of its
+        body before anything of that is read, and says where it goes, or raises `RemoteProtocolError`. The future is
+        done when both bodies have arrived whole (length and sha256) and both peers know; it fails with
+        `PeerUnreachable`, `RemoteProtocolError` for a refusal or a body that is torn or altered, or
+        `LocalProtocolError` for a fault in a callback of this node, which is reported too. Callbacks run on worker
+        threads, of which there are few: they must not wait for other things to happen. Raises `LocalProtocolError` for
+        a head or a size that no peer would take."""
 
     def announce(self, card: PeerCard) -> None:
         """Tell the swarm who this is; renewed by the transport, with its own addresses, until `close`."""

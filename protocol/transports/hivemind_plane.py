@@ -36,8 +36,10 @@ from protocol.limits import MAX_CLOCK_SKEW_S, MAX_REQUEST_BYTES
 from protocol.messages import PeerCard
 from protocol.peers import peer_of
 from protocol.topics import bucket_of, membership_key
-from protocol.transports.base import Server
+from protocol.transports.base import Acceptor, Outgoing, Server, Sink
+from protocol.transports.exchanges import Exchanges
 from protocol.transports.records import CardStorage, CardValidator
+from protocol.transports.relay import RELAY_PROTOCOL, reserve
 from protocol.transports.settings import NetworkSettings, announced, best_first, endpoint, free_port, listen_address
 from protocol.transports.streams import Answers, Traffic, ask
 
@@ -88,7 +90,9 @@ class HivemindPlane:
         self._report = report
         self._on_restart = on_restart
         self._protocol = f"/swarm-node/{swarm[:16]}/request/1"
+        self._exchange_protocol = f"/swarm-node/{swarm[:16]}/exchange/1"
         self._answers = Answers(self.traffic, report)
+        self._exchanges = Exchanges(self.traffic, report)
         self._validator = CardValidator(swarm, settings.card_ttl_s, self.traffic.rejected)
         self._storage, self._cache = CardStorage(), CardStorage()
         self._clock_offset = time.time() - time.monotonic()
@@ -116,9 +120,12 @@ class HivemindPlane:
     async def close(self) -> None:
         """Stop p2pd; bounded, whatever state it is in."""
         self._closing = True
+        ending = self._exchanges.cancel()
         if self._keeper is not None:
             self._keeper.cancel()
-            await asyncio.wait({self._keeper}, timeout=GOODBYE_S)
+            ending.add(self._keeper)
+        if ending:
+            await asyncio.wait(ending, timeout=GOODBYE_S)
         await self._stop_daemon()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -157,7 +164,7 @@ class HivemindPlane:
 
     async def _start_daemon(self) -> None:
         settings = self._settings
-        relays = self._relays[:8] if settings.relay and not settings.serve_relay else []
+        relays = [] if settings.dial_only or settings.serve_relay or not settings.relay else self._relays[:8]
         async with _one_start_at_a_time():
             if not settings.dial_only:
                 self._choose_port()
@@ -195,7 +202,8 @@ class HivemindPlane:
         )
         node.protocol.storage, node.protocol.cache = self._storage, self._cache  # bounded, and outliving p2pd
         node.protocol._validate_dictionary = self._validator.keep_valid
-        await asyncio.wait_for(daemon.add_binary_stream_handler(self._protocol, self._on_stream), CALL_S)
+        for protocol, handler in ((self._protocol, self._on_request), (self._exchange_protocol, self._on_exchange)):
+            await asyncio.wait_for(daemon.add_binary_stream_handler(protocol, handler), CALL_S)
         self._node = node
         await self.look_around()
 
@@ -241,6 +249,19 @@ class HivemindPlane:
         if await self._bounded(node.protocol.call_ping(to), CALL_S) is None:
             return  # connected, but it only dials and keeps no part of the DHT
         await self._bounded(node.find_nearest_nodes([node.node_id]), CALL_S)
+
+    async def take_place(self, relay: str) -> None:
+        """Be reached through a peer that this node is connected to, for `PLACE_S` at least. Raises PeerUnreachable."""
+
+        async def take() -> None:
+            daemon = self._running()[0]
+            _, reader, writer = await daemon.call_binary_stream_handler(PeerID.from_base58(relay), RELAY_PROTOCOL)
+            try:
+                await reserve(reader, writer)
+            finally:
+                writer.close()
+
+        await self._bounded(take(), CALL_S)
 
     async def connected(self) -> set[str]:
         """Peer ids with a connection to this node. Raises PeerUnreachable."""
@@ -294,11 +315,15 @@ class HivemindPlane:
             self._storage, self._cache = CardStorage(), CardStorage()
             node.protocol.storage, node.protocol.cache = self._storage, self._cache
 
-    # ---------------------------------------------------------------- requests
+    # ---------------------------------------------------------------- requests and exchanges
 
     def serve(self, method: str, server: Server) -> None:
         """Answer requests for `method` from now on."""
         self._answers.servers[method] = server
+
+    def accept(self, method: str, acceptor: Acceptor) -> None:
+        """Take part in exchanges of `method` from now on."""
+        self._exchanges.acceptors[method] = acceptor
 
     async def request(
         self, peer: str, method: str, payload: bytes, timeout: float, limit: int, addresses: Sequence[str] = ()
@@ -306,10 +331,42 @@ class HivemindPlane:
         """Ask `peer`, known to be at `addresses`. Raises PeerUnreachable or RemoteProtocolError."""
         if len(payload) > MAX_REQUEST_BYTES or not 0 < len(method.encode()) < 256:
             raise LocalProtocolError(f"a request {method!r} of {len(payload)} bytes cannot be sent")
-        self._running()
-        return await self._bounded(self._ask(peer, method, payload, limit, addresses), timeout)
 
-    async def _ask(self, peer: str, method: str, payload: bytes, limit: int, addresses: Sequence[str]) -> bytes:
+        async def ask_it() -> bytes:
+            async with self._stream(peer, self._protocol, addresses) as (reader, writer):
+                return await ask(reader, writer, method, payload, limit, self.traffic)
+
+        self._running()
+        return await self._bounded(ask_it(), timeout)
+
+    async def exchange(
+        self,
+        peer: str,
+        method: str,
+        ours: Outgoing,
+        answered: Callable[[bytes, int], Sink],
+        timeout: float,
+        addresses: Sequence[str] = (),
+    ) -> None:
+        """Exchange bodies with `peer`, known to be at `addresses`. Raises PeerUnreachable, RemoteProtocolError, or
+        LocalProtocolError for a fault in `ours` or `answered`."""
+
+        async def exchange_with_it() -> None:
+            async with self._stream(peer, self._exchange_protocol, addresses) as (reader, writer):
+                await self._exchanges.call(reader, writer, method, ours, answered)
+
+        self._running()
+        call = asyncio.create_task(exchange_with_it())
+        try:
+            await self._bounded(call, timeout)
+        finally:
+            await asyncio.wait({call}, timeout=GOODBYE_S)  # for callbacks that still run
+
+    @asynccontextmanager
+    async def _stream(
+        self, peer: str, protocol: str, addresses: Sequence[str]
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A stream to `peer`, which is dialled if need be."""
         daemon = self._running()[0]
         try:
             to = PeerID.from_base58(peer)
@@ -322,11 +379,11 @@ class HivemindPlane:
             except PeerUnreachable as error:  # p2pd may know another way
                 failure = error
         try:
-            _, reader, writer = await daemon.call_binary_stream_handler(to, self._protocol)
+            _, reader, writer = await daemon.call_binary_stream_handler(to, protocol)
         except P2PDaemonError as error:
             raise failure or error from error
         try:
-            return await ask(reader, writer, method, payload, limit, self.traffic)
+            yield reader, writer
         except RemoteProtocolError as error:
             if error.reason == "torn":
                 await asyncio.sleep(0.1)  # if it was our own p2pd that died, that is known by then, and ends this call
@@ -334,8 +391,11 @@ class HivemindPlane:
         finally:
             writer.close()
 
-    async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_request(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._answers.serve(str(info.peer_id), reader, writer)
+
+    async def _on_exchange(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._exchanges.serve(str(info.peer_id), reader, writer)
 
     # ---------------------------------------------------------------- calls to p2pd
 
@@ -358,7 +418,9 @@ class HivemindPlane:
         finally:
             task.cancel()
             task.add_done_callback(_forget)
-        raise PeerUnreachable("p2pd ended meanwhile" if ended.done() else f"no answer within {timeout:g} s")
+        if ended.done():
+            raise PeerUnreachable("p2pd ended meanwhile")
+        raise PeerUnreachable("closed meanwhile" if self._closing else f"no answer within {timeout:g} s")
 
 
 def _daemon_class(plane: HivemindPlane) -> type[P2P]:

@@ -10,8 +10,11 @@ nodes make up a component. Cards spread within a component; messages and request
 one of their nodes reaches another, and fall apart when nothing connects them any more.
 
 Gossip goes in one hop to every subscriber, paid by the sender; with `degree`, hop by hop over a random mesh, so that
-forwarding and duplicates are paid by who causes them. Bytes are those of gossip and requests: what membership costs is
-measured on the real network. Everything runs on the thread that drives the clock.
+forwarding and duplicates are paid by who causes them. Bytes are those of gossip, requests and exchanges: what
+membership costs is measured on the real network. Everything runs on the thread that drives the clock.
+
+    exchange      caller --latency--> acceptor asked --latency--> `answered` asked; then both ways at once: the body
+                  leaves, sharing its uplink with gossip and other bodies, --latency--> both are here: both are taken
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +33,18 @@ import msgspec
 from protocol.codec import seal_card
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
-from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_BATCH_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
+from protocol.limits import (
+    CARD_RENEWAL_S,
+    CARD_TTL_S,
+    MAX_BATCH_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_REQUEST_BYTES,
+    MAX_RESPONSE_BYTES,
+)
 from protocol.messages import PeerCard
 from protocol.peers import PeerTable
-from protocol.transports.base import Handler, Server
+from protocol.transports.base import Accepted, Acceptor, Handler, Outgoing, Server, Sink
+from protocol.transports.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER, check_call, pieces_of
 
 SPREAD_S = 2.0
 """A card is found by others, and components that meet become one, this much later."""
@@ -44,6 +56,8 @@ HEARTBEAT_S = 1.0
 """A mesh is mended this often at most."""
 MAX_BACKLOG_S = 10.0
 """What would wait longer for its sender's uplink is dropped."""
+TURN_S = 0.25
+"""A body has its uplink for so long at a time: what else there is to send waits no longer for it."""
 
 
 class VirtualClock:
@@ -291,10 +305,160 @@ class MemoryNetwork:
             self.faults["duplicated"] += 1
             copies = 2
         for _ in range(copies):
-            delay = ours.latency_s + theirs.latency_s
-            if ours.jitter_s or theirs.jitter_s:
-                delay += rng.uniform(0.0, ours.jitter_s) + rng.uniform(0.0, theirs.jitter_s)
-            self.clock.call_at(sender._uplink_free + delay, receiver._receive, sender, message)
+            self.clock.call_at(sender._uplink_free + self._delay(sender, receiver), receiver._receive, sender, message)
+
+    def _delay(self, sender: MemoryTransport, receiver: MemoryTransport) -> float:
+        ours, theirs = sender.link, receiver.link
+        delay = ours.latency_s + theirs.latency_s
+        if ours.jitter_s or theirs.jitter_s:
+            delay += self.rng.uniform(0.0, ours.jitter_s) + self.rng.uniform(0.0, theirs.jitter_s)
+        return delay
+
+
+class _Exchange:
+    """One exchange, from event to event. Each finds out whether its peers are still connected; if not, all ends."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        caller: MemoryTransport,
+        acceptor: MemoryTransport,
+        method: str,
+        ours: Outgoing,
+        answered: Callable[[bytes, int], Sink],
+        timeout: float,
+    ) -> None:
+        self.future: Future[None] = Future()
+        self._network = network
+        self._caller = caller
+        self._acceptor = acceptor
+        self._method = method
+        self._ours = ours
+        self._answered = answered
+        self._theirs: Accepted | None = None
+        self._missing = 2
+        """Bodies that have not arrived."""
+        self._over = False
+        self.future.set_running_or_notify_cancel()
+        self._after(timeout, self._fail, PeerUnreachable(f"no answer within {timeout:g} s"))
+        self._after(network._delay(caller, acceptor), self._ask)
+
+    def _after(self, seconds: float, step: Callable[..., None], *arguments: Any) -> None:
+        self._network.clock.call_at(self._network.clock.now() + seconds, self._go_on, step, *arguments)
+
+    def _go_on(self, step: Callable[..., None], *arguments: Any) -> None:
+        if self._over:
+            return
+        if not (self._caller._alive and self._acceptor._alive and self._caller._side == self._acceptor._side):
+            self._network.faults["cut"] += 1
+            step, arguments = self._fail, (PeerUnreachable("the connection broke"),)
+        step(*arguments)
+
+    def _ask(self) -> None:
+        caller, acceptor, running = self._caller, self._acceptor, self._acceptor._exchanging
+        self._count(caller, acceptor, len(self._ours.head))
+        accept = acceptor._acceptors.get(self._method)
+        if accept is None:
+            acceptor.rejected["method"] += 1
+            self._end(PeerUnreachable(f"{acceptor.peer_id} does not know the method {self._method!r}"))
+            return
+        if running.total() >= MAX_EXCHANGES or running[caller.peer_id] >= MAX_EXCHANGES_PER_PEER:
+            acceptor.rejected["busy"] += 1
+            self._end(PeerUnreachable("busy"))
+            return
+        try:
+            self._theirs = accept(caller.peer_id, self._ours.head, self._ours.size)
+        except RemoteProtocolError as error:
+            acceptor.rejected[error.reason] += 1
+            self._end(error)
+            return
+        check_call(self._method, self._theirs.ours)
+        running[caller.peer_id] += 1
+        self._after(self._network._delay(acceptor, caller), self._answer, self._theirs)
+
+    def _answer(self, theirs: Accepted) -> None:
+        self._count(self._acceptor, self._caller, len(theirs.ours.head))
+        try:
+            sink = self._answered(theirs.ours.head, theirs.ours.size)
+        except RemoteProtocolError as error:
+            self._caller.rejected[error.reason] += 1
+            self._end(error, _torn(self._method))
+            return
+        self._leave(self._caller, self._acceptor, self._ours.size, theirs, sink)
+        self._leave(self._acceptor, self._caller, theirs.ours.size, theirs, sink)
+
+    def _leave(
+        self, sender: MemoryTransport, receiver: MemoryTransport, left: int, theirs: Accepted, sink: Sink
+    ) -> None:
+        """As much of a body as can in one turn: the uplink is free for others in between."""
+        if left and sender.link.bandwidth_bytes_s < math.inf:
+            size = min(left, max(1, int(sender.link.bandwidth_bytes_s * TURN_S)))
+        else:
+            size = left
+        now = self._network.clock.now()
+        sender._uplink_free = max(sender._uplink_free, now) + size / sender.link.bandwidth_bytes_s
+        sender.bytes_out += size
+        if size < left:
+            self._after(sender._uplink_free - now, self._leave, sender, receiver, left - size, theirs, sink)
+        else:
+            self._after(sender._uplink_free - now + self._network._delay(sender, receiver), self._arrive, theirs, sink)
+
+    def _arrive(self, theirs: Accepted, sink: Sink) -> None:
+        self._missing -= 1
+        if self._missing:
+            return
+        caller, acceptor = self._caller, self._acceptor
+        caller.bytes_in += theirs.ours.size
+        acceptor.bytes_in += self._ours.size
+        try:
+            _pour(self._ours, theirs.sink)
+        except RemoteProtocolError as error:
+            acceptor.rejected[error.reason] += 1
+            self._end(_torn(self._method), error)
+            return
+        try:
+            _pour(theirs.ours, sink)
+        except RemoteProtocolError as error:
+            caller.rejected[error.reason] += 1
+            self._end(error, _torn(self._method))
+            return
+        self._end(None)
+
+    def _fail(self, error: Exception) -> None:
+        self._end(error, error)
+
+    def _end(self, for_caller: Exception | None, for_acceptor: Exception | None = None) -> None:
+        """Tell both, at once."""
+        self._over = True
+        if self._theirs is not None:
+            self._acceptor._exchanging[self._caller.peer_id] -= 1
+        if for_caller is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(for_caller)
+        if self._theirs is not None:
+            self._theirs.done(for_acceptor)
+
+    @staticmethod
+    def _count(sender: MemoryTransport, receiver: MemoryTransport, size: int) -> None:
+        sender.bytes_out += size
+        receiver.bytes_in += size
+
+
+def _pour(ours: Outgoing, sink: Sink) -> None:
+    """A body into a sink, in the same pieces as over a real stream."""
+    piece = bytearray()
+    for made in pieces_of(ours):
+        piece += made
+        if len(piece) >= MAX_CHUNK_BYTES:
+            sink(memoryview(piece[:MAX_CHUNK_BYTES]))
+            piece = piece[MAX_CHUNK_BYTES:]
+    if piece:
+        sink(memoryview(piece))
+
+
+def _torn(method: str) -> RemoteProtocolError:
+    return RemoteProtocolError("torn", f"{method}: the other side ended it")
 
 
 class MemoryTransport:
@@ -328,6 +492,9 @@ class MemoryTransport:
         self._component = _Component([self], {})
         self._handlers: dict[str, list[Handler]] = {}
         self._servers: dict[str, Server] = {}
+        self._acceptors: dict[str, Acceptor] = {}
+        self._exchanging: Counter[str] = Counter()
+        """Exchanges accepted and under way, by caller."""
         self._card: PeerCard | None = None
         self._renewed = -math.inf
         self._uplink_free = 0.0
@@ -376,6 +543,28 @@ class MemoryTransport:
         other.bytes_out += len(response)
         self.bytes_in += len(response)
         return response
+
+    def accept(self, method: str, acceptor: Acceptor) -> None:
+        self._acceptors[method] = acceptor
+
+    def exchange(
+        self,
+        peer: str,
+        method: str,
+        ours: Outgoing,
+        answered: Callable[[bytes, int], Sink],
+        timeout: float,
+    ) -> Future[None]:
+        """Whom `request` reaches. The future is done, and callbacks are called, as the clock is driven; what they raise
+        but should not ends the simulation. A peer that has gone or is cut off is noticed after a latency or `TURN_S`;
+        whoever was killed is told as well."""
+        check_call(method, ours)
+        other = self._network._nodes.get(peer)
+        if other is None or other is self or not self._can_ask(other):
+            future: Future[None] = Future()
+            future.set_exception(PeerUnreachable(f"{peer} cannot be reached"))
+            return future
+        return _Exchange(self._network, self, other, method, ours, answered, timeout).future
 
     def announce(self, card: PeerCard) -> None:
         """The first card spreads at once, later ones take its place when it is renewed."""

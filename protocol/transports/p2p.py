@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +29,12 @@ from protocol.manifest import ManifestLimits
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.peers import PeerTable, peer_of
 from protocol.topics import rollout_topic
-from protocol.transports.base import Handler, Server
+from protocol.transports.base import Acceptor, Handler, Outgoing, Server, Sink
+from protocol.transports.exchanges import check_call
 from protocol.transports.gossip_client import GossipClient, Stat
 from protocol.transports.gossip_pipe import gossip_settings
 from protocol.transports.ports import note_ports, recall_ports
+from protocol.transports.relay import PLACE_S
 from protocol.transports.reports import Reports
 from protocol.transports.settings import NetworkSettings, best_first, endpoint, free_port
 
@@ -96,6 +98,8 @@ class P2PTransport:
         self._read_cache()
         self._handlers: dict[str, list[Handler]] = {}
         self._servers: dict[str, Server] = {}
+        self._acceptors: dict[str, Acceptor] = {}
+        self._exchanges: set[Future[None]] = set()
         self._card: PeerCard | None = None
         self._told: tuple[object, ...] = ()
         self._renew_at = 0.0  # like all deadlines here of the monotonic clock, which nobody sets back
@@ -105,6 +109,8 @@ class P2PTransport:
         """Connected peers whose DHT knows ours."""
         self._newcomers: frozenset[str] = frozenset()
         """Connected on the DHT since cards were last looked up."""
+        self._places: dict[str, float] = {}
+        """Relays that pass on to this node -> when to ask them again."""
         self._look_at = self._turn_s = 0.0
         self._hasty = False
         self._handler_faults = 0
@@ -117,6 +123,7 @@ class P2PTransport:
         self._loop = asyncio.new_event_loop()
         self._main: asyncio.Task[None] | None = None
         self._closed = threading.Event()
+        self._close_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="network", daemon=True)
         self._thread.start()
 
@@ -128,7 +135,7 @@ class P2PTransport:
 
     @property
     def addresses(self) -> list[str]:
-        return [] if self._plane is None else self._plane.addresses[:MAX_ADDRESSES]
+        return [] if self._plane is None else (self._plane.addresses or self._relayed())[:MAX_ADDRESSES]
 
     def subscribe(self, topic: str, handler: Handler) -> None:
         self._soon(self._subscribe, topic, handler)
@@ -150,6 +157,29 @@ class P2PTransport:
         except (TimeoutError, CancelledError) as error:
             call.cancel()
             raise PeerUnreachable(f"no answer within {timeout:g} s") from error
+
+    def accept(self, method: str, acceptor: Acceptor) -> None:
+        self._soon(self._accept, method, acceptor)
+
+    def exchange(
+        self,
+        peer: str,
+        method: str,
+        ours: Outgoing,
+        answered: Callable[[bytes, int], Sink],
+        timeout: float,
+    ) -> Future[None]:
+        """Callbacks added to the future run on the network's thread, which must not wait for it."""
+        check_call(method, ours)
+        with self._close_lock:  # the loop, if it is not closed yet, looks at all that are begun before it is
+            if self._closed.is_set():
+                closed: Future[None] = Future()
+                closed.set_exception(PeerUnreachable("the network is closed"))
+                return closed
+            future = asyncio.run_coroutine_threadsafe(self._exchange(peer, method, ours, answered, timeout), self._loop)
+            self._exchanges.add(future)
+        future.add_done_callback(self._exchanges.discard)
+        return future
 
     def announce(self, card: PeerCard) -> None:
         first, self._card = self._card is None, card
@@ -209,8 +239,11 @@ class P2PTransport:
         except Exception as error:  # this thread may end, the node must not
             self._report(f"the network ended: {error!r}")
         finally:
-            self._closed.set()
+            with self._close_lock:
+                self._closed.set()
             self._loop.close()
+            for future in [future for future in list(self._exchanges) if not future.done()]:
+                future.set_exception(PeerUnreachable("the network is closed"))
 
     def _cancel(self) -> None:
         assert self._main is not None
@@ -233,6 +266,8 @@ class P2PTransport:
             try:
                 for method, server in self._servers.items():
                     plane.serve(method, server)
+                for method, acceptor in self._acceptors.items():
+                    plane.accept(method, acceptor)
                 await plane.start()
                 while True:
                     await self._round(plane)
@@ -311,11 +346,29 @@ class P2PTransport:
             raise PeerUnreachable("the network is not up yet")
         return await self._plane.request(peer, method, payload, timeout, limit, self._table.addresses_of(peer))
 
+    def _accept(self, method: str, acceptor: Acceptor) -> None:
+        self._acceptors[method] = acceptor
+        if self._plane is not None:
+            self._plane.accept(method, acceptor)
+
+    async def _exchange(
+        self, peer: str, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink], timeout: float
+    ) -> None:
+        if self._plane is None:
+            raise PeerUnreachable("the network is not up yet")
+        try:
+            await self._plane.exchange(peer, method, ours, answered, timeout, self._table.addresses_of(peer))
+        except ProtocolError:
+            raise
+        except Exception as error:  # of hivemind, which does not say what it may raise
+            self._report(f"the network stumbled: {error!r}")
+            raise PeerUnreachable(repr(error)) from error
+
     # ---------------------------------------------------------------- on it: who is there
 
     async def _round(self, plane: HivemindPlane) -> None:
         """One look at the swarm. A step that p2pd or the sidecar cannot take just now is left to the next round."""
-        for step in (self._dial, self._look_up, self._tend_gossip, self._renew):
+        for step in (self._dial, self._look_up, self._take_places, self._tend_gossip, self._renew):
             try:
                 await step(plane)
             except PeerUnreachable:
@@ -336,6 +389,7 @@ class P2PTransport:
     def _on_restart(self) -> None:
         """p2pd is a new one: all its connections are."""
         self._greeted.clear()
+        self._places.clear()
         self._wake.set()
 
     async def _dial(self, plane: HivemindPlane) -> None:
@@ -380,6 +434,20 @@ class P2PTransport:
         self._turn_s = every * (math.ceil(MEMBERSHIP_BUCKETS / count) - 1)
         for peer, card in found.items():
             self._table.see(peer, card, time.time())
+
+    async def _take_places(self, plane: HivemindPlane) -> None:
+        """Keep a place at every bootstrap peer that relays, for a node that only dials."""
+        settings, now = self._settings, time.monotonic()
+        if not (settings.dial_only and settings.relay):
+            return
+        self._places = {relay: again for relay, again in self._places.items() if relay in self._connected}
+        for relay in self._connected & {peer_of(address) for address in settings.bootstrap}:
+            card = self._members.get(relay)
+            if card is not None and "relay" in card.roles and self._places.get(relay, 0.0) <= now:
+                self._places.pop(relay, None)
+                with suppress(PeerUnreachable):  # it has no place left
+                    await plane.take_place(relay)
+                    self._places[relay] = now + PLACE_S
 
     async def _tend_gossip(self, plane: HivemindPlane) -> None:
         """Dial and drop gossip connections as the table says."""
@@ -453,11 +521,9 @@ class P2PTransport:
         return best_first(list(dict.fromkeys([*own, *(f"{host}/tcp/{tail}" for host in hosts)])))[:MAX_ADDRESSES]
 
     def _relayed(self) -> list[str]:
-        """Addresses, for a node that only dials, through those bootstrap peers that relay. p2pd reserves places there
-        (with fewer than four to choose from, three minutes after its start), but tells only of public ones."""
-        relays = {peer_of(address): address for address in self._settings.bootstrap if self._settings.relay}
-        serving = {peer for peer, card in self._members.items() if "relay" in card.roles}
-        return [f"{address}/p2p-circuit/p2p/{self.peer_id}" for peer, address in relays.items() if peer in serving]
+        """Addresses through the relays that pass on to this node."""
+        ways = [address for address in self._settings.bootstrap if peer_of(address) in self._places]
+        return [f"{address}/p2p-circuit/p2p/{self.peer_id}" for address in ways]
 
     def _dated(self, card: PeerCard) -> PeerCard:
         """`card` as of now, without ways to reach this node."""

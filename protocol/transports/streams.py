@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protocol.errors import PeerUnreachable, RemoteProtocolError
+from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
 from protocol.manifest import FILE_METHOD
 from protocol.transports.base import Server
@@ -40,8 +40,9 @@ GRACE_S, MIN_BYTES_PER_S = 10.0, 2**19
 REQUEST_S = 10.0
 """Longest that a request may take to arrive."""
 MAX_DETAIL_CHARS = 200
+MAX_REFUSAL_BYTES = 2 * MAX_DETAIL_CHARS
+ANSWER, REFUSAL, UNAVAILABLE = b"\0", b"\1", b"\2"
 _REASON = re.compile(r"[a-z0-9_/-]{1,32}")
-_ANSWER, _REFUSAL, _UNAVAILABLE = b"\0", b"\1", b"\2"
 
 
 @dataclass
@@ -66,18 +67,14 @@ async def ask(
     name = method.encode()
     try:
         writer.write(bytes([len(name)]) + name)
-        await _write_frame(writer, payload, traffic)
+        await write_frame(writer, payload, traffic)
         status = await reader.readexactly(1)
-        answer = await _read_frame(reader, limit if status == _ANSWER else 2 * MAX_DETAIL_CHARS, traffic)
+        answer = await read_frame(reader, limit if status == ANSWER else MAX_REFUSAL_BYTES, traffic)
     except (EOFError, OSError) as error:
         raise RemoteProtocolError("torn", f"answer to {method}: {error or type(error).__name__}") from error
-    if status == _ANSWER:
+    if status == ANSWER:
         return answer
-    text = "".join(c for c in answer.decode(errors="replace") if c.isprintable() or c == "\n")
-    if status == _UNAVAILABLE:
-        raise PeerUnreachable(text)
-    reason, _, detail = text.partition("\n")
-    raise RemoteProtocolError(reason if _REASON.fullmatch(reason) else "refused", detail)
+    raise refused(status, answer)
 
 
 class Answers:
@@ -99,7 +96,7 @@ class Answers:
             async with asyncio.timeout(ANSWER_S):
                 status, answer = await self._answer(peer, reader, places)
                 writer.write(status)
-                await _write_frame(writer, answer, self._traffic)
+                await write_frame(writer, answer, self._traffic)
         except RemoteProtocolError as error:
             self._traffic.rejected[error.reason] += 1
         except (TimeoutError, EOFError, OSError):
@@ -121,13 +118,13 @@ class Answers:
             method = (await reader.readexactly(length)).decode(errors="replace")
             server = self.servers.get(method)
             try:
-                payload = await _read_frame(reader, MAX_REQUEST_BYTES, self._traffic)
+                payload = await read_frame(reader, MAX_REQUEST_BYTES, self._traffic)
             except RemoteProtocolError as error:
                 self._traffic.rejected[error.reason] += 1
-                return _REFUSAL, _refusal(error)
+                return REFUSAL, refusal(error)
         if server is None:
             self._traffic.rejected["method"] += 1
-            return _UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
+            return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
         large = method in LARGE_METHODS
         if large:
             if self._large.total() >= MAX_LARGE or self._large[peer] >= MAX_LARGE_PER_PEER:
@@ -140,23 +137,33 @@ class Answers:
                 raise ValueError(f"an answer of {len(answer)} bytes")
         except RemoteProtocolError as error:
             self._traffic.rejected[error.reason] += 1
-            return _REFUSAL, _refusal(error)
+            return REFUSAL, refusal(error)
         except Exception as error:  # a fault of ours: the peer gets an answer, and this node lives on
             self._traffic.rejected["handler"] += 1
             self._report(f"answering {method!r} failed: {error!r}")
-            return _UNAVAILABLE, b"failed"
-        return _ANSWER, answer
+            return UNAVAILABLE, b"failed"
+        return ANSWER, answer
 
     def _busy(self) -> tuple[bytes, bytes]:
         self._traffic.rejected["busy"] += 1
-        return _UNAVAILABLE, b"busy"
+        return UNAVAILABLE, b"busy"
 
 
-def _refusal(error: RemoteProtocolError) -> bytes:
-    return f"{error.reason}\n{error.detail[:MAX_DETAIL_CHARS]}".encode()[: 2 * MAX_DETAIL_CHARS]
+def refusal(error: RemoteProtocolError) -> bytes:
+    """As the payload of an answer."""
+    return f"{error.reason}\n{error.detail[:MAX_DETAIL_CHARS]}".encode()[:MAX_REFUSAL_BYTES]
 
 
-async def _write_frame(writer: asyncio.StreamWriter, payload: bytes, traffic: Traffic) -> None:
+def refused(status: bytes, answer: bytes) -> ProtocolError:
+    """What a peer meant that did not answer but refused."""
+    text = "".join(c for c in answer.decode(errors="replace") if c.isprintable() or c == "\n")
+    if status == UNAVAILABLE:
+        return PeerUnreachable(text)
+    reason, _, detail = text.partition("\n")
+    return RemoteProtocolError(reason if _REASON.fullmatch(reason) else "refused", detail)
+
+
+async def write_frame(writer: asyncio.StreamWriter, payload: bytes, traffic: Traffic) -> None:
     """Raises TimeoutError if the other end takes it too slowly."""
     long = len(payload) > MAX_CHUNK_BYTES
     digest = (await asyncio.to_thread(hashlib.sha256, payload) if long else hashlib.sha256(payload)).digest()
@@ -169,7 +176,7 @@ async def _write_frame(writer: asyncio.StreamWriter, payload: bytes, traffic: Tr
     traffic.bytes_out += len(payload) + 40
 
 
-async def _read_frame(reader: asyncio.StreamReader, limit: int, traffic: Traffic) -> bytes:
+async def read_frame(reader: asyncio.StreamReader, limit: int, traffic: Traffic) -> bytes:
     """Raises RemoteProtocolError: size (before anything is allocated), torn or hash."""
     head = await reader.readexactly(40)
     size, digest = int.from_bytes(head[:8], "big"), head[8:]

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from protocol.errors import ProtocolError
 from protocol.identity import Identity
 from protocol.messages import PeerCard, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
 from protocol.topics import rollout_topic, shard_of
+from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.p2p import P2PTransport
 from protocol.transports.settings import NetworkSettings
 
@@ -44,6 +46,7 @@ class Node:
         path = folder / f"{name}.key"
         self.identity = Identity.load_or_create(path)
         self.shards = settings.pop("shards", 1)
+        roles = settings.pop("roles", ["trainer"])
         began = time.monotonic()
         self.transport = P2PTransport(
             path,
@@ -56,13 +59,21 @@ class Node:
         for shard in range(self.shards):
             self.transport.subscribe(rollout_topic(SWARM, shard), self.hear)
         self.transport.serve("echo", self.echo)
-        self.transport.announce(PeerCard(1, SWARM, 0.0, name, settings.get("roles", ["trainer"])))
+        self.transport.accept("swap", self.swap)  # before the network is up
+        self.outcomes: list[str] = []
+        self.call: Future[None] = Future()
+        self.transport.announce(PeerCard(1, SWARM, 0.0, name, roles))
         self.constructed = time.monotonic() - began
 
     def echo(self, peer: str, payload: bytes) -> bytes:
         if payload == b"fail":
             raise ValueError("fail")
         return peer[-4:].encode() + payload
+
+    def swap(self, peer: str, head: bytes, size: int) -> Accepted:
+        if head == b"late":
+            time.sleep(3.0)
+        return Accepted(Outgoing(head, 5, lambda: [b"hello"]), len, lambda error: self.outcomes.append(repr(error)))
 
     def hear(self, data: bytes) -> None:
         sender, batch = open_batch(data, SWARM)
@@ -75,11 +86,13 @@ class Node:
             "constructed": self.constructed,
             "addresses": transport.addresses,
             "members": {card.name: card.gossip_id for card in transport.members().values()},
+            "ways": {card.name: card.addresses for card in transport.members().values()},
             "created": {card.name: card.created for card in transport.members().values()},
             "stats": dict(transport.stats()),
             "gossip": transport._gossip.gossip_id,
             "pids": [os.getpid(), plane and plane.daemon_pid, transport._gossip.pid],
             "said": self.said,
+            "outcomes": self.outcomes,
             "heard": sorted({f"{sender[-4:]}/{sequence}" for sender, sequence in self.heard}),
         }
 
@@ -107,6 +120,22 @@ class Node:
             return self.transport.request(peer, "echo", text.encode(), timeout=5.0).decode()
         except ProtocolError as error:
             return f"{type(error).__name__}: {error}"
+
+    def do_exchange(self, peer: str, head: str, size: int, wait: bool = True) -> str:
+        """How it ended, and what came back."""
+        got = bytearray()
+
+        def answered(head: bytes, size: int) -> Sink:
+            got.extend(head + b" %d " % size)
+            return got.extend
+
+        ours = Outgoing(head.encode(), size, lambda: (bytes(min(2**20, size - i)) for i in range(0, size, 2**20)))
+        self.call = self.transport.exchange(peer, "swap", ours, answered, 20.0)
+        return self.do_outcome() + got.decode() if wait else ""
+
+    def do_outcome(self) -> str:
+        error = self.call.exception(25.0)
+        return "" if error is None else f"{type(error).__name__}: {error}"
 
     def do_set_clock(self, ahead: float) -> None:
         """Of this process, not of its gossip process."""

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -32,6 +33,7 @@ from protocol.manifest import FILE_METHOD
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
 from protocol.transports import hivemind_plane
+from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.hivemind_plane import NEW_S, HivemindPlane
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.settings import NetworkSettings
@@ -471,11 +473,131 @@ async def one_caller_cannot_take_all_places() -> None:
             writer.write(b"\4")
             await writer.drain()
         await until(lambda: one.plane._answers._running.total() == 4)
-        assert await two.refused(one, "echo") == "unreachable"
+        # p2pd may drop the answer "busy" when the stream is closed before the request was read
+        assert await two.refused(one, "echo") in ("unreachable", "torn")
         assert one.plane.traffic.rejected["busy"] == 1
         for _, _, writer in held:
             writer.close()
         await until(lambda: _same(two.refused(one, "echo"), "answered"))
+
+
+# -------------------------------------------------------------------- exchanges
+
+
+class Body:
+    """What a node sends and gets in exchanges of `swap`; what its acceptor is told."""
+
+    def __init__(self, size: int) -> None:
+        self.sent = os.urandom(size)
+        self.got = bytearray()
+        self.outcomes: list[Exception | None] = []
+
+    @property
+    def outgoing(self) -> Outgoing:
+        pieces = (memoryview(self.sent)[start : start + 2**20] for start in range(0, len(self.sent), 2**20))
+        return Outgoing(b"head", len(self.sent), lambda: pieces)
+
+    def answered(self, head: bytes, size: int) -> Sink:
+        assert head == b"head"
+        self.got.clear()
+        return self.got.extend
+
+    def accept(self, peer: str, head: bytes, size: int) -> Accepted:
+        return Accepted(self.outgoing, self.answered(head, size), self.outcomes.append)
+
+
+async def exchange(caller: Node, acceptor: Node, ours: Body, timeout: float = 30.0) -> str:
+    """How it ended: `whole`, a reason, or `unreachable`."""
+    try:
+        await caller.plane.exchange(
+            acceptor.id, "swap", ours.outgoing, ours.answered, timeout, acceptor.plane.addresses
+        )
+    except RemoteProtocolError as error:
+        return error.reason
+    except PeerUnreachable:
+        return "unreachable"
+    return "whole"
+
+
+async def bodies_are_exchanged() -> None:
+    async with started("one", "two") as (one, two):
+        ours, theirs = Body(8 * 2**20), Body(8 * 2**20 + 17)
+        two.plane.accept("swap", theirs.accept)
+        began = time.monotonic()
+        assert await exchange(one, two, ours) == "whole"
+        print(f"16 MiB exchanged in {time.monotonic() - began:.2f} s", file=sys.stderr)
+        await until(lambda: theirs.outcomes == [None])
+        assert ours.got == theirs.sent and theirs.got == ours.sent
+        assert one.plane.traffic.bytes_out > 8 * 2**20 and one.plane.traffic.bytes_in > 8 * 2**20
+        assert await exchange(two, one, theirs) == "unreachable"  # has no acceptor
+
+        def refuse(peer: str, head: bytes, size: int) -> Accepted:
+            raise RemoteProtocolError("early", f"{peer} {size}")
+
+        two.plane.accept("swap", refuse)
+        assert await exchange(one, two, ours) == "early"
+        assert not one.said and not two.said
+
+
+async def an_exchange_fails_with_its_p2pd_and_the_next_one_works() -> None:
+    async with started("one", "two") as (one, two):
+        for victim, ends in ((one, ("unreachable",)), (two, ("torn", "unreachable"))):
+            ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
+            two.plane.accept("swap", theirs.accept)
+            call = asyncio.create_task(exchange(one, two, ours))
+            await until(lambda ours=ours, theirs=theirs: ours.got and theirs.got)
+            os.kill(victim.plane.daemon_pid, signal.SIGKILL)
+            assert await asyncio.wait_for(call, 20.0) in ends
+            await until(lambda theirs=theirs: len(theirs.outcomes) == 1)
+            assert isinstance(theirs.outcomes[0], ProtocolError)
+            assert ours.got != theirs.sent and theirs.got != ours.sent
+            await until(lambda victim=victim: victim.plane.restarts == 1)
+            ours, theirs = Body(2**20), Body(2**20)
+            two.plane.accept("swap", theirs.accept)
+            await until(lambda ours=ours: _same(exchange(one, two, ours), "whole"))
+            await until(lambda theirs=theirs: None in theirs.outcomes)
+            assert ours.got == theirs.sent and theirs.got == ours.sent
+
+
+async def exchanges_end_in_time() -> None:
+    async with started("one", "two") as (one, two):
+        theirs, stop = Body(2**20), threading.Event()
+        two.plane.accept("swap", theirs.accept)
+
+        def stuck(head: bytes, size: int) -> Sink:
+            stop.wait(20.0)
+            return theirs.answered(head, size)
+
+        ours = Body(2**20)
+        nobody = Identity.generate().peer_id
+        for peer in (nobody, one.id, "?"):
+            call = one.plane.exchange(peer, "swap", ours.outgoing, ours.answered, 5.0)
+            assert isinstance(await _fails(call, ProtocolError), PeerUnreachable)
+        call = one.plane.exchange(two.id, "swap", ours.outgoing, stuck, 0.5, two.plane.addresses)
+        assert "within 0.5 s" in str(await _fails(call, PeerUnreachable))
+        stop.set()
+        await until(lambda: len(theirs.outcomes) == 1)
+
+        ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
+        two.plane.accept("swap", theirs.accept)
+        running = asyncio.create_task(exchange(one, two, ours))
+        await until(lambda: ours.got)
+        await one.plane.close()
+        assert await asyncio.wait_for(running, 5.0) == "unreachable"
+        await until(lambda: len(theirs.outcomes) == 1)
+        assert isinstance(theirs.outcomes[0], ProtocolError)
+        assert await exchange(one, two, ours) == "unreachable"
+
+
+async def closing_tells_acceptors() -> None:
+    async with started("one", "two") as (one, two):
+        ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
+        two.plane.accept("swap", theirs.accept)
+        running = asyncio.create_task(exchange(one, two, ours))
+        await until(lambda: theirs.got)
+        await two.plane.close()
+        assert len(theirs.outcomes) == 1 and isinstance(theirs.outcomes[0], ProtocolError)
+        assert await asyncio.wait_for(running, 20.0) in ("torn", "unreachable")
 
 
 # -------------------------------------------------------------------- what may lie in the DHT

@@ -26,12 +26,12 @@ PERIODS = {"card_ttl_s": 12.0, "card_renewal_s": 2.0, "lookup_s": 0.5}
 class Node:
     """A node process and what it says."""
 
-    def __init__(self, folder: Path, name: str, **settings: Any) -> None:
+    def __init__(self, folder: Path, name: str, prefix: tuple[str, ...] = (), **settings: Any) -> None:
         self.name = name
         self.peer = Identity.load_or_create(folder / f"{name}.key").peer_id
         with (folder / f"{name}.err").open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, str(PROGRAM), str(folder), name, json.dumps(QUICK | PERIODS | settings)],
+                [*prefix, sys.executable, str(PROGRAM), str(folder), name, json.dumps(QUICK | PERIODS | settings)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -201,6 +201,23 @@ def test_ports_that_are_taken_and_a_node_that_only_dials(start: Start) -> None:
     for _ in range(3):
         assert hub("ask", inside.peer, "fail").startswith("PeerUnreachable")
     assert sum("ValueError('fail')" in sentence for sentence in inside("status")["said"]) == 1  # not again and again
+
+
+def test_bodies_are_exchanged_until_the_network_closes(start: Start) -> None:
+    hub = start("hub")
+    one = start("one", bootstrap=hub.up())
+    assert one("exchange", Identity.generate().peer_id, "x", 0).startswith("PeerUnreachable")
+    until(lambda: one.members == {"hub"} and hub.members == {"one"})
+    for caller, acceptor in ((one, hub), (hub, one)):
+        assert caller("exchange", acceptor.peer, "head", 3 * 2**20 + 1) == "head 5 hello"
+        until(lambda acceptor=acceptor: acceptor("status")["outcomes"] == ["None"])
+    assert one("status")["stats"]["bytes_out"] > 3 * 2**20
+
+    one("exchange", hub.peer, "late", 10, False)
+    assert one("close") < 10.0
+    assert one("outcome").startswith("PeerUnreachable")
+    assert one("exchange", hub.peer, "x", 0) == "PeerUnreachable: the network is closed"
+    until(lambda: len(outcomes := hub("status")["outcomes"]) == 2 and "torn" in outcomes[1])
 
 
 def test_cards_are_renewed_and_looked_up_although_the_clock_was_set_back(start: Start) -> None:

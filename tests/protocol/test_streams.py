@@ -49,7 +49,7 @@ async def hold(dial: Dial, peer: str, method: str = FILE_METHOD) -> None:
     """Ask, but take no answer."""
     reader, writer = await dial(peer)
     writer.write(bytes([len(method)]) + method.encode())
-    await streams._write_frame(writer, b"", Traffic())
+    await streams.write_frame(writer, b"", Traffic())
     reader._transport.pause_reading()  # type: ignore[attr-defined]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 from protocol.errors import PeerUnreachable
 from protocol.identity import Identity
 from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.transports.base import Handler, Server
+from protocol.transports.base import Acceptor, Handler, Outgoing, Server, Sink
 
 SWARM = "0" * 64
 
@@ -47,6 +48,15 @@ class FakeTransport:
 
     def serve(self, method: str, server: Server) -> None:
         self.served[method] = server
+
+    def accept(self, method: str, acceptor: Acceptor) -> None: ...
+
+    def exchange(
+        self, peer: str, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink], timeout: float
+    ) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(PeerUnreachable("nobody"))
+        return future
 
     def subscribe(self, topic: str, handler: Handler) -> None: ...
 

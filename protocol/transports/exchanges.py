@@ -1,0 +1,391 @@
+"""Exchanges over a byte stream between two peers: a body each way, both at once, and either may be large.
+
+    caller      method length (1 byte) | method | frame of its head | size of its body (8 bytes, big-endian)
+    acceptor    status (1 byte) | frame of its head | size of its body                    frames and refusals: `streams`
+    both        body | sha256 of it (32 bytes)  ||  "arrived" (1 byte), after the other's body has, whole
+
+    pieces --next, sha256--> piece --write--> stream --read--> piece --sha256, sink-->              each way, at once
+          worker thread              loop                loop         worker thread
+
+While a piece leaves, the next is made; while one is taken, the next is read: a few pieces of MAX_CHUNK_BYTES are in
+memory, whatever the size of the bodies. An exchange has succeeded for whoever has the other's body and its "arrived".
+Streams may end early without an error, so nothing less counts. Should the very last byte be lost, one side succeeds and
+the other does not: no protocol can exclude that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, TypeVar
+
+from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
+from protocol.limits import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_HEAD_BYTES
+from protocol.transports.base import Accepted, Acceptor, Outgoing, Sink
+from protocol.transports.streams import (
+    ANSWER,
+    MAX_REFUSAL_BYTES,
+    REFUSAL,
+    REQUEST_S,
+    UNAVAILABLE,
+    Traffic,
+    read_frame,
+    refusal,
+    refused,
+    write_frame,
+)
+
+MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER = 16, 2
+"""Accepted at once, from all and from one peer: room for a new one while the peer's last is still found to be dead.
+With five pieces each they take 80 MiB at most."""
+MAX_OPENINGS, MAX_OPENINGS_PER_PEER = 64, 4
+"""Streams at once, with those on which an exchange is only being asked for."""
+PIECE_S = 60.0
+"""Who takes longer over MAX_CHUNK_BYTES is given up. That is 140 kbit/s: a seventh of a home uplink of 1 Mbit/s, which
+gossip and another exchange may share, on a machine that is busy training."""
+MAX_IN_FLIGHT = 16
+"""Pieces that may have left here and not have arrived there: as much as a stream's window (yamux) can grow."""
+EXCHANGE_S = 7200.0
+"""Longest that one accepted may take: 500 MB at 1 Mbit/s take more than an hour. Callers have their own time limit."""
+_ARRIVED = b"\6"
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Exchanges:
+    """Those of one node, its own and those it is asked for."""
+
+    def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
+        self.acceptors: dict[str, Acceptor] = {}
+        """Method -> who takes part in it."""
+        self._traffic = traffic
+        self._report = report
+        self._openings: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[Any] | None] = set()
+
+    def cancel(self) -> set[asyncio.Task[Any]]:
+        """End all that are under way, and accept no more; the tasks that will have ended when their callbacks have."""
+        self.acceptors.clear()
+        tasks = {task for task in self._tasks if task is not None}
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    # ---------------------------------------------------------------- the caller's side
+
+    async def call(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        method: str,
+        ours: Outgoing,
+        answered: Callable[[bytes, int], Sink],
+    ) -> None:
+        """Exchange with the peer at the other end, and close the stream. Raises PeerUnreachable, RemoteProtocolError,
+        or LocalProtocolError for a fault in `ours` or `answered`."""
+        try:
+            with self._under_way():
+                await self._call(reader, writer, method, ours, answered)
+        except BaseException:
+            writer.transport.abort()  # what has not left by now need not
+            raise
+        finally:
+            writer.close()
+
+    async def _call(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        method: str,
+        ours: Outgoing,
+        answered: Callable[[bytes, int], Sink],
+    ) -> None:
+        check_call(method, ours)
+        with self._judged(method):
+            writer.write(bytes([len(method.encode())]) + method.encode())
+            await self._write_head(writer, ours)
+            status = await reader.readexactly(1)
+            head = await read_frame(reader, MAX_HEAD_BYTES if status == ANSWER else MAX_REFUSAL_BYTES, self._traffic)
+        if status != ANSWER:
+            raise refused(status, head)
+        with self._judged(method):
+            size = await self._read_size(reader)
+            sink = await self._in_thread(method, answered, head, size)
+            await self._swap(reader, writer, method, ours, size, sink)
+
+    # ---------------------------------------------------------------- the acceptor's side
+
+    async def serve(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take part in the one exchange on this stream, and close it."""
+        try:
+            with self._under_way(), _place(self._openings, peer):
+                failed = await self._serve(peer, reader, writer)
+                if failed is not None:
+                    status, why = failed
+                    writer.write(status)
+                    await write_frame(writer, why, self._traffic)
+        except (ProtocolError, EOFError, OSError, asyncio.CancelledError):  # by `cancel`: this was all there was to do
+            writer.transport.abort()
+        finally:
+            writer.close()
+
+    async def _serve(
+        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[bytes, bytes] | None:
+        """Status and reason if the peer is told that there is no exchange; anything later is raised."""
+        if self._openings.total() > MAX_OPENINGS or self._openings[peer] > MAX_OPENINGS_PER_PEER:
+            return self._busy()
+        try:
+            with self._judged("a call"):
+                async with _within(REQUEST_S):
+                    length = (await reader.readexactly(1))[0]
+                    method = (await reader.readexactly(length)).decode(errors="replace")
+                    head = await read_frame(reader, MAX_HEAD_BYTES, self._traffic)
+                    size = await self._read_size(reader)
+        except RemoteProtocolError as error:
+            return REFUSAL, refusal(error)
+        acceptor = self.acceptors.get(method)
+        if acceptor is None:
+            self._traffic.rejected["method"] += 1
+            return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
+        if self._running.total() >= MAX_EXCHANGES or self._running[peer] >= MAX_EXCHANGES_PER_PEER:
+            return self._busy()
+        with _place(self._running, peer):
+            return await self._accept(peer, reader, writer, method, acceptor, head, size)
+
+    async def _accept(
+        self,
+        peer: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        method: str,
+        acceptor: Acceptor,
+        head: bytes,
+        size: int,
+    ) -> tuple[bytes, bytes] | None:
+        accepted: list[Accepted] = []
+        outcome: Exception | None = PeerUnreachable("this node ended the exchange")
+
+        def accept() -> Accepted:
+            accepted.append(acceptor(peer, head, size))  # known, and told the outcome, even if nobody waits any more
+            check_call(method, accepted[0].ours)
+            return accepted[0]
+
+        try:
+            try:
+                with self._judged(method):
+                    theirs = await self._in_thread(method, accept)
+            except RemoteProtocolError as error:
+                outcome = error
+                return REFUSAL, refusal(error)
+            except LocalProtocolError as error:
+                outcome = error
+                return UNAVAILABLE, b"failed"
+            with self._judged(method):
+                async with _within(EXCHANGE_S):
+                    writer.write(ANSWER)
+                    await self._write_head(writer, theirs.ours)
+                    await self._swap(reader, writer, method, theirs.ours, size, theirs.sink)
+            outcome = None
+            return None
+        except ProtocolError as error:
+            outcome = error
+            raise
+        finally:
+            for one in accepted:
+                with suppress(ProtocolError):
+                    await self._in_thread(method, one.done, outcome)
+
+    def _busy(self) -> tuple[bytes, bytes]:
+        self._traffic.rejected["busy"] += 1
+        return UNAVAILABLE, b"busy"
+
+    # ---------------------------------------------------------------- both
+
+    async def _write_head(self, writer: asyncio.StreamWriter, ours: Outgoing) -> None:
+        await write_frame(writer, ours.head, self._traffic)
+        writer.write(ours.size.to_bytes(8, "big"))
+
+    async def _read_size(self, reader: asyncio.StreamReader) -> int:
+        size = int.from_bytes(await reader.readexactly(8), "big")
+        if size > MAX_BODY_BYTES:
+            raise RemoteProtocolError("size", f"{size} bytes, allowed are {MAX_BODY_BYTES}")
+        return size
+
+    async def _swap(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        method: str,
+        ours: Outgoing,
+        size: int,
+        sink: Sink,
+    ) -> None:
+        """The bodies. Raises what the caller's side may, and EOFError or OSError for a stream that broke."""
+        await _both(self._receive(reader, method, size, sink), self._send(writer, method, ours))
+        writer.write(_ARRIVED)
+        in_flight = min(ours.size // MAX_CHUNK_BYTES, MAX_IN_FLIGHT)
+        async with _within(PIECE_S * (1 + in_flight)):
+            await writer.drain()
+            if await reader.readexactly(1) != _ARRIVED:
+                raise RemoteProtocolError("schema", f"{method}: what came after the body")
+
+    async def _send(self, writer: asyncio.StreamWriter, method: str, ours: Outgoing) -> None:
+        hashed, pieces = hashlib.sha256(), pieces_of(ours)
+
+        def make() -> memoryview | None:
+            piece = next(pieces, None)
+            if piece is not None:
+                hashed.update(piece)
+            return piece
+
+        piece = await self._in_thread(method, make)
+        while piece is not None:
+            writer.write(piece)
+            self._traffic.bytes_out += len(piece)
+            _, piece = await _both(_drain(writer), self._in_thread(method, make))
+        writer.write(hashed.digest())
+        await _drain(writer)
+        self._traffic.bytes_out += 32
+
+    async def _receive(self, reader: asyncio.StreamReader, method: str, size: int, sink: Sink) -> None:
+        hashed = hashlib.sha256()
+
+        def take(piece: bytearray) -> None:
+            hashed.update(piece)
+            sink(memoryview(piece))
+
+        piece = await self._read(reader, size)
+        left = size - len(piece)
+        while piece:
+            _, piece = await _both(self._in_thread(method, take, piece), self._read(reader, left))
+            left -= len(piece)
+        async with _within(PIECE_S):
+            digest = await reader.readexactly(32)
+        self._traffic.bytes_in += 32
+        if digest != hashed.digest():
+            raise RemoteProtocolError("hash", f"{method}: {size} bytes that are not what their hash says")
+
+    async def _read(self, reader: asyncio.StreamReader, left: int) -> bytearray:
+        """The next piece of a body of which `left` bytes are missing."""
+        piece, wanted = bytearray(), min(left, MAX_CHUNK_BYTES)
+        async with _within(PIECE_S):
+            while len(piece) < wanted:
+                part = await reader.read(wanted - len(piece))
+                if not part:
+                    raise RemoteProtocolError("torn", f"{left - len(piece)} bytes are missing")
+                piece += part
+        self._traffic.bytes_in += wanted
+        return piece
+
+    async def _in_thread(self, method: str, callback: Callable[..., T], *arguments: object) -> T:
+        """What a callback returns. Whoever cancels this waits for it: none is called, or still runs, after the end of
+        its exchange. Raises RemoteProtocolError if it does, and LocalProtocolError for whatever else it raises."""
+        job = asyncio.get_running_loop().run_in_executor(None, callback, *arguments)
+        cancelled = None
+        while not job.done():
+            try:
+                await asyncio.wait({job})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        try:
+            result = job.result()
+        except RemoteProtocolError:
+            if cancelled is None:
+                raise
+        except (Exception, asyncio.CancelledError) as error:  # a fault of ours: the exchange ends, this node lives on
+            self._traffic.rejected["handler"] += 1
+            self._report(f"exchanging {method!r} failed: {error!r}")
+            if cancelled is None:
+                raise LocalProtocolError(f"exchanging {method!r} failed: {error!r}") from error
+        if cancelled is not None:
+            raise cancelled
+        return result
+
+    @contextmanager
+    def _judged(self, what: str) -> Iterator[None]:
+        """Turns errors of streams into RemoteProtocolError, and counts why an exchange failed."""
+        try:
+            try:
+                yield
+            except (EOFError, OSError) as error:
+                raise RemoteProtocolError("torn", f"{what}: {error or type(error).__name__}") from error
+        except RemoteProtocolError as error:
+            self._traffic.rejected[error.reason] += 1
+            raise
+        except PeerUnreachable:
+            self._traffic.rejected["slow"] += 1
+            raise
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+
+def check_call(method: str, ours: Outgoing) -> None:
+    """Raises LocalProtocolError for what no peer would take."""
+    if not 0 < len(method.encode()) < 256:
+        raise LocalProtocolError(f"{method!r} cannot be a method")
+    if len(ours.head) > MAX_HEAD_BYTES or not 0 <= ours.size <= MAX_BODY_BYTES:
+        raise LocalProtocolError(f"a head of {len(ours.head)} and a body of {ours.size} bytes cannot be sent")
+
+
+def pieces_of(ours: Outgoing) -> Iterator[memoryview]:
+    """Its body, as bytes. Raises LocalProtocolError for pieces that are too long or do not add up."""
+    made = 0
+    for piece in ours.pieces():
+        view = memoryview(piece)
+        if view.nbytes:
+            made += view.nbytes
+            if view.nbytes > MAX_CHUNK_BYTES or made > ours.size:
+                raise LocalProtocolError(f"a piece of {view.nbytes} bytes, {made} so far of {ours.size}")
+            yield view.cast("B")
+    if made != ours.size:
+        raise LocalProtocolError(f"pieces of {made} bytes together, where {ours.size} were promised")
+
+
+async def _drain(writer: asyncio.StreamWriter) -> None:
+    async with _within(PIECE_S):
+        await writer.drain()
+
+
+async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """Their results. The failure of either cancels the other, and is raised when both have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            first, second = group.create_task(one), group.create_task(other)
+    except BaseExceptionGroup as failures:
+        failure = failures.exceptions[0]
+    else:
+        return first.result(), second.result()
+    raise failure
+
+
+@asynccontextmanager
+async def _within(seconds: float) -> AsyncIterator[None]:
+    """Raises PeerUnreachable if it takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise PeerUnreachable(f"took longer than {seconds:g} s") from error
+
+
+@contextmanager
+def _place(places: Counter[str], peer: str) -> Iterator[None]:
+    places[peer] += 1
+    try:
+        yield
+    finally:
+        places[peer] -= 1
+        if not places[peer]:
+            del places[peer]
