@@ -28,6 +28,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from benchmarks.common import RESULTS, machine, table
 from benchmarks.sharing_settings import ARMS, SETTINGS, Arm, Measured, Round, Setting
 from swarm_node.config import NodeConfig, RolloutsConfig
@@ -44,6 +46,8 @@ QUESTIONS, SAMPLES = 96, 8
 POINTS = 60
 SPEED = Speed(generate_tok_s=300.0, train_tok_s=1000.0)
 """A round takes one to two virtual seconds: messages, sent once a second, arrive about a round after sampling."""
+AVERAGING_PERIOD_S = 15.0
+"""About ten rounds."""
 STAGGER_S = 0.37
 """Peers begin this long after each other, so that they do not march in step."""
 
@@ -61,7 +65,8 @@ def run(setting: Setting, arm: Arm, seed: int, peers: int, rounds: int) -> dict[
         )
         for number in range(peers)
     ]
-    simulation = Simulation(manifest_for(members[0].config), members, seed)
+    manifest = msgspec.structs.replace(manifest_for(members[0].config), averaging_period_s=AVERAGING_PERIOD_S)
+    simulation = Simulation(manifest, members, seed)
     nodes: list[Measured] = [peer.node for peer in members]  # type: ignore[misc]
     before = [held_out(setting, node) for node in nodes[: setting.kinds]]
     seconds = timed(nodes, lambda: simulation.run(times * rounds))
@@ -83,6 +88,7 @@ def run(setting: Setting, arm: Arm, seed: int, peers: int, rounds: int) -> dict[
         "cpu": cpu | {"other": round(seconds - sum(cpu.values()), 2)},
         "cpu_s": seconds,
         "swarm": swarm(members),
+        "averaging": averaging(members),
     }
     if arm.longer > 1:
         timed(nodes, lambda: simulation.run(arm.longer * rounds), seconds)
@@ -110,7 +116,7 @@ def config(setting: Setting, arm: Arm, seed: int, number: int) -> NodeConfig:
         "sharing": {"own": arm.own, "foreign": arm.foreign},
     }
     for section, keys in arm.sets.items():
-        table[section] = {**table[section], **keys}
+        table[section] = {**table.get(section, {}), **keys}
     return NodeConfig.model_validate(table)
 
 
@@ -161,6 +167,13 @@ def swarm(members: Sequence[Peer]) -> dict[str, float]:
         name: fmean(values) if name in of_a_round else sum(line.get(name, 0.0) for line in last) / len(last)
         for name, values in figures.items()
     }
+
+
+def averaging(members: Sequence[Peer]) -> dict[str, float]:
+    """`averaging/*` metrics at the end, mean over peers."""
+    last = [peer.metrics[-1] for peer in members]
+    names = sorted({name for line in last for name in line if name.startswith("averaging/")})
+    return {name: fmean(line.get(name, 0.0) for line in last) for name in names}
 
 
 def mean_by_key(tables: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -61,6 +61,12 @@ def _only(function: str) -> dict[str, Any]:
     return {"checker_weight": 0.0, "functions": [{"path": f"benchmarks.format_reward:{function}"}]}
 
 
+def _tags(seed: int, share: float) -> Path:
+    """Taught to spell the tags first (a starter has never seen them), then to hardly ever do so."""
+    spell = lambda seed: taught(seed, "spell", SIX, now_and_then(0.5, OPENED, CLOSED), steps_taught=230)  # noqa: E731
+    return taught(seed, f"tags{100 * share:g}", SIX, now_and_then(share, OPENED, CLOSED), after=spell)
+
+
 def _specialist(seed: int, peer: int) -> Path:
     """A weak starter, taught more of two of the six tasks."""
     kind = peer % 3
@@ -76,9 +82,9 @@ SETTINGS = {
         kinds=2,
     ),
     "tags": Setting(
-        says="as `format`, with `<answer>` and `</answer>` for `#`: answers of a dozen tokens",
+        says="as `format`, with `<answer>` and `</answer>` for `#` and 10 %: answers of a dozen tokens",
         tasks=lambda peer: SIX,
-        start=lambda seed, peer: taught(seed, "tags7", SIX, now_and_then(0.07, OPENED, CLOSED)),
+        start=lambda seed, peer: _tags(seed, 0.1),
         rewards=_only("tagged"),
         max_new_tokens=20,
     ),
@@ -247,6 +253,7 @@ class Arm:
     """Goes on for this many times the rounds, to see where it is when dearer arms end."""
 
 
+AVERAGED = {"method": "noloco", "every": 10, "late_join": False}
 ARMS = {
     "8/0": Arm("silo", own=8, foreign=0, silo=True, longer=3),
     "6/2": Arm("6 own + 2 foreign", own=6, foreign=2),
@@ -277,6 +284,8 @@ ARMS = {
         node=JudgesItselfAsForeign,
     ),
     "4/4 refill": Arm("sharing and refilling", sets={"rollouts": {"refill": 4.0}}),
+    "8/0 average": Arm("no sharing, weights averaged in pairs", own=8, foreign=0, sets={"averaging": AVERAGED}),
+    "4/4 average": Arm("sharing, and weights averaged in pairs", sets={"averaging": AVERAGED}),
     "4/0": Arm("4 own and nothing else", own=4, foreign=0, silo=True),
     "sender": Arm("4 own + 4 of its own earlier ones", own=4, foreign=0, silo=True, node=ReplaysItself),
     "replay": Arm("8 own + 4 earlier own, successes only", own=8, foreign=0, silo=True, node=ReplaysItsSuccesses),

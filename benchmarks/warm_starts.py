@@ -46,15 +46,24 @@ Answer = Callable[[random.Random, Task], str]
 """What is taught as the answer to a task."""
 
 
-def taught(seed: int, name: str, tasks: Sequence[str], answer: Answer, **start: int) -> Path:
-    """`plain` after 80 more supervised steps on `tasks`, whose targets `answer` makes; `name` tells recipes apart."""
+def taught(
+    seed: int,
+    name: str,
+    tasks: Sequence[str],
+    answer: Answer,
+    steps_taught: int = 80,
+    after: Callable[[int], Path] | None = None,
+    **start: int,
+) -> Path:
+    """`plain`, or what `after` makes of a seed, after `steps_taught` supervised steps on `tasks`, whose targets
+    `answer` makes; `name` tells recipes apart."""
 
     def make(out: Path) -> None:
-        folder = plain(seed, **start)
+        folder = plain(seed, **start) if after is None else after(seed)
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         rng = random.Random(f"{name}/{seed}")
         drawn = load_tasks(list(tasks), RewardsConfig()).sample(rng, EXAMPLES_PER_TASK * len(tasks))
-        teach(model, tokenizer, [(task.question, answer(rng, task)) for task in drawn], 80, 1e-3, rng)
+        teach(model, tokenizer, [(task.question, answer(rng, task)) for task in drawn], steps_taught, 1e-3, rng)
         save(model, tokenizer, out)
 
     return _cached("-".join([name, *map(str, start.values()), str(seed)]), make)

@@ -84,6 +84,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)] = 1
     """Gossip topics: about one for every 32 peers expected."""
     limits: ManifestLimits = ManifestLimits()
+    averaging_period_s: Annotated[float, Meta(ge=0.1, le=86_400)] = 60.0
+    """Outer rounds of weight averaging in pairs: round = floor(Unix time / this)."""
     bootstrap: Annotated[list[Address], Meta(max_length=64)] = []
     """Peers to begin with; not part of the id, so that it can change."""
 

@@ -307,6 +307,11 @@ def peer_of(address: str) -> str:
     return peer if head and "/" not in peer else ""
 
 
+def is_relayed(address: str) -> bool:
+    """Whether a multiaddress leads through a relay."""
+    return "/p2p-circuit" in address
+
+
 def _is_live(entry: tuple[PeerCard, float], now: float) -> bool:
     """Not run out, nor of a time that is yet to come: then the clock was set back since."""
     card, expires = entry

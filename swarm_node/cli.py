@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -315,6 +315,10 @@ def new(
     groups_per_minute: Annotated[
         int, option("--groups-per-minute", "What one peer may publish.", min=1, max=4096)
     ] = 1200,
+    averaging_period_s: Annotated[
+        float,
+        option("--averaging-period-s", "Rounds of those that average weights last this long.", min=0.1, max=86_400),
+    ] = 60.0,
     out: Annotated[
         Path | None, option("--out", "New file for the manifest; by default <name>.toml.", metavar="FILE")
     ] = None,
@@ -330,7 +334,9 @@ def new(
 
         path = out or Path(f"{name}.toml")
         limits = ManifestLimits(max_age_s=max_age_s, groups_per_minute=groups_per_minute)
-        manifest = make_manifest(name, resolved.tasks, expected_peers, resolved.network.bootstrap, licence, limits)
+        manifest = make_manifest(
+            name, resolved.tasks, expected_peers, resolved.network.bootstrap, licence, limits, averaging_period_s
+        )
         write_manifest(manifest, path)
         link = join_link(manifest.swarm_id, [], manifest.bootstrap)
         if json_output:
@@ -460,6 +466,35 @@ def export(
         from swarm_node.export import export_run
 
         export_run(run, out)
+
+
+@app.command(rich_help_panel="Use")
+def merge(
+    sources: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, two or more.")],
+    out: Annotated[Path, option("--out", "New directory for the model.", metavar="DIR")],
+    method: Annotated[
+        Literal["uniform", "task-arithmetic"],
+        option(
+            "--method",
+            "The mean of the weights; or the start plus SCALE times the sum of what each run changed, clipped to the "
+            "median length.",
+        ),
+    ] = "uniform",
+    scale: Annotated[
+        float | None,
+        option("--scale", "Of task arithmetic; by default the best of a few, on half of the held-out questions."),
+    ] = None,
+    questions: Annotated[
+        int | None,
+        option("--questions", "Held-out questions, over all tasks; 0 = none. By default as many as the run.", min=0),
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Make one model out of runs that began with the same one, and measure it against them on held-out questions."""
+    with user_errors(json_output):
+        from swarm_node.merging import main as merge_sources
+
+        raise typer.Exit(merge_sources(sources, out, method, scale, questions, json_output))
 
 
 # --------------------------------------------------------------------- look

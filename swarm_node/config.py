@@ -29,6 +29,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
@@ -237,6 +238,59 @@ class SharingConfig(Section):
     """Write what was offered, chosen and with which probability to offers.jsonl."""
 
 
+class AveragingConfig(Section):
+    """Averaging of weights with peers of the same cohort: equal names and shapes of what is trained, equal start."""
+
+    method: Literal["none", "noloco", "diloco", "per_step"] = "none"
+    """none | noloco (pairs, arXiv 2506.10911) | diloco (the whole cohort every `every` updates, arXiv 2311.08105) |
+    per_step (the whole cohort after each update: the baseline that costs most)."""
+    every: PositiveInt = 50
+    """Own updates between two exchanges of the same weights, at least (H)."""
+    fragments: int = Field(1, ge=1, le=64)
+    """Weights are exchanged in so many parts, one after the other: peak traffic falls accordingly."""
+    codec: Literal["float32", "8bit", "4bit"] = "8bit"
+    """How weights travel: 32, 8.4 or 4.4 bits a value."""
+    error_feedback: bool = False
+    """Group methods: add what the codec lost to what is sent next (in pairs nothing is lost for good)."""
+    overlap: bool = True
+    """Go on training while an exchange is under way; otherwise wait for it, no longer than `timeout_s`."""
+    mixing: float = Field(0.0, ge=0, lt=1)
+    """Part of the difference to the averaged weights that a node keeps to itself (streaming DiLoCo's 1 - alpha)."""
+    timeout_s: PositiveFloat = 60.0
+    """An exchange that takes longer is given up: nothing of it is applied."""
+    alpha: float = Field(0.5, ge=0, lt=1)
+    """NoLoCo: momentum of the slow weights."""
+    beta: PositiveFloat = 0.7
+    """NoLoCo: step along the pair's mean progress."""
+    gamma: PositiveFloat = 0.7
+    """NoLoCo: pull together; stable for 0 < gamma < 2 (1 - alpha^2). Where it equals beta, half as much is sent."""
+    outer_learning_rate: PositiveFloat = 0.7
+    """DiLoCo: step of the outer optimiser (SGD with Nesterov momentum)."""
+    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    """DiLoCo: its momentum."""
+    reducer: Literal["mean"] | Outside = "mean"
+    """What averaging is: `mean` | a function of your own, `package.module:function`; see docs/averaging.md."""
+    clip: float = Field(1.5, ge=0)
+    """A partner's difference is clipped to so many times the median of those accepted lately; 0 = never."""
+    gates: bool = True
+    """Refuse a partner whose weights fail several of: size, direction, signs."""
+    probe: bool = True
+    """Refuse averaged weights under which this node's own best answers are much less likely."""
+    late_join: bool = True
+    """Without a snapshot, begin with the weights of a peer of the cohort, if one is there."""
+
+    @model_validator(mode="after")
+    def _stable(self) -> AveragingConfig:
+        limit = 2 * (1 - self.alpha**2)
+        if self.gamma >= limit:
+            raise PydanticCustomError(
+                "gamma",
+                "gamma must be less than 2 (1 - alpha^2) = {limit}: with more, differences between peers grow",
+                {"limit": f"{limit:.3g}"},
+            )
+        return self
+
+
 def _is_ip(text: str, version: str = "") -> bool:
     """Whether `text` is an IP address, without a zone, of `version` 4 or 6 if given."""
     try:
@@ -330,6 +384,7 @@ class NodeConfig(Section):
     rollouts: RolloutsConfig = RolloutsConfig()
     grpo: GrpoConfig = GrpoConfig()
     sharing: SharingConfig = SharingConfig()
+    averaging: AveragingConfig = AveragingConfig()
     network: NetworkConfig = NetworkConfig()
     eval: EvalConfig = EvalConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
@@ -366,7 +421,7 @@ FLAGS = {
 COMMAND_VARIABLES = frozenset(
     PREFIX + name
     for name in "CONFIG SET JSON DRY_RUN SAMPLES QUESTIONS OUT LAYERS HIDDEN STEPS EXPECTED_PEERS LICENCE MAX_AGE_S "
-    "GROUPS_PER_MINUTE".split()
+    "GROUPS_PER_MINUTE AVERAGING_PERIOD_S METHOD SCALE".split()
 )
 """Environment variables of options that are no keys of the configuration."""
 

@@ -23,7 +23,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import collect, fit_length
 from swarm_node.rundir import RunDir
 from swarm_node.tasks import TaskSet, load_tasks
-from swarm_node.types import Group
+from swarm_node.types import Group, Task
 
 QUESTIONS_PER_BATCH = 32
 
@@ -44,7 +44,13 @@ def evaluate(
     samples: int,
 ) -> dict[str, Held]:
     """Figures by task label and for `all`; the same questions and sampling seeds at every call."""
-    held_out = tasks.held_out(questions)
+    return evaluate_on(tasks.held_out(questions), policy, tasks, rollouts, samples)
+
+
+def evaluate_on(
+    held_out: Sequence[Task], policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, samples: int
+) -> dict[str, Held]:
+    """Figures on these questions of `tasks`."""
     config = rollouts.model_copy(update={"group_size": samples, "groups": QUESTIONS_PER_BATCH, "refill": 1.0})
     groups: list[Group] = []
     waiting = iter(held_out)

@@ -42,6 +42,7 @@ def make_manifest(
     bootstrap: Sequence[str] = (),
     licence: str = "",
     limits: ManifestLimits | None = None,
+    averaging_period_s: float = 60.0,
 ) -> Manifest:
     """A manifest of now, checked as any member will check it. Raises UserError."""
     from swarm_node.tasks import load_tasks  # reasoning-gym, a second
@@ -67,6 +68,7 @@ def make_manifest(
             created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             shards=-(-expected_peers // PEERS_PER_SHARD),
             limits=limits or ManifestLimits(),
+            averaging_period_s=averaging_period_s,
             bootstrap=list(bootstrap),
         )
         try:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from protocol.identity import Identity
 from protocol.limits import SLOTS
@@ -19,7 +20,9 @@ from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
 from protocol.transports.base import Transport
-from swarm_node.config import NodeConfig
+from swarm_node.averaging import Averager, Fragments, Handover, Place, cohort_id, make_averager
+from swarm_node.config import AveragingConfig, NodeConfig
+from swarm_node.errors import UserError
 from swarm_node.gossip import Publisher, Receiver
 from swarm_node.policy.policy import Policy
 from swarm_node.replay import Pool
@@ -85,6 +88,9 @@ class Member:
             now=now,
             say=say,
         )
+        self.averager: Averager | None = None
+        self.handover: Handover | None = None
+        self._cohort = ""
         self._say = say
         self._too_slow = False
         self._figures: dict[str, float] = {}
@@ -95,7 +101,6 @@ class Member:
         for shard in self.shards:  # a node that uses nothing foreign still passes on what it hears
             heard = self.receiver.take if self.sharing.foreign else _ignore
             transport.subscribe(rollout_topic(swarm, shard), heard)
-        self.announce()
 
     # ----------------------------------------------------------------- a round
 
@@ -123,6 +128,29 @@ class Member:
         n = self.sharing.own + self.sharing.foreign - own if self.sharing.fill else self.sharing.foreign
         return self.pool.choose(max(0, min(self.sharing.foreign, n)), rng)
 
+    # ----------------------------------------------------------------- averaging
+
+    def average(
+        self,
+        config: AveragingConfig,
+        weights: Mapping[str, Tensor],
+        changed: Callable[[], None],
+        probe: Callable[[], float | None],
+    ) -> Averager:
+        """Join the cohort of those whose weights can be averaged with `weights`, which are as all of it began; what
+        `Averager` wants besides. Raises UserError if they cannot be cut into that many fragments."""
+        try:
+            layout = Fragments(weights, config.fragments).layout
+        except ValueError as error:
+            raise UserError(f"averaging.fragments = {config.fragments} is too many: {error}") from error
+        self._cohort = cohort_id(layout, self.policy.start_digest, self.swarm, config)
+        place = Place(self.swarm, self._cohort, self.peer_id, self.manifest.averaging_period_s)
+        self.averager = make_averager(config, place, weights, self.transport, self.now, self._say, changed, probe)
+        self.handover = Handover(self.averager, random.Random(f"{self._cohort}/{self.peer_id}"))
+        if config.late_join:
+            self.handover.seek()
+        return self.averager
+
     # ----------------------------------------------------------------- what others and people see
 
     def announce(self, speed: float = 0.0) -> None:
@@ -135,6 +163,7 @@ class Member:
                 name=self.name,
                 roles=["trainer", "relay"] if self.serves_relay else ["trainer"],
                 shards=self.shards,
+                cohort=self._cohort,
                 family=self.policy.family,
                 tokenizer=self.policy.tokenizer_hash,
                 policy_version=self.policy.version,
@@ -153,6 +182,7 @@ class Member:
             **self.publisher.metrics(),
             **self.receiver.metrics(),
             **self.pool.metrics(),
+            **({} if self.averager is None else self.averager.metrics()),
         }
         for name, value in totals.items():
             if name.startswith("rejected/"):

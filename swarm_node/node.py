@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -35,7 +38,12 @@ from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Sampling
 
 if TYPE_CHECKING:  # alone, a node loads nothing of the network
+    from swarm_node.averaging import Averager
     from swarm_node.member import Member
+
+
+PROBED = 8
+"""Own answers that averaged weights are judged by."""
 
 
 def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None]) -> NodeConfig:
@@ -60,12 +68,20 @@ class Node:
         self.policy = policy
         self.tasks = tasks
         self.member = member
+        self.say = say
         self.now = now
         if config.grpo.beta:
             policy.keep_reference()
         rollouts = config.rollouts
         sampling = Sampling(rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p)
         self.trainer = Trainer(policy, config.grpo, sampling, say, tasks.reward_weights)
+        self.averager: Averager | None = None
+        if member is not None and config.averaging.method != "none":
+            optimizer = self.trainer.optimizer
+            self.averager = member.average(config.averaging, optimizer.weights(), optimizer.publish, self._probe)
+        if member is not None:
+            member.announce()
+        self._best: deque[Group] = deque(maxlen=PROBED)
         self.round = 0
 
     # ----------------------------------------------------------------- a round
@@ -106,9 +122,39 @@ class Node:
 
     def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """One step on `groups`; its metrics. The round is over with it (`before_update`: see Trainer.step)."""
-        learned = self.trainer.step(groups, before_update)
+        with ExitStack() as held:
+
+            def begin() -> None:
+                before_update()
+                if self.averager is not None:
+                    held.enter_context(self.averager.changing())
+
+            learned = self.trainer.step(groups, begin)
         self.round += 1
+        if self.averager is not None:
+            self._best += [best for group in groups if (best := _best(group)) is not None]
         return learned
+
+    def average(self) -> bool:
+        """Between rounds: apply what peers' weights did to ours, begin what is due. Whether to call it again in a
+        moment before the next round (`averager.woken` says when)."""
+        averager, member = self.averager, self.member
+        if averager is None or member is None or member.handover is None:
+            return False
+        fetched = member.handover.step(self.policy.version)
+        if fetched is not None:
+            self.policy.version = max(self.policy.version, fetched.version)
+            self.trainer.averaged(averager.tensors)
+            self.say(f"going on with the weights of {fetched.peer[-8:]}, version {fetched.version}")
+        exchanges = averager.counts["exchanges"]
+        averager.step(self.trainer.optimizer.updates)
+        if averager.counts["exchanges"] != exchanges:
+            self.trainer.averaged(averager.tensors)
+        return averager.waiting()
+
+    def _probe(self) -> float | None:
+        """How unlikely this node's own latest best answers are, in nats a token; None if there are none."""
+        return self.trainer.unlikelihood(list(self._best)) if self._best else None
 
     def record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
         """The metrics line of a round. `reward` is over all own groups, before any filter."""
@@ -141,3 +187,11 @@ class Node:
         if self.member is not None:
             record |= self.member.metrics(record["perf/generated_tok_s"])
         return learned | record
+
+
+def _best(group: Group) -> Group | None:
+    """The best answer of an own group, alone; None if all were rewarded alike."""
+    if group.peer is not None or not has_signal(group):
+        return None
+    best = max(group.rollouts, key=lambda rollout: rollout.reward)
+    return msgspec.structs.replace(group, rollouts=[best]) if best.token_ids else None

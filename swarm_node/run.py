@@ -44,6 +44,10 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
 
 ZERO_REWARD_ROUNDS = 10
 """Rounds without any reward after which some completions are shown: the prompt or the extraction may be wrong."""
+WAIT_S = 0.5
+"""Longest between two looks whether others' weights have arrived, where training waits for them."""
+STALE_S = 600.0
+"""A node whose snapshot is older than this looks for a peer of its cohort that is ahead."""
 STATUS_SECONDS = 2.0
 """Between two writings of a run's status in its swarm."""
 
@@ -183,6 +187,7 @@ class Run:
             record = node.record(collected, learned, time.perf_counter() - began)
             self.metrics.write(record)
             self.progress.update(node.round, record)
+            self._average(stop)
             without_reward = 0 if record["reward"] else without_reward + 1
             if without_reward == ZERO_REWARD_ROUNDS:
                 self._show_completions(collected.groups)
@@ -191,6 +196,22 @@ class Run:
             if (rest := config.pace_s - (time.perf_counter() - began)) > 0:
                 stop.allow()
                 time.sleep(rest)
+
+    def _average(self, stop: Stopper) -> None:
+        """Exchange weights with the cohort; a signal may come while it waits for others, not while weights change."""
+        averager = self.node.averager
+        if averager is None:
+            return
+        while True:
+            stop.hold()
+            averager.woken.clear()
+            self._changing = True
+            again = self.node.average()
+            self._changing = False
+            if not again:
+                return
+            stop.allow()
+            averager.woken.wait(WAIT_S)
 
     def _change(self, stop: Stopper) -> None:
         """From here to the end of the round the weights are not those of a finished round."""
@@ -204,10 +225,16 @@ class Run:
         if self._saved == self.node.round:
             return
         optimizer, numbers = self.node.trainer.state_dict()
+        tensors = {"policy": self.policy.trainable_state(), "optimizer": optimizer}
+        averaging: dict[str, Any] = {}
+        if self.node.averager is not None:
+            tensors["averaging"], averaging = self.node.averager.state_dict()
         self.snapshots.save(
             self.node.round,
-            {"policy": self.policy.trainable_state(), "optimizer": optimizer},
+            tensors,
             {
+                "averaging": averaging,
+                "time": time.time(),
                 "model": self._identity(),
                 "trainer": numbers,
                 "policy_version": self.policy.version,
@@ -225,6 +252,13 @@ class Run:
         self.policy.load_trainable_state(snapshot.tensors["policy"])
         self.node.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
         self.policy.version = state["policy_version"]
+        if self.node.averager is not None:
+            if "averaging" in snapshot.tensors:
+                self.node.averager.load_state_dict(snapshot.tensors["averaging"], state["averaging"])
+            else:
+                self.node.averager.restart()
+            if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.handover:
+                self.node.member.handover.seek(0.0)
         if state["held_out"] == self._evaluation():
             self.before = {label: Held(*values) for label, values in state["before"].items()}
         else:

@@ -29,6 +29,8 @@ from swarm_node.tasks import TaskSet, load_tasks
 
 START = 1_800_000_000.0
 """Unix time at which simulations begin."""
+WAIT_S = 0.05
+"""A node that waits for others' weights looks this often."""
 WALL_CLOCK = ("perf/trained_tok_s",)
 """Metrics that measure this machine: left out."""
 
@@ -160,7 +162,16 @@ class Simulation:
             return
         line = peer.node.record(collected, learned, seconds)
         peer.metrics.append({name: value for name, value in line.items() if name not in WALL_CLOCK})
-        self._begin(peer)
+        self._average(peer)
+
+    def _average(self, peer: Peer) -> None:
+        """Exchange weights, wait for others if need be, and begin the next round."""
+        if peer.dead:
+            return
+        if peer.node.average():
+            self.clock.call_at(self.clock.now() + WAIT_S, partial(self._average, peer))
+        else:
+            self._begin(peer)
 
 
 def manifest_for(config: NodeConfig, name: str = "simulation", **limits: Any) -> Manifest:

@@ -65,13 +65,22 @@ class Optimizer:
             for group in self.adamw.param_groups:
                 group["lr"] = rate
             self.adamw.step()
-            with torch.no_grad():
-                for name, master in self.masters.items():
-                    self.named[name].copy_(master)
-                    master.grad = None
+            self.publish()
+            for master in self.masters.values():
+                master.grad = None
             self.updates += 1
         self.zero_grad()
         return norm, rate
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is stepped, by name: the float32 master copies where there are any, else the parameters. Live."""
+        return {name: self.masters.get(name, p).detach() for name, p in self.named.items()}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Have the model use `weights()` after somebody else changed them."""
+        for name, master in self.masters.items():
+            self.named[name].copy_(master)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments (and master copies) by name: the live tensors."""

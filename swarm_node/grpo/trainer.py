@@ -100,6 +100,32 @@ class Trainer:
         self.num_tokens += sum(len(g.prompt_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
         return metrics | {"num_tokens": float(self.num_tokens)}
 
+    def averaged(self, tensors: Mapping[str, Tensor]) -> None:
+        """`tensors`, once had from `optimizer.weights()`, were averaged with others': a new version of the policy.
+        RuntimeError if the model does not compute with them, which nobody would notice otherwise."""
+        self.policy.version += 1
+        for name, weights in tensors.items():
+            used = self.policy.model.get_parameter(name).detach().flatten()
+            step = max(1, len(used) // 256)
+            if not torch.equal(used[::step], weights.flatten()[::step].to(used.dtype)):
+                raise RuntimeError(f"{name} was averaged, but the policy goes on with other values")
+
+    @torch.no_grad()
+    def unlikelihood(self, groups: Sequence[Group]) -> float:
+        """Mean negative log-probability (nats) of the completions' tokens, as the policy is now."""
+        first = accumulate((len(group.rollouts) for group in groups), initial=0)
+        rows = [
+            batch.Row(group.prompt_ids, [r.token_ids for r in group.rollouts], i)
+            for group, i in zip(groups, first, strict=False)
+        ]
+        flat, hidden = batch.flatten(rows), self.policy.model.get_input_embeddings().weight.shape[1]
+        total = 0.0
+        for microbatch in batch.plan(rows, self.packing, self.limit, hidden):
+            b = batch.token_batch(microbatch, flat, self.policy.pad_id, self.policy.device)
+            logprobs, _ = token_logprobs(self.policy.model, b, 1.0, False, not self.policy.split_head)
+            total -= float(logprobs.sum())
+        return total / len(flat.target)
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """What resuming needs besides the weights: tensors (live ones) and numbers."""
         return self.optimizer.state_dict(), {"updates": self.optimizer.updates, "num_tokens": self.num_tokens}

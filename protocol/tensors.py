@@ -1,0 +1,98 @@
+"""What precedes weights on a stream between two peers: whose they are, of which round, how they are written.
+
+    exchange = head (msgpack, below) | body (encoded values), both ways; see `transports.base`
+
+A stream's ends are authenticated by their peer ids, so a head is not signed. Receivers know from their own policy how
+many values a fragment has and how many bytes those take in each codec: a body of any other size is refused unread.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from protocol.codec import SPOKEN
+from protocol.errors import RemoteProtocolError
+from protocol.limits import MAX_HEAD_BYTES
+from protocol.messages import Count, Hash16, Hash64
+
+AVERAGE_METHOD = "average"
+"""Exchange of weights between two peers of one cohort, for averaging."""
+WEIGHTS_METHOD = "weights"
+"""Exchange in which a peer gets all trained weights of another, and sends no body."""
+
+PeerId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9]+\Z")]
+Codec = Literal["float32", "int8", "e3m0", "lattice8", "lattice4"]
+"""How values are written; `swarm_node.averaging.codecs` and `.lattice` say how."""
+
+T = TypeVar("T", "AverageHead", "WeightsHead")
+
+
+class AverageHead(msgspec.Struct, frozen=True):
+    """Of each half of an exchange for averaging."""
+
+    protocol: Count
+    swarm: Hash64
+    cohort: Hash16
+    sender: PeerId
+    receiver: PeerId
+    round: Count
+    """Outer round: both must mean the same one."""
+    fragment: Count
+    """Which part of the weights."""
+    phase: Annotated[int, Meta(ge=0, le=2)] = 0
+    """0 = between pairs; 1 = parts to those who average them, 2 = averages back (group methods)."""
+    group: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
+    """Who takes part, in group methods: first 64 bits of sha256 of the sorted peer ids, separated by blanks."""
+    codec: Codec = "float32"
+    reach: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
+    """Root mean square per value of how far these weights may be from the receiver's, as far as the sender can tell."""
+    written_out: Count = 0
+    """Blocks of a lattice codec that are sent in float32 besides."""
+    version: Count = 0
+    """Optimiser updates behind these weights."""
+
+
+class WeightsHead(msgspec.Struct, frozen=True):
+    """Of each half of an exchange that hands over all trained weights."""
+
+    protocol: Count
+    swarm: Hash64
+    cohort: Hash16
+    version: Count = 0
+    """Optimiser updates behind them; of the peer that asks, those that it has."""
+
+
+class _Header(msgspec.Struct):
+    """What every version of every head begins with."""
+
+    protocol: int
+
+
+def seal_head(head: AverageHead | WeightsHead) -> bytes:
+    """As bytes for `transports.base.Outgoing`."""
+    return msgspec.msgpack.encode(head)
+
+
+def open_average_head(data: bytes) -> AverageHead:
+    """Raises RemoteProtocolError: size, schema, version."""
+    return _open(data, AverageHead)
+
+
+def open_weights_head(data: bytes) -> WeightsHead:
+    """Raises RemoteProtocolError: size, schema, version."""
+    return _open(data, WeightsHead)
+
+
+def _open(data: bytes, kind: type[T]) -> T:
+    if len(data) > MAX_HEAD_BYTES:
+        raise RemoteProtocolError("size", f"head of {len(data)} bytes, allowed are {MAX_HEAD_BYTES}")
+    try:
+        version = msgspec.msgpack.decode(data, type=_Header).protocol
+        if version not in SPOKEN:  # other versions may have other fields
+            raise RemoteProtocolError("version", f"protocol {version}, this node speaks {sorted(SPOKEN)}")
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError("schema", str(error)) from error

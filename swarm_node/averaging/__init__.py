@@ -1,0 +1,26 @@
+"""Room 5: peers that train the same weights from the same start average them, a fragment at a time.
+
+live weights -> fragments -> codecs -> bytes  ~~~ partner ~~~  bytes -> codecs -> robust -> outer -> live weights
+                                              pairing
+
+docs/averaging.md lists every formula with its source.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swarm_node.averaging.averager import Averager, Place, cohort_id
+from swarm_node.averaging.fragments import Fragments
+from swarm_node.averaging.group import GroupAverager
+from swarm_node.averaging.handover import Handover
+from swarm_node.averaging.pairs import PairAverager
+from swarm_node.config import AveragingConfig
+
+__all__ = ["Averager", "Fragments", "Handover", "Place", "cohort_id", "make_averager"]
+
+
+def make_averager(config: AveragingConfig, *args: Any, **kwargs: Any) -> Averager:
+    """The averager that `config.method` asks for; further arguments as `Averager` takes them."""
+    kind = PairAverager if config.method == "noloco" else GroupAverager
+    return kind(config, *args, **kwargs)

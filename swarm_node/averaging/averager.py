@@ -1,0 +1,260 @@
+"""What all ways of averaging share: whose weights, how a difference gets into them, what is counted.
+
+    weights (live)  --copy of one fragment-->  codec  ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~>  peer
+    weights (live)  <--  + (1 - mixing) (averaged - copy)  <-- outer step, at a step boundary
+
+A difference is added, never a value copied: what training did since the copy was made stays. Nothing is applied unless
+an exchange was whole for both peers and passed every check; whatever else happens is counted by reason, and survived.
+
+Three threads come here: training (everything without an underscore), and the transport's workers, which make copies
+under `changing`, the lock that training holds while it changes weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol.errors import ProtocolError, RemoteProtocolError
+from protocol.messages import PROTOCOL_VERSION
+from protocol.tensors import AverageHead, Codec, seal_head
+from protocol.transports.base import Outgoing, Transport
+from swarm_node.averaging.fragments import Fragments
+from swarm_node.averaging.robust import Robust
+from swarm_node.config import AveragingConfig
+from swarm_node.errors import SnapshotError
+
+COPY_S = 2.0
+"""Longest that a peer's call waits for training to be done with changing weights; it is told to come back."""
+MUTED_AFTER = 3
+"""Exchanges in a row that were refused for their contents, after which a peer is left alone."""
+MUTED_S = 3600.0
+CONTENTS = frozenset({"values", "gates", "probe", "hash"})
+"""Reasons that are in what a peer sent."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose weights are averaged with whose, and when."""
+
+    swarm: str
+    cohort: str
+    peer_id: str
+    period_s: float = 60.0
+    """Outer rounds in pairs last this long."""
+
+
+def cohort_id(layout: str, start_digest: str, swarm: str, config: AveragingConfig) -> str:
+    """16 hex digits: equal for peers whose weights can be averaged.
+
+    layout        names and shapes of what is trained, and how it is cut (`Fragments.layout`)
+    start_digest  the model, adapter included, that all began with
+    """
+    text = f"{swarm} {start_digest} {layout} {config.method}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Averager(ABC):
+    """Averages the weights `tensors` (name -> live tensor) with those of other peers."""
+
+    def __init__(
+        self,
+        config: AveragingConfig,
+        place: Place,
+        tensors: Mapping[str, Tensor],
+        transport: Transport,
+        now: Callable[[], float],
+        say: Callable[[str], None],
+        changed: Callable[[], None] = lambda: None,
+        probe: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """`tensors` hold the cohort's common start at this time, and never move. `changed` is called after each change
+        of theirs; `probe` gives the loss that says whether a change was a bad one, if there is any to tell by."""
+        self.config = config
+        self.place = place
+        self.transport = transport
+        self.now = now
+        self._say = say
+        self._changed = changed
+        self._probe = probe
+        self.tensors = tensors
+        self.fragments = Fragments(tensors, config.fragments)
+        count = range(config.fragments)
+        self.slow = [self.fragments.gather(i) for i in count]
+        """What the outer optimiser steps: the weights as of the last exchange."""
+        self.momentum = [torch.zeros_like(slow) for slow in self.slow]
+        self.replaced = 0
+        """How often other weights took the place of these: exchanges begun before are of no use after."""
+        self.robust = Robust(config.clip, config.gates)
+        self._lock = threading.Lock()
+        """Held while weights change, and while copies of them are made."""
+        self.woken = threading.Event()
+        """Set when there is something to do for `step`, for those who wait."""
+        self.counts: Counter[str] = Counter()
+        self.spread = 0.0
+        self._strikes: Counter[str] = Counter()
+        self._muted: dict[str, float] = {}
+        self._said: set[str] = set()
+
+    # ----------------------------------------------------------------- for training
+
+    @abstractmethod
+    def step(self, updates: int) -> None:
+        """At a step boundary, after `updates` optimiser updates in all: apply what has arrived, begin what is due.
+        Returns at once."""
+
+    @abstractmethod
+    def waiting(self) -> bool:
+        """Whether training should wait (call `step` again in a moment) before its next update."""
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold this while weights change."""
+        with self._lock:
+            yield
+
+    def metrics(self) -> dict[str, float]:
+        """`averaging/*`: running totals, and the spread (root mean square difference to the last partner)."""
+        return {
+            **{f"averaging/{name}": float(n) for name, n in sorted(self.counts.items())},
+            "averaging/exchanges": float(self.counts["exchanges"]),
+            "averaging/spread": self.spread,
+        }
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What resuming needs: tensors (live ones) and numbers."""
+        tensors = {f"slow.{i}": slow for i, slow in enumerate(self.slow)}
+        tensors |= {f"momentum.{i}": momentum for i, momentum in enumerate(self.momentum)}
+        return tensors, {"robust": self.robust.state(), "exchanges": self.counts["exchanges"]}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; SnapshotError, and nothing changed, if another cohort's."""
+        mine, _ = self.state_dict()
+        if mine.keys() != tensors.keys() or any(mine[name].shape != tensors[name].shape for name in mine):
+            raise SnapshotError("its averaging state does not have the shapes of this policy's fragments")
+        self.robust.load(numbers["robust"])
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+        self.counts["exchanges"] = numbers["exchanges"]
+
+    def copies(self) -> list[Tensor]:
+        """All fragments as of one moment, for another thread. RemoteProtocolError `busy` if they are changing."""
+        with self._still():
+            return [self.fragments.gather(i) for i in range(self.config.fragments)]
+
+    def replace(self, values: Sequence[Tensor]) -> None:
+        """Go on with other weights, one vector for each fragment."""
+        with self.changing():
+            for i, fragment in enumerate(values):
+                self.fragments.scatter(i, fragment)
+            self._changed()
+        self.restart()
+
+    def restart(self) -> None:
+        """The weights were replaced: the outer optimiser begins anew with them."""
+        self.replaced += 1
+        self.slow = [self.fragments.gather(i) for i in range(self.config.fragments)]  # the old ones may be leaving
+        for momentum in self.momentum:
+            momentum.zero_()
+
+    # ----------------------------------------------------------------- for the methods
+
+    def _cohort(self) -> list[str]:
+        """Peer ids of those whose weights can be averaged with these, muted ones left out."""
+        now, cohort = self.now(), self.place.cohort
+        return sorted(
+            peer
+            for peer, card in self.transport.members().items()
+            if card.cohort == cohort and self._muted.get(peer, 0.0) <= now
+        )
+
+    def _copy(self, fragment: int) -> Tensor:
+        """The weights of `fragment` as of now. RemoteProtocolError `busy` if training is changing them."""
+        with self._still():
+            return self.fragments.gather(fragment)
+
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        """Weights do not change meanwhile. RemoteProtocolError `busy` if they are being changed."""
+        if not self._lock.acquire(timeout=COPY_S):
+            raise RemoteProtocolError("busy", "weights are changing")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _sealed(
+        self, peer: str, codec: Codec, size: int, pieces: Callable[[], Iterator[memoryview]], **rest: Any
+    ) -> Outgoing:
+        """Our half of an exchange with `peer`; `rest` are further fields of its head."""
+
+        def counted() -> Iterator[memoryview]:
+            for piece in pieces():
+                self.counts["bytes"] += len(piece)
+                yield piece
+
+        place = self.place
+        head = AverageHead(PROTOCOL_VERSION, place.swarm, place.cohort, place.peer_id, peer, codec=codec, **rest)
+        return Outgoing(seal_head(head), size, counted)
+
+    def _belongs(self, head: AverageHead, peer: str) -> None:
+        """Raises RemoteProtocolError unless `head` is of `peer`, to this one, and of this cohort."""
+        place = self.place
+        if head.swarm != place.swarm or head.cohort != place.cohort:
+            raise RemoteProtocolError("cohort", f"{head.cohort} of swarm {head.swarm[:16]}")
+        if (head.sender, head.receiver) != (peer, place.peer_id):
+            raise RemoteProtocolError("partner", f"from {head.sender[-8:]} to {head.receiver[-8:]}")
+        if head.fragment >= self.config.fragments:
+            raise RemoteProtocolError("fragment", f"{head.fragment} of {self.config.fragments}")
+
+    def _apply(self, fragment: int, difference: Tensor) -> bool:
+        """Add (1 - mixing) of `difference`, which is used up, to the weights; False, and nothing has changed, if the
+        probe says no."""
+        before = self._probe() if self.config.probe else None
+        if self.config.mixing:
+            difference.mul_(1.0 - self.config.mixing)
+        with self.changing():
+            self.fragments.add(fragment, difference)  # which now holds what the weights were
+            self._changed()
+        if before is not None:
+            after = self._probe()
+            if after is not None and self.robust.vetoed(before, after):
+                with self.changing():
+                    self.fragments.scatter(fragment, difference)
+                    self._changed()
+                return False
+        return True
+
+    def skip(self, reason: str, detail: str = "", peer: str = "") -> None:
+        """Count what did not come about, and say so once for each reason."""
+        self.counts[f"skipped/{reason}"] += 1
+        if peer and reason in CONTENTS:
+            self._strikes[peer] += 1
+            if self._strikes[peer] >= MUTED_AFTER:
+                self._muted[peer] = self.now() + MUTED_S
+                del self._strikes[peer]
+                self._say(f"not averaging with {peer[-8:]} for an hour: {reason} {detail}".rstrip())
+        if reason not in self._said and reason not in ("alone", "odd"):
+            self._said.add(reason)
+            self._say(f"an exchange of weights was skipped ({reason}{': ' + detail if detail else ''})")
+
+    def _went_well(self, *peers: str) -> None:
+        self.counts["exchanges"] += 1
+        for peer in peers:
+            self._strikes.pop(peer, None)
+
+
+def reason_of(error: BaseException) -> tuple[str, str]:
+    """(slug, detail) that a failed exchange is counted by."""
+    if isinstance(error, RemoteProtocolError):
+        return error.reason, error.detail
+    return ("unreachable" if isinstance(error, ProtocolError) else type(error).__name__.lower()), str(error)

@@ -1,0 +1,218 @@
+"""How values travel: in blocks of 64, each quantised by its own largest magnitude s.
+
+    body  = block block ...        block = s (bfloat16) | 64 codes        all little-endian; the last is padded with 0
+
+    float32   no s, the values themselves                                 32    bits a value
+    int8      x ~ code s / 127,   code = round(127 x / s)                  8.25
+    e3m0      x ~ +-s 2^-k, k = 0..6, or 0: whichever is nearest           4.25   Streaming DiLoCo, arXiv 2501.18512
+
+An e3m0 code is 4 bits: the sign, then 7 - k, 0 for zero; the first of two values lies in the low half of a byte. The
+paper gives no scaling; ours is by block. s has bfloat16's 8 bits of precision, nearest, which codes make up for, and
+the range of float32: differences of weights are often below what float16 can hold. Blocks with s < 1e-30 count as 0.
+
+A relative error (RMS) of 0.006 for int8 and of 0.19 for e3m0 is usual where values are normally distributed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.tensors import Codec
+
+BLOCK = 64
+PIECE = 4096 * BLOCK
+"""Values that are encoded and decoded at a time: 1 MiB of float32, `MAX_CHUNK_BYTES`."""
+LARGEST = 1e30
+"""No weight and no difference of weights is larger; NaN is not smaller. Sums of a few such values do not overflow."""
+SMALLEST = 1e-30
+"""1 / s must not overflow either."""
+
+
+def encoded_size(codec: Codec, values: int) -> int:
+    """Bytes of a body."""
+    return -(-values // BLOCK) * _CODECS[codec].block_bytes
+
+
+def pieces(codec: Codec, flat: Tensor) -> Iterator[memoryview]:
+    """The body for `flat` (float32 [n], contiguous, on the CPU), each piece encoded when asked for.
+
+    Pieces are whole blocks, at most `MAX_CHUNK_BYTES`; those of float32 are views into `flat`. Raises
+    LocalProtocolError if a value is not finite, or too large.
+    """
+    for part in _parts(flat):
+        yield memoryview(_encode(codec, part).numpy()).cast("B")
+
+
+def lost(codec: Codec, flat: Tensor) -> Tensor:
+    """What `flat` [n] has and what a receiver decodes has not, to be added to what is sent next. Raises as `pieces`."""
+    result = flat.clone()
+    for part in _parts(result):
+        part.sub_(_CODECS[codec].decode(_encode(codec, part)).flatten()[: len(part)])
+    return result
+
+
+class Reader(ABC):
+    """Takes a body of `values` values in blocks of `block_bytes`, cut anywhere."""
+
+    def __init__(self, values: int, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._values = torch.empty(values)
+        self._parts = iter(_parts(self._values))
+        self.missing = -(-values // BLOCK) * block_bytes
+        """Bytes that are yet to come."""
+        self._room = memoryview(b"")  # for what is missing of the blocks of the present part
+
+    def write(self, piece: memoryview) -> None:
+        """The next bytes. Raises RemoteProtocolError: size (more than there should be), values (not finite)."""
+        if len(piece) > self.missing:
+            raise RemoteProtocolError("size", f"{len(piece) - self.missing} bytes too many")
+        self.missing -= len(piece)
+        while piece:
+            if not self._room:
+                self._begin_part()
+            n = min(len(piece), len(self._room))
+            self._room[:n] = piece[:n]
+            self._room, piece = self._room[n:], piece[n:]
+            if not self._room:
+                self._finish_part()
+
+    def values(self) -> Tensor:
+        """Float32 [values], once all is there. Raises RemoteProtocolError: size."""
+        if self.missing:
+            raise RemoteProtocolError("size", f"{self.missing} bytes are missing")
+        return self._values
+
+    def _begin_part(self) -> None:
+        self._part = next(self._parts)
+        self._blocks = torch.empty(-(-len(self._part) // BLOCK), self._block_bytes, dtype=torch.uint8)
+        self._room = memoryview(self._blocks.numpy()).cast("B")
+
+    def _finish_part(self) -> None:
+        values = self._decode(self._blocks).flatten()
+        if not bounded(values, 2 * LARGEST):  # s may have been rounded up
+            raise RemoteProtocolError("values", "a value is not finite, or too large")
+        self._part.copy_(values[: len(self._part)])
+
+    @abstractmethod
+    def _decode(self, blocks: Tensor) -> Tensor:
+        """The next values, from bytes [blocks, block_bytes] that may be any."""
+
+
+class Decoder(Reader):
+    """Takes a body in `codec`."""
+
+    def __init__(self, codec: Codec, values: int) -> None:
+        super().__init__(values, _CODECS[codec].block_bytes)
+        self._codec = codec
+
+    def _decode(self, blocks: Tensor) -> Tensor:
+        return _CODECS[self._codec].decode(blocks)
+
+
+class Readers:
+    """Takes several bodies, one behind the other."""
+
+    def __init__(self, readers: Sequence[Reader]) -> None:
+        self._readers = readers
+        self.size = sum(reader.missing for reader in readers)
+
+    def write(self, piece: memoryview) -> None:
+        """The next bytes. Raises RemoteProtocolError as `Reader` does."""
+        for reader in self._readers:
+            if reader.missing and piece:
+                part, piece = piece[: reader.missing], piece[reader.missing :]
+                reader.write(part)
+        if piece:
+            raise RemoteProtocolError("size", f"{len(piece)} bytes too many")
+
+    def values(self) -> list[Tensor]:
+        """Of each body, once all is there. Raises RemoteProtocolError: size."""
+        return [reader.values() for reader in self._readers]
+
+
+def _parts(flat: Tensor) -> tuple[Tensor, ...]:
+    """What is encoded and decoded at a time."""
+    return flat.split(PIECE) if len(flat) else ()
+
+
+def _encode(codec: Codec, part: Tensor) -> Tensor:
+    """Bytes [blocks, block_bytes]."""
+    if not bounded(part, LARGEST):
+        raise LocalProtocolError("weights that are not finite, or too large, are not sent")
+    short = -len(part) % BLOCK
+    return _CODECS[codec].encode((pad(part, (0, short)) if short else part).view(-1, BLOCK))
+
+
+def bounded(values: Tensor, limit: float) -> bool:
+    """Whether no value is larger, and none is NaN."""
+    return bool(values.abs().amax() <= limit)
+
+
+def _scaled(x: Tensor, codes: int) -> tuple[Tensor, Tensor]:
+    """Empty blocks with room for so many bytes of codes, but for s; and x / s, 0 where s is."""
+    blocks = torch.empty(len(x), 2 + codes, dtype=torch.uint8)
+    scale = blocks[:, :2].view(torch.bfloat16).copy_(x.abs().amax(1, keepdim=True))
+    scale[scale < SMALLEST] = 0
+    return blocks, x * scale.float().reciprocal().nan_to_num_(posinf=0)
+
+
+def _encode_int8(x: Tensor) -> Tensor:
+    blocks, ratio = _scaled(x, BLOCK)
+    blocks[:, 2:].view(torch.int8).copy_(ratio.mul_(127).round_())
+    return blocks
+
+
+def _decode_int8(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8) * (blocks[:, :2].view(torch.bfloat16).float() / 127)
+
+
+E3M0 = np.array([0.0] + [2.0**-k for k in range(6, -1, -1)], np.float32)
+"""Magnitude of codes 0..7."""
+E3M0_PAIRS = np.stack([np.tile(np.r_[E3M0, -E3M0], 16), np.repeat(np.r_[E3M0, -E3M0], 16)], 1).view(np.uint64)[:, 0]
+"""The two values of each byte [256], as one item of 64 bits: such a table is read fastest."""
+
+
+def _nearest() -> np.ndarray:
+    """Codes [1024] by the leading ten bits of a float32: sign, exponent and one bit more, which tell between which two
+    neighbouring means of magnitudes it lies, as those are 2^-7 and 1.5 * 2^-j."""
+    leading = (np.arange(1024, dtype=np.uint32) << 22).view(np.float32)
+    means = (E3M0[1:] + E3M0[:-1]) / 2
+    return (np.searchsorted(means, np.abs(leading), side="right") + 8 * np.signbit(leading)).astype(np.uint8)
+
+
+E3M0_CODES = _nearest()
+
+
+def _encode_e3m0(x: Tensor) -> Tensor:
+    blocks, ratio = _scaled(x, BLOCK // 2)
+    codes = E3M0_CODES.take(ratio.numpy().view(np.uint32) >> 22)
+    np.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=blocks.numpy()[:, 2:])
+    return blocks
+
+
+def _decode_e3m0(blocks: Tensor) -> Tensor:
+    values = E3M0_PAIRS.take(blocks.numpy()[:, 2:]).view(np.float32)
+    return torch.from_numpy(values).mul_(blocks[:, :2].view(torch.bfloat16))
+
+
+class _Codec(NamedTuple):
+    block_bytes: int
+    encode: Callable[[Tensor], Tensor]
+    """Finite values [blocks, 64] -> bytes [blocks, block_bytes]."""
+    decode: Callable[[Tensor], Tensor]
+    """The reverse; bytes may be any."""
+
+
+_CODECS: dict[Codec, _Codec] = {
+    "float32": _Codec(4 * BLOCK, lambda x: x.view(torch.uint8), lambda blocks: blocks.view(torch.float32)),
+    "int8": _Codec(2 + BLOCK, _encode_int8, _decode_int8),
+    "e3m0": _Codec(2 + BLOCK // 2, _encode_e3m0, _decode_e3m0),
+}

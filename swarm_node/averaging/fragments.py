@@ -1,0 +1,95 @@
+"""Weights in parts that are averaged one after the other: whole layers, strided (Streaming DiLoCo, arXiv 2501.18512).
+
+    layer l            -> fragment l mod F              l = first integer among the dotted parts of a tensor's name
+    tensor of no layer -> fragment smallest by then     embeddings, final norm, head; in order of names
+
+Where that leaves a fragment empty (fewer layers than fragments), tensors are spread one by one instead, the largest
+first, each to the fragment smallest by then. A fragment's values are those of its tensors in order of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**18
+"""Values, more or less, of which a second copy is made at a time."""
+
+
+class Fragments:
+    """`tensors` by name, the live ones, in `count` parts. ValueError if there are fewer tensors than parts."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], count: int) -> None:
+        if len(tensors) < count:
+            raise ValueError(f"{len(tensors)} tensors cannot be cut into {count} fragments")
+        self._tensors = {name: tensors[name].detach() for name in sorted(tensors)}
+        values = {name: tensor.numel() for name, tensor in self._tensors.items()}
+        parts = _by_layers(values, count)
+        if not all(parts):
+            parts = _spread(values, sorted(values, key=lambda name: -values[name]), [[] for _ in range(count)])
+        self._names = [sorted(part) for part in parts]
+        self.sizes = [sum(values[name] for name in part) for part in parts]
+        """Values in each fragment."""
+        shapes = "".join(f"{name} {list(tensor.shape)}\n" for name, tensor in self._tensors.items())
+        self.layout = sha256(f"{count}\n{shapes}".encode()).hexdigest()[:16]
+        """16 hexadecimal digits: equal for equal names, shapes and number of fragments."""
+
+    def names(self, i: int) -> list[str]:
+        """The tensors of fragment `i`, in order."""
+        return list(self._names[i])
+
+    def gather(self, i: int, out: Tensor | None = None) -> Tensor:
+        """A copy of fragment `i`: float32 [sizes[i]] on the CPU, in `out` if given."""
+        flat = torch.empty(self.sizes[i]) if out is None else out
+        for tensor, part in self._parts(i, flat):
+            part.copy_(tensor)
+        return flat
+
+    def scatter(self, i: int, flat: Tensor) -> None:
+        """Make `flat` [sizes[i]] the live values of fragment `i`."""
+        for tensor, part in self._parts(i, flat):
+            tensor.copy_(part)
+
+    def add(self, i: int, flat: Tensor) -> None:
+        """Add `flat` [sizes[i]] to the live values of fragment `i`; the sums are rounded to their type once. `flat` is
+        then what they were before, for `scatter` to take it back."""
+        for tensor, part in self._parts(i, flat):
+            rows = max(1, CHUNK // max(1, part[:1].numel())) if part.dim() else 1
+            for live, addend in zip(*(torch.atleast_1d(x).split(rows) for x in (tensor, part)), strict=True):
+                before = live.clone()
+                live.add_(addend.to(live.device))
+                addend.copy_(before)
+
+    def _parts(self, i: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Live tensors of fragment `i`, each with its part of `flat` in its shape."""
+        assert flat.shape == (self.sizes[i],)
+        tensors = [self._tensors[name] for name in self._names[i]]
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            yield tensor, part.view(tensor.shape)
+
+
+def _layer(name: str) -> int | None:
+    """12 for `model.layers.12.mlp.up_proj.weight`."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def _by_layers(values: Mapping[str, int], count: int) -> list[list[str]]:
+    parts: list[list[str]] = [[] for _ in range(count)]
+    outside = []
+    for name in values:
+        layer = _layer(name)
+        if layer is None:
+            outside.append(name)
+        else:
+            parts[layer % count].append(name)
+    return _spread(values, outside, parts)
+
+
+def _spread(values: Mapping[str, int], names: list[str], parts: list[list[str]]) -> list[list[str]]:
+    """`parts` with each of `names`, in turn, added to the one that is smallest by then."""
+    for name in names:
+        min(parts, key=lambda part: sum(values[other] for other in part)).append(name)
+    return parts

@@ -1,0 +1,196 @@
+"""Values written for a reader who has nearly the same ones: only their remainders travel.
+
+    block of 64 values x, written with step s and b bits, q = round(x / s - u), t = q div 2^b:
+        s (bfloat16) | check = sum_k (2k + 1) t_k mod 256 (1 byte) | codes q mod 2^b
+    reader with values y:     x ~ s (q + u),   q = the integer nearest to y / s - u that has the code
+
+u in [-1/2, 1/2), one for each block, is drawn anew each time from a seed that both know (subtractive dither): without
+it all round to the same values, and a swarm that agrees stays where they are.
+
+
+Right to within s / 2 wherever |x - y| < (2^b - 1) s / 2; the error follows how far the two are apart, not how large
+they are or how far training has come. Where they are further apart, what is read would lie a multiple of 2^b s off,
+in the worst case exactly at y, and the two would never find together. So the check is compared. A block that fails it
+is read as the reader's own, and the reader writes it out the next time, to whomever: float32 with its number, behind
+all blocks. (Doubling its step instead ran away in simulation: what is too coarse drives others apart.)
+
+The step of a block is chosen by who writes, from what both say of themselves (`reach`, root mean square):
+
+    2^(b-1) s = max(largest |theta_i - phi_i| of the block, REACH reach_i) + REACH reach_j
+
+Source: lattice quantisation with the reader's own vector as side information (Davies, Gurunanthan, Moshrefi, Ashkboos,
+Alistarh: New Bounds for Distributed Mean Estimation, ICLR 2021, arXiv 2002.09268), cubic lattice, as SwarmSGD uses it
+for models in pairs (arXiv 1910.12308). Blocks and their steps are ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, Reader, bounded
+
+REACH = {8: 6.0, 4: 3.0}
+"""By bits. Differences of normally distributed progress are then 8 or 4 standard deviations below the limit."""
+MAX_WRITTEN_OUT = 1 / 8
+"""Part of the blocks that may be written out."""
+WRITTEN_OUT_BYTES = 4 + 4 * BLOCK
+SMALLEST = 1e-30
+"""A step below this says: the same as yours."""
+
+
+def dither(seed: str, blocks: int) -> Tensor:
+    """u [blocks], the same on every machine."""
+    key = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big")
+    return torch.from_numpy((np.random.Philox(key=key).random_raw(blocks) >> np.uint64(11)) * 2.0**-53 - 0.5)
+
+
+def lattice_pieces(
+    bits: int,
+    flat: Tensor,
+    slow: Tensor,
+    own_reach: float,
+    reach: float,
+    seed: str,
+    written_out: Tensor,
+) -> Iterator[memoryview]:
+    """The body for `flat` (float32 [n], on the CPU), each piece encoded when asked for.
+
+    `slow` [n] is where training went on from after the last exchange; `own_reach` and `reach` say how far this node and
+    the reader may have gone: root mean squares per value. `seed` is another each time; `written_out` are the
+    numbers of blocks to be written out, ascending. Raises LocalProtocolError if a value is not finite, or too large.
+    """
+    us = dither(seed, block_count(len(flat))).split(PIECE // BLOCK)
+    for part, start, u in zip(flat.split(PIECE), slow.split(PIECE), us, strict=True):
+        change = part - start
+        if not (bounded(part, LARGEST) and bounded(change, 2 * LARGEST)):
+            raise LocalProtocolError("weights that are not finite, or too large, are not sent")
+        x, moved = _blocks(part), _blocks(change)
+        limit = moved.abs().amax(1, keepdim=True).clamp_(min=REACH[bits] * own_reach) + REACH[bits] * reach
+        step = (limit / 2 ** (bits - 1)).to(torch.bfloat16)
+        step[step < SMALLEST] = 0
+        size = step.double()
+        quotients = (x / size).nan_to_num_(0, 0, 0).sub_(u[:, None]).round_()
+        rest = quotients.remainder(2**bits)
+        check = _check(quotients.sub_(rest).div_(2**bits))
+        codes = rest.to(torch.uint8)
+        if bits == 4:
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+        yield memoryview(torch.cat([step.view(torch.uint8), check, codes], 1).numpy()).cast("B")
+    for numbers in written_out.split(PIECE // BLOCK // 2) if len(written_out) else ():
+        values = torch.stack([pad(part, (0, BLOCK - len(part))) for part in _each(flat, numbers)])
+        rows = torch.cat([numbers.to(torch.int32)[:, None].view(torch.uint8), values.view(torch.uint8)], 1)
+        yield memoryview(rows.numpy()).cast("B")
+
+
+class LatticeReader(Reader):
+    """Takes the body that was written for the reader of `near` [n], with so many blocks written out."""
+
+    def __init__(self, bits: int, near: Tensor, seed: str, written_out: int = 0) -> None:
+        super().__init__(len(near), lattice_bytes(bits))
+        self._rows = bytearray()
+        self._rows_bytes = WRITTEN_OUT_BYTES * written_out
+        self.missing += self._rows_bytes
+        self._bits = bits
+        self._near = iter(near.split(PIECE))
+        self._dither = iter(dither(seed, block_count(len(near))).split(PIECE // BLOCK))
+        self._failed: list[Tensor] = []
+        self._squares = self._lost = 0.0
+
+    def write(self, piece: memoryview) -> None:
+        of_blocks = min(len(piece), max(0, self.missing - self._rows_bytes))
+        if of_blocks:
+            super().write(piece[:of_blocks])
+        rest = piece[of_blocks:]
+        if len(rest) > self.missing:
+            raise RemoteProtocolError("size", f"{len(rest) - self.missing} bytes too many")
+        self._rows += rest
+        self.missing -= len(rest)
+
+    def values(self) -> Tensor:
+        """As of any reader; besides, RemoteProtocolError: values, for blocks written out that are none."""
+        values = super().values()
+        if self._rows:
+            rows = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, WRITTEN_OUT_BYTES)
+            numbers = rows[:, :4].contiguous().view(torch.int32)[:, 0].long()
+            blocks = rows[:, 4:].contiguous().view(torch.float32)
+            known = block_count(len(values))
+            if not (
+                numbers[0] >= 0 and numbers[-1] < known and (numbers.diff() > 0).all() and bounded(blocks, LARGEST)
+            ):
+                raise RemoteProtocolError("values", "a block written out that is none")
+            for part, block in zip(_each(values, numbers), blocks, strict=True):
+                part.copy_(block[: len(part)])
+            self._rows = bytearray()
+        return values
+
+    def apart(self) -> float:
+        """Root mean square difference between writer and reader, once all is there: what writing lost is taken out, or
+        steps that follow this figure would feed on themselves."""
+        return math.sqrt(max(0.0, self._squares - self._lost) / (BLOCK * sum(map(len, self._failed))))
+
+    def failed(self) -> Tensor:
+        """Bool [blocks], once all is there: those read as the reader's own, because the two are too far apart."""
+        return torch.cat(self._failed)
+
+    def _decode(self, blocks: Tensor) -> Tensor:
+        scale = torch.empty(len(blocks), 1, dtype=torch.bfloat16)
+        scale.view(torch.uint8).copy_(blocks[:, :2])
+        step = scale.double()
+        if not bool((step >= 0).all() and (step <= 1e30).all()):
+            raise RemoteProtocolError("values", "a step is not finite, or negative")
+        check, codes = blocks[:, 2:3], blocks[:, 3:]
+        if self._bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
+        near, u, count = _blocks(next(self._near)), next(self._dither)[:, None], 2.0**self._bits
+        place = near / step - u
+        turns = ((place - codes) / count).round_()
+        wrong = (step > 0) & (_check(turns) != check)
+        self._failed.append(wrong[:, 0])
+        values = torch.where((step > 0) & ~wrong, (codes + count * turns + u) * step, near)
+        self._squares += float((values - near).square().sum())
+        self._lost += float(step[~wrong].square().sum()) * BLOCK / 12
+        return values.float()
+
+
+def lattice_bytes(bits: int) -> int:
+    """Of a block."""
+    return 3 + BLOCK * bits // 8
+
+
+def lattice_size(bits: int, values: int, written_out: int) -> int:
+    """Bytes of a body."""
+    return block_count(values) * lattice_bytes(bits) + WRITTEN_OUT_BYTES * written_out
+
+
+def most_written_out(values: int) -> int:
+    return math.ceil(block_count(values) * MAX_WRITTEN_OUT)
+
+
+def block_count(values: int) -> int:
+    return -(-values // BLOCK)
+
+
+def _check(turns: Tensor) -> Tensor:
+    """Uint8 [blocks, 1] of whole numbers [blocks, 64]. Weights are odd: no number may change alone, by less than 256,
+    without notice."""
+    weights = torch.arange(1, 2 * BLOCK, 2, dtype=torch.float64)
+    return (turns.remainder(256) @ weights)[:, None].remainder_(256).to(torch.uint8)
+
+
+def _blocks(part: Tensor) -> Tensor:
+    """Float64 [blocks, 64]; the last is filled up with 0."""
+    short = -len(part) % BLOCK
+    return (pad(part, (0, short)) if short else part).view(-1, BLOCK).double()
+
+
+def _each(flat: Tensor, numbers: Tensor) -> list[Tensor]:
+    """The blocks of these numbers, as views."""
+    return [flat[BLOCK * k : BLOCK * (k + 1)] for k in numbers.tolist()]

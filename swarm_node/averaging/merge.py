@@ -1,0 +1,115 @@
+"""One merge at the end: weights of several nodes that began alike become one model.
+
+    uniform           theta = (1/k) sum_i theta_i
+    task arithmetic   tau_i = theta_i - base,    theta = base + lambda sum_i c_i tau_i      (arXiv 2212.04089)
+    clipped           c_i = min(1, median_j |tau_j| / |tau_i|), else 1
+
+lambda = 1/k without clipping is the uniform mean; a negative lambda unlearns. With clipping one node that strayed far
+does not outweigh the others.
+
+Either is a weighted sum, so it goes from tensor to tensor: float64 a piece at a time, rounded once to float32,
+whatever the dtype of what is merged. Memory is that of the result and of a few pieces; the states may be mapped files.
+Names that share their memory in every state (tied weights) are merged once and stay tied. Of LoRA adapters, A and B
+are merged each by itself, which is not the mean of the products BA: near it, as long as all began with the same A.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+"""Name -> tensor."""
+
+BASE = "the base"
+"""What messages call it."""
+PIECE = 2**20
+"""Values of each state at a time: 8 MiB in float64."""
+
+
+def check_alike(states: Mapping[str, State]) -> None:
+    """Raises ValueError, which says what differs, unless all states have the same names and shapes."""
+    first, *others = states
+    mine = states[first]
+    for other in others:
+        theirs = states[other]
+        if odd := sorted(mine.keys() ^ theirs.keys()):
+            has, lacks = (first, other) if odd[0] in mine else (other, first)
+            raise ValueError(f"{has} has {odd[0]}, {lacks} does not ({len(odd)} names differ)")
+        for name, tensor in mine.items():
+            if tensor.shape != theirs[name].shape:
+                raise ValueError(f"{name} is {list(tensor.shape)} in {first}, {list(theirs[name].shape)} in {other}")
+
+
+def uniform(states: Mapping[str, State]) -> State:
+    """The mean of all states, float32 on the CPU. ValueError if they differ in names or shapes or are not finite."""
+    check_alike(states)
+    return _weighted_sum(states, dict.fromkeys(states, 1.0), len(states))
+
+
+def task_arithmetic(
+    states: Mapping[str, State], base: State, scale: float, factors: Mapping[str, float] | None = None
+) -> State:
+    """base + scale * sum of factors[i] * (states[i] - base), float32 on the CPU; factors (of `clip_factors`) are 1 if
+    not given. ValueError as in `uniform`."""
+    together = {BASE: base, **states}
+    check_alike(together)
+    weights = {name: scale * (1.0 if factors is None else factors[name]) for name in states}
+    return _weighted_sum(together, {BASE: 1.0 - math.fsum(weights.values()), **weights})
+
+
+def task_norms(states: Mapping[str, State], base: State) -> dict[str, float]:
+    """|theta_i - base| of each state, tied tensors once. ValueError as in `uniform`."""
+    check_alike({BASE: base, **states})
+    norms = {}
+    for node, state in states.items():
+        squares: dict[object, float] = {}
+        for name, start in base.items():
+            pair = [state[name], start]
+            if (memory := _memory(pair)) not in squares:
+                both = zip(*map(_pieces, pair), strict=True)
+                squares[memory] = sum(float((theirs - ours).square().sum()) for theirs, ours in both)
+        norms[node] = math.sqrt(math.fsum(squares.values()))
+        if not math.isfinite(norms[node]):
+            raise ValueError(f"the weights of {node} are not finite")
+    return norms
+
+
+def clip_factors(norms: Mapping[str, float]) -> dict[str, float]:
+    """By how much each task vector is to be multiplied for none to be longer than the median one."""
+    middle = median(norms.values())
+    return {name: middle / norm if norm > middle else 1.0 for name, norm in norms.items()}
+
+
+def _weighted_sum(states: Mapping[str, State], weights: Mapping[str, float], over: int = 1) -> State:
+    """sum of weights[i] * states[i] / over, taken in the order of their names: the same, bit for bit, for everybody."""
+    nodes = sorted(states)
+    merged: State = {}
+    done: dict[object, Tensor] = {}
+    for name, first in states[nodes[0]].items():
+        tensors = [states[node][name] for node in nodes]
+        memory = _memory(tensors)
+        if memory not in done:
+            total = torch.zeros(first.shape, dtype=torch.float32)
+            for target, *pieces in zip(total.view(-1).split(PIECE), *map(_pieces, tensors), strict=True):
+                target.copy_(sum(weights[node] * piece for node, piece in zip(nodes, pieces, strict=True)) / over)
+            if not total.isfinite().all():
+                whose = [node for node, tensor in zip(nodes, tensors, strict=True) if not tensor.isfinite().all()]
+                raise ValueError(f"{name} is not finite in {whose[0] if whose else 'their sum'}")
+            done[memory] = total
+        merged[name] = done[memory]
+    return merged
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The values of a tensor in order, some at a time, float64 on the CPU."""
+    return (piece.cpu().double() for piece in tensor.detach().reshape(-1).split(PIECE))
+
+
+def _memory(tensors: Sequence[Tensor]) -> object:
+    """Equal for tensors that are the same memory, read in the same way."""
+    return tuple((t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors)

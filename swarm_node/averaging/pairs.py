@@ -1,0 +1,393 @@
+"""NoLoCo over a real network: one peer of the cohort at a time, no collective, no barrier (arXiv 2506.10911).
+
+    outer round = floor(Unix time / period)      fragment = round mod F      partner = pairing(cohort, round)
+
+    step boundary, `every` updates since the fragment was last exchanged -> copy it, call the partner
+    a partner calls, likewise due                                        -> copy it, answer
+    both bodies whole -> checks, new momentum -> both know -> next step boundary: weights += difference
+
+Nobody negotiates: both compute the pair alone, and a call that does not fit the callee's own view is refused, so that
+differing views cost a round, never a wrong pair. A callee answers in the middle of its own round, so that slow peers
+take part. When both call at once, the lower peer id's call counts.
+
+What does not touch weights is done on the transport's worker threads, while training goes on. Beside the weights, their
+slow copy and momentum, an exchange takes twice the memory of its fragment: our copy and the partner's values, in which
+everything after that is worked out in place.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol.errors import ProtocolError, RemoteProtocolError
+from protocol.peers import is_relayed
+from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, open_average_head
+from protocol.transports.base import Accepted, Outgoing, Sink
+from swarm_node.averaging.averager import CONTENTS, Averager, reason_of
+from swarm_node.averaging.codecs import Decoder, Reader, Readers, encoded_size, pieces
+from swarm_node.averaging.lattice import LatticeReader, block_count, lattice_pieces, lattice_size, most_written_out
+from swarm_node.averaging.outer import NoLoCo
+from swarm_node.averaging.pairing import partner
+from swarm_node.averaging.robust import chunks, distance
+
+CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
+BITS: dict[Codec, int] = {"lattice8": 8, "lattice4": 4}
+AGAIN = 0.05
+"""A partner that was busy or could not be reached is called again this part of a round later."""
+EARLY_AGAIN = 0.25
+"""Likewise one that was not due, which will call when it is: each call costs a copy of the weights."""
+FINAL = frozenset(
+    {"partner", "cohort", "version", "schema", "size", "late", "method", "round", "fragment", "codec", "diverged"}
+    | {"replaced", *CONTENTS}
+)
+"""What ends a round's attempts: asking again would not help."""
+FARTHEST = 1e18
+"""Weights that went so far (root mean square) since the last exchange are not worth averaging."""
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """One exchange, from the copy of our weights to the outer step."""
+
+    round: int
+    fragment: int
+    partner: str
+    updates: int
+    """Of ours when the copy was made."""
+    fast: Tensor
+    """The copy."""
+    slow: Tensor
+    """Slow weights at that time."""
+    reach: float
+    """How far the copy may be from the partner's, as far as we can tell."""
+    written_out: Tensor
+    """Numbers of the blocks that could not be read the last time."""
+    ours: bool
+    """We called."""
+    replaced: int = 0
+    """How often weights had been replaced."""
+    theirs: AverageHead | None = None
+    apart: float = 0.0
+    """Root mean square distance to the partner."""
+    momentum: Tensor | None = None
+    """The new one, once the partner's body is there and has passed all checks."""
+    refused: RemoteProtocolError | None = None
+    """Why it has not. The partner is not told, so that both remember each other, whoever is quicker."""
+    outcome: BaseException | None = None
+    done: bool = False
+
+    def forget(self) -> None:
+        """Let go of what is large: a refusal's traceback may hold this until Python's next great collection."""
+        self.fast = self.slow = torch.empty(0)
+        self.momentum = None
+
+
+class PairAverager(Averager):
+    """Averages with one partner in each outer round."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        self.outer = NoLoCo(config.alpha, config.beta, config.gamma)
+        self._codec = CODECS[config.codec]
+        self._apart = [0.0] * config.fragments
+        """Root mean square distance to the last partner, of each fragment."""
+        self._failed_blocks = [torch.zeros(block_count(size), dtype=torch.bool) for size in self.fragments.sizes]
+        self._both = config.gamma != config.beta
+        """Slow weights travel as well."""
+        self._updates = 0
+        self._exchanged_at = [0] * config.fragments
+        """Own updates when each fragment was last copied for an exchange that came about."""
+        self._guard = threading.Lock()
+        """Of the two below: `_accept` and ends of exchanges come on other threads."""
+        self._under_way: _Exchange | None = None
+        self._settled = -1
+        """Latest round in which an exchange came about, or need not be tried again."""
+        self._call_at = 0.0
+        self._wait_until = 0.0
+        self._tried: tuple[int, str] | None = None
+        """(round, why it did not come about) of the present round, as long as it has not."""
+        self.transport.accept(AVERAGE_METHOD, self._accept)
+
+    # ----------------------------------------------------------------- for training
+
+    def step(self, updates: int) -> None:
+        self._updates = updates
+        self._finish()
+        now = self.now()
+        round = math.floor(now / self.place.period_s)
+        if self._tried is not None and self._tried[0] < round:
+            self.skip(self._tried[1])
+            self._tried = None
+        with self._guard:
+            idle = self._under_way is None and self._settled < round
+        if idle and self._due(round) and now >= self._call_at:
+            self._call(round, now)
+
+    def waiting(self) -> bool:
+        if self.config.overlap:
+            return False
+        with self._guard:
+            return self._under_way is not None and self.now() < self._wait_until
+
+    # ----------------------------------------------------------------- a round
+
+    def _fragment(self, round: int) -> int:
+        return round % self.config.fragments
+
+    def _due(self, round: int) -> bool:
+        return self._updates - self._exchanged_at[self._fragment(round)] >= self.config.every
+
+    def _partner(self, round: int) -> str | None:
+        """Of this node in that round, as far as it knows the cohort."""
+        members = self.transport.members()
+        hidden = {peer for peer, card in members.items() if all(map(is_relayed, card.addresses))}
+        if all(map(is_relayed, self.transport.addresses)):
+            hidden.add(self.place.peer_id)
+        return partner(self.place.peer_id, self._cohort(), round, self.place.cohort, hidden)
+
+    def _call(self, round: int, now: float) -> None:
+        """Call this round's partner, if there is one."""
+        peer = self._partner(round)
+        if peer is None:
+            self._settled = round
+            self.skip("odd" if self._cohort() else "alone")
+            return
+        fragment = self._fragment(round)
+        try:
+            exchange = self._exchange(round, fragment, peer, ours=True)
+        except RemoteProtocolError as error:
+            self._settled = round
+            self.skip(error.reason, error.detail)
+            return
+        with self._guard:
+            if self._under_way is not None:  # it was quicker
+                return
+            self._under_way = exchange
+        self._wait_until = now + self.config.timeout_s
+        self._call_at = now + AGAIN * self.place.period_s
+        answered = partial(self._answered, exchange)
+        timeout = self.config.timeout_s
+        future = self.transport.exchange(peer, AVERAGE_METHOD, self._half(exchange), answered, timeout)
+        future.add_done_callback(partial(self._called, exchange))
+
+    def _answered(self, exchange: _Exchange, head: bytes, size: int) -> Sink:
+        """The partner takes part."""
+        theirs = open_average_head(head)
+        self._check(theirs, exchange.partner, size)
+        if (theirs.round, theirs.fragment) != (exchange.round, exchange.fragment):
+            raise RemoteProtocolError("round", f"answer of round {theirs.round} to a call of round {exchange.round}")
+        return self._sink(exchange, theirs)
+
+    def _called(self, exchange: _Exchange, future: Future[None]) -> None:
+        self._end(exchange, CancelledError() if future.cancelled() else future.exception())
+
+    def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
+        """A peer calls: take part if it is whom we would call in this round, and we are due as well."""
+        theirs = open_average_head(head)
+        self._check(theirs, peer, size)
+        round = theirs.round
+        if abs(round - self.now() / self.place.period_s) > 2.0:
+            raise RemoteProtocolError("round", f"round {round} is not now")
+        if theirs.fragment != self._fragment(round):
+            raise RemoteProtocolError("fragment", f"{theirs.fragment} in round {round}")
+        if round <= self._settled:
+            raise RemoteProtocolError("late", f"round {round} is over")
+        if not self._due(round):
+            raise RemoteProtocolError("early", "not enough updates since the last exchange")
+        if self._partner(round) != peer:
+            raise RemoteProtocolError("partner", f"another is this node's in round {round}")
+        with self._guard:
+            mine = self._make_way(peer)
+        if mine is not None and (mine.round, mine.replaced) == (round, self.replaced):
+            exchange = replace(mine, ours=False)  # both called at once: one copy serves
+        else:
+            exchange = self._exchange(round, theirs.fragment, peer, ours=False)
+        sink = self._sink(exchange, theirs)
+        with self._guard:
+            self._make_way(peer)
+            if round <= self._settled:
+                raise RemoteProtocolError("late", f"round {round} is over")
+            self._under_way = exchange
+        return Accepted(self._half(exchange), sink, partial(self._end, exchange))
+
+    def _make_way(self, peer: str) -> _Exchange | None:
+        """Our own call, if a call of `peer` takes its place. Raises RemoteProtocolError unless it may take the place of
+        what is under way."""
+        mine = self._under_way
+        if mine is None or mine.outcome is not None:
+            return None
+        if not mine.ours or mine.partner != peer or mine.done:
+            raise RemoteProtocolError("busy", "another exchange is under way")
+        if self.place.peer_id < peer:
+            raise RemoteProtocolError("crossed", "this node's call counts")
+        return mine
+
+    def _exchange(self, round: int, fragment: int, peer: str, ours: bool) -> _Exchange:
+        """RemoteProtocolError: busy; diverged if there is nothing here that anybody would want."""
+        updates, replaced = self._updates, self.replaced
+        fast, slow = self._copy(fragment), self.slow[fragment]
+        reach = max(distance(fast, slow) / math.sqrt(len(fast)), self._apart[fragment])
+        if not reach <= FARTHEST:
+            raise RemoteProtocolError("diverged", "this node's weights are not finite, or went very far")
+        failed = self._failed_blocks[fragment] if self._codec in BITS else torch.zeros(0, dtype=torch.bool)
+        written_out = failed.nonzero()[: most_written_out(len(fast)), 0]
+        return _Exchange(round, fragment, peer, updates, fast, slow, reach, written_out, ours, replaced)
+
+    def _half(self, exchange: _Exchange) -> Outgoing:
+        """Our half of an exchange."""
+        return self._sealed(
+            exchange.partner,
+            self._codec,
+            self._size(self._codec, exchange.fragment, len(exchange.written_out)),
+            partial(self._pieces, exchange),
+            round=exchange.round,
+            fragment=exchange.fragment,
+            reach=exchange.reach,
+            written_out=len(exchange.written_out),
+            version=exchange.updates,
+        )
+
+    def _pieces(self, exchange: _Exchange) -> Iterator[memoryview]:
+        """Our body; the partner's head is known by now."""
+        assert exchange.theirs is not None
+        fast, slow, codec = exchange.fast, exchange.slow, self._codec
+        for values in [fast, slow][: 1 + self._both]:
+            if codec == "float32":
+                yield from pieces(codec, values)
+            else:
+                reach, theirs, seed = exchange.reach, exchange.theirs.reach, self._seed(exchange, self.place.peer_id)
+                yield from lattice_pieces(BITS[codec], values, slow, reach, theirs, seed, exchange.written_out)
+
+    def _seed(self, exchange: _Exchange, writer: str) -> str:
+        return f"{self.place.cohort} {exchange.round} {exchange.fragment} {writer}"
+
+    def _sink(self, exchange: _Exchange, theirs: AverageHead) -> Sink:
+        """Where the partner's body goes."""
+        codec, vectors, size = theirs.codec, [exchange.fast, exchange.slow][: 1 + self._both], len(exchange.fast)
+        exchange.theirs = theirs
+        seed, written_out = self._seed(exchange, exchange.partner), theirs.written_out
+        each: list[Reader] = [
+            Decoder(codec, len(near)) if codec == "float32" else LatticeReader(BITS[codec], near, seed, written_out)
+            for near in vectors
+        ]
+        readers = Readers(each)
+        missing = readers.size
+
+        def write(piece: memoryview) -> None:
+            nonlocal missing
+            readers.write(piece)
+            missing -= len(piece)
+            if not missing:
+                values = readers.values()
+                lattices = [reader for reader in each if isinstance(reader, LatticeReader)]
+                if lattices:
+                    self._failed_blocks[exchange.fragment] = torch.stack([r.failed() for r in lattices]).any(0)
+                apart = lattices[0].apart() if lattices else distance(values[0], exchange.fast) / math.sqrt(size)
+                self._weigh(exchange, apart, *values)
+
+        return write
+
+    def _weigh(
+        self, exchange: _Exchange, apart: float, partner_fast: Tensor, partner_slow: Tensor | None = None
+    ) -> None:
+        """Check what came, and work out our new momentum in its place; on a worker thread."""
+        fragment, fast, slow = exchange.fragment, exchange.fast, exchange.slow
+        exchange.apart = apart
+        try:
+            self.robust.check(fragment, fast, slow, partner_fast, partner_slow)
+        except RemoteProtocolError as error:
+            exchange.refused = error
+            return
+        theirs = [partner_fast, *([] if partner_slow is None else [partner_slow])]
+        for start, momentum, mine, *parts in chunks(slow, self.momentum[fragment], fast, *theirs):
+            moved = momentum.clone()
+            self.outer.step(start.clone(), moved, mine, *parts)
+            parts[0].copy_(moved)
+        exchange.momentum = partner_fast
+
+    def _size(self, codec: Codec, fragment: int, written_out: int) -> int:
+        """Bytes of a body."""
+        values = self.fragments.sizes[fragment]
+        if codec in BITS:
+            return lattice_size(BITS[codec], values, written_out) * (1 + self._both)
+        return encoded_size(codec, values) * (1 + self._both)
+
+    def _check(self, head: AverageHead, peer: str, size: int) -> None:
+        """Raises RemoteProtocolError unless `head` is of a pair's exchange between us, of a body of the right size."""
+        self._belongs(head, peer)
+        if head.phase or head.group:
+            raise RemoteProtocolError("schema", "not a pair's exchange")
+        if head.codec not in CODECS.values():
+            raise RemoteProtocolError("codec", head.codec)
+        if head.written_out > (most_written_out(self.fragments.sizes[head.fragment]) if head.codec in BITS else 0):
+            raise RemoteProtocolError("schema", f"{head.written_out} blocks written out")
+        expected = self._size(head.codec, head.fragment, head.written_out)
+        if size != expected:
+            raise RemoteProtocolError("size", f"{size} bytes for {expected}")
+
+    # ----------------------------------------------------------------- the end of an exchange
+
+    def _end(self, exchange: _Exchange, error: BaseException | None) -> None:
+        """It is over, on whichever thread."""
+        with self._guard:
+            exchange.outcome, exchange.done = error, True
+            if error is not None:
+                exchange.forget()
+        self.woken.set()
+
+    def _finish(self) -> None:
+        """Step the outer optimiser with what has arrived, if anything has."""
+        with self._guard:
+            exchange = self._under_way
+            if exchange is None or not exchange.done:
+                return
+        try:
+            if exchange.outcome is not None:
+                raise exchange.outcome
+            if exchange.refused is not None:
+                raise exchange.refused
+            if exchange.replaced != self.replaced:
+                raise RemoteProtocolError("replaced", "this node went on with other weights meanwhile")
+            self._average(exchange)
+        except (ProtocolError, CancelledError) as error:
+            self._failed(exchange, *reason_of(error))
+        finally:
+            exchange.forget()
+            with self._guard:  # until now a call would have been told to come back
+                self._under_way = None
+
+    def _average(self, exchange: _Exchange) -> None:
+        """The outer step. Raises RemoteProtocolError, with nothing changed, if the probe says no."""
+        fragment, slow, momentum, difference = exchange.fragment, exchange.slow, exchange.momentum, exchange.fast
+        assert momentum is not None
+        for start, moved, fast in chunks(slow, momentum, difference):
+            torch.sub(start + moved, fast, out=fast)
+        if not self._apply(fragment, difference):
+            raise RemoteProtocolError("probe", "this node's own best answers became less likely")
+        slow.add_(momentum)
+        self.momentum[fragment] = momentum
+        self._exchanged_at[fragment] = exchange.updates
+        self._settled, self._tried = max(self._settled, exchange.round), None
+        self.spread = self._apart[fragment] = exchange.apart
+        self.robust.accept(fragment)
+        self._went_well(exchange.partner)
+
+    def _failed(self, exchange: _Exchange, reason: str, detail: str) -> None:
+        """Nothing was applied. What may yet come about in this round is tried again."""
+        if reason in FINAL:
+            self._settled, self._tried = max(self._settled, exchange.round), None
+            self.skip(reason, detail, exchange.partner)
+        else:
+            self._tried = exchange.round, reason
+            if reason == "early":
+                self._call_at = self.now() + EARLY_AGAIN * self.place.period_s

@@ -1,0 +1,210 @@
+"""Heads of exchanges of weights: golden bytes, limits, versions, and no bytes that break the decoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from protocol.codec import SPOKEN
+from protocol.limits import MAX_HEAD_BYTES
+from protocol.messages import PROTOCOL_VERSION
+from protocol.tensors import AverageHead, WeightsHead, open_average_head, open_weights_head, seal_head
+from tests.protocol.wire import IDENTITY, STRANGER, SWARM, fields, mutations, refused, values
+
+DATA = Path(__file__).parents[1] / "data"
+REASONS = {"size", "version", "schema"}
+COHORT = "00112233445566aa"
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """One kind of head."""
+
+    head: Any
+    golden: str
+    open: Callable[[bytes], Any]
+
+
+AVERAGE = Kind(
+    AverageHead(
+        protocol=PROTOCOL_VERSION,
+        swarm=SWARM,
+        cohort=COHORT,
+        sender=IDENTITY.peer_id,
+        receiver=STRANGER.peer_id,
+        round=30_000_000,
+        fragment=3,
+        phase=1,
+        group="0123456789abcdef",
+        codec="lattice4",
+        reach=1.25e-4,
+        written_out=5,
+        version=42,
+    ),
+    "average_head_v1.msgpack",
+    open_average_head,
+)
+WEIGHTS = Kind(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT, version=42), "weights_head_v1.msgpack", open_weights_head)
+both = pytest.mark.parametrize("kind", [AVERAGE, WEIGHTS], ids=["average", "weights"])
+
+
+def sealed(kind: Kind, **changes: object) -> bytes:
+    return msgspec.msgpack.encode({**fields(kind.head), **changes})
+
+
+def reason(kind: Kind, data: bytes) -> str | None:
+    return refused(lambda: kind.open(data), REASONS)
+
+
+# --------------------------------------------------------------------- what is sealed can be opened
+
+
+@both
+def test_golden_bytes(kind: Kind) -> None:
+    golden = (DATA / kind.golden).read_bytes()
+    assert seal_head(kind.head) == golden
+    assert kind.open(golden) == kind.head
+
+
+@both
+def test_a_later_version_may_add_fields(kind: Kind) -> None:
+    assert kind.open(sealed(kind, later={"deep": [1, [2, [3]]]})) == kind.head
+
+
+def test_fields_with_defaults_may_be_missing() -> None:
+    needed = ("protocol", "swarm", "cohort", "sender", "receiver", "round", "fragment")
+    head = open_average_head(msgspec.msgpack.encode({name: fields(AVERAGE.head)[name] for name in needed}))
+    assert (head.phase, head.group, head.codec, head.reach, head.version) == (0, "", "float32", 0.0, 0)
+    needed = ("protocol", "swarm", "cohort")
+    assert open_weights_head(msgspec.msgpack.encode({name: fields(WEIGHTS.head)[name] for name in needed})).version == 0
+
+
+def test_a_call_for_weights_does_not_pass_for_one_for_averaging() -> None:
+    assert reason(AVERAGE, seal_head(WEIGHTS.head)) == "schema"
+
+
+# --------------------------------------------------------------------- what is refused
+
+
+@both
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, min(SPOKEN) - 1, -1, 2**63])
+def test_another_version_is_refused_before_its_schema_is_looked_at(kind: Kind, version: int) -> None:
+    assert reason(kind, sealed(kind, protocol=version)) == "version"
+    assert reason(kind, msgspec.msgpack.encode({"protocol": version, "everything": "else"})) == "version"
+
+
+@both
+def test_size_is_checked_before_anything_else(kind: Kind) -> None:
+    assert reason(kind, bytes(MAX_HEAD_BYTES + 1)) == "size"
+    assert reason(kind, bytes(MAX_HEAD_BYTES)) == "schema"
+    longest = sealed(kind, later="x" * (MAX_HEAD_BYTES - len(sealed(kind, later="x" * 256)) + 256))
+    assert len(longest) == MAX_HEAD_BYTES and kind.open(longest) == kind.head
+    assert reason(kind, longest + b"\0") == "size"
+
+
+def test_the_longest_heads_fit() -> None:
+    longest = replace(AVERAGE.head, sender="p" * 64, receiver="q" * 64, round=2**53 - 1, fragment=2**53 - 1)
+    assert open_average_head(seal_head(longest)) == longest
+    assert len(seal_head(longest)) < MAX_HEAD_BYTES / 8
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "swarm": {"swarm": "5a" * 31},
+    "cohort": {"cohort": "0" * 15},
+    "cohort and a line break": {"cohort": COHORT + "\n"},
+    "version of weights": {"version": -1},
+    "huge version": {"version": 2**53},
+    "version NaN": {"version": math.nan},
+}
+BAD_AVERAGES: dict[str, dict[str, Any]] = {
+    **BAD,
+    "no sender": {"sender": ""},
+    "long receiver": {"receiver": "p" * 65},
+    "receiver and a line break": {"receiver": "p\n"},
+    "terminal escape": {"sender": "\x1b[2J"},
+    "round": {"round": -1},
+    "huge round": {"round": 2**53},
+    "half a round": {"round": 0.5},
+    "fragment": {"fragment": -1},
+    "phase": {"phase": 3},
+    "group": {"group": "0"},
+    "group and a line break": {"group": "0123456789abcdef\n"},
+    "codec": {"codec": "float16"},
+    "reach NaN": {"reach": math.nan},
+    "reach": {"reach": math.inf},
+    "reach below": {"reach": -math.inf},
+    "reach negative": {"reach": -1e-9},
+    "reach too far": {"reach": 1.1e30},
+    "reach of text": {"reach": "1"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [(AVERAGE, change) for change in BAD_AVERAGES.values()] + [(WEIGHTS, change) for change in BAD.values()],
+    ids=[f"average: {name}" for name in BAD_AVERAGES] + [f"weights: {name}" for name in BAD],
+)
+def test_fields_out_of_range_are_refused(kind: Kind, change: dict[str, Any]) -> None:
+    assert kind.open(sealed(kind)) == kind.head
+    assert reason(kind, sealed(kind, **change)) == "schema"
+
+
+NASTY: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda good: b"",
+    "lists in lists": lambda good: b"\x91" * MAX_HEAD_BYTES,
+    "lists in lists in an unknown field": lambda good: (
+        (head := bytes([good[0] + 1]) + good[1:] + b"\xa1x") + b"\x91" * (MAX_HEAD_BYTES - len(head))
+    ),
+    "claims four billion items": lambda good: b"\x81\xa8protocol\xdd\xff\xff\xff\xff",
+    "claims four billion bytes": lambda good: b"\x81\xa5swarm\xc6\xff\xff\xff\xff",
+    "text that is not utf-8": lambda good: good.replace(b"445566", b"4455\xff6"),
+    "surrogate": lambda good: good.replace(b"445566", b"445\xed\xa0\x80"),
+    "two values": lambda good: good + b"\xc0",
+    "cut off": lambda good: good[:-1],
+    "extension": lambda good: b"\xd4\x01\x00",
+    "no map": lambda good: b"\x01",
+}
+
+
+@both
+@pytest.mark.parametrize("nasty", NASTY.values(), ids=NASTY)
+def test_nonsense_is_refused(kind: Kind, nasty: Callable[[bytes], bytes]) -> None:
+    assert reason(kind, nasty(seal_head(kind.head))) == "schema"
+
+
+# --------------------------------------------------------------------- no bytes break it
+
+
+@both
+@given(noise=st.binary(max_size=400))
+def test_random_bytes(kind: Kind, noise: bytes) -> None:
+    assert reason(kind, noise) is not None
+
+
+@both
+@given(data=st.data())
+def test_mutated_heads_open_within_all_limits_or_not_at_all(kind: Kind, data: st.DataObject) -> None:
+    mutated = data.draw(mutations(seal_head(kind.head)))
+    if reason(kind, mutated) is None:
+        opened = kind.open(mutated)
+        assert kind.open(seal_head(opened)) == opened
+
+
+@both
+@given(data=st.data())
+def test_any_value_in_any_field(kind: Kind, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(fields(kind.head))))
+    changed = sealed(kind, **{name: data.draw(values())})
+    if reason(kind, changed) is None:
+        opened = kind.open(changed)
+        assert kind.open(seal_head(opened)) == opened
+        assert math.isfinite(getattr(opened, "reach", 0.0))

@@ -1,0 +1,145 @@
+"""Whole nodes that average weights, on a virtual clock: with shared rollouts, and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.manifest import Manifest
+from protocol.transports.memory import LinkModel
+from swarm_node.sim import Peer, Simulation
+from tests.swarm.conftest import MakePeer, used
+
+
+def averaging(**options: Any) -> dict[str, Any]:
+    return {
+        "averaging": {"method": "noloco", "every": 3, "late_join": False, **options},
+        "grpo": {"learning_rate": 1e-3},
+        "sharing": {"own": 2, "foreign": 2},
+    }
+
+
+def short(manifest: Manifest) -> Manifest:
+    """The same swarm with outer rounds of five seconds."""
+    import msgspec
+
+    return msgspec.structs.replace(manifest, averaging_period_s=5.0)
+
+
+def flat(peer: Peer) -> Tensor:
+    assert peer.policy is not None
+    return torch.cat([tensor.flatten() for tensor in peer.policy.trainable_state().values()])
+
+
+def spread(peers: list[Peer]) -> float:
+    weights = torch.stack([flat(peer) for peer in peers])
+    return float((weights - weights.mean(0)).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("sharing", [{"own": 2, "foreign": 2}, {"own": 4, "foreign": 0}], ids=["shared", "alone"])
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_nodes_that_average_stay_together(
+    peer: MakePeer, manifest: Manifest, method: str, sharing: dict[str, int]
+) -> None:
+    def run(method: str) -> Simulation:
+        options = averaging(method=method, overlap=method != "diloco") | {"sharing": sharing}
+        simulation = Simulation(short(manifest), [peer(options=options, starts_at=0.2 * i) for i in range(4)], seed=1)
+        simulation.run(40)
+        return simulation
+
+    apart, together = run("none"), run(method)
+    assert spread(together.peers) < 0.75 * spread(apart.peers)
+    for member in together.peers:
+        last = member.metrics[-1]
+        assert last["averaging/exchanges"] >= 4, last
+        assert last["averaging/bytes"] > 0 and last["averaging/spread"] > 0
+        assert last["step"] > 40 - 10 and last["step"] >= last["averaging/exchanges"]
+    assert any(used(a, b) for a in together.peers for b in together.peers if a is not b) == bool(sharing["foreign"])
+    assert not any(name.startswith("averaging/") for name in apart.peers[0].metrics[-1])
+
+
+def test_an_exchange_makes_a_new_version_of_the_policy_that_samples_with_it(peer: MakePeer, manifest: Manifest) -> None:
+    simulation = Simulation(short(manifest), [peer(options=averaging()) for _ in range(2)], seed=1)
+    node = simulation.peers[0].node
+    assert node.averager is not None
+    while not node.averager.counts["exchanges"]:
+        before, version = flat(simulation.peers[0]).clone(), node.policy.version
+        assert simulation.clock.step()
+        simulation._rounds = 100.0
+    assert node.policy.version > version
+    assert not torch.equal(flat(simulation.peers[0]), before)
+
+
+def test_weights_that_do_not_reach_the_policy_are_an_error(peer: MakePeer, manifest: Manifest) -> None:
+    """The tripwire: as if an engine sampled with a copy that nobody refreshes."""
+    simulation = Simulation(short(manifest), [peer(options=averaging()) for _ in range(2)], seed=1)
+    node = simulation.peers[0].node
+    name, parameter = next(iter(node.policy.model.named_parameters()))
+    simulation.at(8.0, lambda: setattr(parameter, "data", parameter.data.clone() + 1))
+    with pytest.raises(RuntimeError, match="goes on with other values"):
+        simulation.run(60)
+
+
+def test_adapters_are_averaged_alone(peer: MakePeer, manifest: Manifest) -> None:
+    def lora(member: Peer) -> Peer:
+        policy = member.config.policy.model_copy(update={"lora": True, "lora_rank": 4})
+        member.config = member.config.model_copy(update={"policy": policy})
+        return member
+
+    simulation = Simulation(short(manifest), [lora(peer(options=averaging())) for _ in range(2)], seed=1)
+    base = [p.clone() for n, p in simulation.peers[0].policy.model.named_parameters() if "lora" not in n]  # type: ignore[union-attr]
+    simulation.run(30)
+    assert simulation.peers[0].metrics[-1]["averaging/exchanges"] >= 3
+    policy = simulation.peers[0].policy
+    assert policy is not None
+    after = [p for n, p in policy.model.named_parameters() if "lora" not in n]
+    assert all(torch.equal(a, b) for a, b in zip(base, after, strict=True))
+
+
+def test_others_models_are_no_cohort(peer: MakePeer, manifest: Manifest) -> None:
+    families = ["llama", "llama", "qwen2"]
+    simulation = Simulation(short(manifest), [peer(family, options=averaging()) for family in families], seed=1)
+    simulation.run(30)
+    exchanges = [member.metrics[-1]["averaging/exchanges"] for member in simulation.peers]
+    assert exchanges[0] > 0 < exchanges[1] and exchanges[2] == 0
+    assert simulation.peers[2].metrics[-1]["averaging/skipped/alone"] > 0
+    assert used(simulation.peers[2], simulation.peers[0]) > 0
+
+
+def test_equal_seeds_give_equal_weights(peer: MakePeer, manifest: Manifest) -> None:
+    def run() -> Tensor:
+        link = LinkModel(latency_s=0.1, jitter_s=0.2, bandwidth_bytes_s=1e5)
+        simulation = Simulation(short(manifest), [peer(options=averaging(), link=link) for _ in range(3)], seed=4)
+        simulation.run(20)
+        return flat(simulation.peers[0]).clone()
+
+    assert torch.equal(run(), run())
+
+
+def test_a_latecomer_goes_on_from_where_its_cohort_is(peer: MakePeer, manifest: Manifest) -> None:
+    options = averaging(late_join=True, every=8)
+    peers = [peer(options=options), peer(options=options), peer(options=options, starts_at=40.0)]
+    simulation = Simulation(short(manifest), peers, seed=1)
+    start = flat(peers[2]).clone()
+    simulation.run(seconds=38.0)
+    assert all(member.metrics[-1]["round"] > 20 for member in peers[:2])
+    simulation.run(seconds=30.0)
+    late = peers[2]
+    assert any("going on with the weights of" in sentence for sentence in late.said)
+    assert late.metrics[-1]["step"] > late.metrics[-1]["round"] + 8
+    assert not any("going on with" in sentence for member in peers[:2] for sentence in member.said)
+    trained = flat(peers[0]) - start
+    assert float(torch.dot(flat(late) - start, trained) / trained.norm() ** 2) > 0.5, "as far in the same direction"
+
+
+def test_a_peer_that_is_killed_leaves_the_others_averaging(peer: MakePeer, manifest: Manifest) -> None:
+    simulation = Simulation(short(manifest), [peer(options=averaging()) for _ in range(4)], seed=1)
+    simulation.run(15)
+    simulation.kill(3)
+    before = [member.metrics[-1]["averaging/exchanges"] for member in simulation.peers[:3]]
+    simulation.run(60)
+    after = [member.metrics[-1]["averaging/exchanges"] for member in simulation.peers[:3]]
+    assert all(b > a for a, b in zip(before, after, strict=True))

@@ -1,0 +1,130 @@
+"""A cohort of averagers over the memory transport: weights that drift, no policy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
+from swarm_node.averaging import Averager, Handover, Place, make_averager
+from swarm_node.averaging.handover import Fetch
+from swarm_node.config import AveragingConfig
+
+SWARM, COHORT = "a" * 64, "c" * 16
+START, PERIOD_S, STEP_S = 1000.0, 10.0, 1.0
+LINK = LinkModel(latency_s=0.02, bandwidth_bytes_s=1e6)
+
+
+@dataclass(eq=False)
+class Trainee:
+    """A node whose training is a pull towards 1, and noise of its own."""
+
+    number: int
+    transport: MemoryTransport
+    weights: dict[str, Tensor]
+    averager: Averager
+    handover: Handover
+    noise: torch.Generator
+    said: list[str] = field(default_factory=list)
+    updates: int = 0
+    version: int = 0
+    fetched: list[Fetch] = field(default_factory=list)
+    """Weights of others that it went on with."""
+    dead: bool = False
+    step_s: float = STEP_S
+    trains: bool = True
+
+    @property
+    def flat(self) -> Tensor:
+        return torch.cat([tensor.flatten() for tensor in self.weights.values()])
+
+
+class Cohort:
+    """`n` of them on one clock."""
+
+    def __init__(self, n: int, seed: int = 0, link: LinkModel = LINK, **options: Any) -> None:
+        options = {"method": "noloco", "every": 5, "codec": "float32", "clip": 0.0, "gates": False, **options}
+        self.config = AveragingConfig(**options)
+        self.clock = VirtualClock(START)
+        self.network = MemoryNetwork(self.clock, seed)
+        self.seed = seed
+        self.link = link
+        self.first: list[str] = []
+        self._numbers = count()
+        self.trainees = [self.join() for _ in range(n)]
+        self.clock.run_until(START + PERIOD_S)  # cards have spread
+
+    def join(self, cohort: str = COHORT, **keys: Any) -> Trainee:
+        number = next(self._numbers)
+        transport = self.network.join(f"peer{number}", SWARM, link=self.link, bootstrap=self.first)
+        self.first = self.first or transport.addresses[:1]
+        weights = {"layers.0.w": torch.zeros(30, 10), "layers.1.w": torch.zeros(300), "embed": torch.zeros(130)}
+        said: list[str] = []
+        place = Place(SWARM, cohort, transport.peer_id, PERIOD_S)
+        averager = make_averager(self.config, place, weights, transport, self.clock.now, said.append)
+        handover = Handover(averager, random.Random(number))
+        noise = torch.Generator().manual_seed(100 * self.seed + number)
+        trainee = Trainee(number, transport, weights, averager, handover, noise, said, **keys)
+        self.announce(trainee)
+        self.clock.call_at(self.clock.now() + 2 * PERIOD_S + 0.1 * number, partial(self.tick, trainee))
+        return trainee
+
+    def announce(self, trainee: Trainee) -> None:
+        """Its card, with its present version: others see it when cards are renewed."""
+        trainee.transport.announce(
+            PeerCard(
+                PROTOCOL_VERSION,
+                SWARM,
+                self.clock.now(),
+                f"p{trainee.number}",
+                ["trainer"],
+                cohort=trainee.averager.place.cohort,
+                policy_version=trainee.version,
+            )
+        )
+
+    def tick(self, trainee: Trainee) -> None:
+        """One step of training, or of waiting."""
+        if trainee.dead:
+            return
+        again = 0.05
+        if not trainee.averager.waiting():
+            again = trainee.step_s
+            trainee.updates += 1
+            trainee.version += 1
+            with trainee.averager.changing():
+                for tensor in trainee.weights.values():
+                    if trainee.trains:
+                        tensor += 0.01 * (1 - tensor) + 0.02 * torch.randn(tensor.shape, generator=trainee.noise)
+        fetched = trainee.handover.step(trainee.version)
+        if fetched is not None:
+            trainee.version = max(trainee.version, fetched.version)
+            trainee.fetched.append(fetched)
+        trainee.averager.step(trainee.updates)
+        self.clock.call_at(self.clock.now() + again, partial(self.tick, trainee))
+
+    def run(self, seconds: float) -> None:
+        self.clock.run_until(self.clock.now() + seconds)
+
+    def at(self, seconds: float, do: Callable[[], None]) -> None:
+        self.clock.call_at(self.clock.now() + seconds, do)
+
+    def kill(self, trainee: Trainee) -> None:
+        trainee.dead = True
+        self.network.kill(trainee.transport.peer_id)
+
+    def spread(self) -> float:
+        """Root mean square distance of the living from their mean."""
+        all_ = torch.stack([trainee.flat for trainee in self.trainees if not trainee.dead])
+        return float((all_ - all_.mean(0)).square().mean().sqrt())
+
+    def exchanges(self) -> list[int]:
+        return [trainee.averager.counts["exchanges"] for trainee in self.trainees]

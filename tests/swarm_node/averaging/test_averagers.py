@@ -1,0 +1,294 @@
+"""Cohorts on a virtual clock: weights come together, nothing that goes wrong gets into them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import PROTOCOL_VERSION
+from protocol.tensors import AVERAGE_METHOD, AverageHead, seal_head
+from protocol.transports.base import Outgoing
+from protocol.transports.memory import LinkModel
+from swarm_node.averaging.averager import MUTED_AFTER
+from swarm_node.averaging.codecs import encoded_size, pieces
+from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
+
+
+@cache
+def drifting_apart(n: int = 4, seconds: float = 400.0) -> float:
+    """Spread of peers that do not average."""
+    alone = Cohort(n, every=10**6)
+    alone.run(seconds)
+    return alone.spread()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"codec": "8bit"},
+        {"codec": "4bit"},
+        {"fragments": 3},
+        {"overlap": False},
+        {"gamma": 0.5},
+        {"gamma": 0.5, "codec": "8bit", "fragments": 2},
+        {"mixing": 0.5},
+        {"clip": 1.5, "gates": True},
+        {"method": "diloco", "overlap": False},
+        {"method": "diloco", "overlap": False, "codec": "8bit", "fragments": 3},
+        {"method": "diloco", "codec": "4bit", "error_feedback": True},
+        {"method": "diloco", "clip": 1.5},
+        {"method": "per_step", "overlap": False},
+    ],
+    ids=str,
+)
+def test_averaging_keeps_peers_together(options: dict[str, Any]) -> None:
+    cohort = Cohort(4, **options)
+    seconds = 400.0 if options.get("method", "noloco") == "noloco" else 200.0  # groups average as often as they train
+    cohort.run(seconds)
+    assert cohort.spread() < 0.8 * drifting_apart(seconds=seconds)
+    assert all(n >= 10 for n in cohort.exchanges())
+    assert all(0.7 < float(trainee.flat.mean()) < 1.3 for trainee in cohort.trainees), "all go where training goes"
+    assert cohort.exchanges() == [t.averager.metrics()["averaging/exchanges"] for t in cohort.trainees]
+
+
+def test_a_pair_steps_as_the_formula_says() -> None:
+    cohort = Cohort(2, every=1)
+    a, b = cohort.trainees
+    for trainee, value in ((a, 1.0), (b, 2.5)):
+        trainee.trains = False
+        for tensor in trainee.weights.values():
+            tensor.fill_(value)
+    for slow in b.averager.slow:
+        slow.fill_(2.0)
+    cohort.run(2 * PERIOD_S)
+    assert cohort.exchanges()[0] == cohort.exchanges()[1] >= 1
+    while cohort.exchanges()[0] > 1:  # the golden values are of the first
+        pytest.fail("more than one exchange: golden values do not apply")
+    torch.testing.assert_close(a.flat, torch.full_like(a.flat, 1.225))  # appendix: phi = (0, 2), theta = (1, 2.5)
+    torch.testing.assert_close(b.flat, torch.full_like(b.flat, 1.825))
+
+
+def test_what_training_did_during_an_exchange_is_kept() -> None:
+    """Bodies take eight seconds: eight steps happen meanwhile, and none is lost."""
+    slow_link = LinkModel(latency_s=0.02, bandwidth_bytes_s=400.0)
+    cohort = Cohort(2, link=slow_link, every=1)
+    a, b = cohort.trainees
+    for trainee in (a, b):
+        trainee.trains = False
+    cohort.run(2 * PERIOD_S + 1)
+    with a.averager.changing():
+        for tensor in a.weights.values():
+            tensor += 3.0
+    cohort.run(PERIOD_S)
+    assert min(cohort.exchanges()) >= 1
+    assert float(a.flat.mean()) == pytest.approx(3.0, abs=1e-5)
+
+
+def test_the_odd_one_out_and_the_lonely_skip() -> None:
+    three, one = Cohort(3), Cohort(1)
+    three.run(300)
+    one.run(300)
+    assert sum(t.averager.counts["skipped/odd"] for t in three.trainees) >= 5
+    assert sum(three.exchanges()) >= 20
+    assert one.trainees[0].averager.counts["skipped/alone"] >= 5 and one.exchanges() == [0]
+    assert one.trainees[0].updates > 250
+
+
+def test_peers_of_another_cohort_are_left_alone() -> None:
+    cohort = Cohort(2)
+    stranger = cohort.join(cohort="d" * 16)
+    cohort.trainees.append(stranger)
+    cohort.run(300)
+    assert cohort.exchanges()[2] == 0 and cohort.exchanges()[0] >= 10
+    assert stranger.averager.counts["skipped/alone"]
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_a_peer_that_dies_in_the_middle_leaves_the_others_as_they_were(method: str) -> None:
+    """Bit for bit: training stands still, so weights may change by averaging only."""
+    slow_link = LinkModel(latency_s=0.02, bandwidth_bytes_s=600.0)
+    cohort = Cohort(2, link=slow_link, every=1, method=method, timeout_s=30.0)
+    a, b = cohort.trainees
+    for i, trainee in enumerate((a, b)):
+        trainee.trains = False
+        for tensor in trainee.weights.values():
+            tensor.fill_(float(i + 1))
+    before = a.flat.clone()
+    while not (a.transport.stats()["bytes_out"] or b.transport.stats()["bytes_out"]):
+        assert cohort.clock.step(), "no exchange began"
+    cohort.kill(b)
+    cohort.run(100)
+    assert torch.equal(a.flat, before)
+    assert a.averager.counts["exchanges"] == 0 and a.updates > 50
+    assert sum(n for name, n in a.averager.counts.items() if name.startswith("skipped/")) >= 1
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_those_who_are_left_go_on_averaging(method: str) -> None:
+    cohort = Cohort(5, method=method, timeout_s=5.0)
+    cohort.run(60)
+    cohort.kill(cohort.trainees[2])
+    cohort.run(80)  # its card has run out
+    before = cohort.exchanges()
+    cohort.run(100)
+    assert all(after >= n + 4 for i, (n, after) in enumerate(zip(before, cohort.exchanges(), strict=True)) if i != 2)
+
+
+def test_a_slow_peer_takes_part_without_holding_anybody_up() -> None:
+    """Its steps take most of a round: it answers in the middle of them."""
+    cohort = Cohort(2)
+    cohort.trainees[1].step_s = 8.0
+    cohort.run(800)
+    fast, slow = cohort.trainees
+    assert fast.updates > 750
+    assert slow.averager.counts["exchanges"] >= 10
+
+
+def test_one_that_joins_a_group_late_catches_up_with_its_count() -> None:
+    cohort = Cohort(3, method="diloco", timeout_s=5.0)
+    cohort.run(80)
+    late = cohort.join()
+    cohort.trainees.append(late)
+    cohort.run(100)
+    assert late.averager.counts["exchanges"] >= 5
+
+
+def test_a_state_can_be_saved_and_restored() -> None:
+    cohort = Cohort(2, clip=1.5, gates=True)
+    cohort.run(200)
+    a = cohort.trainees[0].averager
+    tensors, numbers = a.state_dict()
+    other = Cohort(1, clip=1.5, gates=True).trainees[0].averager
+    other.load_state_dict(tensors, numbers)
+    assert all(torch.equal(x, y) for x, y in zip(other.slow + other.momentum, a.slow + a.momentum, strict=True))
+    assert other.counts["exchanges"] == a.counts["exchanges"] > 0
+    assert other.robust.state() == a.robust.state()
+
+
+# --------------------------------------------------------------------- hostile partners
+
+
+def call(them: Cohort, victim: Trainee, **changes: Any) -> Exception | None:
+    """Peer 1's call of the victim, peer 0, in the present round, with a head or body that is changed."""
+    liar = them.trainees[1]
+    size = len(victim.averager.slow[0])
+    body = changes.pop("body", torch.ones(size))
+    declared = changes.pop("size", encoded_size("float32", len(body)))
+    now = int(them.clock.now() / PERIOD_S)
+    fields = {
+        "protocol": PROTOCOL_VERSION,
+        "swarm": SWARM,
+        "cohort": COHORT,
+        "sender": liar.transport.peer_id,
+        "receiver": victim.transport.peer_id,
+        "round": now,
+        "fragment": 0,
+        **changes,
+    }
+    head = seal_head(AverageHead(**fields))
+    ours = Outgoing(head, declared, lambda: pieces("float32", body))
+    done = liar.transport.exchange(victim.transport.peer_id, AVERAGE_METHOD, ours, lambda h, s: lambda p: None, 10.0)
+    them.run(1.5)
+    error = done.exception() if done.done() else None
+    assert error is None or isinstance(error, Exception)
+    return error
+
+
+def still_pair(**options: Any) -> Cohort:
+    """Two peers; the second only lies, and the first has weights of 1 and slow weights of 0."""
+    cohort = Cohort(2, every=1, **options)
+    victim, liar = cohort.trainees
+    liar.dead = True  # never ticks: its transport answers what this test makes it say
+    victim.trains = False
+    cohort.run(PERIOD_S + 2)
+    return cohort
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"swarm": "b" * 64}, "cohort"),
+        ({"cohort": "d" * 16}, "cohort"),
+        ({"sender": "peer7"}, "partner"),
+        ({"receiver": "peer7"}, "partner"),
+        ({"round": 0}, "round"),
+        ({"round": 2**50}, "round"),
+        ({"fragment": 7}, "fragment"),
+        ({"phase": 1}, "schema"),
+        ({"group": "0" * 16}, "schema"),
+        ({"protocol": 99}, "version"),
+        ({"body": torch.ones(3)}, "size"),
+        ({"size": 2**30}, "size"),
+        ({"codec": "int8"}, "codec"),
+    ],
+    ids=str,
+)
+def test_a_head_that_does_not_fit_is_refused_before_its_body(changes: dict[str, Any], reason: str) -> None:
+    cohort = still_pair()
+    victim = cohort.trainees[0]
+    before = victim.flat.clone()
+    error = call(cohort, victim, **changes)
+    assert isinstance(error, RemoteProtocolError) and error.reason == reason
+    cohort.run(30)
+    assert torch.equal(victim.flat, before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_values_that_are_none_are_never_applied_and_their_sender_muted(value: float) -> None:
+    cohort = still_pair()
+    victim = cohort.trainees[0]
+    before = victim.flat.clone()
+    for _ in range(MUTED_AFTER + 1):
+        body = torch.ones(len(victim.averager.slow[0]))
+        body[17] = value
+        raw = memoryview(body.numpy()).cast("B")
+        padded = bytes(raw) + bytes(encoded_size("float32", len(body)) - len(raw))
+        liar = cohort.trainees[1]
+        head = AverageHead(
+            PROTOCOL_VERSION,
+            SWARM,
+            COHORT,
+            liar.transport.peer_id,
+            victim.transport.peer_id,
+            int(cohort.clock.now() / PERIOD_S),
+            0,
+        )
+        ours = Outgoing(seal_head(head), len(padded), lambda padded=padded: [memoryview(padded)])
+        liar.transport.exchange(victim.transport.peer_id, AVERAGE_METHOD, ours, lambda h, s: lambda p: None, 10.0)
+        cohort.run(PERIOD_S)
+    assert torch.equal(victim.flat, before)
+    assert victim.averager.counts["exchanges"] == 0
+    assert victim.averager.counts["skipped/values"] == MUTED_AFTER
+    assert any("for an hour" in sentence for sentence in victim.said)
+
+
+def test_ten_times_the_norm_is_clipped() -> None:
+    plain, robust = (Cohort(4, seed=2, clip=clip, gates=clip > 0) for clip in (0.0, 1.5))
+    for cohort in (plain, robust):
+        liar = cohort.trainees[3]
+        cohort.run(100)
+        copy = liar.averager._copy
+        liar.averager._copy = lambda i, copy=copy: -10 * copy(i)  # type: ignore[method-assign]
+        cohort.run(400)
+    honest = [[abs(float(t.flat.mean()) - 1.0) for t in cohort.trainees[:3]] for cohort in (plain, robust)]
+    assert max(honest[1]) < 0.35 < max(honest[0])
+
+
+def test_the_probe_takes_back_what_does_harm() -> None:
+    cohort = Cohort(2, every=1, probe=True)
+    victim, other = cohort.trainees
+    for trainee, value in ((victim, 1.0), (other, 9.0)):
+        trainee.trains = False
+        for tensor in trainee.weights.values():
+            tensor.fill_(value)
+    victim.averager._probe = lambda: float((victim.flat - 1).abs().mean())
+    before = victim.flat.clone()
+    cohort.run(60)
+    assert torch.equal(victim.flat, before)
+    assert victim.averager.counts["skipped/probe"] >= 1 and victim.averager.counts["exchanges"] == 0
+    assert other.averager.counts["exchanges"] >= 1

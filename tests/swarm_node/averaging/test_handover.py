@@ -1,0 +1,366 @@
+"""Weights for those who come late: from whom, when not, and what happens if it goes wrong."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import PROTOCOL_VERSION
+from protocol.tensors import WEIGHTS_METHOD, WeightsHead, seal_head
+from protocol.transports.base import Accepted, Outgoing
+from protocol.transports.memory import LinkModel
+from swarm_node.averaging.codecs import encoded_size
+from swarm_node.averaging.handover import GRACE_S, SEEK_S, Fetch
+from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
+
+SLOW = LinkModel(latency_s=0.02, bandwidth_bytes_s=400.0)
+"""A body takes some eight seconds."""
+
+
+def seekers(**options: Any) -> Cohort:
+    """Nobody yet, and nobody averages before the 500th update."""
+    return Cohort(0, **{"every": 500, **options})
+
+
+def member(at: Cohort, version: int = 1000, **keys: Any) -> Trainee:
+    """One that stands still, with weights of its own, trained `version` times or so it says."""
+    trainee = at.join(dead=True, trains=False, version=version, **keys)
+    for tensor in trainee.weights.values():
+        tensor.normal_(generator=trainee.noise)
+    trainee.handover.version = version
+    return trainee
+
+
+def newcomer(cohort: Cohort, **keys: Any) -> Trainee:
+    """One that looks for weights from its first step on, 2 * PERIOD_S from now."""
+    trainee = cohort.join(**keys)
+    trainee.handover.seek(2 * PERIOD_S + SEEK_S)
+    return trainee
+
+
+def asked_by(late: Trainee, first: Callable[[str], None] = lambda peer: None) -> list[str]:
+    """Peers whom it asks, from now on; `first` is called before the first of them is."""
+    asked: list[str] = []
+    fetch = late.handover.fetch
+
+    def watched(peer: str) -> Fetch:
+        if not asked:
+            first(peer)
+        asked.append(peer)
+        return fetch(peer)
+
+    late.handover.fetch = watched  # type: ignore[method-assign]
+    return asked
+
+
+def gives(liar: Trainee, body: bytes, **changes: Any) -> None:
+    """Have it answer with this."""
+    fields = {"protocol": PROTOCOL_VERSION, "swarm": SWARM, "cohort": COHORT, "version": 1000, **changes}
+    ours = Outgoing(seal_head(WeightsHead(**fields)), len(body), lambda: [memoryview(body)])
+    accepted = Accepted(ours, lambda piece: None, lambda error: None)
+    liar.transport.accept(WEIGHTS_METHOD, lambda peer, head, size: accepted)
+
+
+def whole(late: Trainee) -> int:
+    return sum(encoded_size("float32", n) for n in late.averager.fragments.sizes)
+
+
+# --------------------------------------------------------------------- it goes well
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 3}, {"method": "diloco"}], ids=str)
+def test_a_newcomer_goes_on_with_the_weights_of_one_that_is_ahead(options: dict[str, Any]) -> None:
+    cohort = seekers(**options)
+    ahead, late = member(cohort), newcomer(cohort, trains=False)
+    changed: list[Tensor] = []
+    late.averager._changed = lambda: changed.append(late.flat)
+    for momentum in late.averager.momentum:
+        momentum.fill_(3.0)
+    cohort.run(2 * PERIOD_S + 4)
+    assert [(fetch.peer, fetch.version) for fetch in late.fetched] == [(ahead.transport.peer_id, 1000)]
+    assert torch.equal(late.flat, ahead.flat) and late.flat.any()
+    assert len(changed) == 1 and torch.equal(changed[0], ahead.flat)
+    for i, (slow, momentum) in enumerate(zip(late.averager.slow, late.averager.momentum, strict=True)):
+        assert torch.equal(slow, ahead.averager.fragments.gather(i))
+        assert not momentum.any()
+    assert 1000 <= late.version < 1010
+    cohort.run(SEEK_S)
+    assert len(late.fetched) == 1, "once is enough"
+
+
+def test_training_goes_on_meanwhile() -> None:
+    cohort = seekers(link=SLOW, every=50)
+    ahead = cohort.join(version=500)
+    late = newcomer(cohort)
+    given: list[Tensor] = []
+    copies = ahead.averager.copies
+
+    def watched() -> list[Tensor]:
+        given.extend(copies())
+        return given
+
+    ahead.averager.copies = watched  # type: ignore[method-assign]
+    while not given:
+        assert cohort.clock.step(), "nobody asked"
+    before = [ahead.updates, late.updates]
+    while not late.fetched:
+        assert cohort.clock.step(), "nothing arrived"
+    assert min(ahead.updates - before[0], late.updates - before[1]) >= 5
+    taken = [late.averager.fragments.gather(i) for i in range(len(given))]
+    assert all(torch.equal(a, b) for a, b in zip(given, taken, strict=True)), "as of one moment"
+    assert not torch.equal(late.flat, ahead.flat), "who gave them trained on"
+
+
+def test_peers_that_begin_together_keep_their_own() -> None:
+    cohort = seekers(every=50)
+    cohort.trainees = [newcomer(cohort, step_s=step_s) for step_s in (1.0, 1.0, 1.3)]
+    asked = [asked_by(trainee) for trainee in cohort.trainees]
+    for second in range(int(SEEK_S) + 30):
+        for trainee in cohort.trainees:
+            cohort.at(second, lambda trainee=trainee: cohort.announce(trainee))
+    cohort.run(SEEK_S + 30)
+    assert min(trainee.updates for trainee in cohort.trainees) > 80
+    versions = {card.policy_version for card in cohort.trainees[0].transport.members().values()}
+    assert min(versions) > 50, "cards said how far they were"
+    assert asked == [[], [], []]
+
+
+def test_who_finds_nobody_in_time_keeps_its_own() -> None:
+    cohort = seekers()
+    late = newcomer(cohort)
+    stranger = member(cohort, cohort="d" * 16)
+    cohort.run(2 * PERIOD_S + SEEK_S)
+    ahead = member(cohort)
+    cohort.run(60)
+    assert not late.fetched and not any(t.transport.rejected for t in (stranger, ahead, late))
+
+
+# --------------------------------------------------------------------- it goes wrong
+
+
+def dies(cohort: Cohort, first: Trainee) -> None:
+    cohort.at(3.0, lambda: cohort.kill(first))
+
+
+def has_gone(cohort: Cohort, first: Trainee) -> None:
+    cohort.kill(first)
+
+
+def refuses(cohort: Cohort, first: Trainee) -> None:
+    first.handover.version = 0
+
+
+def too_much(cohort: Cohort, first: Trainee) -> None:
+    gives(first, bytes(whole(first) + 4))
+
+
+def nothing(cohort: Cohort, first: Trainee) -> None:
+    gives(first, b"")
+
+
+def not_a_number(cohort: Cohort, first: Trainee) -> None:
+    body = bytearray(whole(first))
+    body[400:404] = b"\x00\x00\xc0\x7f"
+    gives(first, bytes(body))
+
+
+def of_another_cohort(cohort: Cohort, first: Trainee) -> None:
+    gives(first, bytes(whole(first)), cohort="d" * 16)
+
+
+def no_better(cohort: Cohort, first: Trainee) -> None:
+    gives(first, bytes(whole(first)), version=0)
+
+
+def incredible(cohort: Cohort, first: Trainee) -> None:
+    gives(first, bytes(whole(first)), version=2**50)
+
+
+FAULTS = {
+    dies: "unreachable",
+    has_gone: "unreachable",
+    refuses: "early",
+    too_much: "size",
+    nothing: "size",
+    not_a_number: "values",
+    of_another_cohort: "cohort",
+    no_better: "claim",
+    incredible: "claim",
+}
+
+
+@pytest.mark.parametrize(("fault", "reason"), FAULTS.items(), ids=[fault.__name__ for fault in FAULTS])
+def test_if_the_first_fails_another_is_asked(fault: Callable[[Cohort, Trainee], None], reason: str) -> None:
+    cohort = seekers(link=SLOW)
+    members = {trainee.transport.peer_id: trainee for trainee in (member(cohort), member(cohort))}
+    late = newcomer(cohort, trains=False)
+    asked = asked_by(late, lambda peer: fault(cohort, members[peer]))
+    cohort.run(2 * PERIOD_S + 60)
+    assert sorted(asked) == sorted(members)
+    assert late.averager.counts[f"skipped/{reason}"] == 1
+    first, second = (members[peer] for peer in asked)
+    assert [fetch.peer for fetch in late.fetched] == [asked[1]]
+    assert torch.equal(late.flat, second.flat) and not torch.equal(late.flat, first.flat)
+    if fault is dies:
+        assert first.transport.bytes_out > 500 and cohort.network.faults["cut"]
+
+
+def test_nothing_that_fails_changes_anything() -> None:
+    cohort = seekers()
+    liar, late = member(cohort), newcomer(cohort, trains=False)
+    not_a_number(cohort, liar)
+    asked = asked_by(late)
+    cohort.run(2 * PERIOD_S + SEEK_S)
+    assert asked == [liar.transport.peer_id], "not again"
+    assert not late.flat.any() and not late.fetched
+    assert late.updates > 100
+
+
+def test_another_is_looked_for_even_if_the_first_took_all_the_time() -> None:
+    cohort = seekers(link=SLOW)
+    member(cohort), member(cohort)
+    late = newcomer(cohort)
+    late.handover.seek(2 * PERIOD_S + 2)
+    by_name = {f"peer{i}": i for i in range(3)}
+    asked = asked_by(late, lambda peer: cohort.at(5.0, lambda: cohort.network.kill(peer)))
+    cohort.run(2 * PERIOD_S + 5 + GRACE_S)
+    assert len(asked) == 2 and len(late.fetched) == 1 and set(asked) < set(by_name)
+
+
+def test_one_is_given_them_at_a_time() -> None:
+    cohort = seekers(link=SLOW)
+    ahead = member(cohort)
+    late = [newcomer(cohort, trains=False) for _ in range(3)]
+    running, most = 0, 0
+    accept, done = ahead.handover._accept, ahead.handover._done
+
+    def watched(peer: str, head: bytes, size: int) -> Accepted:
+        nonlocal running, most
+        accepted = accept(peer, head, size)
+        running += 1
+        most = max(most, running)
+        return Accepted(accepted.ours, accepted.sink, over)
+
+    def over(error: Exception | None) -> None:
+        nonlocal running
+        running -= 1
+        done(error)
+
+    ahead.transport.accept(WEIGHTS_METHOD, watched)
+    cohort.run(2 * PERIOD_S + 90)
+    assert most == 1 and running == 0
+    assert ahead.transport.rejected["busy"] >= 2
+    assert all(torch.equal(trainee.flat, ahead.flat) for trainee in late), "each in its turn"
+
+
+def test_a_member_that_failed_to_give_can_give_again() -> None:
+    cohort = seekers(link=SLOW)
+    ahead, first = member(cohort), newcomer(cohort)
+    asked_by(first, lambda peer: cohort.at(3.0, lambda: cohort.kill(first)))
+    cohort.run(2 * PERIOD_S + 10)
+    assert cohort.network.faults["cut"] and not first.fetched
+    second = newcomer(cohort, trains=False)
+    cohort.run(2 * PERIOD_S + 30)
+    assert torch.equal(second.flat, ahead.flat)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "reason"),
+    [
+        ({"protocol": 99}, 0, "version"),
+        ({"swarm": "b" * 64}, 0, "cohort"),
+        ({"cohort": "d" * 16}, 0, "cohort"),
+        ({}, 100, "size"),
+    ],
+    ids=str,
+)
+def test_calls_that_do_not_fit_are_refused(changes: dict[str, Any], size: int, reason: str) -> None:
+    cohort = seekers()
+    ahead, caller = member(cohort), member(cohort)
+    cohort.run(PERIOD_S)
+    fields = {"protocol": PROTOCOL_VERSION, "swarm": SWARM, "cohort": COHORT, **changes}
+    ours = Outgoing(seal_head(WeightsHead(**fields)), size, lambda: [bytes(size)])
+    taken: list[int] = []
+    called = [
+        caller.transport.exchange(ahead.transport.peer_id, WEIGHTS_METHOD, half, lambda head, n: taken.append, 60.0)
+        for half in (ours, Outgoing(seal_head(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT))))
+    ]
+    cohort.run(20)
+    error = called[0].exception()
+    assert isinstance(error, RemoteProtocolError) and error.reason == reason
+    assert called[1].exception() is None and taken, "a good one is answered all the same"
+
+
+# --------------------------------------------------------------------- whom it asks
+
+
+def choices(cohort: Cohort, late: Trainee, times: int = 200) -> Counter[int]:
+    """Claimed versions of those whom it asks, by chance."""
+    asked: Counter[int] = Counter()
+
+    def pretend(peer: str) -> Fetch:
+        asked[late.transport.members()[peer].policy_version] += 1
+        return Fetch(peer, None)  # type: ignore[arg-type]
+
+    late.handover.fetch = pretend  # type: ignore[method-assign]
+    late.handover._rng = random.Random(5)
+    for _ in range(times):
+        late.handover._ask_at.clear()
+        late.handover._ask(late.version)
+    return asked
+
+
+def claiming(*versions: int) -> Counter[int]:
+    cohort = seekers(every=5)
+    for version in versions:
+        member(cohort, version)
+    late = cohort.join()
+    cohort.run(PERIOD_S)
+    return choices(cohort, late)
+
+
+def test_who_claims_the_impossible_is_not_asked() -> None:
+    for honest in ([100], [100, 101], [100, 110, 120]):
+        asked = claiming(*honest, 2**50)
+        assert 2**50 not in asked and sum(asked.values()) == 200, honest
+
+
+def test_who_claims_most_is_not_preferred() -> None:
+    """One of two, one of three, or so: at random among those who are not below the middle."""
+    two = claiming(100, 10**6)
+    five = claiming(90, 100, 110, 120, 10**6)
+    assert set(two) == {100, 10**6} and 70 <= two[10**6] <= 130
+    assert set(five) == {110, 120, 10**6} and 40 <= five[10**6] <= 95
+
+
+def test_only_those_a_round_ahead_are_asked() -> None:
+    nobody = claiming(0, 4)  # every = 5
+    newcomers = claiming(0, 0, 0, 5)
+    assert not nobody and set(newcomers) == {5}
+
+
+# --------------------------------------------------------------------- averaging beside it
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_an_exchange_of_the_old_weights_does_nothing_to_the_new(method: str) -> None:
+    cohort = Cohort(2, link=SLOW, every=1, method=method, timeout_s=30.0)
+    late, partner = cohort.trainees
+    late.trains = partner.trains = False
+    for tensor in partner.weights.values():
+        tensor.fill_(1.0)
+    while not (late.transport.bytes_out > 500 and partner.transport.bytes_out > 500):
+        assert cohort.clock.step(), "no exchange began"
+    partner.dead = True  # begins nothing new
+    late.averager.replace([torch.full((n,), 10.0) for n in late.averager.fragments.sizes])
+    cohort.run(3 * PERIOD_S)
+    assert (late.flat == 10.0).all()
+    assert late.averager.counts["skipped/replaced"] == 1, late.averager.counts
+    assert not late.averager.counts["exchanges"]
