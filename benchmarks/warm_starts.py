@@ -7,6 +7,7 @@ A seed decides everything: the starter's weights and examples, the examples taug
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ def teach(
     rows.sort(key=lambda row: ((len(row[0]) + len(row[1])) // 8, rng.random()))
     batches = [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)]
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    for step, batch in enumerate(rng.sample(batches, steps)):
+    for step, batch in enumerate(rng.sample(batches * math.ceil(steps / len(batches)), steps)):
         width = max(len(p) + len(a) for p, a in batch)
         ids = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in batch])
         labels = torch.tensor([[-100] * len(p) + a + [-100] * (width - len(p) - len(a)) for p, a in batch])

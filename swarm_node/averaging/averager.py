@@ -29,6 +29,7 @@ from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import AverageHead, Codec, seal_head
 from protocol.transports.base import Outgoing, Transport
 from swarm_node.averaging.fragments import Fragments
+from swarm_node.averaging.reducers import find_reducer
 from swarm_node.averaging.robust import Robust
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import SnapshotError
@@ -95,6 +96,7 @@ class Averager(ABC):
         self.replaced = 0
         """How often other weights took the place of these: exchanges begun before are of no use after."""
         self.robust = Robust(config.clip, config.gates)
+        self._reducer = find_reducer(config.reducer)
         self._lock = threading.Lock()
         """Held while weights change, and while copies of them are made."""
         self.woken = threading.Event()

@@ -263,7 +263,11 @@ class GroupAverager(Averager):
         except RemoteProtocolError as error:
             self._give_up(round, error.reason, "", error.detail)
             return
-        mean = clipped_mean([mine, *round.arrived[PARTS].values()], self.config.clip)
+        others = list(round.arrived[PARTS].values())
+        if self._reducer is not None:
+            mean = self._reducer(mine, torch.stack(others))
+        else:
+            mean = clipped_mean([mine, *others], self.config.clip)
         mean -= lost(self._codec, mean)  # as the others will have it, or slow weights drift apart
         with self._guard:
             round.mean, round.phase = mean, AVERAGES

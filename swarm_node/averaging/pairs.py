@@ -38,6 +38,7 @@ from swarm_node.averaging.lattice import LatticeReader, block_count, lattice_pie
 from swarm_node.averaging.outer import NoLoCo
 from swarm_node.averaging.pairing import partner
 from swarm_node.averaging.robust import chunks, distance
+from swarm_node.errors import UserError
 
 CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
 BITS: dict[Codec, int] = {"lattice8": 8, "lattice4": 4}
@@ -80,7 +81,7 @@ class _Exchange:
     """Root mean square distance to the partner."""
     momentum: Tensor | None = None
     """The new one, once the partner's body is there and has passed all checks."""
-    refused: RemoteProtocolError | None = None
+    refused: RemoteProtocolError | UserError | None = None
     """Why it has not. The partner is not told, so that both remember each other, whoever is quicker."""
     outcome: BaseException | None = None
     done: bool = False
@@ -208,16 +209,20 @@ class PairAverager(Averager):
             raise RemoteProtocolError("partner", f"another is this node's in round {round}")
         with self._guard:
             mine = self._make_way(peer)
-        if mine is not None and (mine.round, mine.replaced) == (round, self.replaced):
-            exchange = replace(mine, ours=False)  # both called at once: one copy serves
-        else:
+            fits = mine is not None and (mine.round, mine.replaced) == (round, self.replaced)
+            exchange = replace(mine, ours=False) if mine is not None and fits else None  # one copy serves both calls
+        if exchange is None:
             exchange = self._exchange(round, theirs.fragment, peer, ours=False)
         sink = self._sink(exchange, theirs)
-        with self._guard:
-            self._make_way(peer)
-            if round <= self._settled:
-                raise RemoteProtocolError("late", f"round {round} is over")
-            self._under_way = exchange
+        try:
+            with self._guard:
+                self._make_way(peer)
+                if round <= self._settled:
+                    raise RemoteProtocolError("late", f"round {round} is over")
+                self._under_way = exchange
+        except RemoteProtocolError:
+            exchange.forget()
+            raise
         return Accepted(self._half(exchange), sink, partial(self._end, exchange))
 
     def _make_way(self, peer: str) -> _Exchange | None:
@@ -305,7 +310,10 @@ class PairAverager(Averager):
         exchange.apart = apart
         try:
             self.robust.check(fragment, fast, slow, partner_fast, partner_slow)
-        except RemoteProtocolError as error:
+            if self._reducer is not None:
+                mean = self._reducer(fast, partner_fast[None])
+                torch.lerp(fast, mean, 2.0, out=partner_fast)  # the partner with whom the mean would be that
+        except (RemoteProtocolError, UserError) as error:  # the latter ends the run, from the main thread
             exchange.refused = error
             return
         theirs = [partner_fast, *([] if partner_slow is None else [partner_slow])]

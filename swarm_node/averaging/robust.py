@@ -5,7 +5,7 @@
     gates   |theta_j - phi_i| > 3 * usual size;  cos(theta_j - phi_i, e) and the share of equal signs of the two much
             below the usual ones;  e = mean of own progress theta_i - phi_i, lately. Refused if two of three fail
     group   v <- v + mean_j (x_j - v) min(1, tau / |x_j - v|), up to 20 times, from the median of each coordinate
-    probe   refused if loss(averaged) - loss(own) > max(0.1, median + 6 MAD of such differences lately)
+    probe   refused if loss(averaged) - loss(own) > max(1, median + 6 MAD of such differences lately)
 
 theta = fast weights, phi = slow weights, of this node i and its partner j; norms are over the whole fragment.
 
@@ -60,8 +60,9 @@ MIN_SEEN = 3
 """Partners seen before a gate judges."""
 OWN_DECAY = 0.5
 """Of the mean of own progress: about the last two exchanges."""
-PROBE_FLOOR = 0.1
-"""Nats per token: right answers of 100 tokens may always become e^10 times less likely, which noise does."""
+PROBE_FLOOR = 1.0
+"""Nats per token. A node has just been trained on the answers that it probes with, so averaging always takes some of
+that back; what is meant to be refused is what breaks the policy."""
 PROBE_SPREAD = 6.0
 """In MADs, that is four standard deviations if differences are normal."""
 ITERATIONS = 20

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
@@ -15,6 +16,7 @@ from protocol.transports.base import Outgoing
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import encoded_size, pieces
+from swarm_node.errors import UserError
 from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 
 
@@ -168,6 +170,27 @@ def test_a_state_can_be_saved_and_restored() -> None:
     assert all(torch.equal(x, y) for x, y in zip(other.slow + other.momentum, a.slow + a.momentum, strict=True))
     assert other.counts["exchanges"] == a.counts["exchanges"] > 0
     assert other.robust.state() == a.robust.state()
+
+
+def plain_mean(own: Tensor, others: Tensor) -> Tensor:
+    return (own + others.sum(0)) / (1 + len(others))
+
+
+def no_mean(own: Tensor, others: Tensor) -> Tensor:
+    return others[0, :3]
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_a_reducer_of_the_users_own(method: str) -> None:
+    name = "tests.swarm_node.averaging.test_averagers:plain_mean"
+    outside, builtin = (Cohort(3, method=method, **more) for more in ({"reducer": name}, {}))
+    for cohort in (outside, builtin):
+        cohort.run(100)
+    assert outside.exchanges() == builtin.exchanges() and sum(builtin.exchanges()) > 3
+    for a, b in zip(outside.trainees, builtin.trainees, strict=True):
+        torch.testing.assert_close(a.flat, b.flat)
+    with pytest.raises(UserError, match="must return"):
+        Cohort(2, method=method, reducer="tests.swarm_node.averaging.test_averagers:no_mean").run(100)
 
 
 # --------------------------------------------------------------------- hostile partners

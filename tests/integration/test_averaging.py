@@ -1,0 +1,211 @@
+"""Real processes that average weights: they come together, whoever dies in the middle changes nobody's, and who comes
+late or comes back goes on from where it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm_node.recovery.snapshots import Snapshot, SnapshotStore
+from tests.integration.processes import QUICK, NodeProcess, nodes, until
+
+pytestmark = pytest.mark.slow
+PROGRAM = Path(__file__).with_name("averaging_node.py")
+LOOPBACK = {"listen": "127.0.0.1", "port": 0, "gossip_port": 0, "relay": False, "card_renewal_s": 2.0, "lookup_s": 0.5}
+PERIOD_S = 3.0
+EVERY = 5
+AVERAGING = (
+    *QUICK,
+    "averaging.method=noloco",
+    f"averaging.every={EVERY}",
+    "averaging.codec=float32",
+    "grpo.learning_rate=3e-4",
+    "sharing.own=4",
+    "sharing.foreign=0",
+    "pace_s=0.15",
+)
+"""Without foreign groups nothing but averaging holds nodes together."""
+Start = Callable[..., NodeProcess]
+
+
+# --------------------------------------------------------------------- whole nodes
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with nodes() as starter:
+        yield starter
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    path = tmp_path / "swarm.toml"
+    command = [sys.executable, "-m", "swarm_node", "new", "--name", "test", "--tasks", "small", "--out", str(path)]
+    subprocess.run([*command, "--averaging-period-s", str(PERIOD_S)], check=True, capture_output=True)
+    return path
+
+
+def exchanges(node: NodeProcess) -> float:
+    return node.last("averaging/exchanges")
+
+
+def newest(node: NodeProcess) -> Snapshot:
+    """Of a node that has stopped."""
+    store = SnapshotStore(node.run_dir / "snapshots", 1, pytest.fail)
+    snapshot = store.load_latest(lambda state: None)
+    store.close()
+    assert snapshot is not None
+    return snapshot
+
+
+def flat(snapshot: Snapshot) -> Tensor:
+    return torch.cat([tensor.flatten().float() for _, tensor in sorted(snapshot.tensors["policy"].items())])
+
+
+def common_start() -> Tensor:
+    """Of the starter model, whose weights are all trained."""
+    from swarm_node.config import NodeConfig
+    from swarm_node.policy.loading import load_policy
+
+    config = NodeConfig()
+    policy = load_policy(config.policy, config.rollouts, lambda sentence: None)
+    return torch.cat([tensor.flatten().float() for _, tensor in sorted(policy.trainable_state().items())])
+
+
+@pytest.mark.timeout(300)
+def test_nodes_average_although_one_dies_and_another_comes_late(start: Start, manifest: Path, tmp_path: Path) -> None:
+    local = "--listen", "127.0.0.1", "--port", "0", "--gossip-port", "0"
+    link = start("bootstrap", str(manifest), *local, run_dir=tmp_path / "hub", sets=()).link()
+
+    def join(name: str) -> NodeProcess:
+        return start("join", link, "--name", name, run_dir=tmp_path / name, sets=AVERAGING)
+
+    four = [join(name) for name in ("a", "b", "c", "d")]
+    for node in four:
+        node.until(lambda node=node: exchanges(node) >= 3 or None, 90)  # type: ignore[misc]
+
+    *three, victim = four
+    before = [exchanges(node) for node in three]
+    victim.stop(signal.SIGKILL)
+    for node, count in zip(three, before, strict=True):
+        node.until(lambda node=node, count=count: exchanges(node) >= count + 2 or None, 60)  # type: ignore[misc]
+
+    assert all(node.last("step") > EVERY for node in three)
+    late = join("late")
+    late.until(lambda: "going on with the weights of" in late.output or None, 90)
+    version = int(re.findall(r"going on with the weights of \S+, version (\d+)", late.output)[-1])
+    assert version >= EVERY
+    late.until_rounds(1)
+
+    everybody = [*three, late]
+    assert [node.stop() for node in everybody] == [0] * 4
+    for node in everybody:
+        assert "Traceback" not in node.output
+    snapshots = [newest(node) for node in everybody]
+    began = common_start()
+    progress = torch.stack([flat(snapshot) - began for snapshot in snapshots])
+    middle = progress.mean(0)
+    ratio = float((progress - middle).norm(dim=1).mean() / middle.norm())
+    assert ratio < 0.6  # usually 0.25; 1.0 without averaging
+
+    counts = [snapshot.state["averaging"]["exchanges"] for snapshot in snapshots[:2]]
+    assert all(count >= 5 for count in counts)
+    again = [join(name) for name in ("a", "b")]
+    for node, snapshot, count in zip(again, snapshots, counts, strict=False):
+        node.until(lambda node=node, rounds=snapshot.round: node.rounds > rounds or None, 60)  # type: ignore[misc]
+        assert "resumed" in node.output and "going on with the weights of" not in node.output
+        first = next(line for line in node.metrics if line["round"] > snapshot.round)
+        assert first["averaging/exchanges"] >= count
+        node.until(lambda node=node, count=count: exchanges(node) > count or None, 60)  # type: ignore[misc]
+    assert [node.stop() for node in again] == [0, 0]
+
+
+# --------------------------------------------------------------------- killed in the middle of an exchange
+
+
+class Node:
+    """An `averaging_node.py` process."""
+
+    def __init__(self, folder: Path, name: str, **settings: Any) -> None:
+        settings = LOOPBACK | {"values": 8_000_000, "bytes_per_s": 8e6, "period_s": 1.0} | settings
+        with (folder / f"{name}.err").open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), str(folder), name, json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        assert self._answer() == "ready"
+
+    def __call__(self, command: str = "status") -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    started: list[Node] = []
+
+    def starter(name: str, **settings: Any) -> Node:
+        started.append(Node(tmp_path, name, **settings))
+        return started[-1]
+
+    yield starter
+    for one in started:
+        one.end()
+
+
+@pytest.mark.parametrize("victim", ["node", "p2pd"])
+def test_whoever_dies_in_the_middle_of_an_exchange_changes_nobodys_weights(
+    node: Callable[..., Node], victim: str
+) -> None:
+    one = node("one", fill=1.0)
+    addresses = until(lambda: one().get("addresses"), 40)
+    two = node("two", fill=3.0, bootstrap=addresses)
+    before = one()["sha256"], until(lambda: two().get("sha256"), 20)
+    status = until(lambda: (now := one())["bytes_in"] > 5e6 and now, 60)  # of 32e6
+    assert status["metrics"]["averaging/exchanges"] == 0
+    os.kill(two()["pids"][["node", "p2pd"].index(victim)], signal.SIGKILL)
+
+    survivors = [one] if victim == "node" else [one, two]
+    for survivor, sha256 in zip(survivors, before, strict=False):
+
+        def skipped(survivor: Node = survivor) -> Any:
+            now = survivor()
+            return {"averaging/skipped/torn", "averaging/skipped/unreachable"} & now["metrics"].keys() and now
+
+        now = until(skipped, 20)  # another exchange takes longer than to say that this one failed
+        assert now["metrics"]["averaging/exchanges"] == 0
+        assert now["sha256"] == sha256
+
+    fresh = node("three", fill=3.0, bootstrap=addresses, bytes_per_s=1e9) if victim == "node" else two
+    for party in (one, fresh):
+        until(lambda party=party: party()["metrics"]["averaging/exchanges"] >= 1, 60)  # type: ignore[misc]
+    assert one()["sha256"] != before[0]
+    assert 1.0 < one()["mean"] < 3.0
