@@ -50,7 +50,8 @@ class Trainee:
 class Cohort:
     """`n` of them on one clock."""
 
-    def __init__(self, n: int, seed: int = 0, link: LinkModel = LINK, **options: Any) -> None:
+    def __init__(self, n: int, seed: int = 0, link: LinkModel = LINK, hidden: int = 0, **options: Any) -> None:
+        """The last `hidden` can only dial."""
         options = {"method": "noloco", "every": 5, "codec": "float32", "clip": 0.0, "gates": False, **options}
         self.config = AveragingConfig(**options)
         self.clock = VirtualClock(START)
@@ -59,12 +60,12 @@ class Cohort:
         self.link = link
         self.first: list[str] = []
         self._numbers = count()
-        self.trainees = [self.join() for _ in range(n)]
+        self.trainees = [self.join(dial_only=i >= n - hidden) for i in range(n)]
         self.clock.run_until(START + PERIOD_S)  # cards have spread
 
-    def join(self, cohort: str = COHORT, **keys: Any) -> Trainee:
+    def join(self, cohort: str = COHORT, dial_only: bool = False, **keys: Any) -> Trainee:
         number = next(self._numbers)
-        transport = self.network.join(f"peer{number}", SWARM, link=self.link, bootstrap=self.first)
+        transport = self.network.join(f"peer{number}", SWARM, link=self.link, bootstrap=self.first, dial_only=dial_only)
         self.first = self.first or transport.addresses[:1]
         weights = {"layers.0.w": torch.zeros(30, 10), "layers.1.w": torch.zeros(300), "embed": torch.zeros(130)}
         said: list[str] = []

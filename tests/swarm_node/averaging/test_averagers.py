@@ -172,6 +172,14 @@ def test_a_state_can_be_saved_and_restored() -> None:
     assert other.robust.state() == a.robust.state()
 
 
+def test_those_who_can_only_dial_average_with_those_who_can_be_dialled() -> None:
+    cohort = Cohort(4, hidden=2)
+    cohort.run(300)
+    assert all(n >= 10 for n in cohort.exchanges())
+    unreachable = [trainee.averager.counts["skipped/unreachable"] for trainee in cohort.trainees]
+    assert sum(unreachable) <= 2, "two of them were never paired"
+
+
 def plain_mean(own: Tensor, others: Tensor) -> Tensor:
     return (own + others.sum(0)) / (1 + len(others))
 

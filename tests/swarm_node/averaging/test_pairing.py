@@ -81,3 +81,13 @@ def test_large_swarms_are_paired_in_groups():
     for me, other in found.items():
         assert other is None or partner(other, everyone, 3, "s") == me
     assert found != {me: partner(me, everyone, 4, "s") for me in sample}
+
+
+def test_those_who_can_only_dial_meet_only_if_nobody_else_is_left():
+    everyone = peers(12)
+    for hidden in (everyone[:5], everyone[:6], everyone[:9], everyone):
+        for r in range(20):
+            found = {me: partner(me, everyone, r, "s", hidden) for me in everyone}
+            assert all(other is not None and found[other] == me for me, other in found.items())
+            both = sum(me in hidden and other in hidden for me, other in found.items())
+            assert both == max(0, 2 * len(hidden) - 12)
