@@ -3,7 +3,7 @@
     h(a)    = first 64 bits of sha256(seed, round, a)
     w(a, b) = mix(h(a) xor h(b))                              splitmix64's finaliser: symmetric, uniform
     pairs   = greedy matching by descending w: while some a and b are each other's heaviest, pair and remove them;
-              first those of which at least one can be dialled
+              those of which one can be dialled come first, then both, and those of which neither can last
 
 NoLoCo (arXiv 2506.10911) draws a shared random permutation instead, in which one peer more or less changes all pairs.
 Peers never quite agree on who is there; here one of whom only some know changes the few pairs along a path of ever
@@ -44,8 +44,9 @@ def _match(hashes: NDArray[np.uint64], can_be_dialled: NDArray[np.bool_]) -> NDA
     The heaviest edge left always joins two who are each other's heaviest, and of equal edges the first in order does;
     so every pass finds a pair, and on average it finds a constant part of all.
     """
-    easy = can_be_dialled[:, None] | can_be_dialled
-    weights = _mix(hashes[:, None] ^ hashes) >> np.uint64(1) | easy.astype(np.uint64) << np.uint64(63)
+    both = can_be_dialled[:, None].astype(np.uint64) + can_be_dialled  # 0 to 2 of them
+    rank = np.array([0, 2, 1], np.uint64)[both.astype(np.intp)]
+    weights = _mix(hashes[:, None] ^ hashes) >> np.uint64(2) | rank << np.uint64(62)
     np.fill_diagonal(weights, 0)
     partners = np.full(len(hashes), -1)
     left = np.arange(len(hashes))
