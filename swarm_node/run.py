@@ -23,6 +23,7 @@ from msgspec import to_builtins
 
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.enter import EnteredSwarm, enter_swarm
+from swarm_node.errors import SnapshotError, UserError
 from swarm_node.evaluate import Held, evaluate, rows
 from swarm_node.joining import Swarm, join_link
 from swarm_node.node import Node, fitted
@@ -92,6 +93,8 @@ class Run:
         self.policy = load_policy(config.policy, config.rollouts, self.say)
         self.config = fitted(config, self.policy, self.say)
         member = None if swarm is None else self._become_member(swarm, stack)
+        if member is None and self.config.averaging.method != "none":
+            self.say("averaging.method needs peers: training alone, nothing is averaged")
         self.node = Node(self.config, self.policy, self.tasks, self.say, member)
         self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
         stack.callback(self.snapshots.close)
@@ -206,7 +209,11 @@ class Run:
             stop.hold()
             averager.woken.clear()
             self._changing = True
-            again = self.node.average()
+            try:
+                again = self.node.average()
+            except UserError:  # of the user's own reducer, before anything has changed
+                self._changing = False
+                raise
             self._changing = False
             if not again:
                 return
@@ -253,9 +260,10 @@ class Run:
         self.node.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
         self.policy.version = state["policy_version"]
         if self.node.averager is not None:
-            if "averaging" in snapshot.tensors:
-                self.node.averager.load_state_dict(snapshot.tensors["averaging"], state["averaging"])
-            else:
+            try:
+                self.node.averager.load_state_dict(snapshot.tensors.get("averaging", {}), state["averaging"])
+            except (SnapshotError, KeyError) as error:
+                self.say(f"averaging begins anew: {error}")
                 self.node.averager.restart()
             if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.handover:
                 self.node.member.handover.seek(0.0)

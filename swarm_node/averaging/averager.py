@@ -41,6 +41,11 @@ MUTED_AFTER = 3
 MUTED_S = 3600.0
 CONTENTS = frozenset({"values", "gates", "probe", "hash"})
 """Reasons that are in what a peer sent."""
+REASONS = CONTENTS | frozenset(
+    "absent alone busy cancellederror claim codec cohort crossed diverged early fragment group late method odd partner "
+    "refused replaced round schema size slow torn unreachable version".split()
+)
+"""All that are counted by their own name."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,9 @@ def cohort_id(layout: str, start_digest: str, swarm: str, config: AveragingConfi
     layout        names and shapes of what is trained, and how it is cut (`Fragments.layout`)
     start_digest  the model, adapter included, that all began with
     """
-    text = f"{swarm} {start_digest} {layout} {config.method}"
+    pairs = config.method == "noloco"
+    settings = config.gamma != config.beta if pairs else config.codec
+    text = f"{swarm} {start_digest} {layout} {config.method} {settings}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -136,17 +143,20 @@ class Averager(ABC):
         """What resuming needs: tensors (live ones) and numbers."""
         tensors = {f"slow.{i}": slow for i, slow in enumerate(self.slow)}
         tensors |= {f"momentum.{i}": momentum for i, momentum in enumerate(self.momentum)}
-        return tensors, {"robust": self.robust.state(), "exchanges": self.counts["exchanges"]}
+        counts = dict(self.counts)
+        return tensors, {"cohort": self.place.cohort, "robust": self.robust.state(), "counts": counts}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave; SnapshotError, and nothing changed, if another cohort's."""
         mine, _ = self.state_dict()
+        if numbers["cohort"] != self.place.cohort:
+            raise SnapshotError("the averaging state is of another cohort")
         if mine.keys() != tensors.keys() or any(mine[name].shape != tensors[name].shape for name in mine):
             raise SnapshotError("its averaging state does not have the shapes of this policy's fragments")
         self.robust.load(numbers["robust"])
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
-        self.counts["exchanges"] = numbers["exchanges"]
+        self.counts = Counter(numbers["counts"])
 
     def copies(self) -> list[Tensor]:
         """All fragments as of one moment, for another thread. RemoteProtocolError `busy` if they are changing."""
@@ -238,6 +248,7 @@ class Averager(ABC):
 
     def skip(self, reason: str, detail: str = "", peer: str = "") -> None:
         """Count what did not come about, and say so once for each reason."""
+        reason = reason if reason in REASONS else "refused"  # a peer may invent reasons
         self.counts[f"skipped/{reason}"] += 1
         if peer and reason in CONTENTS:
             self._strikes[peer] += 1

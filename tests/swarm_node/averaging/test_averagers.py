@@ -313,7 +313,7 @@ def test_ten_times_the_norm_is_clipped() -> None:
 def test_the_probe_takes_back_what_does_harm() -> None:
     cohort = Cohort(2, every=1, probe=True)
     victim, other = cohort.trainees
-    for trainee, value in ((victim, 1.0), (other, 9.0)):
+    for trainee, value in ((victim, 1.0), (other, 900.0)):
         trainee.trains = False
         for tensor in trainee.weights.values():
             tensor.fill_(value)
