@@ -18,6 +18,8 @@ from tests.integration.test_swarm import make_manifest
 
 PACES = (1.0, 1.0, 1.0, 3.0)
 """Seconds a round, well above what it costs even on a busy machine: one node is three times slower than the others."""
+GROUP_SIZE = "rollouts.group_size=16"
+"""Nearly every group then has different rewards and is shared: what is admitted hardly depends on which tasks it was."""
 WINDOW_S = 36.0
 WARM_UP_S = 10.0
 
@@ -41,7 +43,7 @@ def test_four_real_processes_and_four_simulated_ones_agree(tmp_path: Path) -> No
         started = []
         for i, pace in enumerate(PACES):
             link = started[0].link() if started else str(manifest)
-            sets = (*QUICK, f"pace_s={pace}", f"seed={i}", "grpo.learning_rate=1e-6")
+            sets = (*QUICK, GROUP_SIZE, f"pace_s={pace}", f"seed={i}", "grpo.learning_rate=1e-6")
             started.append(start("join", link, "--name", f"n{i}", run_dir=tmp_path / f"n{i}", sets=sets))
         for node in started:
             node.until(lambda node=node: node.last("swarm/peers") == 3 or None, 60)  # type: ignore[misc]
@@ -55,7 +57,7 @@ def test_four_real_processes_and_four_simulated_ones_agree(tmp_path: Path) -> No
         Peer(
             load_config(
                 flags={"tasks": ["small"], "seed": i, "swarm": "x"},
-                sets=[*QUICK, f"pace_s={pace}", "grpo.learning_rate=1e-6"],
+                sets=[*QUICK, GROUP_SIZE, f"pace_s={pace}", "grpo.learning_rate=1e-6"],
             ),
             speed=Speed(overhead_s=0.05),
             link=LinkModel(latency_s=0.005),
