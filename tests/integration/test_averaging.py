@@ -119,7 +119,7 @@ def test_nodes_average_although_one_dies_and_another_comes_late(start: Start, ma
     ratio = float((progress - middle).norm(dim=1).mean() / middle.norm())
     assert ratio < 0.6  # usually 0.25; 1.0 without averaging
 
-    counts = [snapshot.state["averaging"]["exchanges"] for snapshot in snapshots[:2]]
+    counts = [snapshot.state["averaging"]["counts"]["exchanges"] for snapshot in snapshots[:2]]
     assert all(count >= 5 for count in counts)
     again = [join(name) for name in ("a", "b")]
     for node, snapshot, count in zip(again, snapshots, counts, strict=False):

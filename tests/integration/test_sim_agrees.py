@@ -19,7 +19,7 @@ from tests.integration.test_swarm import make_manifest
 PACES = (1.0, 1.0, 1.0, 3.0)
 """Seconds a round, well above what it costs even on a busy machine: one node is three times slower than the others."""
 GROUP_SIZE = "rollouts.group_size=16"
-"""Nearly every group then has different rewards and is shared: what is admitted hardly depends on which tasks it was."""
+"""Nearly every group then has different rewards and is shared: what is admitted hardly depends on the tasks."""
 WINDOW_S = 36.0
 WARM_UP_S = 10.0
 
