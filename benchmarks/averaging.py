@@ -17,7 +17,7 @@ begin with the same weights and see the same text in the same order (`averaging_
 
 lm          8 replicas, 1000 steps; H = 50 inner steps between two exchanges of the same weights where nothing else is
             said, with the papers' outer optimisers
-attackers   500 steps, pairs as in `8bit streaming, mean, H=16`; the last 0, 1 or 2 of 8 lie
+attackers   320 steps, pairs as in `8bit streaming, mean, H=16`; the last 0, 1 or 2 of 8 lie
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ PLOT = Path(__file__).parent.parent / "docs" / "images" / "averaging.png"
 SEARCHED_FROM = 100
 """Seeds from here on were used to search settings, and are not reported."""
 
-PAIRS = {"method": "noloco"}
+PAIRS = {"method": "noloco", "alpha": 0.5, "beta": 0.7, "gamma": 0.7}
+"""The paper's outer step."""
 STREAMING = {**PAIRS, "fragments": 4}
 MEAN = {"alpha": 0.0, "beta": 1.0, "gamma": 1.0}
 """Both take the mean of the pair: no momentum, no step beyond it."""
@@ -71,7 +72,7 @@ ATTACKERS = {
 }
 PARTS: dict[str, tuple[Task, dict[str, Arm]]] = {
     "lm": (Task(), LM),
-    "attackers": (Task(steps=500), ATTACKERS),
+    "attackers": (Task(steps=320), ATTACKERS),
 }
 SEEDS = {"lm": (0, 1, 2), "attackers": (0,)}
 

@@ -89,10 +89,10 @@ def _of_members(meter: Meter) -> Row:
 
 def bootstrap() -> Row:
     """Of `swarm-node bootstrap`, alone and with two members that only this benchmark's node plays."""
-    with _commands() as (folder, run):
+    with commands() as (folder, run):
         manifest = _manifest(folder)
         hub = run("bootstrap", str(manifest), *LOCAL, "--run-dir", str(folder / "hub"))
-        found = _link(folder / "hub")
+        found = link_of(folder / "hub")
         time.sleep(15.0)
         with Meter({"hub": hub.pid}) as meter:
             time.sleep(IDLE_S)
@@ -128,17 +128,17 @@ def join() -> Row:
     """Seconds from `swarm-node join` to the line of metrics.jsonl with a foreign group admitted."""
     seconds: list[float] = []
     cpu_s: list[float] = []
-    with _commands() as (folder, run):
+    with commands() as (folder, run):
         manifest = _manifest(folder)
         run("bootstrap", str(manifest), *LOCAL, "--run-dir", str(folder / "hub"))
-        link = _link(folder / "hub")
+        link = link_of(folder / "hub")
         run("join", link, "--name", "first", *LOCAL, *QUICK, "--run-dir", str(folder / "first"))
-        _until(lambda: _metrics(folder / "first"), 120)
+        until(lambda: metrics(folder / "first"), 120)
         for i in range(REPEATS):
             path = folder / f"joiner{i}"
             began = time.monotonic()
             joiner = run("join", link, "--name", f"joiner{i}", *LOCAL, *QUICK, "--run-dir", str(path))
-            _until(lambda path=path: _admitted(path), 120)  # type: ignore[misc]
+            until(lambda path=path: _admitted(path), 120)  # type: ignore[misc]
             seconds.append(time.monotonic() - began)
             cpu_s.append(sum(sum(process.cpu_times()[:2]) for process in tree(joiner.pid)))
             joiner.terminate()
@@ -173,7 +173,7 @@ def recovery() -> Row:
 
 
 @contextmanager
-def _commands() -> Iterator[tuple[Path, Callable[..., subprocess.Popen[str]]]]:
+def commands() -> Iterator[tuple[Path, Callable[..., subprocess.Popen[str]]]]:
     """A folder, and a way to start `swarm-node` commands that end with the context."""
     running: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +211,7 @@ def _manifest(folder: Path) -> Path:
     return path
 
 
-def _until(what: Callable[[], T | None], seconds: float) -> T:
+def until(what: Callable[[], T | None], seconds: float) -> T:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := what():
@@ -227,18 +227,18 @@ def _status(run_dir: Path) -> Row:
         return {}
 
 
-def _link(run_dir: Path) -> str:
-    return str(_until(lambda: _status(run_dir).get("link"), 60))
+def link_of(run_dir: Path) -> str:
+    return str(until(lambda: _status(run_dir).get("link"), 60))
 
 
-def _metrics(run_dir: Path) -> list[Row]:
+def metrics(run_dir: Path) -> list[Row]:
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _admitted(run_dir: Path) -> bool:
-    return any(line.get("swarm/groups_admitted", 0) > 0 for line in _metrics(run_dir))
+    return any(line.get("swarm/groups_admitted", 0) > 0 for line in metrics(run_dir))
 
 
 # --------------------------------------------------------------------- promise and measurement

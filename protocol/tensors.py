@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.codec import SPOKEN
-from protocol.errors import RemoteProtocolError
+from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_HEAD_BYTES
 from protocol.messages import Count, Hash16, Hash64
 
@@ -72,8 +72,13 @@ class _Header(msgspec.Struct):
 
 
 def seal_head(head: AverageHead | WeightsHead) -> bytes:
-    """As bytes for `transports.base.Outgoing`."""
-    return msgspec.msgpack.encode(head)
+    """As bytes for `transports.base.Outgoing`. Raises LocalProtocolError for what no peer would take."""
+    data = msgspec.msgpack.encode(head)
+    try:
+        (open_average_head if isinstance(head, AverageHead) else open_weights_head)(data)
+    except RemoteProtocolError as error:
+        raise LocalProtocolError(f"a head that cannot be sent: {error}") from error
+    return data
 
 
 def open_average_head(data: bytes) -> AverageHead:

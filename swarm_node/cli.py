@@ -145,6 +145,7 @@ Lora = Annotated[
 SWARM_HELP = "Manifest file, its https address, or a swarm:// link; by default $SWARM_NODE_SWARM."
 SwarmName = Annotated[str | None, typer.Argument(metavar="SWARM", help=SWARM_HELP)]
 NETWORK = "Network"
+OF_A_SWARM = "Merging a swarm"
 Listen = Annotated[
     str | None,
     typer.Option(metavar="IP", help="Address to listen on; 127.0.0.1 = this machine only.", rich_help_panel=NETWORK),
@@ -470,7 +471,10 @@ def export(
 
 @app.command(rich_help_panel="Use")
 def merge(
-    sources: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, two or more.")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN…|SWARM", help="Run directories, two or more; or a swarm, as `join` takes it."),
+    ],
     out: Annotated[Path, option("--out", "New directory for the model.", metavar="DIR")],
     method: Annotated[
         Literal["uniform", "task-arithmetic"],
@@ -488,10 +492,59 @@ def merge(
         int | None,
         option("--questions", "Held-out questions, over all tasks; 0 = none. By default as many as the run.", min=0),
     ] = None,
+    cohort: Annotated[
+        str | None,
+        option(
+            "--cohort", "Of a swarm: whose weights; by default the largest of this model.", rich_help_panel=OF_A_SWARM
+        ),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        option(
+            "--without",
+            "Of a swarm: member to leave out, by its name or the last 8 characters (or more) of its peer id. "
+            "Repeatable.",
+            metavar="PEER",
+            rich_help_panel=OF_A_SWARM,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        option("--timeout", "Of a swarm: seconds for all weights to arrive.", min=1, rich_help_panel=OF_A_SWARM),
+    ] = 1800.0,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|ID",
+            help="Of a swarm: the model that its members began with.",
+            rich_help_panel=OF_A_SWARM,
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     json_output: Json = False,
 ) -> None:
-    """Make one model out of runs that began with the same one, and measure it against them on held-out questions."""
+    """Make one model out of runs that began with the same one, or out of what the members of a swarm have now, and
+    measure it against them on held-out questions.
+
+    Members go on training. --model, --config and --set say how they load their model, as for `join`; the config.toml of
+    any member's run will do.
+    """
     with user_errors(json_output):
+        from swarm_node.errors import UserError
+        from swarm_node.merging_swarm import is_swarm
+        from swarm_node.merging_swarm import main as merge_members
+
+        if any(map(is_swarm, sources)):
+            if len(sources) > 1:
+                raise UserError("a merge is of one swarm, or of run directories")
+            resolved, left_out = resolve(config, sets, {"model": model}), split_names(without) or []
+            options = method, scale, questions, json_output, cohort, left_out
+            raise typer.Exit(merge_members(sources[0], resolved, out, timeout, *options))
+        if cohort or without or model or sets:
+            raise UserError(
+                "--cohort, --without, --model and --set are for merging a swarm: a run has its own settings"
+            )
         from swarm_node.merging import main as merge_sources
 
         raise typer.Exit(merge_sources(sources, out, method, scale, questions, json_output))

@@ -143,8 +143,7 @@ class Member:
             layout = Fragments(weights, config.fragments).layout
         except ValueError as error:
             raise UserError(f"averaging.fragments = {config.fragments} is too many: {error}") from error
-        scale = self.policy.config.lora_alpha if self.policy.is_lora else ""
-        self._cohort = cohort_id(layout, f"{self.policy.start_digest} {scale}", self.swarm, config)
+        self._cohort = cohort_id(layout, self.policy.start, self.swarm, config)
         place = Place(self.swarm, self._cohort, self.peer_id, self.manifest.averaging_period_s)
         self.averager = make_averager(config, place, weights, self.transport, self.now, self._say, changed, probe)
         self.handover = Handover(self.averager, random.Random(f"{self._cohort}/{self.peer_id}"))

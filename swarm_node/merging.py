@@ -1,9 +1,10 @@
-"""One model out of several runs of one cohort: `swarm-node merge`, once, at the end of training.
+"""One model out of several nodes' weights, of one cohort: `swarm-node merge`, once, at the end of training.
 
-    run directories -> Cohort -> (clip, choose the scale) -> merged weights -> policy -> files, loaded again to check
+    run directories, or members of a swarm (`merging_swarm`)
+        -> Cohort -> (clip, choose the scale) -> merged weights -> policy -> files, loaded again to check
 
-The arithmetic is `averaging.merge`. What else weights may come from only has to make a `Cohort`. A scale is chosen on
-held-out questions other than those that the table reports: half of them each.
+The arithmetic is `averaging.merge`. A scale is chosen on held-out questions other than those that the table reports:
+half of them each.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -53,8 +54,10 @@ class Cohort:
     """What they trained on, all of them together."""
     weights: dict[str, State]
     """Source -> what it trained; the tensors may be mapped files."""
-    rounds: dict[str, int]
-    """Source -> rounds behind those weights."""
+    rounds: dict[str, int] = field(default_factory=dict)
+    """Source -> rounds behind those weights, of runs."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Source -> optimiser updates behind those weights, of members: what each says itself."""
 
 
 class Tried(msgspec.Struct):
@@ -70,7 +73,10 @@ class Merged(msgspec.Struct):
     out: str
     method: Method
     scale: float
-    rounds: dict[str, int]
+    rounds: dict[str, int] = {}
+    """Run -> rounds behind its weights."""
+    versions: dict[str, int] = {}
+    """Member of a swarm -> optimiser updates behind its weights, as it says."""
     norms: dict[str, float] = {}
     """Source -> length of its task vector, before clipping to the median of these (task arithmetic)."""
     tried: list[Tried] = []
@@ -93,14 +99,37 @@ def main(
     json_output: bool = False,
 ) -> int:
     """`swarm-node merge`: merge runs into a new directory `out`; a table, or a JSON document, on standard output."""
-    say = Console(stderr=True, highlight=False, soft_wrap=True).print
-    if scale is not None and (method == "uniform" or not math.isfinite(scale)):
-        raise UserError("--scale is a number for --method task-arithmetic (uniform means 1/k)")
+    say = on_stderr()
+    check_scale(method, scale)
     runs = [_existing(source) for source in sources]
     if len({run.path.resolve() for run in runs}) < max(2, len(runs)):
         raise UserError("a merge takes at least two different run directories, each of them once")
     check_new_directory(out)
-    cohort = cohort_of_runs(runs, say)
+    merge_and_show(cohort_of_runs(runs, say), out, method, scale, questions, json_output, say)
+    return 0
+
+
+def on_stderr() -> Say:
+    """Sentences as they are: paths, and what strangers say, may look like markup."""
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
+
+
+def check_scale(method: Method, scale: float | None) -> None:
+    """Raises UserError for one that means nothing."""
+    if scale is not None and (method == "uniform" or not math.isfinite(scale)):
+        raise UserError("--scale is a number for --method task-arithmetic (uniform means 1/k)")
+
+
+def merge_and_show(
+    cohort: Cohort,
+    out: Path,
+    method: Method,
+    scale: float | None,
+    questions: int | None,
+    json_output: bool,
+    say: Say,
+) -> None:
+    """`merge`, and what came of it on standard output."""
     result = merge(cohort, out, method, scale, questions, say)
     if json_output:
         json.dump(msgspec.to_builtins(result), sys.stdout)
@@ -108,8 +137,7 @@ def main(
     else:
         _show(result, Console())
     kind = "PeftModel.from_pretrained(base, …)" if cohort.policy.is_lora else "AutoModelForCausalLM.from_pretrained(…)"
-    say(f"merged {len(runs)} runs into {out}; load it with {kind}")
-    return 0
+    say(f"merged {len(cohort.weights)} {'runs' if cohort.rounds else 'members'} into {out}; load it with {kind}")
 
 
 def merge(
@@ -121,7 +149,7 @@ def merge(
     UserError if weights are not finite, or no question is there to choose a scale by.
     """
     policy, sources = cohort.policy, cohort.weights
-    result = Merged(str(out), method, 1 / len(sources) if scale is None else scale, cohort.rounds)
+    result = Merged(str(out), method, 1 / len(sources) if scale is None else scale, cohort.rounds, cohort.versions)
     exam = None if questions == 0 else Exam.of(cohort, questions, say)
     for_choice: list[Task] = []
     asked = [] if exam is None else exam.questions
@@ -240,7 +268,7 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
         configs[0],
         [task for run, config in zip(runs, configs, strict=True) for task in _tasks_of(run, config)],
         dict(zip(names, weights, strict=True)),
-        {name: snapshot.round for name, snapshot in zip(names, snapshots, strict=True)},
+        rounds={name: snapshot.round for name, snapshot in zip(names, snapshots, strict=True)},
     )
 
 
@@ -324,11 +352,11 @@ def _show(result: Merged, console: Console) -> None:
         console.print(tried)
     if not result.merged:
         return
-    shown = Table(
-        "source", "rounds", "pass@1", f"pass@{result.samples}", title=f"{result.questions} held-out questions"
-    )
+    behind, counts = ("rounds", result.rounds) if result.rounds else ("version", result.versions)
+    titles = "source", behind, "pass@1", f"pass@{result.samples}"
+    shown = Table(*titles, title=f"{result.questions} held-out questions")
     for name, held in result.runs.items():
-        shown.add_row(name, str(result.rounds[name]), f"{held['all'].pass_1:.3f}", f"{held['all'].pass_k:.3f}")
+        shown.add_row(name, str(counts[name]), f"{held['all'].pass_1:.3f}", f"{held['all'].pass_k:.3f}")
     shown.add_row("mean of these", "", f"{result.mean_pass_1:.3f}", "", end_section=True)
     merged = result.merged["all"]
     shown.add_row(f"merged ({result.method})", "", f"{merged.pass_1:.3f}", f"{merged.pass_k:.3f}")

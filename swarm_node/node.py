@@ -21,7 +21,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +78,7 @@ class Node:
         if member is not None and config.averaging.method != "none":
             optimizer = self.trainer.optimizer
             self.averager = member.average(config.averaging, optimizer.weights(), optimizer.publish, self._probe)
+            optimizer.updating = self.averager.changing
         if member is not None:
             member.announce()
         self._best: deque[Group] = deque(maxlen=PROBED)
@@ -122,14 +122,7 @@ class Node:
 
     def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """One step on `groups`; its metrics. The round is over with it (`before_update`: see Trainer.step)."""
-        with ExitStack() as held:
-
-            def begin() -> None:
-                before_update()
-                if self.averager is not None:
-                    held.enter_context(self.averager.changing())
-
-            learned = self.trainer.step(groups, begin)
+        learned = self.trainer.step(groups, before_update)
         self.round += 1
         if self.averager is not None:
             self._best += [best for group in groups if (best := _best(group)) is not None]

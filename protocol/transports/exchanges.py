@@ -20,6 +20,7 @@ import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
@@ -61,6 +62,8 @@ class Exchanges:
     def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
         self.acceptors: dict[str, Acceptor] = {}
         """Method -> who takes part in it."""
+        self.piece_s = PIECE_S
+        """Who takes longer over MAX_CHUNK_BYTES is given up."""
         self._traffic = traffic
         self._report = report
         self._openings: Counter[str] = Counter()
@@ -90,8 +93,9 @@ class Exchanges:
         try:
             with self._under_way():
                 await self._call(reader, writer, method, ours, answered)
-        except BaseException:
+        except BaseException as error:
             writer.transport.abort()  # what has not left by now need not
+            _let_go(error)
             raise
         finally:
             writer.close()
@@ -196,6 +200,7 @@ class Exchanges:
             outcome = error
             raise
         finally:
+            _let_go(outcome)
             for one in accepted:
                 with suppress(ProtocolError):
                     await self._in_thread(method, one.done, outcome)
@@ -229,7 +234,7 @@ class Exchanges:
         await _both(self._receive(reader, method, size, sink), self._send(writer, method, ours))
         writer.write(_ARRIVED)
         in_flight = min(ours.size // MAX_CHUNK_BYTES, MAX_IN_FLIGHT)
-        async with _within(PIECE_S * (1 + in_flight)):
+        async with _within(self.piece_s * (1 + in_flight)):
             await writer.drain()
             if await reader.readexactly(1) != _ARRIVED:
                 raise RemoteProtocolError("schema", f"{method}: what came after the body")
@@ -247,39 +252,47 @@ class Exchanges:
         while piece is not None:
             writer.write(piece)
             self._traffic.bytes_out += len(piece)
-            _, piece = await _both(_drain(writer), self._in_thread(method, make))
+            _, piece = await _both(self._drain(writer), self._in_thread(method, make))
         writer.write(hashed.digest())
-        await _drain(writer)
+        await self._drain(writer)
         self._traffic.bytes_out += 32
+
+    async def _drain(self, writer: asyncio.StreamWriter) -> None:
+        async with _within(self.piece_s):
+            await writer.drain()
 
     async def _receive(self, reader: asyncio.StreamReader, method: str, size: int, sink: Sink) -> None:
         hashed = hashlib.sha256()
+        taken, next_ = (bytearray(min(size, MAX_CHUNK_BYTES)) for _ in range(2))
 
-        def take(piece: bytearray) -> None:
+        def take(piece: memoryview) -> None:
             hashed.update(piece)
-            sink(memoryview(piece))
+            sink(piece)
 
-        piece = await self._read(reader, size)
+        piece = await self._read(reader, size, taken)
         left = size - len(piece)
         while piece:
-            _, piece = await _both(self._in_thread(method, take, piece), self._read(reader, left))
+            _, piece = await _both(self._in_thread(method, take, piece), self._read(reader, left, next_))
             left -= len(piece)
-        async with _within(PIECE_S):
+            taken, next_ = next_, taken
+        async with _within(self.piece_s):
             digest = await reader.readexactly(32)
         self._traffic.bytes_in += 32
         if digest != hashed.digest():
             raise RemoteProtocolError("hash", f"{method}: {size} bytes that are not what their hash says")
 
-    async def _read(self, reader: asyncio.StreamReader, left: int) -> bytearray:
-        """The next piece of a body of which `left` bytes are missing."""
-        piece, wanted = bytearray(), min(left, MAX_CHUNK_BYTES)
-        async with _within(PIECE_S):
-            while len(piece) < wanted:
-                part = await reader.read(wanted - len(piece))
+    async def _read(self, reader: asyncio.StreamReader, left: int, buffer: bytearray) -> memoryview:
+        """The next piece of a body of which `left` bytes are missing, in `buffer`."""
+        piece = memoryview(buffer)[:left]
+        missing = piece
+        async with _within(self.piece_s):
+            while missing:
+                part = await reader.read(len(missing))
                 if not part:
-                    raise RemoteProtocolError("torn", f"{left - len(piece)} bytes are missing")
-                piece += part
-        self._traffic.bytes_in += wanted
+                    raise RemoteProtocolError("torn", f"{left - len(piece) + len(missing)} bytes are missing")
+                missing[: len(part)] = part
+                missing = missing[len(part) :]
+        self._traffic.bytes_in += len(piece)
         return piece
 
     async def _in_thread(self, method: str, callback: Callable[..., T], *arguments: object) -> T:
@@ -303,7 +316,10 @@ class Exchanges:
             if cancelled is None:
                 raise LocalProtocolError(f"exchanging {method!r} failed: {error!r}") from error
         if cancelled is not None:
-            raise cancelled
+            try:
+                raise cancelled
+            finally:
+                del job, cancelled, callback, arguments  # or its traceback, and so itself, would hold them
         return result
 
     @contextmanager
@@ -353,9 +369,11 @@ def pieces_of(ours: Outgoing) -> Iterator[memoryview]:
         raise LocalProtocolError(f"pieces of {made} bytes together, where {ours.size} were promised")
 
 
-async def _drain(writer: asyncio.StreamWriter) -> None:
-    async with _within(PIECE_S):
-        await writer.drain()
+def _let_go(error: BaseException | None) -> None:
+    """Of what the calls that led to an error were working on: whoever keeps the error would keep their buffers."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> tuple[T, U]:
@@ -367,7 +385,10 @@ async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> t
         failure = failures.exceptions[0]
     else:
         return first.result(), second.result()
-    raise failure
+    try:
+        raise failure
+    finally:
+        del failure, first, second, group  # or its traceback, and so itself, would hold them
 
 
 @asynccontextmanager

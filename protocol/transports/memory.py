@@ -316,7 +316,8 @@ class MemoryNetwork:
 
 
 class _Exchange:
-    """One exchange, from event to event. Each finds out whether its peers are still connected; if not, all ends."""
+    """One exchange, from event to event. Each finds out whether its peers are still connected; if not, all ends. Events
+    that are yet to come then, like the end of its time, hold an empty shell: bodies may be large."""
 
     def __init__(
         self,
@@ -336,6 +337,8 @@ class _Exchange:
         self._ours = ours
         self._answered = answered
         self._theirs: Accepted | None = None
+        self._sink: Sink | None = None
+        """The caller's."""
         self._missing = 2
         """Bodies that have not arrived."""
         self._over = False
@@ -374,22 +377,22 @@ class _Exchange:
             return
         check_call(self._method, self._theirs.ours)
         running[caller.peer_id] += 1
-        self._after(self._network._delay(acceptor, caller), self._answer, self._theirs)
+        self._after(self._network._delay(acceptor, caller), self._answer)
 
-    def _answer(self, theirs: Accepted) -> None:
-        self._count(self._acceptor, self._caller, len(theirs.ours.head))
+    def _answer(self) -> None:
+        assert self._theirs is not None
+        ours, theirs = self._ours, self._theirs.ours
+        self._count(self._acceptor, self._caller, len(theirs.head))
         try:
-            sink = self._answered(theirs.ours.head, theirs.ours.size)
+            self._sink = self._answered(theirs.head, theirs.size)
         except RemoteProtocolError as error:
             self._caller.rejected[error.reason] += 1
             self._end(error, _torn(self._method))
             return
-        self._leave(self._caller, self._acceptor, self._ours.size, theirs, sink)
-        self._leave(self._acceptor, self._caller, theirs.ours.size, theirs, sink)
+        self._leave(self._caller, self._acceptor, ours.size)
+        self._leave(self._acceptor, self._caller, theirs.size)
 
-    def _leave(
-        self, sender: MemoryTransport, receiver: MemoryTransport, left: int, theirs: Accepted, sink: Sink
-    ) -> None:
+    def _leave(self, sender: MemoryTransport, receiver: MemoryTransport, left: int) -> None:
         """As much of a body as can in one turn: the uplink is free for others in between."""
         if left and sender.link.bandwidth_bytes_s < math.inf:
             size = min(left, max(1, int(sender.link.bandwidth_bytes_s * TURN_S)))
@@ -399,25 +402,26 @@ class _Exchange:
         sender._uplink_free = max(sender._uplink_free, now) + size / sender.link.bandwidth_bytes_s
         sender.bytes_out += size
         if size < left:
-            self._after(sender._uplink_free - now, self._leave, sender, receiver, left - size, theirs, sink)
+            self._after(sender._uplink_free - now, self._leave, sender, receiver, left - size)
         else:
-            self._after(sender._uplink_free - now + self._network._delay(sender, receiver), self._arrive, theirs, sink)
+            self._after(sender._uplink_free - now + self._network._delay(sender, receiver), self._arrive)
 
-    def _arrive(self, theirs: Accepted, sink: Sink) -> None:
+    def _arrive(self) -> None:
         self._missing -= 1
         if self._missing:
             return
+        assert self._theirs is not None and self._sink is not None
         caller, acceptor = self._caller, self._acceptor
-        caller.bytes_in += theirs.ours.size
+        caller.bytes_in += self._theirs.ours.size
         acceptor.bytes_in += self._ours.size
         try:
-            _pour(self._ours, theirs.sink)
+            _pour(self._ours, self._theirs.sink)
         except RemoteProtocolError as error:
             acceptor.rejected[error.reason] += 1
             self._end(_torn(self._method), error)
             return
         try:
-            _pour(theirs.ours, sink)
+            _pour(self._theirs.ours, self._sink)
         except RemoteProtocolError as error:
             caller.rejected[error.reason] += 1
             self._end(error, _torn(self._method))
@@ -428,21 +432,31 @@ class _Exchange:
         self._end(error, error)
 
     def _end(self, for_caller: Exception | None, for_acceptor: Exception | None = None) -> None:
-        """Tell both, at once."""
+        """Tell both, at once, and let go of all that was theirs."""
+        future, theirs = self.future, self._theirs
         self._over = True
-        if self._theirs is not None:
+        self.future, self._ours, self._answered = Future(), Outgoing(b""), _nobody
+        self._theirs = self._sink = None
+        for error in (for_caller, for_acceptor):
+            if error is not None:
+                error.__traceback__ = None  # whose frames hold bodies
+        if theirs is not None:
             self._acceptor._exchanging[self._caller.peer_id] -= 1
         if for_caller is None:
-            self.future.set_result(None)
+            future.set_result(None)
         else:
-            self.future.set_exception(for_caller)
-        if self._theirs is not None:
-            self._theirs.done(for_acceptor)
+            future.set_exception(for_caller)
+        if theirs is not None:
+            theirs.done(for_acceptor)
 
     @staticmethod
     def _count(sender: MemoryTransport, receiver: MemoryTransport, size: int) -> None:
         sender.bytes_out += size
         receiver.bytes_in += size
+
+
+def _nobody(head: bytes, size: int) -> Sink:
+    raise AssertionError("an exchange that is over")
 
 
 def _pour(ours: Outgoing, sink: Sink) -> None:

@@ -13,6 +13,7 @@ under `changing`, the lock that training holds while it changes weights.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -100,6 +101,8 @@ class Averager(ABC):
         self.slow = [self.fragments.gather(i) for i in count]
         """What the outer optimiser steps: the weights as of the last exchange."""
         self.momentum = [torch.zeros_like(slow) for slow in self.slow]
+        self._exchanged_at = [0] * config.fragments
+        """Own updates when each fragment was last copied for an exchange that came about."""
         self.replaced = 0
         """How often other weights took the place of these: exchanges begun before are of no use after."""
         self.robust = Robust(config.clip, config.gates)
@@ -143,8 +146,13 @@ class Averager(ABC):
         """What resuming needs: tensors (live ones) and numbers."""
         tensors = {f"slow.{i}": slow for i, slow in enumerate(self.slow)}
         tensors |= {f"momentum.{i}": momentum for i, momentum in enumerate(self.momentum)}
-        counts = dict(self.counts)
-        return tensors, {"cohort": self.place.cohort, "robust": self.robust.state(), "counts": counts}
+        numbers = {
+            "cohort": self.place.cohort,
+            "robust": self.robust.state(),
+            "counts": dict(self.counts),
+            "exchanged_at": list(self._exchanged_at),
+        }
+        return tensors, numbers
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave; SnapshotError, and nothing changed, if another cohort's."""
@@ -157,19 +165,31 @@ class Averager(ABC):
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         self.counts = Counter(numbers["counts"])
+        self._exchanged_at = list(numbers["exchanged_at"])
 
     def copies(self) -> list[Tensor]:
         """All fragments as of one moment, for another thread. RemoteProtocolError `busy` if they are changing."""
         with self._still():
             return [self.fragments.gather(i) for i in range(self.config.fragments)]
 
-    def replace(self, values: Sequence[Tensor]) -> None:
-        """Go on with other weights, one vector for each fragment."""
+    def replace(self, values: Sequence[Tensor]) -> bool:
+        """Go on with other weights, one vector for each fragment; False, and nothing has changed, if a policy with them
+        does not give probabilities to this node's own answers."""
+        with self.changing():
+            kept = [self.fragments.gather(i) for i in range(self.config.fragments)]
+        self._take(values)
+        unlikelihood = self._probe()
+        if unlikelihood is not None and not math.isfinite(unlikelihood):
+            self._take(kept)
+            return False
+        self.restart()
+        return True
+
+    def _take(self, values: Sequence[Tensor]) -> None:
         with self.changing():
             for i, fragment in enumerate(values):
                 self.fragments.scatter(i, fragment)
             self._changed()
-        self.restart()
 
     def restart(self) -> None:
         """The weights were replaced: the outer optimiser begins anew with them."""

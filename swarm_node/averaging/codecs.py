@@ -63,11 +63,13 @@ class Reader(ABC):
     """Takes a body of `values` values in blocks of `block_bytes`, cut anywhere."""
 
     def __init__(self, values: int, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
-        self._values = torch.empty(values)
-        self._parts = iter(_parts(self._values))
-        self.missing = -(-values // BLOCK) * block_bytes
+        count = -(-values // BLOCK)
+        self.missing = count * block_bytes
         """Bytes that are yet to come."""
+        self._length = values
+        self._values = torch.empty(count, BLOCK)
+        self._parts = iter(self._values.split(PIECE // BLOCK) if count else ())
+        self._buffer = torch.empty(min(count, PIECE // BLOCK), block_bytes, dtype=torch.uint8)
         self._room = memoryview(b"")  # for what is missing of the blocks of the present part
 
     def write(self, piece: memoryview) -> None:
@@ -77,33 +79,30 @@ class Reader(ABC):
         self.missing -= len(piece)
         while piece:
             if not self._room:
-                self._begin_part()
+                self._part = next(self._parts)
+                self._blocks = self._place(self._part)
+                self._room = memoryview(self._blocks.numpy()).cast("B")
             n = min(len(piece), len(self._room))
             self._room[:n] = piece[:n]
             self._room, piece = self._room[n:], piece[n:]
             if not self._room:
-                self._finish_part()
+                self._decode(self._blocks, self._part)
+                if not bounded(self._part, 2 * LARGEST):  # s may have been rounded up
+                    raise RemoteProtocolError("values", "a value is not finite, or too large")
 
     def values(self) -> Tensor:
         """Float32 [values], once all is there. Raises RemoteProtocolError: size."""
         if self.missing:
             raise RemoteProtocolError("size", f"{self.missing} bytes are missing")
-        return self._values
+        return self._values.view(-1)[: self._length]
 
-    def _begin_part(self) -> None:
-        self._part = next(self._parts)
-        self._blocks = torch.empty(-(-len(self._part) // BLOCK), self._block_bytes, dtype=torch.uint8)
-        self._room = memoryview(self._blocks.numpy()).cast("B")
-
-    def _finish_part(self) -> None:
-        values = self._decode(self._blocks).flatten()
-        if not bounded(values, 2 * LARGEST):  # s may have been rounded up
-            raise RemoteProtocolError("values", "a value is not finite, or too large")
-        self._part.copy_(values[: len(self._part)])
+    def _place(self, part: Tensor) -> Tensor:
+        """Bytes [blocks, block_bytes] for what comes of `part`."""
+        return self._buffer[: len(part)]
 
     @abstractmethod
-    def _decode(self, blocks: Tensor) -> Tensor:
-        """The next values, from bytes [blocks, block_bytes] that may be any."""
+    def _decode(self, blocks: Tensor, part: Tensor) -> None:
+        """Set `part` [blocks, 64], the next values, from bytes [blocks, block_bytes] that may be any."""
 
 
 class Decoder(Reader):
@@ -113,8 +112,12 @@ class Decoder(Reader):
         super().__init__(values, _CODECS[codec].block_bytes)
         self._codec = codec
 
-    def _decode(self, blocks: Tensor) -> Tensor:
-        return _CODECS[self._codec].decode(blocks)
+    def _place(self, part: Tensor) -> Tensor:
+        return part.view(torch.uint8) if self._codec == "float32" else super()._place(part)
+
+    def _decode(self, blocks: Tensor, part: Tensor) -> None:
+        if self._codec != "float32":  # which is there already
+            part.copy_(_CODECS[self._codec].decode(blocks))
 
 
 class Readers:
@@ -153,7 +156,8 @@ def _encode(codec: Codec, part: Tensor) -> Tensor:
 
 def bounded(values: Tensor, limit: float) -> bool:
     """Whether no value is larger, and none is NaN."""
-    return bool(values.abs().amax() <= limit)
+    low, high = values.aminmax()
+    return bool(low >= -limit) and bool(high <= limit)
 
 
 def _scaled(x: Tensor, codes: int) -> tuple[Tensor, Tensor]:

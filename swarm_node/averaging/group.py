@@ -9,7 +9,9 @@ the weights, as a ring would. `per_step` is the same after each update, with pla
 
 Rounds are counted, not timed: who is behind waits to be told by the others, and catches up with their count. A round
 that does not become complete within `timeout_s` is given up, by everybody for itself: that is what a barrier costs.
-With a codec that loses something, progress since the last round travels instead of weights (Streaming DiLoCo).
+With a codec that loses something, progress since the last round travels instead of weights (Streaming DiLoCo), which
+keeps slow weights equal only among those who missed nothing: after a round that somebody gave up, or with a member who
+was not there, the next one averages the weights themselves, in float32, and all begin anew from that mean.
 """
 
 from __future__ import annotations
@@ -55,6 +57,9 @@ class _Round:
     sent: Tensor
     bounds: list[int]
     """Part k is `sent[bounds[k]:bounds[k + 1]]`."""
+    codec: Codec
+    residual: Tensor | None = None
+    """What the codec loses of `sent`."""
     phase: int = PARTS
     mean: Tensor | None = None
     """Of our part, as everybody else decodes it."""
@@ -76,10 +81,9 @@ class GroupAverager(Averager):
         self.outer = MEAN if per_step else DiLoCo(config.outer_learning_rate, config.outer_momentum)
         self._every = 1 if per_step else config.every
         self._codec = CODECS[config.codec]
-        self._progress = self._codec != "float32"
-        """Progress travels, not weights."""
+        self._in_step: list[list[str]] = [[] for _ in self.slow]
+        """Members with whom the last round of each fragment was complete: all their slow weights are equal."""
         self._residual = [torch.zeros_like(slow) for slow in self.slow] if config.error_feedback else None
-        self._averaged_at = [0] * config.fragments
         self._number = 0
         self._told: dict[str, int] = {}
         """Peer -> the round that it says it is in."""
@@ -92,7 +96,7 @@ class GroupAverager(Averager):
 
     def step(self, updates: int) -> None:
         try:
-            if self._round is None and updates - self._averaged_at[self._fragment()] >= self._every:
+            if self._round is None and updates - self._exchanged_at[self._fragment()] >= self._every:
                 self._begin(updates)
             if self._round is not None:
                 self._go_on(self._round)
@@ -105,6 +109,7 @@ class GroupAverager(Averager):
 
     def restart(self) -> None:
         super().restart()
+        self._in_step = [[] for _ in self.slow]
         if self._round is not None:
             self._give_up(self._round, "replaced", "", "this node went on with other weights meanwhile")
 
@@ -121,18 +126,21 @@ class GroupAverager(Averager):
         members = sorted([*self._cohort(), self.place.peer_id])
         if len(members) == 1:
             self.skip("alone")
-            self._averaged_at[self._fragment()] = updates
+            self._exchanged_at[self._fragment()] = updates
             return
         fragment = self._fragment()
         fast = self._copy(fragment)
-        sent = fast - self.slow[fragment] if self._progress else fast
-        if self._residual is not None and self._progress:
+        alike = self._in_step[fragment] == members or self._number < self.config.fragments  # all began alike
+        codec = self._codec if alike else "float32"
+        sent = fast if codec == "float32" else fast - self.slow[fragment]
+        residual = None
+        if self._residual is not None and codec != "float32":
             sent += self._residual[fragment]
-            self._residual[fragment] = lost(self._codec, sent)
+            residual = lost(codec, sent)
         blocks = math.ceil(len(sent) / BLOCK)
         bounds = [min(len(sent), BLOCK * (blocks * k // len(members))) for k in range(len(members) + 1)]
         ends = self.now() + self.config.timeout_s
-        started = _Round(self._number, fragment, members, updates, ends, fast, sent, bounds)
+        started = _Round(self._number, fragment, members, updates, ends, fast, sent, bounds, codec, residual)
         with self._guard:
             self._round = started
 
@@ -225,7 +233,7 @@ class GroupAverager(Averager):
             raise RemoteProtocolError("group", "other members")
         if (head.round, head.fragment, head.phase) != (round.number, round.fragment, phase):
             raise RemoteProtocolError("round", f"round {head.round} in round {round.number}")
-        if head.codec != self._codec:
+        if head.codec != round.codec:
             raise RemoteProtocolError("codec", head.codec)
         expected = encoded_size(head.codec, self._values(round, phase, peer))
         if size != expected:
@@ -250,8 +258,8 @@ class GroupAverager(Averager):
             assert round.mean is not None
             sent = round.mean
         head = {"round": round.number, "fragment": round.fragment, "phase": phase, "group": _digest(round.members)}
-        size = encoded_size(self._codec, len(sent))
-        return self._sealed(peer, self._codec, size, partial(pieces, self._codec, sent), version=round.updates, **head)
+        size = encoded_size(round.codec, len(sent))
+        return self._sealed(peer, round.codec, size, partial(pieces, round.codec, sent), version=round.updates, **head)
 
     def _arrived(self, round: _Round, phase: int, peer: str, taken: list[Decoder], error: BaseException | None) -> None:
         """An exchange is over, on whichever thread."""
@@ -281,7 +289,7 @@ class GroupAverager(Averager):
             mean = self._reducer(mine, torch.stack(others))
         else:
             mean = clipped_mean([mine, *others], self.config.clip)
-        mean -= lost(self._codec, mean)  # as the others will have it, or slow weights drift apart
+        mean -= lost(round.codec, mean)  # as the others will have it, or slow weights drift apart
         with self._guard:
             round.mean, round.phase = mean, AVERAGES
             round.call_at.clear()
@@ -293,9 +301,13 @@ class GroupAverager(Averager):
         means = round.arrived[AVERAGES] | {self.place.peer_id: round.mean}
         mean = torch.cat([means[peer] for peer in round.members])
         slow, velocity = self.slow[fragment].clone(), self.momentum[fragment].clone()
-        delta = mean if self._progress else mean - slow
+        delta = mean - slow if round.codec == "float32" else mean
         self.spread = float((delta - (fast - slow)).norm()) / math.sqrt(len(fast))
-        self.outer.step(slow, velocity, delta)
+        if round.codec == self._codec:
+            self.outer.step(slow, velocity, delta)
+        else:
+            MEAN.step(slow, velocity, delta)
+            velocity.zero_()
         try:
             check_finite(slow)
             if not self._apply(fragment, slow - fast):
@@ -304,15 +316,21 @@ class GroupAverager(Averager):
             self._give_up(round, error.reason, "", error.detail)
             return
         self.slow[fragment], self.momentum[fragment] = slow, velocity
+        if self._residual is not None:
+            self._residual[fragment] = torch.zeros_like(slow) if round.residual is None else round.residual
+        self._in_step[fragment] = round.members
+        self._exchanged_at[fragment] = round.updates
         self._went_well(*round.members)
         self._over(round)
 
     def _give_up(self, round: _Round, reason: str, peer: str, detail: str) -> None:
+        self._in_step[round.fragment] = []
         self.skip(reason, detail, peer)
+        if reason not in ("late", "codec"):  # else the next begins at once: the others are there, or will be told
+            self._exchanged_at[round.fragment] = round.updates
         self._over(round)
 
     def _over(self, round: _Round) -> None:
-        self._averaged_at[round.fragment] = round.updates
         with self._guard:
             self._round = None
             self._number = max(self._number, round.number + 1)

@@ -1,50 +1,44 @@
 """All trained weights from one peer of the cohort to another: for those who come late, or come back with nothing.
 
-    newcomer --(head: cohort)--> member       member --(head: its version | all fragments, float32)--> newcomer
-
 Nothing waits: the newcomer trains at once, and for its first minutes looks for somebody whose weights are an outer
-round or more ahead of its own. When a body has arrived whole, with the right sha256 and finite values, it goes on with
-those at a step boundary. What a cohort's weights are worth is the cohort's affair: a newcomer has nothing to judge them
-by, so it asks one whose version is not below the middle, chosen at random; if that fails, another.
+round or more ahead of its own. When a body has arrived whole (`fetching`), it goes on with those at a step boundary.
+What a cohort's weights are worth is the cohort's affair: a newcomer has little to judge them by (`Averager.replace`),
+so it asks one whose version is not below the middle, chosen at random; if that fails, another.
+
+Weights are given to one peer at a time, and for no longer than a slow line takes: who asks and then takes nothing keeps
+others from them for that long only.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from functools import partial
-from itertools import chain
 from math import inf
 from statistics import median_low
 
+from torch import Tensor
+
 from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import WEIGHTS_METHOD, WeightsHead, open_weights_head, seal_head
-from protocol.transports.base import Accepted, Outgoing, Sink
+from protocol.tensors import WEIGHTS_METHOD, open_weights_head
+from protocol.transports.base import Accepted, Outgoing
 from swarm_node.averaging.averager import Averager, reason_of
-from swarm_node.averaging.codecs import Decoder, Readers, encoded_size, pieces
+from swarm_node.averaging.codecs import encoded_size, pieces
+from swarm_node.averaging.fetching import (
+    AGAIN_S,
+    GRACE_S,
+    MAX_VERSION,
+    Fetch,
+    check_place,
+    fetch,
+    longest_s,
+    weights_head,
+)
 
 SEEK_S = 120.0
 """How long a node looks for such a peer: cards take seconds, dialling all of a large swarm a minute."""
-BYTES_PER_S = 2**17
-"""A handover that is slower than a megabit a second on the whole is given up."""
-GRACE_S = 30.0
-AGAIN_S = 5.0
-"""Whoever is giving its weights to somebody else is asked again this much later."""
-MAX_VERSION = 2**32
-"""An update a second for 136 years: who claims more lies."""
-
-
-@dataclass(eq=False)
-class Fetch:
-    """A handover on its way."""
-
-    peer: str
-    bodies: Readers
-    version: int = 0
-    done: Future[None] | None = None
 
 
 class Handover:
@@ -55,22 +49,31 @@ class Handover:
         self.version = 0
         """Of the policy whose weights these are; 0 = never trained, so nobody wants them."""
         self._rng = rng
+        self._seek_s: float | None = None
+        """How long to look, from the next step on."""
         self._seek_until = -1.0
         self._ask_at: dict[str, float] = {}
         """When those who were asked may be asked again."""
         self._fetch: Fetch | None = None
-        self._giving = threading.Lock()
+        self._guard = threading.Lock()
+        """Of the two below."""
+        self._turn = 0
+        """Counts those who were given the weights."""
+        self._giving_until = -1.0
+        """Before that nobody else is."""
         averager.transport.accept(WEIGHTS_METHOD, self._accept)
 
     # ----------------------------------------------------------------- asking
 
     def seek(self, seconds: float = SEEK_S) -> None:
-        """From now on, look for somebody to go on from."""
-        self._seek_until = self.averager.now() + seconds
+        """From the next step on, look for somebody to go on from: until then nobody could be gone on from."""
+        self._seek_s = seconds
 
     def step(self, version: int) -> Fetch | None:
         """At a step boundary, with the policy at `version`. What has arrived, if this node now has its weights."""
         self.version = version
+        if self._seek_s is not None:
+            self._seek_until, self._seek_s = self.averager.now() + self._seek_s, None
         fetch = self._fetch
         if fetch is None:
             if self.averager.now() < self._seek_until:
@@ -85,8 +88,10 @@ class Handover:
         except (ProtocolError, CancelledError) as error:
             self._failed(fetch.peer, *reason_of(error))
             return None
+        if not self.averager.replace(values):
+            self._failed(fetch.peer, "probe", "nothing could be computed with them")
+            return None
         self._seek_until = -1.0
-        self.averager.replace(values)
         return fetch
 
     def _failed(self, peer: str, reason: str, detail: str) -> None:
@@ -115,61 +120,54 @@ class Handover:
             if least <= theirs <= MAX_VERSION and self._ask_at.get(peer, now) <= now
         ]
         if ahead:
-            self._fetch = self.fetch(self._rng.choice(ahead))
-            self._ask_at[self._fetch.peer] = inf
+            peer = self._rng.choice(ahead)
+            self._fetch = self.fetch(peer, versions[peer])
+            self._ask_at[peer] = inf
 
-    def fetch(self, peer: str) -> Fetch:
-        """Have the weights of `peer` sent."""
-        fetch = Fetch(peer, Readers([Decoder("float32", n) for n in self.averager.fragments.sizes]))
-        timeout = GRACE_S + fetch.bodies.size / BYTES_PER_S
-        answered = partial(self._answered, fetch)
-        exchange = self.averager.transport.exchange
-        fetch.done = exchange(peer, WEIGHTS_METHOD, Outgoing(self._head(self.version)), answered, timeout)
-        return fetch
-
-    def _answered(self, fetch: Fetch, head: bytes, size: int) -> Sink:
-        theirs = open_weights_head(head)
-        self._check(theirs)
-        if size != fetch.bodies.size:
-            raise RemoteProtocolError("size", f"{size} bytes for {fetch.bodies.size}")
-        if not self.version < theirs.version <= MAX_VERSION:
-            raise RemoteProtocolError("claim", f"{theirs.version} updates, of which {self.version} are here")
-        fetch.version = theirs.version
-        return fetch.bodies.write
+    def fetch(self, peer: str, least: int) -> Fetch:
+        """Have the weights of `peer` sent, of version `least` or later: what its card says."""
+        place = self.averager.place
+        sizes = self.averager.fragments.sizes
+        return fetch(self.averager.transport, place.swarm, place.cohort, peer, sizes, least, self.version)
 
     # ----------------------------------------------------------------- giving
 
     def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
-        self._check(open_weights_head(head))
+        place = self.averager.place
+        check_place(open_weights_head(head), place.swarm, place.cohort)
         if size:
             raise RemoteProtocolError("size", f"{size} bytes where none are wanted")
         if not self.version:
             raise RemoteProtocolError("early", "not trained yet")
-        if not self._giving.acquire(blocking=False):
-            raise RemoteProtocolError("busy", "another peer is being given them")
+        whole = sum(encoded_size("float32", n) for n in self.averager.fragments.sizes)
+        now = self.averager.now()
+        with self._guard:
+            if now < self._giving_until:
+                raise RemoteProtocolError("busy", "another peer is being given them")
+            until = self._giving_until = now + longest_s(whole)
+            self._turn += 1
+            turn = self._turn
         try:
             version, copies = self.version, self.averager.copies()
         except BaseException:
-            self._giving.release()
+            self._end_turn(turn)
             raise
-        ours = Outgoing(
-            self._head(version),
-            sum(encoded_size("float32", len(values)) for values in copies),
-            lambda: chain.from_iterable(pieces("float32", values) for values in copies),
-        )
-        return Accepted(ours, _refuse, self._done)
+        ours = Outgoing(weights_head(place.swarm, place.cohort, version), whole, partial(self._body, copies, until))
+        return Accepted(ours, _refuse, lambda error: self._end_turn(turn))
 
-    def _done(self, error: Exception | None) -> None:
-        self._giving.release()
+    def _body(self, copies: list[Tensor], until: float) -> Iterator[memoryview]:
+        """All fragments; none is kept when it has left. RemoteProtocolError `slow` after `until`."""
+        while copies:
+            for piece in pieces("float32", copies.pop(0)):
+                if self.averager.now() > until:
+                    raise RemoteProtocolError("slow", "the weights were not taken in time")
+                yield piece
 
-    def _head(self, version: int) -> bytes:
-        place = self.averager.place
-        return seal_head(WeightsHead(PROTOCOL_VERSION, place.swarm, place.cohort, version))
-
-    def _check(self, head: WeightsHead) -> None:
-        place = self.averager.place
-        if (head.swarm, head.cohort) != (place.swarm, place.cohort):
-            raise RemoteProtocolError("cohort", f"{head.cohort} of swarm {head.swarm[:16]}")
+    def _end_turn(self, turn: int) -> None:
+        """Whoever's it was, unless another's has begun."""
+        with self._guard:
+            if turn == self._turn:
+                self._giving_until = -1.0
 
 
 def _refuse(piece: memoryview) -> None:

@@ -44,12 +44,17 @@ MAX_WRITTEN_OUT = 1 / 8
 WRITTEN_OUT_BYTES = 4 + 4 * BLOCK
 SMALLEST = 1e-30
 """A step below this says: the same as yours."""
+ROWS = 512
+"""Blocks worked on at a time: a processor's cache holds what becomes of them on the way, 256 KiB in float64 each."""
+ODD = torch.arange(1, 2 * BLOCK, 2, dtype=torch.float64)[:, None]
+"""Weights of the check [64, 1]: no number may change alone, by less than 256, without notice."""
+HALVES = np.array([[code & 15, code >> 4] for code in range(256)], np.float32).view(np.uint64)[:, 0]
+"""The two codes of each byte [256], as one item of 64 bits: such a table is read fastest."""
 
 
 def dither(seed: str, blocks: int) -> Tensor:
     """u [blocks], the same on every machine."""
-    key = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big")
-    return torch.from_numpy((np.random.Philox(key=key).random_raw(blocks) >> np.uint64(11)) * 2.0**-53 - 0.5)
+    return _draw(_source(seed), blocks)[:, 0]
 
 
 def lattice_pieces(
@@ -67,23 +72,33 @@ def lattice_pieces(
     the reader may have gone: root mean squares per value. `seed` is another each time; `written_out` are the
     numbers of blocks to be written out, ascending. Raises LocalProtocolError if a value is not finite, or too large.
     """
-    us = dither(seed, block_count(len(flat))).split(PIECE // BLOCK)
-    for part, start, u in zip(flat.split(PIECE), slow.split(PIECE), us, strict=True):
-        change = part - start
-        if not (bounded(part, LARGEST) and bounded(change, 2 * LARGEST)):
+    source = _source(seed)
+    quotients, turns = torch.empty(2, ROWS, BLOCK, dtype=torch.float64)
+    change, rests = torch.empty(ROWS, BLOCK), torch.empty(ROWS, BLOCK, dtype=torch.int32)
+    for part, start in zip(map(_blocks, flat.split(PIECE)), map(_blocks, slow.split(PIECE)), strict=True):
+        k = len(part)
+        largest = torch.empty(k, 1)
+        for x, y, most in _rows(part, start, largest):
+            torch.amax(torch.sub(x, y, out=change[: len(x)]).abs_(), 1, keepdim=True, out=most)
+        if not (bounded(part, LARGEST) and bounded(largest, 2 * LARGEST)):
             raise LocalProtocolError("weights that are not finite, or too large, are not sent")
-        x, moved = _blocks(part), _blocks(change)
-        limit = moved.abs().amax(1, keepdim=True).clamp_(min=REACH[bits] * own_reach) + REACH[bits] * reach
+        limit = largest.double().clamp_(min=REACH[bits] * own_reach) + REACH[bits] * reach
         step = (limit / 2 ** (bits - 1)).to(torch.bfloat16)
         step[step < SMALLEST] = 0
-        size = step.double()
-        quotients = (x / size).nan_to_num_(0, 0, 0).sub_(u[:, None]).round_()
-        rest = quotients.remainder(2**bits)
-        check = _check(quotients.sub_(rest).div_(2**bits))
-        codes = rest.to(torch.uint8)
+        codes, check = torch.empty(k, BLOCK, dtype=torch.uint8), torch.empty(k, 1, dtype=torch.float64)
+        for x, size, u, code, sum_ in _rows(part, step.double(), _draw(source, k), codes, check):
+            q, t = quotients[: len(x)], turns[: len(x)]
+            q.copy_(x).div_(size).sub_(u).round_()
+            torch.mul(q, 2.0**-bits, out=t).floor_()
+            code.copy_(rests[: len(x)].copy_(q.sub_(t, alpha=2**bits)))  # float64 to uint8 at once is slow
+            _sum_up(t, q, sum_)
+        none = step[:, 0] == 0
+        if bool(none.any()):
+            codes[none], check[none] = 0, 0
         if bits == 4:
-            codes = codes[:, ::2] | codes[:, 1::2] << 4
-        yield memoryview(torch.cat([step.view(torch.uint8), check, codes], 1).numpy()).cast("B")
+            pairs = codes.numpy().view(np.uint16)
+            codes = torch.from_numpy((pairs | pairs >> 4).astype(np.uint8))
+        yield memoryview(torch.cat([step.view(torch.uint8), _modulo(check), codes], 1).numpy()).cast("B")
     for numbers in written_out.split(PIECE // BLOCK // 2) if len(written_out) else ():
         values = torch.stack([pad(part, (0, BLOCK - len(part))) for part in _each(flat, numbers)])
         rows = torch.cat([numbers.to(torch.int32)[:, None].view(torch.uint8), values.view(torch.uint8)], 1)
@@ -99,10 +114,13 @@ class LatticeReader(Reader):
         self._rows_bytes = WRITTEN_OUT_BYTES * written_out
         self.missing += self._rows_bytes
         self._bits = bits
-        self._near = iter(near.split(PIECE))
-        self._dither = iter(dither(seed, block_count(len(near))).split(PIECE // BLOCK))
-        self._failed: list[Tensor] = []
+        self._near = near
+        self._source = _source(seed)
+        self._failed = torch.empty(block_count(len(near)), dtype=torch.bool)
+        self._done = 0
+        """Blocks decoded so far."""
         self._squares = self._lost = 0.0
+        self._scratch = torch.empty(3, ROWS, BLOCK, dtype=torch.float64)
 
     def write(self, piece: memoryview) -> None:
         of_blocks = min(len(piece), max(0, self.missing - self._rows_bytes))
@@ -134,30 +152,39 @@ class LatticeReader(Reader):
     def apart(self) -> float:
         """Root mean square difference between writer and reader, once all is there: what writing lost is taken out, or
         steps that follow this figure would feed on themselves."""
-        return math.sqrt(max(0.0, self._squares - self._lost) / (BLOCK * sum(map(len, self._failed))))
+        return math.sqrt(max(0.0, self._squares - self._lost) / (BLOCK * len(self._failed)))
 
     def failed(self) -> Tensor:
         """Bool [blocks], once all is there: those read as the reader's own, because the two are too far apart."""
-        return torch.cat(self._failed)
+        return self._failed
 
-    def _decode(self, blocks: Tensor) -> Tensor:
-        scale = torch.empty(len(blocks), 1, dtype=torch.bfloat16)
+    def _decode(self, blocks: Tensor, part: Tensor) -> None:
+        k, first = len(blocks), self._done
+        self._done += k
+        scale = torch.empty(k, 1, dtype=torch.bfloat16)
         scale.view(torch.uint8).copy_(blocks[:, :2])
         step = scale.double()
         if not bool((step >= 0).all() and (step <= 1e30).all()):
             raise RemoteProtocolError("values", "a step is not finite, or negative")
-        check, codes = blocks[:, 2:3], blocks[:, 3:]
-        if self._bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
-        near, u, count = _blocks(next(self._near)), next(self._dither)[:, None], 2.0**self._bits
-        place = near / step - u
-        turns = ((place - codes) / count).round_()
-        wrong = (step > 0) & (_check(turns) != check)
-        self._failed.append(wrong[:, 0])
-        values = torch.where((step > 0) & ~wrong, (codes + count * turns + u) * step, near)
-        self._squares += float((values - near).square().sum())
-        self._lost += float(step[~wrong].square().sum()) * BLOCK / 12
-        return values.float()
+        near, us = _blocks(self._near[BLOCK * first : BLOCK * (first + k)]), _draw(self._source, k)
+        check, squares = torch.empty(2, k, 1, dtype=torch.float64)
+        for values, y, size, u, code, sum_, square in _rows(part, near, step, us, blocks[:, 3:], check, squares):
+            p, q, t = self._scratch[:, : len(y)]  # where y lies, the number next to it that has the code, its turns
+            p.copy_(y).div_(size).sub_(u)
+            q.copy_(code if self._bits == 8 else _halves(code))
+            torch.sub(p, q, out=t).mul_(2.0**-self._bits).round_()
+            q.add_(t, alpha=2**self._bits)
+            torch.sum(torch.sub(q, p, out=p).square_(), 1, keepdim=True, out=square)
+            values.copy_(q.add_(u).mul_(size))
+            _sum_up(t, q, sum_)
+        wrong = (step > 0) & (_modulo(check) != blocks[:, 2:3])
+        read = (step > 0) & ~wrong
+        if not bool(read.all()):
+            part[~read[:, 0]] = near[~read[:, 0]]
+        self._failed[first : first + k] = wrong[:, 0]
+        size = step[read].square()
+        self._squares += float(squares[read] @ size)
+        self._lost += float(size.sum()) * BLOCK / 12
 
 
 def lattice_bytes(bits: int) -> int:
@@ -178,17 +205,41 @@ def block_count(values: int) -> int:
     return -(-values // BLOCK)
 
 
-def _check(turns: Tensor) -> Tensor:
-    """Uint8 [blocks, 1] of whole numbers [blocks, 64]. Weights are odd: no number may change alone, by less than 256,
-    without notice."""
-    weights = torch.arange(1, 2 * BLOCK, 2, dtype=torch.float64)
-    return (turns.remainder(256) @ weights)[:, None].remainder_(256).to(torch.uint8)
+def _sum_up(turns: Tensor, spare: Tensor, out: Tensor) -> None:
+    """Float64 [blocks, 1] in `out`: the check of whole numbers [blocks, 64], but for `_modulo`. `turns` and `spare`, of
+    the same shape, are used up."""
+    turns.sub_(torch.mul(turns, 1 / 256, out=spare).floor_(), alpha=256)
+    torch.mm(turns, ODD, out=out)
+
+
+def _modulo(sums: Tensor) -> Tensor:
+    """Uint8 [blocks, 1]."""
+    return sums.remainder(256).to(torch.uint8)
+
+
+def _halves(codes: Tensor) -> Tensor:
+    """Float32 [blocks, 64] from bytes [blocks, 32]."""
+    return torch.from_numpy(HALVES.take(codes.numpy()).view(np.float32))
+
+
+def _rows(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of the same blocks of each, as many as are worked on at a time."""
+    return zip(*(vector.split(ROWS) for vector in vectors), strict=True)
 
 
 def _blocks(part: Tensor) -> Tensor:
-    """Float64 [blocks, 64]; the last is filled up with 0."""
+    """[blocks, 64]; the last is filled up with 0."""
     short = -len(part) % BLOCK
-    return (pad(part, (0, short)) if short else part).view(-1, BLOCK).double()
+    return (pad(part, (0, short)) if short else part).view(-1, BLOCK)
+
+
+def _source(seed: str) -> np.random.Philox:
+    return np.random.Philox(key=int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big"))
+
+
+def _draw(source: np.random.Philox, blocks: int) -> Tensor:
+    """u of the next blocks: float64 [blocks, 1]."""
+    return torch.from_numpy((source.random_raw(blocks) >> np.uint64(11)) * 2.0**-53 - 0.5)[:, None]
 
 
 def _each(flat: Tensor, numbers: Tensor) -> list[Tensor]:

@@ -44,6 +44,18 @@ class NoLoCo:
     ) -> None:
         """Update `slow` and `momentum`. `partner_fast` None = nobody there; `partner_slow` is needed, and looked at,
         only if gamma differs from beta."""
+        self.turn(slow, momentum, fast, partner_fast, partner_slow)
+        slow.add_(momentum)
+
+    def turn(
+        self,
+        slow: Tensor,
+        momentum: Tensor,
+        fast: Tensor,
+        partner_fast: Tensor | None,
+        partner_slow: Tensor | None = None,
+    ) -> None:
+        """The first half of `step`: only `momentum` changes."""
         momentum.mul_(self.alpha)
         if partner_fast is None:
             momentum.add_(fast - slow, alpha=self.beta)
@@ -54,7 +66,6 @@ class NoLoCo:
             apart = partner_slow - slow
             momentum.add_((fast + partner_fast).div_(2).sub_(slow).sub_(apart, alpha=0.5), alpha=self.beta)
             momentum.add_(apart, alpha=self.gamma / 2)
-        slow.add_(momentum)
 
 
 @dataclass(frozen=True)

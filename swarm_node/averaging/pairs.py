@@ -21,7 +21,7 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from swarm_node.averaging.codecs import Decoder, Reader, Readers, encoded_size, 
 from swarm_node.averaging.lattice import LatticeReader, block_count, lattice_pieces, lattice_size, most_written_out
 from swarm_node.averaging.outer import NoLoCo
 from swarm_node.averaging.pairing import partner
-from swarm_node.averaging.robust import chunks, distance
+from swarm_node.averaging.robust import chunks, distance, square
 from swarm_node.errors import UserError
 
 CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
@@ -81,6 +81,8 @@ class _Exchange:
     replaced: int = 0
     """How often weights had been replaced."""
     theirs: AverageHead | None = None
+    readers: list[Reader] = field(default_factory=list)
+    """What reads the partner's body: its fast weights, and slow ones if they travel."""
     apart: float = 0.0
     """Root mean square distance to the partner."""
     momentum: Tensor | None = None
@@ -91,9 +93,11 @@ class _Exchange:
     done: bool = False
 
     def forget(self) -> None:
-        """Let go of what is large: a refusal's traceback may hold this until Python's next great collection."""
+        """Let go of what is large, or holds it by its traceback: this may be held itself, by one, until Python's next
+        great collection."""
         self.fast = self.slow = torch.empty(0)
-        self.momentum = None
+        self.readers.clear()
+        self.momentum = self.refused = None
 
 
 class PairAverager(Averager):
@@ -110,15 +114,12 @@ class PairAverager(Averager):
         self._both = config.gamma != config.beta
         """Slow weights travel as well."""
         self._updates = 0
-        self._exchanged_at = [0] * config.fragments
-        """Own updates when each fragment was last copied for an exchange that came about."""
         self._guard = threading.Lock()
         """Of the two below: `_accept` and ends of exchanges come on other threads."""
         self._under_way: _Exchange | None = None
         self._settled = -1
         """Latest round in which an exchange came about, or need not be tried again."""
         self._call_at = 0.0
-        self._wait_until = 0.0
         self._tried: tuple[int, str] | None = None
         """(round, why it did not come about) of the present round, as long as it has not."""
         self.transport.accept(AVERAGE_METHOD, self._accept)
@@ -142,7 +143,7 @@ class PairAverager(Averager):
         if self.config.overlap:
             return False
         with self._guard:
-            return self._under_way is not None and self.now() < self._wait_until
+            return self._under_way is not None and self.now() < self._under_way.ends
 
     # ----------------------------------------------------------------- a round
 
@@ -178,7 +179,6 @@ class PairAverager(Averager):
             if self._under_way is not None:  # it was quicker
                 return
             self._under_way = exchange
-        self._wait_until = now + self.config.timeout_s
         self._call_at = now + AGAIN * self.place.period_s
         answered = partial(self._answered, exchange)
         timeout = self.config.timeout_s
@@ -201,7 +201,7 @@ class PairAverager(Averager):
         theirs = open_average_head(head)
         self._check(theirs, peer, size)
         round = theirs.round
-        if abs(round - self.now() / self.place.period_s) > 2.0:
+        if abs(round - math.floor(self.now() / self.place.period_s)) > 1:  # clocks differ
             raise RemoteProtocolError("round", f"round {round} is not now")
         if theirs.fragment != self._fragment(round):
             raise RemoteProtocolError("fragment", f"{theirs.fragment} in round {round}")
@@ -245,7 +245,7 @@ class PairAverager(Averager):
         """RemoteProtocolError: busy; diverged if there is nothing here that anybody would want."""
         updates, replaced = self._updates, self.replaced
         fast, slow = self._copy(fragment), self.slow[fragment]
-        reach = max(distance(fast, slow) / math.sqrt(len(fast)), self._apart[fragment])
+        reach = max(_root_mean_square(fast, slow), self._apart[fragment])
         if not reach <= FARTHEST:
             raise RemoteProtocolError("diverged", "this node's weights are not finite, or went very far")
         failed = self._failed_blocks[fragment] if self._codec in BITS else torch.zeros(0, dtype=torch.bool)
@@ -283,14 +283,14 @@ class PairAverager(Averager):
 
     def _sink(self, exchange: _Exchange, theirs: AverageHead) -> Sink:
         """Where the partner's body goes."""
-        codec, vectors, size = theirs.codec, [exchange.fast, exchange.slow][: 1 + self._both], len(exchange.fast)
+        codec, vectors = theirs.codec, [exchange.fast, exchange.slow][: 1 + self._both]
         exchange.theirs = theirs
         seed, written_out = self._seed(exchange, exchange.partner), theirs.written_out
-        each: list[Reader] = [
+        exchange.readers = [
             Decoder(codec, len(near)) if codec == "float32" else LatticeReader(BITS[codec], near, seed, written_out)
             for near in vectors
         ]
-        readers = Readers(each)
+        readers = Readers(exchange.readers)
         missing = readers.size
 
         def write(piece: memoryview) -> None:
@@ -298,36 +298,39 @@ class PairAverager(Averager):
             readers.write(piece)
             missing -= len(piece)
             if not missing:
-                values = readers.values()
-                lattices = [reader for reader in each if isinstance(reader, LatticeReader)]
-                if lattices:
-                    self._failed_blocks[exchange.fragment] = torch.stack([r.failed() for r in lattices]).any(0)
-                apart = lattices[0].apart() if lattices else distance(values[0], exchange.fast) / math.sqrt(size)
-                self._weigh(exchange, apart, *values)
+                self._weigh(exchange, *readers.values())
 
         return write
 
-    def _weigh(
-        self, exchange: _Exchange, apart: float, partner_fast: Tensor, partner_slow: Tensor | None = None
-    ) -> None:
+    def _weigh(self, exchange: _Exchange, partner_fast: Tensor, partner_slow: Tensor | None = None) -> None:
         """Check what came, and work out our new momentum in its place; on a worker thread."""
         fragment, fast, slow = exchange.fragment, exchange.fast, exchange.slow
-        exchange.apart = apart
+        lattices = [reader for reader in exchange.readers if isinstance(reader, LatticeReader)]
+        exchange.readers.clear()
+        apart = lattices[0].apart() if lattices else None
+        if lattices:
+            self._failed_blocks[fragment] = torch.stack([reader.failed() for reader in lattices]).any(0)
         try:
             self.robust.check(fragment, fast, slow, partner_fast, partner_slow)
             if self._reducer is not None:
+                apart = _root_mean_square(partner_fast, fast) if apart is None else apart
                 mean = self._reducer(fast, partner_fast[None])
                 torch.lerp(fast, mean, 2.0, out=partner_fast)  # the partner with whom the mean would be that
         except (RemoteProtocolError, UserError) as error:  # the latter ends the run, from the main thread
-            exchange.refused = error
+            exchange.refused = error.with_traceback(None)
             return
-        if self.config.clip:  # what was cut off says nothing of how far honest ones are
-            exchange.apart = min(apart, distance(partner_fast, fast) / math.sqrt(len(fast)))
+        squares = 0.0
         theirs = [partner_fast, *([] if partner_slow is None else [partner_slow])]
         for start, momentum, mine, *parts in chunks(slow, self.momentum[fragment], fast, *theirs):
+            squares += square(parts[0] - mine)
             moved = momentum.clone()
-            self.outer.step(start.clone(), moved, mine, *parts)
+            self.outer.turn(start, moved, mine, *parts)
             parts[0].copy_(moved)
+        believed = math.sqrt(squares / len(fast))
+        if apart is None:
+            exchange.apart = believed
+        else:  # what was cut off says nothing of how far honest ones are
+            exchange.apart = min(apart, believed) if self.config.clip else apart
         exchange.momentum = partner_fast
 
     def _size(self, codec: Codec, fragment: int, written_out: int) -> int:
@@ -381,10 +384,11 @@ class PairAverager(Averager):
         except (ProtocolError, CancelledError) as error:
             self._failed(exchange, *reason_of(error))
         finally:
-            exchange.forget()
             with self._guard:
                 if self._under_way is exchange:  # where ours failed, a call may have taken its place by now
                     self._under_way = None
+            exchange.forget()
+            exchange.outcome = None  # which has its traceback from here, that is, holds itself
 
     def _average(self, exchange: _Exchange) -> None:
         """The outer step. Raises RemoteProtocolError, with nothing changed, if the probe says no."""
@@ -411,3 +415,8 @@ class PairAverager(Averager):
             self._tried = exchange.round, reason
             if reason == "early":
                 self._call_at = self.now() + EARLY_AGAIN * self.place.period_s
+
+
+def _root_mean_square(a: Tensor, b: Tensor) -> float:
+    """Of their difference."""
+    return distance(a, b) / math.sqrt(len(a))

@@ -69,7 +69,7 @@ ITERATIONS = 20
 STILL = 1e-4
 """A centre that moved by less than this part of tau has been found."""
 CHUNK = 2**16
-"""Values worked on at a time, in float64: 512 KiB for each temporary, which a processor's cache can hold."""
+"""Values worked on at a time: 256 KiB for each temporary, or 512 in float64, which a processor's cache can hold."""
 
 
 @dataclass(frozen=True)
@@ -193,18 +193,20 @@ class Robust:
 def measure(fast: Tensor, slow: Tensor, partner_fast: Tensor, own: Tensor | None) -> Measures:
     """Compare three vectors [n]; `own` [n] is the mean of own progress, if known."""
     apart = size = progress = along = own_size = 0.0
-    equal = moved = 0
+    balance = moved = 0
     for mine, start, partner, *direction in chunks(fast, slow, partner_fast, *([] if own is None else [own])):
-        step = (partner - start).double()
-        apart += _square(partner - mine)
-        size += _square(step)
-        progress += _square(mine - start)
-        for mean in (part.double() for part in direction):
-            along += float(torch.dot(step, mean))
-            own_size += _square(mean)
-            agreement = step.mul_(mean)
-            equal += int((agreement > 0).count_nonzero())
-            moved += int(agreement.count_nonzero())
+        step = partner - start
+        apart += square(partner - mine)
+        size += square(step)
+        progress += square(mine - start)
+        for mean in direction:
+            along += float(torch.dot(step.double(), mean.double()))
+            mean = mean.float()
+            own_size += square(mean)
+            agreement = step.sign_().mul_(mean.sign_())  # 1, -1, or 0 where one of them did not move
+            balance += int(agreement.sum())
+            moved += int(torch.dot(agreement, agreement))
+    equal = (moved + balance) // 2
     return Measures(
         math.sqrt(apart),
         math.sqrt(size),
@@ -244,7 +246,7 @@ def _centred(vectors: Sequence[Tensor], tau: float, middle: Tensor) -> Tensor:
             for pull, x in zip(pulls, parts, strict=True):
                 move += pull * (x.double() - v)
             v.copy_(v + move)
-            moved += _square(move)
+            moved += square(move)
         if moved <= (STILL * tau) ** 2:
             break
     return middle
@@ -288,11 +290,14 @@ def _clip(partner: Tensor, own: Tensor, distance: float, tau: float) -> None:
 
 def distance(a: Tensor, b: Tensor) -> float:
     """|a - b|; infinite if a difference is more than float32 can hold."""
-    return math.sqrt(sum(_square(x - y) for x, y in chunks(a, b)))
+    return math.sqrt(sum(square(x - y) for x, y in chunks(a, b)))
 
 
-def _square(vector: Tensor) -> float:
-    """Of its norm: float32 holds differences, but not always their squares."""
+def square(vector: Tensor) -> float:
+    """Of its norm; in float64 where float32, which holds differences, might not hold their squares."""
+    square = float(torch.dot(vector, vector))
+    if 1e-20 < square < 1e30:
+        return square
     vector = vector.double()
     return float(torch.dot(vector, vector))
 

@@ -10,7 +10,8 @@ bits of mantissa, so most updates of 1e-6 would round to nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ class Optimizer:
         self.warmup = config.warmup
         self.grad_clip = config.grad_clip
         self.updates = 0
+        self.updating: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Held while weights change."""
         half = {name: p for name, p in self.named.items() if p.dtype in (torch.bfloat16, torch.float16)}
         self.masters = {name: p.detach().float().requires_grad_() for name, p in half.items()}
         weights = [self.masters.get(name, p) for name, p in self.named.items()]
@@ -64,8 +67,9 @@ class Optimizer:
                 master.grad = None if gradient is None else gradient.float()
             for group in self.adamw.param_groups:
                 group["lr"] = rate
-            self.adamw.step()
-            self.publish()
+            with self.updating():
+                self.adamw.step()
+                self.publish()
             for master in self.masters.values():
                 master.grad = None
             self.updates += 1

@@ -101,6 +101,12 @@ class Policy:
         table = [sorted(self.tokenizer.get_vocab().items()), merges]
         return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
 
+    @property
+    def start(self) -> str:
+        """What peers must have in common whose weights can be averaged: the model, adapter included, as it was loaded,
+        and the adapter's scale."""
+        return f"{self.start_digest} {self.config.lora_alpha if self.is_lora else ''}"
+
     # ----------------------------------------------------------------- text
 
     def encode(self, question: str) -> list[int]:

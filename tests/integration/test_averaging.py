@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_node.recovery.snapshots import Snapshot, SnapshotStore
+from swarm_node.recovery.snapshots import Snapshot, SnapshotStore, read_snapshot
 from tests.integration.processes import QUICK, NodeProcess, nodes, until
 
 pytestmark = pytest.mark.slow
@@ -129,6 +130,40 @@ def test_nodes_average_although_one_dies_and_another_comes_late(start: Start, ma
         assert first["averaging/exchanges"] >= count
         node.until(lambda node=node, count=count: exchanges(node) > count or None, 60)  # type: ignore[misc]
     assert [node.stop() for node in again] == [0, 0]
+
+
+@pytest.mark.timeout(240)
+def test_every_outer_round_draws_four_nodes_together(start: Start, manifest: Path, tmp_path: Path) -> None:
+    """Spread of the weights as of the snapshots before and after it; each round of training is in between as well."""
+    model = tmp_path / "model"
+    command = [sys.executable, "-m", "swarm_node", "starter", "--out", str(model), "--layers", "1", "--hidden", "64"]
+    subprocess.run([*command, "--steps", "300"], check=True, capture_output=True)
+    local = "--listen", "127.0.0.1", "--port", "0", "--gossip-port", "0"
+    link = start("bootstrap", str(manifest), *local, run_dir=tmp_path / "hub", sets=()).link()
+    sets = (*AVERAGING, f"policy.model={model}", "snapshots.keep=1000", "pace_s=0.3")
+    four = [start("join", link, "--name", name, run_dir=tmp_path / name, sets=sets) for name in "abcd"]
+    for node in four:
+        node.until(lambda node=node: exchanges(node) >= 5 or None, 120)  # type: ignore[misc]
+    assert [node.stop() for node in four] == [0] * 4
+
+    steps = [outer_rounds(node) for node in four]
+    whole = sorted(set.intersection(*(set(of_node) for of_node in steps)))
+    assert len(whole) >= 3
+    for number in whole:
+        before, after = (torch.stack([of_node[number][i] for of_node in steps]) for i in (0, 1))
+        spread_before, spread_after = (float((x - x.mean(0)).norm()) for x in (before, after))
+        assert spread_after < spread_before, (number, spread_before, spread_after)
+
+
+def outer_rounds(node: NodeProcess) -> dict[int, tuple[Tensor, Tensor]]:
+    """Outer round -> weights before and after the exchange."""
+    paths = sorted((node.run_dir / "snapshots").glob("round-*"))
+    found = {}
+    for one, other in pairwise(read_snapshot(path, lambda state: None) for path in paths):
+        counts = [snapshot.state["averaging"]["counts"].get("exchanges", 0) for snapshot in (one, other)]
+        if counts[0] < counts[1]:
+            found[int(other.state["time"] / PERIOD_S)] = flat(one), flat(other)
+    return found
 
 
 # --------------------------------------------------------------------- killed in the middle of an exchange

@@ -10,6 +10,7 @@ import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
+from weakref import ref
 
 import pytest
 
@@ -476,7 +477,7 @@ def test_an_altered_byte_is_never_a_success(where: str, monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("where", [TO_ACCEPTOR, TO_CALLER])
 def test_a_peer_that_stalls_is_given_up(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanges, "PIECE_S", 0.3)
+    """By the side that it leaves waiting, whose patience is shorter here; the other finds the stream broken."""
     monkeypatch.setattr(exchanges, "REQUEST_S", 0.3)
     monkeypatch.setattr(exchanges, "MAX_IN_FLIGHT", 0)
     sizes = (301, 257)
@@ -489,10 +490,17 @@ def test_a_peer_that_stalls_is_given_up(where: str, monkeypatch: pytest.MonkeyPa
                 await asyncio.Event().wait()
 
         async with node() as there:
+            sides = {TO_ACCEPTOR: there.exchanges, TO_CALLER: there.mine}
+            sides[where].piece_s = 0.3
             caller, acceptor = await there.run(Side(sizes[0], 1, 50), Side(sizes[1], 2, 50), tap)
-            stalled = acceptor if where == TO_ACCEPTOR else caller
-            assert isinstance(stalled, PeerUnreachable | RemoteProtocolError)  # the latter if the other was quicker
-            assert there.traffic.rejected["slow"] + there.callers.rejected["slow"] >= 1
+            ends = {TO_ACCEPTOR: (acceptor, there.traffic), TO_CALLER: (caller, there.callers)}
+            error, traffic = ends.pop(where)
+            assert isinstance(error, PeerUnreachable) and traffic.rejected == {"slow": 1}, offset
+            ((error, traffic),) = ends.values()
+            if offset == length - 1:  # the last word: all that the other waited for has come
+                assert error is None and not traffic.rejected
+            else:
+                assert reason(error) == "torn" and traffic.rejected == {"torn": 1}, offset
 
     async def scenario() -> None:
         await asyncio.gather(
@@ -524,6 +532,35 @@ def test_a_sink_may_end_the_exchange(who: str) -> None:
             assert not there.said
 
     asyncio.run(scenario())
+
+
+class Body(bytearray):
+    """One that weak references can be made to."""
+
+
+def test_whoever_keeps_an_error_keeps_no_buffer_of_the_calls_that_led_to_it() -> None:
+    held = []
+
+    def fail() -> None:
+        buffer = Body()
+        held.append(ref(buffer))
+        raise OSError("torn")
+
+    def fail_again() -> None:
+        buffer = Body()
+        held.append(ref(buffer))
+        try:
+            fail()
+        except OSError as error:
+            raise RemoteProtocolError("torn") from error
+
+    try:
+        fail_again()
+    except RemoteProtocolError as error:
+        kept = error
+    assert all(reference() is not None for reference in held)
+    exchanges._let_go(kept)
+    assert len(held) == 2 and all(reference() is None for reference in held)
 
 
 @pytest.mark.parametrize("who", [TO_ACCEPTOR, TO_CALLER])

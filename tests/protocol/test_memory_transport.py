@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -702,6 +704,52 @@ def test_an_exchange_that_takes_too_long_is_given_up_and_frees_its_uplink() -> N
     swap.a.publish("t", bytes(100))
     swap.world.run(1.0 + TURN_S)
     assert len(swap.world.heard) == 1
+
+
+class Body(bytearray):
+    """One that weak references can be made to."""
+
+
+@pytest.mark.parametrize("end", ["whole", "refused", "torn", "cut"])
+def test_bodies_are_let_go_of_when_an_exchange_is_over(end: str) -> None:
+    """Long before its time is up, and without Python's collector."""
+    swap = trade()
+    network, held = swap.world.network, []
+
+    def outgoing() -> Outgoing:
+        body = Body(1000)
+        held.append(ref(body))
+        return Outgoing(b"", 1000, lambda: [body])
+
+    def sink() -> Callable[[memoryview], None]:
+        got = Body()
+        held.append(ref(got))
+
+        def take(piece: memoryview) -> None:
+            if end == "torn":
+                raise RemoteProtocolError("values", "none")
+            got.extend(piece)
+
+        return take
+
+    def accept(peer: str, head: bytes, size: int) -> Accepted:
+        if end == "refused":
+            raise RemoteProtocolError("early")
+        return Accepted(outgoing(), sink(), swap.outcomes.append)
+
+    swap.b.accept("swap", accept)
+    gc.disable()
+    try:
+        future = swap.a.exchange("b", "swap", outgoing(), lambda head, size: sink(), 1000.0)
+        if end == "cut":
+            swap.world.clock.run_until(UP + 0.1)
+            network.kill("b")
+        swap.world.clock.run_until(UP + 10.0)
+        assert (future.exception(0) is None) == (end == "whole")
+        assert len(held) == (1 if end == "refused" else 4)
+        assert not any(reference() for reference in held)
+    finally:
+        gc.enable()
 
 
 def test_whom_a_request_does_not_reach_an_exchange_does_not_either() -> None:

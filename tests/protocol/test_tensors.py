@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from protocol.codec import SPOKEN
+from protocol.errors import LocalProtocolError
 from protocol.limits import MAX_HEAD_BYTES
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import AverageHead, WeightsHead, open_average_head, open_weights_head, seal_head
@@ -109,6 +110,11 @@ def test_size_is_checked_before_anything_else(kind: Kind) -> None:
     longest = sealed(kind, later="x" * (MAX_HEAD_BYTES - len(sealed(kind, later="x" * 256)) + 256))
     assert len(longest) == MAX_HEAD_BYTES and kind.open(longest) == kind.head
     assert reason(kind, longest + b"\0") == "size"
+
+
+def test_a_head_that_no_peer_would_take_is_not_sent() -> None:
+    with pytest.raises(LocalProtocolError, match="cannot be sent"):
+        seal_head(replace(AVERAGE.head, sender=""))
 
 
 def test_the_longest_heads_fit() -> None:

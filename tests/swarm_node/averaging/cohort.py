@@ -20,6 +20,7 @@ from swarm_node.config import AveragingConfig
 
 SWARM, COHORT = "a" * 64, "c" * 16
 START, PERIOD_S, STEP_S = 1000.0, 10.0, 1.0
+PAPER = {"alpha": 0.5, "beta": 0.7, "gamma": 0.7}
 LINK = LinkModel(latency_s=0.02, bandwidth_bytes_s=1e6)
 
 
@@ -52,8 +53,8 @@ class Cohort:
 
     def __init__(self, n: int, seed: int = 0, link: LinkModel = LINK, hidden: int = 0, **options: Any) -> None:
         """The last `hidden` can only dial."""
-        options = {"method": "noloco", "every": 5, "codec": "float32", "clip": 0.0, "gates": False, **options}
-        self.config = AveragingConfig(**options)
+        usual = {"method": "noloco", "every": 5, "codec": "float32", "clip": 0.0, "gates": False}
+        self.config = AveragingConfig(**{**usual, **PAPER, **options})
         self.clock = VirtualClock(START)
         self.network = MemoryNetwork(self.clock, seed)
         self.seed = seed

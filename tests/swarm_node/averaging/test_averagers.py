@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ def drifting_apart(n: int = 4, seconds: float = 400.0) -> float:
         {"codec": "4bit"},
         {"fragments": 3},
         {"overlap": False},
+        {"alpha": 0.0, "beta": 1.0, "gamma": 1.0},
         {"gamma": 0.5},
         {"gamma": 0.5, "codec": "8bit", "fragments": 2},
         {"mixing": 0.5},
@@ -160,6 +162,30 @@ def test_one_that_joins_a_group_late_catches_up_with_its_count() -> None:
     assert late.averager.counts["exchanges"] >= 5
 
 
+def test_where_only_progress_travels_a_late_one_still_gets_the_others_slow_weights() -> None:
+    """And so does one that missed a round: progress alone would leave it an offset for ever."""
+    cohort = Cohort(3, method="diloco", codec="8bit", timeout_s=5.0, overlap=False)
+    cohort.run(80)
+    late = cohort.join()
+    cohort.trainees.append(late)
+    cohort.run(100)
+    assert late.averager.counts["exchanges"] >= 5
+    slow = torch.stack([torch.cat(trainee.averager.slow) for trainee in cohort.trainees])
+    assert float(slow.mean()) > 0.1
+    assert (slow - slow[0]).abs().max() < 1e-5
+
+
+def test_weights_with_which_nothing_can_be_computed_do_not_take_the_place_of_others() -> None:
+    averager = Cohort(1).trainees[0].averager
+    before = torch.cat(averager.slow)
+    better, broken = [torch.full_like(before, 2.0)], [torch.full_like(before, 3e38)]
+    averager._probe = lambda: float(averager.tensors["embed"].square().sum())  # type: ignore[method-assign]
+    assert averager.replace(better) and averager.replaced == 1
+    assert not averager.replace(broken) and averager.replaced == 1
+    assert torch.equal(torch.cat(averager.slow), better[0])
+    assert all(bool((tensor == 2.0).all()) for tensor in averager.tensors.values())
+
+
 def test_a_state_can_be_saved_and_restored() -> None:
     cohort = Cohort(2, clip=1.5, gates=True)
     cohort.run(200)
@@ -170,6 +196,7 @@ def test_a_state_can_be_saved_and_restored() -> None:
     assert all(torch.equal(x, y) for x, y in zip(other.slow + other.momentum, a.slow + a.momentum, strict=True))
     assert other.counts["exchanges"] == a.counts["exchanges"] > 0
     assert other.robust.state() == a.robust.state()
+    assert other._exchanged_at == a._exchanged_at != [0]
 
 
 def test_those_who_can_only_dial_average_with_those_who_can_be_dialled() -> None:
@@ -221,7 +248,7 @@ def call(them: Cohort, victim: Trainee, **changes: Any) -> Exception | None:
         "fragment": 0,
         **changes,
     }
-    head = seal_head(AverageHead(**fields))
+    head = msgspec.msgpack.encode(AverageHead(**fields))
     ours = Outgoing(head, declared, lambda: pieces("float32", body))
     done = liar.transport.exchange(victim.transport.peer_id, AVERAGE_METHOD, ours, lambda h, s: lambda p: None, 10.0)
     them.run(1.5)

@@ -14,5 +14,5 @@ def test_two_processes_exchange_and_say_what_it_took() -> None:
     assert row["mb_per_s"] == pytest.approx(2 * row["body_mb"] / row["seconds"][0])
     assert row["growth"] > 0 and row["all"] > row["state"]
     [overlap] = row["overlap"].values()
-    assert overlap["exchange_s"] > 0 and overlap["hidden"] <= 1
+    assert overlap["exchange_s"] > 0 and overlap["waiting_exchange_s"] > 0 and overlap["hidden"] <= 1
     assert len(speeds([row]).splitlines()) == len(overlaps([row]).splitlines()) == 3

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from protocol.tensors import WEIGHTS_METHOD, WeightsHead, seal_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging.codecs import encoded_size
-from swarm_node.averaging.handover import GRACE_S, SEEK_S, Fetch
+from swarm_node.averaging.fetching import GRACE_S, Fetch, longest_s
+from swarm_node.averaging.handover import SEEK_S
 from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 
 SLOW = LinkModel(latency_s=0.02, bandwidth_bytes_s=400.0)
@@ -41,7 +43,7 @@ def member(at: Cohort, version: int = 1000, **keys: Any) -> Trainee:
 def newcomer(cohort: Cohort, **keys: Any) -> Trainee:
     """One that looks for weights from its first step on, 2 * PERIOD_S from now."""
     trainee = cohort.join(**keys)
-    trainee.handover.seek(2 * PERIOD_S + SEEK_S)
+    trainee.handover.seek()
     return trainee
 
 
@@ -50,11 +52,11 @@ def asked_by(late: Trainee, first: Callable[[str], None] = lambda peer: None) ->
     asked: list[str] = []
     fetch = late.handover.fetch
 
-    def watched(peer: str) -> Fetch:
+    def watched(peer: str, least: int) -> Fetch:
         if not asked:
             first(peer)
         asked.append(peer)
-        return fetch(peer)
+        return fetch(peer, least)
 
     late.handover.fetch = watched  # type: ignore[method-assign]
     return asked
@@ -63,7 +65,7 @@ def asked_by(late: Trainee, first: Callable[[str], None] = lambda peer: None) ->
 def gives(liar: Trainee, body: bytes, **changes: Any) -> None:
     """Have it answer with this."""
     fields = {"protocol": PROTOCOL_VERSION, "swarm": SWARM, "cohort": COHORT, "version": 1000, **changes}
-    ours = Outgoing(seal_head(WeightsHead(**fields)), len(body), lambda: [memoryview(body)])
+    ours = Outgoing(msgspec.msgpack.encode(WeightsHead(**fields)), len(body), lambda: [memoryview(body)])
     accepted = Accepted(ours, lambda piece: None, lambda error: None)
     liar.transport.accept(WEIGHTS_METHOD, lambda peer, head, size: accepted)
 
@@ -179,6 +181,10 @@ def no_better(cohort: Cohort, first: Trainee) -> None:
     gives(first, bytes(whole(first)), version=0)
 
 
+def behind_its_card(cohort: Cohort, first: Trainee) -> None:
+    gives(first, bytes(whole(first)), version=999)
+
+
 def incredible(cohort: Cohort, first: Trainee) -> None:
     gives(first, bytes(whole(first)), version=2**50)
 
@@ -192,6 +198,7 @@ FAULTS = {
     not_a_number: "values",
     of_another_cohort: "cohort",
     no_better: "claim",
+    behind_its_card: "claim",
     incredible: "claim",
 }
 
@@ -227,7 +234,7 @@ def test_another_is_looked_for_even_if_the_first_took_all_the_time() -> None:
     cohort = seekers(link=SLOW)
     member(cohort), member(cohort)
     late = newcomer(cohort)
-    late.handover.seek(2 * PERIOD_S + 2)
+    late.handover.seek(2)
     by_name = {f"peer{i}": i for i in range(3)}
     asked = asked_by(late, lambda peer: cohort.at(5.0, lambda: cohort.network.kill(peer)))
     cohort.run(2 * PERIOD_S + 5 + GRACE_S)
@@ -239,19 +246,20 @@ def test_one_is_given_them_at_a_time() -> None:
     ahead = member(cohort)
     late = [newcomer(cohort, trains=False) for _ in range(3)]
     running, most = 0, 0
-    accept, done = ahead.handover._accept, ahead.handover._done
+    accept = ahead.handover._accept
 
     def watched(peer: str, head: bytes, size: int) -> Accepted:
         nonlocal running, most
         accepted = accept(peer, head, size)
         running += 1
         most = max(most, running)
-        return Accepted(accepted.ours, accepted.sink, over)
 
-    def over(error: Exception | None) -> None:
-        nonlocal running
-        running -= 1
-        done(error)
+        def over(error: Exception | None) -> None:
+            nonlocal running
+            running -= 1
+            accepted.done(error)
+
+        return Accepted(accepted.ours, accepted.sink, over)
 
     ahead.transport.accept(WEIGHTS_METHOD, watched)
     cohort.run(2 * PERIOD_S + 90)
@@ -271,6 +279,46 @@ def test_a_member_that_failed_to_give_can_give_again() -> None:
     assert torch.equal(second.flat, ahead.flat)
 
 
+def test_who_asks_and_takes_nothing_keeps_others_from_them_for_a_while_only() -> None:
+    cohort = seekers(fragments=3)
+    ahead = member(cohort)
+    head = seal_head(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT))
+
+    def ask(peer: str) -> Accepted | str:
+        try:
+            return ahead.handover._accept(peer, head, 0)
+        except RemoteProtocolError as error:
+            return error.reason
+
+    staller = ask("staller")
+    assert isinstance(staller, Accepted)
+    leaving = iter(staller.ours.pieces())
+    assert next(leaving)
+    assert ask("other") == "busy"
+    cohort.run(longest_s(whole(ahead)) + 1.0)
+    other = ask("other")
+    assert isinstance(other, Accepted)
+    with pytest.raises(RemoteProtocolError, match="slow"):
+        next(leaving)
+    staller.done(RemoteProtocolError("slow"))
+    assert ask("third") == "busy", "the staller's end is not the other's"
+    assert sum(len(piece) for piece in other.ours.pieces()) == whole(ahead)
+    other.done(None)
+    assert isinstance(ask("third"), Accepted)
+
+
+def test_looking_begins_with_the_first_step_however_long_loading_takes() -> None:
+    cohort = seekers()
+    ahead = member(cohort)
+    late = cohort.join(dead=True)
+    late.handover.seek()
+    cohort.run(3 * SEEK_S)
+    late.dead = False
+    cohort.tick(late)
+    cohort.run(10)
+    assert [fetch.peer for fetch in late.fetched] == [ahead.transport.peer_id]
+
+
 @pytest.mark.parametrize(
     ("changes", "size", "reason"),
     [
@@ -286,7 +334,7 @@ def test_calls_that_do_not_fit_are_refused(changes: dict[str, Any], size: int, r
     ahead, caller = member(cohort), member(cohort)
     cohort.run(PERIOD_S)
     fields = {"protocol": PROTOCOL_VERSION, "swarm": SWARM, "cohort": COHORT, **changes}
-    ours = Outgoing(seal_head(WeightsHead(**fields)), size, lambda: [bytes(size)])
+    ours = Outgoing(msgspec.msgpack.encode(WeightsHead(**fields)), size, lambda: [bytes(size)])
     taken: list[int] = []
     called = [
         caller.transport.exchange(ahead.transport.peer_id, WEIGHTS_METHOD, half, lambda head, n: taken.append, 60.0)
@@ -305,7 +353,7 @@ def choices(cohort: Cohort, late: Trainee, times: int = 200) -> Counter[int]:
     """Claimed versions of those whom it asks, by chance."""
     asked: Counter[int] = Counter()
 
-    def pretend(peer: str) -> Fetch:
+    def pretend(peer: str, least: int) -> Fetch:
         asked[late.transport.members()[peer].policy_version] += 1
         return Fetch(peer, None)  # type: ignore[arg-type]
 
