@@ -32,8 +32,10 @@ import msgspec
 
 from benchmarks.common import RESULTS, machine, table
 from benchmarks.sharing_settings import ARMS, SETTINGS, Arm, Measured, Round, Setting
+from protocol.transports.memory import LinkModel
 from swarm_node.config import NodeConfig, RolloutsConfig
 from swarm_node.evaluate import QUESTIONS_PER_BATCH
+from swarm_node.node import Node
 from swarm_node.rollouts import collect
 from swarm_node.sim import Peer, Simulation, Speed, manifest_for
 from swarm_node.tasks import load_tasks
@@ -46,8 +48,7 @@ QUESTIONS, SAMPLES = 96, 8
 POINTS = 60
 SPEED = Speed(generate_tok_s=300.0, train_tok_s=1000.0)
 """A round takes one to two virtual seconds: messages, sent once a second, arrive about a round after sampling."""
-AVERAGING_PERIOD_S = 15.0
-"""About ten rounds."""
+LINK = LinkModel()
 STAGGER_S = 0.37
 """Peers begin this long after each other, so that they do not march in step."""
 
@@ -55,18 +56,8 @@ STAGGER_S = 0.37
 def run(setting: Setting, arm: Arm, seed: int, peers: int, rounds: int) -> dict[str, Any]:
     """One simulation: its figures."""
     peers, times = (1, arm.alone) if arm.alone else (peers, 1)
-    members = [
-        Peer(
-            config(setting, arm, seed, number),
-            speed=SPEED,
-            starts_at=STAGGER_S * number,
-            silo=arm.silo,
-            node_type=arm.node,
-        )
-        for number in range(peers)
-    ]
-    manifest = msgspec.structs.replace(manifest_for(members[0].config), averaging_period_s=AVERAGING_PERIOD_S)
-    simulation = Simulation(manifest, members, seed)
+    simulation = simulate(setting, arm, seed, peers)
+    members = simulation.peers
     nodes: list[Measured] = [peer.node for peer in members]  # type: ignore[misc]
     before = [held_out(setting, node) for node in nodes[: setting.kinds]]
     seconds = timed(nodes, lambda: simulation.run(times * rounds))
@@ -88,12 +79,28 @@ def run(setting: Setting, arm: Arm, seed: int, peers: int, rounds: int) -> dict[
         "cpu": cpu | {"other": round(seconds - sum(cpu.values()), 2)},
         "cpu_s": seconds,
         "swarm": swarm(members),
-        "averaging": averaging(members),
     }
     if arm.longer > 1:
         timed(nodes, lambda: simulation.run(arm.longer * rounds), seconds)
         curves = [node.curve for node in nodes]
     return figures | {"curve": curve(curves)}
+
+
+def simulate(setting: Setting, arm: Arm, seed: int, peers: int, link: LinkModel = LINK) -> Simulation:
+    """`peers` nodes of `arm`, about to begin."""
+    members = [
+        Peer(
+            config(setting, arm, seed, number),
+            speed=SPEED,
+            link=link,
+            starts_at=STAGGER_S * number,
+            silo=arm.silo,
+            node_type=arm.node,
+        )
+        for number in range(peers)
+    ]
+    manifest = msgspec.structs.replace(manifest_for(members[0].config), averaging_period_s=arm.period_s)
+    return Simulation(manifest, members, seed)
 
 
 def timed(nodes: Sequence[Measured], run: Callable[[], None], already: float = 0.0) -> float:
@@ -112,7 +119,7 @@ def config(setting: Setting, arm: Arm, seed: int, number: int) -> NodeConfig:
         "rewards": setting.rewards,
         "policy": {"model": str(setting.start(seed, number))},
         "rollouts": {"groups": arm.own, "max_new_tokens": setting.max_new_tokens, "max_prompt_tokens": 128},
-        "grpo": {"learning_rate": setting.learning_rate},
+        "grpo": {"learning_rate": arm.rate * setting.learning_rate},
         "sharing": {"own": arm.own, "foreign": arm.foreign},
     }
     for section, keys in arm.sets.items():
@@ -120,13 +127,13 @@ def config(setting: Setting, arm: Arm, seed: int, number: int) -> NodeConfig:
     return NodeConfig.model_validate(table)
 
 
-def held_out(setting: Setting, node: Measured) -> dict[str, float]:
-    """pass@1 and pass@8 on held-out questions, right = full reward."""
+def held_out(setting: Setting, node: Node, count: int = 0) -> dict[str, float]:
+    """pass@1 and pass@8 on `count` held-out questions (QUESTIONS if not given), right = full reward."""
     tasks = load_tasks(list(setting.held_out), node.config.rewards)
     rollouts = RolloutsConfig(
         groups=QUESTIONS_PER_BATCH, group_size=SAMPLES, max_new_tokens=node.config.rollouts.max_new_tokens
     )
-    questions = tasks.held_out(QUESTIONS)
+    questions = tasks.held_out(count or QUESTIONS)
     waiting = iter(questions)
     groups: list[Group] = []
     for start in range(0, len(questions), QUESTIONS_PER_BATCH):
@@ -167,13 +174,6 @@ def swarm(members: Sequence[Peer]) -> dict[str, float]:
         name: fmean(values) if name in of_a_round else sum(line.get(name, 0.0) for line in last) / len(last)
         for name, values in figures.items()
     }
-
-
-def averaging(members: Sequence[Peer]) -> dict[str, float]:
-    """`averaging/*` metrics at the end, mean over peers."""
-    last = [peer.metrics[-1] for peer in members]
-    names = sorted({name for line in last for name in line if name.startswith("averaging/")})
-    return {name: fmean(line.get(name, 0.0) for line in last) for name in names}
 
 
 def mean_by_key(tables: Sequence[dict[str, float]]) -> dict[str, float]:

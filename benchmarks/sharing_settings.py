@@ -251,9 +251,12 @@ class Arm:
     """One learner only, with this many times the rounds: so many count as one."""
     longer: int = 1
     """Goes on for this many times the rounds, to see where it is when dearer arms end."""
+    period_s: float = 60.0
+    """Of outer rounds, where weights are averaged."""
+    rate: float = 1.0
+    """Times the setting's learning rate."""
 
 
-AVERAGED = {"method": "noloco", "every": 10, "late_join": False}
 ARMS = {
     "8/0": Arm("silo", own=8, foreign=0, silo=True, longer=3),
     "6/2": Arm("6 own + 2 foreign", own=6, foreign=2),
@@ -284,8 +287,6 @@ ARMS = {
         node=JudgesItselfAsForeign,
     ),
     "4/4 refill": Arm("sharing and refilling", sets={"rollouts": {"refill": 4.0}}),
-    "8/0 average": Arm("no sharing, weights averaged in pairs", own=8, foreign=0, sets={"averaging": AVERAGED}),
-    "4/4 average": Arm("sharing, and weights averaged in pairs", sets={"averaging": AVERAGED}),
     "4/0": Arm("4 own and nothing else", own=4, foreign=0, silo=True),
     "sender": Arm("4 own + 4 of its own earlier ones", own=4, foreign=0, silo=True, node=ReplaysItself),
     "replay": Arm("8 own + 4 earlier own, successes only", own=8, foreign=0, silo=True, node=ReplaysItsSuccesses),

@@ -244,8 +244,9 @@ class AveragingConfig(Section):
     method: Literal["none", "noloco", "diloco", "per_step"] = "none"
     """none | noloco (pairs, arXiv 2506.10911) | diloco (the whole cohort every `every` updates, arXiv 2311.08105) |
     per_step (the whole cohort after each update: the baseline that costs most)."""
-    every: PositiveInt = 50
-    """Own updates between two exchanges of the same weights, at least (H)."""
+    every: PositiveInt = 5
+    """Own updates between two exchanges of the same weights, at least (H). Pairs meet in outer rounds of the swarm's
+    `averaging_period_s`: updates are few in RL, so time is what counts. The papers have 50 and 500."""
     fragments: int = Field(1, ge=1, le=64)
     """Weights are exchanged in so many parts, one after the other: peak traffic falls accordingly."""
     codec: Literal["float32", "8bit", "4bit"] = "8bit"
