@@ -5,9 +5,11 @@
 # PYTHON=python3.12                                       which Python makes the virtual environment
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu        torch without CUDA: smaller, for machines without a GPU
 # VENV=/somewhere                                         where the virtual environment lies
+# JOBS=1                                                  tests that run at the same time (they wait more than they work)
 
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
@@ -36,7 +38,7 @@ demo: install
 	$(BIN)/swarm-node local --config configs/demo.toml
 
 test: dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 check: dev
 	$(BIN)/ruff check .

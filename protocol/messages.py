@@ -99,7 +99,7 @@ class RolloutBatch(msgspec.Struct, frozen=True):
     """Rises with each batch of a peer's process; for people, nothing depends on it."""
     created: Time
     fingerprint: Hash16
-    """Of the model that sampled: family and shapes, not weights."""
+    """Of its sender's policy when it was sent: other weights, another fingerprint. For people."""
     tokenizer: Hash16
     sampling: SharedSampling
     groups: Annotated[list[SharedGroup], Meta(min_length=1, max_length=MAX_GROUPS)]

@@ -45,7 +45,8 @@ class AverageHead(msgspec.Struct, frozen=True):
     phase: Annotated[int, Meta(ge=0, le=2)] = 0
     """0 = between pairs; 1 = parts to those who average them, 2 = averages back (group methods)."""
     group: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
-    """Who takes part, in group methods: first 64 bits of sha256 of the sorted peer ids, separated by blanks."""
+    """Who takes part, in group methods, and how: first 64 bits of sha256 of the outer learning rate, the outer momentum
+    and the sorted peer ids, separated by blanks."""
     codec: Codec = "float32"
     reach: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
     """Root mean square per value of how far these weights may be from the receiver's, as far as the sender can tell."""

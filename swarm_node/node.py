@@ -134,15 +134,17 @@ class Node:
         averager, member = self.averager, self.member
         if averager is None or member is None or member.handover is None:
             return False
+        before = self.trainer.before_averaging(averager.tensors)
         fetched = member.handover.step(self.policy.version)
         if fetched is not None:
             self.policy.version = max(self.policy.version, fetched.version)
-            self.trainer.averaged(averager.tensors)
+            self.trainer.averaged(averager.tensors, before)
+            before = self.trainer.before_averaging(averager.tensors)
             self.say(f"going on with the weights of {fetched.peer[-8:]}, version {fetched.version}")
         exchanges = averager.counts["exchanges"]
         averager.step(self.trainer.optimizer.updates)
         if averager.counts["exchanges"] != exchanges:
-            self.trainer.averaged(averager.tensors)
+            self.trainer.averaged(averager.tensors, before)
         return averager.waiting()
 
     def _probe(self) -> float | None:

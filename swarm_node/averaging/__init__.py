@@ -3,7 +3,7 @@
 live weights -> fragments -> codecs -> bytes  ~~~ partner ~~~  bytes -> codecs -> robust -> outer -> live weights
                                               pairing
 
-docs/averaging.md lists every formula with its source.
+docs/averaging.md says what it does and whom it trusts; formulas and their sources are on top of each module.
 """
 
 from __future__ import annotations

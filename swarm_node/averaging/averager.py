@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protocol.errors import ProtocolError, RemoteProtocolError
+from protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import AverageHead, Codec, seal_head
 from protocol.transports.base import Outgoing, Transport
@@ -38,12 +38,14 @@ from swarm_node.errors import SnapshotError
 COPY_S = 2.0
 """Longest that a peer's call waits for training to be done with changing weights; it is told to come back."""
 MUTED_AFTER = 3
-"""Exchanges in a row that were refused for their contents, after which a peer is left alone."""
+"""Exchanges in a row that were refused for what no honest peer sends, after which a peer is left alone."""
 MUTED_S = 3600.0
 CONTENTS = frozenset({"values", "gates", "probe", "hash"})
 """Reasons that are in what a peer sent."""
+PROVEN = frozenset({"values", "hash"})
+"""Those of them that no honest peer ever gives. Gates and probe weigh what is likely: now and then they are wrong."""
 REASONS = CONTENTS | frozenset(
-    "absent alone busy cancellederror claim codec cohort crossed diverged early fragment group late method odd partner "
+    "absent alone busy cancellederror claim codec cohort crossed diverged early fault fragment group late odd partner "
     "refused replaced round schema size slow torn unreachable version".split()
 )
 """All that are counted by their own name."""
@@ -108,9 +110,11 @@ class Averager(ABC):
         self.robust = Robust(config.clip, config.gates)
         self._reducer = find_reducer(config.reducer)
         self._lock = threading.Lock()
-        """Held while weights change, and while copies of them are made."""
+        """Held while weights change or are on trial, and while copies of them are made."""
         self.woken = threading.Event()
         """Set when there is something to do for `step`, for those who wait."""
+        self._counting = threading.Lock()
+        """Of the bytes: several workers may send at once."""
         self.counts: Counter[str] = Counter()
         self.spread = 0.0
         self._strikes: Counter[str] = Counter()
@@ -155,17 +159,22 @@ class Averager(ABC):
         return tensors, numbers
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; SnapshotError, and nothing changed, if another cohort's."""
+        """Take over what `state_dict` gave; SnapshotError, and nothing changed, if another cohort's or damaged."""
         mine, _ = self.state_dict()
-        if numbers["cohort"] != self.place.cohort:
+        if numbers.get("cohort") != self.place.cohort:
             raise SnapshotError("the averaging state is of another cohort")
         if mine.keys() != tensors.keys() or any(mine[name].shape != tensors[name].shape for name in mine):
             raise SnapshotError("its averaging state does not have the shapes of this policy's fragments")
-        self.robust.load(numbers["robust"])
+        robust = Robust(self.config.clip, self.config.gates)
+        with readable():
+            exchanged_at = [int(updates) for updates in numbers["exchanged_at"]]
+            counts = Counter({str(name): int(n) for name, n in numbers["counts"].items()})
+            robust.load(numbers["robust"])
+        if len(exchanged_at) != self.config.fragments:
+            raise SnapshotError("its averaging state is of another number of fragments")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
-        self.counts = Counter(numbers["counts"])
-        self._exchanged_at = list(numbers["exchanged_at"])
+        self.robust, self.counts, self._exchanged_at = robust, counts, exchanged_at
 
     def copies(self) -> list[Tensor]:
         """All fragments as of one moment, for another thread. RemoteProtocolError `busy` if they are changing."""
@@ -175,28 +184,27 @@ class Averager(ABC):
     def replace(self, values: Sequence[Tensor]) -> bool:
         """Go on with other weights, one vector for each fragment; False, and nothing has changed, if a policy with them
         does not give probabilities to this node's own answers."""
-        with self.changing():
+        with self.changing():  # while they are on trial, too: nobody is to get a copy of them
             kept = [self.fragments.gather(i) for i in range(self.config.fragments)]
-        self._take(values)
-        unlikelihood = self._probe()
-        if unlikelihood is not None and not math.isfinite(unlikelihood):
-            self._take(kept)
-            return False
+            self._take(values)
+            unlikelihood = self._probe()
+            if unlikelihood is not None and not math.isfinite(unlikelihood):
+                self._take(kept)
+                return False
         self.restart()
         return True
 
     def _take(self, values: Sequence[Tensor]) -> None:
-        with self.changing():
-            for i, fragment in enumerate(values):
-                self.fragments.scatter(i, fragment)
-            self._changed()
+        for i, fragment in enumerate(values):
+            self.fragments.scatter(i, fragment)
+        self._changed()
 
     def restart(self) -> None:
         """The weights were replaced: the outer optimiser begins anew with them."""
-        self.replaced += 1
         self.slow = [self.fragments.gather(i) for i in range(self.config.fragments)]  # the old ones may be leaving
         for momentum in self.momentum:
             momentum.zero_()
+        self.replaced += 1  # last: whoever reads this number, and what it copies after that, has all or is found out
 
     # ----------------------------------------------------------------- for the methods
 
@@ -231,7 +239,8 @@ class Averager(ABC):
 
         def counted() -> Iterator[memoryview]:
             for piece in pieces():
-                self.counts["bytes"] += len(piece)
+                with self._counting:
+                    self.counts["bytes"] += len(piece)
                 yield piece
 
         place = self.place
@@ -257,12 +266,10 @@ class Averager(ABC):
         with self.changing():
             self.fragments.add(fragment, difference)  # which now holds what the weights were
             self._changed()
-        if before is not None:
-            after = self._probe()
-            if after is not None and self.robust.vetoed(before, after):
-                with self.changing():
-                    self.fragments.scatter(fragment, difference)
-                    self._changed()
+            after = self._probe() if before is not None else None  # on trial: nobody is to get a copy
+            if before is not None and after is not None and self.robust.vetoed(before, after):
+                self.fragments.scatter(fragment, difference)
+                self._changed()
                 return False
         return True
 
@@ -270,7 +277,7 @@ class Averager(ABC):
         """Count what did not come about, and say so once for each reason."""
         reason = reason if reason in REASONS else "refused"  # a peer may invent reasons
         self.counts[f"skipped/{reason}"] += 1
-        if peer and reason in CONTENTS:
+        if peer and reason in PROVEN:
             self._strikes[peer] += 1
             if self._strikes[peer] >= MUTED_AFTER:
                 self._muted[peer] = self.now() + MUTED_S
@@ -290,4 +297,15 @@ def reason_of(error: BaseException) -> tuple[str, str]:
     """(slug, detail) that a failed exchange is counted by."""
     if isinstance(error, RemoteProtocolError):
         return error.reason, error.detail
+    if isinstance(error, LocalProtocolError):
+        return "fault", str(error)
     return ("unreachable" if isinstance(error, ProtocolError) else type(error).__name__.lower()), str(error)
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """SnapshotError for what reading a state may raise that is not as `state_dict` makes it."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise SnapshotError(f"its averaging state is not one: {error!r}") from error

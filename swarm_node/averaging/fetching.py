@@ -8,6 +8,7 @@ not. A body has the right size, sha256 and finite values; whether its values are
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,9 @@ MAX_VERSION = 2**32
 AT_ONCE = 3
 """Peers that `collect` has weights from at the same time, all of which are in memory."""
 TRIES = 3
-"""How often `collect` asks a peer that cannot be reached, or goes away in the middle."""
+"""How often a peer is asked that cannot be reached, or goes away in the middle."""
+GONE = frozenset({"unreachable", "torn"})
+"""Reasons that say so."""
 TICK_S = 0.1
 
 
@@ -111,14 +114,19 @@ def collect(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    rng: random.Random | None = None,
 ) -> dict[str, str]:
     """Fetch the weights of the peers in `versions` (peer -> what its card says), and call `keep` with (peer, version,
     fragments) of each that has arrived. Takes `seconds` at most; peers that are busy are asked again as long.
 
+    Peers are asked in random order, each for its share of the time that is left, so that a few that trickle do not
+    keep all others from being asked; they have what is left when all others have been.
+
     Returns peer -> why there are none of it.
     """
     end = clock() + seconds
-    ask_at = dict.fromkeys(versions, clock())
+    order = (rng or random.Random()).sample(list(versions), len(versions))
+    ask_at = dict.fromkeys(order, clock())
     tries: Counter[str] = Counter()
     failed: dict[str, str] = {}
     running: list[Fetch] = []
@@ -134,15 +142,18 @@ def collect(
                 reason, detail = reason_of(error)
                 failed[one.peer] = f"{reason} {detail}".rstrip()
                 tries[one.peer] += reason != "busy"
-                if reason == "busy" or (reason in ("unreachable", "torn") and tries[one.peer] < TRIES):
+                if reason == "busy" or (reason in GONE and tries[one.peer] < TRIES):
                     ask_at[one.peer] = clock() + AGAIN_S
             else:
                 failed.pop(one.peer, None)
                 keep(one.peer, one.version, values)
         now = clock()
-        for peer in [peer for peer, at in ask_at.items() if at <= now < end][: AT_ONCE - len(running)]:
+        due = sorted((peer for peer, at in ask_at.items() if at <= now < end), key=lambda peer: tries[peer])
+        share = (end - now) * AT_ONCE / max(1, len(running) + len(ask_at))
+        for peer in due[: AT_ONCE - len(running)]:
             del ask_at[peer]
-            running.append(ask(peer, sizes, max(1, versions[peer]), seconds=end - now))
+            limit = min(end - now, max(GRACE_S, share))
+            running.append(ask(peer, sizes, max(1, versions[peer]), seconds=limit))
         if running or ask_at:
             sleep(TICK_S)
     return {peer: failed.get(peer, "not asked in time") for peer in versions if peer in failed or peer in ask_at}

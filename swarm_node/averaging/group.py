@@ -11,7 +11,8 @@ Rounds are counted, not timed: who is behind waits to be told by the others, and
 that does not become complete within `timeout_s` is given up, by everybody for itself: that is what a barrier costs.
 With a codec that loses something, progress since the last round travels instead of weights (Streaming DiLoCo), which
 keeps slow weights equal only among those who missed nothing: after a round that somebody gave up, or with a member who
-was not there, the next one averages the weights themselves, in float32, and all begin anew from that mean.
+was not there, the next one averages the weights themselves, in float32, and all begin anew from that mean. Where some
+know of such a thing and others do not, their codecs differ: both give that round up, and know from then on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,8 +42,10 @@ CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"
 PARTS, AVERAGES = 1, 2
 AGAIN_S = 0.1
 """A member that has not come as far yet is called again this much later."""
-ABORT = frozenset({"group", "codec", "cohort", "version", "schema", "size"} | {*CONTENTS})
+ABORT = frozenset({"group", "codec", "cohort", "version", "schema", "size", "fault"} | {*CONTENTS})
 """What ends a round: waiting longer would not help."""
+FARTHEST = 1000
+"""Rounds that a node believes to be behind at a time: who is further behind is told again."""
 
 
 @dataclass(eq=False)
@@ -81,8 +85,9 @@ class GroupAverager(Averager):
         self.outer = MEAN if per_step else DiLoCo(config.outer_learning_rate, config.outer_momentum)
         self._every = 1 if per_step else config.every
         self._codec = CODECS[config.codec]
-        self._in_step: list[list[str]] = [[] for _ in self.slow]
-        """Members with whom the last round of each fragment was complete: all their slow weights are equal."""
+        self._in_step: list[list[str] | None] = [None for _ in self.slow]
+        """Members with whom the last round of each fragment was complete: all their slow weights are equal. None: still
+        the common start."""
         self._residual = [torch.zeros_like(slow) for slow in self.slow] if config.error_feedback else None
         self._number = 0
         self._told: dict[str, int] = {}
@@ -113,6 +118,10 @@ class GroupAverager(Averager):
         if self._round is not None:
             self._give_up(self._round, "replaced", "", "this node went on with other weights meanwhile")
 
+    def load_state_dict(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        super().load_state_dict(tensors, numbers)
+        self._in_step = [[] for _ in self.slow]
+
     def waiting(self) -> bool:
         return self._round is not None and not self.config.overlap
 
@@ -122,7 +131,7 @@ class GroupAverager(Averager):
         return self._number % self.config.fragments
 
     def _begin(self, updates: int) -> None:
-        self._number = max(self._number, self._others())
+        self._number = max(self._number, self._others(max))
         members = sorted([*self._cohort(), self.place.peer_id])
         if len(members) == 1:
             self.skip("alone")
@@ -130,8 +139,9 @@ class GroupAverager(Averager):
             return
         fragment = self._fragment()
         fast = self._copy(fragment)
-        alike = self._in_step[fragment] == members or self._number < self.config.fragments  # all began alike
-        codec = self._codec if alike else "float32"
+        in_step = self._in_step[fragment]
+        first = self._number < self.config.fragments  # else others have been here before
+        codec = self._codec if in_step == members or (in_step is None and first) else "float32"
         sent = fast if codec == "float32" else fast - self.slow[fragment]
         residual = None
         if self._residual is not None and codec != "float32":
@@ -150,8 +160,9 @@ class GroupAverager(Averager):
         with self._guard:
             failure = round.failure
             complete = len(round.arrived[round.phase]) == len(round.members) - 1 and not round.under_way
-        if failure is None and self._others() > round.number:
-            failure = ("late", "", f"others are in round {self._others()}")
+        soon = now < round.ends - self.config.timeout_s / 2
+        if failure is None and (others := self._others(median_low if soon else max)) > round.number:
+            failure = ("late", "", f"others are in round {others}")
         if failure is None and not complete and now > round.ends:
             failure = ("absent", "", f"{len(round.members) - 1 - len(round.arrived[round.phase])} members")
         if failure is not None:
@@ -165,12 +176,16 @@ class GroupAverager(Averager):
             if peer > self.place.peer_id and now >= round.call_at.get(peer, 0.0):
                 self._call(round, peer, now)
 
-    def _others(self) -> int:
-        """The round that others are in: the middle one, those who said nothing counted as in ours, so that a few liars
-        cannot lead everybody astray."""
+    def _others(self, which: Callable[[list[int]], int]) -> int:
+        """The round that others are in: that of the one in the middle, so that a few liars cannot end a round, or the
+        greatest, to wait for nobody who waits in a later one. Those who said nothing count as in ours."""
         cohort = self._cohort()
         with self._guard:
-            return median_low([self._told.get(peer, self._number) for peer in cohort] or [self._number])
+            return which([self._told.get(peer, self._number) for peer in cohort] or [self._number])
+
+    def _tell(self, peer: str, number: int) -> None:
+        """`peer` says that it is in that round. Under `_guard`."""
+        self._told[peer] = min(number, self._number + FARTHEST)
 
     def _call(self, round: _Round, peer: str, now: float) -> None:
         with self._guard:
@@ -205,17 +220,27 @@ class GroupAverager(Averager):
         self._belongs(theirs, peer)
         if peer not in self._cohort():
             raise RemoteProtocolError("group", "not of the cohort, as far as is known here")
+        if theirs.phase not in (PARTS, AVERAGES):
+            raise RemoteProtocolError("schema", "not a group's exchange")
+        if theirs.fragment != theirs.round % self.config.fragments:
+            raise RemoteProtocolError("fragment", f"{theirs.fragment} in round {theirs.round}")
         with self._guard:
-            self._told[peer] = theirs.round
+            self._tell(peer, theirs.round)
             round = self._round
-            if theirs.phase not in (PARTS, AVERAGES):
-                raise RemoteProtocolError("schema", "not a group's exchange")
             if theirs.round < self._number:
                 raise RemoteProtocolError("late", str(self._number))
-            if round is None or theirs.round > round.number or theirs.phase > round.phase:
+            if round is None or theirs.round > round.number:
                 raise RemoteProtocolError("early", "not there yet")
             phase = theirs.phase
-            self._fits(round, phase, peer, theirs, size)
+            try:
+                self._fits(round, phase, peer, theirs, size)
+            except RemoteProtocolError as error:
+                if error.reason == "codec":  # neither can go on with this round
+                    round.failure = round.failure or ("codec", peer, error.detail)
+                    self.woken.set()
+                raise
+            if phase > round.phase:
+                raise RemoteProtocolError("early", "not there yet")
             if peer in round.arrived[phase] or peer in round.under_way or phase < round.phase:
                 raise RemoteProtocolError("busy", "that is done, or under way")
             round.under_way.add(peer)
@@ -229,7 +254,7 @@ class GroupAverager(Averager):
     def _fits(self, round: _Round, phase: int, peer: str, head: AverageHead, size: int) -> None:
         """Raises RemoteProtocolError unless `head` is of this phase of this round, and of a body of the right size."""
         self._belongs(head, peer)
-        if head.group != _digest(round.members) or peer not in round.members:
+        if head.group != self._group(round.members) or peer not in round.members:
             raise RemoteProtocolError("group", "other members")
         if (head.round, head.fragment, head.phase) != (round.number, round.fragment, phase):
             raise RemoteProtocolError("round", f"round {head.round} in round {round.number}")
@@ -257,7 +282,7 @@ class GroupAverager(Averager):
         else:
             assert round.mean is not None
             sent = round.mean
-        head = {"round": round.number, "fragment": round.fragment, "phase": phase, "group": _digest(round.members)}
+        head = {"round": round.number, "fragment": round.fragment, "phase": phase, "group": self._group(round.members)}
         size = encoded_size(round.codec, len(sent))
         return self._sealed(peer, round.codec, size, partial(pieces, round.codec, sent), version=round.updates, **head)
 
@@ -270,8 +295,8 @@ class GroupAverager(Averager):
                 round.arrived[phase][peer] = taken[0].values()
                 return
             reason, detail = reason_of(error)
-            if reason == "late" and detail.isdigit() and len(detail) < 16:
-                self._told[peer] = int(detail)
+            if reason == "late" and detail.isascii() and detail.isdecimal() and len(detail) < 16:
+                self._tell(peer, int(detail))
             elif reason in ABORT:
                 round.failure = round.failure or (reason, peer, detail)
 
@@ -336,6 +361,7 @@ class GroupAverager(Averager):
             self._number = max(self._number, round.number + 1)
             self._told = {peer: number for peer, number in self._told.items() if peer in round.members}
 
-
-def _digest(members: list[str]) -> str:
-    return hashlib.sha256(" ".join(members).encode()).hexdigest()[:16]
+    def _group(self, members: list[str]) -> str:
+        """16 hex digits: equal for equal members who take the same outer step."""
+        text = f"{self.outer.learning_rate} {self.outer.momentum} {' '.join(members)}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

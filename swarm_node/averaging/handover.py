@@ -2,17 +2,19 @@
 
 Nothing waits: the newcomer trains at once, and for its first minutes looks for somebody whose weights are an outer
 round or more ahead of its own. When a body has arrived whole (`fetching`), it goes on with those at a step boundary.
-What a cohort's weights are worth is the cohort's affair: a newcomer has little to judge them by (`Averager.replace`),
-so it asks one whose version is not below the middle, chosen at random; if that fails, another.
+What a cohort's weights are worth is the cohort's affair: a newcomer refuses only what nothing can be computed with
+(`Averager.replace`), so it asks one whose version is not below the middle, chosen at random; if that fails, another.
 
 Weights are given to one peer at a time, and for no longer than a slow line takes: who asks and then takes nothing keeps
-others from them for that long only.
+others from them for that long only. Each turn costs one copy of all weights, which training waits for, so the next
+begins a while after the last has ended, and one of the same peer much later.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from functools import partial
@@ -28,8 +30,10 @@ from swarm_node.averaging.averager import Averager, reason_of
 from swarm_node.averaging.codecs import encoded_size, pieces
 from swarm_node.averaging.fetching import (
     AGAIN_S,
+    GONE,
     GRACE_S,
     MAX_VERSION,
+    TRIES,
     Fetch,
     check_place,
     fetch,
@@ -39,6 +43,10 @@ from swarm_node.averaging.fetching import (
 
 SEEK_S = 120.0
 """How long a node looks for such a peer: cards take seconds, dialling all of a large swarm a minute."""
+REST_S = 5.0
+"""After the weights were given to one peer, before they are to another."""
+COOL_S = 60.0
+"""Likewise to the same one, at least: it waits for as long as its last turn took, if that is more."""
 
 
 class Handover:
@@ -54,13 +62,19 @@ class Handover:
         self._seek_until = -1.0
         self._ask_at: dict[str, float] = {}
         """When those who were asked may be asked again."""
+        self._tries: Counter[str] = Counter()
+        """How often each of them could not be reached, or went away in the middle."""
+        self._asked_at = -1.0
+        """When the last was asked."""
         self._fetch: Fetch | None = None
         self._guard = threading.Lock()
-        """Of the two below."""
+        """Of the three below."""
         self._turn = 0
         """Counts those who were given the weights."""
         self._giving_until = -1.0
         """Before that nobody else is."""
+        self._cool_until: dict[str, float] = {}
+        """Before that they themselves are not. Few at a time, since turns come one after the other."""
         averager.transport.accept(WEIGHTS_METHOD, self._accept)
 
     # ----------------------------------------------------------------- asking
@@ -95,22 +109,22 @@ class Handover:
         return fetch
 
     def _failed(self, peer: str, reason: str, detail: str) -> None:
-        """Others are looked for, even if this took all the time there was."""
-        self.averager.skip(reason, detail)
+        """Others are looked for, even if this took all the time there was, and `peer` when it may give again."""
+        self.averager.skip(reason, detail, peer)
         now = self.averager.now()
         if reason == "busy":
             self._ask_at[peer] = now + AGAIN_S
-        else:
-            self._seek_until = max(self._seek_until, now + GRACE_S)
+            return
+        self._seek_until = max(self._seek_until, now + max(COOL_S, now - self._asked_at) + GRACE_S)
+        if reason in GONE:
+            self._tries[peer] += 1
+            if self._tries[peer] < TRIES:
+                self._ask_at[peer] = now + AGAIN_S * self._tries[peer]
 
     def _ask(self, version: int) -> None:
-        """Ask somebody who is ahead, and has not failed before."""
-        place, every = self.averager.place, self.averager.config.every
-        versions = {
-            peer: card.policy_version
-            for peer, card in sorted(self.averager.transport.members().items())
-            if card.cohort == place.cohort
-        }
+        """Ask somebody who is ahead, and has not failed for good."""
+        every, members = self.averager.config.every, self.averager.transport.members()
+        versions = {peer: members[peer].policy_version for peer in self.averager._cohort() if peer in members}
         if not versions:
             return
         least, now = max(median_low(versions.values()), version + every), self.averager.now()
@@ -121,6 +135,7 @@ class Handover:
         ]
         if ahead:
             peer = self._rng.choice(ahead)
+            self._asked_at = now
             self._fetch = self.fetch(peer, versions[peer])
             self._ask_at[peer] = inf
 
@@ -142,18 +157,24 @@ class Handover:
         whole = sum(encoded_size("float32", n) for n in self.averager.fragments.sizes)
         now = self.averager.now()
         with self._guard:
-            if now < self._giving_until:
-                raise RemoteProtocolError("busy", "another peer is being given them")
+            self._cool_until = {one: until for one, until in self._cool_until.items() if until > now}
+            if now < max(self._giving_until, self._cool_until.get(peer, now)):
+                raise RemoteProtocolError("busy", "they were given to a peer a moment ago, or still are")
             until = self._giving_until = now + longest_s(whole)
+            self._cool_until[peer] = until + longest_s(whole)  # unless the end of this turn comes first
             self._turn += 1
             turn = self._turn
         try:
             version, copies = self.version, self.averager.copies()
         except BaseException:
-            self._end_turn(turn)
+            self._end_turn(turn, peer)
             raise
         ours = Outgoing(weights_head(place.swarm, place.cohort, version), whole, partial(self._body, copies, until))
-        return Accepted(ours, _refuse, lambda error: self._end_turn(turn))
+
+        def over(error: Exception | None) -> None:
+            self._end_turn(turn, peer, REST_S, max(COOL_S, self.averager.now() - now))
+
+        return Accepted(ours, _refuse, over)
 
     def _body(self, copies: list[Tensor], until: float) -> Iterator[memoryview]:
         """All fragments; none is kept when it has left. RemoteProtocolError `slow` after `until`."""
@@ -163,11 +184,13 @@ class Handover:
                     raise RemoteProtocolError("slow", "the weights were not taken in time")
                 yield piece
 
-    def _end_turn(self, turn: int) -> None:
-        """Whoever's it was, unless another's has begun."""
+    def _end_turn(self, turn: int, peer: str, rest_s: float = 0.0, cool_s: float = 0.0) -> None:
+        """It was that of `peer`; by now another's may have begun."""
+        now = self.averager.now()
         with self._guard:
+            self._cool_until[peer] = now + cool_s
             if turn == self._turn:
-                self._giving_until = -1.0
+                self._giving_until = now + rest_s
 
 
 def _refuse(piece: memoryview) -> None:

@@ -8,7 +8,8 @@
 
 Nobody negotiates: both compute the pair alone, and a call that does not fit the callee's own view is refused, so that
 differing views cost a round, never a wrong pair. A callee answers in the middle of its own round, so that slow peers
-take part. When both call at once, the lower peer id's call counts.
+take part. When both call at once, the lower peer id's call counts. An exchange that did not end well teaches nothing
+about the partner; after three of a partner's calls that did not, the round is over for it.
 
 What does not touch weights is done on the transport's worker threads, while training goes on. Beside the weights, their
 slow copy and momentum, an exchange takes twice the memory of its fragment: our copy and the partner's values, in which
@@ -19,10 +20,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -32,13 +35,13 @@ from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.peers import is_relayed
 from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, open_average_head
 from protocol.transports.base import Accepted, Outgoing, Sink
-from swarm_node.averaging.averager import CONTENTS, Averager, reason_of
+from swarm_node.averaging.averager import CONTENTS, Averager, readable, reason_of
 from swarm_node.averaging.codecs import Decoder, Reader, Readers, encoded_size, pieces
 from swarm_node.averaging.lattice import LatticeReader, block_count, lattice_pieces, lattice_size, most_written_out
 from swarm_node.averaging.outer import NoLoCo
 from swarm_node.averaging.pairing import partner
-from swarm_node.averaging.robust import chunks, distance, square
-from swarm_node.errors import UserError
+from swarm_node.averaging.robust import Verdict, chunks, distance, square
+from swarm_node.errors import SnapshotError, UserError
 
 CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
 BITS: dict[Codec, int] = {"lattice8": 8, "lattice4": 4}
@@ -47,12 +50,16 @@ AGAIN = 0.05
 EARLY_AGAIN = 0.25
 """Likewise one that was not due, which will call when it is: each call costs a copy of the weights."""
 FINAL = frozenset(
-    {"partner", "cohort", "version", "schema", "size", "late", "method", "round", "fragment", "codec", "diverged"}
+    {"partner", "cohort", "version", "schema", "size", "late", "round", "fragment", "codec", "diverged", "fault"}
     | {"replaced", *CONTENTS}
 )
 """What ends a round's attempts: asking again would not help."""
 GRACE_S = 5.0
 """The transport gives up our own calls by itself, about when they end."""
+CLOCKS_S = 5.0
+"""Clocks may differ by as much, or by a quarter of the period if that is less."""
+ATTEMPTS = 3
+"""Calls of a partner that are accepted in one round, if they come to nothing: each costs a copy of the weights."""
 FARTHEST = 1e18
 """Weights that went so far (root mean square) since the last exchange are not worth averaging."""
 
@@ -80,24 +87,37 @@ class _Exchange:
     """We called."""
     replaced: int = 0
     """How often weights had been replaced."""
+    generation: int = 0
+    """How often those of this fragment had been averaged."""
     theirs: AverageHead | None = None
-    readers: list[Reader] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list, init=False)
     """What reads the partner's body: its fast weights, and slow ones if they travel."""
-    apart: float = 0.0
+    apart: float = field(default=0.0, init=False)
     """Root mean square distance to the partner."""
-    momentum: Tensor | None = None
+    momentum: Tensor | None = field(default=None, init=False)
     """The new one, once the partner's body is there and has passed all checks."""
-    refused: RemoteProtocolError | UserError | None = None
-    """Why it has not. The partner is not told, so that both remember each other, whoever is quicker."""
-    outcome: BaseException | None = None
-    done: bool = False
+    verdict: Verdict = field(default_factory=Verdict, init=False)
+    failed: Tensor | None = field(default=None, init=False)
+    """Blocks of the partner's body that could not be read, bool."""
+    refused: RemoteProtocolError | UserError | None = field(default=None, init=False)
+    """Why there is no new momentum. The partner is not told, so that both remember each other, whoever is quicker."""
+    done: bool = field(default=False, init=False)
+    dropped: bool = field(default=False, init=False)
+    """Nobody here waits for its end any more."""
+    workers: int = field(default=0, init=False)
+    """Of the transport, that have to do with it right now."""
+
+    def drop(self) -> None:
+        self.dropped = True
+        if not self.workers:  # else the last of them will forget
+            self.forget()
 
     def forget(self) -> None:
         """Let go of what is large, or holds it by its traceback: this may be held itself, by one, until Python's next
         great collection."""
         self.fast = self.slow = torch.empty(0)
         self.readers.clear()
-        self.momentum = self.refused = None
+        self.momentum = self.failed = self.refused = None
 
 
 class PairAverager(Averager):
@@ -114,14 +134,23 @@ class PairAverager(Averager):
         self._both = config.gamma != config.beta
         """Slow weights travel as well."""
         self._updates = 0
+        self._generations = [0] * config.fragments
+        """How often each fragment was averaged: exchanges begun before are of no use after."""
+        self._partners = lru_cache(maxsize=4)(partner)
         self._guard = threading.Lock()
-        """Of the two below: `_accept` and ends of exchanges come on other threads."""
+        """Of the four below: `_accept` and ends of exchanges come on other threads."""
         self._under_way: _Exchange | None = None
-        self._settled = -1
-        """Latest round in which an exchange came about, or need not be tried again."""
+        self._failures: list[tuple[_Exchange, BaseException]] = []
+        """Exchanges that failed, and have not been counted."""
+        self._accepted: Counter[tuple[int, str]] = Counter()
+        """Calls, by round and partner."""
+        self._waits: dict[int, float] = {}
+        """Round -> until when training waits for exchanges of it."""
+        self._settled: set[int] = set()
+        """Rounds in which an exchange came about, or need not be tried again."""
+        self._tried: dict[int, str] = {}
+        """Round -> why it did not come about, as long as it has not."""
         self._call_at = 0.0
-        self._tried: tuple[int, str] | None = None
-        """(round, why it did not come about) of the present round, as long as it has not."""
         self.transport.accept(AVERAGE_METHOD, self._accept)
 
     # ----------------------------------------------------------------- for training
@@ -131,19 +160,33 @@ class PairAverager(Averager):
         self._finish()
         now = self.now()
         round = math.floor(now / self.place.period_s)
-        if self._tried is not None and self._tried[0] < round:
-            self.skip(self._tried[1])
-            self._tried = None
+        for over in sorted(r for r in self._tried if r < round):
+            self.skip(self._tried.pop(over))
         with self._guard:
-            idle = self._under_way is None and self._settled < round
+            self._settled = {r for r in self._settled if r >= round - 1}
+            self._accepted = Counter({call: n for call, n in self._accepted.items() if call[0] >= round - 1})
+            self._waits = {r: end for r, end in self._waits.items() if r >= round - 1 or now < end}
+            idle = self._under_way is None and round not in self._settled
         if idle and self._due(round) and now >= self._call_at:
             self._call(round, now)
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, numbers = super().state_dict()
+        return tensors, numbers | {"apart": list(self._apart)}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        with readable():
+            apart = [float(distance) for distance in numbers["apart"]]
+        if len(apart) != self.config.fragments or not all(0 <= distance <= FARTHEST for distance in apart):
+            raise SnapshotError("its averaging state has no distances to partners that can be")
+        super().load_state_dict(tensors, numbers)
+        self._apart = apart
 
     def waiting(self) -> bool:
         if self.config.overlap:
             return False
         with self._guard:
-            return self._under_way is not None and self.now() < self._under_way.ends
+            return self._under_way is not None and self.now() < self._waits.get(self._under_way.round, 0.0)
 
     # ----------------------------------------------------------------- a round
 
@@ -159,26 +202,26 @@ class PairAverager(Averager):
         hidden = {peer for peer, card in members.items() if all(map(is_relayed, card.addresses))}
         if all(map(is_relayed, self.transport.addresses)):
             hidden.add(self.place.peer_id)
-        return partner(self.place.peer_id, self._cohort(), round, self.place.cohort, hidden)
+        return self._partners(self.place.peer_id, tuple(self._cohort()), round, self.place.cohort, frozenset(hidden))
 
     def _call(self, round: int, now: float) -> None:
         """Call this round's partner, if there is one."""
         peer = self._partner(round)
         if peer is None:
-            self._settled = round
+            self._settle(round)
             self.skip("odd" if self._cohort() else "alone")
             return
         fragment = self._fragment(round)
         try:
             exchange = self._exchange(round, fragment, peer, ours=True)
         except RemoteProtocolError as error:
-            self._settled = round
+            self._settle(round)
             self.skip(error.reason, error.detail)
             return
         with self._guard:
             if self._under_way is not None:  # it was quicker
                 return
-            self._under_way = exchange
+            self._begin(exchange)
         self._call_at = now + AGAIN * self.place.period_s
         answered = partial(self._answered, exchange)
         timeout = self.config.timeout_s
@@ -201,39 +244,56 @@ class PairAverager(Averager):
         theirs = open_average_head(head)
         self._check(theirs, peer, size)
         round = theirs.round
-        if abs(round - math.floor(self.now() / self.place.period_s)) > 1:  # clocks differ
-            raise RemoteProtocolError("round", f"round {round} is not now")
+        self._is_now(round)
         if theirs.fragment != self._fragment(round):
             raise RemoteProtocolError("fragment", f"{theirs.fragment} in round {round}")
-        if round <= self._settled:
+        if round in self._settled or self._accepted[round, peer] >= ATTEMPTS:
             raise RemoteProtocolError("late", f"round {round} is over")
         if not self._due(round):
             raise RemoteProtocolError("early", "not enough updates since the last exchange")
-        if self._partner(round) != peer:
+        if peer not in self._cohort() or self._partner(round) != peer:  # a stranger is not worth the work of pairing
             raise RemoteProtocolError("partner", f"another is this node's in round {round}")
         with self._guard:
             mine = self._make_way(peer)
-            fits = mine is not None and (mine.round, mine.replaced) == (round, self.replaced)
+            fits = mine is not None and mine.round == round and self._fits(mine)
             exchange = replace(mine, ours=False) if mine is not None and fits else None  # one copy serves both calls
         if exchange is None:
             exchange = self._exchange(round, theirs.fragment, peer, ours=False)
         sink = self._sink(exchange, theirs)
         try:
             with self._guard:
-                self._make_way(peer)
-                if round <= self._settled:
+                mine = self._make_way(peer)
+                if round in self._settled or self._accepted[round, peer] >= ATTEMPTS:
                     raise RemoteProtocolError("late", f"round {round} is over")
-                self._under_way = exchange
+                if not self._fits(exchange):
+                    raise RemoteProtocolError("busy", "weights were averaged, or replaced, meanwhile")
+                if mine is not None:
+                    mine.drop()
+                self._accepted[round, peer] += 1
+                self._begin(exchange)
         except RemoteProtocolError:
             exchange.forget()
             raise
         return Accepted(self._half(exchange), sink, partial(self._end, exchange))
 
+    def _is_now(self, round: int) -> None:
+        """Raises RemoteProtocolError unless it may be the present round by the caller's clock: early (it is the next
+        one), round."""
+        now, period = self.now(), self.place.period_s
+        may_differ = min(CLOCKS_S, period / 4)
+        if not math.floor((now - may_differ) / period) <= round <= math.floor((now + may_differ) / period):
+            if round == math.floor(now / period) + 1:
+                raise RemoteProtocolError("early", f"round {round} has not begun")
+            raise RemoteProtocolError("round", f"round {round} is not now")
+
     def _make_way(self, peer: str) -> _Exchange | None:
         """Our own call, if a call of `peer` takes its place. Raises RemoteProtocolError unless it may take the place of
         what is under way."""
         mine = self._under_way
-        if mine is None or mine.outcome is not None or (not mine.done and self.now() > mine.ends):
+        if mine is not None and not mine.done and self.now() > mine.ends:
+            self._give_up(mine)
+            mine = None
+        if mine is None:
             return None
         if not mine.ours or mine.partner != peer or mine.done:
             raise RemoteProtocolError("busy", "another exchange is under way")
@@ -242,8 +302,9 @@ class PairAverager(Averager):
         return mine
 
     def _exchange(self, round: int, fragment: int, peer: str, ours: bool) -> _Exchange:
-        """RemoteProtocolError: busy; diverged if there is nothing here that anybody would want."""
-        updates, replaced = self._updates, self.replaced
+        """RemoteProtocolError: busy; diverged if there is nothing here that anybody would want. On a worker thread,
+        weights may be averaged meanwhile: whether it `_fits` shows when it begins."""
+        updates, replaced, generation = self._updates, self.replaced, self._generations[fragment]
         fast, slow = self._copy(fragment), self.slow[fragment]
         reach = max(_root_mean_square(fast, slow), self._apart[fragment])
         if not reach <= FARTHEST:
@@ -251,7 +312,18 @@ class PairAverager(Averager):
         failed = self._failed_blocks[fragment] if self._codec in BITS else torch.zeros(0, dtype=torch.bool)
         written_out = failed.nonzero()[: most_written_out(len(fast)), 0]
         ends = self.now() + self.config.timeout_s
-        return _Exchange(round, fragment, peer, updates, fast, slow, reach, written_out, ends, ours, replaced)
+        return _Exchange(
+            round, fragment, peer, updates, fast, slow, reach, written_out, ends, ours, replaced, generation
+        )
+
+    def _fits(self, exchange: _Exchange) -> bool:
+        """Its copy and our slow weights are still those that belong together."""
+        return (exchange.replaced, exchange.generation) == (self.replaced, self._generations[exchange.fragment])
+
+    def _begin(self, exchange: _Exchange) -> None:
+        """With `_guard` held."""
+        self._under_way = exchange
+        self._waits.setdefault(exchange.round, exchange.ends)
 
     def _half(self, exchange: _Exchange) -> Outgoing:
         """Our half of an exchange."""
@@ -270,37 +342,61 @@ class PairAverager(Averager):
     def _pieces(self, exchange: _Exchange) -> Iterator[memoryview]:
         """Our body; the partner's head is known by now."""
         assert exchange.theirs is not None
-        fast, slow, codec = exchange.fast, exchange.slow, self._codec
+        codec, reach, theirs = self._codec, exchange.reach, exchange.theirs.reach
+        seed, written_out = self._seed(exchange, self.place.peer_id), exchange.written_out
+        with self._at_work(exchange):
+            fast, slow = exchange.fast, exchange.slow
         for values in [fast, slow][: 1 + self._both]:
             if codec == "float32":
-                yield from pieces(codec, values)
+                body = pieces(codec, values)
             else:
-                reach, theirs, seed = exchange.reach, exchange.theirs.reach, self._seed(exchange, self.place.peer_id)
-                yield from lattice_pieces(BITS[codec], values, slow, reach, theirs, seed, exchange.written_out)
+                body = lattice_pieces(BITS[codec], values, slow, reach, theirs, seed, written_out)
+            for piece in body:
+                self._in_time(exchange)
+                yield piece
 
     def _seed(self, exchange: _Exchange, writer: str) -> str:
         return f"{self.place.cohort} {exchange.round} {exchange.fragment} {writer}"
 
     def _sink(self, exchange: _Exchange, theirs: AverageHead) -> Sink:
         """Where the partner's body goes."""
-        codec, vectors = theirs.codec, [exchange.fast, exchange.slow][: 1 + self._both]
-        exchange.theirs = theirs
-        seed, written_out = self._seed(exchange, exchange.partner), theirs.written_out
-        exchange.readers = [
-            Decoder(codec, len(near)) if codec == "float32" else LatticeReader(BITS[codec], near, seed, written_out)
-            for near in vectors
-        ]
-        readers = Readers(exchange.readers)
-        missing = readers.size
+        codec, written_out = theirs.codec, theirs.written_out
+        seed = self._seed(exchange, exchange.partner)
+        with self._at_work(exchange):
+            exchange.theirs = theirs
+            exchange.readers = [
+                Decoder(codec, len(near)) if codec == "float32" else LatticeReader(BITS[codec], near, seed, written_out)
+                for near in [exchange.fast, exchange.slow][: 1 + self._both]
+            ]
 
         def write(piece: memoryview) -> None:
-            nonlocal missing
-            readers.write(piece)
-            missing -= len(piece)
-            if not missing:
-                self._weigh(exchange, *readers.values())
+            with self._at_work(exchange):
+                readers = Readers(exchange.readers)
+                readers.write(piece)
+                if len(piece) == readers.size:
+                    self._weigh(exchange, *readers.values())
 
         return write
+
+    def _in_time(self, exchange: _Exchange) -> None:
+        """Raises RemoteProtocolError `slow` if it has been given up: the transport would run one that we answer on for
+        hours."""
+        if exchange.dropped or self.now() > exchange.ends + GRACE_S:
+            raise RemoteProtocolError("slow", "the exchange was given up")
+
+    @contextmanager
+    def _at_work(self, exchange: _Exchange) -> Iterator[None]:
+        """What is large stays there meanwhile. Raises as `_in_time`."""
+        with self._guard:
+            self._in_time(exchange)
+            exchange.workers += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                exchange.workers -= 1
+                if exchange.dropped and not exchange.workers:
+                    exchange.forget()
 
     def _weigh(self, exchange: _Exchange, partner_fast: Tensor, partner_slow: Tensor | None = None) -> None:
         """Check what came, and work out our new momentum in its place; on a worker thread."""
@@ -309,9 +405,11 @@ class PairAverager(Averager):
         exchange.readers.clear()
         apart = lattices[0].apart() if lattices else None
         if lattices:
-            self._failed_blocks[fragment] = torch.stack([reader.failed() for reader in lattices]).any(0)
+            exchange.failed = torch.stack([reader.failed() for reader in lattices]).any(0)
         try:
-            self.robust.check(fragment, fast, slow, partner_fast, partner_slow)
+            exchange.verdict = self.robust.check(fragment, fast, slow, partner_fast, partner_slow)
+            if exchange.verdict.refused:
+                raise RemoteProtocolError("gates", exchange.verdict.refused)
             if self._reducer is not None:
                 apart = _root_mean_square(partner_fast, fast) if apart is None else apart
                 mean = self._reducer(fast, partner_fast[None])
@@ -358,37 +456,51 @@ class PairAverager(Averager):
     def _end(self, exchange: _Exchange, error: BaseException | None) -> None:
         """It is over, on whichever thread."""
         with self._guard:
-            exchange.outcome, exchange.done = error, True
-            if error is not None:
+            exchange.done = True
+            if error is not None and not exchange.dropped:
+                self._failures.append((exchange, error))
+                if self._under_way is exchange:
+                    self._under_way = None
+            if error is not None or exchange.dropped:
                 exchange.forget()
         self.woken.set()
 
+    def _give_up(self, exchange: _Exchange) -> None:
+        """What is under way; with `_guard` held."""
+        self._under_way = None
+        self._failures.append((exchange, RemoteProtocolError("slow", f"more than {self.config.timeout_s:g} s")))
+        exchange.drop()
+
     def _finish(self) -> None:
-        """Step the outer optimiser with what has arrived, if anything has."""
+        """Count what has failed, and step the outer optimiser with what has arrived, if anything has."""
         with self._guard:
             exchange = self._under_way
-            if exchange is None:
-                return
-            if not exchange.done:
+            if exchange is not None and not exchange.done:
                 if self.now() > exchange.ends + GRACE_S:  # a partner that we answer takes its time
-                    self._under_way, self._tried = None, (exchange.round, "slow")
-                return
+                    self._give_up(exchange)
+                exchange = None
+            failures, self._failures = self._failures, []
+        for failed, error in failures:
+            if not isinstance(error, ProtocolError | CancelledError):
+                raise error
+            self._failed(failed, *reason_of(error))
+        if exchange is None:
+            return
         try:
-            if exchange.outcome is not None:
-                raise exchange.outcome
+            if exchange.failed is not None:
+                self._failed_blocks[exchange.fragment] = exchange.failed
+            self.robust.remember(exchange.fragment, exchange.verdict)
             if exchange.refused is not None:
                 raise exchange.refused
-            if exchange.replaced != self.replaced:
+            if not self._fits(exchange):
                 raise RemoteProtocolError("replaced", "this node went on with other weights meanwhile")
             self._average(exchange)
-        except (ProtocolError, CancelledError) as error:
+        except RemoteProtocolError as error:
             self._failed(exchange, *reason_of(error))
         finally:
             with self._guard:
-                if self._under_way is exchange:  # where ours failed, a call may have taken its place by now
-                    self._under_way = None
+                self._under_way = None
             exchange.forget()
-            exchange.outcome = None  # which has its traceback from here, that is, holds itself
 
     def _average(self, exchange: _Exchange) -> None:
         """The outer step. Raises RemoteProtocolError, with nothing changed, if the probe says no."""
@@ -401,20 +513,25 @@ class PairAverager(Averager):
         slow.add_(momentum)
         self.momentum[fragment] = momentum
         self._exchanged_at[fragment] = exchange.updates
-        self._settled, self._tried = max(self._settled, exchange.round), None
+        self._generations[fragment] += 1  # last: whoever reads this number, and what it copies after that, has all
+        self._settle(exchange.round)
         self.spread = self._apart[fragment] = exchange.apart
-        self.robust.accept(fragment)
+        self.robust.accept(fragment, exchange.verdict)
         self._went_well(exchange.partner)
 
     def _failed(self, exchange: _Exchange, reason: str, detail: str) -> None:
         """Nothing was applied. What may yet come about in this round is tried again."""
         if reason in FINAL:
-            self._settled, self._tried = max(self._settled, exchange.round), None
+            self._settle(exchange.round)
             self.skip(reason, detail, exchange.partner)
         else:
-            self._tried = exchange.round, reason
+            self._tried[exchange.round] = reason
             if reason == "early":
                 self._call_at = self.now() + EARLY_AGAIN * self.place.period_s
+
+    def _settle(self, round: int) -> None:
+        self._settled.add(round)
+        self._tried.pop(round, None)
 
 
 def _root_mean_square(a: Tensor, b: Tensor) -> float:

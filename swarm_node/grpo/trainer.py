@@ -29,7 +29,7 @@ from swarm_node.grpo import advantage, batch, loss
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.policy.logprobs import LOGITS_BYTES, token_logprobs
 from swarm_node.policy.memory import is_out_of_memory
-from swarm_node.policy.policy import Policy
+from swarm_node.policy.policy import Policy, some_of
 from swarm_node.types import Group, Rollout, Sampling
 
 SMALL = 20_000_000
@@ -56,6 +56,16 @@ class _Step:
     """[N] log-probs under the reference policy, filled in the first pass."""
 
 
+@dataclass(frozen=True)
+class Before:
+    """A policy as it was before its weights were averaged."""
+
+    version: int
+    fingerprint: str
+    values: dict[str, Tensor]
+    """Some of each tensor that is trained."""
+
+
 class Trainer:
     """Improves `policy` in place; holds the optimiser."""
 
@@ -80,6 +90,8 @@ class Trainer:
         self.limit = config.microbatch_tokens
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
+        self._unprobed = False
+        """Whether memory did not suffice for `unlikelihood`."""
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train on `groups` (sizes may differ, there may be none); metrics of the training under TRL's names.
@@ -100,30 +112,51 @@ class Trainer:
         self.num_tokens += sum(len(g.prompt_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
         return metrics | {"num_tokens": float(self.num_tokens)}
 
-    def averaged(self, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors`, once had from `optimizer.weights()`, were averaged with others': a new version of the policy.
-        RuntimeError if the model does not compute with them, which nobody would notice otherwise."""
+    def before_averaging(self, tensors: Mapping[str, Tensor]) -> Before:
+        """What `averaged` compares with. `tensors` were had from `optimizer.weights()`."""
+        return Before(self.policy.version, self.policy.fingerprint, self._values(tensors))
+
+    def averaged(self, tensors: Mapping[str, Tensor], before: Before) -> None:
+        """`tensors` were averaged with others': a new version of the policy. RuntimeError if the model does not compute
+        with them, or goes on under the version or fingerprint that it had, which nobody would notice otherwise."""
         self.policy.version += 1
-        for name, weights in tensors.items():
-            used = self.policy.model.get_parameter(name).detach().flatten()
-            step = max(1, len(used) // 256)
-            if not torch.equal(used[::step], weights.flatten()[::step].to(used.dtype)):
+        values = self._values(tensors)
+        for name, expected in values.items():
+            if not torch.equal(some_of(self.policy.model.get_parameter(name)), expected):
                 raise RuntimeError(f"{name} was averaged, but the policy goes on with other values")
+        if self.policy.version <= before.version:
+            raise RuntimeError(f"weights were averaged, but the policy is still of version {self.policy.version}")
+        changed = any(not torch.equal(value, before.values[name]) for name, value in values.items())
+        if changed and self.policy.fingerprint == before.fingerprint:
+            raise RuntimeError(f"weights were averaged, but the policy's fingerprint is still {before.fingerprint}")
+
+    def _values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Some values of each, as the model should have them. Copies."""
+        parameters = self.policy.model.get_parameter
+        return {name: some_of(tensor).to(parameters(name).dtype, copy=True) for name, tensor in tensors.items()}
 
     @torch.no_grad()
-    def unlikelihood(self, groups: Sequence[Group]) -> float:
-        """Mean negative log-probability (nats) of the completions' tokens, as the policy is now."""
+    def unlikelihood(self, groups: Sequence[Group]) -> float | None:
+        """Mean negative log-probability (nats) of the completions' tokens, as the policy is now; None, which is said
+        once, if there is not enough memory for it."""
         first = accumulate((len(group.rollouts) for group in groups), initial=0)
         rows = [
             batch.Row(group.prompt_ids, [r.token_ids for r in group.rollouts], i)
             for group, i in zip(groups, first, strict=False)
         ]
-        flat, hidden = batch.flatten(rows), self.policy.model.get_input_embeddings().weight.shape[1]
-        total = 0.0
-        for microbatch in batch.plan(rows, self.packing, self.limit, hidden):
-            b = batch.token_batch(microbatch, flat, self.policy.pad_id, self.policy.device)
-            logprobs, _ = token_logprobs(self.policy.model, b, 1.0, False, not self.policy.split_head)
-            total -= float(logprobs.sum())
+        flat, total = batch.flatten(rows), 0.0
+        try:
+            for microbatch in self._plan(rows):
+                b = batch.token_batch(microbatch, flat, self.policy.pad_id, self.policy.device)
+                logprobs, _ = token_logprobs(self.policy.model, b, 1.0, False, not self.policy.split_head)
+                total -= float(logprobs.sum())
+        except (RuntimeError, MemoryError) as exc:
+            if not is_out_of_memory(exc):
+                raise
+            if not self._unprobed:
+                self._unprobed = True
+                self.report("out of memory while judging averaged weights: they are taken as they are")
+            return None
         return total / len(flat.target)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -202,12 +235,8 @@ class Trainer:
 
     def _accumulate(self, step: _Step, iteration: int) -> dict[str, float]:
         """Leave the gradient of the whole step in the parameters; sums for the metrics."""
-        vocabulary, hidden = self.policy.model.get_input_embeddings().weight.shape
         while True:
-            limit = self.limit
-            if not self.policy.split_head:
-                limit = min(limit, LOGITS_BYTES // (4 * vocabulary))
-            microbatches = batch.plan(step.groups, self.packing, limit, hidden)
+            microbatches = self._plan(step.groups)
             self.optimizer.zero_grad()
             try:
                 return self._backward(step, microbatches, iteration)
@@ -217,6 +246,14 @@ class Trainer:
                 self._shrink(microbatches, exc)
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _plan(self, rows: Sequence[batch.Row]) -> list[list[batch.Row]]:
+        """Microbatches of what memory is there for."""
+        vocabulary, hidden = self.policy.model.get_input_embeddings().weight.shape
+        limit = self.limit
+        if not self.policy.split_head:
+            limit = min(limit, LOGITS_BYTES // (4 * vocabulary))
+        return batch.plan(rows, self.packing, limit, hidden)
 
     def _backward(self, step: _Step, microbatches: list[list[batch.Row]], iteration: int) -> dict[str, float]:
         """Add the gradient of each microbatch to the parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -12,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.errors import RemoteProtocolError
+from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import WEIGHTS_METHOD, WeightsHead, seal_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
+from swarm_node.averaging import fetching
 from swarm_node.averaging.codecs import encoded_size
-from swarm_node.averaging.fetching import GRACE_S, Fetch, longest_s
-from swarm_node.averaging.handover import SEEK_S
+from swarm_node.averaging.fetching import AT_ONCE, GRACE_S, TRIES, Fetch, collect, longest_s
+from swarm_node.averaging.handover import COOL_S, REST_S, SEEK_S
 from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 
 SLOW = LinkModel(latency_s=0.02, bandwidth_bytes_s=400.0)
@@ -68,6 +70,30 @@ def gives(liar: Trainee, body: bytes, **changes: Any) -> None:
     ours = Outgoing(msgspec.msgpack.encode(WeightsHead(**fields)), len(body), lambda: [memoryview(body)])
     accepted = Accepted(ours, lambda piece: None, lambda error: None)
     liar.transport.accept(WEIGHTS_METHOD, lambda peer, head, size: accepted)
+
+
+def ask(ahead: Trainee, peer: str) -> Accepted | str:
+    """A call by `peer`, or why it is refused."""
+    try:
+        return ahead.handover._accept(peer, seal_head(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT)), 0)
+    except RemoteProtocolError as error:
+        return error.reason
+
+
+def fails_first(late: Trainee, times: int, error: Exception) -> None:
+    """Have its first calls fail with this."""
+    exchange, left = late.transport.exchange, times
+
+    def failing(peer: str, method: str, *arguments: Any) -> Future[None]:
+        nonlocal left
+        left -= method == WEIGHTS_METHOD
+        if method != WEIGHTS_METHOD or left < 0:
+            return exchange(peer, method, *arguments)
+        failed: Future[None] = Future()
+        failed.set_exception(error)
+        return failed
+
+    late.transport.exchange = failing  # type: ignore[method-assign]
 
 
 def whole(late: Trainee) -> int:
@@ -282,29 +308,133 @@ def test_a_member_that_failed_to_give_can_give_again() -> None:
 def test_who_asks_and_takes_nothing_keeps_others_from_them_for_a_while_only() -> None:
     cohort = seekers(fragments=3)
     ahead = member(cohort)
-    head = seal_head(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT))
-
-    def ask(peer: str) -> Accepted | str:
-        try:
-            return ahead.handover._accept(peer, head, 0)
-        except RemoteProtocolError as error:
-            return error.reason
-
-    staller = ask("staller")
+    staller = ask(ahead, "staller")
     assert isinstance(staller, Accepted)
     leaving = iter(staller.ours.pieces())
     assert next(leaving)
-    assert ask("other") == "busy"
+    assert ask(ahead, "other") == "busy"
     cohort.run(longest_s(whole(ahead)) + 1.0)
-    other = ask("other")
+    assert ask(ahead, "staller") == "busy", "not twice in a row"
+    other = ask(ahead, "other")
     assert isinstance(other, Accepted)
     with pytest.raises(RemoteProtocolError, match="slow"):
         next(leaving)
     staller.done(RemoteProtocolError("slow"))
-    assert ask("third") == "busy", "the staller's end is not the other's"
+    assert ask(ahead, "third") == "busy", "the staller's end is not the other's"
     assert sum(len(piece) for piece in other.ours.pieces()) == whole(ahead)
     other.done(None)
-    assert isinstance(ask("third"), Accepted)
+    cohort.run(REST_S)
+    assert isinstance(ask(ahead, "third"), Accepted)
+
+
+def test_strangers_that_ask_and_go_away_cost_few_copies() -> None:
+    """Each is of a whole model, and training waits for it."""
+    cohort = seekers()
+    ahead = member(cohort)
+    made: list[float] = []
+    copies = ahead.averager.copies
+    ahead.averager.copies = lambda: made.append(cohort.clock.now()) or copies()  # type: ignore[method-assign, func-returns-value]
+
+    def bother(names: Callable[[int], str], seconds: int) -> int:
+        made.clear()
+        for i in range(10 * seconds):
+            accepted = ask(ahead, names(i))
+            if isinstance(accepted, Accepted):
+                accepted.done(RemoteProtocolError("torn"))
+            cohort.run(0.1)
+        return len(made)
+
+    assert bother(lambda i: "stranger", 130) == 3, "at once, after a minute, after another"
+    assert 8 <= bother(str, 50) <= 10, "every five seconds"
+    assert len(ahead.handover._cool_until) <= 1 + COOL_S / REST_S, "bounded, however many have asked"
+
+
+def test_who_took_long_waits_as_long() -> None:
+    cohort = seekers()
+    ahead = member(cohort)
+    cohort.run(PERIOD_S)
+    slow = ask(ahead, "slow")
+    assert isinstance(slow, Accepted)
+    cohort.run(3 * COOL_S)
+    slow.done(RemoteProtocolError("slow"))
+    cohort.run(3 * COOL_S - 1.0)
+    assert ask(ahead, "slow") == "busy"
+    cohort.run(1.1)
+    assert isinstance(ask(ahead, "slow"), Accepted)
+
+
+def test_a_turn_that_never_began_is_nobodys() -> None:
+    cohort = seekers()
+    ahead = member(cohort)
+    copies = ahead.averager.copies
+
+    def changing() -> list[Tensor]:
+        raise RemoteProtocolError("busy", "weights are changing")
+
+    ahead.averager.copies = changing  # type: ignore[method-assign]
+    assert ask(ahead, "somebody") == "busy"
+    ahead.averager.copies = copies  # type: ignore[method-assign]
+    assert isinstance(ask(ahead, "somebody"), Accepted)
+
+
+@pytest.mark.parametrize(
+    "error", [RemoteProtocolError("torn", "gone"), PeerUnreachable("busy"), RemoteProtocolError("busy")], ids=repr
+)
+def test_the_only_donor_is_asked_again_if_it_fails_by_accident(error: Exception) -> None:
+    cohort = seekers()
+    donor, late = member(cohort), newcomer(cohort, trains=False)
+    fails_first(late, TRIES - 1, error)
+    asked = asked_by(late)
+    cohort.run(2 * PERIOD_S + SEEK_S)
+    assert len(asked) == TRIES and torch.equal(late.flat, donor.flat) and late.flat.any()
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"), [(RemoteProtocolError("torn"), TRIES), (RemoteProtocolError("cohort"), 1)], ids=repr
+)
+def test_but_not_for_ever(error: Exception, tries: int) -> None:
+    cohort = seekers()
+    _, late = member(cohort), newcomer(cohort, trains=False)
+    fails_first(late, 10**6, error)
+    asked = asked_by(late)
+    cohort.run(2 * PERIOD_S + 3 * SEEK_S)
+    assert len(asked) == tries and not late.fetched
+
+
+def test_a_donor_that_is_torn_off_in_the_middle_gives_again() -> None:
+    """When its rest is over, though the time to look for one is as well."""
+    cohort = seekers(link=SLOW)
+    donor, late = member(cohort), newcomer(cohort, trains=False)
+    late.handover.seek(2.0)
+    tear = [True]
+    body = donor.handover._body
+
+    def torn(copies: list[Tensor], until: float) -> Any:
+        for piece in body(copies, until):
+            if tear.pop() if tear else False:
+                raise RemoteProtocolError("torn", "in the middle")
+            yield piece
+
+    donor.handover._body = torn  # type: ignore[method-assign]
+    cohort.run(2 * PERIOD_S + COOL_S + 60)
+    assert not tear and donor.transport.rejected["busy"], "it was torn, and had its rest"
+    assert len(late.fetched) == 1 and torch.equal(late.flat, donor.flat)
+
+
+def test_who_sends_rubbish_is_struck_and_who_is_muted_not_asked() -> None:
+    cohort = seekers()
+    liar, late = member(cohort), newcomer(cohort, trains=False)
+    not_a_number(cohort, liar)
+    cohort.run(2 * PERIOD_S + 30)
+    assert late.averager.counts["skipped/values"] == 1
+    for _ in range(2):
+        late.averager.skip("values", "", liar.transport.peer_id)
+    assert liar.transport.peer_id not in late.averager._cohort(), "the third strike"
+    asked = asked_by(late)
+    late.handover._ask_at.clear()
+    late.handover.seek()
+    cohort.run(SEEK_S)
+    assert not asked
 
 
 def test_looking_begins_with_the_first_step_however_long_loading_takes() -> None:
@@ -412,3 +542,55 @@ def test_an_exchange_of_the_old_weights_does_nothing_to_the_new(method: str) -> 
     assert (late.flat == 10.0).all()
     assert late.averager.counts["skipped/replaced"] == 1, late.averager.counts
     assert not late.averager.counts["exchanges"]
+
+
+# --------------------------------------------------------------------- many at once
+
+
+def collected(cohort: Cohort, members: list[Trainee], seconds: float, seed: int) -> tuple[list[str], list[str]]:
+    """Peer ids in the order in which a visitor asked them, and of those whose weights it got."""
+    visitor = cohort.join(dead=True)
+    cohort.run(2 * PERIOD_S)
+    asked: list[str] = []
+    got: list[str] = []
+    exchange = visitor.transport.exchange
+
+    def watched(peer: str, *arguments: Any) -> Any:
+        asked.append(peer)
+        return exchange(peer, *arguments)
+
+    visitor.transport.exchange = watched  # type: ignore[method-assign]
+    collect(
+        visitor.transport,
+        SWARM,
+        COHORT,
+        {trainee.transport.peer_id: 1000 for trainee in members},
+        visitor.averager.fragments.sizes,
+        lambda peer, version, values: got.append(peer),
+        seconds,
+        cohort.clock.now,
+        cohort.run,
+        random.Random(seed),
+    )
+    return asked, got
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_those_that_trickle_do_not_keep_the_others_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "BYTES_PER_S", 1.0)  # as if the model were large
+    cohort = seekers(link=LinkModel(latency_s=0.02, bandwidth_bytes_s=0.5))
+    slow = [member(cohort) for _ in range(2 * AT_ONCE)]
+    cohort.link = LinkModel(latency_s=0.02, bandwidth_bytes_s=1e6)
+    quick = [member(cohort) for _ in range(3)]
+    asked, got = collected(cohort, [*slow, *quick], 900.0, seed)
+    assert sorted(got) == sorted(trainee.transport.peer_id for trainee in quick)
+    first = asked[: len(slow) + len(quick)]
+    assert len(set(first)) == len(first), "who was slow comes after all others"
+    assert len(asked) > len(first), "but is asked again"
+
+
+def test_members_are_asked_in_random_order() -> None:
+    cohort = seekers()
+    members = [member(cohort) for _ in range(6)]
+    asked = [collected(cohort, members, 600.0, seed)[0] for seed in (1, 2)]
+    assert sorted(asked[0]) == sorted(asked[1]) and asked[0] != asked[1]

@@ -30,18 +30,28 @@ def met(distances: list[float], clip: float = 1.0, gates: bool = False, n: int =
     return robust
 
 
+def check(robust: Robust, fragment: int, fast: Tensor, slow: Tensor, partner: Tensor, *more: Tensor) -> Tensor:
+    """What is believed of a partner, in an exchange that ends well and is accepted unless the gates refuse it."""
+    verdict = robust.check(fragment, fast, slow, partner, *more)
+    robust.remember(fragment, verdict)
+    if verdict.refused:
+        raise RemoteProtocolError("gates", verdict.refused)
+    robust.accept(fragment, verdict)
+    return partner
+
+
 # --------------------------------------------------------------------- clip
 
 
 def test_worked_value_of_the_clip():
     """phi_i = 0, phi_j = 10, tau = 1: a pair moves to the middle, 0.5."""
-    clipped = met([1.0]).check(0, ZERO, ZERO, tensor([10.0]))
+    clipped = check(met([1.0]), 0, ZERO, ZERO, tensor([10.0]))
     assert (0 + clipped.item()) / 2 == 0.5
 
 
 def test_both_vectors_are_clipped_where_both_are_sent():
     fast, slow = tensor([10.0]), tensor([-10.0])
-    assert met([2.0]).check(0, ZERO, ZERO, fast, slow) is fast
+    check(met([2.0]), 0, ZERO, ZERO, fast, slow)
     assert (fast.item(), slow.item()) == (2.0, -2.0)
 
 
@@ -51,7 +61,7 @@ def test_clipped_weights_lie_within_tau(scale, monkeypatch):
     fast, slow, partner = normal(1000, 0), normal(1000, 1), normal(1000, 2, scale)
     own = float((fast - slow).norm())
     before = partner.clone()
-    distance = float((Robust(0.5, False).check(0, fast, slow, partner) - fast).norm())
+    distance = float((check(Robust(0.5, False), 0, fast, slow, partner) - fast).norm())
     expected = min(0.5 * own, float((before.double() - fast.double()).norm()))
     assert distance == pytest.approx(expected, rel=1e-5)
     direction = (before.double() - fast.double()) / (before.double() - fast.double()).norm()
@@ -62,7 +72,7 @@ def test_a_partner_within_tau_is_untouched_bit_for_bit():
     fast, slow = normal(1000, 0), normal(1000, 1)
     partner = fast + 0.5 * (slow - fast)
     before = partner.clone()
-    assert torch.equal(Robust(1.5, True).check(0, fast, slow, partner), before)
+    assert torch.equal(check(Robust(1.5, True), 0, fast, slow, partner), before)
 
 
 def test_switched_off_it_changes_nothing():
@@ -70,8 +80,7 @@ def test_switched_off_it_changes_nothing():
     for seed in range(10):
         partner = normal(100, seed, 1e30 if seed > 5 else 1.0)
         before = partner.clone()
-        assert torch.equal(robust.check(0, normal(100, 50), normal(100, 51), partner), before)
-        robust.accept(0)
+        assert torch.equal(check(robust, 0, normal(100, 50), normal(100, 51), partner), before)
     assert robust.state() == {"probed": [], "seen": {}}
 
 
@@ -90,11 +99,14 @@ def test_values_that_are_not_finite_are_always_refused(value, gates):
 
 
 def test_only_exchanges_that_came_about_count_as_usual():
-    robust = met([1.0])
-    robust.check(0, ZERO, ZERO, tensor([1.25]))
-    assert robust.state()["seen"]["0"]["distances"] == [1.0]
-    robust.accept(0)
-    robust.accept(0)  # nothing was checked since
+    robust = met([1.0], gates=True)
+    before = robust.state()
+    verdict = robust.check(0, tensor([1.0]), ZERO, tensor([2.25]))
+    assert robust.state() == before, "one that did not end well"
+    robust.remember(0, verdict)
+    after = robust.state()["seen"]["0"]
+    assert (after["sizes"], after["distances"]) == ([2.25], [1.0]), "one that was refused"
+    robust.accept(0, verdict)
     assert robust.state()["seen"]["0"]["distances"] == [1.0, 1.25]
 
 
@@ -103,8 +115,7 @@ def test_what_counts_as_usual_grows_at_a_bounded_rate_and_without_end():
     robust = met([1.0] * 8)
     reach = []
     for _ in range(100):
-        reach.append(robust.check(0, ZERO, ZERO, tensor([1000.0])).item())
-        robust.accept(0)
+        reach.append(check(robust, 0, ZERO, ZERO, tensor([1000.0])).item())
     assert reach[0] == 1.0
     assert all(later <= GROWTH * earlier * 1.00001 for earlier, later in zip(reach, reach[5:], strict=False))
     assert reach[-1] == 1000.0
@@ -113,48 +124,58 @@ def test_what_counts_as_usual_grows_at_a_bounded_rate_and_without_end():
 def test_liars_who_are_no_majority_cannot_stretch_tau():
     robust = met([], clip=1.5)
     for round in range(200):
-        robust.check(0, ZERO, ZERO, tensor([1e6 if round % 2 else 1.0]))
-        robust.accept(0)
-    assert robust.check(0, ZERO, ZERO, tensor([1e6])).item() == pytest.approx(1.5)
+        check(robust, 0, ZERO, ZERO, tensor([1e6 if round % 2 else 1.0]))
+    assert check(robust, 0, ZERO, ZERO, tensor([1e6])).item() == pytest.approx(1.5)
 
 
 def test_before_any_exchange_own_progress_is_the_measure():
-    assert Robust(1.5, False).check(0, tensor([2.0]), ZERO, tensor([100.0])).item() == 2 + 1.5 * 2
+    assert check(Robust(1.5, False), 0, tensor([2.0]), ZERO, tensor([100.0])).item() == 2 + 1.5 * 2
 
 
 def test_who_was_alone_for_long_meets_others_who_went_far():
     robust = met([1.0] * 8, clip=1.5)
-    assert robust.check(0, tensor([50.0]), ZERO, tensor([-20.0])).item() == -20.0
+    assert check(robust, 0, tensor([50.0]), ZERO, tensor([-20.0])).item() == -20.0
 
 
 def test_a_node_that_never_moved_comes_to_believe_others():
     robust = Robust(1.5, True)
     fast = torch.zeros(1000)
     for _ in range(300):
-        partner = robust.check(0, fast, fast, torch.ones(1000))
-        robust.accept(0)
+        partner = check(robust, 0, fast, fast, torch.ones(1000))
     assert torch.equal(partner, torch.ones(1000))
 
 
 def test_fragments_are_judged_apart():
     robust = met([1.0])
-    assert robust.check(1, tensor([5.0]), ZERO, tensor([9.0])).item() == 9.0
-    assert robust.check(0, ZERO, ZERO, tensor([9.0])).item() == 1.0
+    assert check(robust, 1, tensor([5.0]), ZERO, tensor([9.0])).item() == 9.0
+    assert check(robust, 0, ZERO, ZERO, tensor([9.0])).item() == 1.0
 
 
 def test_state_survives_json():
     first, second = Robust(1.5, True), Robust(1.5, True)
     for seed in range(12):
-        first.check(3, normal(50, 0), normal(50, 1), normal(50, seed))
-        first.accept(3)
+        check(first, 3, normal(50, 0), normal(50, 1), normal(50, seed))
         first.vetoed(1.0, 1.0 + seed / 100)
     second.load(json.loads(json.dumps(first.state())))
     assert second.state() == first.state()
     assert [len(values) for values in second.state()["seen"]["3"].values()] == [8, 8, 8, 8]
     partners = [normal(50, 99, 100.0) for _ in range(2)]
     assert torch.equal(
-        *(r.check(3, normal(50, 0), normal(50, 1), p) for r, p in zip((first, second), partners, strict=True))
+        *(check(r, 3, normal(50, 0), normal(50, 1), p) for r, p in zip((first, second), partners, strict=True))
     )
+
+
+def test_own_progress_is_there_when_it_is_whole(monkeypatch):
+    judge, chunks, seen = Robust(0.0, True), robust.chunks, []
+
+    def looking(*vectors):
+        seen.append((vectors[0].dtype, 0 in judge._own))
+        return chunks(*vectors)
+
+    monkeypatch.setattr(robust, "chunks", looking)
+    check(judge, 0, torch.ones(9), torch.zeros(9), torch.ones(9))
+    assert (torch.bfloat16, False) in seen and (torch.bfloat16, True) not in seen
+    assert torch.equal(judge._own[0].float(), torch.ones(9))
 
 
 # --------------------------------------------------------------------- gates
@@ -174,7 +195,7 @@ def gated(partners: list[Tensor]) -> Counter[str]:
     robust, count, n = Robust(0.0, True), Counter[str](), len(partners[0])
     for partner in partners:
         try:
-            robust.check(0, torch.ones(n), torch.zeros(n), partner.clone())
+            check(robust, 0, torch.ones(n), torch.zeros(n), partner.clone())
         except RemoteProtocolError as error:
             assert error.reason == "gates"
             count[error.detail] += 1
@@ -187,7 +208,20 @@ def test_one_failing_gate_is_not_enough():
     up, down = torch.full((55,), 0.1), torch.full((45,), -2.0)
     assert not gated([*usual, torch.cat([up, down])])  # cosine: more of them agree, by little
     assert gated([*usual, -20 * usual[0]])
-    assert gated([*usual, -usual[0]])
+    assert gated([*usual, -usual[0]]), "direction alone, but far from usual"
+
+
+def test_direction_is_one_vote_of_two_measures():
+    """Of partners whose cosine is 0.3 as a rule, as in reinforcement learning."""
+
+    def partner(cosine: float, seed: int, scale: float = 1.0) -> Tensor:
+        noise = normal(10_000, seed)
+        return scale * (cosine + (1 - cosine**2) ** 0.5 * (noise - noise.mean()))
+
+    usual = [partner(0.3, seed) for seed in range(8)]
+    assert not gated([*usual, partner(-0.4, 9)])  # cosine and signs
+    assert gated([*usual, partner(-0.4, 9, 4.0)])  # and size
+    assert gated([*usual, partner(-0.7, 9)])
 
 
 def test_without_a_past_gates_let_pass():
@@ -297,8 +331,7 @@ def train(lie: Lie | None = None, clip: float = 1.5, gates: bool = True, seed: i
                 count[who] += 1
                 before = partner.clone()
                 try:
-                    partner = nodes[i].check(0, fast[i], slow[i], partner)
-                    nodes[i].accept(0)
+                    check(nodes[i], 0, fast[i], slow[i], partner)
                 except RemoteProtocolError:
                     count[f"{who} refused"] += 1
                     continue

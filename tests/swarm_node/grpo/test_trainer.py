@@ -15,7 +15,7 @@ from swarm_node.grpo.trainer import Trainer, default_learning_rate
 from swarm_node.policy.logprobs import token_logprobs
 from swarm_node.types import Group, Sampling
 from tests.swarm_node.grpo.test_batch import batch
-from tests.swarm_node.grpo.tiny import TinyPolicy, group, make, watch_gradients
+from tests.swarm_node.grpo.tiny import VOCABULARY, TinyPolicy, group, make, watch_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
@@ -404,6 +404,78 @@ def test_a_rollout_too_big_for_memory_is_a_user_error():
     with pytest.raises(UserError, match="one rollout of 9 tokens.*max_new_tokens"):
         Trainer(policy, GrpoConfig(), SAMPLING, lambda _: None).step(cramped_groups())
     assert policy.version == 0
+
+
+@pytest.mark.parametrize("split_head", [True, False])
+def test_unlikelihood_is_of_every_token_however_it_is_cut(split_head, monkeypatch):
+    policy = TinyPolicy(make(), split_head=split_head)
+    groups = recorded(policy.model, cramped_groups())
+    values = [-value for g in groups for r in g.rollouts for value in r.logprobs]
+    trainer = Trainer(policy, GrpoConfig(), SAMPLING)
+    assert trainer.unlikelihood(groups) == pytest.approx(sum(values) / len(values), rel=1e-4)
+    monkeypatch.setattr("swarm_node.grpo.trainer.LOGITS_BYTES", 42 * 4 * VOCABULARY)
+    passes = []
+    policy.model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    policy.model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    assert trainer.unlikelihood(groups) == pytest.approx(sum(values) / len(values), rel=1e-4)
+    assert max(passes) == (84 if split_head else 42)
+
+
+def test_memory_that_runs_out_while_judging_is_said_once():
+    policy, lines = Cramped(make()), []
+    trainer = Trainer(policy, GrpoConfig(), SAMPLING, lines.append)
+    assert [trainer.unlikelihood(cramped_groups()) for _ in range(2)] == [None, None]
+    assert len(lines) == 1 and "out of memory while judging" in lines[0]
+    policy.error, policy.message = RuntimeError, "something else"
+    with pytest.raises(RuntimeError, match="something else"):
+        trainer.unlikelihood(cramped_groups())
+
+
+class Stuck(TinyPolicy):
+    """A policy with a cache that nobody clears, or a version that does not rise."""
+
+    stuck = ""
+
+    def __setattr__(self, name, value):
+        if name != "version" or self.stuck != "version" or value == 0:
+            super().__setattr__(name, value)
+
+    @property
+    def fingerprint(self):
+        values = "" if self.stuck == "fingerprint" else [float(p.detach().sum()) for p in self.trainable_parameters()]
+        return str(values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stuck", ["", "version", "fingerprint", "weights"])
+def test_weights_that_were_averaged_are_those_of_the_policy_from_then_on(stuck, dtype):
+    policy = Stuck(make().to(dtype))
+    policy.stuck = stuck
+    trainer = Trainer(policy, GrpoConfig(), SAMPLING)
+    tensors = trainer.optimizer.weights()
+    if stuck == "weights":
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    trainer.averaged(tensors, trainer.before_averaging(tensors)) if not stuck else None  # two that were the same
+    before = trainer.before_averaging(tensors)
+    version = policy.version
+    for tensor in tensors.values():
+        tensor.mul_(1.25)
+    trainer.optimizer.publish()
+    if not stuck:
+        trainer.averaged(tensors, before)
+        assert policy.version == version + 1 and policy.fingerprint != before.fingerprint
+        return
+    said = {
+        "weights": "goes on with other values",
+        "version": "still of version 0",
+        "fingerprint": "fingerprint is still",
+    }
+    with pytest.raises(RuntimeError, match=said[stuck]):
+        trainer.averaged(tensors, before)
 
 
 def test_other_errors_are_not_taken_for_memory():

@@ -1,0 +1,161 @@
+"""Groups whose members do not know the same: slow weights come together again, and no member leads others astray."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import PROTOCOL_VERSION
+from protocol.tensors import AVERAGE_METHOD, AverageHead, seal_head
+from protocol.transports.base import Outgoing
+from swarm_node.averaging.group import FARTHEST, GroupAverager
+from swarm_node.averaging.outer import DiLoCo
+from tests.swarm_node.averaging.cohort import COHORT, SWARM, Cohort, Trainee
+
+
+def group(n: int, **options: Any) -> Cohort:
+    """As long a timeout as usual: whatever must heal does not wait for it."""
+    usual = {"method": "diloco", "codec": "8bit", "overlap": False, "timeout_s": 60.0}
+    return Cohort(n, **{**usual, **options})
+
+
+def slow_apart(cohort: Cohort) -> float:
+    slow = torch.stack([torch.cat(trainee.averager.slow) for trainee in cohort.trainees])
+    return float((slow - slow[0]).abs().max())
+
+
+def skipped(cohort: Cohort, reason: str) -> int:
+    return sum(trainee.averager.counts[f"skipped/{reason}"] for trainee in cohort.trainees)
+
+
+@pytest.mark.parametrize("codec", ["8bit", "4bit"])
+def test_one_that_goes_on_from_another_has_its_slow_weights_too(codec: str) -> None:
+    """The other was alone until then: both are in round 0."""
+    cohort = group(1, codec=codec)
+    first = cohort.trainees[0]
+    cohort.run(60)
+    late = cohort.join()
+    late.handover.seek()
+    cohort.trainees.append(late)
+    for seconds in range(60):
+        cohort.at(seconds, partial(cohort.announce, first))
+    cohort.run(60)
+    assert late.fetched and late.fetched[0].version > 30
+    assert skipped(cohort, "codec") and not skipped(cohort, "absent")
+    assert min(cohort.exchanges()) >= 4
+    assert slow_apart(cohort) < 1e-6
+
+
+@pytest.mark.parametrize(("resumed", "overlap"), [([0], False), ([3], False), ([0, 3], True)], ids=str)
+def test_those_who_resume_and_those_who_begin_find_together(resumed: list[int], overlap: bool) -> None:
+    """Some know that slow weights are not equal, the others do not, and begin at different times."""
+    cohort = group(4, overlap=overlap)
+    for i, trainee in enumerate(cohort.trainees):
+        trainee.step_s = (1.0, 2.7, 0.3, 1.0)[i]
+        if i in resumed:
+            tensors, numbers = trainee.averager.state_dict()
+            slow = {name: x + 0.1 * (1 + i) if "slow" in name else x.clone() for name, x in tensors.items()}
+            trainee.averager.load_state_dict(slow, numbers)
+            for tensor in trainee.weights.values():
+                tensor += 0.1 * (1 + i)
+    cohort.run(70)
+    assert skipped(cohort, "codec"), "some did not know"
+    assert min(cohort.exchanges()) >= 3
+    assert slow_apart(cohort) < 1e-6
+
+
+def test_a_few_who_are_a_round_ahead_are_followed_before_their_time_is_over() -> None:
+    """Else both wait for each other, give up, and are as far apart as before."""
+    cohort = group(5, codec="float32", timeout_s=20.0)
+    ahead = cohort.trainees[3:]
+    for trainee in ahead:
+        assert isinstance(trainee.averager, GroupAverager)
+        trainee.averager._number = 1
+        trainee.step_s = 1.5  # the others are in round 0 when they begin
+    cohort.run(50)
+    assert skipped(cohort, "late") and not skipped(cohort, "absent")
+    assert min(cohort.exchanges()) >= 2
+
+
+def test_members_who_take_different_outer_steps_do_not_average() -> None:
+    cohort = group(2)
+    a, b = (trainee.averager for trainee in cohort.trainees)
+    assert isinstance(a, GroupAverager) and isinstance(b, GroupAverager)
+    b.outer = DiLoCo(learning_rate=0.3, momentum=0.9)
+    cohort.run(100)
+    assert cohort.exchanges() == [0, 0]
+    assert a.counts["skipped/group"] >= 1
+
+
+# --------------------------------------------------------------------- hostile members
+
+
+def call(cohort: Cohort, victim: Trainee, **changes: Any) -> RemoteProtocolError:
+    """How peer 1's call of `victim`, with a head like this, is refused."""
+    liar = cohort.trainees[1].transport.peer_id
+    fields = {"round": 0, "fragment": 0, "phase": 1, "group": "0" * 16, **changes}
+    head = AverageHead(PROTOCOL_VERSION, SWARM, COHORT, liar, victim.transport.peer_id, **fields)
+    refuse = Outgoing(seal_head(head))
+    done = cohort.trainees[1].transport.exchange(
+        victim.transport.peer_id, AVERAGE_METHOD, refuse, lambda head, size: lambda piece: None, 5.0
+    )
+    cohort.run(0.5)
+    error = done.exception()
+    assert isinstance(error, RemoteProtocolError)
+    return error
+
+
+def with_a_liar() -> tuple[Cohort, Trainee, GroupAverager]:
+    cohort = group(2, fragments=2, timeout_s=5.0)
+    victim, liar = cohort.trainees
+    liar.dead = True  # never ticks: says what the test makes it say
+    assert isinstance(victim.averager, GroupAverager)
+    return cohort, victim, victim.averager
+
+
+def test_nobody_leads_others_far_ahead() -> None:
+    cohort, victim, averager = with_a_liar()
+    assert call(cohort, victim, round=2**53 - 2).reason == "early"
+    cohort.run(30)
+    assert FARTHEST <= averager._number <= FARTHEST + 10, "it did follow, so far"
+
+
+@pytest.mark.parametrize(("changes", "reason"), [({"phase": 0}, "schema"), ({"fragment": 1}, "fragment")], ids=str)
+def test_a_round_is_believed_only_of_a_head_that_can_be(changes: dict[str, int], reason: str) -> None:
+    cohort, victim, averager = with_a_liar()
+    assert call(cohort, victim, round=8, **changes).reason == reason
+    assert averager._told == {}
+    assert call(cohort, victim, round=8).reason == "early"
+    assert list(averager._told.values()) == [8]
+
+
+def test_a_call_in_another_codec_ends_the_round_for_both() -> None:
+    """The caller gives it up as well: nobody is to wait for it until time is up."""
+    cohort, victim, averager = with_a_liar()
+    averager.config = averager.config.model_copy(update={"timeout_s": 60.0})
+    cohort.run(17)
+    assert averager._round is not None and averager._round.codec == "int8"
+    group = averager._group(averager._round.members)
+    assert call(cohort, victim, group=group, codec="float32").reason == "codec"
+    cohort.run(0.5)
+    assert averager.counts["skipped/codec"] == 1 and averager._in_step == [[], None]
+
+
+@pytest.mark.parametrize(("detail", "told"), [("7", 7), ("²", None), ("٣", None), ("-3", None), ("9" * 16, None)])
+def test_only_plain_numbers_are_rounds(detail: str, told: int | None) -> None:
+    """A peer says in words of its own that a call is late."""
+    cohort, victim, averager = with_a_liar()
+    refused = []
+
+    def late(peer: str, head: bytes, size: int) -> Any:
+        refused.append(peer)
+        raise RemoteProtocolError("late", detail)
+
+    cohort.trainees[1].transport.accept(AVERAGE_METHOD, late)
+    cohort.run(17)
+    assert refused, "it was called"
+    assert averager._told.get(cohort.trainees[1].transport.peer_id) == told
