@@ -260,8 +260,8 @@ class AveragingConfig(Section):
     timeout_s: PositiveFloat = 60.0
     """An exchange that takes longer is given up: nothing of it is applied."""
     alpha: float = Field(0.0, ge=0, lt=1)
-    """NoLoCo: momentum of the slow weights. 0 with beta = gamma = 1 is the plain mean of the two, which did best here;
-    the paper has 0.5, 0.7, 0.7 and 50 updates or more between exchanges."""
+    """NoLoCo: momentum of the slow weights. 0 with beta = gamma = 1 is the plain mean of the two; the paper has 0.5,
+    0.7, 0.7 and 50 updates or more between exchanges (docs/averaging.md compares them)."""
     beta: PositiveFloat = 1.0
     """NoLoCo: step along the pair's mean progress."""
     gamma: PositiveFloat = 1.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from concurrent.futures import Future
@@ -148,6 +149,7 @@ class Node:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in whatever a shell starts in the background
     settings = json.loads(sys.argv[3])
     clock.ahead = settings.pop("clock", 0.0)
     time.time = clock  # before anything takes hold of it: hivemind is not imported yet
