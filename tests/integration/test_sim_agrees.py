@@ -21,7 +21,7 @@ PACES = (0.8, 0.9, 1.15, 3.1)
 two march in step, nor with the seconds in which messages are sent, or ages would hang on who happened to begin when."""
 GROUP_SIZE = "rollouts.group_size=16"
 """Nearly every group then has different rewards and is shared: what is admitted hardly depends on the tasks."""
-WINDOW_S = 36.0
+WINDOW_S = 60.0
 WARM_UP_S = 10.0
 
 
