@@ -319,5 +319,9 @@ async def _end(process: asyncio.subprocess.Process, patience: float) -> int:
     try:
         return await asyncio.wait_for(process.wait(), patience)
     except TimeoutError:
-        process.kill()
-        return await process.wait()
+        pass
+    finally:  # also if we are being closed ourselves
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return await process.wait()

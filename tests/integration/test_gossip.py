@@ -479,6 +479,31 @@ def test_a_sidecar_that_talks_nonsense_is_replaced(monkeypatch: pytest.MonkeyPat
     asyncio.run(run())
 
 
+def test_a_client_that_is_closed_while_it_ends_a_sidecar_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "deaf.py").write_text(
+        "import sys, time\nsys.stdout.buffer.write(b'\\xff' * 64)\nsys.stdout.flush()\ntime.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    monkeypatch.setattr(gossip_client, "SIDECAR", "deaf")
+
+    async def run() -> None:
+        peer = Peer(0)
+        starting = asyncio.create_task(peer.start())
+        while (pid := peer.pid) is None:
+            await asyncio.sleep(0)
+        while peer.pid is not None:
+            await asyncio.sleep(0)
+        assert alive(pid)  # it is given a moment to go by itself
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await peer.close()
+        assert not alive(pid)
+
+    asyncio.run(run())
+
+
 @pytest.mark.slow
 def test_a_hub_serves_twelve_peers_that_can_only_dial() -> None:
     async def run() -> None:
