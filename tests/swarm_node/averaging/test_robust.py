@@ -159,7 +159,7 @@ def test_state_survives_json():
     second.load(json.loads(json.dumps(first.state())))
     assert second.state() == first.state()
     assert [len(values) for values in second.state()["seen"]["3"].values()] == [8, 8, 8, 8]
-    partners = [normal(50, 99, 100.0) for _ in range(2)]
+    partners = [normal(50, 99, 5.0) for _ in range(2)]
     assert torch.equal(
         *(check(r, 3, normal(50, 0), normal(50, 1), p) for r, p in zip((first, second), partners, strict=True))
     )
@@ -204,11 +204,21 @@ def gated(partners: list[Tensor]) -> Counter[str]:
 
 def test_one_failing_gate_is_not_enough():
     usual = [1 + normal(100, seed, 0.1) for seed in range(6)]
-    assert not gated([*usual, 20 * usual[0]])  # size
+    assert not gated([*usual, 5 * usual[0]])  # size
     up, down = torch.full((55,), 0.1), torch.full((45,), -2.0)
     assert not gated([*usual, torch.cat([up, down])])  # cosine: more of them agree, by little
     assert gated([*usual, -20 * usual[0]])
     assert gated([*usual, -usual[0]]), "direction alone, but far from usual"
+    assert gated([*usual, 20 * usual[0]]), "size alone, but far from usual"
+
+
+def test_who_went_far_itself_bears_partners_who_did():
+    robust = Robust(0.0, True)
+    for seed in range(6):
+        check(robust, 0, torch.ones(100), ZERO.expand(100), 1 + normal(100, seed, 0.1))
+    with pytest.raises(RemoteProtocolError):
+        check(robust, 0, torch.ones(100), ZERO.expand(100), torch.full((100,), 20.0))
+    check(robust, 0, torch.full((100,), 10.0), ZERO.expand(100), torch.full((100,), 20.0))
 
 
 def test_direction_is_one_vote_of_two_measures():
