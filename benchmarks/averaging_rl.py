@@ -249,7 +249,9 @@ def plot(settings: Sequence[str], peers: int, rounds: int, out: Path) -> None:
         panels[1].set(xlabel="MB sent by a node; dotted: silos, at the end", xscale="log")
         for axes in panels:
             axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=8, ncols=4)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=8, ncols=4
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
 
