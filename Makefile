@@ -23,8 +23,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@scripts/check-prerequisites $(PYTHON)
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) setuptools # before torch, whose dependencies come last: pip would call them missing
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps) torch
-	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation -e .
 	@touch $@
 	@echo "installed: $(BIN)/swarm-node"

@@ -98,7 +98,18 @@ MAX_CHUNK_BYTES: Final = 1024 * 1024
 """Streams are written and read in pieces of at most this."""
 
 MAX_HEAD_BYTES: Final = 4096
-"""What precedes a body in an exchange."""
+"""What precedes a body in an exchange or on a channel."""
 
 MAX_BODY_BYTES: Final = 64 * 2**30
 """A body in an exchange; whoever takes it knows what size to expect, and allocates no other."""
+
+MAX_MESSAGE_BYTES: Final = 256 * 2**20
+"""A body on a channel: 64 sequences of 1,024 tokens at a width of 1,024 in float32."""
+
+# ---------------------------------------------------------------- stages
+
+MAX_STAGES: Final = 256
+"""Stages of a crew: one for each layer of the deepest models known."""
+
+MAX_LAYERS: Final = 1024
+"""Layers of a policy: several times those of the deepest models known."""

@@ -15,9 +15,11 @@ from protocol.limits import (
     MAX_FAMILY_CHARS,
     MAX_GENERATOR_CHARS,
     MAX_GROUPS,
+    MAX_LAYERS,
     MAX_NAME_CHARS,
     MAX_ROLLOUTS,
     MAX_SHARDS,
+    MAX_STAGES,
     MAX_TEXT_CHARS,
     MAX_TOKENS,
     SLOTS,
@@ -37,6 +39,12 @@ Time = Annotated[float, Meta(ge=0, lt=2**40)]
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS, pattern=r"^/[!-~]+\Z")]
 """A multiaddress that ends in /p2p/<peer id>."""
+
+
+CrewName = Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]+\Z")]
+"""What the peers call themselves that together hold one policy."""
+StageNumber = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
+LayerNumber = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 
 
 class TaskName(msgspec.Struct, frozen=True, order=True):
@@ -105,7 +113,21 @@ class RolloutBatch(msgspec.Struct, frozen=True):
     groups: Annotated[list[SharedGroup], Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
-class PeerCard(msgspec.Struct, frozen=True):
+class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a peer says of the crew it is in: enough for newcomers to find it."""
+
+    name: CrewName
+    architecture: Hash16
+    """Equal for those who hold stages of one policy."""
+    count: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
+    """Stages that the policy is cut into."""
+    seats: Annotated[tuple[StageNumber, ...], Meta(max_length=MAX_STAGES)] = ()
+    """Those that it holds; whoever holds stage 0 is the crew's lead."""
+    term: Count = 0
+    """Of the lead that it follows, or is."""
+
+
+class PeerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a peer says of itself, renewed in the DHT every few seconds. Its peer is whoever sealed it."""
 
     protocol: Count
@@ -131,3 +153,5 @@ class PeerCard(msgspec.Struct, frozen=True):
     """Sampled tokens a second."""
     stages: tuple[Count, Count] | None = None
     """First and last layer that it holds, of a policy spread over several peers."""
+    crew: CrewCard | None = None
+    """`None` = it holds its policy alone."""

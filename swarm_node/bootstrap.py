@@ -84,10 +84,14 @@ def _speaker(run: RunDir, stack: ExitStack) -> Callable[[str], None]:
 
 
 def _print(sentence: str, stream: TextIO | None = None) -> None:
-    """On stderr, or another stream; one that nobody reads any more (`| head -1`) goes nowhere from then on."""
+    """On stderr, or another stream; one that nobody reads any more (`| head -1`) goes nowhere from then on.
+
+    In one piece with its end: `print` makes two if Python does not buffer, and what `tee` shows on the same terminal
+    would come in between."""
     stream = stream or sys.stderr
     try:
-        print(sentence, file=stream, flush=True)
+        stream.write(f"{sentence}\n")
+        stream.flush()
     except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

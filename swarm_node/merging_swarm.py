@@ -25,9 +25,8 @@ from swarm_node.averaging.fetching import MAX_VERSION, cohorts_of, collect
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State, task_norms
 from swarm_node.config import NodeConfig, TaskConfig
-from swarm_node.download import is_url
 from swarm_node.errors import UserError
-from swarm_node.joining import Swarm, fetch_manifest, find_swarm, gather_files, visitor
+from swarm_node.joining import PATIENCE_S, Swarm, fetch_manifest, find_swarm, gather_files, visitor
 from swarm_node.manifests import task_tables
 from swarm_node.merging import Cohort, Method, Say, check_scale, merge_and_show, on_stderr
 from swarm_node.policy.loading import load_policy
@@ -35,6 +34,8 @@ from swarm_node.policy.policy import Policy
 from swarm_node.rundir import RunDir, check_new_directory, os_errors_explained
 from swarm_node.status import SHORT_ID, look_around
 
+QUIET_S = 60.0
+"""Without a new member for this long, those found are all, though they do not suffice."""
 MANIFEST_S = 20.0
 """Longest wait for a member that hands out the manifest."""
 MAX_SOURCES = 64
@@ -42,11 +43,6 @@ MAX_SOURCES = 64
 makers nothing."""
 ASTRAY = 10.0
 """Whose weights are so many times further from the start than the median member's is left out."""
-
-
-def is_swarm(named: str) -> bool:
-    """Whether `merge` is to look for members, rather than take `named` for a run directory."""
-    return named.startswith("swarm:") or is_url(named) or Path(named).expanduser().is_file()
 
 
 def main(
@@ -61,8 +57,8 @@ def main(
     wanted: str | None = None,
     without: Sequence[str] = (),
 ) -> int:
-    """`swarm-node merge SWARM`: as `merging.main`. All weights have `timeout_s` to arrive; `wanted` names a cohort,
-    `without` members to leave out."""
+    """`swarm-node merge SWARM`: as `merging.main`. Members have `timeout_s` to be found, and all weights as long to
+    arrive; `wanted` names a cohort, `without` members to leave out."""
     say = on_stderr()
     check_scale(method, scale)
     swarm = find_swarm(named)
@@ -72,13 +68,7 @@ def main(
             files = tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent)
             folder = Path(stack.enter_context(files))
         with visitor(swarm, config.network, say) as transport:
-            members = look_around(transport)
-            found = cohorts(members)
-            if not found:
-                raise UserError(
-                    f"nobody who averages weights was found in swarm {swarm.id[:16]} ({len(members)} members): "
-                    "`swarm-node status` and `swarm-node doctor` say more"
-                )
+            found = look_for_cohorts(transport, swarm.id, wanted, timeout_s, say)
             policy = load_policy(config.policy, config.rollouts, say)
             cohort, fragments = choose(found, policy, swarm.id, wanted, say)
             chosen = sources(found[cohort], without, say)
@@ -102,6 +92,45 @@ def cohorts(members: Members) -> dict[str, dict[str, PeerCard]]:
         if card.cohort:
             found.setdefault(card.cohort, {})[peer] = card
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def look_for_cohorts(
+    transport: Transport,
+    swarm: str,
+    wanted: str | None,
+    timeout_s: float,
+    say: Say,
+    clock: Callable[[], float] = time.monotonic,
+    tick_s: float = 0.2,
+) -> dict[str, dict[str, PeerCard]]:
+    """As `cohorts`, once no more members turn up and two are in a cohort, that which is `wanted` if any is; with fewer
+    if nobody new comes for `QUIET_S`. UserError if nobody who averages is found, or nobody at all within `timeout_s`.
+    """
+    began = changed = said = clock()
+    seen: Members = {}
+    while True:
+        members = look_around(transport, min(PATIENCE_S, began + timeout_s - clock()), clock, tick_s) or seen
+        found = cohorts(members)
+        if max((len(found[cohort]) for cohort in found if wanted in (None, cohort)), default=0) >= 2:
+            return found
+        now = clock()
+        if members.keys() != seen.keys():
+            seen, changed = members, now
+        if now - began >= timeout_s or (seen and now - changed > QUIET_S):
+            break
+        if now - said >= PATIENCE_S:
+            said = now
+            say(f"{_who_is_there(swarm, seen, found)}: still looking")
+    if not found:
+        raise UserError(f"{_who_is_there(swarm, seen, found)}: `swarm-node status` and `swarm-node doctor` say more")
+    return found
+
+
+def _who_is_there(swarm: str, members: Members, found: Mapping[str, Members]) -> str:
+    if not members:
+        return f"no member of swarm {swarm[:16]} has answered"
+    averaging = sum(map(len, found.values()))
+    return f"{len(members)} members of swarm {swarm[:16]}, of whom {averaging or 'none'} average weights"
 
 
 def choose(

@@ -5,6 +5,8 @@ thread: they must be quick, and what they raise is counted and dropped.
 
 `request` is a question and its answer, whole in memory. `exchange` is for what is large: both peers send a body of
 known size at the same time, made and taken piece by piece, and either both are told that both arrived, or it failed.
+A `Channel` is for what goes on: messages both ways for as long as both live, in order, and the first to hear that the
+other does not.
 """
 
 from __future__ import annotations
@@ -54,6 +56,34 @@ Acceptor = Callable[[str, bytes, int], Accepted]
 thread, before anything of the body is read. Raises `RemoteProtocolError` to refuse."""
 
 
+class Channel(Protocol):
+    """A lasting connection with one peer: messages both ways, in order, each whole or not at all."""
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end."""
+
+    def send(self, head: bytes, *body: bytes | memoryview) -> bool:
+        """Queue a message; the parts of the body must stay as they are until it has left. Never waits. False if the
+        channel is closed. A channel whose peer takes too little for too long is closed."""
+
+    def close(self) -> None:
+        """What is queued may be lost. `closed` is called, if it has not been."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What is done with a channel's messages; called on the transport's own thread, so quickly."""
+
+    judge: Callable[[bytes, int], None]
+    """Told the head of a message and the size of its body before anything of that is read or allocated. Raises
+    `RemoteProtocolError`: counted, and the channel is closed."""
+    received: Callable[[bytes, bytearray], None]
+    """Told head and body of a message."""
+    closed: Callable[[str], None]
+    """Called once, when nothing more will come, and why: the peer has closed it, is gone, or was silent."""
+
+
 class Transport(Protocol):
     """What the rest of a node may do to the network."""
 
@@ -96,6 +126,14 @@ class Transport(Protocol):
         `LocalProtocolError` for a fault in a callback of this node, which is reported too. Callbacks run on worker
         threads, of which there are few: they must not wait for other things to happen. Raises `LocalProtocolError` for
         a head or a size that no peer would take."""
+
+    def listen(self, method: str, opened: Callable[[Channel], Listener]) -> None:
+        """Take channels that others open for `method`. `opened` runs on the transport's own thread and raises
+        `RemoteProtocolError` to refuse."""
+
+    def connect(self, peer: str, method: str, opened: Callable[[Channel], Listener]) -> Channel:
+        """Open a channel to a peer, in the background; returns at once, when `opened` has said who listens. Messages
+        may be sent at once; if the peer cannot be reached or refuses, the listener is told that it is `closed`."""
 
     def announce(self, card: PeerCard) -> None:
         """Tell the swarm who this is; renewed by the transport, with its own addresses, until `close`."""

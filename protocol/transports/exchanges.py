@@ -234,8 +234,7 @@ class Exchanges:
         await _both(self._receive(reader, method, size, sink), self._send(writer, method, ours))
         writer.write(_ARRIVED)
         in_flight = min(ours.size // MAX_CHUNK_BYTES, MAX_IN_FLIGHT)
-        async with _within(self.piece_s * (1 + in_flight)):
-            await writer.drain()
+        async with _within(self.piece_s * (1 + in_flight)):  # no drain: whoever has said the last word may have left
             if await reader.readexactly(1) != _ARRIVED:
                 raise RemoteProtocolError("schema", f"{method}: what came after the body")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.errors import PeerUnreachable, RemoteProtocolError
+from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from protocol.transports.gossip_pipe import (
     Ask,
     Command,
@@ -34,6 +34,7 @@ from protocol.transports.gossip_pipe import (
     Subscribe,
     frame,
 )
+from protocol.transports.ports import Port
 
 SIDECAR = "protocol.transports.gossip_sidecar"
 START_S = 30.0
@@ -70,10 +71,16 @@ class GossipClient:
     """Lives in one asyncio loop. `publish` may be called from any thread, everything else from that loop."""
 
     def __init__(
-        self, settings: GossipSettings, on_message: Callable[[str, bytes], None], report: Callable[[str], None]
+        self,
+        settings: GossipSettings,
+        on_message: Callable[[str, bytes], None],
+        report: Callable[[str], None],
+        port: Port | None = None,
     ) -> None:
-        """`on_message` is told (topic, data); `report` a line for people when something went wrong."""
+        """`on_message` is told (topic, data); `report` a line for people when something went wrong. With a `port`, the
+        sidecar listens there and nowhere else; without, on that of the settings or the next free one."""
         self.settings = settings
+        self._port = port
         self.on_message = on_message
         self.report = report
         self.on_restart: Callable[[], None] | None = None
@@ -164,7 +171,7 @@ class GossipClient:
             began = asyncio.get_running_loop().time()
             try:
                 code = await self._live()
-            except OSError as error:  # no memory or no file descriptors left for a process: later, perhaps
+            except (OSError, LocalProtocolError) as error:  # no memory, file descriptors or ports left: later, perhaps
                 self._log.append(str(error))
                 code = None
             self._up.clear()
@@ -177,7 +184,9 @@ class GossipClient:
             self.restarts += 1
 
     async def _live(self) -> int:
-        """One process from start to end; its exit code."""
+        """One process from start to end; its exit code. Raises OSError, and LocalProtocolError if no port is left."""
+        if self._port is not None:
+            self.settings = msgspec.structs.replace(self.settings, port=self._port.take())
         root = str(Path(__file__).parents[2])
         paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         pipe = asyncio.subprocess.PIPE
@@ -222,10 +231,19 @@ class GossipClient:
         frames: Frames[Event] = Frames(Event)
         while data := await process.stdout.read(CHUNK):
             for event in frames.feed(data):
+                if isinstance(event, Ready) and self._is_elsewhere(event.port):
+                    return
                 try:
                     self._handle(event)
                 except Exception as error:  # the port's promise: what handlers raise is dropped
                     self.report(f"{type(event).__name__} from gossip was dropped: {error!r}")
+
+    def _is_elsewhere(self, port: int) -> bool:
+        """Whether a program that claims no ports was quicker."""
+        if self._port is None or (port == self._port.number and not self._port.is_shared()):
+            return False
+        self._log.append(f"port {self._port.number} was taken meanwhile")
+        return True
 
     def _handle(self, event: Event) -> None:
         match event:

@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
@@ -37,10 +38,12 @@ from protocol.messages import PeerCard
 from protocol.peers import peer_of
 from protocol.topics import bucket_of, membership_key
 from protocol.transports.base import Acceptor, Outgoing, Server, Sink
+from protocol.transports.channels import Channels, StreamChannel, Streams
 from protocol.transports.exchanges import Exchanges
+from protocol.transports.ports import Port
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.relay import RELAY_PROTOCOL, reserve
-from protocol.transports.settings import NetworkSettings, announced, best_first, endpoint, free_port, listen_address
+from protocol.transports.settings import NetworkSettings, announced, best_first, endpoint, listen_address
 from protocol.transports.streams import Answers, Traffic, ask
 
 START_S = 15.0
@@ -50,7 +53,9 @@ KNOCK_S = 4.0
 GOODBYE_S = 2.0
 MAX_WAIT_S = 10.0
 ASKED_TO_END = 0, -signal.SIGINT, -signal.SIGTERM
-"""Exit codes not worth a word: Ctrl-C reaches p2pd as well."""
+"""Exit codes not worth a word: whoever ends a node may end all of its processes, as systemd does."""
+IN_ITS_OWN_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
+"""Ctrl-C is for the node, which says goodbye through p2pd, then ends it."""
 STEADY_S = 10.0
 """A p2pd that lived this long did not die of its own start."""
 _FAILURES = (P2PDaemonError, P2PHandlerError, OSError, EOFError)
@@ -76,21 +81,27 @@ class HivemindPlane:
         relays: Sequence[str] = (),
         report: Callable[[str], None] = lambda sentence: None,
         on_restart: Callable[[], None] = lambda: None,
+        channels: Channels | None = None,
+        port: Port | None = None,
     ) -> None:
         self.addresses: list[str] = []
         """Where others reach this node, those worth telling first."""
         self.port = settings.port
+        """Where p2pd listens, or listened last."""
         self.restarts = 0
-        self.traffic = Traffic()
+        self._channels = channels or Channels(Traffic(), report)
+        self.traffic = self._channels.traffic
         self._identity = identity
         self._identity_path = identity_path
         self._swarm = swarm
         self._settings = settings
+        self._port = port or Port(settings.listen, settings.port, report=report)
         self._relays = [address for address in relays if peer_of(address) not in ("", identity.peer_id)]
         self._report = report
         self._on_restart = on_restart
         self._protocol = f"/swarm-node/{swarm[:16]}/request/1"
         self._exchange_protocol = f"/swarm-node/{swarm[:16]}/exchange/1"
+        self._channel_protocol = f"/swarm-node/{swarm[:16]}/channel/1"
         self._answers = Answers(self.traffic, report)
         self._exchanges = Exchanges(self.traffic, report)
         self._validator = CardValidator(swarm, settings.card_ttl_s, self.traffic.rejected)
@@ -120,13 +131,14 @@ class HivemindPlane:
     async def close(self) -> None:
         """Stop p2pd; bounded, whatever state it is in."""
         self._closing = True
-        ending = self._exchanges.cancel()
+        ending = self._exchanges.cancel() | self._channels.cancel()
         if self._keeper is not None:
             self._keeper.cancel()
             ending.add(self._keeper)
         if ending:
             await asyncio.wait(ending, timeout=GOODBYE_S)
         await self._stop_daemon()
+        self._port.release()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._folder_lock)
@@ -165,28 +177,28 @@ class HivemindPlane:
     async def _start_daemon(self) -> None:
         settings = self._settings
         relays = [] if settings.dial_only or settings.serve_relay or not settings.relay else self._relays[:8]
-        async with _one_start_at_a_time():
-            if not settings.dial_only:
-                self._choose_port()
-            daemon = await asyncio.wait_for(
-                self._daemon_class.create(
-                    identity_path=str(self._identity_path),
-                    check_if_identity_free=False,  # would start a second p2pd, with port mapping
-                    host_maddrs=None if settings.dial_only else [listen_address(settings.listen, self.port)],
-                    announce_maddrs=announced(settings, self.port) or None,
-                    no_listen=settings.dial_only,
-                    dht_mode="client" if settings.dial_only else "server",
-                    force_reachability="public" if settings.serve_relay else "private" if settings.dial_only else None,
-                    auto_nat=settings.relay,
-                    use_relay=settings.relay or settings.serve_relay,
-                    use_auto_relay=bool(relays),  # without any, p2pd would ask IPFS's
-                    trusted_relays=relays or None,  # of no use without auto relay, and p2pd panics
-                    nat_port_map=settings.nat_port_map,
-                    startup_timeout=START_S,
-                ),
-                START_S + 5.0,
-            )
+        port = 0 if settings.dial_only else self._port.take()
+        daemon = await asyncio.wait_for(
+            self._daemon_class.create(
+                identity_path=str(self._identity_path),
+                check_if_identity_free=False,  # would start a second p2pd, with port mapping
+                host_maddrs=None if settings.dial_only else [listen_address(settings.listen, port)],
+                announce_maddrs=announced(settings, port) or None,
+                no_listen=settings.dial_only,
+                dht_mode="client" if settings.dial_only else "server",
+                force_reachability="public" if settings.serve_relay else "private" if settings.dial_only else None,
+                auto_nat=settings.relay,
+                use_relay=settings.relay or settings.serve_relay,
+                use_auto_relay=bool(relays),  # without any, p2pd would ask IPFS's
+                trusted_relays=relays or None,  # of no use without auto relay, and p2pd panics
+                nat_port_map=settings.nat_port_map,
+                startup_timeout=START_S,
+            ),
+            START_S + 5.0,
+        )
         self._ended = asyncio.ensure_future(_end_of(daemon))
+        if port and self._port.is_shared():  # with a program that claims none
+            raise P2PDaemonError(f"port {port} was taken meanwhile")
         node = await asyncio.wait_for(
             DHTNode.create(
                 p2p=daemon,
@@ -202,16 +214,14 @@ class HivemindPlane:
         )
         node.protocol.storage, node.protocol.cache = self._storage, self._cache  # bounded, and outliving p2pd
         node.protocol._validate_dictionary = self._validator.keep_valid
-        for protocol, handler in ((self._protocol, self._on_request), (self._exchange_protocol, self._on_exchange)):
+        for protocol, handler in (
+            (self._protocol, self._on_request),
+            (self._exchange_protocol, self._on_exchange),
+            (self._channel_protocol, self._on_channel),
+        ):
             await asyncio.wait_for(daemon.add_binary_stream_handler(protocol, handler), CALL_S)
-        self._node = node
+        self._node, self.port = node, port
         await self.look_around()
-
-    def _choose_port(self) -> None:
-        wanted = self.port
-        self.port = free_port(self._settings.listen, wanted)
-        if wanted and self.port != wanted:
-            self._report(f"port {wanted} is taken: listening on {self.port}")
 
     async def _stop_daemon(self) -> None:
         """End p2pd. Its DHT node is let go, not shut down: that would wait for a p2pd that is dead."""
@@ -315,7 +325,7 @@ class HivemindPlane:
             self._storage, self._cache = CardStorage(), CardStorage()
             node.protocol.storage, node.protocol.cache = self._storage, self._cache
 
-    # ---------------------------------------------------------------- requests and exchanges
+    # ---------------------------------------------------------------- requests, exchanges, channels
 
     def serve(self, method: str, server: Server) -> None:
         """Answer requests for `method` from now on."""
@@ -362,11 +372,29 @@ class HivemindPlane:
         finally:
             await asyncio.wait({call}, timeout=GOODBYE_S)  # for callbacks that still run
 
+    async def open_channel(self, channel: StreamChannel, method: str, addresses: Sequence[str] = ()) -> None:
+        """Open `channel`, to a peer known to be at `addresses`, and live through it."""
+
+        async def dial() -> Streams:
+            self._running()
+            return await self._bounded(self._open(channel.peer, self._channel_protocol, addresses), CALL_S)
+
+        await self._channels.call(channel, method, dial)
+
     @asynccontextmanager
-    async def _stream(
-        self, peer: str, protocol: str, addresses: Sequence[str]
-    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def _stream(self, peer: str, protocol: str, addresses: Sequence[str]) -> AsyncIterator[Streams]:
         """A stream to `peer`, which is dialled if need be."""
+        reader, writer = await self._open(peer, protocol, addresses)
+        try:
+            yield reader, writer
+        except RemoteProtocolError as error:
+            if error.reason == "torn":
+                await asyncio.sleep(0.1)  # if it was our own p2pd that died, that is known by then, and ends this call
+            raise
+        finally:
+            writer.close()
+
+    async def _open(self, peer: str, protocol: str, addresses: Sequence[str]) -> Streams:
         daemon = self._running()[0]
         try:
             to = PeerID.from_base58(peer)
@@ -380,22 +408,18 @@ class HivemindPlane:
                 failure = error
         try:
             _, reader, writer = await daemon.call_binary_stream_handler(to, protocol)
+            return reader, writer
         except P2PDaemonError as error:
             raise failure or error from error
-        try:
-            yield reader, writer
-        except RemoteProtocolError as error:
-            if error.reason == "torn":
-                await asyncio.sleep(0.1)  # if it was our own p2pd that died, that is known by then, and ends this call
-            raise
-        finally:
-            writer.close()
 
     async def _on_request(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._answers.serve(str(info.peer_id), reader, writer)
 
     async def _on_exchange(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._exchanges.serve(str(info.peer_id), reader, writer)
+
+    async def _on_channel(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._channels.serve(str(info.peer_id), reader, writer)
 
     # ---------------------------------------------------------------- calls to p2pd
 
@@ -424,8 +448,9 @@ class HivemindPlane:
 
 
 def _daemon_class(plane: HivemindPlane) -> type[P2P]:
-    """p2pd as hivemind starts it, but with its sockets in a private folder, relaying only if wanted, bytes counted, and
-    known to `plane` from its birth, so that none is left over if its start fails half-way."""
+    """p2pd as hivemind starts it, but in a session of its own, with its sockets in a private folder, relaying only if
+    wanted, bytes counted, and known to `plane` from its birth, so that none is left over if its start fails half-way.
+    """
     traffic, serves = plane.traffic, int(plane._settings.serve_relay)
 
     class Daemon(P2P):  # type: ignore[misc]
@@ -435,6 +460,10 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
         def __init__(self) -> None:
             super().__init__()
             plane._daemon, plane._panic = self, ""
+
+        @staticmethod
+        def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
+            return [sys.executable, "-ISc", IN_ITS_OWN_SESSION, *P2P._make_process_args(*arguments, **options)]
 
         @staticmethod
         def _log_p2pd_message(line: str) -> None:  # told every line: hivemind keeps the last, of a trace of many
@@ -481,23 +510,6 @@ def _private_folder() -> tuple[str, int]:
 
 def _open_folder(path: str | Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-@asynccontextmanager
-async def _one_start_at_a_time() -> AsyncIterator[None]:
-    """Nodes of one user on one machine choose a port and occupy it one after the other (two p2pd would share one)."""
-    path = os.path.join(tempfile.gettempdir(), f"swarm-node-{os.getuid()}.lock")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        for _ in range(250):  # 5 s, then without
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(0.02)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _way(address: str) -> Multiaddr:

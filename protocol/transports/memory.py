@@ -10,11 +10,13 @@ nodes make up a component. Cards spread within a component; messages and request
 one of their nodes reaches another, and fall apart when nothing connects them any more.
 
 Gossip goes in one hop to every subscriber, paid by the sender; with `degree`, hop by hop over a random mesh, so that
-forwarding and duplicates are paid by who causes them. Bytes are those of gossip, requests and exchanges: what
+forwarding and duplicates are paid by who causes them. Bytes are those of gossip, requests, exchanges and channels: what
 membership costs is measured on the real network. Everything runs on the thread that drives the clock.
 
     exchange      caller --latency--> acceptor asked --latency--> `answered` asked; then both ways at once: the body
                   leaves, sharing its uplink with gossip and other bodies, --latency--> both are here: both are taken
+    channel       opener --latency--> taker asked --latency--> open; each end's messages leave like bodies, one after
+                  the other, --latency--> judged, received. A goodbye, or SILENCE_S after a kill or a cut: closed
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -43,7 +45,18 @@ from protocol.limits import (
 )
 from protocol.messages import PeerCard
 from protocol.peers import PeerTable
-from protocol.transports.base import Accepted, Acceptor, Handler, Outgoing, Server, Sink
+from protocol.transports.base import Accepted, Acceptor, Channel, Handler, Listener, Outgoing, Server, Sink
+from protocol.transports.channels import (
+    CLOSED,
+    MAX_CHANNELS,
+    MAX_CHANNELS_PER_PEER,
+    MAX_QUEUED_BYTES,
+    SILENCE_S,
+    SILENT,
+    SLOW,
+    check_method,
+    parts_of,
+)
 from protocol.transports.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER, check_call, pieces_of
 
 SPREAD_S = 2.0
@@ -176,17 +189,22 @@ class MemoryNetwork:
     # ----------------------------------------------------------------- faults
 
     def kill(self, peer: str) -> None:
-        """The node vanishes without a goodbye: its card runs out by itself."""
+        """The node vanishes without a goodbye: its card runs out by itself, its channels when they have been silent."""
+        for channel in list(self._nodes[peer]._channels):
+            channel._cut()
         self._remove(self._nodes[peer])
 
     def partition(self, *groups: Collection[str]) -> None:
         """From now on nothing passes between these groups of peers, nor between them and everybody else (newcomers
-        included)."""
+        included). Channels between them do not survive it, however short it is."""
         for node in self._nodes.values():
             node._side = next((i for i, group in enumerate(groups, 1) if node.peer_id in group), 0)
         for node in self._nodes.values():
             for other in [other for other in node._edges if other._side != node._side]:
                 del node._edges[other]
+            for channel in node._channels:
+                if channel._other._side != node._side:
+                    channel._cut()
         for component in dict.fromkeys(node._component for node in self._nodes.values()):
             self._split(component)
 
@@ -314,6 +332,16 @@ class MemoryNetwork:
             delay += self.rng.uniform(0.0, ours.jitter_s) + self.rng.uniform(0.0, theirs.jitter_s)
         return delay
 
+    def _turn(self, sender: MemoryTransport, left: int) -> tuple[int, float]:
+        """How much of a body leaves in one turn, and in how many seconds it will have: the uplink is free for others
+        in between."""
+        bandwidth = sender.link.bandwidth_bytes_s
+        size = min(left, max(1, int(bandwidth * TURN_S))) if bandwidth < math.inf else left
+        now = self.clock.now()
+        sender._uplink_free = max(sender._uplink_free, now) + size / bandwidth
+        sender.bytes_out += size
+        return size, sender._uplink_free - now
+
 
 class _Exchange:
     """One exchange, from event to event. Each finds out whether its peers are still connected; if not, all ends. Events
@@ -393,18 +421,11 @@ class _Exchange:
         self._leave(self._acceptor, self._caller, theirs.size)
 
     def _leave(self, sender: MemoryTransport, receiver: MemoryTransport, left: int) -> None:
-        """As much of a body as can in one turn: the uplink is free for others in between."""
-        if left and sender.link.bandwidth_bytes_s < math.inf:
-            size = min(left, max(1, int(sender.link.bandwidth_bytes_s * TURN_S)))
-        else:
-            size = left
-        now = self._network.clock.now()
-        sender._uplink_free = max(sender._uplink_free, now) + size / sender.link.bandwidth_bytes_s
-        sender.bytes_out += size
+        size, seconds = self._network._turn(sender, left)
         if size < left:
-            self._after(sender._uplink_free - now, self._leave, sender, receiver, left - size)
+            self._after(seconds, self._leave, sender, receiver, left - size)
         else:
-            self._after(sender._uplink_free - now + self._network._delay(sender, receiver), self._arrive)
+            self._after(seconds + self._network._delay(sender, receiver), self._arrive)
 
     def _arrive(self) -> None:
         self._missing -= 1
@@ -475,6 +496,169 @@ def _torn(method: str) -> RemoteProtocolError:
     return RemoteProtocolError("torn", f"{method}: the other side ended it")
 
 
+class _Channel:
+    """One end of a channel, of `owner`."""
+
+    def __init__(
+        self, network: MemoryNetwork, owner: MemoryTransport, other: MemoryTransport | None, peer: str
+    ) -> None:
+        self.peer = peer
+        self._network = network
+        self._owner = owner
+        self._other = other or owner
+        self._far: _Channel | None = None
+        self._listener: Listener | None = None
+        self._taken = False
+        """By its owner, opened by the peer."""
+        self._open = False
+        """Whether messages may leave."""
+        self._severed = False
+        """Whether nothing arrives any more."""
+        self._why = ""
+        """Why it is closed, if it is."""
+        self._queue: deque[tuple[bytes, list[memoryview], int]] = deque()
+        """Head, body, size of both; the first is leaving if it is open."""
+        self._queued = 0
+        self._arrival = 0.0
+        """Of what was sent last: nothing overtakes it."""
+
+    # ----------------------------------------------------------------- the port
+
+    def send(self, head: bytes, *body: bytes | memoryview) -> bool:
+        parts = parts_of(head, body)
+        size = len(head) + sum(map(len, parts))
+        if self._why:
+            return False
+        if self._queued + size > MAX_QUEUED_BYTES:
+            self._owner.rejected[SLOW] += 1
+            self._stop(SLOW)
+            return False
+        self._queue.append((head, parts, size))
+        self._queued += size
+        if self._open and len(self._queue) == 1:
+            self._leave(size)
+        return True
+
+    def close(self) -> None:
+        self._stop(CLOSED)
+
+    # ----------------------------------------------------------------- from event to event
+
+    def _ask(self, method: str) -> None:
+        """At the peer, which takes it or not."""
+        owner, other = self._owner, self._other
+        if self._why:
+            return
+        if self._severed or not (owner._alive and other._alive and owner._side == other._side):
+            self._network.faults["cut"] += 1
+            self._stop(f"{self.peer} cannot be reached")
+            return
+        taken = [channel.peer for channel in other._channels if channel._taken]
+        opened = other._openings.get(method)
+        refused = ""
+        if len(taken) >= MAX_CHANNELS or taken.count(owner.peer_id) >= MAX_CHANNELS_PER_PEER:
+            other.rejected["busy"] += 1
+            refused = "busy"
+        elif opened is None:
+            other.rejected["method"] += 1
+            refused = f"does not know the method {method!r}"
+        else:
+            far = _Channel(self._network, other, owner, owner.peer_id)
+            try:
+                far._listener = opened(far)
+            except RemoteProtocolError as error:
+                other.rejected[error.reason] += 1
+                refused = str(error)
+            else:
+                far._taken, far._far, self._far = True, self, far
+                other._channels[far] = None
+                far._begin()
+        back = self._network.clock.now() + self._network._delay(other, owner)
+        if refused:
+            self._network.clock.call_at(back, self._stop, f"refused: {refused}")
+        else:
+            self._network.clock.call_at(back, self._begin)
+
+    def _begin(self) -> None:
+        if self._severed:
+            self._network.faults["cut"] += 1
+        elif not self._why:
+            self._open = True
+            if self._queue:
+                self._leave(self._queue[0][2])
+
+    def _leave(self, left: int) -> None:
+        """The first message, turn by turn; then the next."""
+        if self._why:
+            return
+        size, seconds = self._network._turn(self._owner, left)
+        self._network.clock.call_at(self._network.clock.now() + seconds, self._left, left - size)
+
+    def _left(self, left: int) -> None:
+        if self._why:
+            return
+        if left:
+            self._leave(left)
+            return
+        assert self._far is not None
+        head, parts, size = self._queue.popleft()
+        self._queued -= size
+        self._network.clock.call_at(self._next_arrival(), self._far._arrive, head, bytearray().join(parts))
+        if self._queue:
+            self._leave(self._queue[0][2])
+
+    def _arrive(self, head: bytes, body: bytearray) -> None:
+        if self._severed:
+            self._network.faults["cut"] += 1
+            return
+        if self._why:
+            return
+        assert self._listener is not None
+        self._owner.bytes_in += len(head) + len(body)
+        try:
+            self._listener.judge(head, len(body))
+            self._listener.received(head, body)
+        except RemoteProtocolError as error:  # anything else is a bug, and ends the simulation
+            self._owner.rejected[error.reason] += 1
+            self._stop(str(error))
+
+    def _next_arrival(self) -> float:
+        arrival = self._network.clock.now() + self._network._delay(self._owner, self._other)
+        self._arrival = max(self._arrival, arrival)
+        return self._arrival
+
+    def _cut(self) -> None:
+        """Nothing passes any more, either way; both ends find out."""
+        for end in (self, self._far):
+            if end is not None and not end._severed:
+                end._severed = True
+                self._network.clock.call_at(self._network.clock.now() + SILENCE_S, end._fall_silent)
+
+    def _fall_silent(self) -> None:
+        if not self._why:
+            self._owner.rejected[SILENT] += 1
+            self._stop(SILENT)
+
+    def _stop(self, why: str) -> None:
+        """Say goodbye, and tell the listener, next."""
+        if self._why:
+            return
+        self._why = why
+        self._queue.clear()
+        self._network.clock.call_at(self._network.clock.now(), self._tell)
+        if self._far is not None and not self._severed:
+            self._network.clock.call_at(self._next_arrival(), self._far._goodbye)
+
+    def _goodbye(self) -> None:
+        if not self._severed:
+            self._stop(CLOSED)
+
+    def _tell(self) -> None:
+        self._owner._channels.pop(self, None)
+        if self._listener is not None:
+            self._listener.closed(self._why)
+
+
 class MemoryTransport:
     """One node's `Transport`. `table` is its peer table."""
 
@@ -509,6 +693,8 @@ class MemoryTransport:
         self._acceptors: dict[str, Acceptor] = {}
         self._exchanging: Counter[str] = Counter()
         """Exchanges accepted and under way, by caller."""
+        self._openings: dict[str, Callable[[Channel], Listener]] = {}
+        self._channels: dict[_Channel, None] = {}
         self._card: PeerCard | None = None
         self._renewed = -math.inf
         self._uplink_free = 0.0
@@ -580,6 +766,24 @@ class MemoryTransport:
             return future
         return _Exchange(self._network, self, other, method, ours, answered, timeout).future
 
+    def listen(self, method: str, opened: Callable[[Channel], Listener]) -> None:
+        self._openings[method] = opened
+
+    def connect(self, peer: str, method: str, opened: Callable[[Channel], Listener]) -> Channel:
+        """Whom `request` reaches. Listeners are told as the clock is driven, those of a node that was killed or closed
+        as well; what they raise but should not ends the simulation."""
+        check_method(method)
+        other = self._network._nodes.get(peer)
+        reachable = other is not None and other is not self and self._can_ask(other)
+        channel = _Channel(self._network, self, other, peer)
+        channel._listener = opened(channel)
+        self._channels[channel] = None
+        if other is not None and reachable:
+            self._network.clock.call_at(channel._next_arrival(), channel._ask, method)
+        else:
+            channel._stop(f"{peer} cannot be reached")
+        return channel
+
     def announce(self, card: PeerCard) -> None:
         """The first card spreads at once, later ones take its place when it is renewed."""
         card = msgspec.structs.replace(card, addresses=self.addresses, gossip=self.addresses, gossip_id=self.peer_id)
@@ -613,9 +817,11 @@ class MemoryTransport:
         }
 
     def close(self) -> None:
-        """Its card goes with it."""
+        """Its card goes with it, and its channels."""
         if self._alive:
             self._component.cards.pop(self.peer_id, None)
+            for channel in list(self._channels):
+                channel.close()
             self._network._remove(self)
 
     # ----------------------------------------------------------------- what happens to it

@@ -29,14 +29,16 @@ from protocol.manifest import ManifestLimits
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.peers import PeerTable, peer_of
 from protocol.topics import rollout_topic
-from protocol.transports.base import Acceptor, Handler, Outgoing, Server, Sink
+from protocol.transports.base import Acceptor, Channel, Handler, Listener, Outgoing, Server, Sink
+from protocol.transports.channels import Channels, StreamChannel, check_method
 from protocol.transports.exchanges import check_call
 from protocol.transports.gossip_client import GossipClient, Stat
 from protocol.transports.gossip_pipe import gossip_settings
-from protocol.transports.ports import note_ports, recall_ports
+from protocol.transports.ports import choose_ports, note_ports
 from protocol.transports.relay import PLACE_S
 from protocol.transports.reports import Reports
-from protocol.transports.settings import NetworkSettings, best_first, endpoint, free_port
+from protocol.transports.settings import NetworkSettings, best_first, endpoint
+from protocol.transports.streams import Traffic
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.hivemind_plane import HivemindPlane
@@ -78,17 +80,13 @@ class P2PTransport:
         self._identity = Identity.load_or_create(identity_path)
         self._identity_path = identity_path
         self._swarm = swarm
-        self._wanted = settings
         self._ports_file = ports_file
-        if ports_file is not None:
-            settings = recall_ports(settings, ports_file, report)
         self._settings = settings
         self._cache_file = cache_file
         self._report = Reports(report)
-        if not settings.dial_only:
-            free_port(settings.listen, settings.port)
         self._wake = asyncio.Event()
         self._gossip_settings = gossip_settings(swarm, shards, limits or ManifestLimits(), settings)
+        self._dht_port, self._gossip_port = choose_ports(settings, ports_file, self._report)
         self._gossip = self._new_gossip()
         self._plane: HivemindPlane | None = None
         self._shard_of_topic = {rollout_topic(swarm, shard): shard for shard in range(shards)}
@@ -99,7 +97,10 @@ class P2PTransport:
         self._handlers: dict[str, list[Handler]] = {}
         self._servers: dict[str, Server] = {}
         self._acceptors: dict[str, Acceptor] = {}
-        self._exchanges: set[Future[None]] = set()
+        self._traffic = Traffic()
+        self._channels = Channels(self._traffic, self._report)
+        self._calls: set[Future[None]] = set()
+        """Exchanges and channels that this node began."""
         self._card: PeerCard | None = None
         self._told: tuple[object, ...] = ()
         self._renew_at = 0.0  # like all deadlines here of the monotonic clock, which nobody sets back
@@ -177,13 +178,33 @@ class P2PTransport:
                 closed.set_exception(PeerUnreachable("the network is closed"))
                 return closed
             future = asyncio.run_coroutine_threadsafe(self._exchange(peer, method, ours, answered, timeout), self._loop)
-            self._exchanges.add(future)
-        future.add_done_callback(self._exchanges.discard)
+            self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
         return future
 
+    def listen(self, method: str, opened: Callable[[Channel], Listener]) -> None:
+        self._channels.openings[method] = opened
+
+    def connect(self, peer: str, method: str, opened: Callable[[Channel], Listener]) -> Channel:
+        """If the network is closed, the listener is told so before this returns."""
+        check_method(method)
+        channel = self._channels.new(peer, self._loop)
+        channel.listener = opened(channel)
+        with self._close_lock:  # as for exchanges
+            future = None
+            if not self._closed.is_set():
+                future = asyncio.run_coroutine_threadsafe(self._connect(channel, method), self._loop)
+                self._calls.add(future)
+        if future is None:
+            channel.end("the network is closed")
+        else:
+            future.add_done_callback(self._calls.discard)
+            future.add_done_callback(lambda _: channel.end("the network is closed"))  # if it was not told otherwise
+        return channel
+
     def announce(self, card: PeerCard) -> None:
-        first, self._card = self._card is None, card
-        if first:
+        before, self._card = self._card, card
+        if before is None or before.crew != card.crew:  # newcomers are to find whoever leads now
             self._soon(self._wake.set)
 
     def members(self) -> Mapping[str, PeerCard]:
@@ -194,8 +215,8 @@ class P2PTransport:
         totals: Counter[str] = Counter(
             {
                 "peers": len(self._members),
-                "bytes_in": stat.bytes_in,
-                "bytes_out": stat.bytes_out,
+                "bytes_in": stat.bytes_in + self._traffic.bytes_in,
+                "bytes_out": stat.bytes_out + self._traffic.bytes_out,
                 "messages_in": stat.messages_in,
                 "messages_out": stat.messages_out,
                 "dropped": stat.dropped + self._refused,
@@ -206,11 +227,11 @@ class P2PTransport:
                 "loose_ends": self._loose_ends,
             }
         )
-        rejected: list[Mapping[str, int]] = [stat.rejected, {"handler": self._handler_faults}]
-        if plane is not None:
-            totals["bytes_in"] += plane.traffic.bytes_in
-            totals["bytes_out"] += plane.traffic.bytes_out
-            rejected.append(dict(plane.traffic.rejected))  # the other thread goes on counting
+        rejected = [
+            stat.rejected,
+            {"handler": self._handler_faults},
+            dict(self._traffic.rejected),  # the other thread goes on counting
+        ]
         for reasons in rejected:
             for reason, count in reasons.items():
                 totals[f"rejected/{reason}"] += count
@@ -242,7 +263,10 @@ class P2PTransport:
             with self._close_lock:
                 self._closed.set()
             self._loop.close()
-            for future in [future for future in list(self._exchanges) if not future.done()]:
+            for port in (self._dht_port, self._gossip_port):
+                if port is not None:
+                    port.release()
+            for future in [future for future in list(self._calls) if not future.done()]:
                 future.set_exception(PeerUnreachable("the network is closed"))
 
     def _cancel(self) -> None:
@@ -262,6 +286,8 @@ class P2PTransport:
                 relays=self._settings.bootstrap,
                 report=self._report,
                 on_restart=self._on_restart,
+                channels=self._channels,
+                port=self._dht_port,
             )
             try:
                 for method, server in self._servers.items():
@@ -282,16 +308,13 @@ class P2PTransport:
             await self._gossip.close()
 
     def _new_gossip(self) -> GossipClient:
-        gossip = GossipClient(self._gossip_settings, self._on_message, self._report)
+        gossip = GossipClient(self._gossip_settings, self._on_message, self._report, self._gossip_port)
         gossip.on_restart = self._on_gossip
         return gossip
 
     def _on_gossip(self) -> None:
         """There is a gossip process, perhaps a new one: the card can say where to find it."""
         self._wake.set()
-        wanted, got = self._gossip_settings.port, self._gossip.settings.port
-        if wanted and got != wanted:
-            self._report(f"port {wanted} is taken: listening on {got}")
 
     async def _start_gossip(self) -> None:
         """Returns once there is gossip; from then on the client keeps it running by itself."""
@@ -363,6 +386,16 @@ class P2PTransport:
         except Exception as error:  # of hivemind, which does not say what it may raise
             self._report(f"the network stumbled: {error!r}")
             raise PeerUnreachable(repr(error)) from error
+
+    async def _connect(self, channel: StreamChannel, method: str) -> None:
+        if self._plane is None:
+            channel.end("the network is not up yet")
+            return
+        try:
+            await self._plane.open_channel(channel, method, self._table.addresses_of(channel.peer))
+        except Exception as error:  # of hivemind, which does not say what it may raise
+            self._report(f"the network stumbled: {error!r}")
+            channel.end(repr(error))
 
     # ---------------------------------------------------------------- on it: who is there
 
@@ -470,7 +503,7 @@ class P2PTransport:
         if self._ports_file is None or not gossip or gossip[0] is None:
             return
         try:
-            note_ports(self._wanted, plane.port, gossip[0][1], self._ports_file)
+            note_ports(self._settings, plane.port, gossip[0][1], self._ports_file)
         except OSError as error:
             self._report(f"cannot write {self._ports_file}: {error.strerror}")
 

@@ -1,43 +1,131 @@
-"""Ports that a node got instead of those it wanted, remembered from run to run: others have its address written down.
+"""Which ports a node listens on: those wanted, those that it got last time, or the next free ones; and that nobody else
+does.
 
-ports.json = {"31330": 31332}        wanted -> got; 0 = any was wanted
-the wanted port -> if it is taken, or any will do: the one got last time -> if that is taken: the next free one
+    Port.take -> number -> p2pd or the gossip process listens there, seconds later -> Port.is_shared?
+    claim of a number = the UDP port of that number, on loopback, bound by the node as long as it lives
+
+That nobody listens on a port does not tell that nobody is about to, and both of these programs set SO_REUSEPORT: two of
+them start on one port without complaint, and then share its connections. So parts of a node, and nodes of one machine,
+claim a port before they use it.
+
+    ports.json = {"31330": 31332}        wanted -> got; 0 and -1 = any was wanted; others have the address written down
+    the wanted port -> if it is taken, or any will do: the one got last time -> if that is taken: the next free one
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import errno
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from protocol.transports.settings import NetworkSettings, is_free
+from protocol.errors import LocalProtocolError
+from protocol.transports.settings import PORTS_TRIED, NetworkSettings, free_port, is_free
+
+TRIES = 20
+"""Of any port that the system names, before none is left."""
+LISTENING = "0A"
 
 
-def recall_ports(settings: NetworkSettings, file: Path, report: Callable[[str], None]) -> NetworkSettings:
-    """`settings` with the ports that were got last time in place of those that are taken by now, and `report` told so;
-    unchanged if there is no such file, or a damaged one. Raises LocalProtocolError if `settings.listen` is no address
-    of this machine or a port is forbidden."""
+class Port:
+    """A TCP port of one part of a node: chosen by `take`, and from then on left alone by every other `Port` on this
+    machine, until `release` or the end of this process."""
+
+    def __init__(
+        self, ip: str, wanted: int, last: int = 0, report: Callable[[str], None] = lambda sentence: None
+    ) -> None:
+        """To listen on `ip`; `wanted` may be 0 = any; `last` = what was got instead last time, or 0. `report` is told
+        if it is not the wanted one."""
+        self.number = 0
+        """What was taken; 0 before."""
+        self._ip, self._wanted, self._last = ip, wanted, last
+        self._report = report
+        self._claim: socket.socket | None = None
+
+    def take(self) -> int:
+        """The number to listen on now: the one held, unless somebody listens there. Raises LocalProtocolError if there
+        is none, or `ip` is no address of this machine."""
+        if self._claim is not None and is_free(self._ip, self.number):
+            return self.number
+        hoped, held = self.number or self._wanted, self._claim
+        self.number, self._claim = self._choose()
+        if held is not None:
+            held.close()
+        if hoped and self.number != hoped:
+            how = ", as last time" if self.number == self._last else ""
+            self._report(f"port {hoped} is taken: listening on {self.number}{how}")
+        return self.number
+
+    def is_shared(self) -> bool:
+        """Whether another program listens on it besides ours, so that each gets some of the connections. Only systems
+        with /proc know."""
+        family = "tcp6" if ":" in self._ip else "tcp"
+        try:
+            lines = Path(f"/proc/net/{family}").read_text().splitlines()[1:]
+        except OSError:
+            return False
+        found = [fields[1] for line in lines if (fields := line.split())[3] == LISTENING]
+        mine = [address for address in found if address.endswith(f":{self.number:04X}")]
+        return len(mine) > len(set(mine))
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+    def _choose(self) -> tuple[int, socket.socket]:
+        for number in self._candidates():
+            if is_free(self._ip, number) and (claim := _claim(number)) is not None:
+                return number, claim
+        tried = f"ports {self._wanted} to {self._wanted + PORTS_TRIED - 1}" if self._wanted else "ports"
+        raise LocalProtocolError(f"{tried} of {self._ip} are all taken: name another one")
+
+    def _candidates(self) -> Iterator[int]:
+        if self._wanted:
+            yield self._wanted
+        if 1024 <= self._last < 65536:
+            yield self._last
+        if self._wanted:
+            yield from range(self._wanted + 1, min(self._wanted + PORTS_TRIED, 65536))
+        else:
+            for _ in range(TRIES):
+                yield free_port(self._ip, 0)
+
+
+def _claim(number: int) -> socket.socket | None:
+    """What holds `number` until it is closed; None if another holds it. Raises LocalProtocolError."""
+    claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        claim.bind(("127.0.0.1", number))
+    except OSError as error:
+        claim.close()
+        if error.errno != errno.EADDRINUSE:
+            raise LocalProtocolError(f"cannot claim port {number}: {error.strerror}") from error
+        return None
+    return claim
+
+
+def choose_ports(
+    settings: NetworkSettings, file: Path | None, report: Callable[[str], None]
+) -> tuple[Port | None, Port | None]:
+    """Ports of the DHT and of gossip, taken, unless the node only dials; `file` may know those of last time. Raises
+    LocalProtocolError if `settings.listen` is no address of this machine or a port is forbidden."""
     if settings.dial_only:
-        return settings
-    got = read_ports(file)
-
-    def choose(wanted: int, key: int) -> int:
-        last = got.get(key, 0)
-        if wanted and is_free(settings.listen, wanted):
-            return wanted
-        if not 1024 <= last < 65536 or not is_free(settings.listen, last):
-            return wanted
-        if wanted:
-            report(f"port {wanted} is taken: listening on {last}, as last time")
-        return last
-
-    return replace(
-        settings,
-        port=choose(settings.port, settings.port),
-        gossip_port=choose(settings.gossip_port, settings.gossip_port or -1),
-    )
+        return None, None
+    got = {} if file is None else read_ports(file)
+    keys = settings.port, settings.gossip_port or -1
+    dht = Port(settings.listen, settings.port, got.get(keys[0], 0), report)
+    gossip = Port(settings.listen, settings.gossip_port, got.get(keys[1], 0), report)
+    try:
+        dht.take()
+        gossip.take()
+    except LocalProtocolError:
+        dht.release()
+        raise
+    return dht, gossip
 
 
 def read_ports(file: Path) -> dict[int, int]:

@@ -5,8 +5,10 @@ python p2p_node.py FOLDER NAME SETTINGS        identity, cache in FOLDER; settin
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -19,7 +21,7 @@ from protocol.errors import ProtocolError
 from protocol.identity import Identity
 from protocol.messages import PeerCard, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
 from protocol.topics import rollout_topic, shard_of
-from protocol.transports.base import Accepted, Outgoing, Sink
+from protocol.transports.base import Accepted, Channel, Listener, Outgoing, Sink
 from protocol.transports.p2p import P2PTransport
 from protocol.transports.settings import NetworkSettings
 
@@ -39,6 +41,36 @@ class Clock:
 clock = Clock()
 
 
+class Talk:
+    """One end of a channel, and what came of it."""
+
+    def __init__(self) -> None:
+        self.got = 0
+        self.digest = hashlib.sha256()
+        self.ends: list[tuple[float, str]] = []
+        """When (`time.monotonic`) and why."""
+
+    def opened(self, channel: Channel) -> Listener:
+        self.channel = channel
+        return Listener(lambda head, size: None, self.received, self.closed)
+
+    def received(self, head: bytes, body: bytearray) -> None:
+        self.got += 1
+        self.digest.update(head + b":" + body + b";")
+
+    def closed(self, why: str) -> None:
+        self.ends.append((time.monotonic(), why))
+
+    def say(self, seed: int, count: int) -> str:
+        """Send messages of mixed size; their digest."""
+        rng, digest = random.Random(seed), hashlib.sha256()
+        for i in range(count):
+            head, body = b"%d" % i, rng.randbytes(rng.choice([0, 10, 1000, 30_000, 100_000, 1_500_000]))
+            assert self.channel.send(head, body[:5], body[5:])
+            digest.update(head + b":" + body + b";")
+        return digest.hexdigest()
+
+
 class Node:
     def __init__(self, folder: Path, name: str, settings: dict[str, Any]) -> None:
         self.said: list[str] = []
@@ -55,12 +87,15 @@ class Node:
             NetworkSettings(**settings),
             self.shards,
             cache_file=folder / f"{name}.json",
+            ports_file=folder / f"{name}.ports",
             report=self.said.append,
         )
         for shard in range(self.shards):
             self.transport.subscribe(rollout_topic(SWARM, shard), self.hear)
         self.transport.serve("echo", self.echo)
         self.transport.accept("swap", self.swap)  # before the network is up
+        self.transport.listen("talk", self.taken)
+        self.talks: list[Talk] = []
         self.outcomes: list[str] = []
         self.call: Future[None] = Future()
         self.transport.announce(PeerCard(1, SWARM, 0.0, name, roles))
@@ -75,6 +110,10 @@ class Node:
         if head == b"late":
             time.sleep(3.0)
         return Accepted(Outgoing(head, 5, lambda: [b"hello"]), len, lambda error: self.outcomes.append(repr(error)))
+
+    def taken(self, channel: Channel) -> Listener:
+        self.talks.append(Talk())
+        return self.talks[-1].opened(channel)
 
     def hear(self, data: bytes) -> None:
         sender, batch = open_batch(data, SWARM)
@@ -94,6 +133,7 @@ class Node:
             "pids": [os.getpid(), plane and plane.daemon_pid, transport._gossip.pid],
             "said": self.said,
             "outcomes": self.outcomes,
+            "talks": [[talk.got, talk.digest.hexdigest(), talk.ends] for talk in self.talks],
             "heard": sorted({f"{sender[-4:]}/{sequence}" for sender, sequence in self.heard}),
         }
 
@@ -137,6 +177,13 @@ class Node:
     def do_outcome(self) -> str:
         error = self.call.exception(25.0)
         return "" if error is None else f"{type(error).__name__}: {error}"
+
+    def do_talk(self, peer: str | None, seed: int, count: int) -> str:
+        """On a new channel to `peer`, or on the last one there is."""
+        if peer is not None:
+            self.talks.append(talk := Talk())
+            self.transport.connect(peer, "talk", talk.opened)
+        return self.talks[-1].say(seed, count)
 
     def do_set_clock(self, ahead: float) -> None:
         """Of this process, not of its gossip process."""

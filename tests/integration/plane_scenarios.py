@@ -317,6 +317,28 @@ async def two_that_start_at_once_do_not_share_a_port() -> None:
                 await node.plane.close()
 
 
+async def a_port_that_another_program_shares_is_left() -> None:
+    async with started("one") as (one,):
+        port = one.plane.port
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as p2pd does
+
+            def intrude() -> None:
+                other.bind(("127.0.0.1", port))
+                other.listen()
+
+            def take_and_lose() -> int:
+                asyncio.get_running_loop().call_soon(intrude)
+                one.plane._port.take = take
+                return take()
+
+            take, one.plane._port.take = one.plane._port.take, take_and_lose
+            os.kill(one.plane.daemon_pid, signal.SIGKILL)
+            await until(lambda: one.plane.restarts == 1)
+        assert one.plane.port != port
+        assert any(f"port {port} was taken meanwhile" in sentence for sentence in one.said)
+
+
 async def settings_that_cannot_work_are_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
         node = Node(Path(folder), "one", listen="192.0.2.1")  # an address of nobody
@@ -362,9 +384,15 @@ async def what_killed_processes_left_is_removed() -> None:
         os.rmdir(new)
 
 
-async def closing_after_ctrl_c_is_quick() -> None:
+async def ctrl_c_does_not_reach_p2pd() -> None:
     async with started("one") as (one,):
-        os.kill(one.plane.daemon_pid, signal.SIGINT)  # reaches the whole process group
+        pid = one.plane.daemon_pid
+        assert os.getsid(pid) == pid != os.getsid(0)  # the terminal's signals go to its session, group by group
+
+
+async def closing_while_all_processes_are_ended_is_quick() -> None:
+    async with started("one") as (one,):
+        os.kill(one.plane.daemon_pid, signal.SIGTERM)
         started_closing = time.monotonic()
         await one.plane.close()
         assert time.monotonic() - started_closing < 8.0

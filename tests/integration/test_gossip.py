@@ -32,6 +32,7 @@ from protocol.transports.gossip_pipe import (
     Subscribe,
     frame,
 )
+from protocol.transports.ports import Port
 from tests.integration.gossip_samples import batch, peer_on_shard
 
 SWARM = "ab" * 32
@@ -196,6 +197,28 @@ def test_a_taken_port_is_passed_over() -> None:
                     f"/ip4/203.0.113.7/tcp/{other}/p2p/{peer.gossip_id}",
                     f"/ip4/127.0.0.1/tcp/{other}/p2p/{peer.gossip_id}",
                 ]
+
+    asyncio.run(run())
+
+
+def test_a_port_that_is_taken_while_the_sidecar_starts_is_given_up() -> None:
+    async def run() -> None:
+        peer, port = Peer(0), Port("127.0.0.1", 0)
+        peer._port = port
+        lost = port.take()
+        with socket.socket() as other:
+            taking = asyncio.create_task(peer.start())
+            await until(lambda: peer.pid is not None)
+            other.bind(("127.0.0.1", lost))
+            other.listen()
+            try:
+                await taking
+                assert peer.settings.port == port.number != lost
+                assert f"/tcp/{port.number}/" in peer.addresses[0]
+                assert peer.restarts == 1 and f"port {lost} was taken meanwhile" in peer.reports[0]
+            finally:
+                await peer.close()
+                port.release()
 
     asyncio.run(run())
 

@@ -203,6 +203,27 @@ def test_ports_that_are_taken_and_a_node_that_only_dials(start: Start) -> None:
     assert sum("ValueError('fail')" in sentence for sentence in inside("status")["said"]) == 1  # not again and again
 
 
+def test_nodes_that_start_together_share_no_port_and_keep_theirs_after_ctrl_c(start: Start, tmp_path: Path) -> None:
+    port = unused_port()
+    wanted = {"port": port, "gossip_port": port + 1}
+    nodes = [start(name, **wanted) for name in ("one", "two")]  # the network of the first is not up yet
+
+    def noted(node: Node) -> dict[str, int]:
+        """Once they are what it serves on."""
+        address, file = node.up()[0], tmp_path / f"{node.name}.ports"
+        until(lambda: file.exists() and f"/tcp/{json.loads(file.read_text())[str(port)]}/" in address)
+        found: dict[str, int] = json.loads(file.read_text())
+        return found
+
+    got = [noted(node) for node in nodes]
+    assert len({number for one in got for number in one.values()}) == 4
+    assert os.getsid(nodes[1]("status")["pids"][1]) != nodes[1].process.pid  # Ctrl-C does not reach p2pd
+    os.killpg(nodes[1].process.pid, signal.SIGINT)
+    nodes[1].process.wait(40)
+    assert json.loads((tmp_path / "two.ports").read_text()) == got[1]
+    assert noted(start("two", **wanted)) == got[1]
+
+
 def test_bodies_are_exchanged_until_the_network_closes(start: Start) -> None:
     hub = start("hub")
     one = start("one", bootstrap=hub.up())
@@ -220,6 +241,55 @@ def test_bodies_are_exchanged_until_the_network_closes(start: Start) -> None:
     until(lambda: len(outcomes := hub("status")["outcomes"]) == 2 and "torn" in outcomes[1])
 
 
+@pytest.mark.slow
+def test_channels_carry_messages_both_ways_and_notice_every_end(start: Start) -> None:
+    hub = start("hub")
+    addresses = hub.up()
+    one, two = (start(name, bootstrap=addresses) for name in ("one", "two"))
+    for node in (one, two):
+        until(lambda node=node: "hub" in node.members)
+
+    def ended(node: Node, which: int = -1) -> Any:
+        """When and why a channel of that node ended."""
+        ((at, why),) = until(lambda: node("status")["talks"][which][2])
+        return at, why
+
+    def talk(node: Node, count: int) -> None:
+        """Over a new channel to the hub; what is sent arrives in order, both ways."""
+        talks = len(hub("status")["talks"])
+        said = node("talk", hub.peer, 1, count)
+        until(lambda: len(hub("status")["talks"]) > talks)
+        answered = hub("talk", None, 2, count)
+        until(lambda: hub("status")["talks"][-1] == [count, said, []])
+        until(lambda: node("status")["talks"][-1] == [count, answered, []])
+
+    assert one("talk", Identity.generate().peer_id, 0, 1)
+    assert "not found" in ended(one)[1] or "failed" in ended(one)[1]
+    talk(one, 200)
+    began = time.monotonic()
+    one.process.kill()
+    at, why = ended(hub)
+    assert why == "gone" and at - began < 5.0
+
+    talk(two, 3)
+    os.kill(hub("status")["pids"][1], signal.SIGKILL)
+    assert ended(hub)[1] == ended(two)[1] == "gone"
+    until(lambda: hub("status")["stats"]["restarts/dht"] == 1)
+    until(lambda: two("ask", hub.peer, "again") == two.peer[-4:] + "again")
+
+    talk(two, 3)
+    began = time.monotonic()
+    two.process.send_signal(signal.SIGSTOP)
+    at, why = ended(hub)
+    assert why == "silent" and at - began < 6.0
+    two.process.send_signal(signal.SIGCONT)
+    assert ended(two)[1] in ("closed", "gone", "silent")
+
+    talk(two, 3)
+    assert two("close") < 10.0
+    assert ended(hub)[1] == ended(two)[1] == "closed"
+
+
 def test_cards_are_renewed_and_looked_up_although_the_clock_was_set_back(start: Start) -> None:
     hub = start("hub", clock=3600.0)
     one = start("one", clock=3600.0, bootstrap=hub.up())
@@ -231,7 +301,7 @@ def test_cards_are_renewed_and_looked_up_although_the_clock_was_set_back(start: 
         until(lambda node=node, other=other: 0 < node("status")["created"].get(other, 0) < soon)
 
 
-def test_ctrl_c_reaches_all_processes_and_none_is_left(start: Start) -> None:
+def test_after_ctrl_c_no_process_is_left(start: Start) -> None:
     node = start("one")
     node.up()
     pids = node("status")["pids"]

@@ -4,6 +4,7 @@ succeeded has the right body, nobody waits for ever, and every acceptor is told 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import socket
 import threading
@@ -25,6 +26,10 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Tap = Callable[[str, int, bytes], Awaitable[bytes | None]]
 """(who sends, bytes before, bytes) -> what goes on; None = both ends see the stream end."""
 TO_ACCEPTOR, TO_CALLER = "caller", "acceptor"
+
+
+class Held(bytes):
+    """What goes on, and nothing after it, although the stream stays open."""
 
 
 def body(size: int, seed: int = 0) -> bytes:
@@ -118,6 +123,8 @@ class Node:
                     target[1].write(data if changed is None else changed)
                     passed += len(data)
                     await target[1].drain()
+                    if isinstance(changed, Held):
+                        await asyncio.Event().wait()
                     if changed is not None and len(changed) < len(data):
                         break
             except OSError:
@@ -484,14 +491,13 @@ def test_a_peer_that_stalls_is_given_up(where: str, monkeypatch: pytest.MonkeyPa
     length = lengths(sizes)[where]
     answer = 1 + 40 + len(b"head 2") + 8  # a caller's own time limit bounds how long it waits for one
 
-    async def stall_at(offset: int) -> None:
-        async def tap(who: str, before: int, data: bytes) -> None:
-            if who == where and before + len(data) > offset:
-                await asyncio.Event().wait()
+    async def stall_at(offset: int, patience: float = 0.3) -> None:
+        async def tap(who: str, before: int, data: bytes) -> bytes | None:
+            return Held(data[: offset - before]) if who == where and before + len(data) > offset else None
 
         async with node() as there:
             sides = {TO_ACCEPTOR: there.exchanges, TO_CALLER: there.mine}
-            sides[where].piece_s = 0.3
+            sides[where].piece_s = patience
             caller, acceptor = await there.run(Side(sizes[0], 1, 50), Side(sizes[1], 2, 50), tap)
             ends = {TO_ACCEPTOR: (acceptor, there.traffic), TO_CALLER: (caller, there.callers)}
             error, traffic = ends.pop(where)
@@ -503,9 +509,53 @@ def test_a_peer_that_stalls_is_given_up(where: str, monkeypatch: pytest.MonkeyPa
                 assert reason(error) == "torn" and traffic.rejected == {"torn": 1}, offset
 
     async def scenario() -> None:
-        await asyncio.gather(
-            *map(stall_at, range(0 if where == TO_ACCEPTOR else answer, length, 16)), stall_at(length - 1)
-        )
+        await asyncio.gather(*map(stall_at, range(0 if where == TO_ACCEPTOR else answer, length - 1, 16)))
+        await stall_at(length - 1, patience=3.0)  # long enough for all else to come in time
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("who", [TO_ACCEPTOR, TO_CALLER])
+def test_whoever_has_everything_and_the_last_word_has_succeeded_although_the_other_has_left(who: str) -> None:
+    taking, go = threading.Event(), threading.Event()
+    theirs = Side(3, 2)
+
+    async def leave_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ours: Side) -> None:
+        """The other side of an exchange, by hand: it waits for no last word."""
+        opening = b"\x04swap" if who == TO_CALLER else b"\0"
+        head, size = theirs.head, len(theirs.body)
+        writer.write(opening + len(head).to_bytes(8, "big") + hashlib.sha256(head).digest() + head)
+        writer.write(size.to_bytes(8, "big") + theirs.body + hashlib.sha256(theirs.body).digest() + b"\6")
+        await reader.readexactly((1 if who == TO_CALLER else 5) + 40 + len(ours.head) + 8 + len(ours.body) + 32)
+        await asyncio.to_thread(taking.wait, 20)
+        writer.close()
+        await writer.wait_closed()
+        go.set()
+
+    async def scenario() -> None:
+        us = Side(5, 1)
+        take = us.sink
+
+        def slow(piece: memoryview) -> None:
+            taking.set()
+            assert go.wait(20)
+            take(piece)
+
+        us.sink = slow  # type: ignore[method-assign]
+        async with node() as there:
+            if who == TO_CALLER:
+                there.exchanges.acceptors["swap"] = us.accept
+                near = await there.dial()
+                await leave_early(*near, us)
+                await asyncio.gather(*there.tasks)
+            else:
+                near, far = await there.pair()
+                leaving = asyncio.create_task(leave_early(*far, us))
+                await there.mine.call(*near, "swap", us.outgoing, us.answered)
+                us.done(None)
+                await leaving
+        assert us.outcomes == [None]
+        us.check(theirs)
 
     asyncio.run(scenario())
 

@@ -44,7 +44,7 @@ class Kind:
 
 
 BATCHES = Kind(BATCH, "rollout_batch_v1.bin", BATCH_TAG, MAX_BATCH_BYTES, seal_batch, open_batch)
-CARDS = Kind(CARD, "peer_card_v1.bin", CARD_TAG, MAX_CARD_BYTES, seal_card, open_card)
+CARDS = Kind(CARD, "peer_card_v1_crew.bin", CARD_TAG, MAX_CARD_BYTES, seal_card, open_card)
 both = pytest.mark.parametrize("kind", [BATCHES, CARDS], ids=["batch", "card"])
 
 
@@ -56,6 +56,11 @@ def test_golden_bytes(kind: Kind) -> None:
     golden = (DATA / kind.golden).read_bytes()
     assert kind.seal(kind.record, IDENTITY) == golden
     assert kind.open(golden, SWARM) == (IDENTITY.peer_id, kind.record)
+
+
+def test_a_card_from_before_there_were_crews() -> None:
+    golden = (DATA / "peer_card_v1.bin").read_bytes()
+    assert open_card(golden, SWARM) == (IDENTITY.peer_id, replace(CARD, crew=None))
 
 
 @both
@@ -158,6 +163,7 @@ BAD_BATCHES: dict[str, Any] = {
     "swarm": {"swarm": "5a" * 31},
     "sequence": {"sequence": 1.5},
 }
+CREW: Any = fields(CARD)["crew"]
 BAD_CARDS: dict[str, Any] = {
     "created NaN": {"created": math.nan},
     "speed NaN": {"speed": math.nan},
@@ -175,6 +181,13 @@ BAD_CARDS: dict[str, Any] = {
     "gossip id": {"gossip_id": "/"},
     "stages": {"stages": [0, 1, 2]},
     "cohort": {"cohort": "0"},
+    "crew": {"crew": "red"},
+    "crew's name": {"crew": {**CREW, "name": "\x1b[2J"}},
+    "crew without a name": {"crew": {**CREW, "name": ""}},
+    "crew's architecture": {"crew": {**CREW, "architecture": "0"}},
+    "crew of none": {"crew": {**CREW, "count": 0}},
+    "seat": {"crew": {**CREW, "seats": [-1]}},
+    "term": {"crew": {**CREW, "term": 2**53}},
 }
 
 
@@ -195,7 +208,8 @@ BODY = {kind: msgspec.msgpack.encode(kind.record) for kind in (BATCHES, CARDS)}
 
 def deep(kind: Kind) -> bytes:
     """A good record with one more field, of lists in lists up to the size limit."""
-    body = b"\xde\x00" + bytes([len(fields(kind.record)) + 1]) + BODY[kind][1:] + b"\xa1x"  # map of one more
+    head = 3 if BODY[kind][0] == 0xDE else 1
+    body = b"\xde\x00" + bytes([len(fields(kind.record)) + 1]) + BODY[kind][head:] + b"\xa1x"  # map of one more
     return body + b"\x91" * (kind.limit - HEAD_BYTES - len(body))
 
 

@@ -11,6 +11,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.identity import Identity
 from protocol.messages import (
     PROTOCOL_VERSION,
+    CrewCard,
     PeerCard,
     RolloutBatch,
     SharedGroup,
@@ -61,6 +62,7 @@ CARD = PeerCard(
     policy_version=42,
     speed=1234.5,
     stages=(0, 11),
+    crew=CrewCard("red", "8899aabbccddeeff", count=2, seats=(0,), term=3),
 )
 
 

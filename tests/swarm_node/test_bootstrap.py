@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -117,6 +118,15 @@ def test_that_nobody_reads_the_link_any_more_does_not_matter(monkeypatch: pytest
         assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
     assert hub.looks >= 8  # it was there until the signal
     assert parse_link(json.loads(Path("hub/swarm.json").read_text())["link"]).peers == [address(0, 2)]
+
+
+def test_lines_come_whole_so_that_the_link_is_glued_to_none_of_them() -> None:
+    script = "from swarm_node.bootstrap import _print; import sys; _print('0 members'); _print('swarm://', sys.stdout)"
+    ours, theirs = socket.socketpair(type=socket.SOCK_DGRAM)  # each write is a message
+    with ours, theirs:
+        subprocess.run([sys.executable, "-u", "-c", script], stdout=theirs, stderr=theirs, check=True)
+        ours.settimeout(20)
+        assert [ours.recv(100), ours.recv(100)] == [b"0 members\n", b"swarm://\n"]
 
 
 def test_it_loads_no_model_and_no_task() -> None:

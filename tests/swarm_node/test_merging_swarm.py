@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from peft import PeftModel
 from rich.console import Console
 from torch import Tensor
@@ -33,9 +34,22 @@ from swarm_node.config import AveragingConfig, NodeConfig, PolicyConfig, Rollout
 from swarm_node.errors import UserError
 from swarm_node.evaluate import Held
 from swarm_node.merging import Cohort, Merged, merge, on_stderr
-from swarm_node.merging_swarm import MAX_SOURCES, astray, called, choose, cohorts, gather, is_swarm, mapped, sources
+from swarm_node.merging_swarm import (
+    MAX_SOURCES,
+    QUIET_S,
+    astray,
+    called,
+    choose,
+    cohorts,
+    gather,
+    look_for_cohorts,
+    mapped,
+    sources,
+)
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
+from swarm_node.sources import is_swarm
+from tests.swarm_node.fake_transport import FakeTransport, card, peer_id
 from tests.swarm_node.policy.models import save
 
 SWARM = "a" * 64
@@ -331,6 +345,57 @@ def test_of_two_nobody_can_tell_who_is_astray(policy: Policy) -> None:
     assert astray({"near": near, "far": far}, start) == {}
     assert list(astray({"near": near, "far": far, "too": near}, start)) == ["far"]
     assert astray({"a": start, "b": start, "far": far}, start) == {}, "those that have not moved are no measure"
+
+
+# --------------------------------------------------------------------- who is there
+
+
+class Arrivals(FakeTransport):
+    """Members that turn up at some second of a clock that goes on when it is looked at: second -> their cohort."""
+
+    def __init__(self, cohorts: dict[float, str]) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.coming = [(at, peer_id(int(at)), replace(card(), cohort=cohort)) for at, cohort in cohorts.items()]
+        self.said: list[str] = []
+
+    def clock(self) -> float:
+        self.now += 0.1
+        return self.now
+
+    def members(self) -> dict[str, PeerCard]:
+        return {peer: card for at, peer, card in self.coming if at <= self.now}
+
+    def look(self, timeout_s: float, wanted: str | None = None) -> dict[str, dict[str, PeerCard]]:
+        return look_for_cohorts(self, SWARM, wanted, timeout_s, self.said.append, self.clock, tick_s=0.0)
+
+
+def test_members_that_turn_up_late_are_waited_for() -> None:
+    there = Arrivals({45.0: "", 80.0: "a", 81.0: "a", 90.0: "b"})
+    assert {cohort: len(members) for cohort, members in there.look(200.0).items()} == {"a": 2}
+    assert 84.0 < there.now < 90.0
+    nobody = "no member of swarm aaaaaaaaaaaaaaaa has answered: still looking"
+    somebody = "1 members of swarm aaaaaaaaaaaaaaaa, of whom none average weights: still looking"
+    assert there.said == [nobody, nobody, somebody]
+
+
+def test_a_cohort_that_is_wanted_is_waited_for() -> None:
+    assert Arrivals({1.0: "a", 2.0: "a", 30.0: "b", 31.0: "b"}).look(200.0, "b").keys() == {"a", "b"}
+    lonely = Arrivals({1.0: "a", 2.0: "a", 30.0: "b"})
+    assert lonely.look(200.0, "b").keys() == {"a", "b"}  # what can be said of it is said afterwards
+    assert 30.0 + QUIET_S < lonely.now < 40.0 + QUIET_S
+
+
+def test_that_nobody_answers_is_not_that_nobody_averages() -> None:
+    empty, other = Arrivals({}), Arrivals({1.0: "", 2.0: ""})
+    with pytest.raises(UserError, match="no member of swarm aaaaaaaaaaaaaaaa has answered: `swarm-node status`"):
+        empty.look(150.0)
+    assert 150.0 <= empty.now < 160.0
+    with pytest.raises(UserError, match="2 members of swarm aaaaaaaaaaaaaaaa, of whom none average weights"):
+        other.look(150.0)
+    assert QUIET_S < other.now < 80.0
+    with pytest.raises(UserError, match="2 members"):
+        Arrivals({1.0: "", 2.0: ""}).look(10.0)
 
 
 # --------------------------------------------------------------------- which cohort

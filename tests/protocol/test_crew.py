@@ -1,0 +1,227 @@
+"""What the peers of a crew say to each other: golden bytes, limits, versions, and no bytes that break the decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from protocol.codec import SPOKEN
+from protocol.crew import (
+    CONTROL,
+    MAX_CONTROL_BYTES,
+    MAX_SOURCES,
+    Answer,
+    Broken,
+    Hello,
+    Holding,
+    Kept,
+    Load,
+    Plan,
+    Probe,
+    Ready,
+    Record,
+    Refusal,
+    Report,
+    Seat,
+    Source,
+    Unable,
+    Whole,
+    open_record,
+    seal_record,
+)
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.limits import MAX_STAGES
+from protocol.messages import PROTOCOL_VERSION
+from tests.protocol.wire import SWARM, fields, mutations, refused, values
+
+REASONS = {"size", "schema", "version", "plan"}
+HELLO = Hello(
+    protocol=PROTOCOL_VERSION,
+    swarm=SWARM,
+    crew="red",
+    architecture="00112233445566aa",
+    stages=3,
+    wanted=1,
+    leads=True,
+    term=2,
+    updates=40,
+    started=1_800_000_000.5,
+    holding=Holding((Kept(1, 40),), (Kept(2, 39),), (Kept(1, 30), Kept(1, 20))),
+    spans=((0, 2), (2, 4), (4, 6)),
+    capacity=2**30,
+)
+SOURCES = (Source("mean", ("a", "c"), (0, 2), 40), Source("base"))
+PLAN = Plan(2, 7, (Seat("a", (0, 2)), Seat("b", (2, 4), SOURCES), Seat("c", (4, 6))), ("d", "e"))
+RECORDS: list[Record] = [
+    HELLO,
+    Answer("", 3),
+    Refusal("model", "it has another model"),
+    PLAN,
+    Ready(PLAN.mark, 1, 40, SOURCES[0]),
+    Ready(PLAN.mark, 1, 40),
+    Unable(PLAN.mark, 1, "no room"),
+    Broken(PLAN.mark, "b", "gone", True),
+    Report(HELLO.holding),
+    Probe(PLAN.mark),
+    Load(PLAN.mark, 61.5),
+    Whole(PLAN.mark),
+]
+GOLDEN = {
+    "hello": (
+        "8ea46b696e64a568656c6c6fa870726f746f636f6c01a5737761726dd9403561356135613561356135613561356135613561"
+        "3561356135613561356135613561356135613561356135613561356135613561356135613561356135613561a463726577a3"
+        "726564ac617263686974656374757265b030303131323233333434353536366161a673746167657303a677616e74656401a5"
+        "6c65616473c3a47465726d02a77570646174657328a773746172746564cb41dad27480200000a7686f6c64696e6783a46c69"
+        "766591920128a87265706c6963617391920227a9736e617073686f74739292011e920114a57370616e739392000292020492"
+        "0406a86361706163697479ce40000000"
+    ),
+    "plan": (
+        "85a46b696e64a4706c616ea47465726d02a66e756d62657207a573656174739393a1619200029093a1629202049294a46d65"
+        "616e92a161a1639200022894a46261736590900093a16392040690a673706172657392a164a165"
+    ),
+}
+each = pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+
+
+def reason(data: bytes) -> str | None:
+    return refused(lambda: open_record(data), REASONS)
+
+
+@each
+def test_what_is_sealed_can_be_opened(record: Record) -> None:
+    assert open_record(seal_record(record)) == record
+    assert open_record(bytearray(seal_record(record))) == record
+
+
+@pytest.mark.parametrize("record", [HELLO, PLAN], ids=["hello", "plan"])
+def test_golden_bytes(record: Record) -> None:
+    golden = bytes.fromhex(GOLDEN[type(record).__name__.lower()])
+    assert seal_record(record) == golden
+    assert open_record(golden) == record
+
+
+@each
+def test_a_later_version_may_add_fields(record: Record) -> None:
+    assert open_record(msgspec.msgpack.encode({**fields(record), "later": [1, {"deep": 2}]})) == record
+
+
+def test_heads_of_others_do_not_begin_like_a_control_message() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.msgpack.decode(CONTROL)
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, min(SPOKEN) - 1, None])
+def test_another_version_is_refused_before_its_schema_is_looked_at(version: int | None) -> None:
+    assert reason(msgspec.msgpack.encode({"kind": "hello", "protocol": version, "everything": "else"})) == "version"
+
+
+def test_size_is_checked_before_anything_else() -> None:
+    assert reason(bytes(MAX_CONTROL_BYTES + 1)) == "size"
+    assert reason(bytes(MAX_CONTROL_BYTES)) == "schema"
+
+
+def test_the_largest_crew_fits() -> None:
+    way = Source("mean", ("p" * 52, "q" * 52), (254, 255), 2**53 - 1)
+    seats = tuple(Seat("r" * 52, (4 * i, 4 * i + 4), (way,) * 3) for i in range(MAX_STAGES))
+    assert len(seal_record(Plan(2**53 - 1, 2**53 - 1, seats, ("s" * 52,) * 64))) < MAX_CONTROL_BYTES
+    with pytest.raises(LocalProtocolError):
+        seal_record(Plan(0, 0, (*seats, Seat("r", (1020, 1021)))))
+
+
+def plan(*spans: tuple[int, int]) -> bytes:
+    seats = [["a", list(span), []] for span in spans]
+    return msgspec.msgpack.encode({"kind": "plan", "term": 1, "number": 1, "seats": seats})
+
+
+@pytest.mark.parametrize(
+    "spans", [[(1, 2)], [(0, 2), (3, 4)], [(0, 2), (1, 4)], [(0, 2), (2, 2)], [(0, 0)], [(0, 3), (3, 1)]]
+)
+def test_a_plan_whose_stages_are_not_all_the_layers_is_refused(spans: list[tuple[int, int]]) -> None:
+    assert reason(plan((0, 2), (2, 4))) is None
+    assert reason(plan(*spans)) == "plan"
+
+
+BAD: list[tuple[Record, dict[str, Any]]] = [
+    (HELLO, {"crew": ""}),
+    (HELLO, {"crew": "\x1b[2J"}),
+    (HELLO, {"crew": "c" * 33}),
+    (HELLO, {"architecture": "0"}),
+    (HELLO, {"stages": 0}),
+    (HELLO, {"stages": MAX_STAGES + 1}),
+    (HELLO, {"wanted": -1}),
+    (HELLO, {"wanted": MAX_STAGES}),
+    (HELLO, {"term": 2**53}),
+    (HELLO, {"started": float("nan")}),
+    (HELLO, {"spans": [[0, 1]] * (MAX_STAGES + 1)}),
+    (HELLO, {"spans": [[0, 2**40]]}),
+    (HELLO, {"holding": {"live": [[0, 1]] * (MAX_STAGES + 1)}}),
+    (HELLO, {"holding": {"snapshots": [[0, -1]]}}),
+    (PLAN, {"seats": []}),
+    (PLAN, {"seats": [["", [0, 2], []]]}),
+    (PLAN, {"seats": [["a\n", [0, 2], []]]}),
+    (PLAN, {"seats": [["a", [0, 2], [["base"]] * (MAX_SOURCES + 1)]]}),
+    (PLAN, {"seats": [["a", [0, 2], [["magic"]]]]}),
+    (PLAN, {"seats": [["a", [0, 2], [["mean", ["b", "c", "d"]]]]]}),
+    (PLAN, {"spares": ["s"] * 65}),
+    (Refusal("model"), {"detail": "\x1b[2J"}),
+    (Refusal("model"), {"reason": "Of course!"}),
+    (Unable(1, 1, ""), {"why": "w" * 201}),
+    (Load(1, 0.0), {"held_s": float("inf")}),
+    (Load(1, 0.0), {"held_s": -1.0}),
+    (Answer(""), {"lead": "/"}),
+    (Whole(1), {"kind": "hole"}),
+    (Whole(1), {"plan": "1"}),
+]
+
+
+@pytest.mark.parametrize(("record", "change"), BAD, ids=[f"{type(r).__name__} {next(iter(c))}" for r, c in BAD])
+def test_fields_out_of_range_are_refused(record: Record, change: dict[str, Any]) -> None:
+    assert reason(msgspec.msgpack.encode(fields(record))) is None
+    assert reason(msgspec.msgpack.encode({**fields(record), **change})) == "schema"
+
+
+def test_marks_tell_plans_apart_whoever_made_them_but_not_their_spares() -> None:
+    others = [replace(PLAN, term=3), replace(PLAN, number=8), replace(PLAN, seats=(Seat("z", (0, 2)), *PLAN.seats[1:]))]
+    assert len({PLAN.mark, *(other.mark for other in others)}) == 4
+    assert replace(PLAN, spares=()).mark == PLAN.mark < 2**53
+    assert (PLAN.lead, PLAN.held_by("b"), PLAN.held_by("d"), PLAN.spans[1]) == ("a", (1,), (), (2, 4))
+
+
+# --------------------------------------------------------------------- no bytes break it
+
+
+@given(noise=st.binary(max_size=300))
+def test_random_bytes(noise: bytes) -> None:
+    assert reason(noise) is not None
+
+
+@settings(max_examples=300)
+@given(data=st.data(), record=st.sampled_from(RECORDS))
+def test_mutated_records_open_within_all_limits_or_not_at_all(data: st.DataObject, record: Record) -> None:
+    mutated = data.draw(mutations(seal_record(record)))
+    if reason(mutated) is None:
+        opened = open_record(mutated)
+        assert open_record(seal_record(opened)) == opened
+
+
+@given(data=st.data(), record=st.sampled_from(RECORDS))
+def test_any_value_in_any_field(data: st.DataObject, record: Record) -> None:
+    name = data.draw(st.sampled_from(sorted(fields(record))))
+    changed = msgspec.msgpack.encode({**fields(record), name: data.draw(values())})
+    if reason(changed) is None:
+        seal_record(open_record(changed))
+
+
+@pytest.mark.parametrize(
+    "nasty",
+    [b"", b"\x91" * 1000, b"\x81\xa4kind\xdd\xff\xff\xff\xff", b"\xc1", seal_record(PLAN) + b"\xc0"],
+)
+def test_nonsense(nasty: bytes) -> None:
+    assert reason(nasty) == "schema"
+    with pytest.raises(RemoteProtocolError):
+        open_record(nasty)

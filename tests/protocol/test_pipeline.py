@@ -1,0 +1,199 @@
+"""Heads of messages between stages: golden bytes, limits, versions, and no bytes that break the decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from protocol.codec import SPOKEN
+from protocol.errors import LocalProtocolError
+from protocol.limits import MAX_HEAD_BYTES
+from protocol.messages import PROTOCOL_VERSION
+from protocol.pipeline import (
+    MAX_STAGES,
+    Apply,
+    Ask,
+    Backward,
+    Envelope,
+    Forward,
+    Head,
+    Logprobs,
+    LossGradient,
+    Part,
+    Prefill,
+    Reset,
+    Share,
+    Skip,
+    Squared,
+    Squares,
+    State,
+    Step,
+    TiedGradient,
+    TiedMatrix,
+    Tokens,
+    Trouble,
+    open_envelope,
+    seal_envelope,
+)
+from tests.protocol.wire import fields, mutations, refused, values
+
+GOLDEN = Path(__file__).parents[1] / "data" / "stage_envelope_v1.msgpack"
+REASONS = {"size", "version", "schema"}
+FORWARD = Forward(7, 3, 1, 4, 2, 0.9, entropy=True, reference=False, swapped=True, packed=True)
+ENVELOPE = Envelope(
+    PROTOCOL_VERSION,
+    plan=5,
+    stage=2,
+    head=FORWARD,
+    parts=(
+        Part("bfloat16", (2, 9, 32)),
+        *(Part("int32", (11,)),) * 3,
+        Part("int32", (2, 9)),
+        Part("bits", (2, 1, 9, 9)),
+    ),
+)
+HEADS: list[Head] = [
+    FORWARD,
+    Backward(7, 1, 2),
+    Logprobs(7, 1, True),
+    LossGradient(7, 1),
+    Squares(3),
+    TiedGradient(3),
+    Squared(3, 1, 0.25),
+    Squared(3, 1, None),
+    Apply(8, 0.5, 1e-3),
+    Skip(8),
+    Share(),
+    TiedMatrix(),
+    Ask(),
+    State(1, 8, 0.5),
+    Prefill(9, 0, 8, 256, 1.0, 0.95),
+    Step(9, 0, 17, True),
+    Tokens(9, 0, 18),
+    Reset(9),
+    Trouble(9, 1, "memory"),
+]
+
+
+def reason(data: bytes) -> str | None:
+    return refused(lambda: open_envelope(data), REASONS)
+
+
+def changed(**changes: object) -> bytes:
+    return msgspec.msgpack.encode({**fields(ENVELOPE), **changes})
+
+
+def with_head(**changes: object) -> bytes:
+    return changed(head={**fields(ENVELOPE)["head"], **changes})  # type: ignore[dict-item]
+
+
+def test_golden_bytes() -> None:
+    assert seal_envelope(ENVELOPE) == GOLDEN.read_bytes()
+    assert open_envelope(GOLDEN.read_bytes()) == ENVELOPE
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_every_head_arrives_as_it_was(head: Head) -> None:
+    envelope = replace(ENVELOPE, head=head, stage=-1)
+    assert open_envelope(seal_envelope(envelope)) == envelope
+    assert len(seal_envelope(envelope)) < MAX_HEAD_BYTES / 8
+
+
+def test_a_later_version_may_add_fields() -> None:
+    assert open_envelope(changed(later=[1])) == ENVELOPE == open_envelope(with_head(later=[1]))
+
+
+@pytest.mark.parametrize(
+    ("coding", "shape", "size"),
+    [
+        ("float32", (3, 5), 60),
+        ("bfloat16", (3, 5), 32),  # filled up to a multiple of 4
+        ("int8", (64,), 68),
+        ("int8", (65,), 132),
+        ("int32", (3,), 12),
+        ("bits", (3, 5), 4),
+        ("bits", (33,), 8),
+    ],
+)
+def test_sizes_of_parts(coding: str, shape: tuple[int, ...], size: int) -> None:
+    assert Part(coding, shape).size == size  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, min(SPOKEN) - 1, -1, 2**63])
+def test_another_version_is_refused_before_its_schema_is_looked_at(version: int) -> None:
+    assert reason(msgspec.msgpack.encode({"protocol": version, "everything": "else"})) == "version"
+
+
+def test_size_is_checked_before_anything_else() -> None:
+    assert reason(bytes(MAX_HEAD_BYTES + 1)) == "size"
+    assert reason(bytes(MAX_HEAD_BYTES)) == "schema"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        changed(stage=-2),
+        changed(stage=MAX_STAGES),
+        changed(head={"type": "shutdown"}),
+        changed(parts=[["float64", [1]]]),
+        changed(parts=[["float32", [0]]]),
+        changed(parts=[["float32", [1] * 5]]),
+        changed(parts=[["float32", [2**31]]]),
+        changed(parts=[["float32", [1]]] * 7),
+        with_head(temperature=0.0),
+        with_head(temperature=float("nan")),
+        with_head(microbatches=0),
+        with_head(microbatch=-1),
+        with_head(microbatches=2**20),
+        with_head(turn=2**60),
+    ],
+)
+def test_what_is_refused(bad: bytes) -> None:
+    assert reason(bad) == "schema"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        Squared(1, 0, float("nan")),
+        Squared(1, 0, -1.0),
+        State(0, 1, float("inf")),
+        Apply(1, 2.0, 1e-3),
+        Apply(1, 1.0, float("nan")),
+        Prefill(1, 0, 2, 0, 1.0, 1.0),
+        Prefill(1, 0, 2, 9, 1.0, 0.0),
+        Step(1, 0, -1),
+    ],
+    ids=str,
+)
+def test_a_head_that_no_peer_would_take_is_not_sent(head: Head) -> None:
+    with pytest.raises(LocalProtocolError, match="cannot be sent"):
+        seal_envelope(replace(ENVELOPE, head=head))
+
+
+@given(noise=st.binary(max_size=300))
+def test_random_bytes(noise: bytes) -> None:
+    assert reason(noise) is not None
+
+
+@given(data=st.data())
+def test_mutated_heads_open_within_all_limits_or_not_at_all(data: st.DataObject) -> None:
+    head = data.draw(st.sampled_from(HEADS))
+    mutated = data.draw(mutations(seal_envelope(replace(ENVELOPE, head=head))))
+    if reason(mutated) is None:
+        opened = open_envelope(mutated)
+        assert open_envelope(seal_envelope(opened)) == opened
+
+
+@given(data=st.data())
+def test_any_value_in_any_field(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(fields(ENVELOPE))))
+    some = changed(**{name: data.draw(values())})
+    if reason(some) is None:
+        opened = open_envelope(some)
+        assert open_envelope(seal_envelope(opened)) == opened
