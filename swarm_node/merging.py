@@ -1,4 +1,4 @@
-"""One model out of several nodes' weights, of one cohort: `swarm-node merge`, once, at the end of training.
+"""One model out of several nodes' weights: `swarm-node merge`, once, at the end of training.
 
     run directories, or members of a swarm (`merging_swarm`)
         -> Cohort -> (clip, choose the scale) -> merged weights -> policy -> files, loaded again to check
@@ -33,6 +33,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.recovery.snapshots import Snapshot, SnapshotStore
 from swarm_node.rollouts import fit_length
 from swarm_node.rundir import RunDir, check_new_directory, os_errors_explained
+from swarm_node.sources import runs_of
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.types import Task
 
@@ -88,6 +89,8 @@ class Merged(msgspec.Struct):
     mean_pass_1: float | None = None
     """Of the sources."""
     merged: dict[str, Held] = {}
+    better: str = ""
+    """The best of the sources, if it is better than the merged model."""
 
 
 def main(
@@ -101,9 +104,7 @@ def main(
     """`swarm-node merge`: merge runs into a new directory `out`; a table, or a JSON document, on standard output."""
     say = on_stderr()
     check_scale(method, scale)
-    runs = [_existing(source) for source in sources]
-    if len({run.path.resolve() for run in runs}) < max(2, len(runs)):
-        raise UserError("a merge takes at least two different run directories, each of them once")
+    runs = runs_of(sources)
     check_new_directory(out)
     merge_and_show(cohort_of_runs(runs, say), out, method, scale, questions, json_output, say)
     return 0
@@ -138,6 +139,14 @@ def merge_and_show(
         _show(result, Console())
     kind = "PeftModel.from_pretrained(base, …)" if cohort.policy.is_lora else "AutoModelForCausalLM.from_pretrained(…)"
     say(f"merged {len(cohort.weights)} {'runs' if cohort.rounds else 'members'} into {out}; load it with {kind}")
+    if result.better:
+        figures = f"pass@1 {result.runs[result.better]['all'].pass_1:.3f} against {result.merged['all'].pass_1:.3f}"
+        keep = (
+            f"`swarm-node export {result.better} DIR`"
+            if cohort.rounds
+            else "`swarm-node export RUN DIR` on its machine"
+        )
+        say(f"{result.better} alone is better on these questions ({figures}): {keep} keeps it")
 
 
 def merge(
@@ -171,7 +180,10 @@ def merge(
         result.questions, result.samples = len(asked), exam.samples
         result.merged = exam.sit(merged, asked)
         result.runs = {name: exam.sit(weights, asked) for name, weights in sources.items()}
-        result.mean_pass_1 = fmean(held["all"].pass_1 for held in result.runs.values())
+        ones = {name: held["all"].pass_1 for name, held in result.runs.items()}
+        result.mean_pass_1 = fmean(ones.values())
+        best = max(ones, key=lambda name: ones[name])
+        result.better = best if ones[best] > result.merged["all"].pass_1 else ""
     return result
 
 
@@ -245,7 +257,7 @@ class Exam:
 def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     """The newest good snapshots of runs, which may be going on: files that they prune stay readable while mapped.
 
-    UserError if one has none, or if they are not one cohort.
+    UserError if one has none, or if they have no common mean: not of one base model, or of other shapes.
     """
     names = [str(run.path) for run in runs]
     configs = [load_config(run.config) for run in runs]
@@ -262,7 +274,7 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     if policy.is_lora and adapter_base(configs[0].policy.model) is None:
         alphas = {config.policy.lora_alpha for config in configs}
         if len(alphas) > 1:
-            raise UserError(f"these runs are not one cohort: policy.lora_alpha differs ({sorted(alphas)})")
+            raise UserError(f"these runs cannot be merged: policy.lora_alpha differs ({sorted(alphas)})")
     return Cohort(
         policy,
         configs[0],
@@ -270,13 +282,6 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
         dict(zip(names, weights, strict=True)),
         rounds={name: snapshot.round for name, snapshot in zip(names, snapshots, strict=True)},
     )
-
-
-def _existing(path: str) -> RunDir:
-    run = RunDir(path)
-    if not run.exists:
-        raise UserError(f"no run in {path} (it has no config.toml)")
-    return run
 
 
 def _newest(run: RunDir, config: NodeConfig, say: Say) -> Snapshot:
@@ -293,7 +298,7 @@ def _newest(run: RunDir, config: NodeConfig, say: Say) -> Snapshot:
 
 def _check_cohort(one: tuple[str, str, str, State], other: tuple[str, str, str, State]) -> None:
     """(name, base digest, start digest, trained weights) of two. Raises UserError, which says what differs."""
-    pair = f"{one[0]} and {other[0]} are not one cohort"
+    pair = f"{one[0]} and {other[0]} cannot be merged"
     if one[1] != other[1]:
         raise UserError(f"{pair}: they began from different base models")
     try:

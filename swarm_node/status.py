@@ -1,19 +1,20 @@
 """What a node sees of its swarm, for people: `swarm-node status`.
 
 run directory -> swarm.json (rewritten by the run every second or so), last line of metrics.jsonl -> table
-manifest | address | link -> dial in as a visitor, wait for the cards of members -> table
+manifest | address | link -> dial in as a visitor, wait for the cards of members -> table; exit code 1 if nobody answers
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import typer
-from msgspec import to_builtins
 
 from protocol.messages import PeerCard
 from protocol.transports.base import Transport
@@ -25,23 +26,32 @@ from swarm_node.rundir import RunDir
 
 LOOK_S = 20.0
 """How long to look for members of a swarm before calling it empty."""
+PATIENT_S = 40.0
+"""The same where something answers: on a busy machine, the network takes long to come up."""
 SETTLE_S = 3.0
 """Without a new member for this long, those found are all."""
 SHORT_ID = 8
 """Last characters of a peer id that tables show: the first ones are the same for all."""
+LISTED = 8
+"""Partners named."""
 FRESH_S = 30.0
 """A status older than this is of a run that stands still or is over."""
 Cells = Callable[[Mapping[str, Any]], list[str]]
 
 
 def show_status(target: str | None, network: NetworkConfig, json_output: bool) -> None:
-    """Print the status of a run or a swarm; of the newest run below runs/ if there is no `target`. Raises UserError."""
+    """Print the status of a run or a swarm; of the newest run below runs/ if there is no `target`.
+
+    Raises UserError; typer.Exit with code 1 if nobody of a swarm can be reached.
+    """
     found = _of_run(RunDir(target) if target else _newest()) if _is_run(target) else _of_swarm(target or "", network)
     if json_output:
         typer.echo(json.dumps(found, indent=2))
-        return
-    for line in _lines(found):
-        typer.echo(line)
+    else:
+        for line in _lines(found):
+            typer.echo(line)
+    if found["swarm"] and not found["swarm"].get("connected", True):
+        raise typer.Exit(1)
 
 
 def read_status(run: RunDir) -> dict[str, Any] | None:
@@ -94,15 +104,43 @@ def _of_run(run: RunDir) -> dict[str, Any]:
 
 def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
     swarm = find_swarm(named)
-    with visitor(swarm, network, lambda sentence: typer.echo(sentence, err=True)) as transport:
-        members = look_around(transport)
+    addresses = [*network.bootstrap, *swarm.peers]
+    if not addresses:
+        raise UserError(
+            f"{named} has no address to ask: use a link that `swarm-node bootstrap` or a member prints, or put one of "
+            "its addresses into `bootstrap` of the manifest"
+        )
+    if sys.stderr.isatty():
+        typer.echo("looking for members, a few seconds", err=True)
+    members: Mapping[str, PeerCard] = {}
+    answered, connected = _answers(addresses), False
+    if answered:
+        with visitor(swarm, network, lambda sentence: typer.echo(sentence, err=True)) as transport:
+            members = look_around(transport, PATIENT_S)
+            connected = bool(members) or transport.stats().get("connections/dht", 0) > 0
     status = {
         "swarm": swarm.id,
         "swarm_name": swarm.manifest.name if swarm.manifest else "",
         "time": time.time(),
-        "peers": {peer: {**to_builtins(card), "present": True} for peer, card in sorted(members.items())},
+        "answered": answered,
+        "connected": connected,
+        "asked": addresses,
+        "peers": {peer: _card(card) for peer, card in sorted(members.items())},
     }
     return {"run": None, "swarm": status, "metrics": None}
+
+
+def _answers(addresses: Sequence[str]) -> bool:
+    """Whether something may answer at one of `addresses`: it need not be a peer, and relayed ones are not tried."""
+    from swarm_node.doctor import dial
+
+    answering = dial(addresses)
+    return any(answering.values()) or not answering
+
+
+def _card(card: PeerCard) -> dict[str, Any]:
+    every: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(card))  # with fields that have their defaults
+    return every | {"present": True, "trains": "trainer" in card.roles}
 
 
 # --------------------------------------------------------------------- for people
@@ -136,16 +174,41 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
             f"admitted {_count(received, 'swarm/groups_admitted')}"
             + ("" if used is None else f", used {used:.0f} in the last round")
         )
-    refused = _reasons(status.get("received", {}), "swarm/rejected/") + _reasons(status.get("traffic", {}), "rejected/")
-    if refused:
+    if refused := _reasons(status.get("received", {}), "swarm/rejected/"):
         yield f"refused    {refused.removeprefix('; ')}"
-    here = sum(1 for peer in status["peers"].values() if peer.get("present"))
-    yield f"members    {here}{' others' if found['run'] else ''}"
+    if status.get("averaging"):
+        yield from _averaging(status["averaging"], status["time"])
+    if not status.get("connected", True):
+        where = ", ".join(status["asked"][:3])
+        tried = "something answers at {}, but not as a peer: `swarm-node doctor` may say why"
+        yield f"members    unknown: {(tried if status['answered'] else 'nobody answered at {}').format(where)}"
+        return
+    here = [peer for peer in status["peers"].values() if peer.get("present")]
+    training = sum(peer.get("trains", True) for peer in here)
+    others = f" other{'' if len(here) == 1 else 's'}" if found["run"] else ""
+    of_them = "" if training == len(here) else f", {training or 'none'} of them training"
+    yield f"members    {len(here)}{others}{of_them}"
     if status["peers"] and found["run"]:
         titles = ["here", "version", "received", "admitted", "used", "refused, by reason"]
         yield from _table(status["peers"], titles, _what_became)
     elif status["peers"]:
-        yield from _table(status["peers"], ["roles", "model", "version", "tokens/s", "address"], _who)
+        averaged = ["cohort"] if any(peer["cohort"] for peer in status["peers"].values()) else []
+        titles = ["roles", "model", "version", "tokens/s", *averaged, "address"]
+        yield from _table(status["peers"], titles, _who_averages if averaged else _who)
+
+
+def _averaging(figures: Mapping[str, Any], now: float) -> Iterator[str]:
+    partners, last = sorted(figures["partners"].values()), figures["last"]
+    listed = ", ".join(partners[:LISTED]) + (", …" if len(partners) > LISTED else "")
+    done = f"averaged {figures['exchanges']} times, {figures['bytes'] / 1e6:.2f} MB sent"
+    if last:
+        done += f", last with {last['with']} {max(0.0, now - last['time']):.0f} s ago"
+    yield f"averaging  {figures['method']}, {figures['when']}, {figures['codec']}; cohort {figures['cohort']}"
+    yield f"           partners here: {f'{len(partners)}, {listed}' if partners else 'none'}"
+    yield f"           {done}"
+    for kind, text in (("skipped", "skipped"), ("refused", "refused to others")):
+        if reasons := _reasons(figures[kind], ""):
+            yield f"           {text}: {reasons.removeprefix('; ')}"
 
 
 def _when(run: RunDir, status: Mapping[str, Any] | None) -> str:
@@ -205,6 +268,11 @@ def _who(figures: Mapping[str, Any]) -> list[str]:
         _cell(figures["speed"]),
         (figures["addresses"] or ["-"])[0],
     ]
+
+
+def _who_averages(figures: Mapping[str, Any]) -> list[str]:
+    *rest, address = _who(figures)
+    return [*rest, figures["cohort"] or "-", address]
 
 
 def _cell(value: float | None) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarm_node.averaging.averager import Averager, Place, cohort_id
+from swarm_node.averaging.averager import Averager, Place, cohort_id, rhythm
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.group import GroupAverager
 from swarm_node.averaging.handover import Handover
 from swarm_node.averaging.pairs import PairAverager
 from swarm_node.config import AveragingConfig
 
-__all__ = ["Averager", "Fragments", "Handover", "Place", "cohort_id", "make_averager"]
+__all__ = ["Averager", "Fragments", "Handover", "Place", "cohort_id", "make_averager", "rhythm"]
 
 
 def make_averager(config: AveragingConfig, *args: Any, **kwargs: Any) -> Averager:

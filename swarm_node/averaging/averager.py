@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,17 +29,22 @@ from protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolErr
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import AverageHead, Codec, seal_head
 from protocol.transports.base import Outgoing, Transport
+from swarm_node.averaging.company import Company
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.reducers import find_reducer
 from swarm_node.averaging.robust import Robust
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import SnapshotError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 COPY_S = 2.0
 """Longest that a peer's call waits for training to be done with changing weights; it is told to come back."""
 MUTED_AFTER = 3
 """Exchanges in a row that were refused for what no honest peer sends, after which a peer is left alone."""
 MUTED_S = 3600.0
+LONELY_ROUNDS = 2
+"""Outer rounds without anybody of the cohort after which a node says so."""
 CONTENTS = frozenset({"values", "gates", "probe", "hash"})
 """Reasons that are in what a peer sent."""
 PROVEN = frozenset({"values", "hash"})
@@ -72,6 +77,15 @@ def cohort_id(layout: str, start_digest: str, swarm: str, config: AveragingConfi
     settings = config.gamma != config.beta if pairs else config.codec
     text = f"{swarm} {start_digest} {layout} {config.method} {settings}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def rhythm(config: AveragingConfig, period_s: float) -> str:
+    """Who averages how often, in words."""
+    if config.method == "per_step":
+        return "the whole cohort after every update"
+    if config.method == "diloco":
+        return f"the whole cohort every {config.every} updates"
+    return f"in pairs every {period_s:g} s, after {config.every} updates or more"
 
 
 class Averager(ABC):
@@ -114,8 +128,13 @@ class Averager(ABC):
         self.woken = threading.Event()
         """Set when there is something to do for `step`, for those who wait."""
         self._counting = threading.Lock()
-        """Of the bytes: several workers may send at once."""
+        """Of the bytes and of what is refused: several workers may send, or judge, at once."""
         self.counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        """What others sent and this node refused, by reason. The transport counts it, too."""
+        self.company = Company(place.cohort, LONELY_ROUNDS * place.period_s, say)
+        self._last: tuple[float, tuple[str, ...]] | None = None
+        """When this node last averaged, and with whom."""
         self.spread = 0.0
         self._strikes: Counter[str] = Counter()
         self._muted: dict[str, float] = {}
@@ -139,12 +158,40 @@ class Averager(ABC):
             yield
 
     def metrics(self) -> dict[str, float]:
-        """`averaging/*`: running totals, and the spread (root mean square difference to the last partner)."""
+        """`averaging/*`: running totals, the partners here now, and the spread (root mean square difference to the last
+        partner)."""
         return {
             **{f"averaging/{name}": float(n) for name, n in sorted(self.counts.items())},
+            **{f"averaging/refused/{reason}": float(n) for reason, n in sorted(self.refused.copy().items())},
             "averaging/exchanges": float(self.counts["exchanges"]),
+            "averaging/partners": float(len(self.company.partners)),
             "averaging/spread": self.spread,
         }
+
+    def status(self) -> dict[str, Any]:
+        """For people, as `swarm-node status` shows it. From any thread."""
+        last, counts = self._last, self.counts.copy()
+        return {
+            "cohort": self.place.cohort,
+            "method": self.config.method,
+            "codec": self.config.codec,
+            "when": rhythm(self.config, self.place.period_s),
+            "partners": dict(self.company.partners),
+            "exchanges": counts["exchanges"],
+            "bytes": counts["bytes"],
+            "spread": self.spread,
+            "last": last and {"time": last[0], "peers": list(last[1]), "with": self.company.listed(last[1])},
+            "skipped": {n.removeprefix("skipped/"): count for n, count in counts.items() if n.startswith("skipped/")},
+            "refused": dict(self.refused.copy()),
+        }
+
+    def brief(self) -> str:
+        """The same in a few words."""
+        n, last = self.counts["exchanges"], self._last
+        text = f"averaged {n} {'time' if n == 1 else 'times'}" if n else "not averaged yet"
+        if last is not None:
+            text += f", last with {self.company.listed(last[1])}"
+        return text if self.company.partners else f"{text}, nobody of the cohort here"
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What resuming needs: tensors (live ones) and numbers."""
@@ -207,6 +254,23 @@ class Averager(ABC):
         self.replaced += 1  # last: whoever reads this number, and what it copies after that, has all or is found out
 
     # ----------------------------------------------------------------- for the methods
+
+    def _look(self) -> None:
+        """At each step: who is here."""
+        self.company.look(self.transport.members(), self.now())
+
+    def counted(self, judge: Callable[P, T]) -> Callable[P, T]:
+        """`judge`, which raises RemoteProtocolError for what it refuses of others; counted by reason."""
+
+        def judged(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return judge(*args, **kwargs)
+            except RemoteProtocolError as error:
+                with self._counting:
+                    self.refused[error.reason] += 1
+                raise
+
+        return judged
 
     def _cohort(self) -> list[str]:
         """Peer ids of those whose weights can be averaged with these, muted ones left out."""
@@ -273,8 +337,8 @@ class Averager(ABC):
                 return False
         return True
 
-    def skip(self, reason: str, detail: str = "", peer: str = "") -> None:
-        """Count what did not come about, and say so once for each reason."""
+    def skip(self, reason: str, detail: str = "", peer: str = "", then: str = "the next round tries again") -> None:
+        """Count what did not come about, with `peer` if that is known, and say so once for each reason."""
         reason = reason if reason in REASONS else "refused"  # a peer may invent reasons
         self.counts[f"skipped/{reason}"] += 1
         if peer and reason in PROVEN:
@@ -282,13 +346,16 @@ class Averager(ABC):
             if self._strikes[peer] >= MUTED_AFTER:
                 self._muted[peer] = self.now() + MUTED_S
                 del self._strikes[peer]
-                self._say(f"not averaging with {peer[-8:]} for an hour: {reason} {detail}".rstrip())
+                self._say(f"not averaging with {self.company.called(peer)} for an hour: {reason} {detail}".rstrip())
         if reason not in self._said and reason not in ("alone", "odd"):
             self._said.add(reason)
-            self._say(f"an exchange of weights was skipped ({reason}{': ' + detail if detail else ''})")
+            partner = f" with {self.company.called(peer)}" if peer else ""
+            why = f"{reason}: {detail}" if detail else reason
+            self._say(f"an exchange of weights{partner} was skipped ({why}); {then}")
 
     def _went_well(self, *peers: str) -> None:
         self.counts["exchanges"] += 1
+        self._last = self.now(), tuple(peer for peer in peers if peer != self.place.peer_id)
         for peer in peers:
             self._strikes.pop(peer, None)
 

@@ -95,11 +95,12 @@ class GroupAverager(Averager):
         self._guard = threading.Lock()
         """Of the round: `_accept` and ends of exchanges come on other threads."""
         self._round: _Round | None = None
-        self.transport.accept(AVERAGE_METHOD, self._accept)
+        self.transport.accept(AVERAGE_METHOD, self.counted(self._accept))
 
     # ----------------------------------------------------------------- for training
 
     def step(self, updates: int) -> None:
+        self._look()
         try:
             if self._round is None and updates - self._exchanged_at[self._fragment()] >= self._every:
                 self._begin(updates)
@@ -159,12 +160,13 @@ class GroupAverager(Averager):
         now = self.now()
         with self._guard:
             failure = round.failure
-            complete = len(round.arrived[round.phase]) == len(round.members) - 1 and not round.under_way
+            here = {self.place.peer_id, *round.arrived[round.phase]}
+            complete = len(here) == len(round.members) and not round.under_way
         soon = now < round.ends - self.config.timeout_s / 2
         if failure is None and (others := self._others(median_low if soon else max)) > round.number:
             failure = ("late", "", f"others are in round {others}")
         if failure is None and not complete and now > round.ends:
-            failure = ("absent", "", f"{len(round.members) - 1 - len(round.arrived[round.phase])} members")
+            failure = ("absent", "", self.company.listed([peer for peer in round.members if peer not in here]))
         if failure is not None:
             self._give_up(round, *failure)
         elif complete and round.phase == PARTS:
@@ -199,7 +201,7 @@ class GroupAverager(Averager):
             peer,
             AVERAGE_METHOD,
             self._half(round, phase, peer),
-            partial(self._answered, round, phase, peer, taken),
+            self.counted(partial(self._answered, round, phase, peer, taken)),
             self.config.timeout_s,
         )
         future.add_done_callback(partial(self._called, round, phase, peer, taken))

@@ -75,7 +75,7 @@ class Handover:
         """Before that nobody else is."""
         self._cool_until: dict[str, float] = {}
         """Before that they themselves are not. Few at a time, since turns come one after the other."""
-        averager.transport.accept(WEIGHTS_METHOD, self._accept)
+        averager.transport.accept(WEIGHTS_METHOD, averager.counted(self._accept))
 
     # ----------------------------------------------------------------- asking
 
@@ -110,7 +110,7 @@ class Handover:
 
     def _failed(self, peer: str, reason: str, detail: str) -> None:
         """Others are looked for, even if this took all the time there was, and `peer` when it may give again."""
-        self.averager.skip(reason, detail, peer)
+        self.averager.skip(reason, detail, peer, then="it, or another, is asked again")
         now = self.averager.now()
         if reason == "busy":
             self._ask_at[peer] = now + AGAIN_S

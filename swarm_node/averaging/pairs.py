@@ -148,20 +148,22 @@ class PairAverager(Averager):
         """Round -> until when training waits for exchanges of it."""
         self._settled: set[int] = set()
         """Rounds in which an exchange came about, or need not be tried again."""
-        self._tried: dict[int, str] = {}
-        """Round -> why it did not come about, as long as it has not."""
+        self._tried: dict[int, tuple[str, str]] = {}
+        """Round -> why it did not come about, and with whom, as long as it has not."""
         self._call_at = 0.0
-        self.transport.accept(AVERAGE_METHOD, self._accept)
+        self.transport.accept(AVERAGE_METHOD, self.counted(self._accept))
 
     # ----------------------------------------------------------------- for training
 
     def step(self, updates: int) -> None:
         self._updates = updates
+        self._look()
         self._finish()
         now = self.now()
         round = math.floor(now / self.place.period_s)
         for over in sorted(r for r in self._tried if r < round):
-            self.skip(self._tried.pop(over))
+            reason, peer = self._tried.pop(over)
+            self.skip(reason, peer=peer)
         with self._guard:
             self._settled = {r for r in self._settled if r >= round - 1}
             self._accepted = Counter({call: n for call, n in self._accepted.items() if call[0] >= round - 1})
@@ -216,14 +218,14 @@ class PairAverager(Averager):
             exchange = self._exchange(round, fragment, peer, ours=True)
         except RemoteProtocolError as error:
             self._settle(round)
-            self.skip(error.reason, error.detail)
+            self.skip(error.reason, error.detail, peer)
             return
         with self._guard:
             if self._under_way is not None:  # it was quicker
                 return
             self._begin(exchange)
         self._call_at = now + AGAIN * self.place.period_s
-        answered = partial(self._answered, exchange)
+        answered = self.counted(partial(self._answered, exchange))
         timeout = self.config.timeout_s
         future = self.transport.exchange(peer, AVERAGE_METHOD, self._half(exchange), answered, timeout)
         future.add_done_callback(partial(self._called, exchange))
@@ -525,7 +527,7 @@ class PairAverager(Averager):
             self._settle(exchange.round)
             self.skip(reason, detail, exchange.partner)
         else:
-            self._tried[exchange.round] = reason
+            self._tried[exchange.round] = reason, exchange.partner
             if reason == "early":
                 self._call_at = self.now() + EARLY_AGAIN * self.place.period_s
 

@@ -5,6 +5,8 @@ On a terminal:
     round 120/200 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  60%  1:02 left
     reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  2,310 tok/s
 
+and, of a node that averages weights, a line `averaged 12 times, last with bob`.
+
 Plain, at each tenth of the run, but at least five seconds and at most a minute apart:
 
     round 120/200  reward 0.412  2,310 tok/s  0.78 s/round  1:02 left
@@ -63,6 +65,7 @@ class Progress:
         self._tokens_per_s: float | None = None
         self._peers: float | None = None
         self._used: deque[float] = deque(maxlen=SPEED_OVER)
+        self._averaged = ""
         self._started_at = 0.0
         self._ended: deque[float] = deque(maxlen=SPEED_OVER + 1)
         self._printed_round: int | None = None
@@ -78,15 +81,17 @@ class Progress:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
 
-    def update(self, round: int, metrics: Mapping[str, float | None]) -> None:
-        """`round` rounds are done and the last one measured `metrics` (`reward`, `perf/generated_tok_s`, `swarm/…`)."""
+    def update(self, round: int, metrics: Mapping[str, float | None], averaged: str = "") -> None:
+        """`round` rounds are done and the last one measured `metrics` (`reward`, `perf/generated_tok_s`, `swarm/…`);
+        `averaged` says what came of averaging, if this node averages."""
         self._round = round
         self._ended.append(self._clock())
         reward = metrics.get("reward")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
         self._tokens_per_s = metrics.get("perf/generated_tok_s")
-        self._peers = metrics.get("swarm/peers")
+        self._peers = metrics.get("swarm/trainers")
+        self._averaged = averaged
         self._used.append(metrics.get("swarm/groups_used") or 0.0)
         if not self._on_terminal and self._line_due():
             self._print_line()
@@ -136,7 +141,7 @@ class Progress:
         self._printed_round, self._printed_at = self._round, self._ended[-1]
         self._printed_tenth = self._tenth()
         speed = f"{self._seconds_per_round():.2f} s/round"
-        parts = [f"round {self._round}{self._of}", *self._numbers(), speed, self._time_left()]
+        parts = [f"round {self._round}{self._of}", *self._numbers(), self._averaged, speed, self._time_left()]
         self._plain("  ".join(filter(None, parts)))
 
     def _plain(self, line: str) -> None:
@@ -151,7 +156,8 @@ class Progress:
         parts = self._numbers()
         if parts and not self._console.options.ascii_only:
             parts[0] += " " + sparkline(self._rewards)
-        return Group(head, Text("  ".join(parts), no_wrap=True, overflow="ellipsis"))
+        lines = filter(None, ["  ".join(parts), self._averaged])
+        return Group(head, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
 
     def _numbers(self) -> list[str]:
         numbers = [f"reward {fmean(self._rewards[-SMOOTHED:]):.3f}"] if self._rewards else []

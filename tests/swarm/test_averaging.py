@@ -109,6 +109,55 @@ def test_others_models_are_no_cohort(peer: MakePeer, manifest: Manifest) -> None
     assert used(simulation.peers[2], simulation.peers[0]) > 0
 
 
+def test_it_is_said_who_averages_with_whom_and_when_nobody_does(peer: MakePeer, manifest: Manifest) -> None:
+    alice, bob, carol = (
+        peer(family, options=averaging() | {"name": name})
+        for family, name in (("llama", "alice"), ("llama", "bob"), ("qwen2", "carol"))
+    )
+    simulation = Simulation(short(manifest), [alice, bob, carol], seed=1)
+    simulation.run(seconds=30.0)
+    assert alice.node.averager and alice.node.member and carol.node.member
+    cohort = alice.node.averager.place.cohort
+    started = f"averaging weights with cohort {cohort[:8]}: noloco, in pairs every 5 s, after 3 updates or more, 8bit"
+    assert alice.said.count(started) == 1 == alice.said.count("averaging: 1 partner is here: bob")
+    alone = "averaging: nobody of this node's cohort is here; {} other models or with other settings"
+    assert not any("nobody" in sentence for sentence in alice.said)
+    assert carol.said.count(alone.format("2 members average")) == 1
+    status = alice.node.member.status()
+    shown = status["averaging"]
+    assert shown["partners"] == {bob.node.member.peer_id: "bob"} and shown["cohort"] == cohort  # type: ignore[union-attr]
+    assert shown["exchanges"] == alice.node.averager.counts["exchanges"] > 0 and shown["bytes"] > 0
+    assert shown["last"]["with"] == "bob" and 0 <= status["time"] - shown["last"]["time"] < 15.0
+    assert alice.node.averager.brief() == f"averaged {shown['exchanges']} times, last with bob"
+    assert carol.node.averager and carol.node.averager.brief() == "not averaged yet, nobody of the cohort here"
+    assert carol.node.member.status()["averaging"]["skipped"]["alone"] > 0
+    simulation.kill(1)
+    simulation.run(seconds=80.0)
+    assert alice.said.count(alone.format("1 member averages")) == 1
+    status = alice.node.member.status()
+    gone = status["peers"][bob.node.member.peer_id]  # type: ignore[union-attr]
+    assert (gone["name"], gone["present"]) == ("bob", False)
+    assert status["averaging"]["partners"] == {} and alice.metrics[-1]["averaging/partners"] == 0
+    assert alice.node.averager.brief().endswith("last with bob, nobody of the cohort here")
+    unreachable = [sentence for sentence in alice.said if sentence.startswith("an exchange of weights")]
+    assert any(sentence.startswith("an exchange of weights with bob was skipped (") for sentence in unreachable)
+    assert all(sentence.endswith("; the next round tries again") for sentence in unreachable)
+
+
+def test_what_averaging_refuses_is_not_counted_as_refused_rollouts(peer: MakePeer, manifest: Manifest) -> None:
+    simulation = Simulation(short(manifest), [peer(options=averaging(every=5)) for _ in range(3)], seed=1)
+    simulation.run(seconds=60.0)
+    refused = {reason for p in simulation.peers for reason in p.node.averager.refused}  # type: ignore[union-attr]
+    assert refused & {"early", "crossed", "late", "busy", "partner"}
+    for member in simulation.peers:
+        last = member.metrics[-1]
+        assert not any(name in last for name in ("swarm/rejected/early", "swarm/rejected/crossed"))
+        totals = member.node.member.transport.stats()  # type: ignore[union-attr]
+        for reason, n in member.node.averager.refused.items():  # type: ignore[union-attr]
+            assert totals[f"rejected/{reason}"] >= n
+            assert last[f"averaging/refused/{reason}"] <= n
+
+
 def test_equal_seeds_give_equal_weights(peer: MakePeer, manifest: Manifest) -> None:
     def run() -> Tensor:
         link = LinkModel(latency_s=0.1, jitter_s=0.2, bandwidth_bytes_s=1e5)

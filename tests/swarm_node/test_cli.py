@@ -295,3 +295,15 @@ def test_identity_is_made_once() -> None:
     RunDir.open("runs/a").close()  # a run may begin where only its identity is
     Path("runs/a/identity.key").write_bytes(b"x")
     assert "restore it" in run("identity", "show", "--run-dir", "runs/a").stderr
+
+
+def test_at_the_end_nobody_looks_for_cycles_in_what_torch_has_loaded() -> None:
+    program = (
+        "import gc, sys; from swarm_node.cli import main; gc.disable()\n"
+        "class Cycle:\n"
+        "    def __del__(self): print('looked')\n"
+        "cycle = Cycle(); cycle.me = cycle; del cycle\n"
+        "sys.argv = ['swarm-node', '--version']; main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0 and ended.stdout == f"swarm-node {swarm_node.__version__}\n", ended.stderr

@@ -31,7 +31,7 @@ def test_every_config_file_loads_and_says_where_it_runs(file: Path) -> None:
 def test_what_comments_offer_in_config_files_loads_too(file: Path) -> None:
     offers = re.findall(r"^# (\w+ = .*?)(?:  #.*)?$", file.read_text(), re.MULTILINE)
     assert offers or file.stem != "local"
-    text = re.sub(r"^# (\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^# (\w+ = |\[\w+\])", r"\1", file.read_text(), flags=re.MULTILINE)
     file = Path("offered.toml")
     file.write_text(text)
     load_config(file)
@@ -136,6 +136,11 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
         ("sharing.sampler=uniforn", "must be 'uniform' or package.module:function; did you mean 'uniform'?"),
         ("grpo.learning_rate=inf", "grpo.learning_rate = inf in --set: must be a finite number"),
         ("grpo=3", "grpo = 3 in --set: must be a table"),
+        ("averaging.gamma=2.5", "averaging.gamma = 2.5 in --set: gamma must be less than 2 (1 - alpha^2) = 2: with"),
+        (
+            "averaging={gamma=1.0, alpha=0.9, probe=true}",
+            "averaging = { gamma = 1.0, alpha = 0.9, probe = true } in --set: gamma must be less than 2 (1 - alpha",
+        ),
         ("rollouts.top_p=1.5", "rollouts.top_p = 1.5 in --set: must be less than or equal to 1"),
         ("grpo.betas=0.9", "grpo.betas[1] is missing in --set"),
         ("grpo.betas=a,b", "grpo.betas[0] = 'a' in --set: must be a valid number"),

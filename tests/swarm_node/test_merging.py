@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -240,6 +242,46 @@ def test_no_run_and_no_snapshot(full, tmp_path):
     refused([full[0], tmp_path / "empty"], tmp_path / "out", "empty has no snapshot yet")
 
 
+@pytest.mark.parametrize("better", [True, False])
+def test_a_source_that_is_better_than_the_merge_is_named(full, tmp_path, capsys, monkeypatch, better):
+    evaluate_on, asked = merging.evaluate_on, []
+
+    def rigged(*args):
+        table = evaluate_on(*args)
+        asked.append(1)  # the merged model first
+        table["all"].pass_1 = [0.5, 0.25, 0.75 if better else 0.5][len(asked) - 1]
+        return table
+
+    monkeypatch.setattr(merging, "evaluate_on", rigged)
+    quietly(full[:2], tmp_path / "out", questions=4)
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["better"] == (str(full[1]) if better else "")
+    figures = "pass@1 0.750 against 0.500"
+    advice = f"{full[1]} alone is better on these questions ({figures}): `swarm-node export {full[1]} DIR` keeps it"
+    assert (advice in " ".join(captured.err.split())) == better
+    assert ("alone is better" in captured.err) == better
+
+
+def test_what_nothing_can_come_of_is_refused_before_torch_is_loaded(full, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/thing").touch()
+    program = (
+        "import sys; from swarm_node.cli import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    for args, message in (
+        ([full[0], full[1], "--out", tmp_path / "precious"], "precious is not empty"),
+        ([full[0], "--out", tmp_path / "new"], "at least two different run directories"),
+        (["swarm://x", "--out", tmp_path / "precious"], "precious is not empty"),
+        (["swarm://x", full[0], "--out", tmp_path / "new"], "a merge is of one swarm, or of run directories"),
+    ):
+        command = [sys.executable, "-c", program, "merge", *map(str, args)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert message in ended.stderr and ended.stdout == "2 False\n", ended.stderr
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_directory_that_is_not_empty_is_left_alone(full, tmp_path):
     (tmp_path / "precious").touch()
     with pytest.raises(UserError, match="is not empty"):
@@ -250,7 +292,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(full, tmp_path):
 def test_runs_of_other_bases(full, tmp_path):
     for kind in ("llama", "qwen2"):
         other = train(tmp_path / kind, 0, model=str(save(kind, tmp_path / f"{kind}-base")))
-        refused([full[0], other], tmp_path / "out", "not one cohort: they began from different base models")
+        refused([full[0], other], tmp_path / "out", "cannot be merged: they began from different base models")
 
 
 def test_a_base_that_is_no_longer_there(lora, tmp_path):
@@ -258,7 +300,7 @@ def test_a_base_that_is_no_longer_there(lora, tmp_path):
     config = load_config(copies[0] / "config.toml")
     config.policy.model = str(save("qwen2", tmp_path / "other", seed=1))
     (copies[0] / "config.toml").write_text(dump_toml(config))
-    refused(copies, tmp_path / "out", "other as it is here are not one cohort: .* different base models")
+    refused(copies, tmp_path / "out", "other as it is here cannot be merged: .* different base models")
 
 
 def test_adapters_of_other_rank_or_scale(lora, base, tmp_path):

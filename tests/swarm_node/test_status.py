@@ -2,12 +2,18 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from protocol.messages import PROTOCOL_VERSION, PeerCard
+from swarm_node import status
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.rundir import RunDir
@@ -28,6 +34,7 @@ STATUS: dict[str, Any] = {
         "swarm/groups_admitted": 8,
         "swarm/rejected/age": 1,
         "swarm/rejected/assignment": 3,
+        "swarm/rejected/seal": 2,
     },
     "peers": {
         peer_id(1): {"name": "bob", "present": True, "policy_version": 9, "received": 2, "admitted": 2, "used": 1},
@@ -73,13 +80,15 @@ def test_a_run_shows_who_is_there_what_was_admitted_and_why_the_rest_was_not(
         "1 restarts of gossip",
         "40 groups; not sent: zero 5",
         "12 groups, admitted 8, used 4 in the last round",
-        "assignment 3, age 1; seal 2",
-        "members    1 others",
+        "refused    assignment 3, seal 2, age 1",
+        "members    1 other\n",
     ):
         assert part in text
     table = lines[-2:]  # whoever sent most comes first
     assert table[0].split()[1:] == ["-", "gone", "-", "10", "6", "0", "muted;", "assignment", "3,", "age", "1"]
     assert table[1].split()[1:] == ["bob", "yes", "9", "2", "2", "1"]
+    assert text.count("seal") == 1, "what the transport refused is among what was refused"
+    assert "averaging" not in text
     assert "ago" not in text
     assert "runs/alice, ended; as of 0 s ago" in shown(capsys, "runs/alice")
 
@@ -137,3 +146,147 @@ def test_looking_around_ends_when_nobody_new_turns_up() -> None:
     assert set(look_around(transport, look_s=60.0, clock=clock, tick_s=0.0)) == {peer_id(20), peer_id(40)}
     assert 5.0 < now[0] < 20.0
     assert look_around(FakeTransport(), look_s=5.0, clock=clock, tick_s=0.0) == {}
+
+
+def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    averaging = {
+        "cohort": "0123456789abcdef",
+        "method": "noloco",
+        "codec": "8bit",
+        "when": "in pairs every 60 s, after 5 updates or more",
+        "partners": {peer_id(1): "bob", peer_id(2): "carol"},
+        "exchanges": 12,
+        "bytes": 1_250_000,
+        "spread": 0.1,
+        "last": {"time": time.time() - 20.0, "peers": [peer_id(1)], "with": "bob"},
+        "skipped": {"odd": 1, "late": 3},
+        "refused": {"crossed": 2},
+    }
+    make_run("runs/alice", averaging=averaging)
+    lines = shown(capsys, "runs/alice").splitlines()
+    at = lines.index(
+        "averaging  noloco, in pairs every 60 s, after 5 updates or more, 8bit; cohort 0123456789abcdef",
+    )
+    assert [line.strip() for line in lines[at + 1 : at + 5]] == [
+        "partners here: 2, bob, carol",
+        "averaged 12 times, 1.25 MB sent, last with bob 20 s ago",
+        "skipped: late 3, odd 1",
+        "refused to others: crossed 2",
+    ]
+    assert json.loads(shown(capsys, "runs/alice", json_output=True))["swarm"]["averaging"] == averaging
+    make_run("runs/bob", averaging=averaging | {"partners": {}, "last": None, "exchanges": 0, "skipped": {}})
+    text = shown(capsys, "runs/bob")
+    assert "partners here: none" in text and "averaged 0 times" in text and "skipped" not in text
+
+
+def test_members_who_train_nothing_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    boots = {"name": "boot", "present": True, "trains": False, "policy_version": 0}
+    make_run("runs/alice", peers=STATUS["peers"] | {peer_id(3): boots})
+    assert "members    2 others, 1 of them training\n" in shown(capsys, "runs/alice")
+    make_run("runs/bob", peers={peer_id(3): boots})
+    assert "members    1 other, none of them training\n" in shown(capsys, "runs/bob")
+
+
+# --------------------------------------------------------------------- a swarm
+
+
+def make_swarm(*addresses: str) -> str:
+    """A manifest of the tests' swarm."""
+    listed = ", ".join(f'"{each}"' for each in addresses)
+    Path("sums.toml").write_text(f'name = "sums"\nbootstrap = [{listed}]\n[[tasks]]\nenv = "small"\n')
+    return "sums.toml"
+
+
+def visiting(monkeypatch: pytest.MonkeyPatch, cards: Mapping[str, PeerCard], **stats: float) -> None:
+    """What a visitor sees."""
+
+    class Seen(FakeTransport):
+        def stats(self) -> Mapping[str, float]:
+            return {name.replace("_", "/"): value for name, value in stats.items()}
+
+    @contextmanager
+    def visitor(*_: object) -> Iterator[FakeTransport]:
+        transport = Seen()
+        transport.cards = dict(cards)
+        yield transport
+
+    monkeypatch.setattr(status, "visitor", visitor)
+    monkeypatch.setattr(status, "PATIENT_S", 0.5)
+    monkeypatch.setattr(status, "SETTLE_S", 0.1)
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    """A port of this machine at which something answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def closed() -> int:
+    """One at which nothing does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_manifest_without_an_address_is_refused_before_anything_is_dialled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "visitor", None)
+    with pytest.raises(UserError, match=r"sums.toml has no address to ask: use a link"):
+        shown(capsys, make_swarm())
+
+
+def test_nobody_answering_is_not_an_empty_swarm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int, closed: int
+) -> None:
+    dead = make_swarm(address(1, closed))
+    monkeypatch.setattr(status, "visitor", None)  # nothing is started for it
+    for json_output in (False, True):
+        with pytest.raises(typer.Exit) as end:
+            shown(capsys, dead, json_output)
+        assert end.value.exit_code == 1
+        out = capsys.readouterr().out
+        if json_output:
+            assert json.loads(out)["swarm"]["answered"] is False
+        else:
+            assert out.endswith(f"members    unknown: nobody answered at {address(1, closed)}\n")
+    swarm = make_swarm(address(1, listening))
+    visiting(monkeypatch, {}, connections_dht=0)
+    with pytest.raises(typer.Exit):
+        shown(capsys, swarm)
+    assert "members    unknown: something answers at /ip4/127.0.0.1/tcp" in capsys.readouterr().out
+    visiting(monkeypatch, {}, connections_dht=1)
+    assert shown(capsys, swarm).endswith("members    0\n")
+
+
+def test_a_swarm_s_members_are_shown_with_their_cohorts_if_there_are_any(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int
+) -> None:
+    boot = PeerCard(PROTOCOL_VERSION, SWARM, 0.0, "boot", ["bootstrap"])  # all else is left at its default
+    cards = {peer_id(1): boot, peer_id(2): card("bob")}
+    swarm = make_swarm(address(1, listening))
+    visiting(monkeypatch, cards)
+    text = shown(capsys, swarm)
+    assert "members    2, 1 of them training\n" in text and "cohort" not in text
+    cards[peer_id(3)] = PeerCard(PROTOCOL_VERSION, SWARM, 0.0, "carol", ["trainer"], cohort="0123456789abcdef")
+    visiting(monkeypatch, cards)
+    lines = shown(capsys, swarm).splitlines()
+    at = lines[-4].split().index("cohort")
+    assert {line.split()[1]: line.split()[at] for line in lines[-3:]} == {
+        "boot": "-",
+        "bob": "-",
+        "carol": "0123456789abcdef",
+    }
+
+
+def test_on_a_terminal_it_says_that_it_looks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int
+) -> None:
+    visiting(monkeypatch, {peer_id(2): card("bob")})
+    swarm = make_swarm(address(1, listening))
+    show_status(swarm, NetworkConfig(), False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    show_status(swarm, NetworkConfig(), False)
+    assert capsys.readouterr().err == "looking for members, a few seconds\n"

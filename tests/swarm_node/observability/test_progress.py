@@ -9,6 +9,7 @@ import termios
 import threading
 
 import pytest
+from rich.console import Console
 
 from swarm_node.observability.progress import Progress, sparkline
 
@@ -190,5 +191,17 @@ def test_in_a_swarm_lines_say_who_is_there_and_what_was_used_of_them() -> None:
     out = io.StringIO()
     progress = Progress(2, stream=out)
     progress.start()
-    progress.update(1, {"reward": 0.5, "swarm/peers": 3.0, "swarm/groups_used": 4.0})
-    assert "3 others, 4.0 of their groups a round" in out.getvalue()
+    progress.update(1, {"reward": 0.5, "swarm/peers": 4.0, "swarm/trainers": 3.0, "swarm/groups_used": 4.0})
+    assert "3 others, 4.0 of their groups a round" in out.getvalue(), "a bootstrap trains nothing"
+    assert "averaged" not in out.getvalue()
+
+
+def test_what_came_of_averaging_ends_a_plain_line_s_figures_and_is_a_line_on_a_terminal() -> None:
+    out = io.StringIO()
+    progress = Progress(2, stream=out)
+    progress.start()
+    progress.update(1, {"reward": 0.5, "perf/generated_tok_s": 10.0}, "averaged 3 times, last with bob")
+    assert "reward 0.500  10 tok/s  averaged 3 times, last with bob  " in out.getvalue()
+    console = Console(file=io.StringIO(), width=60)
+    console.print(progress._render())
+    assert console.file.getvalue().splitlines()[-1].rstrip() == "averaged 3 times, last with bob"  # type: ignore[attr-defined]

@@ -1,0 +1,62 @@
+"""Who of a node's cohort is here, by name: for people.
+
+cards of members -> partners now, last known names -> a sentence when the first is here, and when there is nobody
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from protocol.messages import PeerCard
+
+MAX_NAMES = 1024
+"""Remembered of partners, those here last; a card costs its maker nothing."""
+LISTED = 5
+"""Names in a sentence."""
+
+
+class Company:
+    """The partners of a node of `cohort`. Says that there is nobody after `patience_s`, and no more often than that."""
+
+    def __init__(self, cohort: str, patience_s: float, say: Callable[[str], None]) -> None:
+        self.partners: dict[str, str] = {}
+        """Peer id -> name of those who are here; replaced as a whole, so that other threads may read it."""
+        self._cohort = cohort
+        self._patience_s = patience_s
+        self._say = say
+        self._names: dict[str, str] = {}
+        self._together = False
+        self._alone_since: float | None = None
+        self._told: int | None = None
+        """How many average other weights, as was said last."""
+
+    def look(self, members: Mapping[str, PeerCard], now: float) -> None:
+        """Take note of who is here at the time `now`."""
+        partners = {peer: card.name for peer, card in members.items() if card.cohort == self._cohort}
+        gone = {peer: name for peer, name in self._names.items() if peer not in partners}
+        self._names = dict([*gone.items(), *partners.items()][-MAX_NAMES:])
+        self.partners = partners
+        if partners:
+            if not self._together:
+                here = "1 partner is here" if len(partners) == 1 else f"{len(partners)} partners are here"
+                self._say(f"averaging: {here}: {self.listed(sorted(partners))}")
+            self._together, self._alone_since, self._told = True, None, None
+            return
+        if self._alone_since is None:
+            self._alone_since = now
+        others = sum(bool(card.cohort) for card in members.values())
+        if now - self._alone_since >= self._patience_s and others != self._told:
+            self._together, self._alone_since, self._told = False, now, others
+            who = "1 member averages" if others == 1 else f"{others or 'no'} members average"
+            self._say(f"averaging: nobody of this node's cohort is here; {who} other models or with other settings")
+
+    def called(self, peer: str) -> str:
+        """Its last known name, and the end of its id where that tells nobody who it is."""
+        name = self._names.get(peer, "")
+        alone = sum(name == other for other in self._names.values()) == 1
+        return name if alone else f"{name}…{peer[-8:]}"
+
+    def listed(self, peers: Collection[str]) -> str:
+        """`alice, bob and 3 more`."""
+        names = ", ".join(self.called(peer) for peer in list(peers)[:LISTED])
+        return f"{names} and {len(peers) - LISTED} more" if len(peers) > LISTED else names

@@ -1,0 +1,53 @@
+"""What a start says of the settings of the one before, in the same run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from swarm_node.config import NodeConfig, load_config
+from swarm_node.run import run_local
+
+
+def start(rounds: int, **sections: Any) -> list[str]:
+    """What it says, as events.jsonl has it."""
+    usual = {
+        "run_dir": "run",
+        "rounds": rounds,
+        "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
+        "eval": {"questions": 0},
+    }
+    events = Path("run/events.jsonl")
+    before = len(events.read_text().splitlines()) if events.exists() else 0
+    assert run_local(NodeConfig.model_validate(usual | sections), json_output=True) == 0
+    return [json.loads(line)["text"] for line in events.read_text().splitlines()[before:]]
+
+
+def changes(said: list[str]) -> list[str]:
+    return [text for text in said if text.startswith(("this run averaged", "not as when"))]
+
+
+def test_a_run_that_no_longer_averages_says_so_and_what_else_is_not_as_it_was() -> None:
+    averaging = {"averaging": {"method": "noloco", "fragments": 4}}
+    assert changes(start(1, **averaging)) == []
+    assert changes(start(2, **averaging)) == [], "more rounds are what one resumes for"
+    said = start(3, grpo={"learning_rate": 0.5, "loss": "gspo"})
+    default = NodeConfig().grpo
+    until_now, not_as = changes(said)
+    assert until_now == "this run averaged weights (noloco) until now; without averaging.method it does not any more"
+    start_of_it, _, listed = not_as.partition(": ")
+    assert start_of_it == "not as when this run was last started"
+    assert set(listed.split(", ")) == {
+        f"grpo.loss = gspo (was {default.loss})",
+        f"grpo.learning_rate = 0.5 (was {default.learning_rate})",
+    }
+    assert load_config(Path("run/config.toml")).averaging.method == "none"
+    assert len(changes(start(4))) == 1, "once: from then on it is a run that does not average"
+
+
+def test_a_configuration_of_another_version_says_nothing() -> None:
+    start(1)
+    path = Path("run/config.toml")
+    path.write_text("made_up = 1\n" + path.read_text())
+    assert changes(start(2, grpo={"learning_rate": 0.5})) == []
