@@ -16,18 +16,21 @@ from msgspec import Meta
 from protocol.codec import SPOKEN
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_HEAD_BYTES
-from protocol.messages import Count, Hash16, Hash64
+from protocol.messages import Count, Hash16, Hash64, LayerNumber, StageNumber
 
 AVERAGE_METHOD = "average"
 """Exchange of weights between two peers of one cohort, for averaging."""
 WEIGHTS_METHOD = "weights"
 """Exchange in which a peer gets all trained weights of another, and sends no body."""
 
+STATE_METHOD = "stage-state"
+"""Exchange in which a peer gets weights of a stage from another, and sends no body."""
+
 PeerId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9]+\Z")]
 Codec = Literal["float32", "int8", "e3m0", "lattice8", "lattice4"]
 """How values are written; `swarm_node.averaging.codecs` and `.lattice` say how."""
 
-T = TypeVar("T", "AverageHead", "WeightsHead")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class AverageHead(msgspec.Struct, frozen=True):
@@ -66,17 +69,40 @@ class WeightsHead(msgspec.Struct, frozen=True):
     """Optimiser updates behind them; of the peer that asks, those that it has."""
 
 
+class StateHead(msgspec.Struct, frozen=True):
+    """Of each half of an exchange that hands over trained weights of a stage."""
+
+    protocol: Count
+    swarm: Hash64
+    architecture: Hash16
+    """Equal for those who hold stages of one policy, in whichever crew."""
+    stage: StageNumber
+    """Whose weights."""
+    replica: bool
+    """The copy that the asked peer keeps for another, rather than its own."""
+    first: LayerNumber
+    """The layers wanted: from this one ..."""
+    end: LayerNumber
+    """... to before this one."""
+    rest: bool
+    """And what belongs to no layer: embedding, norm, head."""
+    updates: Count = 0
+    """Optimiser updates behind them; 0 in the request."""
+    omega: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
+    """Norm of the stage's gradient at its last update, before clipping."""
+
+
 class _Header(msgspec.Struct):
     """What every version of every head begins with."""
 
     protocol: int
 
 
-def seal_head(head: AverageHead | WeightsHead) -> bytes:
+def seal_head(head: AverageHead | WeightsHead | StateHead) -> bytes:
     """As bytes for `transports.base.Outgoing`. Raises LocalProtocolError for what no peer would take."""
     data = msgspec.msgpack.encode(head)
     try:
-        (open_average_head if isinstance(head, AverageHead) else open_weights_head)(data)
+        _open(data, type(head))
     except RemoteProtocolError as error:
         raise LocalProtocolError(f"a head that cannot be sent: {error}") from error
     return data
@@ -90,6 +116,11 @@ def open_average_head(data: bytes) -> AverageHead:
 def open_weights_head(data: bytes) -> WeightsHead:
     """Raises RemoteProtocolError: size, schema, version."""
     return _open(data, WeightsHead)
+
+
+def open_state_head(data: bytes) -> StateHead:
+    """Raises RemoteProtocolError: size, schema, version."""
+    return _open(data, StateHead)
 
 
 def _open(data: bytes, kind: type[T]) -> T:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import shutil
@@ -138,6 +140,7 @@ RunDirectory = Annotated[
     str | None, typer.Option("--run-dir", metavar="DIR", help="Where the run lives; running again resumes it.")
 ]
 Seed = Annotated[int | None, typer.Option(help="Root of all randomness.")]
+Stages = Annotated[int | None, typer.Option(help="Stages that the policy is cut into, one for each machine.", min=1)]
 Lora = Annotated[
     bool | None,
     typer.Option(help="Train a LoRA adapter, or all weights; by default an adapter above 100M parameters."),
@@ -233,6 +236,11 @@ def join(
     run_dir: RunDirectory = None,
     seed: Seed = None,
     lora: Lora = None,
+    stages: Stages = None,
+    crew: Annotated[str | None, typer.Option(metavar="NAME", help="Of the machines that hold one policy.")] = None,
+    stage: Annotated[
+        str | None, typer.Option(metavar="auto|K", help="Which stage this machine holds; 0 drives the others.")
+    ] = None,
     listen: Listen = None,
     announce: Announce = None,
     port: Port = None,
@@ -261,6 +269,9 @@ def join(
             "run_dir": run_dir,
             "seed": seed,
             "lora": lora,
+            "stages": stages,
+            "crew": crew,
+            "stage": int(stage) if stage is not None and stage.isdecimal() else stage,
             "listen": listen,
             "announce": split_names(announce),
             "port": port,
@@ -495,14 +506,14 @@ def merge(
     cohort: Annotated[
         str | None,
         option(
-            "--cohort", "Of a swarm: whose weights; by default the largest of this model.", rich_help_panel=OF_A_SWARM
+            "--cohort", "Of a swarm: seconds to find members, and as many for all weights to arrive.", rich_help_panel=OF_A_SWARM
         ),
     ] = None,
     without: Annotated[
         list[str] | None,
         option(
             "--without",
-            "Of a swarm: member to leave out, by its name or the last 8 characters (or more) of its peer id. "
+            "Of a swarm: seconds to find members, and as many for all weights to arrive."
             "Repeatable.",
             metavar="PEER",
             rich_help_panel=OF_A_SWARM,
@@ -510,13 +521,13 @@ def merge(
     ] = None,
     timeout: Annotated[
         float,
-        option("--timeout", "Of a swarm: seconds for all weights to arrive.", min=1, rich_help_panel=OF_A_SWARM),
+        option("--timeout", "Of a swarm: seconds to find members, and as many for all weights to arrive.", min=1, rich_help_panel=OF_A_SWARM),
     ] = 1800.0,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="PATH|ID",
-            help="Of a swarm: the model that its members began with.",
+            help="Of a swarm: seconds to find members, and as many for all weights to arrive.",
             rich_help_panel=OF_A_SWARM,
         ),
     ] = None,
@@ -532,19 +543,19 @@ def merge(
     """
     with user_errors(json_output):
         from swarm_node.errors import UserError
-        from swarm_node.merging_swarm import is_swarm
-        from swarm_node.merging_swarm import main as merge_members
+        from swarm_node.sources import check_sources, is_swarm
 
-        if any(map(is_swarm, sources)):
-            if len(sources) > 1:
-                raise UserError("a merge is of one swarm, or of run directories")
-            resolved, left_out = resolve(config, sets, {"model": model}), split_names(without) or []
-            options = method, scale, questions, json_output, cohort, left_out
-            raise typer.Exit(merge_members(sources[0], resolved, out, timeout, *options))
-        if cohort or without or model or sets:
+        if not any(map(is_swarm, sources)) and (cohort or without or model or sets):
             raise UserError(
                 "--cohort, --without, --model and --set are for merging a swarm: a run has its own settings"
             )
+        check_sources(sources, out)
+        if is_swarm(sources[0]):
+            from swarm_node.merging_swarm import main as merge_members
+
+            resolved, left_out = resolve(config, sets, {"model": model}), split_names(without) or []
+            options = method, scale, questions, json_output, cohort, left_out
+            raise typer.Exit(merge_members(sources[0], resolved, out, timeout, *options))
         from swarm_node.merging import main as merge_sources
 
         raise typer.Exit(merge_sources(sources, out, method, scale, questions, json_output))
@@ -609,4 +620,5 @@ def bench_sweep(
 
 def main() -> None:
     """Entry point of the `swarm-node` script."""
+    atexit.register(gc.freeze)  # or Python, as it ends, looks for cycles in all that torch has loaded: 1.5 CPU seconds
     app(prog_name="swarm-node")

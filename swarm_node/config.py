@@ -34,7 +34,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES
+from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_NAME_CHARS, MAX_STAGES
 from protocol.transports.gossip_pipe import MAX_CONNECTIONS, MAX_HOST_CHARS
 from protocol.transports.settings import endpoint
 from swarm_node.errors import UserError
@@ -182,6 +182,32 @@ class GrpoConfig(Section):
     """Tokens (padding included) in one forward pass; halved when memory runs out."""
     packing: bool = True
     """Pack a group into one row that shares the prompt, where the architecture allows."""
+
+
+class StagesConfig(Section):
+    """A policy in stages, on several machines that are one crew."""
+
+    count: int = Field(0, ge=0, le=MAX_STAGES)
+    """Stages that the policy is cut into, one for each machine; 0 = this machine holds all of it, as usual."""
+    crew: str = Field("crew", max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]+$")
+    """Name that the machines have in common which hold one policy together."""
+    stage: int | Literal["auto"] = "auto"
+    """Which stage this machine holds, from 0 (which drives the others); `auto` = one that nobody holds."""
+    capacity_gb: float = Field(0.0, ge=0)
+    """Memory that this machine gives to stages; 0 = what is free when it starts. Bounds what it takes on for others."""
+    wire: Literal["bfloat16", "float32", "int8"] = "bfloat16"
+    """How activations and their gradients travel. All stages go by what stage 0 says."""
+    replica: Literal["auto", "on", "off"] = "auto"
+    """Each stage's weights are kept in memory by a neighbour, a round old at most: for every update they travel once.
+    `auto` = for adapters, and where there are fewer than four stages, so that a lost one has not two neighbours that
+    could stand in for it."""
+    swap: bool = False
+    """Every other microbatch goes through the first two and the last two stages in swapped order, so that either can
+    stand in for the other (CheckFree+). It costs some learning where nothing fails."""
+    spare_wait_s: float = Field(10.0, ge=0, le=3600)
+    """How long a lost stage waits for a machine without one, before a neighbour takes it on."""
+    stall_s: float = Field(60.0, ge=1, le=3600)
+    """A stage that answers nothing for so long, while others wait for it, is given up."""
 
 
 class EvalConfig(Section):
@@ -387,6 +413,7 @@ class NodeConfig(Section):
     grpo: GrpoConfig = GrpoConfig()
     sharing: SharingConfig = SharingConfig()
     averaging: AveragingConfig = AveragingConfig()
+    stages: StagesConfig = StagesConfig()
     network: NetworkConfig = NetworkConfig()
     eval: EvalConfig = EvalConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
@@ -408,6 +435,9 @@ PREFIX = "SWARM_NODE_"
 FLAGS = {
     "model": "policy.model",
     "lora": "policy.lora",
+    "stages": "stages.count",
+    "crew": "stages.crew",
+    "stage": "stages.stage",
     "own": "sharing.own",
     "foreign": "sharing.foreign",
     "record": "sharing.record",
@@ -460,6 +490,11 @@ def _check_together(config: NodeConfig) -> None:
             raise UserError(f"tasks[{i}] must not have `config`, which is for `env`")
     if not config.rewards.checker_weight and not config.rewards.functions:
         raise UserError("rewards.checker_weight = 0 leaves nothing to judge answers: add rewards.functions")
+    if config.stages.stage != "auto" and not 0 <= config.stages.stage < config.stages.count:
+        raise UserError(
+            f"stages.stage = {config.stages.stage}: of {config.stages.count} stages the first is 0; say how many there "
+            "are with --stages"
+        )
     if "{question}" not in config.policy.prompt_template:
         raise UserError(f"policy.prompt_template = {config.policy.prompt_template!r} lacks {{question}}")
 
@@ -568,7 +603,20 @@ def _explain(error: ValidationError, source: str) -> str:
         message = f"must be {', '.join(names)} or package.module:function"
         for match in difflib.get_close_matches(repr(problem["input"]), names, n=1):
             message += f"; did you mean {match}?"
-    return f"{key} = {shorten(repr(problem['input']), 80)} in {source}: {message}"
+    value, field = problem["input"], _keys().get(key)
+    if isinstance(value, dict) and len(value) == 1 and field is not None and dict(_subsections(field)):
+        ((name, value),) = value.items()  # all that was given of the section
+        key += f".{name}"
+    return f"{key} = {shorten(_shown(value), 80)} in {source}: {message}"
+
+
+def _shown(value: object) -> str:
+    """As it may be written in TOML."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{name} = {_shown(each)}" for name, each in value.items()) + " }"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

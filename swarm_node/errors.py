@@ -2,7 +2,8 @@
 
     SwarmNodeError
     ├── UserError          bad input or environment; the command line prints it as one line and exits 2
-    └── SnapshotError      a snapshot that is torn or foreign; resuming falls back to an older one
+    ├── SnapshotError      a snapshot that is torn or foreign; resuming falls back to an older one
+    └── Interrupted        part of what was under way is lost; it is put right and done again
 
 Whatever a *peer* does wrong is `protocol.errors.RemoteProtocolError` and never ends a run.
 """
@@ -20,3 +21,7 @@ class UserError(SwarmNodeError):
 
 class SnapshotError(SwarmNodeError):
     """A snapshot that cannot be used; the message says why."""
+
+
+class Interrupted(SwarmNodeError):
+    """What was under way cannot be finished; after `Policy.again` it can be done again from its beginning."""

@@ -17,10 +17,10 @@ from torch import Tensor
 from protocol.identity import Identity
 from protocol.limits import SLOTS
 from protocol.manifest import Manifest
-from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
 from protocol.transports.base import Transport
-from swarm_node.averaging import Averager, Fragments, Handover, Place, cohort_id, make_averager
+from swarm_node.averaging import Averager, Fragments, Handover, Place, cohort_id, make_averager, rhythm
 from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.gossip import Publisher, Receiver
@@ -90,7 +90,11 @@ class Member:
         )
         self.averager: Averager | None = None
         self.handover: Handover | None = None
+        self.crew: Callable[[], tuple[CrewCard, tuple[int, int] | None]] | None = None
+        """What the card says of the crew that holds this node's policy."""
         self._cohort = ""
+        self._names: dict[str, str] = {}
+        """As of the last `status`, of those who have left as well."""
         self._say = say
         self._too_slow = False
         self._figures: dict[str, float] = {}
@@ -144,7 +148,10 @@ class Member:
         except ValueError as error:
             raise UserError(f"averaging.fragments = {config.fragments} is too many: {error}") from error
         self._cohort = cohort_id(layout, self.policy.start, self.swarm, config)
-        place = Place(self.swarm, self._cohort, self.peer_id, self.manifest.averaging_period_s)
+        period_s = self.manifest.averaging_period_s
+        place = Place(self.swarm, self._cohort, self.peer_id, period_s)
+        how = f"{config.method}, {rhythm(config, period_s)}, {config.codec}"
+        self._say(f"averaging weights with cohort {self._cohort[:8]}: {how}")
         self.averager = make_averager(config, place, weights, self.transport, self.now, self._say, changed, probe)
         self.handover = Handover(self.averager, random.Random(f"{self._cohort}/{self.peer_id}"))
         if config.late_join:
@@ -155,6 +162,7 @@ class Member:
 
     def announce(self, speed: float = 0.0) -> None:
         """Tell the swarm who this is."""
+        crew, stages = (None, None) if self.crew is None else self.crew()
         self.transport.announce(
             PeerCard(
                 protocol=PROTOCOL_VERSION,
@@ -168,32 +176,40 @@ class Member:
                 tokenizer=self.policy.tokenizer_hash,
                 policy_version=self.policy.version,
                 speed=speed,
+                stages=stages,
+                crew=crew,
             )
         )
 
     def metrics(self, speed: float) -> dict[str, float]:
         """`swarm/*` of the round that ends; running totals but for `used` and levels."""
         self.announce(speed)
-        totals = self.transport.stats()
+        members, totals, averager = self.transport.members(), self.transport.stats(), self.averager
         figures = {
-            "swarm/peers": float(len(self.transport.members())),
+            "swarm/peers": float(len(members)),
+            "swarm/trainers": float(sum("trainer" in card.roles for card in members.values())),
             "swarm/bytes_in": totals["bytes_in"],
             "swarm/bytes_out": totals["bytes_out"],
             **self.publisher.metrics(),
             **self.receiver.metrics(),
             **self.pool.metrics(),
-            **({} if self.averager is None else self.averager.metrics()),
+            **({} if averager is None else averager.metrics()),
         }
         for name, value in totals.items():
             if name.startswith("rejected/"):
-                figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value
+                averaged = 0 if averager is None else averager.refused[name.removeprefix("rejected/")]
+                if value > averaged:  # those have names of their own
+                    figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value - averaged
         self._figures = figures
         return figures
 
     def status(self) -> dict[str, Any]:
-        """For people: the swarm, this node and each peer, as `swarm-node status` shows them. From any thread."""
+        """For people: the swarm, this node and each peer, as `swarm-node status` shows them. From one thread at a time,
+        whichever."""
         members = self.transport.members()
         counts = self.receiver.by_peer()
+        named = {peer: name for peer in counts if (name := self._names.get(peer))}
+        self._names = named | {peer: card.name for peer, card in members.items()}
         used = self.pool.used_by_peer()
         figures = self._figures
         shown = sorted({*members, *counts}, key=lambda peer: -counts.get(peer, {}).get("admitted", 0))[:MAX_SHOWN]
@@ -207,10 +223,12 @@ class Member:
             "traffic": dict(self.transport.stats()),
             "sent": {name: n for name, n in figures.items() if name.startswith(SENT)},
             "received": {name: n for name, n in figures.items() if name.startswith(RECEIVED)},
+            "averaging": None if self.averager is None else self.averager.status(),
             "peers": {
                 peer: {
-                    "name": members[peer].name if peer in members else "",
+                    "name": self._names.get(peer, ""),
                     "present": peer in members,
+                    "trains": peer not in members or "trainer" in members[peer].roles,
                     "policy_version": members[peer].policy_version if peer in members else None,
                     **counts.get(peer, {}),
                     "used": used.get(peer, 0),

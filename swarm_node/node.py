@@ -30,6 +30,7 @@ import torch
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.grpo.optimizer import AnyOptimizer
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import Collected, collect, fit_length, has_signal
@@ -61,8 +62,11 @@ class Node:
         say: Callable[[str], None],
         member: Member | None = None,
         now: Callable[[], float] = time.time,
+        optimizer: AnyOptimizer | None = None,
+        averaged: AnyOptimizer | None = None,
     ) -> None:
-        """`config` is `fitted` to `policy`."""
+        """`config` is `fitted` to `policy`. Where that is in stages, `optimizer` is of all of them, and `averaged` of
+        the one whose weights this node averages."""
         self.config = config
         self.policy = policy
         self.tasks = tasks
@@ -73,12 +77,12 @@ class Node:
             policy.keep_reference()
         rollouts = config.rollouts
         sampling = Sampling(rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p)
-        self.trainer = Trainer(policy, config.grpo, sampling, say, tasks.reward_weights)
+        self.trainer = Trainer(policy, config.grpo, sampling, say, tasks.reward_weights, optimizer)
         self.averager: Averager | None = None
         if member is not None and config.averaging.method != "none":
-            optimizer = self.trainer.optimizer
-            self.averager = member.average(config.averaging, optimizer.weights(), optimizer.publish, self._probe)
-            optimizer.updating = self.averager.changing
+            own = averaged or self.trainer.optimizer
+            self.averager = member.average(config.averaging, own.weights(), own.publish, self._probe)
+            own.updating = self.averager.changing
         if member is not None:
             member.announce()
         self._best: deque[Group] = deque(maxlen=PROBED)
@@ -140,7 +144,7 @@ class Node:
             self.policy.version = max(self.policy.version, fetched.version)
             self.trainer.averaged(averager.tensors, before)
             before = self.trainer.before_averaging(averager.tensors)
-            self.say(f"going on with the weights of {fetched.peer[-8:]}, version {fetched.version}")
+            self.say(f"going on with the weights of {averager.company.called(fetched.peer)}, version {fetched.version}")
         exchanges = averager.counts["exchanges"]
         averager.step(self.trainer.optimizer.updates)
         if averager.counts["exchanges"] != exchanges:

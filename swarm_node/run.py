@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
-from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.config import NodeConfig, dump_toml, load_config
 from swarm_node.enter import EnteredSwarm, enter_swarm
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.evaluate import Held, evaluate, rows
@@ -41,6 +41,7 @@ from swarm_node.tasks import load_tasks
 from swarm_node.types import Group
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
+    from swarm_node.crew import CrewNode
     from swarm_node.member import Member
 
 ZERO_REWARD_ROUNDS = 10
@@ -49,6 +50,10 @@ WAIT_S = 0.5
 """Longest between two looks whether others' weights have arrived, where training waits for them."""
 STALE_S = 600.0
 """A node whose snapshot is older than this looks for a peer of its cohort that is ahead."""
+GIVEN_ANEW = {"swarm", "name", "run_dir", "rounds", "minutes", "log", "network"}
+"""Settings that may well be others at each start."""
+MAX_CHANGES = 8
+"""Of the rest, in a sentence."""
 STATUS_SECONDS = 2.0
 """Between two writings of a run's status in its swarm."""
 
@@ -62,8 +67,9 @@ def run_local(config: NodeConfig, json_output: bool = False) -> int:
 
 
 def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False) -> int:
-    """As `run_local`, as a member of `swarm`; waits for nobody but, once, for its manifest."""
-    return _run(config, json_output, swarm)
+    """As `run_local`, as a member of `swarm`; waits for nobody but, once, for its manifest. With `stages.count`, as one
+    of a crew."""
+    return _run_crew(config, json_output, swarm) if config.stages.count else _run(config, json_output, swarm)
 
 
 def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> int:
@@ -73,36 +79,97 @@ def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> i
     return 0
 
 
+def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm) -> int:
+    """Hold stages, and lead the crew while that falls to this node, until the run is over or a signal comes."""
+    from swarm_node.crew import CrewNode, Deposed
+
+    with ExitStack() as stack:
+        run = stack.enter_context(RunDir.open(config.directory))
+        screen = Screen(config, run, json_output, stack)
+        entered = enter_swarm(swarm, config, run, screen.say, stack)
+        crew = CrewNode(config, entered, run, screen.say, stack)
+        while True:
+            try:
+                with Stopper(last_resort=crew.seats.save_all) as stop:
+                    try:
+                        if not crew.follow(stop):
+                            break
+                        crew.take_lead(stop)
+                    except StopRequested:
+                        screen.say("stopping; the same command takes a stage again", "stop")
+                        break
+                with ExitStack() as leading:
+                    lead = Run(crew.config, run, json_output, leading, screen=screen, crew=crew)
+                    lead.train()
+                if lead.finished:
+                    crew.over()
+                break
+            except Deposed:
+                crew.leave_lead()
+        crew.seats.save_all()
+    return 0
+
+
+class Screen:
+    """What people see of a run, and events.jsonl."""
+
+    def __init__(self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack) -> None:
+        self.progress = Progress(config.total_rounds, config.minutes, json_output)
+        self.events = EventLog(run.events, self.progress.say)
+        stack.callback(self.events.close)
+        self._saying = threading.Lock()
+
+    def say(self, text: str, kind: str = "note") -> None:
+        """One sentence to the screen and to events.jsonl."""
+        with self._saying:  # the network's thread has things to say as well
+            self.progress.say(text)
+            self.events.write(kind, text)
+
+
 class Run:
     """A node and its run directory."""
 
     def __init__(
-        self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack, found: Swarm | None = None
+        self,
+        config: NodeConfig,
+        run: RunDir,
+        json_output: bool,
+        stack: ExitStack,
+        found: Swarm | None = None,
+        screen: Screen | None = None,
+        crew: CrewNode | None = None,
     ) -> None:
-        """Load everything, in the order in which mistakes are cheapest to find; `found` is the swarm to be in."""
+        """Load everything, in the order in which mistakes are cheapest to find; `found` is the swarm to be in, `crew`
+        the one that this node leads."""
         self.run = run
-        self._saying = threading.Lock()
+        self.crew = crew
         self.json_output = json_output
-        self.progress = Progress(config.total_rounds, config.minutes, json_output)
-        self.events = EventLog(run.events, self.progress.say)
-        stack.callback(self.events.close)
-        swarm = None if found is None else enter_swarm(found, config, run, self.say, stack)
+        self.screen = screen or Screen(config, run, json_output, stack)
+        self.progress, self.say = self.screen.progress, self.screen.say
+        swarm = crew.entered if crew is not None else None
+        if found is not None:
+            swarm = enter_swarm(found, config, run, self.say, stack)
         if swarm is not None and config.seed is None:
             config = config.model_copy(update={"seed": swarm.seed})
         self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
-        self.policy = load_policy(config.policy, config.rollouts, self.say)
+        self.policy = load_policy(config.policy, config.rollouts, self.say) if crew is None else crew.policy
         self.config = fitted(config, self.policy, self.say)
         member = None if swarm is None else self._become_member(swarm, stack)
         if member is None and self.config.averaging.method != "none":
             self.say("averaging.method needs peers: training alone, nothing is averaged")
-        self.node = Node(self.config, self.policy, self.tasks, self.say, member)
+        optimizer, averaged = (None, None) if crew is None else (crew.optimizer, crew.seats.optimizer(0))
+        self.node = Node(self.config, self.policy, self.tasks, self.say, member, optimizer=optimizer, averaged=averaged)
         self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
         stack.callback(self.snapshots.close)
+        self.finished = False
+        """All rounds (or minutes) are over."""
         self._changing = False
         self._saved: int | None = None
         self.before: dict[str, Held] = {}
         self.after: dict[str, Held] = {}
         resumed = self._resume()
+        if resumed:
+            self._say_what_changed(config)
         run.write_config(dump_toml(config))
         if not resumed:
             self._set_aside(run.metrics)
@@ -131,7 +198,11 @@ class Run:
             self.say,
             record=record,
         )
-        stack.callback(member.close)
+        if self.crew is None:
+            stack.callback(member.close)
+        else:  # the network is the crew's
+            stack.callback(member.publisher.flush)
+            member.crew = self.crew.on_card
         ended = threading.Event()
         watch = threading.Thread(target=self._watch_swarm, args=(member, ended), name="status", daemon=True)
         watch.start()
@@ -149,6 +220,7 @@ class Run:
             with Stopper(last_resort=self._last_resort) as stop:
                 try:
                     self._rounds(stop)
+                    self.finished = True
                     stop.allow()
                     self.after = self._held_out("after") if self.node.round > 0 else {}
                 except StopRequested:
@@ -167,7 +239,8 @@ class Run:
         stop.allow()
         drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
         prompts = [self.policy.encode(task.question) for task in drawn]
-        self.say(str(estimate(self.policy, prompts, config.rollouts, config.grpo)), "estimate")
+        if self.crew is None:
+            self.say(str(estimate(self.policy, prompts, config.rollouts, config.grpo)), "estimate")
         if node.round == 0:
             self.before = self._held_out("before")
         if node.round >= config.total_rounds:
@@ -188,9 +261,13 @@ class Run:
             stop.hold()
             self._changing = False
             record = node.record(collected, learned, time.perf_counter() - began)
+            if self.crew is not None:
+                record |= self.crew.metrics()
             self.metrics.write(record)
-            self.progress.update(node.round, record)
+            self.progress.update(node.round, record, "" if node.averager is None else node.averager.brief())
             self._average(stop)
+            if self.crew is not None:
+                self.crew.round_over(node.round, record["reward"])
             without_reward = 0 if record["reward"] else without_reward + 1
             if without_reward == ZERO_REWARD_ROUNDS:
                 self._show_completions(collected.groups)
@@ -233,6 +310,8 @@ class Run:
             return
         optimizer, numbers = self.node.trainer.state_dict()
         tensors = {"policy": self.policy.trainable_state(), "optimizer": optimizer}
+        if self.crew is not None:  # whoever holds a stage keeps its weights
+            tensors = {}
         averaging: dict[str, Any] = {}
         if self.node.averager is not None:
             tensors["averaging"], averaging = self.node.averager.state_dict()
@@ -253,12 +332,19 @@ class Run:
 
     def _resume(self) -> bool:
         snapshot = self.snapshots.load_latest(self._foreign)
+        if self.crew is not None:
+            known = self.crew.progress.round or (0 if snapshot is None else snapshot.round)
+            self.node.round = known or self.policy.version
         if snapshot is None:
-            return False
+            return self.node.round > 0
         state = snapshot.state
-        self.policy.load_trainable_state(snapshot.tensors["policy"])
-        self.node.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
-        self.policy.version = state["policy_version"]
+        if self.crew is None:
+            self.policy.load_trainable_state(snapshot.tensors["policy"])
+            self.node.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
+            self.policy.version = state["policy_version"]
+            self.node.round = self._saved = snapshot.round
+        else:
+            self.node.trainer.num_tokens = state["trainer"]["num_tokens"]
         if self.node.averager is not None:
             try:
                 self.node.averager.load_state_dict(snapshot.tensors.get("averaging", {}), state["averaging"])
@@ -271,11 +357,31 @@ class Run:
             self.before = {label: Held(*values) for label, values in state["before"].items()}
         else:
             self.say("tasks or evaluation settings are not those this run began with: no figures from before training")
-        self.node.round = self._saved = snapshot.round
         return True
+
+    def _say_what_changed(self, config: NodeConfig) -> None:
+        """A start takes no setting over from the last one: say which were others then."""
+        try:
+            last = load_config(self.run.config)
+        except UserError:  # written by a version with other settings
+            return
+        before, after = (_flat(each.model_dump(mode="json", exclude=GIVEN_ANEW)) for each in (last, config))
+        changed = [key for key in after if after[key] != before.get(key)]
+        if last.averaging.method != "none" and config.averaging.method == "none":
+            self.say(
+                f"this run averaged weights ({last.averaging.method}) until now; without averaging.method it does not "
+                "any more"
+            )
+            changed = [key for key in changed if not key.startswith("averaging.")]
+        if changed:
+            listed = ", ".join(f"{key} = {after[key]} (was {before.get(key)})" for key in changed[:MAX_CHANGES])
+            more = len(changed) - MAX_CHANGES
+            self.say(f"not as when this run was last started: {listed}{f', and {more} more' if more > 0 else ''}")
 
     def _identity(self) -> dict[str, Any]:
         """What must agree for a snapshot to go on with this model."""
+        if self.crew is not None:
+            return {"base": self.crew.architecture}
         trained = {name: [str(t.dtype), *t.shape] for name, t in self.policy.trainable_state().items()}
         return {"base": self.policy.base_digest, "start": self.policy.start_digest, "trained": trained}
 
@@ -328,12 +434,6 @@ class Run:
                 self.say("others join with:")
                 self.say(link, "link")
 
-    def say(self, text: str, kind: str = "note") -> None:
-        """One sentence to the screen and to events.jsonl."""
-        with self._saying:  # the network's thread has things to say as well
-            self.progress.say(text)
-            self.events.write(kind, text)
-
     def _held_out(self, when: str) -> dict[str, Held]:
         settings = self.config.eval
         if settings.questions == 0:
@@ -379,3 +479,11 @@ class Run:
         if self.json_output:
             json.dump(summary, sys.stdout)
             sys.stdout.write("\n")
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

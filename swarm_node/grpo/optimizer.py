@@ -5,13 +5,17 @@
 with bias-corrected m^, v^ (arXiv 1711.05101); g is first scaled down to norm `grad_clip` if it is longer.
 Matrices decay, vectors (norms, biases) do not. Weights in 16 bits get a float32 master copy: bfloat16 has 8
 bits of mantissa, so most updates of 1e-6 would round to nothing.
+
+A policy held in stages has one of these a stage: `squares` are added up over all of them, then each does `apply` with
+the same scale and rate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +24,39 @@ from swarm_node.config import GrpoConfig
 from swarm_node.errors import SnapshotError
 
 
+class AnyOptimizer(Protocol):
+    """What a trainer and its node need of an optimiser, wherever the parameters are; see `Optimizer`."""
+
+    updates: int
+    updating: Callable[[], AbstractContextManager[object]]
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> tuple[float, float]: ...
+
+    def weights(self) -> dict[str, Tensor]: ...
+
+    def publish(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None: ...
+
+
 class Optimizer:
     """Updates the named parameters in place from their `.grad`."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: GrpoConfig, learning_rate: float) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        config: GrpoConfig,
+        learning_rate: float,
+        rate_scale: float = 1.0,
+    ) -> None:
         self.named = dict(named)
         self.learning_rate = learning_rate
+        self.rate_scale = rate_scale
+        """Every update's rate is multiplied by it: above 1 for a stage that was rebuilt from its neighbours."""
         self.warmup = config.warmup
         self.grad_clip = config.grad_clip
         self.updates = 0
@@ -56,25 +87,40 @@ class Optimizer:
 
     def step(self) -> tuple[float, float]:
         """One update, unless the gradient is not finite; its norm before clipping, and the learning rate."""
-        gradients = [p.grad for p in self.named.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).item()
-        rate = self.learning_rate * min(1.0, (self.updates + 1) / max(1, self.warmup))
+        norm, rate = math.sqrt(self.squares()), self.rate()
         if math.isfinite(norm):
-            if norm > self.grad_clip:
-                torch._foreach_mul_(gradients, self.grad_clip / norm)
-            for name, master in self.masters.items():
-                gradient = self.named[name].grad
-                master.grad = None if gradient is None else gradient.float()
-            for group in self.adamw.param_groups:
-                group["lr"] = rate
-            with self.updating():
-                self.adamw.step()
-                self.publish()
-            for master in self.masters.values():
-                master.grad = None
-            self.updates += 1
-        self.zero_grad()
+            self.apply(self.grad_clip / norm if norm > self.grad_clip else 1.0, rate)
+        else:
+            self.zero_grad()
         return norm, rate
+
+    def rate(self) -> float:
+        """Learning rate of the next update, warm-up included."""
+        return self.learning_rate * min(1.0, (self.updates + 1) / max(1, self.warmup))
+
+    def squares(self, leave_out: Collection[str] = ()) -> float:
+        """Sum of the squares of the gradient, but for the parameters named; not finite if the gradient is not."""
+        gradients = [p.grad for name, p in self.named.items() if p.grad is not None and name not in leave_out]
+        norm = torch.nn.utils.get_total_norm(gradients).item()
+        return norm * norm  # exact: the norm has the 24 bits of a float32
+
+    def apply(self, scale: float, rate: float) -> None:
+        """One update with the gradient times `scale` at learning rate `rate` (times `rate_scale`); the gradient is gone
+        afterwards."""
+        if scale != 1.0:
+            torch._foreach_mul_([p.grad for p in self.named.values() if p.grad is not None], scale)
+        for name, master in self.masters.items():
+            gradient = self.named[name].grad
+            master.grad = None if gradient is None else gradient.float()
+        for group in self.adamw.param_groups:
+            group["lr"] = rate * self.rate_scale
+        with self.updating():
+            self.adamw.step()
+            self.publish()
+        for master in self.masters.values():
+            master.grad = None
+        self.updates += 1
+        self.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
         """What is stepped, by name: the float32 master copies where there are any, else the parameters. Live."""
@@ -85,6 +131,15 @@ class Optimizer:
         """Have the model use `weights()` after somebody else changed them."""
         for name, master in self.masters.items():
             self.named[name].copy_(master)
+
+    @torch.no_grad()
+    def renew(self, name: str, value: Tensor) -> None:
+        """Give a parameter another value, and forget its moments."""
+        weight = self.masters.get(name, self.named[name])
+        weight.copy_(value)
+        for moment in self.adamw.state[weight].values():
+            moment.zero_()
+        self.publish()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments (and master copies) by name: the live tensors."""

@@ -1,13 +1,13 @@
 """One step: groups in, `iterations` optimiser updates, metrics out.
 
     groups -> advantages -> drop what cannot contribute -> rows in microbatches
-           -> for each: (reference log-probs) log-probs, loss, backward -> clip, AdamW, version + 1
+           -> (reference log-probs of each) -> for each: log-probs, loss, backward -> clip, AdamW, version + 1
 
 Rollouts with zero advantage contribute exactly nothing unless there is a KL term, so they are never computed;
 they still count in the loss's denominators (see `loss`). A step in which nothing contributes updates nothing.
 
 Memory that runs out is no error: the microbatch is halved, then packed rows give way to plain ones, and the
-update starts again from a zero gradient.
+update starts again from a zero gradient. So it does when it is interrupted, after `Policy.again`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
-from swarm_node.errors import SnapshotError, UserError
+from swarm_node.errors import Interrupted, SnapshotError, UserError
 from swarm_node.grpo import advantage, batch, loss
-from swarm_node.grpo.optimizer import Optimizer
-from swarm_node.policy.logprobs import LOGITS_BYTES, token_logprobs
+from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
+from swarm_node.policy.logprobs import LOGITS_BYTES, TokenBatch
 from swarm_node.policy.memory import is_out_of_memory
 from swarm_node.policy.policy import Policy, some_of
 from swarm_node.types import Group, Rollout, Sampling
@@ -76,8 +76,10 @@ class Trainer:
         sampling: Sampling,
         report: Callable[[str], None] = print,
         reward_weights: Mapping[str, float] | None = None,
+        optimizer: AnyOptimizer | None = None,
     ) -> None:
-        """`sampling` is how this node's rollouts are drawn; `reward_weights`, by name, serve GDPO only."""
+        """`sampling` is how this node's rollouts are drawn; `reward_weights`, by name, serve GDPO only. `optimizer`, if
+        given, is the one of a policy that this process does not hold all parameters of."""
         self.policy = policy
         self.config = config
         self.sampling = sampling
@@ -85,8 +87,10 @@ class Trainer:
         self.reward_weights = reward_weights or {}
         self._baseline = advantage.find_baseline(config.advantage)
         self._outside_loss = loss.find_loss(config.loss)
-        named = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
-        self.optimizer = Optimizer(named, config, config.learning_rate or default_learning_rate(policy))
+        if optimizer is None:
+            named = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
+            optimizer = Optimizer(named, config, config.learning_rate or default_learning_rate(policy))
+        self.optimizer: AnyOptimizer = optimizer
         self.limit = config.microbatch_tokens
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
@@ -120,9 +124,9 @@ class Trainer:
         """`tensors` were averaged with others': a new version of the policy. RuntimeError if the model does not compute
         with them, or goes on under the version or fingerprint that it had, which nobody would notice otherwise."""
         self.policy.version += 1
-        values = self._values(tensors)
+        values, weights = self._values(tensors), self.policy.trainable_state()
         for name, expected in values.items():
-            if not torch.equal(some_of(self.policy.model.get_parameter(name)), expected):
+            if not torch.equal(some_of(weights[name]), expected):
                 raise RuntimeError(f"{name} was averaged, but the policy goes on with other values")
         if self.policy.version <= before.version:
             raise RuntimeError(f"weights were averaged, but the policy is still of version {self.policy.version}")
@@ -132,8 +136,8 @@ class Trainer:
 
     def _values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Some values of each, as the model should have them. Copies."""
-        parameters = self.policy.model.get_parameter
-        return {name: some_of(tensor).to(parameters(name).dtype, copy=True) for name, tensor in tensors.items()}
+        weights = self.policy.trainable_state()
+        return {name: some_of(tensor).to(weights[name].dtype, copy=True) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def unlikelihood(self, groups: Sequence[Group]) -> float | None:
@@ -144,20 +148,22 @@ class Trainer:
             batch.Row(group.prompt_ids, [r.token_ids for r in group.rollouts], i)
             for group, i in zip(groups, first, strict=False)
         ]
-        flat, total = batch.flatten(rows), 0.0
-        try:
-            for microbatch in self._plan(rows):
-                b = batch.token_batch(microbatch, flat, self.policy.pad_id, self.policy.device)
-                logprobs, _ = token_logprobs(self.policy.model, b, 1.0, False, not self.policy.split_head)
-                total -= float(logprobs.sum())
-        except (RuntimeError, MemoryError) as exc:
-            if not is_out_of_memory(exc):
-                raise
-            if not self._unprobed:
-                self._unprobed = True
-                self.report("out of memory while judging averaged weights: they are taken as they are")
-            return None
-        return total / len(flat.target)
+        flat = batch.flatten(rows)
+        while True:
+            total = 0.0
+            try:
+                for _, logprobs, _ in self.policy.passes(self._token_batches(self._plan(rows), flat), 1.0):
+                    total -= float(logprobs.sum())
+                return total / len(flat.target)
+            except Interrupted as interrupted:
+                self.policy.again(interrupted)
+            except (RuntimeError, MemoryError) as exc:
+                if not is_out_of_memory(exc):
+                    raise
+                if not self._unprobed:
+                    self._unprobed = True
+                    self.report("out of memory while judging averaged weights: they are taken as they are")
+                return None
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """What resuming needs besides the weights: tensors (live ones) and numbers."""
@@ -221,17 +227,30 @@ class Trainer:
         metrics: dict[str, float] = {}
         totals: dict[str, float] = defaultdict(float)
         for iteration in range(self.config.iterations):
-            for name, value in self._accumulate(step, iteration).items():
+            sums, norm, metrics["learning_rate"] = self._update(step, iteration, before_update)
+            for name, value in sums.items():
                 totals[name] += value
-            if iteration == 0:
-                before_update()
-            norm, metrics["learning_rate"] = self.optimizer.step()
             if math.isfinite(norm):
                 metrics["grad_norm"] = norm
                 self.policy.version += 1
             else:
                 self.report(f"the gradient's norm is {norm}: update skipped")
         return metrics | _means(totals, self.config)
+
+    def _update(
+        self, step: _Step, iteration: int, before_update: Callable[[], None]
+    ) -> tuple[dict[str, float], float, float]:
+        """One update: sums for the metrics, the gradient's norm before clipping, the learning rate."""
+        asked = iteration > 0
+        while True:
+            try:
+                sums = self._accumulate(step, iteration)
+                if not asked:
+                    before_update()
+                    asked = True
+                return sums, *self.optimizer.step()
+            except Interrupted as interrupted:
+                self.policy.again(interrupted)
 
     def _accumulate(self, step: _Step, iteration: int) -> dict[str, float]:
         """Leave the gradient of the whole step in the parameters; sums for the metrics."""
@@ -249,24 +268,25 @@ class Trainer:
 
     def _plan(self, rows: Sequence[batch.Row]) -> list[list[batch.Row]]:
         """Microbatches of what memory is there for."""
-        vocabulary, hidden = self.policy.model.get_input_embeddings().weight.shape
         limit = self.limit
         if not self.policy.split_head:
-            limit = min(limit, LOGITS_BYTES // (4 * vocabulary))
-        return batch.plan(rows, self.packing, limit, hidden)
+            limit = min(limit, LOGITS_BYTES // (4 * self.policy.vocabulary))
+        return batch.plan(rows, self.packing, limit, self.policy.width)
+
+    def _token_batches(self, microbatches: list[list[batch.Row]], flat: batch.Flat) -> Iterator[TokenBatch]:
+        for rows in microbatches:
+            yield batch.token_batch(rows, flat, self.policy.pad_id, self.policy.device)
 
     def _backward(self, step: _Step, microbatches: list[list[batch.Row]], iteration: int) -> dict[str, float]:
         """Add the gradient of each microbatch to the parameters."""
-        model, temperature = self.policy.model, self.sampling.temperature
-        full_logits = not self.policy.split_head
-        totals: dict[str, Tensor] = {}
-        for rows in microbatches:
-            b = batch.token_batch(rows, step.flat, self.policy.pad_id, self.policy.device)
-            if self.config.beta and iteration == 0:
-                with torch.no_grad(), self.policy.reference() as model_before:
-                    before, _ = token_logprobs(model_before, b, temperature, full_logits=full_logits)
+        temperature = self.sampling.temperature
+        if self.config.beta and iteration == 0:
+            batches = self._token_batches(microbatches, step.flat)
+            for b, before, _ in self.policy.passes(batches, temperature, reference=True):
                 step.reference[b.index] = before
-            logprobs, entropy = token_logprobs(model, b, temperature, iteration == 0, full_logits)
+        totals: dict[str, Tensor] = {}
+        batches = self._token_batches(microbatches, step.flat)
+        for b, logprobs, entropy in self.policy.passes(batches, temperature, entropy=iteration == 0):
             now, sampled = logprobs.detach(), step.sampled[b.index]
             old = step.old[b.index]
             old = step.old[b.index] = torch.where(old.isnan(), now, old)

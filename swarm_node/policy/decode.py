@@ -10,15 +10,17 @@ What makes it faster than a general `generate`:
 - one uniform number a token (`sampling`), no logits processors, no per-step bookkeeping in Python objects;
 - rows that finished leave the batch, and so do prompts with no row left.
 
-Rows stand in a grid [P prompts, G samples]; caches are [P, K heads, G, T, D]. Left out: sliding windows shorter
-than the sequence, mixture of experts, encoders; `loading` compares this engine with the model itself and falls back
-to `decode_transformers` when they differ.
+Rows stand in a grid [P prompts, G samples]; caches are [P, K heads, G, T, D]. The layers may be spread over several
+places: each holds the `Cache` of its own `Slice`, hidden states go from one to the next, and `Rows` at the first keeps
+the books. Left out: sliding windows shorter than the sequence, mixture of experts, encoders; `loading` compares this
+engine with the model itself and falls back to `decode_transformers` when they differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,22 +52,52 @@ class _Layer:
     down: Linear
 
 
+class LayerCache(Protocol):
+    """Keys and values that some layers of a model have for the rows still being decoded: P prompts, G samples each.
+
+    To be called under `torch.inference_mode()`, first `prefill`, then `forward` for one step after the other.
+    """
+
+    def prefill(self, x: Tensor) -> Tensor:
+        """Run the prompts [P, T, hidden] through the layers, T the longest prompt; what comes out behind a prompt's end
+        means nothing."""
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        """Run completion token number `step` of each row, [P*G, hidden], through the layers."""
+
+    def pick(self, alive: Tensor, column: Tensor) -> None:
+        """Keep the prompts `alive` [P'], and of each its samples `column` [P', G']."""
+
+
+class Slice:
+    """A view of consecutive decoder layers, good for one round (it may hold fused copies of their weights).
+
+    `backbone` is a Hugging Face one of a `SUPPORTED` type; of it only `config`, `layers` and `rotary_emb` are used.
+    """
+
+    def __init__(self, backbone: nn.Module, fuse: bool) -> None:
+        config = backbone.config
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.act = backbone.layers[0].mlp.act_fn
+        self.rotary = backbone.rotary_emb
+        self.layers = [_layer(layer, fuse) for layer in backbone.layers]
+
+    def cache(self, lengths: list[int], n: int, limit: int) -> Cache:
+        """For `n` completions of at most `limit` tokens of each of the prompts with these lengths."""
+        return Cache(self, lengths, n, limit)
+
+
 class Decoder:
     """A view of a Hugging Face decoder's own weights, good for one round (it may hold fused copies of them)."""
 
     def __init__(self, model: nn.Module) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        config = base.config
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.act = base.model.layers[0].mlp.act_fn
-        self.rotary = base.model.rotary_emb
+        fuse = fusable(base)
         self.embed = base.model.embed_tokens
-        self.norm = _rms(base.model.norm)
-        fuse = sum(p.numel() * p.element_size() for p in base.parameters()) <= FUSED_COPY_BYTES
-        self.head = _joined([base.lm_head], fuse)
-        self.layers = [_layer(layer, fuse) for layer in base.model.layers]
+        self.slice = Slice(base.model, fuse)
+        self.head = head_of(base.model.norm, base.lm_head, fuse)
 
     @torch.inference_mode()
     def generate(
@@ -75,116 +107,60 @@ class Decoder:
 
         `uniform` [len(prompts) * n, max_new_tokens] decides the samples; `eos` [E] holds the ids that end one.
         """
-        device = self.embed.weight.device
-        rows, limit = len(prompts) * n, sampling.max_new_tokens
+        device, limit = self.embed.weight.device, sampling.max_new_tokens
         uniform, eos = uniform.to(device), eos.to(device)
-        tokens = torch.zeros(rows, limit, dtype=torch.long, device=device)
-        logprobs = torch.zeros(rows, limit, device=device)
-        lengths = torch.full((rows,), limit, device=device)
-        finished = torch.zeros(rows, dtype=torch.bool, device=device)
-
+        rows = Rows(len(prompts), n, limit, device)
         grid = Grid(self, prompts, n, limit)
         logits = grid.prefill(prompts).repeat_interleave(n, 0)
         for step in range(limit):
-            origin = grid.origin.flatten()
-            token, logprob = sample(logits, uniform[origin, step], sampling)
-            live = grid.live.flatten()
-            ended = live & torch.isin(token, eos)
-            if grid.full:
-                tokens[origin, step], logprobs[origin, step] = token, logprob
-            else:
-                tokens[origin[live], step], logprobs[origin[live], step] = token[live], logprob[live]
-            if ended.any():
-                lengths[origin[ended]], finished[origin[ended]] = step + 1, True
-                grid.drop(ended)
-                if not grid.live.any():
+            token, logprob = sample(logits, uniform[rows.origin.flatten(), step], sampling)
+            if rows.record(step, token, logprob, eos):
+                if not rows.live.any():
                     break
-                kept = grid.compact()
+                g = rows.live.shape[1]
+                kept = rows.compact()
                 if kept is not None:
-                    token = token[kept]
+                    grid.pick(*kept)
+                    token = picked(token, g, *kept)
             if step < limit - 1:
                 logits = grid.forward(token, step)
-        out_tokens, out_logprobs = tokens.tolist(), logprobs.tolist()
-        return [
-            (out_tokens[i][:length], out_logprobs[i][:length], done)
-            for i, (length, done) in enumerate(zip(lengths.tolist(), finished.tolist(), strict=True))
-        ]
+        return rows.samples()
 
 
-class Grid:
-    """The rows still being decoded and their keys and values."""
+class Rows:
+    """What was sampled, and which rows of the grid [P, G] are still being decoded. Knows no model."""
 
-    def __init__(self, decoder: Decoder, prompts: list[list[int]], n: int, limit: int) -> None:
-        self.decoder = decoder
-        weight = decoder.embed.weight
-        self.device, self.dtype = weight.device, weight.dtype
-        self.lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        shape = (len(prompts), decoder.kv_heads, n, limit, decoder.head_dim)
-        self.keys = [torch.empty(shape, device=self.device, dtype=self.dtype) for _ in decoder.layers]
-        self.values = [torch.empty(shape, device=self.device, dtype=self.dtype) for _ in decoder.layers]
-        self.prompt_keys: list[Tensor] = []
-        self.prompt_values: list[Tensor] = []
-        self.origin = torch.arange(len(prompts) * n, device=self.device).view(len(prompts), n)
-        self.live = torch.ones(len(prompts), n, dtype=torch.bool, device=self.device)
-        self.full = True
-        longest = max(len(p) for p in prompts)
-        hidden = torch.arange(longest, device=self.device) >= self.lengths[:, None]
-        self.prompt_mask = torch.zeros(hidden.shape, device=self.device, dtype=self.dtype)
-        self.prompt_mask = self.prompt_mask.masked_fill(hidden, float("-inf"))[:, None, None]
-        cos, sin = decoder.rotary(weight, torch.arange(longest + limit, device=self.device)[None])
-        self.cos, self.sin = _signed(cos[0], sin[0])
+    def __init__(self, prompts: int, n: int, limit: int, device: torch.device) -> None:
+        rows = prompts * n
+        self.origin = torch.arange(rows, device=device).view(prompts, n)
+        """[P, G] of the present grid: number of the completion, counted over all prompts."""
+        self.live = torch.ones(prompts, n, dtype=torch.bool, device=device)
+        """[P, G] whether it goes on."""
+        self._full = True
+        self._tokens = torch.zeros(rows, limit, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(rows, limit, device=device)
+        self._lengths = torch.full((rows,), limit, device=device)
+        self._finished = torch.zeros(rows, dtype=torch.bool, device=device)
 
-    def prefill(self, prompts: list[list[int]]) -> Tensor:
-        """Run the prompts, keep their keys [P, K, D, T] and values [P, K, T, D]; logits after each prompt [P, V]."""
-        d, p, t = self.decoder, len(prompts), self.prompt_mask.shape[-1]
-        ids = torch.zeros(p, t, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
-        x = d.embed(ids.to(self.device))
-        cos, sin = self.cos[:t], self.sin[:t]
-        for layer in d.layers:
-            q, k, v = _heads(d, layer, layer.norm1(x), cos[:, None], sin[:, None])
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=d.heads != d.kv_heads)
-            x = x + layer.out(a.transpose(1, 2).reshape(p, t, -1))
-            x = x + _mlp(d, layer, layer.norm2(x))
-            self.prompt_keys.append(k.transpose(-1, -2).contiguous())
-            self.prompt_values.append(v.contiguous())
-        last = x[torch.arange(p, device=self.device), self.lengths - 1]
-        return d.head(d.norm(last))
-
-    def forward(self, token: Tensor, step: int) -> Tensor:
-        """Append `token` [P*G] as completion token number `step`; logits for the next one [P*G, V]."""
-        d = self.decoder
-        p, g = self.origin.shape
-        rep, scale, t = d.heads // d.kv_heads, d.head_dim**-0.5, self.prompt_mask.shape[-1]
-        position = (self.lengths + step).repeat_interleave(g)
-        cos, sin = self.cos[position][:, None], self.sin[position][:, None]
-        x = d.embed(token)
-        for i, layer in enumerate(d.layers):
-            q, k, v = _heads(d, layer, layer.norm1(x), cos, sin)
-            keys, values = self.keys[i], self.values[i]
-            keys[:, :, :, step] = k.view(p, g, d.kv_heads, -1).transpose(1, 2)
-            values[:, :, :, step] = v.view(p, g, d.kv_heads, -1).transpose(1, 2)
-            q = (q * scale).view(p, g, d.kv_heads, rep, -1).permute(0, 2, 1, 3, 4)  # [P, K, G, rep, D]
-            shared = q.reshape(p, d.kv_heads, g * rep, -1) @ self.prompt_keys[i] + self.prompt_mask
-            own = q @ keys[:, :, :, : step + 1].transpose(-1, -2)
-            score = torch.cat([shared, own.reshape(p, d.kv_heads, g * rep, step + 1)], -1)
-            score = score.softmax(-1, dtype=torch.float32).to(x.dtype)
-            a = score[..., :t] @ self.prompt_values[i]
-            own = score[..., t:].view(p, d.kv_heads, g, rep, step + 1) @ values[:, :, :, : step + 1]
-            a = a.view(p, d.kv_heads, g, rep, -1) + own
-            x = x + layer.out(a.permute(0, 2, 1, 3, 4).reshape(p * g, -1))
-            x = x + _mlp(d, layer, layer.norm2(x))
-        return d.head(d.norm(x))
-
-    def drop(self, ended: Tensor) -> None:
-        """Mark rows [P*G] as finished."""
+    def record(self, step: int, token: Tensor, logprob: Tensor, eos: Tensor) -> bool:
+        """Take down completion token number `step` of each row [P*G] and its log-probability, and drop the rows that
+        end with it; whether there are any."""
+        origin, live = self.origin.flatten(), self.live.flatten()
+        ended = live & torch.isin(token, eos)
+        if self._full:
+            self._tokens[origin, step], self._logprobs[origin, step] = token, logprob
+        else:
+            self._tokens[origin[live], step], self._logprobs[origin[live], step] = token[live], logprob[live]
+        if not ended.any():
+            return False
+        self._lengths[origin[ended]], self._finished[origin[ended]] = step + 1, True
         self.live &= ~ended.view_as(self.live)
-        self.full = False
+        self._full = False
+        return True
 
-    def compact(self) -> Tensor | None:
-        """Shrink the grid to the prompts with live rows and the widest of them; flat indices kept, `None` = none."""
+    def compact(self) -> tuple[Tensor, Tensor] | None:
+        """Shrink the grid to the prompts with live rows and the widest of them: what `LayerCache.pick` takes, the
+        prompts kept [P'] and the samples kept of each [P', G']; `None` = nothing changes. Some row must be live."""
         p, g = self.live.shape
         alive = self.live.any(1).nonzero()[:, 0]
         width = int(self.live.sum(1).max())
@@ -192,15 +168,137 @@ class Grid:
             return None
         live = self.live[alive]
         column = live.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :width]  # live ones first
+        self.origin = self.origin[alive].gather(1, column)
+        self.live = live.gather(1, column)
+        self._full = bool(self.live.all())
+        return alive, column
+
+    def samples(self) -> list[tuple[list[int], list[float], bool]]:
+        """All completions in order: (token ids, log-probs, finished)."""
+        tokens, logprobs = self._tokens.tolist(), self._logprobs.tolist()
+        return [
+            (tokens[i][:length], logprobs[i][:length], done)
+            for i, (length, done) in enumerate(zip(self._lengths.tolist(), self._finished.tolist(), strict=True))
+        ]
+
+
+class Cache:
+    """The `LayerCache` of a `Slice`: the samples of a prompt share its keys and values."""
+
+    def __init__(self, layers: Slice, lengths: list[int], n: int, limit: int) -> None:
+        self.slice, self.n, self.limit = layers, n, limit
+        self.lengths = torch.tensor(lengths)
+        self.keys: list[Tensor] = []
+        """[P, K, G, T, D] of the completions, a tensor a layer."""
+        self.values: list[Tensor] = []
+        self.prompt_keys: list[Tensor] = []
+        """[P, K, D, T]"""
+        self.prompt_values: list[Tensor] = []
+        """[P, K, T, D]"""
+
+    def prefill(self, x: Tensor) -> Tensor:
+        """See `LayerCache`."""
+        s, (p, t), device = self.slice, x.shape[:2], x.device
+        self.lengths = self.lengths.to(device)
+        shape = (p, s.kv_heads, self.n, self.limit, s.head_dim)
+        self.keys = [torch.empty(shape, device=device, dtype=x.dtype) for _ in s.layers]
+        self.values = [torch.empty(shape, device=device, dtype=x.dtype) for _ in s.layers]
+        hidden = torch.arange(t, device=device) >= self.lengths[:, None]
+        self.prompt_mask = torch.zeros(hidden.shape, device=device, dtype=x.dtype)
+        self.prompt_mask = self.prompt_mask.masked_fill(hidden, float("-inf"))[:, None, None]
+        cos, sin = s.rotary(x, torch.arange(t + self.limit, device=device)[None])
+        self.cos, self.sin = _signed(cos[0], sin[0])
+        cos, sin = self.cos[:t], self.sin[:t]
+        for layer in s.layers:
+            q, k, v = _heads(s, layer, layer.norm1(x), cos[:, None], sin[:, None])
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.heads != s.kv_heads)
+            x = x + layer.out(a.transpose(1, 2).reshape(p, t, -1))
+            x = x + _mlp(s, layer, layer.norm2(x))
+            self.prompt_keys.append(k.transpose(-1, -2).contiguous())
+            self.prompt_values.append(v.contiguous())
+        return x
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        """See `LayerCache`."""
+        s, t = self.slice, self.prompt_mask.shape[-1]
+        p, g = len(self.lengths), len(x) // len(self.lengths)
+        rep, scale = s.heads // s.kv_heads, s.head_dim**-0.5
+        position = (self.lengths + step).repeat_interleave(g)
+        cos, sin = self.cos[position][:, None], self.sin[position][:, None]
+        for i, layer in enumerate(s.layers):
+            q, k, v = _heads(s, layer, layer.norm1(x), cos, sin)
+            keys, values = self.keys[i], self.values[i]
+            keys[:, :, :, step] = k.view(p, g, s.kv_heads, -1).transpose(1, 2)
+            values[:, :, :, step] = v.view(p, g, s.kv_heads, -1).transpose(1, 2)
+            q = (q * scale).view(p, g, s.kv_heads, rep, -1).permute(0, 2, 1, 3, 4)  # [P, K, G, rep, D]
+            shared = q.reshape(p, s.kv_heads, g * rep, -1) @ self.prompt_keys[i] + self.prompt_mask
+            own = q @ keys[:, :, :, : step + 1].transpose(-1, -2)
+            score = torch.cat([shared, own.reshape(p, s.kv_heads, g * rep, step + 1)], -1)
+            score = score.softmax(-1, dtype=torch.float32).to(x.dtype)
+            a = score[..., :t] @ self.prompt_values[i]
+            own = score[..., t:].view(p, s.kv_heads, g, rep, step + 1) @ values[:, :, :, : step + 1]
+            a = a.view(p, s.kv_heads, g, rep, -1) + own
+            x = x + layer.out(a.permute(0, 2, 1, 3, 4).reshape(p * g, -1))
+            x = x + _mlp(s, layer, layer.norm2(x))
+        return x
+
+    def pick(self, alive: Tensor, column: Tensor) -> None:
+        """See `LayerCache`."""
         self.keys = [_pick(x, alive, column) for x in self.keys]
         self.values = [_pick(x, alive, column) for x in self.values]
         self.prompt_keys = [x[alive] for x in self.prompt_keys]
         self.prompt_values = [x[alive] for x in self.prompt_values]
         self.lengths, self.prompt_mask = self.lengths[alive], self.prompt_mask[alive]
-        self.origin = self.origin[alive].gather(1, column)
-        self.live = live.gather(1, column)
-        self.full = bool(self.live.all())
-        return (alive[:, None] * g + column).flatten()
+
+
+class Grid:
+    """Decoding with all layers in one place: tokens in, logits out."""
+
+    def __init__(self, decoder: Decoder, prompts: list[list[int]], n: int, limit: int) -> None:
+        self.decoder = decoder
+        self.lengths = [len(p) for p in prompts]
+        self.cache = decoder.slice.cache(self.lengths, n, limit)
+        self.pick = self.cache.pick
+
+    def prefill(self, prompts: list[list[int]]) -> Tensor:
+        """Run the prompts; logits after each [P, V]."""
+        d = self.decoder
+        x = self.cache.prefill(d.embed(padded(prompts).to(d.embed.weight.device)))
+        return d.head(last_of(x, self.lengths))
+
+    def forward(self, token: Tensor, step: int) -> Tensor:
+        """Append `token` [P*G] as completion token number `step`; logits for the next one [P*G, V]."""
+        return self.decoder.head(self.cache.forward(self.decoder.embed(token), step))
+
+
+def padded(prompts: list[list[int]]) -> Tensor:
+    """Token ids [P, T], prompts at the left, as `LayerCache.prefill` expects its rows."""
+    ids = torch.zeros(len(prompts), max(len(p) for p in prompts), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    return ids
+
+
+def last_of(x: Tensor, lengths: list[int]) -> Tensor:
+    """What a prefill [P, T, hidden] gave for the last token of each prompt [P, hidden]."""
+    return x[torch.arange(len(x), device=x.device), torch.tensor(lengths, device=x.device) - 1]
+
+
+def picked(token: Tensor, width: int, alive: Tensor, column: Tensor) -> Tensor:
+    """Those of `token` [P*G], G = `width`, that a compaction to (alive, column) keeps [P'*G']."""
+    return token.view(-1, width)[alive].gather(1, column).flatten()
+
+
+def fusable(model: nn.Module) -> bool:
+    """Whether its weights are few enough to be copied for a round."""
+    return sum(p.numel() * p.element_size() for p in model.parameters()) <= FUSED_COPY_BYTES
+
+
+def head_of(norm: nn.Module, head: nn.Module, fuse: bool) -> Linear:
+    """Final norm and head of a `SUPPORTED` model as one function, hidden states [R, hidden] to logits [R, V]."""
+    normed, logits = _rms(norm), _joined([head], fuse)
+    return lambda x: logits(normed(x))
 
 
 def _pick(cache: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -215,7 +313,7 @@ def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
 
-def _heads(d: Decoder, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(d: Slice, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [..., heads, D], rotated keys and values [..., kv_heads, D]."""
     qkv = layer.qkv(x).view(*x.shape[:-1], d.heads + 2 * d.kv_heads, d.head_dim)
     qk, v = qkv[..., : d.heads + d.kv_heads, :], qkv[..., d.heads + d.kv_heads :, :]
@@ -225,7 +323,7 @@ def _heads(d: Decoder, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tu
     return qk[..., : d.heads, :], qk[..., d.heads :, :], v
 
 
-def _mlp(d: Decoder, layer: _Layer, x: Tensor) -> Tensor:
+def _mlp(d: Slice, layer: _Layer, x: Tensor) -> Tensor:
     gate, up = layer.gate_up(x).chunk(2, -1)
     return layer.down(d.act(gate) * up)
 

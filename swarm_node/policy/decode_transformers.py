@@ -2,6 +2,8 @@
 
 Temperature, nucleus cut and the draw itself happen in one logits processor of ours, so that both engines make the
 same samples from the same uniform numbers and record the same log-probabilities.
+
+Where only some of the layers are held, there is no `generate`: `ModelSlice` runs the backbone's own forward pass.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from swarm_node.policy.sampling import sample
 from swarm_node.types import Sampling
@@ -81,3 +83,59 @@ def generate(
         length = len(row_tokens) if end is None else end
         samples.append((row_tokens[:length], row_logprobs[:length], end is not None))
     return samples
+
+
+class ModelSlice:
+    """What `decode.Slice` is, for architectures that the native engine does not serve: a Hugging Face backbone of
+    these layers alone, with `nn.Identity` for its final norm."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        self.backbone = backbone
+
+    def cache(self, lengths: list[int], n: int, limit: int) -> ModelCache:
+        """For `n` completions of at most `limit` tokens of each of the prompts with these lengths."""
+        return ModelCache(self.backbone, lengths, n)
+
+
+class ModelCache:
+    """The `decode.LayerCache` of a `ModelSlice`: every sample has its prompt's keys and values, padded at the left."""
+
+    def __init__(self, backbone: nn.Module, lengths: list[int], n: int) -> None:
+        self.backbone, self.n = backbone, n
+        self.lengths = torch.tensor(lengths)
+        self.cache = DynamicCache(config=backbone.config)
+
+    def prefill(self, x: Tensor) -> Tensor:
+        """See `decode.LayerCache`."""
+        self.lengths = self.lengths.to(x.device)
+        t = x.shape[1]
+        column, shift = torch.arange(t, device=x.device)[None], t - self.lengths[:, None]
+        position = (column - shift).clamp(min=0)
+        mask = (column >= shift).long()
+        x = self._run(_columns(x, position), mask, position)
+        self.cache.batch_repeat_interleave(self.n)
+        self.mask = mask.repeat_interleave(self.n, 0)
+        x = _columns(x, (column + shift).clamp(max=t - 1))
+        return x.masked_fill((column >= self.lengths[:, None])[..., None], 0.0)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        """See `decode.LayerCache`."""
+        position = (self.lengths + step).repeat_interleave(len(x) // len(self.lengths))
+        mask = torch.cat([self.mask, self.mask.new_ones(len(x), step + 1)], 1)
+        return self._run(x[:, None], mask, position[:, None])[:, 0]
+
+    def pick(self, alive: Tensor, column: Tensor) -> None:
+        """See `decode.LayerCache`."""
+        kept = (alive[:, None] * (len(self.mask) // len(self.lengths)) + column).flatten()
+        self.cache.batch_select_indices(kept)
+        self.mask, self.lengths = self.mask[kept], self.lengths[alive]
+
+    def _run(self, x: Tensor, mask: Tensor, position: Tensor) -> Tensor:
+        return self.backbone(
+            inputs_embeds=x, attention_mask=mask, position_ids=position, past_key_values=self.cache, use_cache=True
+        ).last_hidden_state
+
+
+def _columns(x: Tensor, index: Tensor) -> Tensor:
+    """Columns `index` [P, T] of each row of x [P, T, hidden]."""
+    return x.gather(1, index[..., None].expand_as(x))

@@ -1,5 +1,7 @@
 """Load a policy: model, tokenizer, adapter, device and dtype, and which fast paths it may take.
 
+What does not depend on holding the whole model (`prepare`, `load_tokenizer`, adapters) serves a stage of one as well.
+
 Every fast path (native decoding, packed rows, head apart from the backbone) is tried once on a few random tokens and
 taken only if it gives the model's own numbers. So an architecture nobody thought of is slow, never wrong.
 """
@@ -7,24 +9,29 @@ taken only if it gives the model's own numbers. So an architecture nobody though
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import decode
 from swarm_node.policy.memory import is_out_of_memory, keep_freed_memory
-from swarm_node.policy.policy import Policy, digest
+from swarm_node.policy.policy import Policy
 
 LORA_ABOVE = 100_000_000
 """Parameters above which an adapter is trained unless told otherwise."""
@@ -38,44 +45,32 @@ def load_policy(config: PolicyConfig, rollouts: RolloutsConfig, report: Callable
 
     UserError if the model cannot be found or read, or is not a causal language model in safetensors.
     """
-    transformers_logging.disable_progress_bar()
-    path = starter_path() if config.model == "starter" else config.model
-    adapter = adapter_base(path)
-    base_path = adapter or path
-    tokenizer = _load(AutoTokenizer, path, config, adapter is None)
-    model_config = _load(AutoConfig, base_path, config, adapter is None)
-    size = _num_parameters(model_config)
-    lora = adapter is not None or (size > LORA_ABOVE if config.lora is None else config.lora)
-    if config.lora is False and adapter is not None:
-        raise UserError(f"{path} is a LoRA adapter: it cannot be trained with --no-lora; merge it first")
-    device = _device(config.device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    if config.threads or size < ONE_THREAD_BELOW:
-        torch.set_num_threads(config.threads or 1)
-    dtype, why = _dtype(config.dtype, device, lora, model_config)
+    plan = prepare(config)
+    tokenizer = load_tokenizer(config)
     model, found = _load(
         AutoModelForCausalLM,
-        base_path,
-        config,
-        adapter is None,
-        dtype=dtype,
+        plan.base,
+        plan.revision,
+        dtype=plan.dtype,
         use_safetensors=True,
         output_loading_info=True,
     )
     if found["missing_keys"] or found["mismatched_keys"]:
         lacking = sorted([*found["missing_keys"], *(str(key[0]) for key in found["mismatched_keys"])])
-        raise UserError(f"{base_path} lacks weights that its config asks for, for example {lacking[0]}")
-    if lora:
-        model = _with_adapter(model, path if adapter else None, config)
-    model.to(device)
+        raise UserError(lacks(plan.base, lacking[0]))
+    if plan.adapter is not None:
+        model = PeftModel.from_pretrained(model, plan.adapter, is_trainable=True)
+    elif plan.lora:
+        model = with_adapter(model, lora_config(config), config)
+        start_adapter(dict(model.named_parameters()), model.config)
+    model.to(plan.device)
 
     policy = Policy(model, tokenizer, config, report)
     policy.model.eval()  # for good: dropout would make the trained distribution another one than the sampled one
     _choose_paths(policy, rollouts)
-    trained = f"LoRA: {policy.num_parameters(trainable=True):,} of them trained" if lora else "all trained"
+    trained = f"LoRA: {policy.num_parameters(trainable=True):,} of them trained" if plan.lora else "all trained"
     report(f"policy {config.model}: {policy.num_parameters():,} parameters ({trained})")
-    report(f"device {_device_name(device)}, {str(dtype).removeprefix('torch.')} ({why})")
+    report(plan.where)
     report(
         f"decoding with the {'native engine' if policy.native else 'transformers engine (slower)'}, "
         f"{'packed' if policy.packing else 'plain'} rows in updates"
@@ -86,6 +81,76 @@ def load_policy(config: PolicyConfig, rollouts: RolloutsConfig, report: Callable
     return policy
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is to be loaded, and how: the same decisions for a whole policy and for a stage of one."""
+
+    base: str
+    """Directory or hub id of the model."""
+    revision: str | None
+    """Branch, tag or commit of it on the hub."""
+    adapter: str | None
+    """Directory of the saved adapter that is trained on."""
+    config: Any
+    """The model's config."""
+    size: int
+    """Parameters of the whole model."""
+    lora: bool
+    device: torch.device
+    dtype: torch.dtype
+    why: str
+    """Why this dtype."""
+
+    @property
+    def where(self) -> str:
+        """Device and dtype in words."""
+        return f"device {_device_name(self.device)}, {str(self.dtype).removeprefix('torch.')} ({self.why})"
+
+
+def prepare(config: PolicyConfig) -> Plan:
+    """Find the model that `config` names, decide how to load it, and set torch's threads accordingly.
+
+    UserError if it cannot be found, or its config is not that of a causal language model.
+    """
+    transformers_logging.disable_progress_bar()
+    path = _path(config)
+    adapter = adapter_base(path)
+    base, revision = (path, config.revision) if adapter is None else (adapter, None)
+    model_config = _load(AutoConfig, base, revision)
+    size = sum(p.numel() for p in skeleton(model_config).parameters())
+    lora = adapter is not None or (size > LORA_ABOVE if config.lora is None else config.lora)
+    if config.lora is False and adapter is not None:
+        raise UserError(f"{path} is a LoRA adapter: it cannot be trained with --no-lora; merge it first")
+    device = _device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    if config.threads or size < ONE_THREAD_BELOW:
+        torch.set_num_threads(config.threads or 1)
+    dtype, why = _dtype(config.dtype, device, lora, model_config)
+    folder = None if adapter is None else str(Path(path).expanduser())
+    return Plan(base, revision, folder, model_config, size, lora, device, dtype, why)
+
+
+def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model, or that beside the adapter, which `config` names."""
+    path = _path(config)
+    return _load(AutoTokenizer, path, config.revision if adapter_base(path) is None else None)
+
+
+def skeleton(model_config: Any) -> PreTrainedModel:
+    """The model that a config describes, without memory for its weights (all on the meta device)."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
+    except Exception as exc:  # as in `refusing`: the config is a stranger's
+        raise UserError(f"not a causal language model: {' '.join(str(exc).split())[:200]}") from exc
+
+
+def lacks(base: str, name: str) -> str:
+    """What is said of a model without a tensor that it should have."""
+    return f"{base} lacks weights that its config asks for, for example {name}"
+
+
 def starter_path() -> str:
     """Where the starter policy that ships with this package lies."""
     return str(resources.files("swarm_node.policy") / "starter_model")
@@ -94,8 +159,45 @@ def starter_path() -> str:
 # --------------------------------------------------------------------- files
 
 
-def _load(factory: Any, path: str, config: PolicyConfig, use_revision: bool, **options: object) -> Any:
+def _path(config: PolicyConfig) -> str:
+    return starter_path() if config.model == "starter" else config.model
+
+
+def _load(factory: Any, path: str, revision: str | None, **options: object) -> Any:
     """`from_pretrained` with everything dangerous off and its errors in one line."""
+    path = _checked(path)
+    with refusing(factory.__name__.removeprefix("Auto"), path):
+        return factory.from_pretrained(path, trust_remote_code=False, **_at(revision), **options)
+
+
+def model_file(plan: Plan, name: str) -> Path | None:
+    """One file of the model, fetched from the hub if need be; `None` if there is none of that name."""
+    path = _checked(plan.base)
+    with refusing(name, path):
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **_at(plan.revision))
+    return None if found is None else Path(found)
+
+
+@contextmanager
+def refusing(what: str, path: str) -> Iterator[None]:
+    """Whatever a stranger's files make the libraries raise, they cannot be used: UserError, in one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as exc:
+        if is_out_of_memory(exc):
+            raise UserError(f"not enough memory to load {path}") from exc
+        detail = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
+        raise UserError(f"cannot load {what} from {path}: {detail}") from exc
+
+
+def _at(revision: str | None) -> dict[str, str]:
+    return {"revision": revision} if revision else {}
+
+
+def _checked(path: str) -> str:
+    """`path` as transformers is to be told it; UserError if it must be a directory and holds no model."""
     folder = Path(path).expanduser()
     if path.startswith((".", "/", "~")) or folder.exists() or (folder.parent.is_dir() and folder.parent != Path(".")):
         path = str(folder)
@@ -104,14 +206,7 @@ def _load(factory: Any, path: str, config: PolicyConfig, use_revision: bool, **o
         if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
             run = "; it is a run: `swarm-node export` makes a model of it" if (folder / "snapshots").is_dir() else ""
             raise UserError(f"no model in {path}: it has no config.json{run}")
-    revision = {"revision": config.revision} if config.revision and use_revision else {}
-    try:
-        return factory.from_pretrained(path, trust_remote_code=False, **revision, **options)
-    except Exception as exc:  # whatever a stranger's files make the library raise, they cannot be used
-        if is_out_of_memory(exc):
-            raise UserError(f"not enough memory to load {path}") from exc
-        detail = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
-        raise UserError(f"cannot load {factory.__name__.removeprefix('Auto')} from {path}: {detail}") from exc
+    return path
 
 
 def adapter_base(path: str) -> str | None:
@@ -125,24 +220,65 @@ def adapter_base(path: str) -> str | None:
         raise UserError(f"{file} does not name its base model") from exc
 
 
-def _with_adapter(model: PreTrainedModel, adapter: str | None, config: PolicyConfig) -> PeftModel:
-    """A trainable LoRA adapter: the saved one, or a new one whose start depends on the base model alone."""
-    if adapter is not None:
-        return PeftModel.from_pretrained(model, str(Path(adapter).expanduser()), is_trainable=True)
-    lora = LoraConfig(
+# --------------------------------------------------------------------- adapters
+
+
+def lora_config(config: PolicyConfig) -> LoraConfig:
+    """A new adapter as `config` asks for it."""
+    return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=config.lora_targets,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
+
+
+def with_adapter(model: PreTrainedModel, lora: LoraConfig, config: PolicyConfig) -> PeftModel:
+    """The model with an adapter around it, in which only that is trained."""
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name on its way out
-        torch.manual_seed(int(digest(model, adapters=False)[:15], 16))
         try:
             return get_peft_model(model, lora)
         except ValueError as exc:
             raise UserError(f"policy.lora_targets {config.lora_targets!r} does not fit this model: {exc}") from exc
+
+
+ARCHITECTURE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""Keys of a config that tell models apart, whatever version of transformers has read it."""
+
+
+def start_adapter(named: Mapping[str, nn.Parameter], model_config: Any) -> None:
+    """Give a new adapter, or a part of one, its first values, as PEFT does: A Kaiming-uniform, B zero (for embeddings A
+    zero, B normal).
+
+    named         its parameters by the names that they have in the whole policy
+    model_config  the config of the whole model
+
+    Each tensor is drawn with a seed of its own (its name, its shape, the architecture): equal for all peers with the
+    same model, and the same in a stage as in the whole policy.
+    """
+    text = model_config.get_text_config()
+    architecture = json.dumps([getattr(text, key, None) for key in ARCHITECTURE])
+    for name, parameter in named.items():
+        if ".lora_A." not in name and ".lora_embedding_B." not in name:
+            continue
+        seed = sha256(f"{name} {tuple(parameter.shape)} {architecture}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
+        values = torch.empty(parameter.shape)
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        else:
+            nn.init.normal_(values, generator=generator)
+        parameter.data.copy_(values)
 
 
 # --------------------------------------------------------------------- device and dtype
@@ -198,16 +334,6 @@ def bf16_slowdown(hidden: int, seconds: float = 2.0) -> float:
             best = min(best, time.perf_counter() - start)
         times[dtype] = best
     return times[torch.bfloat16] / times[torch.float32]
-
-
-def _num_parameters(config: Any) -> int:
-    """Parameters of the model a config describes, without allocating it."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as exc:  # as in _load: the config is a stranger's
-        raise UserError(f"not a causal language model: {' '.join(str(exc).split())[:200]}") from exc
-    return sum(p.numel() for p in model.parameters())
 
 
 # --------------------------------------------------------------------- fast paths

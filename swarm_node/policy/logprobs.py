@@ -67,15 +67,21 @@ def token_logprobs(
         return _of_logits(logits, batch.target, temperature, entropy)
 
     hidden = base.get_decoder()(**inputs).last_hidden_state[batch.row, batch.col]
-    head = base.get_output_embeddings()
+    return head_logprobs(base.get_output_embeddings(), hidden, batch.target, temperature, entropy)
+
+
+def head_logprobs(
+    head: nn.Module, hidden: Tensor, target: Tensor, temperature: float, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities [N] of `target` and entropies [N] as above, of what goes into the head [N, H]."""
     chunk = max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))
     if len(hidden) <= chunk:
-        return _of_logits(head(hidden), batch.target, temperature, entropy)
+        return _of_logits(head(hidden), target, temperature, entropy)
     if type(head) is nn.Linear:
-        return _ChunkedHead.apply(hidden, head.weight, head.bias, batch.target, temperature, entropy, chunk)
+        return _ChunkedHead.apply(hidden, head.weight, head.bias, target, temperature, entropy, chunk)
     parts = [  # an adapter on the head, a quantised head: slower, but any module will do
         checkpoint(_of_hidden, head, h, t, temperature, entropy, use_reentrant=False)
-        for h, t in zip(hidden.split(chunk), batch.target.split(chunk), strict=True)
+        for h, t in zip(hidden.split(chunk), target.split(chunk), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None

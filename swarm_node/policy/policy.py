@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_node.config import PolicyConfig
-from swarm_node.errors import SnapshotError, UserError
+from swarm_node.errors import Interrupted, SnapshotError, UserError
 from swarm_node.policy import decode_transformers
 from swarm_node.policy.decode import Decoder
+from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.memory import is_out_of_memory
 from swarm_node.policy.sampling import uniforms
 from swarm_node.types import Rollout, Sampling
@@ -75,6 +76,16 @@ class Policy:
     @property
     def max_positions(self) -> int:
         return getattr(self.base.config, "max_position_embeddings", None) or 2**31
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the embedding has a row for."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Of a hidden state."""
+        return self.model.get_input_embeddings().weight.shape[1]
 
     def num_parameters(self, trainable: bool = False) -> int:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad or not trainable)
@@ -146,7 +157,7 @@ class Policy:
         """Whether this policy could have sampled these very ids for `text`, so that they can be trained on as they
         are."""
         body = token_ids[:-1] if finished else token_ids
-        known = range(min(len(self.tokenizer), self.base.get_input_embeddings().weight.shape[0]))
+        known = range(min(len(self.tokenizer), self.vocabulary))
         return (
             (not finished or token_ids[-1:] in ([eos] for eos in self._eos))
             and all(i in known for i in token_ids)
@@ -196,6 +207,31 @@ class Policy:
             samples = decode_transformers.generate(self.model, prompts, n, sampling, uniform, eos, self.pad_id)
         rollouts = [Rollout(ids, logprobs, done, text=self.decode(ids)) for ids, logprobs, done in samples]
         return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+
+    # ----------------------------------------------------------------- log-probabilities
+
+    def passes(
+        self, batches: Iterable[TokenBatch], temperature: float, entropy: bool = False, reference: bool = False
+    ) -> Iterator[tuple[TokenBatch, Tensor, Tensor | None]]:
+        """(batch, log-probabilities [N] of its targets, entropies [N] or `None`) of each batch, in order.
+
+        With a gradient if grad mode is on now, unless they are of the `reference`. What is made of log-probabilities
+        must go `backward()` before the next are asked for: later there may be nothing to go back through.
+        """
+        return self._passes(batches, temperature, entropy, reference, torch.is_grad_enabled() and not reference)
+
+    def _passes(
+        self, batches: Iterable[TokenBatch], temperature: float, entropy: bool, reference: bool, gradient: bool
+    ) -> Iterator[tuple[TokenBatch, Tensor, Tensor | None]]:
+        for batch in batches:
+            with torch.set_grad_enabled(gradient), self.reference() if reference else nullcontext(self.model) as model:
+                logprobs, entropies = token_logprobs(model, batch, temperature, entropy, not self.split_head)
+            yield batch, logprobs, entropies
+
+    def again(self, interrupted: Interrupted) -> None:
+        """Put right what `passes` or an update was interrupted by, so that it can be done again; raises `interrupted`
+        if that cannot be. A policy in one process is not interrupted."""
+        raise interrupted
 
     # ----------------------------------------------------------------- weights
 
@@ -248,15 +284,27 @@ def digest(model: nn.Module, adapters: bool, exact: bool = False) -> str:
     Unless they are to be `exact`, values are rounded to bfloat16 first, so that loading in float32 or bfloat16 makes no
     difference. Cheap enough for every start; it tells models apart, it does not authenticate them.
     """
-    fingerprint = hashlib.sha256()
-    for name, p in model.named_parameters():
+    return digest_of(lines(model.named_parameters(), adapters, exact))
+
+
+def lines(named: Iterable[tuple[str, Tensor]], adapters: bool, exact: bool = False) -> dict[str, str]:
+    """What `digest` is made of: a hash for each tensor, by its name in the model without an adapter around it. Those of
+    all the parts of a model, put together, are those of the whole."""
+    hashes = {}
+    for name, tensor in named:
         if ".lora_" in name and not adapters:
             continue
-        name = name.replace(".base_layer", "")
-        values = some_of(p)
-        fingerprint.update(f"{name} {tuple(p.shape)}".encode())
-        fingerprint.update((values if exact else values.bfloat16()).float().cpu().numpy().tobytes())
-    return fingerprint.hexdigest()
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        values = some_of(tensor)
+        line = hashlib.sha256(f"{name} {tuple(tensor.shape)}".encode())
+        line.update((values if exact else values.bfloat16()).float().cpu().numpy().tobytes())
+        hashes[name] = line.hexdigest()
+    return hashes
+
+
+def digest_of(hashes: Mapping[str, str]) -> str:
+    """The digest of a model with these `lines`, in whatever order they come."""
+    return hashlib.sha256("\n".join(f"{name} {line}" for name, line in sorted(hashes.items())).encode()).hexdigest()
 
 
 def some_of(tensor: Tensor) -> Tensor:

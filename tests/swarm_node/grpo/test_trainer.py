@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.grpo.batch import Row
+from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer, default_learning_rate
 from swarm_node.policy.logprobs import token_logprobs
 from swarm_node.types import Group, Sampling
@@ -328,11 +329,11 @@ class Cramped(TinyPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.passes: list[int] = []
+        self.sizes: list[int] = []
 
         def allocate(_, args, kwargs) -> None:
-            self.passes.append(kwargs["input_ids"].numel())
-            if self.passes[-1] > self.most:
+            self.sizes.append(kwargs["input_ids"].numel())
+            if self.sizes[-1] > self.most:
                 raise self.error(self.message)
 
         self.model.model.register_forward_pre_hook(allocate, with_kwargs=True)
@@ -375,9 +376,9 @@ def test_memory_that_runs_out_is_adapted_to(most, said, error, message):
         torch.testing.assert_close(gradients[name], expected[name], atol=1e-5, rtol=1e-4)
     assert policy.version == 1
 
-    policy.passes.clear()
+    policy.sizes.clear()
     trainer.step(cramped_groups())
-    assert max(policy.passes) <= most and len(lines) == len(said)  # it stays adapted
+    assert max(policy.sizes) <= most and len(lines) == len(said)  # it stays adapted
 
 
 def test_memory_may_run_out_in_a_later_microbatch():
@@ -388,12 +389,12 @@ def test_memory_may_run_out_in_a_later_microbatch():
     gradients, lines = watch_gradients(policy), []
 
     def fail_once(*_) -> None:
-        if len(policy.passes) == 2 and not lines:
+        if len(policy.sizes) == 2 and not lines:
             raise torch.OutOfMemoryError
 
     policy.model.model.layers[1].register_forward_pre_hook(fail_once)
     Trainer(policy, GrpoConfig(microbatch_tokens=42), SAMPLING, lines.append).step(cramped_groups())
-    assert len(lines) == 1 and policy.passes == [42, 42, 21, 21, 21, 21]
+    assert len(lines) == 1 and policy.sizes == [42, 42, 21, 21, 21, 21]
     for name in expected:
         torch.testing.assert_close(gradients[name], expected[name], atol=1e-5, rtol=1e-4)
 
@@ -433,6 +434,65 @@ def test_memory_that_runs_out_while_judging_is_said_once():
     policy.error, policy.message = RuntimeError, "something else"
     with pytest.raises(RuntimeError, match="something else"):
         trainer.unlikelihood(cramped_groups())
+
+
+class Elsewhere(TinyPolicy):
+    """A policy whose passes are computed ahead of who asks for them, and whose gradient is brought back afterwards."""
+
+    def passes(self, batches, temperature, entropy=False, reference=False):
+        gradient = torch.is_grad_enabled() and not reference
+        done = list(super().passes(batches, temperature, entropy, reference))
+        assert len(done) > 1
+        for b, logprobs, entropies in done:
+            assert logprobs.requires_grad == gradient
+            leaf = logprobs.detach().requires_grad_(gradient)
+            yield b, leaf, entropies
+            if gradient:
+                logprobs.backward(leaf.grad)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_log_probabilities_may_come_from_elsewhere(beta):
+    config = GrpoConfig(beta=beta, iterations=2, microbatch_tokens=9, learning_rate=1e-3)
+    here, elsewhere = TinyPolicy(make()), Elsewhere(make())
+    trainers = [Trainer(policy, config, SAMPLING) for policy in (here, elsewhere)]
+    for _ in range(2):
+        expected, actual = (trainer.step(some_groups()) for trainer in trainers)
+        del expected["perf/trained_tok_s"], actual["perf/trained_tok_s"]
+        assert actual == expected
+    assert trainers[0].unlikelihood(cramped_groups()) == trainers[1].unlikelihood(cramped_groups())
+    for ours, theirs in zip(here.model.parameters(), elsewhere.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(here.model.lm_head.weight, here.start.lm_head.weight)
+
+
+def test_a_gradient_is_wanted_if_it_was_when_passes_were_asked_for():
+    policy = TinyPolicy(make())
+    batches = [batch([Row(g.prompt_ids, [r.token_ids for r in g.rollouts], 0)], packing=True) for g in some_groups()]
+    with torch.no_grad():
+        without = policy.passes(batches, 0.7, entropy=True)
+    reference = policy.passes(batches, 0.7, reference=True)
+    wanted = policy.passes(batches, 0.7)
+    for b in batches:
+        asked, logprobs, entropies = next(without)
+        assert asked is b and not logprobs.requires_grad and torch.is_grad_enabled()
+        assert entropies is not None and len(entropies) == len(b.target) == len(logprobs)
+        assert not next(reference)[1].requires_grad
+        with torch.no_grad():
+            asked, same, entropies = next(wanted)
+            assert same.requires_grad and not torch.is_grad_enabled() and entropies is None
+        assert torch.equal(same.detach(), logprobs)
+        same.sum().backward()
+    with pytest.raises(StopIteration):
+        next(wanted)
+
+
+def test_the_optimiser_may_be_brought_along():
+    policy = TinyPolicy(make())
+    optimizer = Optimizer(policy.model.named_parameters(), GrpoConfig(), 3e-3)
+    trainer = Trainer(policy, GrpoConfig(learning_rate=1.0), SAMPLING, optimizer=optimizer)
+    assert trainer.step(some_groups())["learning_rate"] == 3e-3
+    assert trainer.optimizer is optimizer and optimizer.updates == 1
 
 
 class Stuck(TinyPolicy):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from protocol.messages import TaskName
+from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Rollout, Task
 
 VOCABULARY = 64
@@ -51,8 +52,14 @@ class TinyPolicy:
     pad_id: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    vocabulary, width = Policy.vocabulary, Policy.width
+    passes, _passes = Policy.passes, Policy._passes
+
     def __post_init__(self) -> None:
         self.start = copy.deepcopy(self.model).requires_grad_(False)
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        return {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from swarm_node.policy import decode_transformers
-from swarm_node.policy.decode import Decoder
+from swarm_node.policy import decode, decode_transformers
+from swarm_node.policy.decode import Decoder, Rows, Slice
+from swarm_node.policy.decode_transformers import ModelSlice
 from swarm_node.policy.sampling import sample, uniforms
 from swarm_node.types import Sampling
 from tests.swarm_node.policy.models import make
 
 PROMPTS = [[5, 9, 200, 31], [7], [40, 41, 42, 43, 44, 45, 46, 47, 300], [17, 18]]
 EOS = torch.arange(2, 384, 30)
+OFTEN = torch.arange(2, 384, 8)
+"""So many that rows end, and are moved, all the time."""
 NATIVE = ["llama", "llama_bias", "qwen2", "qwen3", "mistral"]
 
 
@@ -88,6 +93,103 @@ def test_the_adapter_is_part_of_what_is_sampled(fused_bytes, monkeypatch):
     for i, (tokens, logprobs, _) in enumerate(samples):
         expected = full_logprobs(model, PROMPTS[i // 2], tokens, Sampling(10))
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+
+
+def backbone_of(model, layer):
+    """A backbone of this layer alone, without its final norm."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[layer : layer + 1]
+    backbone = type(model)(config).eval().get_decoder()
+    backbone.layers[0].load_state_dict(model.get_decoder().layers[layer].state_dict())
+    setattr(backbone, "final_layer_norm" if hasattr(backbone, "final_layer_norm") else "norm", torch.nn.Identity())
+    return backbone
+
+
+@torch.inference_mode()
+def generate_in_slices(slices, embed, head, prompts, n, sampling, uniform, eos):
+    """What `Decoder.generate` does, over several slices; the samples, and how often rows were moved."""
+    lengths, limit = [len(p) for p in prompts], sampling.max_new_tokens
+    caches = [part.cache(lengths, n, limit) for part in slices]
+    rows, moves = Rows(len(prompts), n, limit, torch.device("cpu")), 0
+    x = embed(decode.padded(prompts))
+    for cache in caches:
+        x = cache.prefill(x)
+        assert x.isfinite().all()
+    x = decode.last_of(x, lengths).repeat_interleave(n, 0)
+    for step in range(limit):
+        token, logprob = sample(head(x), uniform[rows.origin.flatten(), step], sampling)
+        if rows.record(step, token, logprob, eos):
+            if not rows.live.any():
+                break
+            width = rows.live.shape[1]
+            kept = rows.compact()
+            if kept is not None:
+                moves += 1
+                token = decode.picked(token, width, *kept)
+                for cache in caches:
+                    cache.pick(*kept)
+        if step < limit - 1:
+            x = embed(token)
+            for cache in caches:
+                x = cache.forward(x, step)
+    return rows.samples(), moves
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("kind", NATIVE)
+def test_layers_in_two_places_make_the_very_same_samples(kind, fuse, monkeypatch):
+    monkeypatch.setattr("swarm_node.policy.decode.FUSED_COPY_BYTES", 2**40 if fuse else 0)
+    model, sampling = make(kind), Sampling(20)
+    uniform = uniforms([1, 2, 3, 4], 5, 20)
+    whole = Decoder(model)
+    slices = [Slice(backbone_of(model, i), fuse) for i in range(2)]
+    head = decode.head_of(model.model.norm, model.lm_head, fuse)
+    samples, moves = generate_in_slices(slices, whole.embed, head, PROMPTS, 5, sampling, uniform, OFTEN)
+    assert moves > 1
+    assert samples == whole.generate(PROMPTS, 5, sampling, uniform, OFTEN)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "qwen3", "mistral_window"])
+def test_slices_of_any_architecture_make_the_samples_of_the_model(kind):
+    model, sampling = make(kind), Sampling(16, temperature=0.9)
+    backbone = model.get_decoder()
+    uniform = uniforms([1, 2, 3, 4], 5, 16)
+    norm, head = getattr(backbone, "final_layer_norm", None) or backbone.norm, model.get_output_embeddings()
+    slices = [ModelSlice(backbone_of(model, i)) for i in range(2)]
+    embed = model.get_input_embeddings()
+    ours, moves = generate_in_slices(slices, embed, lambda x: head(norm(x)), PROMPTS, 5, sampling, uniform, OFTEN)
+    assert moves > 1
+    theirs = decode_transformers.generate(model, PROMPTS, 5, sampling, uniform, OFTEN, pad_id=0)
+    assert [(s[0], s[2]) for s in ours] == [(s[0], s[2]) for s in theirs]
+    for (_, our_logprobs, _), (_, their_logprobs, _) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(our_logprobs), torch.tensor(their_logprobs), atol=1e-4, rtol=0)
+
+
+def test_rows_that_end_leave_the_grid():
+    """Two prompts, three samples each; token 9 ends one. Worked out by hand."""
+    rows, eos = Rows(2, 3, 4, torch.device("cpu")), torch.tensor([9])
+    number = torch.arange(6.0)
+    assert not rows.record(0, torch.tensor([1, 2, 3, 4, 5, 6]), -number, eos)
+    assert rows.record(1, torch.tensor([9, 2, 3, 4, 5, 6]), -number, eos)
+    assert rows.compact() is None  # the widest prompt still has all of its samples
+    token = torch.tensor([7, 2, 3, 9, 5, 6])
+    assert rows.record(2, token, -number, eos)
+    alive, column = rows.compact()
+    assert alive.tolist() == [0, 1] and column.tolist() == [[1, 2], [1, 2]]
+    assert decode.picked(token, 3, alive, column).tolist() == [2, 3, 5, 6]
+    assert rows.origin.tolist() == [[1, 2], [4, 5]] and rows.live.all()
+    assert rows.record(3, torch.tensor([9, 9, 5, 6]), torch.full((4,), -8.0), eos)
+    assert rows.compact()[0].tolist() == [1] and rows.origin.tolist() == [[4, 5]]
+    assert rows.samples() == [
+        ([1, 9], [0.0, 0.0], True),
+        ([2, 2, 2, 9], [-1.0, -1.0, -1.0, -8.0], True),
+        ([3, 3, 3, 9], [-2.0, -2.0, -2.0, -8.0], True),
+        ([4, 4, 9], [-3.0, -3.0, -3.0], True),
+        ([5, 5, 5, 5], [-4.0, -4.0, -4.0, -8.0], False),
+        ([6, 6, 6, 6], [-5.0, -5.0, -5.0, -8.0], False),
+    ]
 
 
 def test_draws_follow_the_distribution():

@@ -1,0 +1,280 @@
+"""What the peers of a crew say to each other about who holds which stage.
+
+    anybody -> anybody     Hello: this is who I am            Answer: that is the lead, go there    Refusal
+    member  -> lead        Report, Ready, Unable, Broken, Load
+    lead    -> member      Plan: who holds what from now on   Whole: all of them do                 Probe, Progress
+
+The lead is whoever holds stage 0. These travel on the channel to it (`CREW_METHOD`), as bodies behind the head
+`CONTROL`; what stages say to each other (`protocol.pipeline`) goes over it too, and over channels between neighbours
+(`STAGE_METHOD`). A channel's ends are authenticated by their peer ids, so nothing is signed. Other versions may have
+other records: a `Hello` says which it is of, and nothing else is said before one was taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.codec import SPOKEN
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.limits import MAX_STAGES
+from protocol.messages import Count, CrewName, Hash16, Hash64, LayerNumber, StageNumber, Time
+from protocol.tensors import PeerId
+
+CREW_METHOD = "crew"
+"""Channel of a member to whom it takes for the lead."""
+STAGE_METHOD = "stage"
+"""Channel between two peers that hold neighbouring stages, neither of which leads."""
+CONTROL = b"\xc1"
+"""Head of a message with one of these records: msgpack never begins with it, so the heads of others do not."""
+
+MAX_CONTROL_BYTES: Final = 256 * 1024
+"""A record: a plan of `MAX_STAGES` stages with three sources each takes a third of it."""
+MAX_MEMBERS: Final = 64
+"""Peers without a stage that a plan lists: a crew needs a few."""
+MAX_KEPT: Final = 64
+"""Snapshots that are told of."""
+MAX_SOURCES: Final = 8
+"""Ways to come by one stage: there are eight kinds."""
+MAX_REASON_CHARS: Final = 200
+"""A sentence for people."""
+
+Layers = tuple[LayerNumber, LayerNumber]
+"""First layer of a stage, and the one behind its last."""
+Spans = Annotated[tuple[Layers, ...], Meta(max_length=MAX_STAGES)]
+"""Of each stage."""
+Line = Annotated[str, Meta(max_length=MAX_REASON_CHARS, pattern=r"^[ -~]*\Z")]
+Somebody = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")]
+"""A peer id; empty = nobody."""
+Way = Literal["live", "replica", "cohort", "mean", "copy", "snapshot", "base"]
+"""How a stage's weights are come by: from whoever holds it and hands it over | from the copy that a neighbour keeps |
+from another crew | as the mean of the neighbours (CheckFree) | as a copy of the neighbour that learned its work
+(CheckFree+) | from a file | anew from the base model."""
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Weights of a stage, somewhere."""
+
+    stage: StageNumber
+    updates: Count
+    """Optimiser updates behind them."""
+
+
+class Holding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a peer has of its crew's policy."""
+
+    live: Annotated[tuple[Kept, ...], Meta(max_length=MAX_STAGES)] = ()
+    """Stages in memory, as they were last trained."""
+    replicas: Annotated[tuple[Kept, ...], Meta(max_length=MAX_STAGES)] = ()
+    """Copies of neighbours' stages."""
+    snapshots: Annotated[tuple[Kept, ...], Meta(max_length=MAX_KEPT)] = ()
+    """Files, newest first."""
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """One way to come by a stage's weights."""
+
+    way: Way
+    peers: Annotated[tuple[PeerId, ...], Meta(max_length=2)] = ()
+    """From whom; for `mean`, from those who hold `stages`, in that order."""
+    stages: Annotated[tuple[StageNumber, ...], Meta(max_length=2)] = ()
+    """Which stages it is made of, if not of itself."""
+    updates: Count = 0
+    """Behind what is had so, as far as is known."""
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """A stage in a plan."""
+
+    peer: PeerId
+    layers: Layers
+    sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_SOURCES)] = ()
+    """How its holder comes by it: the first that works. None: it has it."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
+    """First word of whoever opens a channel; and of two leads to each other."""
+
+    protocol: Count
+    swarm: Hash64
+    crew: CrewName
+    architecture: Hash16
+    """Equal for those who hold stages of one policy."""
+    stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
+    wanted: StageNumber | None = None
+    """Stage it would like to hold."""
+    leads: bool = False
+    """It holds stage 0, and wants to know who gives way."""
+    term: Count = 0
+    """Of the last plan it went by; of a lead, the last in which its crew was whole."""
+    updates: Count = 0
+    started: Time = 0.0
+    holding: Holding = Holding()
+    spans: Spans = ()
+    """What its stages are, if it holds anything."""
+    capacity: Count = 0
+    """Bytes that it can hold; 0 = it does not know."""
+
+
+class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
+    """Whom the sender takes for the lead: itself, somebody else, or nobody yet."""
+
+    lead: Somebody
+    term: Count = 0
+    may_lead: bool = True
+    """If it is nobody yet: the sender may become it."""
+
+
+class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
+    """The sender will have nothing to do with the receiver, who then closes the channel."""
+
+    reason: Annotated[str, Meta(max_length=32, pattern=r"^[a-z]+\Z")]
+    detail: Line = ""
+
+
+class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
+    """Who holds what from now on. What is under way of an earlier plan is void."""
+
+    term: Count
+    """Counts leads."""
+    number: Count
+    """Counts plans."""
+    seats: Annotated[tuple[Seat, ...], Meta(min_length=1, max_length=MAX_STAGES)]
+    """By stage; whoever has the first is the lead."""
+    spares: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    """Members without a stage, first in line first. They may change without a new plan."""
+
+    @property
+    def lead(self) -> str:
+        return self.seats[0].peer
+
+    @property
+    def mark(self) -> int:
+        """What messages between stages name it by: no two plans share it, whoever made them."""
+        name = f"{self.lead}/{self.term}/{self.number}".encode()
+        return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 11
+
+    @property
+    def spans(self) -> tuple[Layers, ...]:
+        return tuple(seat.layers for seat in self.seats)
+
+    def held_by(self, peer: str) -> tuple[int, ...]:
+        """Stages of a peer."""
+        return tuple(stage for stage, seat in enumerate(self.seats) if seat.peer == peer)
+
+
+class Ready(msgspec.Struct, frozen=True, tag_field="kind", tag="ready"):
+    """A stage is held."""
+
+    plan: Count
+    """Mark of the plan it was in."""
+    stage: StageNumber
+    updates: Count
+    source: Source | None = None
+    """How it was come by; `None` = it was there."""
+
+
+class Unable(msgspec.Struct, frozen=True, tag_field="kind", tag="unable"):
+    """A stage cannot be held."""
+
+    plan: Count
+    stage: StageNumber
+    why: Line
+
+
+class Broken(msgspec.Struct, frozen=True, tag_field="kind", tag="broken"):
+    """The channel to a neighbour ended; messages may be lost."""
+
+    plan: Count
+    peer: PeerId
+    why: Line
+    refused: bool = False
+    """Because the neighbour said what nobody takes."""
+
+
+class Report(msgspec.Struct, frozen=True, tag_field="kind", tag="report"):
+    """What the sender holds has changed."""
+
+    holding: Holding
+
+
+class Probe(msgspec.Struct, frozen=True, tag_field="kind", tag="probe"):
+    """How long has a message been waiting for you?"""
+
+    plan: Count
+
+
+class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
+    """Answer to it."""
+
+    plan: Count
+    held_s: Annotated[float, Meta(ge=0, lt=2**40)]
+    """The oldest message that is not dealt with; 0 = none."""
+
+
+class Whole(msgspec.Struct, frozen=True, tag_field="kind", tag="whole"):
+    """Every stage of the plan is held: what was kept for others can be let go."""
+
+    plan: Count
+
+
+class Progress(msgspec.Struct, frozen=True, tag_field="kind", tag="progress"):
+    """How far the run is: whoever leads next goes on from there."""
+
+    round: Count
+    reward: Annotated[float, Meta(ge=-1e12, le=1e12)]
+    """Mean over the last rounds."""
+    over: bool = False
+    """All rounds are done: no other lead is needed."""
+
+
+Record = Hello | Answer | Refusal | Plan | Ready | Unable | Broken | Report | Probe | Load | Whole | Progress
+
+
+class _Header(msgspec.Struct):
+    """What decides whether the rest can be understood."""
+
+    kind: str
+    protocol: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+_decoder = msgspec.msgpack.Decoder(Record)
+
+
+def seal_record(record: Record) -> bytes:
+    """Body of a message whose head is `CONTROL`. Raises LocalProtocolError for what no peer would take."""
+    data = _encoder.encode(record)
+    try:
+        open_record(data)
+    except RemoteProtocolError as error:
+        raise LocalProtocolError(f"a {type(record).__name__} that cannot be sent: {error}") from error
+    return data
+
+
+def open_record(data: bytes | bytearray) -> Record:
+    """Raises RemoteProtocolError: size, schema, version, and plan for one whose stages are not all the layers."""
+    if len(data) > MAX_CONTROL_BYTES:
+        raise RemoteProtocolError("size", f"a record of {len(data)} bytes, allowed are {MAX_CONTROL_BYTES}")
+    try:
+        header = _header_decoder.decode(data)
+        if header.kind == "hello" and header.protocol not in SPOKEN:
+            raise RemoteProtocolError("version", f"protocol {header.protocol}, this node speaks {sorted(SPOKEN)}")
+        record: Record = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError("schema", str(error)) from error
+    if isinstance(record, Plan):
+        check_spans(record.spans)
+    return record
+
+
+def check_spans(spans: tuple[Layers, ...]) -> None:
+    """Raises RemoteProtocolError `plan` unless each begins, from layer 0, where the one before ends, and none is
+    empty."""
+    ends = (0, *(end for _, end in spans))
+    if any(first != before or end <= first for before, (first, end) in zip(ends, spans, strict=False)):
+        raise RemoteProtocolError("plan", f"layers {spans}")

@@ -1,0 +1,286 @@
+"""What the stages of a policy say to each other: heads of the messages on their channels.
+
+    message = head (msgpack: `Envelope`) | body (its parts one behind the other)
+
+The lead holds stage 0 and drives everything; a *turn* is one pass over microbatches or one generation, numbered by it;
+what belongs to an earlier one is dropped. A channel's ends are authenticated by their peer ids, so heads are not
+signed; `plan` is the number of the crew's plan of who holds what, which both ends must go by. What a head may hold
+besides, and which parts belong to it, `swarm_node.stages.wire` judges before the body is read.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.codec import SPOKEN
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.limits import MAX_HEAD_BYTES, MAX_STAGES, MAX_TOKENS
+from protocol.messages import Count, StageNumber
+
+MAX_MICROBATCHES: Final = 4096
+"""Microbatches of a pass: 16 million tokens at 4096 each."""
+MAX_SAMPLES: Final = 4096
+"""Samples of a prompt."""
+BLOCK: Final = 64
+"""Values that share a scale in int8."""
+ALIGNMENT: Final = 4
+"""Each part of a body begins at a multiple of so many bytes."""
+
+Codec = Literal["float32", "bfloat16", "int8"]
+"""How activations and gradients travel: 32, 16 or 8.25 bits a value."""
+Microbatch = Annotated[int, Meta(ge=0, lt=MAX_MICROBATCHES)]
+Temperature = Annotated[float, Meta(gt=0, le=100)]
+Dimension = Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class Forward(msgspec.Struct, frozen=True, tag="forward"):
+    """Compute a microbatch's next place: token ids [R, T] at the first, hidden states [R, T, H] at others."""
+
+    turn: Count
+    total: Count
+    """Number of the sum that its gradient is to be added to: a stage begins each from zero. 0 = no gradient."""
+    microbatch: Microbatch
+    microbatches: Annotated[int, Meta(ge=1, le=MAX_MICROBATCHES)]
+    """Of the turn; with `swapped` it decides the schedule."""
+    place: Annotated[int, Meta(ge=0, lt=MAX_STAGES + 2)]
+    """Which place of its route."""
+    temperature: Temperature
+    entropy: bool = False
+    """Entropies are wanted too."""
+    reference: bool = False
+    """As the policy was before training."""
+    swapped: bool = False
+    """Odd microbatches take another order of stages (CheckFree+)."""
+    packed: bool = False
+    """Positions and a mask come along."""
+
+
+class Backward(msgspec.Struct, frozen=True, tag="backward"):
+    """Gradient [R, T, H] of the loss with respect to what a place of the route gave."""
+
+    turn: Count
+    microbatch: Microbatch
+    place: Annotated[int, Meta(ge=0, lt=MAX_STAGES + 2)]
+
+
+class Logprobs(msgspec.Struct, frozen=True, tag="logprobs"):
+    """To the lead: log-probabilities [N] of a microbatch's targets, and entropies [N] if wanted."""
+
+    turn: Count
+    microbatch: Microbatch
+    entropy: bool = False
+
+
+class LossGradient(msgspec.Struct, frozen=True, tag="loss"):
+    """From the lead: gradient [N] of the loss with respect to these log-probabilities."""
+
+    turn: Count
+    microbatch: Microbatch
+
+
+class Squares(msgspec.Struct, frozen=True, tag="squares"):
+    """From the lead, after the last microbatch: how long is the gradient?"""
+
+    total: Count
+
+
+class TiedGradient(msgspec.Struct, frozen=True, tag="tied"):
+    """Between the first and the last stage: own gradient [V, H] of the matrix that both hold."""
+
+    total: Count
+
+
+class Squared(msgspec.Struct, frozen=True, tag="squared"):
+    """To the lead: sum of the squares of a stage's gradient."""
+
+    total: Count
+    stage: StageNumber
+    squares: Annotated[float, Meta(ge=0, le=1e300)] | None
+    """`None` = not finite."""
+
+
+class Apply(msgspec.Struct, frozen=True, tag="apply"):
+    """From the lead: update with the gradient times `scale`, unless update number `update` has been made."""
+
+    update: Count
+    scale: Annotated[float, Meta(ge=0, le=1)]
+    rate: Annotated[float, Meta(ge=0, le=1e3)]
+
+
+class Skip(msgspec.Struct, frozen=True, tag="skip"):
+    """From the lead, to a stage that was rebuilt while others made update number `update`: go without it."""
+
+    update: Count
+
+
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """From the lead, to the first or the last stage: give the other the matrix that both hold."""
+
+
+class TiedMatrix(msgspec.Struct, frozen=True, tag="matrix"):
+    """Between the first and the last stage: the matrix [V, H] that both hold; both forget its moments."""
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """From the lead: how far are you?"""
+
+
+class State(msgspec.Struct, frozen=True, tag="state"):
+    """To the lead: how far a stage is."""
+
+    stage: StageNumber
+    updates: Count
+    omega: Annotated[float, Meta(ge=0, le=1e300)]
+    """Norm, before clipping, of its layers' gradient in the last update."""
+
+
+class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
+    """Begin to sample: prompts' token ids [P, T] or hidden states [P, T, H], their lengths [P], uniform numbers
+    [P * n] for the first tokens."""
+
+    turn: Count
+    wave: StageNumber
+    """Which of the turn's groups of prompts, which follow each other through the stages."""
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
+    """Samples a prompt."""
+    limit: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    """Most tokens a sample."""
+    temperature: Temperature
+    top_p: Annotated[float, Meta(gt=0, le=1)]
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Compute one token of each sample: ids [W] or hidden states [W, H], and uniform numbers [W] for the next."""
+
+    turn: Count
+    wave: StageNumber
+    step: Annotated[int, Meta(ge=0, lt=MAX_TOKENS)]
+    """Number of the tokens that are appended."""
+    picked: bool = False
+    """First keep only some rows: prompts [P] and columns [P, G] come along."""
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """To the lead: next tokens [W] and their log-probabilities [W]."""
+
+    turn: Count
+    wave: StageNumber
+    step: Annotated[int, Meta(ge=0, lt=MAX_TOKENS)]
+    """Number of these tokens."""
+
+
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    """From the lead: forget what is under way of this turn and earlier ones."""
+
+    turn: Count
+
+
+class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
+    """To the lead: this turn cannot go on."""
+
+    turn: Count
+    stage: StageNumber
+    what: Literal["memory"]
+
+
+Head = (
+    Forward
+    | Backward
+    | Logprobs
+    | LossGradient
+    | Squares
+    | TiedGradient
+    | Squared
+    | Apply
+    | Skip
+    | Share
+    | TiedMatrix
+    | Ask
+    | State
+    | Prefill
+    | Step
+    | Tokens
+    | Reset
+    | Trouble
+)
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of the body."""
+
+    coding: Literal["float32", "bfloat16", "int8", "int32", "bits"]
+    """Little-endian; int8 = blocks of 64 values: bfloat16 scales of all, then codes of all; bits = eight booleans a
+    byte, the first highest."""
+    shape: Annotated[tuple[Dimension, ...], Meta(max_length=4)]
+
+    @property
+    def values(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes, with those that fill up to the next part."""
+        blocks = -(-self.values // BLOCK)
+        size = {
+            "float32": 4 * self.values,
+            "bfloat16": 2 * self.values,
+            "int8": (2 + BLOCK) * blocks,
+            "int32": 4 * self.values,
+            "bits": -(-self.values // 8),
+        }[self.coding]
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """What precedes the body."""
+
+    protocol: Count
+    plan: Count
+    """Number of the crew's plan that the sender goes by."""
+    stage: Annotated[int, Meta(ge=-1, lt=MAX_STAGES)]
+    """To whom: a stage, or -1 for the lead's loop."""
+    head: Head
+    parts: Annotated[tuple[Part, ...], Meta(max_length=6)] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body."""
+        return sum(part.size for part in self.parts)
+
+
+class _Header(msgspec.Struct):
+    """What every version begins with."""
+
+    protocol: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def seal_envelope(envelope: Envelope) -> bytes:
+    """Raises LocalProtocolError for what no peer would take."""
+    data = _encoder.encode(envelope)
+    try:
+        open_envelope(data)
+    except RemoteProtocolError as error:
+        raise LocalProtocolError(f"a {type(envelope.head).__name__} that cannot be sent: {error}") from error
+    return data
+
+
+def open_envelope(data: bytes) -> Envelope:
+    """Raises RemoteProtocolError: size, schema, version."""
+    if len(data) > MAX_HEAD_BYTES:
+        raise RemoteProtocolError("size", f"head of {len(data)} bytes, allowed are {MAX_HEAD_BYTES}")
+    try:
+        version = _header_decoder.decode(data).protocol
+        if version not in SPOKEN:  # other versions may have other fields
+            raise RemoteProtocolError("version", f"protocol {version}, this node speaks {sorted(SPOKEN)}")
+        return _envelope_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError("schema", str(error)) from error

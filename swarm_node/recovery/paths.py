@@ -1,0 +1,163 @@
+"""Which way a lost stage is rebuilt: those that there are, best first.
+
+    1  live       whoever still has it in memory hands it over                         exact
+       replica    a neighbour's copy of it, not more than a round old
+    2  cohort     the same stage of another crew                                        as good, but another's
+    3  mean       of the two neighbours, weighted with the norms of their gradients     CheckFree (arXiv 2506.15461)
+       copy       of the neighbour that learned its work, at the ends                   CheckFree+
+    4  snapshot   the newest file; or a copy in memory that is older than a round
+    5  base       the model that all began with
+
+Pure. What a peer has is what it said last (`protocol.crew.Holding`); a way may turn out to be closed, then the next is
+tried. Before the first update the base model is all there is to lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from protocol.crew import Holding, Kept, Layers, Source
+from protocol.messages import PeerCard
+
+PLUS_STAGES = 4
+"""CheckFree+ copies the ends from this many stages on: with fewer, a neighbour's copy is kept instead."""
+
+
+def sources(
+    stage: int,
+    spans: tuple[Layers, ...],
+    holdings: Mapping[str, Holding],
+    updates: int,
+    *,
+    others: Callable[[int], Mapping[str, int]] = lambda stage: {},
+    plus: bool = False,
+    fresh: int = 1,
+) -> list[Source]:
+    """Ways to come by `stage`, best first.
+
+    spans     layers of each stage: only stages with equally many can stand in for each other
+    holdings  what each living peer of the crew has
+    updates   that the crew has made
+    others    stage -> peers of other crews that hold just that stage -> their updates
+    plus      odd microbatches go through the first two and the last two stages in swapped order
+    fresh     updates of a round: a replica that is not more behind is as good as the stage
+    """
+    live = _of(stage, {peer: holding.live for peer, holding in holdings.items()})
+    replicas = _of(stage, {peer: holding.replicas for peer, holding in holdings.items()})
+    found = [Source("live", (peer,), updates=n) for peer, n in live]
+    base = Source("base")
+    if not updates and not any(holding.snapshots for holding in holdings.values()):
+        return [*found, base]
+    found += [Source("replica", (peer,), updates=n) for peer, n in replicas if n + fresh >= updates]
+    found += [Source("cohort", (peer,), updates=n) for peer, n in sorted(others(stage).items(), key=_newest)][:2]
+    found += _stand_ins(stage, spans, holdings, updates, plus)
+    found += _old(stage, len(spans), holdings, [(peer, n) for peer, n in replicas if n + fresh < updates])
+    return [*found[:7], base]
+
+
+def _stand_ins(
+    stage: int, spans: tuple[Layers, ...], holdings: Mapping[str, Holding], updates: int, plus: bool
+) -> list[Source]:
+    """CheckFree and CheckFree+, if the neighbours live."""
+    last = len(spans) - 1
+    if 0 < stage < last:
+        way, models = "mean", [stage - 1, stage + 1]
+    elif plus and len(spans) >= PLUS_STAGES:
+        way, models = "copy", [1 if stage == 0 else last - 1]
+    else:
+        return []
+    peers = []
+    for model in models:
+        holders = _of(model, {peer: holding.live for peer, holding in holdings.items()})
+        if not holders or _length(spans[model]) != _length(spans[stage]):
+            return []
+        peers.append(holders[0][0])
+    return [Source("mean" if way == "mean" else "copy", tuple(peers), tuple(models), updates)]
+
+
+def _old(stage: int, stages: int, holdings: Mapping[str, Holding], replicas: list[tuple[str, int]]) -> list[Source]:
+    """Snapshots and old replicas, newest first; if nobody has anything in memory, then first those snapshots that there
+    are of all stages after the same update."""
+    files = [(peer, kept) for peer, holding in holdings.items() for kept in holding.snapshots]
+    by_stage = [{kept.updates for _, kept in files if kept.stage == s} for s in range(stages)]
+    common = max(set.intersection(*by_stage), default=-1)
+    if any(holding.live for holding in holdings.values()):
+        common = -1
+    mine = {(kept.updates, peer) for peer, kept in files if kept.stage == stage}
+    found = [("snapshot", peer, n) for n, peer in mine] + [("replica", peer, n) for peer, n in replicas]
+    found.sort(key=lambda one: (one[2] != common, -one[2], one[1]))
+    return [Source("snapshot" if way == "snapshot" else "replica", (peer,), updates=n) for way, peer, n in found]
+
+
+def elsewhere(
+    members: Mapping[str, PeerCard], crew: str, architecture: str, stages: int, layers: Layers, stage: int
+) -> dict[str, int]:
+    """Peers of other crews of the same policy that hold just this stage -> updates behind it, by their cards."""
+    return {
+        peer: card.policy_version
+        for peer, card in members.items()
+        if card.crew is not None
+        and card.crew.name != crew
+        and card.crew.architecture == architecture
+        and card.crew.count == stages
+        and stage in card.crew.seats
+        and card.stages is not None
+        and (card.stages == (layers[0], layers[1] - 1) or (len(card.crew.seats) > 1 and _within(layers, card.stages)))
+    }
+
+
+def tell(stage: int, source: Source, updates: int, crew_updates: int, *, adapters: bool = False) -> str:
+    """What was done, and what is lost. `updates` are behind the stage as it is now, `crew_updates` behind the others.
+    `adapters`: only those are trained."""
+    return f"stage {stage} {_done(source, updates, adapters)}; {_lost(source, updates, crew_updates)}"
+
+
+def _done(source: Source, updates: int, adapters: bool) -> str:
+    peer = f"peer …{source.peers[0][-8:]}" if source.peers else "nobody"
+    stages = " and ".join(map(str, source.stages))
+    match source.way:
+        case "live":
+            return f"handed over by {peer}"
+        case "replica":
+            return f"rebuilt from the replica that {peer} kept"
+        case "cohort":
+            return f"taken from {peer} of another crew"
+        case "mean":
+            return f"rebuilt as the mean of stages {stages}, weighted with their gradient norms (CheckFree)"
+        case "copy":
+            return f"rebuilt as a copy of stage {stages}, which learned its work by swapped order (CheckFree+)"
+        case "snapshot":
+            return f"rebuilt from the snapshot after update {updates}"
+    return "begins with the base model" + (" and a fresh adapter" if adapters else "")
+
+
+def _lost(source: Source, updates: int, crew_updates: int) -> str:
+    match source.way:
+        case "cohort":
+            return "lost: what it learned since the two crews last averaged"
+        case "mean" | "copy":
+            return "lost: what set it apart from them, which it learns again"
+    missing = crew_updates if source.way == "base" else crew_updates - updates
+    if missing <= 0:
+        return "nothing is lost"
+    if source.way == "base":
+        return f"lost: all that it learned in {missing} update{'s' * (missing > 1)}"
+    return f"lost: its last {f'{missing} updates' if missing > 1 else 'update'}"
+
+
+def _of(stage: int, holdings: Mapping[str, Collection[Kept]]) -> list[tuple[str, int]]:
+    """Peers that have `stage`, and its updates, newest first."""
+    found = [(peer, kept.updates) for peer, all_kept in holdings.items() for kept in all_kept if kept.stage == stage]
+    return sorted(found, key=_newest)
+
+
+def _newest(item: tuple[str, int]) -> tuple[int, str]:
+    return -item[1], item[0]
+
+
+def _length(layers: Layers) -> int:
+    return layers[1] - layers[0]
+
+
+def _within(layers: Layers, shown: tuple[int, int]) -> bool:
+    return shown[0] <= layers[0] and layers[1] - 1 <= shown[1]

@@ -1,0 +1,361 @@
+"""The stages that this node holds for its crew: how each comes here, is kept, and leaves.
+
+    take(order)   own layers of the base model -> weights from the first source that has them -> Worker
+    updated()     after an update: offer a copy, renew the replica of a neighbour, sometimes write a snapshot
+    leave(stage)  forget it
+
+Sources (`recovery.paths` puts them in order): a peer that has the stage in memory, a neighbour's replica, the same
+stage of another crew, mean or copy of neighbours (CheckFree, CheckFree+), a snapshot of this node's, the base model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from protocol.crew import Holding, Kept, Plan, Source
+from protocol.errors import ProtocolError
+from swarm_node.config import NodeConfig
+from swarm_node.errors import SnapshotError
+from swarm_node.grpo.optimizer import Optimizer
+from swarm_node.grpo.trainer import SMALL
+from swarm_node.policy.decode import SUPPORTED, Slice
+from swarm_node.policy.decode_transformers import ModelSlice
+from swarm_node.policy.loading import Plan as Loading
+from swarm_node.policy.loading import lora_config, skeleton, with_adapter
+from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
+from swarm_node.recovery.snapshots import SnapshotStore
+from swarm_node.stages.cut import ADAPTED, Stage, load_stage
+from swarm_node.stages.handing import Handing, State, Wanted, layer_of
+from swarm_node.stages.leading import Spans, TakeSeat
+from swarm_node.stages.partition import Span, parts_of
+from swarm_node.stages.worker import Worker
+
+REPLICATED_BELOW = 4
+"""With fewer stages than this, a lost one has not two neighbours that could stand in for it."""
+WAIT_S = 0.1
+_NAME = re.compile(r"round-(\d+)(?:-\d+)?")
+
+
+@dataclass(frozen=True)
+class Unavailable(Exception):
+    """A source that does not have what it was said to have."""
+
+    why: str
+
+
+class Seats:
+    """Stages held here, by number: `workers`."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        loading: Loading,
+        handing: Handing,
+        folder: Path,
+        me: str,
+        stands: Callable[[TakeSeat], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        """`loading`: what the policy is and how it is loaded. `folder` is for snapshots. `stands` says whether an order
+        is still to be carried out."""
+        self.config = config
+        self.handing = handing
+        self.workers: dict[int, Worker] = {}
+        self.replicates = replicates(config, loading.lora)
+        self._loading = loading
+        self._parts = parts_of(loading.config)
+        self._shapes = shapes(config, loading)
+        self._folder = folder
+        self._me = me
+        self._stands = stands
+        self._say = say
+        self._optimizers: dict[int, Optimizer] = {}
+        self._stores: dict[int, SnapshotStore] = {}
+        self._saved: dict[int, int] = {}
+        self._spans: Spans = ()
+
+    # ----------------------------------------------------------------- what is here
+
+    @property
+    def updates(self) -> int:
+        """Behind the stage here that has most."""
+        return max((worker.updates for worker in self.workers.values()), default=0)
+
+    def optimizer(self, stage: int) -> Optimizer:
+        return self._optimizers[stage]
+
+    def holding(self) -> Holding:
+        """For the others."""
+        files = [Kept(stage, updates) for stage, updates in self._files()]
+        return Holding(
+            tuple(Kept(stage, worker.updates) for stage, worker in sorted(self.workers.items())),
+            tuple(Kept(stage, state.updates) for stage, state in sorted(self.handing.replicas.items())),
+            tuple(sorted(files, key=lambda kept: -kept.updates)[:64]),
+        )
+
+    # ----------------------------------------------------------------- coming and going
+
+    def take(self, order: TakeSeat, spans: Spans) -> tuple[int, Source] | str:
+        """Build a stage: its updates and how it was come by, or why it cannot be. `spans`: layers of all stages."""
+        self._spans = spans
+        span = Span(order.stage, len(spans), *order.layers, int(self._loading.config.num_hidden_layers))
+        stage = load_stage(self.config.policy, span, self._say)
+        worker = Worker(stage, self._new_optimizer(stage), self.config.stages.wire, self._is_native(stage))
+        if self.config.grpo.beta:
+            worker.keep_reference()
+        why = "no source was given"
+        for source in order.sources:
+            if not self._stands(order):
+                return "it is not wanted any more"
+            try:
+                self._come_by(worker, source, order)
+            except (ProtocolError, SnapshotError, Unavailable, ValueError) as error:
+                why = str(error)
+                self._say(f"{stage.span} could not be had as {source.way}: {why}")
+                continue
+            self.workers[order.stage] = worker
+            self.handing.hold(order.stage, partial(self._state, order.stage))
+            return worker.updates, source
+        self._optimizers.pop(order.stage, None)
+        return why
+
+    def leave(self, stage: int) -> None:
+        """Another peer has it now."""
+        self.workers.pop(stage, None)
+        self._optimizers.pop(stage, None)
+        self.handing.let_go(stage)
+
+    def _new_optimizer(self, stage: Stage) -> Optimizer:
+        rate = self.config.grpo.learning_rate or default_rate(self._loading, self._shapes)
+        optimizer = Optimizer(stage.named().items(), self.config.grpo, rate)
+        self._optimizers[stage.span.index] = optimizer
+        return optimizer
+
+    # ----------------------------------------------------------------- sources
+
+    def _come_by(self, worker: Worker, source: Source, order: TakeSeat) -> None:
+        """Give `worker` its weights; Unavailable, ProtocolError or SnapshotError, with nothing lost, if they are not to
+        be had so."""
+        span, mine, spans = worker.stage.span, worker.stage.named(), self._spans
+        optimizer = self._optimizers[span.index]
+        whole = Wanted(span.index, span.first, span.end, rest=True)
+        match source.way:
+            case "base":
+                return
+            case "snapshot":
+                self._from_file(worker, source)
+                return
+            case "live" | "replica" | "cohort":
+                wanted = Wanted(whole.stage, whole.first, whole.end, True, replica=source.way == "replica")
+                state = self._fetch(source.peers[0], wanted, mine, order)
+                made, updates = dict(state.tensors), state.updates
+            case "mean" | "copy":
+                states = [
+                    self._fetch(peer, Wanted(stage, *spans[stage], rest=False), self.shapes_of(stage, spans), order)
+                    for peer, stage in zip(source.peers, source.stages, strict=True)
+                ]
+                neighbours = [Neighbour(relative(state.tensors), state.omega) for state in states]
+                before, after = (neighbours[0], neighbours[-1]) if source.way == "mean" else (neighbours[0], None)
+                made = absolute(checkfree(before, after, span.end - span.first), span.first)
+                rest = [name for name in mine if layer_of(name) is None]
+                if rest:
+                    ends = Wanted(span.index, 0, 0, rest=True, replica=True)
+                    made |= self._fetch(source.peers[0], ends, mine, order).tensors
+                updates = max(state.updates for state in states)
+                optimizer.rate_scale = RATE
+        if made.keys() != mine.keys():
+            raise Unavailable(f"{len(made)} tensors of {len(mine)}")
+        with torch.no_grad():
+            for name, tensor in optimizer.weights().items():
+                tensor.copy_(made[name])
+        optimizer.publish()
+        worker.updates = optimizer.updates = updates
+
+    def _fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor], order: TakeSeat) -> State:
+        if peer == self._me:
+            return self._own(wanted, like)
+        fetch = self.handing.fetch(peer, wanted, like)
+        while True:
+            try:
+                fetch.done.result(WAIT_S)
+            except NotYet:
+                if not self._stands(order):
+                    raise Unavailable("it is not wanted any more") from None
+            else:
+                return fetch.state
+
+    def _own(self, wanted: Wanted, like: Mapping[str, Tensor]) -> State:
+        state = self.handing.replicas.get(wanted.stage) if wanted.replica else None
+        if state is None and wanted.stage in self.workers and not wanted.replica:
+            state = self._state(wanted.stage)
+        if state is None:
+            raise Unavailable(f"stage {wanted.stage} is not here")
+        inside = {
+            name: tensor
+            for name, tensor in state.tensors.items()
+            if (wanted.rest if (layer := layer_of(name)) is None else wanted.first <= layer < wanted.end)
+        }
+        return State(inside, state.updates, state.omega)
+
+    def _state(self, stage: int) -> State:
+        worker = self.workers[stage]
+        return State(self._optimizers[stage].weights(), worker.updates, worker.omega)
+
+    def shapes_of(self, stage: int, spans: Spans) -> dict[str, Tensor]:
+        """What a stage trains, without values (on the meta device)."""
+        first, end = spans[stage]
+        ends = {0} if stage == 0 else set()
+        ends |= {1} if stage == len(spans) - 1 else set()
+        return {
+            name: tensor
+            for name, tensor in self._shapes.items()
+            if (ends & self._ends_of(name) if (layer := layer_of(name)) is None else first <= layer < end)
+        }
+
+    def _ends_of(self, name: str) -> set[int]:
+        """At which ends of the policy a tensor of no layer is: 0 = first stage, 1 = last."""
+        if name.removeprefix(ADAPTED).startswith(self._parts.embedding.removesuffix(".weight")):
+            return {0, 1} if self._loading.config.tie_word_embeddings else {0}
+        return {1}
+
+    # ----------------------------------------------------------------- after an update
+
+    def updated(self, plan: Plan) -> None:
+        """Between two updates."""
+        swap, last = self.config.stages.swap, len(plan.seats) - 1
+        for stage, worker in self.workers.items():
+            if self.replicates or (swap and stage in (0, last)):
+                self.handing.offer(stage, layers=self.replicates)
+            if worker.updates - self._saved.get(stage, 0) >= self.config.snapshots.every:
+                self.save(stage)
+        for stage in kept_for(plan, self._me):
+            if self.replicates or (swap and stage in (0, last)):
+                like = self.shapes_of(stage, plan.spans)
+                if not self.replicates:
+                    like = {name: tensor for name, tensor in like.items() if layer_of(name) is None}
+                self.handing.keep(stage, plan.seats[stage].peer, like)
+
+    def save(self, stage: int) -> None:
+        """Snapshot of a stage, written in the background."""
+        worker = self.workers[stage]
+        if not worker.updates or self._saved.get(stage) == worker.updates:
+            return
+        tensors = {"policy": self._optimizers[stage].weights(), "optimizer": self._optimizers[stage].state_dict()}
+        state = {"architecture": self.handing.place[1], "span": str(worker.stage.span), "omega": worker.omega}
+        self._store(stage).save(worker.updates, tensors, state)
+        self._saved[stage] = worker.updates
+
+    def save_all(self) -> None:
+        """Snapshots of all stages here; they are on disk when it returns."""
+        for stage in self.workers:
+            self.save(stage)
+        for store in self._stores.values():
+            store.close()
+
+    def _from_file(self, worker: Worker, source: Source) -> None:
+        stage = worker.stage.span
+        if source.peers != (self._me,):
+            raise Unavailable("the snapshot is not on this machine")
+
+        def foreign(state: dict[str, object]) -> str | None:
+            known = state.get("architecture"), state.get("span")
+            return None if known == (self.handing.place[1], str(stage)) else "it is of another stage or model"
+
+        snapshot = self._store(stage.index).load_latest(foreign)
+        if snapshot is None:
+            raise Unavailable("there is no snapshot")
+        optimizer, weights = self._optimizers[stage.index], snapshot.tensors["policy"]
+        mine = optimizer.weights()
+        if mine.keys() != weights.keys() or any(mine[name].shape != weights[name].shape for name in mine):
+            raise SnapshotError("its tensors are not those of this stage")
+        optimizer.load_state_dict(snapshot.tensors["optimizer"], snapshot.round)
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(weights[name])
+        optimizer.publish()
+        worker.updates, worker.omega = snapshot.round, float(snapshot.state["omega"])
+
+    def _store(self, stage: int) -> SnapshotStore:
+        if stage not in self._stores:
+            self._stores[stage] = SnapshotStore(self._folder / str(stage), self.config.snapshots.keep, self._say)
+        return self._stores[stage]
+
+    def _files(self) -> Iterator[tuple[int, int]]:
+        """(stage, updates) of the snapshots in the folder."""
+        for path in self._folder.glob("*/round-*"):
+            match = _NAME.fullmatch(path.name)
+            if match and path.parent.name.isdecimal():
+                yield int(path.parent.name), int(match[1])
+
+    # ----------------------------------------------------------------- engines
+
+    @torch.inference_mode()
+    def _is_native(self, stage: Stage) -> bool:
+        """Whether the native engine gives what the model's own layers give."""
+        backbone = stage.base.get_decoder()
+        if self.config.rollouts.engine == "transformers" or stage.base.config.model_type not in SUPPORTED:
+            return False
+        x = torch.randn(1, 5, stage.base.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        x = x.to(stage.device, stage.dtype)
+        outs = []
+        for engine in (Slice(backbone, False), ModelSlice(backbone)):
+            cache = engine.cache([5], 2, 2)
+            outs.append([cache.prefill(x), cache.forward(x[:, :2].flatten(0, 1), 0)])
+        tolerance = 1e-3 if stage.dtype == torch.float32 else 0.25
+        return all(
+            bool((a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))) for a, b in zip(*outs, strict=True)
+        )
+
+
+def replicates(config: NodeConfig, lora: bool) -> bool:
+    """Whether neighbours keep replicas of each other's stages."""
+    if config.stages.replica == "auto":
+        return lora or config.stages.count < REPLICATED_BELOW
+    return config.stages.replica == "on"
+
+
+def kept_for(plan: Plan, me: str) -> list[int]:
+    """Stages of others whose replica this peer keeps: whoever has the next stage does, for the last the one before."""
+    last = len(plan.seats) - 1
+    keepers = [plan.seats[stage + 1 if stage < last else max(0, last - 1)].peer for stage in range(last + 1)]
+    return [stage for stage, seat in enumerate(plan.seats) if keepers[stage] == me != seat.peer]
+
+
+def shapes(config: NodeConfig, loading: Loading) -> dict[str, Tensor]:
+    """What the whole policy trains, by name, without values (on the meta device)."""
+    model = skeleton(loading.config)
+    if not loading.lora:
+        return {name: parameter.data for name, parameter in model.named_parameters()}
+    with torch.device("meta"):
+        adapted = with_adapter(model, lora_config(config.policy), config.policy)
+    return {name: parameter.data for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+
+
+def default_rate(loading: Loading, trained: Mapping[str, Tensor]) -> float:
+    """As `grpo.default_learning_rate`, for the whole policy."""
+    if loading.lora:
+        return 2e-5
+    return 2e-4 if sum(tensor.numel() for tensor in trained.values()) < SMALL else 2e-6
+
+
+def relative(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names as in a model that has these layers only."""
+    first = min((layer for name in tensors if (layer := layer_of(name)) is not None), default=0)
+    return {shifted(name, -first): tensor for name, tensor in tensors.items()}
+
+
+def absolute(tensors: Mapping[str, Tensor], first: int) -> dict[str, Tensor]:
+    """Names as in the whole policy, of which they are layers from `first` on."""
+    return {shifted(name, first): tensor for name, tensor in tensors.items()}
+
+
+def shifted(name: str, by: int) -> str:
+    return re.sub(r"(\blayers\.)(\d+)", lambda found: f"{found[1]}{int(found[2]) + by}", name, count=1)

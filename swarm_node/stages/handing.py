@@ -1,0 +1,252 @@
+"""Weights of stages, handed from peer to peer of a crew: to rebuild a lost one, and to keep replicas.
+
+    whoever holds a stage   -- its layers, as they are -----------------> whoever rebuilds a neighbour of it
+                            -- a copy made at the last update ("offer") -> whoever keeps its replica
+    whoever keeps a replica -- the replica -----------------------------> whoever takes the stage over
+
+An exchange (`protocol.transports.base`) in which only the giver has a body: the tensors asked for, in float32, those of
+layers first, in the order of layers and names. Both ends know the sizes beforehand. Optimiser moments stay where they
+are: whoever takes weights over begins with new ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protocol.errors import RemoteProtocolError
+from protocol.limits import MAX_CHUNK_BYTES
+from protocol.messages import PROTOCOL_VERSION
+from protocol.tensors import STATE_METHOD, StateHead, open_state_head, seal_head
+from protocol.transports.base import Accepted, Outgoing, Sink, Transport
+
+BYTES_PER_S = 2**17
+"""Who gives less than a megabit a second is not waited for, ..."""
+GRACE_S = 20.0
+"""... these seconds not counted."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which tensors of a stage: those of layers `first` to `end` - 1 and, if `rest`, those of no layer."""
+
+    stage: int
+    first: int
+    end: int
+    rest: bool
+    replica: bool = False
+    """The copy that the asked peer keeps for another, rather than its own."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Weights of (part of) a stage at a moment."""
+
+    tensors: Mapping[str, Tensor]
+    """By global name."""
+    updates: int
+    omega: float
+    """Norm of the stage's gradient at its last update, before clipping."""
+
+
+@dataclass
+class Fetch:
+    """State that is being fetched; `state` is of any worth when `done` is, without an error."""
+
+    peer: str
+    tensors: dict[str, Tensor]
+    done: Future[None] = field(default_factory=Future)
+    updates: int = 0
+    omega: float = 0.0
+
+    @property
+    def state(self) -> State:
+        return State(self.tensors, self.updates, self.omega)
+
+
+class Handing:
+    """Gives what this peer holds and keeps, and fetches what others do."""
+
+    def __init__(self, transport: Transport, swarm: str, architecture: str) -> None:
+        """`architecture`: 16 hexadecimal digits, equal for those who hold stages of one policy."""
+        self.transport = transport
+        self.place = swarm, architecture
+        self.replicas: dict[int, State] = {}
+        """Copies of others' stages."""
+        self._lock = threading.Lock()
+        self._held: dict[int, Callable[[], State]] = {}
+        self._offers: dict[int, State] = {}
+        self._keeping: dict[int, Fetch] = {}
+        transport.accept(STATE_METHOD, self._accept)
+
+    def hold(self, stage: int, state: Callable[[], State]) -> None:
+        """This peer holds `stage`; `state`, called on any thread while no update is made, is of its live tensors."""
+        with self._lock:
+            self._held[stage] = state
+            self.replicas.pop(stage, None)
+
+    def let_go(self, stage: int) -> None:
+        """It no longer does."""
+        with self._lock:
+            self._held.pop(stage, None)
+            self._offers.pop(stage, None)
+
+    def offer(self, stage: int, layers: bool = True) -> None:
+        """Copy the stage's weights (or, of them, only those of no layer), between updates, for whoever keeps its
+        replica."""
+        state = self._held[stage]()
+        copies = {
+            name: tensor.detach().float().cpu().clone()
+            for name, tensor in state.tensors.items()
+            if layers or layer_of(name) is None
+        }
+        with self._lock:
+            self._offers[stage] = State(copies, state.updates, state.omega)
+
+    # ---------------------------------------------------------------- fetching
+
+    def fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor]) -> Fetch:
+        """Have `wanted` sent by `peer`, in the background; `like` has its global names and shapes. Its future fails
+        with ProtocolError. Nothing is allocated before the peer has said that it gives just as many bytes."""
+        names = ordered(like, wanted)
+        result = Fetch(peer, {})
+
+        def answered(head: bytes, size: int) -> Sink:
+            theirs = open_state_head(head)
+            self._check(theirs, wanted)
+            if size != 4 * sum(like[name].numel() for name in names):
+                raise RemoteProtocolError("size", f"{size} bytes")
+            result.updates, result.omega = theirs.updates, theirs.omega
+            result.tensors = {name: torch.empty(like[name].shape) for name in names}
+            return Filler([result.tensors[name] for name in names]).write
+
+        limit = GRACE_S + 4 * sum(like[name].numel() for name in names) / BYTES_PER_S
+        ours = Outgoing(self._head(wanted))
+        arrived = self.transport.exchange(peer, STATE_METHOD, ours, answered, limit)
+
+        def judge(future: Future[None]) -> None:
+            error: BaseException | None
+            if future.cancelled():
+                error = RemoteProtocolError("torn", "given up")
+            else:
+                error = future.exception()
+            if error is None and not all(bool(tensor.isfinite().all()) for tensor in result.tensors.values()):
+                error = RemoteProtocolError("nonfinite", f"stage {wanted.stage}")
+            if error is None:
+                result.done.set_result(None)
+            else:
+                result.done.set_exception(error)
+
+        arrived.add_done_callback(judge)
+        return result
+
+    def keep(self, stage: int, peer: str, like: Mapping[str, Tensor]) -> None:
+        """Renew the replica of `stage` from `peer`'s offer, in the background, unless that is under way."""
+        running = self._keeping.get(stage)
+        if running is not None and not running.done.done():
+            return
+        layers = [layer for name in like if (layer := layer_of(name)) is not None]
+        first, end = (min(layers), max(layers) + 1) if layers else (0, 0)
+        fetch = self._keeping[stage] = self.fetch(peer, Wanted(stage, first, end, rest=True), like)
+
+        def kept(future: Future[None]) -> None:
+            if future.exception() is None:
+                with self._lock:
+                    if stage not in self._held:
+                        self.replicas[stage] = fetch.state
+
+        fetch.done.add_done_callback(kept)
+
+    # ---------------------------------------------------------------- giving
+
+    def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
+        request = open_state_head(head)
+        if size:
+            raise RemoteProtocolError("size", f"{size} bytes where none are wanted")
+        wanted = Wanted(request.stage, request.first, request.end, request.rest, request.replica)
+        self._check(request, wanted)
+        with self._lock:
+            held, offer = self._held.get(wanted.stage), self._offers.get(wanted.stage)
+            state = self.replicas.get(wanted.stage) if wanted.replica else None
+        if held is not None and not wanted.replica:
+            state = held()
+            if offer is not None and ordered(offer.tensors, wanted) == ordered(state.tensors, wanted):
+                state = offer
+        if state is None:
+            raise RemoteProtocolError("stage", f"stage {wanted.stage} is not here")
+        tensors = [state.tensors[name] for name in ordered(state.tensors, wanted)]
+        body = 4 * sum(tensor.numel() for tensor in tensors)
+        ours = Outgoing(self._head(wanted, state), body, lambda: _pieces(tensors))
+        return Accepted(ours, _refuse, lambda error: None)
+
+    def _head(self, wanted: Wanted, state: State | None = None) -> bytes:
+        updates, omega = (0, 0.0) if state is None else (state.updates, state.omega)
+        swarm, architecture = self.place
+        return seal_head(
+            StateHead(
+                PROTOCOL_VERSION,
+                swarm,
+                architecture,
+                wanted.stage,
+                wanted.replica,
+                wanted.first,
+                wanted.end,
+                wanted.rest,
+                updates,
+                omega,
+            )
+        )
+
+    def _check(self, head: StateHead, wanted: Wanted) -> None:
+        if (head.swarm, head.architecture) != self.place:
+            raise RemoteProtocolError("crew", f"policy {head.architecture} of swarm {head.swarm[:16]}")
+        if Wanted(head.stage, head.first, head.end, head.rest, head.replica) != wanted:
+            raise RemoteProtocolError("stage", f"stage {head.stage}, layers {head.first} to {head.end}")
+
+
+def layer_of(name: str) -> int | None:
+    """The first integer among the dotted parts of a tensor's name."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def ordered(names: Mapping[str, Tensor], wanted: Wanted) -> list[str]:
+    """Those of `names` that are wanted, as they are sent: layers in order, then the rest."""
+    layers = {name: layer for name in names if (layer := layer_of(name)) is not None}
+    inside = [name for name, layer in layers.items() if wanted.first <= layer < wanted.end]
+    rest = sorted(name for name in names if name not in layers) if wanted.rest else []
+    return sorted(inside, key=lambda name: (layers[name], name)) + rest
+
+
+class Filler:
+    """Takes the bytes of float32 `tensors`, one after the other."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._views = [tensor.flatten().numpy().view(np.uint8) for tensor in tensors if tensor.numel()]
+        self._at = 0
+
+    def write(self, piece: memoryview) -> None:
+        data = np.frombuffer(piece, dtype=np.uint8)
+        while len(data):
+            room = self._views[0][self._at : self._at + len(data)]
+            room[:] = data[: len(room)]
+            data, self._at = data[len(room) :], self._at + len(room)
+            if self._at == len(self._views[0]):
+                del self._views[0]
+                self._at = 0
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+    for tensor in tensors:
+        flat = tensor.detach().float().cpu().flatten().numpy().view(np.uint8)
+        for start in range(0, len(flat), MAX_CHUNK_BYTES):
+            yield memoryview(flat[start : start + MAX_CHUNK_BYTES])
+
+
+def _refuse(piece: memoryview) -> None:
+    raise RemoteProtocolError("size", "bytes where none are wanted")

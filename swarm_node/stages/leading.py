@@ -1,0 +1,595 @@
+"""What the lead of a crew does: who is there, who holds what, when the pipeline is whole.
+
+    a peer joins, leaves, fails ----> seats by stage, some of them vacant
+    arrange:  vacant -> a spare, at once -> after `spare_wait_s` a neighbour -> wait, and say so
+              all seats taken, and changed -> Plan to all -> Ready of every stage -> Whole to all
+
+A new lead of an old crew first waits until those whom the last plan names have come, or `GATHER_S` have passed, so that
+whoever lives keeps its stage. A crew that never was whole waits until there are as many peers as stages.
+Pure: `now` (seconds, of any clock) comes in, actions go to the outbox.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median_high
+
+import msgspec
+
+from protocol.crew import (
+    MAX_MEMBERS,
+    MAX_SOURCES,
+    Answer,
+    Broken,
+    Hello,
+    Holding,
+    Kept,
+    Layers,
+    Load,
+    Plan,
+    Probe,
+    Ready,
+    Record,
+    Refusal,
+    Report,
+    Seat,
+    Source,
+    Unable,
+    Whole,
+)
+from swarm_node.stages.placement import Claim, Standing, fill, neighbour, relief
+
+GATHER_S = 10.0
+"""How long a new lead waits for the peers of the last plan: each may need 4 s to notice that the old lead has gone, and
+3 s to ask whether it has."""
+AGAIN_S = 2.0
+"""Between two plans that only begin anew."""
+BREAKS_S = 20.0
+"""A peer that keeps losing touch with a neighbour for so long is given up; had the neighbour gone, that would be known
+much sooner."""
+CALM_S = 10.0
+"""After so long without a break all is well again."""
+BANNED_S = 120.0
+"""A peer that was given up is not taken back before."""
+
+MAX_SAID = 1000
+"""Sentences that are said once, and then no more of them."""
+
+Spans = tuple[Layers, ...]
+Sources = Callable[[int, Spans, Mapping[str, Holding], int], Sequence[Source]]
+"""(stage, spans, what each peer of the crew has, updates that the crew has made) -> ways to come by the stage, best
+first."""
+Tell = Callable[[int, Source, int, int], str]
+"""(stage, how it was come by, its updates, those of the crew) -> a sentence for people: what was done, what is lost."""
+Costs = Callable[[Spans], Sequence[int]]
+"""Bytes that each stage takes."""
+
+
+@dataclass(frozen=True)
+class Post:
+    """This peer's place in its crew, and how the crew goes about things."""
+
+    me: str
+    swarm: str
+    crew: str
+    architecture: str
+    spans: Spans
+    """Layers of each stage, if this peer turns out to be the first lead."""
+    wanted: int | None = None
+    """Stage it would like to hold; `None` = any."""
+    capacity: int = 0
+    """Bytes that it can hold; 0 = not known."""
+    started: float = 0.0
+    """When this peer did, in seconds since the Unix epoch."""
+    spare_wait_s: float = 10.0
+    """A lost stage waits so long for somebody without one."""
+    stall_s: float = 60.0
+    """Longer than this no stage keeps a message."""
+    reach: int = 1
+    """Stages so far apart talk to each other directly; 2 with swapped orders (CheckFree+)."""
+
+
+@dataclass(eq=False)
+class Link:
+    """A channel with a peer."""
+
+    peer: str
+    method: str
+    dialled: bool = False
+    """By this node."""
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Open the channel."""
+
+    link: Link
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close it; nothing is told about it any more."""
+
+    link: Link
+
+
+@dataclass(frozen=True)
+class Send:
+    link: Link
+    record: Record
+
+
+@dataclass(frozen=True)
+class Say:
+    """A sentence for people."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TakeSeat:
+    """Build a stage, from the first of the sources that works, and say so (`Crew.seated`, `Crew.unable`)."""
+
+    stage: int
+    layers: Layers
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class LeaveSeat:
+    """Let a stage go: another peer holds it."""
+
+    stage: int
+
+
+@dataclass(frozen=True)
+class TakeLead:
+    """Run the loop: this peer holds stage 0, or is about to."""
+
+    term: int
+
+
+@dataclass(frozen=True)
+class LeaveLead:
+    """End the loop: another peer leads."""
+
+
+Action = Connect | Close | Send | Say | TakeSeat | LeaveSeat | TakeLead | LeaveLead
+
+
+class Outbox:
+    """What is to be done, in order; what was said; what was counted."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.counts: Counter[str] = Counter()
+        self._said: set[str] = set()
+
+    def do(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def send(self, link: Link | None, record: Record) -> None:
+        """`None` = this peer itself, which knows."""
+        if link is not None:
+            self.actions.append(Send(link, record))
+
+    def say(self, text: str) -> None:
+        self.actions.append(Say(text))
+
+    def say_once(self, text: str) -> bool:
+        """Whether it is the first time. What peers make up is not said without end."""
+        first = text not in self._said and len(self._said) < MAX_SAID
+        if first:
+            self._said.add(text)
+            self.say(text)
+        return first
+
+    def take(self) -> list[Action]:
+        actions, self.actions = self.actions, []
+        return actions
+
+
+@dataclass
+class Member:
+    """A peer of the crew, as the lead knows it."""
+
+    arrived: int
+    link: Link | None
+    """`None` = the lead itself."""
+    hello: Hello
+    holding: Holding
+    unable: set[int] = field(default_factory=set)
+    probed: float | None = None
+    """When it was asked how long a message has been waiting, if it has not answered."""
+
+    @property
+    def live(self) -> dict[int, int]:
+        return {kept.stage: kept.updates for kept in self.holding.live}
+
+
+def short(peer: str) -> str:
+    """A peer, for people."""
+    return f"…{peer[-8:]}"
+
+
+class Lead:
+    """The lead's view of its crew."""
+
+    def __init__(
+        self,
+        post: Post,
+        hello: Hello,
+        plan: Plan | None,
+        lost: str,
+        term: int,
+        sources: Sources,
+        tell: Tell,
+        costs: Costs,
+        outbox: Outbox,
+        now: float,
+    ) -> None:
+        """`plan` is the last that this peer went by, `lost` its lead, if that has gone."""
+        self.post = post
+        self.term = term
+        self.plan: Plan | None = None
+        self.spans = plan.spans if plan else post.spans
+        self.costs = costs(self.spans)
+        self.seats = [seat.peer for seat in plan.seats] if plan else [""] * len(post.spans)
+        self.members = {post.me: Member(0, None, hello, hello.holding)}
+        self.whole = False
+        self.won = 0
+        """Last term in which the crew was whole."""
+        self.lost: set[int] = set()
+        """Stages lost since `resume`, and why."""
+        self.why = ""
+        self._sources = sources
+        self._tell = tell
+        self._out = outbox
+        self._before = plan
+        self._number = plan.number if plan else 0
+        self._awaited = {*self.seats, *plan.spares} - {lost, post.me, ""} if plan else set()
+        self._gather_until = now + GATHER_S
+        self._arrivals = 0
+        self._vacant_since: dict[int, float] = {}
+        self._ready: set[int] = set()
+        self._anew = ""
+        """Why what is under way must begin anew although nobody is lost; empty = it need not."""
+        self._anew_at = now
+        self._breaks: dict[str, tuple[float, float]] = {}
+        """First and last time in a row that a peer lost touch with a neighbour."""
+        self._banned: dict[str, float] = {}
+        for stage in range(len(self.seats)):
+            if stage == 0 or self.seats[stage] in ("", lost):
+                self._vacate(stage, now)
+                if plan:
+                    self._out.counts["lost"] += 1
+                    self.lost.add(stage)
+                    self.why = "its peer has gone"
+        self.seats[0] = post.me
+
+    # ----------------------------------------------------------------- what it knows
+
+    @property
+    def me(self) -> str:
+        return self.post.me
+
+    @property
+    def updates(self) -> int:
+        """That the crew has made: what most of its stages say, so that one cannot make it up."""
+        live = [self.members[peer].live.get(i) for i, peer in enumerate(self.seats) if peer in self.members]
+        return median_high([n for n in live if n is not None] or [0])
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.won, self.updates, self.post.started, self.me)
+
+    @property
+    def spares(self) -> list[str]:
+        """Members without a stage, in order of arrival."""
+        return sorted(self.members.keys() - set(self.seats), key=lambda peer: self.members[peer].arrived)
+
+    @property
+    def _formed(self) -> bool:
+        """There has been a policy, which goes on."""
+        return bool(self.plan or self._before or any(member.holding.live for member in self.members.values()))
+
+    def resume(self) -> None:
+        """What was lost is known, and the pipeline is used anew."""
+        self.lost, self.why = set(), ""
+
+    def link_of(self, peer: str) -> Link | None:
+        return self.members[peer].link if peer in self.members else None
+
+    # ----------------------------------------------------------------- who comes and goes
+
+    def join(self, link: Link, hello: Hello, now: float) -> None:
+        """A peer joins, or comes back; whoever is still registered for a stage, and still has it, keeps it."""
+        peer = link.peer
+        if self._banned.get(peer, now) > now:
+            self._out.counts["refused/stall"] += 1
+            self._out.send(link, Refusal("stall", "given up a moment ago"))
+            return
+        old = self.members.get(peer)
+        if old is not None and old.link is not None and old.link is not link:
+            self._out.do(Close(old.link))
+        self._arrivals += 1
+        arrived = self._arrivals if old is None else old.arrived
+        member = self.members[peer] = Member(arrived, link, hello, hello.holding)
+        self._awaited.discard(peer)
+        self._out.send(link, Answer(self.me, self.term))
+        for stage in [stage for stage, holder in enumerate(self.seats) if holder == peer]:
+            if stage not in member.live:
+                self._lose(stage, f"peer {short(peer)} has come back without it", now)
+            elif old is not None:
+                self.begin_anew(stage, f"peer {short(peer)} has come back")
+        if self.plan is not None and self.plan.held_by(peer) == ():
+            self._out.send(link, self.plan)
+            if self.whole:
+                self._out.send(link, Whole(self.plan.mark))
+        self._say_claim(peer, hello)
+
+    def _say_claim(self, peer: str, hello: Hello) -> None:
+        """Two peers want one stage: one of them is a spare."""
+        stage = hello.wanted
+        if stage is None or self.seats[stage] in ("", peer):
+            return
+        first = self._out.say_once(
+            f"peer {short(peer)} wants stage {stage} of crew {self.post.crew}, which {short(self.seats[stage])} holds: "
+            "it takes another as soon as one is free"
+        )
+        self._out.counts["refused/claim"] += first
+
+    def left(self, link: Link, why: str, now: float) -> None:
+        """A channel to a member ended: with it all stages of that member are lost."""
+        peer = link.peer
+        member = self.members.get(peer)
+        if member is None or member.link is not link:
+            return
+        del self.members[peer]
+        self._breaks.pop(peer, None)
+        for stage in [stage for stage, holder in enumerate(self.seats) if holder == peer]:
+            self._lose(stage, f"peer {short(peer)}: {why}", now)
+
+    def give_up(self, peer: str, why: str, now: float) -> None:
+        """A member that lives, but is of no use."""
+        member = self.members[peer]
+        if member.link is None:
+            return
+        self._banned[peer] = now + BANNED_S
+        self._out.counts["given_up"] += 1
+        self.left(member.link, why, now)
+        self._out.do(Close(member.link))
+
+    def doubt(self, stages: Collection[int], why: str, now: float) -> None:
+        """The pipeline has given these stages up by itself, or, if there are none, what was under way."""
+        for stage in stages:
+            peer = self.seats[stage]
+            if peer not in ("", self.me):
+                self.give_up(peer, why, now)
+        if self.whole:
+            self.begin_anew(max(stages, default=len(self.seats) - 1), why)
+
+    def _lose(self, stage: int, why: str, now: float) -> None:
+        self._vacate(stage, now)
+        if self.plan is None and self._before is None:
+            return  # nothing was in it
+        self._out.counts["lost"] += 1
+        self._out.say(f"stage {stage} of crew {self.post.crew} is lost ({why})")
+        self.lost.add(stage)
+        self.why = self._anew = why  # even if the same peer gets it again
+
+    def _vacate(self, stage: int, now: float) -> None:
+        self.seats[stage] = ""
+        self._vacant_since[stage] = now
+        self.whole = False
+
+    def begin_anew(self, stage: int, why: str) -> None:
+        """All seats are held, but messages were lost: what is under way must be done again."""
+        self._anew = self.why = why
+        self.lost.add(stage)
+        self.whole = False
+
+    # ----------------------------------------------------------------- what members say
+
+    def heard(self, link: Link, record: Record, now: float) -> None:
+        """Anything but a Hello, from a member."""
+        peer, member = link.peer, self.members.get(link.peer)
+        if member is None or member.link is not link:
+            return
+        match record:
+            case Report(holding=holding):
+                member.holding = holding
+            case Ready():
+                self.ready(peer, record)
+            case Unable(stage=stage, why=why):
+                self.unable(peer, stage, why, now)
+            case Broken() if self.plan is not None and record.plan == self.plan.mark:
+                self._broken(peer, record, now)
+            case Load(held_s=held_s):
+                member.probed = None
+                if held_s >= self.post.stall_s:
+                    self.give_up(peer, f"it stalls: a message has been waiting for {held_s:.0f} s", now)
+            case _:
+                self._out.counts["stray"] += 1
+
+    def ready(self, peer: str, record: Ready) -> None:
+        """A stage is held by `peer`."""
+        member, stage = self.members[peer], record.stage
+        kept = [one for one in member.holding.live if one.stage != stage]
+        live = tuple(sorted([*kept, Kept(stage, record.updates)]))
+        member.holding = msgspec.structs.replace(member.holding, live=live)
+        plan = self.plan
+        if plan is None or record.plan != plan.mark or self.seats[stage : stage + 1] != [peer] or stage in self._ready:
+            return
+        self._ready.add(stage)
+        if record.source is not None:
+            self._out.counts[f"recovered/{record.source.way}"] += 1
+            self._out.say(self._tell(stage, record.source, record.updates, self.updates))
+        if len(self._ready) == len(plan.seats) and not self._anew and "" not in self.seats:
+            self.whole, self.won = True, self.term
+            self._vacant_since.clear()
+            for member in self.members.values():
+                self._out.send(member.link, Whole(plan.mark))
+            holders = ", ".join(f"{stage} {short(holder)}" for stage, holder in enumerate(self.seats))
+            self._out.say(f"crew {self.post.crew} is whole: stage {holders}")
+
+    def unable(self, peer: str, stage: int, why: str, now: float) -> None:
+        """A stage cannot be held by `peer`."""
+        self.members[peer].unable.add(stage)
+        if stage == 0 and peer == self.me:
+            self._out.say(f"this node leads crew {self.post.crew}, but cannot hold stage 0: {why}")
+        elif self.seats[stage : stage + 1] == [peer]:
+            self._out.counts["unable"] += 1
+            self._lose(stage, f"peer {short(peer)} cannot take it: {why}", now)
+            self._vacant_since[stage] = now - self.post.spare_wait_s  # it has waited
+
+    def _broken(self, peer: str, record: Broken, now: float) -> None:
+        """Between two members. Who said what nobody takes is given up; else, after some breaks, who reports them."""
+        if record.peer not in self.members:
+            return  # it is lost anyway
+        if record.refused:
+            self.give_up(record.peer, f"what it says is refused by {short(peer)}: {record.why}", now)
+            return
+        since, last = self._breaks.get(peer, (now, now))
+        since = since if now < last + CALM_S else now
+        self._breaks[peer] = since, now
+        if now >= since + BREAKS_S:
+            self.give_up(peer, f"it keeps losing touch with {short(record.peer)}", now)
+            return
+        held = [stage for stage, holder in enumerate(self.seats) if holder == peer]
+        if held:
+            self.begin_anew(held[-1], f"peer {short(peer)} lost touch with {short(record.peer)}: {record.why}")
+
+    # ----------------------------------------------------------------- seats
+
+    def arrange(self, now: float) -> Plan | None:
+        """Give vacant stages to whoever can take them. A new plan, already sent to the others, if there is one."""
+        if self._awaited and now < self._gather_until:
+            return None
+        self._awaited = set()
+        for stage, peer in enumerate(self.seats):
+            if peer and peer not in self.members:
+                self._lose(stage, f"peer {short(peer)} did not come", self._gather_until - GATHER_S)
+        if not self._formed and len(self.members) < len(self.seats):
+            missing = len(self.seats) - len(self.members)
+            self._out.say_once(f"crew {self.post.crew} waits for {missing} more peer{'s' * (missing > 1)}")
+            return None
+        self._fill(now)
+        if "" in self.seats:
+            return None
+        moved = self.plan is None or [seat.peer for seat in self.plan.seats] != self.seats
+        if moved or (self._anew and now >= self._anew_at):
+            return self._issue(now)
+        self._share_spares()
+        return None
+
+    def _fill(self, now: float) -> None:
+        vacant = [stage for stage, peer in enumerate(self.seats) if not peer]
+        if not vacant:
+            return
+        spares = self.spares
+        claims = [self._claim(peer, peer in spares) for peer in self.members]
+        for stage, peer in fill(vacant, claims, self.costs).items():
+            self.seats[stage] = peer
+        for peer in spares:
+            self._say_claim(peer, self.members[peer].hello)
+        while self._formed and (found := self._take_on(now)):
+            self.seats[found[0]] = found[1]
+        for stage in vacant:
+            if not self.seats[stage]:
+                late = not self._formed or now - self._vacant_since[stage] >= self.post.spare_wait_s
+                hint = "none of its peers has room for it: start another" if late else "it waits for a peer to take it"
+                self._out.say_once(f"stage {stage} of crew {self.post.crew} is held by nobody; {hint}")
+
+    def _take_on(self, now: float) -> tuple[int, str] | None:
+        """A stage that has waited long enough, and the neighbour that takes it on."""
+        for stage, peer in enumerate(self.seats):
+            if not peer and now - self._vacant_since[stage] >= self.post.spare_wait_s:
+                rooms = {peer: self._room(peer) for peer, member in self.members.items() if stage not in member.unable}
+                taker = neighbour(stage, self.seats, rooms, self.costs[stage])
+                if taker is not None:
+                    return stage, taker
+        return None
+
+    def _claim(self, peer: str, spare: bool) -> Claim:
+        member = self.members[peer]
+        stored = {kept.stage: kept.updates for kept in reversed(member.holding.snapshots)}
+        room = self._room(peer) if spare else -1  # it has a stage; but may still have another in memory, on its way out
+        wanted = member.hello.wanted if spare else None
+        return Claim(peer, member.arrived, wanted, member.live, stored, room, member.unable)
+
+    def _room(self, peer: str) -> int | None:
+        capacity = self.members[peer].hello.capacity
+        if not capacity:
+            return None
+        return capacity - sum(cost for cost, holder in zip(self.costs, self.seats, strict=True) if holder == peer)
+
+    def at_rest(self, now: float) -> None:
+        """Between rounds: a spare relieves a peer that holds several stages."""
+        spares = [self._claim(peer, True) for peer in self.spares]
+        found = relief(self.seats, spares, self.costs)
+        if found is not None and self.whole:
+            self._out.say(f"stage {found.stage} passes from {short(found.giver)} to {short(found.taker)}")
+            self._vacate(found.stage, now)
+            self.seats[found.stage] = found.taker
+            self.lost.add(found.stage)
+            self.why = "it passes to another peer"
+
+    # ----------------------------------------------------------------- plans
+
+    def _issue(self, now: float) -> Plan:
+        self._number += 1
+        updates = self.updates
+        seats = tuple(
+            Seat(peer, layers, self._sources_of(stage, peer, updates))
+            for stage, (peer, layers) in enumerate(zip(self.seats, self.spans, strict=True))
+        )
+        plan = self.plan = Plan(self.term, self._number, seats, tuple(self.spares[:MAX_MEMBERS]))
+        self.whole, self._ready, self._anew, self._anew_at = False, set(), "", now + AGAIN_S
+        for member in self.members.values():
+            member.probed = None
+            self._out.send(member.link, plan)
+        return plan
+
+    def _sources_of(self, stage: int, peer: str, updates: int) -> tuple[Source, ...]:
+        """None for who has it in memory, unless somebody else's is the one that was trained last."""
+        plan = self.plan or self._before
+        before = plan.seats[stage].peer if plan else ""
+        holders = {one: member.live[stage] for one, member in self.members.items() if stage in member.live}
+        if holders:
+            latest = before if before in holders else max(holders, key=lambda one: (holders[one], one == peer))
+            if latest == peer:
+                return ()
+        holdings = {one: member.holding for one, member in self.members.items()}
+        others = tuple(kept for kept in holdings[peer].live if kept.stage != stage)
+        holdings[peer] = msgspec.structs.replace(holdings[peer], live=others)
+        return tuple(self._sources(stage, self.spans, holdings, updates))[:MAX_SOURCES]
+
+    def _share_spares(self) -> None:
+        """Who succeeds the lead must be known to all."""
+        spares = tuple(self.spares[:MAX_MEMBERS])
+        if self.plan is not None and self.plan.spares != spares:
+            self.plan = msgspec.structs.replace(self.plan, spares=spares)
+            for member in self.members.values():
+                self._out.send(member.link, self.plan)
+
+    # ----------------------------------------------------------------- stalls
+
+    def watch(self, now: float, waiting_since: float) -> None:
+        """The lead has heard nothing from its pipeline since then, and waits. Who keeps a message is asked for."""
+        if not self.whole or self.plan is None or now - waiting_since < self.post.stall_s / 2:
+            return
+        seated = {peer for peer in self.seats if peer != self.me}
+        for peer in sorted(seated):
+            member = self.members[peer]
+            if member.probed is None:
+                member.probed = now
+                self._out.send(member.link, Probe(self.plan.mark))
+            elif now - member.probed >= self.post.stall_s:
+                self.give_up(peer, "it stalls: it does not even answer", now)
+                return
+        if now - waiting_since >= 2 * self.post.stall_s and seated:
+            self._out.counts["stuck"] += 1
+            self.begin_anew(max(range(len(self.seats))), "nothing moves, and nobody knows why")

@@ -1,0 +1,158 @@
+"""Which layers each stage holds.
+
+    cost of a stage = its layers + the embedding, if it is the first + norm and head, if it is the last
+
+The largest cost over stages, each divided by what its machine can take, is made as small as it gets; every stage holds
+one layer at least. Layers are contiguous, so a dynamic programme over (stage, layer) finds it. Among the cuts that are
+equally good by that measure, the one with the smallest sum of squares is taken: it leaves no stage needlessly large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from swarm_node.errors import UserError
+from swarm_node.policy.loading import skeleton
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """Stage `index` of `count`: layers `first` to `end` - 1 of a policy with `layers`."""
+
+    index: int
+    count: int
+    first: int
+    end: int
+    layers: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def __str__(self) -> str:
+        return f"stage {self.index} of {self.count} (layers {self.first}-{self.end - 1} of {self.layers})"
+
+
+def partition(layer_bytes: Sequence[int], embed_bytes: int, head_bytes: int, capacities: Sequence[float]) -> list[Span]:
+    """The spans of `len(capacities)` stages of a model with `len(layer_bytes)` layers.
+
+    capacities  bytes that each stage's machine can take; all 1.0 = unknown, so all alike
+
+    UserError if there are more stages than layers, or if the layers do not fit the machines.
+    """
+    layers, count = len(layer_bytes), len(capacities)
+    if not 1 <= count <= layers:
+        raise UserError(f"this model has {layers} layers: it can be cut into 1 to {layers} stages, not {count}")
+    for stage, capacity in enumerate(capacities):
+        if not capacity > 0:
+            raise UserError(f"the machine of stage {stage} has no memory for it: leave it out, or give it some")
+    upto = [0, *accumulate(layer_bytes)]
+
+    def load(stage: int, first: int, end: int) -> float:
+        ends = (embed_bytes if stage == 0 else 0) + (head_bytes if stage == count - 1 else 0)
+        return (upto[end] - upto[first] + ends) / capacities[stage]
+
+    def squares(total: float, load: float) -> float:
+        return total + load**2 if load <= limit else float("inf")
+
+    limit = _best(layers, count, load, max)[0]
+    if limit > 1 and any(capacity != 1 for capacity in capacities):
+        needed = (upto[-1] + embed_bytes + head_bytes) / 2**30
+        raise UserError(
+            f"{count} stages of {', '.join(f'{c / 2**30:.3g}' for c in capacities)} GiB cannot hold this model's "
+            f"{needed:.3g} GiB in whole layers: use more stages, or machines with more memory"
+        )
+    bounds = _best(layers, count, load, squares)[1]
+    return [Span(i, count, bounds[i], bounds[i + 1], layers) for i in range(count)]
+
+
+def _best(
+    layers: int,
+    count: int,
+    load: Callable[[int, int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """(cost, bounds) of the cheapest cut into `count` stages: stage s holds layers bounds[s] to bounds[s + 1] - 1.
+
+    The cost of stages 0..s is join(cost of stages 0..s-1, load of s), 0 for none.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # by the end of the stages so far
+    for stage in range(count):
+        best = {
+            end: min(
+                (join(cost, load(stage, first, end)), (*bounds, end))
+                for first, (cost, bounds) in best.items()
+                if first < end
+            )
+            for end in range(stage + 1, layers - (count - 1 - stage) + 1)
+        }
+    return best[layers]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the parts of a family's models are called."""
+
+    decoder: str
+    """The model under the head; its layers are `layers`."""
+    embed: str
+    norm: str
+    heads: tuple[str, ...] = ("lm_head",)
+    """The head; and what files of an older date call it."""
+
+    @property
+    def layers(self) -> str:
+        """How names of the layers' parameters begin."""
+        return f"{self.decoder}.layers."
+
+    @property
+    def embedding(self) -> str:
+        """Name of the embedding's matrix."""
+        return f"{self.decoder}.{self.embed}.weight"
+
+
+LIKE_LLAMA = Parts("model", "embed_tokens", "norm")
+FAMILIES = {
+    "gpt_neox": Parts("gpt_neox", "embed_in", "final_layer_norm", ("lm_head", "embed_out")),
+    "llama": LIKE_LLAMA,
+    "mistral": LIKE_LLAMA,
+    "qwen2": LIKE_LLAMA,
+    "qwen3": LIKE_LLAMA,
+}
+
+
+def parts_of(model_config: Any) -> Parts:
+    """What is where in a model with this config; UserError for a family that cannot be cut."""
+    parts = FAMILIES.get(model_config.model_type)
+    if parts is None:
+        raise UserError(
+            f"a policy of the family {model_config.model_type!r} cannot be cut into stages: use one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    return parts
+
+
+def sizes(model_config: Any, itemsize: int = 4) -> tuple[list[int], int, int]:
+    """(bytes of each layer, of the embedding, of norm and head) of the model that a Hugging Face config describes, at
+    `itemsize` bytes a value; nothing is allocated. A tied matrix is counted on both sides: both hold it."""
+    parts = parts_of(model_config)
+    model = skeleton(model_config)
+    layers, embed, head = [0] * model_config.num_hidden_layers, 0, 0
+    for name, parameter in model.named_parameters():
+        size = parameter.numel() * itemsize
+        if name.startswith(parts.layers):
+            layers[int(name.removeprefix(parts.layers).partition(".")[0])] += size
+        elif name == parts.embedding:
+            embed += size
+        else:
+            head += size
+    if model_config.tie_word_embeddings:
+        head += embed
+    return layers, embed, head

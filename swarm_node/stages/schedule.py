@@ -1,0 +1,111 @@
+"""Who computes what, in which order: 1F1B (PipeDream-Flush, arXiv 2006.09503) as data.
+
+    stage 0   F0 F1 F2 F3             B0 F4 B1 F5 B2 ...
+    stage 1      F0 F1 F2          B0 F3 B1 F4 ...          time ->
+    stage 2         F0 F1       B0 F2 B1 F3 ...
+    stage 3            F0    B0 F1 B1 ...
+
+A microbatch visits stages along its route; at each place of it, a stage computes forward once and backward once. The
+order is that of an execution in ticks: in each, every stage does what is there for it, backward before forward, oldest
+microbatch first, and forward only while fewer than d microbatches are between forward and backward of the place that
+is d-th from the end of their routes (and fewer than the route has places are under way at all). So nothing more than
+that is ever held, and no set of stages can wait for each other: a microbatch at the last place can always go back,
+which makes room at the one before, and so on. Lists taken from an execution can be executed again in whatever order
+messages arrive.
+
+CheckFree+ (arXiv 2506.15461) swaps the first two and the last two stages for odd microbatches, so that their layers
+learn each other's job. The embedding still comes first, and the head last, wherever they are: such routes have a place
+more at either end. With three stages the middle one is in both pairs: odd microbatches swap the first and the last
+pair in turn.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a stage computes at one place of a route."""
+
+    stage: int
+    embed: bool = False
+    layers: bool = True
+    head: bool = False
+
+
+class Operation(NamedTuple):
+    """Forward or backward of a microbatch at a place of its route."""
+
+    kind: Literal["F", "B"]
+    microbatch: int
+    place: int
+
+
+Route = tuple[Visit, ...]
+
+
+def route(stages: int, microbatch: int = 0, swapped: bool = False) -> Route:
+    """The places of a microbatch; `swapped` = CheckFree+, where odd microbatches take another order."""
+    order = list(range(stages))
+    if swapped and microbatch % 2 and stages > 1:
+        first, last = (True, True) if stages != 3 else (microbatch % 4 == 1, microbatch % 4 == 3)
+        if first:
+            order[:2] = 1, 0
+        if last and stages > 2:
+            order[-2:] = stages - 1, stages - 2
+    places = [Visit(s, embed=i == 0 and s == 0, head=i == stages - 1 and s == stages - 1) for i, s in enumerate(order)]
+    if not places[0].embed:
+        places.insert(0, Visit(0, embed=True, layers=False))
+    if not places[-1].head:
+        places.append(Visit(stages - 1, layers=False, head=True))
+    return tuple(places)
+
+
+@lru_cache(maxsize=64)
+def schedule(stages: int, microbatches: int, swapped: bool = False) -> tuple[tuple[Operation, ...], ...]:
+    """What each stage does, in order."""
+    ways = [route(stages, i, swapped) for i in range(microbatches)]
+    done: list[list[Operation]] = [[] for _ in range(stages)]
+    ready: list[set[Operation]] = [set() for _ in range(stages)]
+    ready[0].add(Operation("F", 0, 0))  # every route begins with the embedding
+    held: dict[int, int] = defaultdict(int)  # by places to the end of the route
+    begun = 0  # and not at an end
+
+    def possible(operation: Operation) -> bool:
+        left = len(ways[operation.microbatch]) - operation.place
+        return operation.kind == "B" or (held[left] < left and (operation.place > 0 or begun < left))
+
+    while any(ready):
+        arrived: list[tuple[int, Operation]] = []
+        for stage, waiting in enumerate(ready):
+            candidates = [operation for operation in waiting if possible(operation)]
+            if not candidates:
+                continue
+            operation = min(candidates)  # "B" < "F", then the oldest
+            waiting.remove(operation)
+            done[stage].append(operation)
+            kind, i, place = operation
+            way = ways[i]
+            change = 1 if kind == "F" else -1
+            held[len(way) - place] += change
+            begun += change if place == 0 else 0
+            if kind == "F" and place == 0 and i + 1 < microbatches:
+                arrived.append((0, Operation("F", i + 1, 0)))
+            if kind == "F" and place + 1 < len(way):
+                arrived.append((way[place + 1].stage, Operation("F", i, place + 1)))
+            elif kind == "F":
+                arrived.append((stage, Operation("B", i, place)))
+            elif place > 0:
+                arrived.append((way[place - 1].stage, Operation("B", i, place - 1)))
+        for stage, operation in arrived:
+            ready[stage].add(operation)
+    return tuple(tuple(operations) for operations in done)
+
+
+def bubble_fraction(stages: int, microbatches: int) -> float:
+    """Share of its time that a stage waits, if all stages are equally fast: (K - 1) / (M + K - 1)."""
+    return (stages - 1) / (microbatches + stages - 1)

@@ -1,0 +1,90 @@
+"""The optimiser's update in the parts that stages of one policy take it in."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from swarm_node.config import GrpoConfig
+from swarm_node.grpo.optimizer import Optimizer
+from tests.swarm_node.grpo.tiny import make
+
+
+def fill(model: torch.nn.Module, seed: int) -> None:
+    """Random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_clip", [1e-2, 1e3])
+def test_two_halves_take_the_step_of_the_whole(grad_clip, dtype):
+    config = GrpoConfig(grad_clip=grad_clip, warmup=3, weight_decay=0.1)
+    one, two = make("qwen2").to(dtype), make("qwen2").to(dtype)
+    whole = Optimizer(one.named_parameters(), config, 1e-3)
+    named = list(two.named_parameters())
+    halves = [Optimizer(part, config, 1e-3) for part in (named[:7], iter(named[7:]))]
+    for seed in range(3):
+        fill(one, seed)
+        fill(two, seed)
+        norm, rate = whole.step()
+        together = math.sqrt(sum(half.squares() for half in halves))
+        assert together == pytest.approx(norm, rel=1e-6 if dtype == torch.float32 else 1e-2)
+        assert {half.rate() for half in halves} == {rate} == {1e-3 * (seed + 1) / 3}
+        for half in halves:
+            half.apply(min(1.0, grad_clip / together), rate)
+            assert half.updates == seed + 1 == whole.updates
+        assert all(p.grad is None for p in two.parameters())
+    for (name, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6 if dtype == torch.float32 else 1e-2, rtol=0, msg=name)
+    assert not torch.equal(one.lm_head.weight, make("qwen2").to(dtype).lm_head.weight)
+
+
+def test_parameters_that_another_stage_counts_are_left_out_of_the_norm():
+    model = make("qwen2")
+    optimizer = Optimizer(model.named_parameters(), GrpoConfig(), 1e-3)
+    fill(model, 0)
+    expected = sum(float(p.grad.square().sum()) for p in model.parameters())
+    head = float(model.lm_head.weight.grad.square().sum())
+    assert optimizer.squares() == pytest.approx(expected, rel=1e-5)
+    assert optimizer.squares(leave_out=["lm_head.weight"]) == pytest.approx(expected - head, rel=1e-5)
+    optimizer.zero_grad()
+    assert optimizer.squares() == 0.0
+    model.lm_head.weight.grad = torch.full_like(model.lm_head.weight, torch.nan)
+    assert math.isnan(optimizer.squares())
+
+
+def test_a_rebuilt_stage_takes_longer_steps():
+    moved = []
+    for scale in (1.0, 1.1):
+        model = make()
+        start = model.lm_head.weight.detach().clone()
+        optimizer = Optimizer(model.named_parameters(), GrpoConfig(), 1e-3, rate_scale=scale)
+        fill(model, 0)
+        assert optimizer.step()[1] == 1e-3
+        moved.append(model.lm_head.weight.detach() - start)
+    torch.testing.assert_close(moved[1], 1.1 * moved[0], atol=1e-7, rtol=0)
+    assert moved[0].abs().max() > 5e-4
+
+
+def test_weights_change_only_while_that_is_announced():
+    model = make()
+    optimizer = Optimizer(model.named_parameters(), GrpoConfig(), 1e-3)
+    seen = []
+
+    class Watch:
+        def __enter__(self):
+            seen.append(model.lm_head.weight.detach().clone())
+
+        def __exit__(self, *_):
+            seen.append(model.lm_head.weight.detach().clone())
+
+    optimizer.updating = Watch
+    fill(model, 0)
+    before = model.lm_head.weight.detach().clone()
+    optimizer.apply(1.0, 1e-3)
+    assert torch.equal(seen[0], before) and not torch.equal(seen[1], before)
+    assert torch.equal(seen[1], model.lm_head.weight)

@@ -1,0 +1,316 @@
+"""Several `Crew`s in one process on a virtual clock: channels, cards, machines that build stages, and faults."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+
+from protocol.crew import CREW_METHOD, Holding, Kept, Plan, Record, Source, open_record, seal_record
+from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from swarm_node.recovery.paths import sources, tell
+from swarm_node.stages.crewing import Crew
+from swarm_node.stages.leading import (
+    Action,
+    Close,
+    Connect,
+    LeaveLead,
+    LeaveSeat,
+    Link,
+    Post,
+    Say,
+    Send,
+    TakeLead,
+    TakeSeat,
+)
+
+SWARM = "5a" * 32
+ARCHITECTURE = "00112233445566aa"
+STEP_S = 0.25
+CARD_S = 60.0
+"""A card lives so long after its last renewal."""
+SILENCE_S = 4.0
+
+
+def post(me: str, stages: int, started: float = 0.0, **changes: object) -> Post:
+    spans = tuple((2 * stage, 2 * stage + 2) for stage in range(stages))
+    place = {"me": me, "swarm": SWARM, "crew": "red", "architecture": ARCHITECTURE, "spans": spans, "started": started}
+    return Post(**(place | changes))  # type: ignore[arg-type]
+
+
+def each_costs_one(spans: Collection[object]) -> list[int]:
+    return [1] * len(spans)
+
+
+@dataclass(eq=False)
+class Machine:
+    """A peer: its crew, what it has in memory, and what it was told to do."""
+
+    crew: Crew
+    memory: dict[int, int] = field(default_factory=dict)
+    """Stage -> updates of its weights."""
+    building: dict[int, tuple[float, TakeSeat]] = field(default_factory=dict)
+    built: Counter[int] = field(default_factory=Counter)
+    """Stage -> how often it was built here."""
+    ways: list[tuple[int, str]] = field(default_factory=list)
+    leads: bool = False
+    said: list[str] = field(default_factory=list)
+    held_s: float = 0.0
+    side: int = 0
+
+
+class World:
+    """All machines. Equal seeds, equal events."""
+
+    def __init__(self, seed: int, stages: int, plus: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.stages = stages
+        self.plus = plus
+        self.machines: dict[str, Machine] = {}
+        self.card_store: dict[str, tuple[float, int, CrewCard]] = {}
+        """Peer -> when its card was renewed, on which side of a split, the card."""
+        self.far: dict[Link, tuple[str, Link]] = {}
+        """End of a channel -> whose the other one is, and it."""
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.count = 0
+        self.arrives: dict[Link, float] = {}
+        self.trained_at: dict[str, float] = {}
+
+    # ----------------------------------------------------------------- who is there
+
+    def start(self, peer: str, holding: Holding | None = None, **changes: object) -> Machine:
+        place = post(peer, self.stages, started=self.now, **changes)
+        ways = partial(sources, plus=self.plus)
+        machine = Machine(None)  # type: ignore[arg-type]
+        machine.crew = Crew(
+            place, ways, tell, each_costs_one, self.now, holding or Holding(), held_s=lambda: machine.held_s
+        )
+        self.machines[peer] = machine
+        self.publish(peer)
+        return machine
+
+    def kill(self, peer: str, silent: bool = False) -> None:
+        """Without a goodbye; `silent` = not even the connections break."""
+        del self.machines[peer]
+        for link, (other, far) in list(self.far.items()):
+            if other == peer and far in self.far:
+                self.cut(link, silent)
+
+    def cut(self, link: Link, silent: bool) -> None:
+        """Both ends of a channel hear of it, sooner or later."""
+        other, far = self.far.pop(link)
+        owner, _ = self.far.pop(far)
+        for who, end in ((owner, link), (other, far)):
+            self.at(self.rng.uniform(1.0, SILENCE_S) if silent else 0.0, partial(self.tell_closed, who, end, "gone"))
+
+    def split(self, *groups: Collection[str]) -> None:
+        for peer, machine in self.machines.items():
+            machine.side = next((i for i, group in enumerate(groups) if peer in group), len(groups))
+        for link in list(self.far):
+            if link in self.far and self.apart(self.far[link][0], self.far[self.far[link][1]][0]):
+                self.cut(link, silent=True)
+
+    def heal(self) -> None:
+        for machine in self.machines.values():
+            machine.side = 0
+
+    def apart(self, a: str, b: str) -> bool:
+        return a not in self.machines or b not in self.machines or self.machines[a].side != self.machines[b].side
+
+    # ----------------------------------------------------------------- time
+
+    def at(self, delay: float, event: Callable[[], None]) -> None:
+        self.count += 1
+        self.events.append((self.now + delay, self.count, event))
+
+    def run(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += STEP_S
+            due = sorted(event for event in self.events if event[0] <= self.now)
+            self.events = [event for event in self.events if event[0] > self.now]
+            for _, _, event in due:
+                event()
+                check()
+            for peer in list(self.machines):
+                if peer in self.machines:
+                    self.live(peer)
+                    check()
+
+    def live(self, peer: str) -> None:
+        """A step of one machine: cards, building, training."""
+        machine = self.machines[peer]
+        crew = machine.crew
+        renewed, _, card = self.card_store[peer]
+        if card != crew.card and self.now >= renewed + 1.0 or self.now >= renewed + 15.0:
+            self.publish(peer)
+        self.act(peer, crew.cards(self.seen_by(peer), self.now))
+        self.act(peer, crew.tick(self.now))
+        for stage, (ready, order) in list(machine.building.items()):
+            if ready <= self.now:
+                del machine.building[stage]
+                if crew.stands(order):
+                    self.build(peer, order)
+        lead = crew.lead
+        if lead is not None and crew.whole and self.now >= self.trained_at.get(peer, 0.0) + 1.0:
+            self.trained_at[peer] = self.now
+            self.train(crew)
+            self.act(peer, crew.at_rest(self.now))
+
+    def train(self, lead: Crew) -> None:
+        """One update of all stages of the crew that this one leads."""
+        assert lead.plan is not None
+        for stage, seat in enumerate(lead.plan.seats):
+            machine = self.machines.get(seat.peer)
+            if machine is None or machine.crew.plan is None or machine.crew.plan.mark != lead.plan.mark:
+                return
+            machine.memory[stage] += 1
+            live = tuple(Kept(s, n) for s, n in machine.memory.items())
+            self.act(seat.peer, machine.crew.report(Holding(live=live), self.now))
+
+    def build(self, peer: str, order: TakeSeat) -> None:
+        """From the first source that works."""
+        machine = self.machines[peer]
+        for source in order.sources:
+            models = source.stages or (order.stage,)
+            if source.way in ("live", "mean", "copy") and not all(
+                giver in self.machines and not self.apart(peer, giver) and model in self.machines[giver].memory
+                for giver, model in zip(source.peers, models, strict=True)
+            ):
+                continue
+            updates = source.updates
+            if source.way == "live":
+                updates = self.machines[source.peers[0]].memory[order.stage]
+            self.seat(peer, order.stage, updates, source)
+            return
+        self.act(peer, machine.crew.unable(order.stage, "no way works", self.now))
+
+    def seat(self, peer: str, stage: int, updates: int, source: Source) -> None:
+        machine = self.machines[peer]
+        machine.memory[stage] = updates
+        machine.built[stage] += 1
+        machine.ways.append((stage, source.way))
+        self.act(peer, machine.crew.seated(stage, updates, source, self.now))
+
+    # ----------------------------------------------------------------- cards
+
+    def publish(self, peer: str) -> None:
+        machine = self.machines[peer]
+        self.card_store[peer] = self.now, machine.side, machine.crew.card
+
+    def seen_by(self, peer: str) -> dict[str, PeerCard]:
+        """Cards on the same side of a split, two seconds late."""
+        side = self.machines[peer].side
+        return {
+            other: PeerCard(PROTOCOL_VERSION, SWARM, at, "node", ["trainer"], crew=card)
+            for other, (at, where, card) in self.card_store.items()
+            if other != peer and where == side and at + 2.0 <= self.now < at + CARD_S
+        }
+
+    # ----------------------------------------------------------------- channels
+
+    def act(self, peer: str, actions: list[Action]) -> None:
+        for action in actions:
+            machine = self.machines[peer]
+            match action:
+                case Connect(link=link):
+                    self.connect(peer, link)
+                case Send(link=link, record=record):
+                    self.send(peer, link, record)
+                case Close(link=link):
+                    if link in self.far:
+                        other, far = self.far.pop(link)
+                        self.far.pop(far, None)
+                        self.at(self.delay(far), partial(self.tell_closed, other, far, "closed"))
+                case Say(text=text):
+                    machine.said.append(text)
+                case TakeSeat(stage=stage):
+                    machine.building[stage] = self.now + self.rng.uniform(0.2, 2.0), action
+                case LeaveSeat(stage=stage):
+                    machine.memory.pop(stage, None)
+                case TakeLead():
+                    machine.leads = True
+                case LeaveLead():
+                    machine.leads = False
+
+    def connect(self, peer: str, link: Link) -> None:
+        if self.apart(peer, link.peer):
+            wait = 0.1 if link.peer not in self.machines else 5.0
+            self.at(wait, partial(self.tell_closed, peer, link, "cannot be reached"))
+            return
+        far = Link(peer, link.method)
+        self.far[link], self.far[far] = (link.peer, far), (peer, link)
+        self.at(self.delay(far), partial(self.tell_opened, link.peer, far))
+
+    def send(self, peer: str, link: Link, record: Record) -> None:
+        if link in self.far:
+            other, far = self.far[link]
+            self.at(self.delay(far), partial(self.tell, other, far, open_record(seal_record(record))))
+
+    def delay(self, end: Link) -> float:
+        """In order for each end."""
+        arrives = max(self.arrives.get(end, 0.0), self.now + self.rng.uniform(0.0, 0.4))
+        self.arrives[end] = arrives
+        return arrives - self.now
+
+    def tell(self, peer: str, link: Link, record: Record) -> None:
+        if link in self.far and peer in self.machines:
+            self.act(peer, self.machines[peer].crew.heard(link, record, self.now))
+
+    def tell_opened(self, peer: str, link: Link) -> None:
+        if link in self.far and peer in self.machines:
+            self.act(peer, self.machines[peer].crew.opened(link, self.now))
+
+    def tell_closed(self, peer: str, link: Link, why: str) -> None:
+        if peer in self.machines:
+            self.act(peer, self.machines[peer].crew.closed(link, why, self.now))
+
+    # ----------------------------------------------------------------- what must be so
+
+    def crews(self) -> dict[int, dict[str, Crew]]:
+        """Side of a split -> its peers."""
+        sides: dict[int, dict[str, Crew]] = {}
+        for peer, machine in self.machines.items():
+            sides.setdefault(machine.side, {})[peer] = machine.crew
+        return sides
+
+    def settled(self, side: int = 0) -> bool:
+        """One lead, whom all others follow, and every stage held by who should."""
+        crews = self.crews().get(side, {})
+        leads = [peer for peer, crew in crews.items() if crew.role == "leads"]
+        if len(leads) != 1 or not crews[leads[0]].whole:
+            return False
+        plan = crews[leads[0]].plan
+        assert plan is not None
+        return all(
+            crew.plan is not None and crew.plan.mark == plan.mark and crew.plan.spares == plan.spares and crew.whole
+            for crew in crews.values()
+        ) and all(seat.peer in crews and i in crews[seat.peer].live for i, seat in enumerate(plan.seats))
+
+    def plan(self, side: int = 0) -> Plan:
+        """Of the lead of a settled crew."""
+        assert self.settled(side), self.story()
+        plan = next(crew.plan for crew in self.crews()[side].values() if crew.role == "leads")
+        assert plan is not None
+        return plan
+
+    def story(self) -> str:
+        """For the message of a test that fails."""
+        lines = [f"t = {self.now}"]
+        for peer, machine in self.machines.items():
+            crew, plan = machine.crew, machine.crew.plan
+            seats = plan and [seat.peer for seat in plan.seats]
+            lines.append(
+                f"{peer} side {machine.side} {crew.role} term {crew.term} whole {crew.whole} plan {seats} "
+                f"{plan and (plan.term, plan.number, plan.spares)} live {crew.live} building {list(machine.building)}"
+            )
+            lines += [f"      {text}" for text in machine.said[-8:]]
+        return "\n".join(lines)
+
+
+def crew_links(world: World, peer: str) -> list[Link]:
+    """Ends at `peer` of channels to a lead."""
+    return [far for other, far in world.far.values() if other == peer and far.method == CREW_METHOD]

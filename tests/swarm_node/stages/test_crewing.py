@@ -1,0 +1,594 @@
+"""A crew finds its lead, fills its seats and mends itself, on a virtual clock with seeded faults."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from protocol.crew import (
+    CREW_METHOD,
+    STAGE_METHOD,
+    Answer,
+    Broken,
+    Holding,
+    Kept,
+    Load,
+    Ready,
+    Refusal,
+    Report,
+    Unable,
+    Whole,
+)
+from swarm_node.stages.crewing import AVOID_S, DIAL_S, FIND_S
+from swarm_node.stages.leading import GATHER_S, Link, Send
+from tests.swarm_node.stages.crew_world import SILENCE_S, Machine, World, crew_links
+
+FORMING_S = 25.0
+MENDING_S = SILENCE_S + DIAL_S + GATHER_S + 8.0
+"""Everything that may have to be waited for when peers vanish silently, and some seconds to say and build things."""
+
+
+def crew(stages: int, *peers: str, seed: int = 0, **changes: object) -> World:
+    """A crew that is whole."""
+    world = World(seed, stages, **{name: changes.pop(name) for name in list(changes) if name == "plus"})  # type: ignore[arg-type]
+    for peer in peers:
+        world.start(peer, **changes)
+        world.run(0.5)
+    world.run(FORMING_S)
+    assert world.settled(), world.story()
+    return world
+
+
+def holders(world: World) -> list[str]:
+    return [seat.peer for seat in world.plan().seats]
+
+
+def heard(machine: Machine, text: str) -> int:
+    return sum(text in said for said in machine.said)
+
+
+# --------------------------------------------------------------------- the beginning
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_crew_forms(stages):
+    world = crew(stages, *(f"peer{i}" for i in range(stages)))
+    assert sorted(holders(world)) == [f"peer{i}" for i in range(stages)]
+    assert [machine.leads for machine in world.machines.values()].count(True) == 1
+    assert all(machine.built.total() == 1 for machine in world.machines.values())
+
+
+def test_explicit_stages_are_given_whoever_comes_first():
+    world = World(1, 3)
+    for peer, stage in (("a", 2), ("b", 1), ("c", None)):
+        world.start(peer, wanted=stage)
+    world.run(FORMING_S)
+    assert holders(world) == ["c", "b", "a"]
+
+
+def test_who_wants_the_first_stage_leads_at_once():
+    world = World(1, 2)
+    world.start("a")
+    world.start("b", wanted=0)
+    world.run(FORMING_S)
+    assert holders(world) == ["b", "a"]
+
+
+def test_nobody_begins_a_crew_who_wants_another_stage():
+    world = World(1, 2)
+    machine = world.start("a", wanted=1)
+    world.run(10 * FIND_S)
+    assert machine.crew.role == "seeks" and heard(machine, "waiting for a peer that takes stage 0") == 1
+    world.start("b", wanted=0)
+    world.run(FORMING_S)
+    assert holders(world) == ["b", "a"]
+
+
+def test_a_crew_waits_until_there_are_enough_peers_and_says_so_once():
+    world = World(1, 3)
+    first = world.start("a")
+    world.run(60.0)
+    assert first.crew.role == "leads" and not first.crew.whole
+    assert heard(first, "waits for 2 more peers") == 1
+    world.start("b")
+    world.start("c")
+    world.run(FORMING_S)
+    assert world.settled(), world.story()
+
+
+def test_two_who_want_one_stage_one_has_it_the_other_what_is_left_and_it_is_said_once():
+    world = World(1, 3)
+    world.start("a", wanted=0)
+    world.run(8.0)
+    world.start("b", wanted=1)
+    world.run(4.0)
+    world.start("c", wanted=1)
+    world.run(FORMING_S)
+    assert holders(world) == ["a", "b", "c"]
+    world.start("d", wanted=1)
+    world.run(60.0)
+    lead = world.machines["a"]
+    assert heard(lead, "peer …d wants stage 1 of crew red, which …b holds") == 1
+    assert lead.crew.counts["refused/claim"] == 2  # c and d
+    assert world.plan().spares == ("d",)
+
+
+def test_two_first_leads_at_once_one_gives_way():
+    world = World(1, 2)
+    world.start("a", wanted=0)
+    world.start("b", wanted=0)
+    world.run(3.0)
+    assert all(machine.crew.role == "leads" for machine in world.machines.values())
+    world.run(FORMING_S)
+    assert holders(world) == ["a", "b"]  # equal in all but their ids
+    assert world.machines["b"].crew.counts["gave_way"] == 1 and not world.machines["b"].leads
+
+
+def test_a_crew_that_starts_again_goes_back_to_its_snapshots():
+    world = World(1, 2)
+    world.start("a", Holding(snapshots=(Kept(1, 30), Kept(1, 20))))
+    world.start("b", Holding(snapshots=(Kept(1, 30), Kept(1, 20))))
+    world.machines["b"].crew.report(Holding(snapshots=(Kept(0, 20),)), 0.0)
+    world.run(FORMING_S)
+    by_stage = {stage: way for machine in world.machines.values() for stage, way in machine.ways}
+    assert by_stage == {0: "snapshot", 1: "snapshot"}
+
+
+def test_machines_take_only_what_they_have_room_for():
+    world = World(1, 2)
+    small = world.start("a", capacity=1)
+    world.start("b", capacity=1)
+    world.run(FORMING_S)
+    world.kill(holders(world)[1])
+    world.run(60.0)
+    lead = next(iter(world.machines.values()))
+    assert not lead.crew.whole and heard(lead, "none of its peers has room for it: start another") == 1
+    assert lead is small
+    world.start("c", capacity=1)
+    world.run(FORMING_S)
+    assert world.settled(), world.story()
+
+
+# --------------------------------------------------------------------- a lost stage
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_a_spare_takes_a_lost_stage_and_nobody_else_notices(victim, silent):
+    world = crew(4, "a", "b", "c", "d", "e")
+    before, (spare,) = holders(world), world.plan().spares
+    world.kill(before[victim], silent)
+    world.run(SILENCE_S + 5.0)
+    assert holders(world) == [*before[:victim], spare, *before[victim + 1 :]]
+    assert all(machine.built.total() == 1 for machine in world.machines.values())
+    lead = world.machines[before[0]]
+    assert heard(lead, f"stage {victim} of crew red is lost") == 1
+    if victim < 3:
+        assert heard(lead, "as the mean of stages") == 1
+
+
+def test_without_a_spare_a_newcomer_is_waited_for():
+    world = crew(3, "a", "b", "c")
+    before = holders(world)
+    world.kill(before[1])
+    world.run(2.0)
+    world.start("new")
+    world.run(10.0)
+    assert holders(world) == [before[0], "new", before[2]]
+
+
+def test_without_a_newcomer_a_neighbour_takes_it_on_and_is_relieved_later():
+    world = crew(3, "a", "b", "c")
+    before = holders(world)
+    world.kill(before[1])
+    world.run(8.0)
+    assert not world.settled()
+    world.run(8.0)
+    assert holders(world) == [before[0], before[0], before[2]]
+    world.start("new")
+    world.run(10.0)
+    assert holders(world) == [before[0], "new", before[2]]
+    assert world.machines["new"].ways == [(1, "live")]
+    assert 1 not in world.machines[before[0]].memory
+    assert world.machines[before[2]].built.total() == 1
+
+
+def test_two_lost_neighbours():
+    world = crew(4, "a", "b", "c", "d")
+    before = holders(world)
+    world.kill(before[1])
+    world.kill(before[2])
+    world.run(20.0)
+    assert holders(world) == [before[0], before[0], before[0], before[3]]
+    assert set(world.machines[before[0]].ways) >= {(1, "base"), (2, "base")}
+
+
+def test_whoever_gives_up_a_stage_still_has_it_until_it_is_taken():
+    world = crew(2, "a", "b")
+    before = holders(world)
+    world.kill(before[1])
+    world.run(20.0)
+    assert holders(world) == [before[0]] * 2
+    world.start("new")
+    while 1 not in world.machines["new"].building:
+        world.run(0.25)
+    world.kill("new")
+    world.run(5.0)
+    assert holders(world) == [before[0]] * 2
+    assert world.machines[before[0]].built[1] == 1  # it was there all the time
+
+
+def test_a_stage_that_cannot_be_built_goes_to_somebody_else():
+    world = crew(3, "a", "b", "c", "d")
+    before, (name,) = holders(world), world.plan().spares
+    world.kill(before[2])
+    spare = world.machines[name]
+    while 2 not in spare.building:
+        world.run(0.25)
+    del spare.building[2]
+    world.act(name, spare.crew.unable(2, "out of m\u00e9mory\n", world.now))
+    world.run(10.0)
+    assert holders(world) == [before[0], name, before[1]]  # a neighbour took it, whose own the spare can take
+    assert heard(world.machines[before[0]], f"peer …{name} cannot take it: out of m?mory?") == 1
+
+
+# --------------------------------------------------------------------- a lost lead
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("plus", [False, True])
+def test_a_spare_succeeds_the_lead(silent, plus):
+    world = crew(4, "a", "b", "c", "d", "e", plus=plus)
+    before, (spare,) = holders(world), world.plan().spares
+    world.kill(before[0], silent)
+    world.run(MENDING_S)
+    assert holders(world) == [spare, *before[1:]]
+    assert world.plan().term == 2
+    assert all(machine.built.total() == 1 for machine in world.machines.values())
+    assert world.machines[spare].ways == [(0, "copy" if plus else "base")]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_without_a_spare_the_next_stage_does_and_keeps_its_own(silent):
+    world = crew(3, "a", "b", "c")
+    before = holders(world)
+    world.kill(before[0], silent)
+    world.run(MENDING_S)
+    assert holders(world) == [before[1], before[1], before[2]]
+    assert world.machines[before[1]].built == {0: 1, 1: 1}
+    assert world.machines[before[2]].built == {2: 1}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_second_spare_does_not_take_the_stage_of_who_comes_later(seed):
+    world = crew(4, "a", "b", "c", "d", "e", "f", seed=seed)
+    before, spares = holders(world), world.plan().spares
+    world.kill(before[0], silent=True)  # each notices at another time
+    world.run(MENDING_S)
+    assert holders(world) == [spares[0], *before[1:]] and world.plan().spares == spares[1:]
+
+
+def test_of_two_peers_either_goes_on_alone_and_a_fresh_one_joins():
+    for victim in (0, 1):
+        world = crew(2, "a", "b")
+        before = holders(world)
+        world.kill(before[victim])
+        world.run(20.0)
+        rest = before[1 - victim]
+        assert holders(world) == [rest, rest]
+        world.start("new")
+        world.run(20.0)
+        assert holders(world) == [rest, "new"]
+
+
+def test_the_lead_and_its_successor_lost_at_once():
+    world = crew(4, "a", "b", "c", "d")
+    before = holders(world)
+    world.kill(before[0], silent=True)
+    world.kill(before[1], silent=True)
+    world.run(MENDING_S + DIAL_S)
+    assert set(holders(world)) == set(before[2:])
+    assert holders(world)[2:] == before[2:]
+    assert all(world.machines[before[stage]].built[stage] == 1 for stage in (2, 3))
+
+
+def test_a_lead_that_is_started_again_with_its_wish_finds_another_one_there():
+    world = crew(2, "a", "b", "c")
+    before = holders(world)
+    world.kill(before[0])
+    world.run(8.0)
+    world.start(before[0], wanted=0)
+    world.run(FORMING_S)
+    assert holders(world)[0] != before[0] and world.plan().term == 2
+
+
+# --------------------------------------------------------------------- channels break, peers do not
+
+
+def test_a_member_that_loses_touch_for_a_moment_keeps_its_stage():
+    world = crew(3, "a", "b", "c")
+    before = holders(world)
+    number = world.plan().number
+    world.cut(crew_links(world, before[1])[0], silent=False)
+    world.run(8.0)
+    assert holders(world) == before and world.plan().term == 1
+    assert world.plan().number > number  # what was under way may be lost
+    assert all(machine.built.total() == 1 for machine in world.machines.values())
+
+
+def test_what_was_under_way_is_void_when_neighbours_lose_touch():
+    world = crew(4, "a", "b", "c", "d")
+    before, number = holders(world), world.plan().number
+    broken = next(link for link in world.far if link.method == STAGE_METHOD)
+    world.cut(broken, silent=False)
+    world.run(8.0)
+    assert holders(world) == before and world.plan().number > number
+    assert all(machine.built.total() == 1 for machine in world.machines.values())
+    assert any(link.method == STAGE_METHOD and link.peer == broken.peer for link in world.far)
+
+
+def test_who_says_what_nobody_takes_is_given_up():
+    world = crew(4, "a", "b", "c", "d", "e")
+    before, (spare,) = holders(world), world.plan().spares
+    crew_of_3 = world.machines[before[3]].crew
+    link = crew_of_3._stage_links[before[2]]
+    world.act(before[3], crew_of_3.refused(link, "nonfinite", world.now))
+    assert crew_of_3.counts["refused/nonfinite"] == 1
+    world.run(10.0)
+    lead = world.machines[before[0]].crew
+    assert holders_of(lead) == [*before[:2], spare, before[3]]
+    assert lead.whole and lead.counts["given_up"] == 1
+
+
+def test_a_stage_that_keeps_a_message_is_given_up():
+    world = crew(3, "a", "b", "c", "d")
+    before, (spare,) = holders(world), world.plan().spares
+    lead = world.machines[before[0]].crew
+    since = world.now
+    world.machines[before[1]].held_s = 20.0
+    world.run(40.0)
+    world.act(before[0], lead.tick(world.now, since))
+    world.run(2.0)
+    assert holders(world) == before  # 20 s are not too long
+    world.machines[before[1]].held_s = 61.0
+    world.act(before[0], lead.tick(world.now, since))
+    world.run(5.0)
+    assert lead.whole and holders_of(lead) == [before[0], spare, before[2]]
+    assert heard(world.machines[before[0]], "it stalls: a message has been waiting for 61 s") == 1
+    world.run(90.0)
+    assert before[1] not in lead.lead.members  # not so soon
+    world.run(90.0)
+    assert world.plan().spares == (before[1],)
+
+
+def test_a_stage_that_does_not_even_answer_is_given_up():
+    world = crew(3, "a", "b", "c", "d")
+    before = holders(world)
+    lead, since = world.machines[before[0]].crew, world.now
+    mute = world.machines[before[1]].crew
+    mute.heard = lambda link, record, now: []  # type: ignore[method-assign]
+    for _ in range(100):
+        world.run(1.0)
+        if lead.whole:
+            world.act(before[0], lead.tick(world.now, since))
+    assert lead.counts["given_up"] == 1 and before[1] not in holders_of(lead)
+
+
+def holders_of(lead) -> list[str]:
+    return [seat.peer for seat in lead.plan.seats]
+
+
+def test_nothing_moves_and_nobody_has_it():
+    world = crew(2, "a", "b")
+    before = holders(world)
+    lead, since, number = world.machines[before[0]].crew, world.now, world.plan().number
+    world.run(125.0)
+    world.act(before[0], lead.tick(world.now, since))
+    assert lead.counts["stuck"] == 1
+    world.run(5.0)
+    assert holders(world) == before and world.plan().number == number + 1
+
+
+# --------------------------------------------------------------------- who does not belong
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("model", {"architecture": "f" * 16}),
+        ("stages", {"spans": ((0, 2), (2, 4), (4, 6))}),
+        ("stages", {"wanted": 2}),
+        ("swarm", {"swarm": "00" * 32}),
+        ("crew", {"crew": "blue"}),
+    ],
+)
+def test_others_are_refused_counted_and_it_is_said_once(reason, changes):
+    world = crew(2, "a", "b")
+    before = holders(world)
+    stranger = World(1, 2).start("s", **changes).crew
+    lead = world.machines[before[0]]
+    for _ in range(3):
+        link = Link("s", CREW_METHOD)
+        lead.crew.opened(link, world.now)
+        actions = lead.crew.heard(link, stranger._hello(), world.now)
+        refusals = [action.record for action in actions if isinstance(action, Send)]
+        assert [record.reason for record in refusals if isinstance(record, Refusal)] == [reason]
+        world.act(before[0], actions)
+    assert lead.crew.counts[f"refused/{reason}"] == 3
+    assert heard(lead, "peer …s is refused in crew red") == 1
+
+
+def test_whoever_has_stages_of_other_layers_is_refused():
+    world = crew(2, "a", "b")
+    lead = world.machines[holders(world)[0]].crew
+    other = World(1, 2).start("s", Holding(snapshots=(Kept(1, 3),)), spans=((0, 1), (1, 4))).crew
+    link = Link("s", CREW_METHOD)
+    lead.opened(link, world.now)
+    lead.heard(link, other._hello(), world.now)
+    assert lead.counts["refused/span"] == 1
+    harmless = World(1, 2).start("s", spans=((0, 1), (1, 4))).crew  # it has nothing yet
+    lead.heard(link, harmless._hello(), world.now)
+    assert lead.counts["refused/span"] == 1
+
+
+def test_a_crew_of_the_same_name_with_another_model_is_left_alone():
+    world = World(1, 1)
+    world.start("a")
+    world.start("b", architecture="f" * 16)
+    world.run(FORMING_S)
+    assert all(machine.crew.whole and machine.leads for machine in world.machines.values())
+    assert heard(world.machines["a"], "peer …b is left out of crew red: it has another model") == 1
+
+
+def test_what_strangers_say_changes_nothing():
+    world = crew(2, "a", "b")
+    lead = world.machines[holders(world)[0]].crew
+    before = lead.plan
+    hello = World(1, 2).start("s").crew._hello()
+    nonsense = [
+        Refusal("model"),
+        before,
+        Answer("s", 99),
+        Ready(before.mark, 255, 2**50),
+        Unable(before.mark, 0, "no"),
+        Broken(before.mark, "a", "gone", True),
+        Load(before.mark, 1e9),
+        Whole(before.mark),
+    ]
+    crew_link, stage_link = Link("s", CREW_METHOD), Link("s", STAGE_METHOD)
+    lead.opened(crew_link, world.now)
+    lead.opened(stage_link, world.now)
+    for record in nonsense:
+        lead.heard(crew_link, record, world.now)
+    for record in [hello, *nonsense]:
+        lead.heard(stage_link, record, world.now)
+    assert lead.plan is before and lead.role == "leads" and lead.whole and "s" not in lead.lead.members
+
+
+def test_what_a_spare_says_of_stages_that_are_not_its_own_changes_nothing():
+    world = crew(2, "a", "b", "c")
+    before, plan = holders(world), world.plan()
+    (spare,) = plan.spares
+    for record in (
+        Ready(plan.mark, 1, 2**50),
+        Ready(plan.mark, 255, 2**50),
+        Unable(plan.mark, 0, "no"),
+        Unable(plan.mark, 1, "no"),
+        Load(plan.mark, 0.0),
+        Whole(plan.mark),
+        Report(Holding(live=(Kept(0, 2**50), Kept(200, 2**50)))),
+    ):
+        (link,) = crew_links(world, spare)
+        world.send(spare, link, record)
+    world.run(5.0)
+    lead = world.machines[before[0]].crew
+    assert holders(world) == before and world.plan().mark == plan.mark
+    assert lead.lead.updates < 100
+
+
+# --------------------------------------------------------------------- at random
+
+
+def consistent(world: World) -> Callable[[], None]:
+    """Plans have one holder a stage, and all who go by a plan mean the same one."""
+    seen: dict[int, list[str]] = {}
+
+    def check() -> None:
+        for peer, machine in world.machines.items():
+            plan = machine.crew.plan
+            if plan is None:
+                continue
+            seats = [seat.peer for seat in plan.seats]
+            assert all(seats) and len(seats) == world.stages
+            assert seen.setdefault(plan.mark, seats) == seats
+            if machine.crew.role == "leads" and machine.crew.whole:
+                assert seats[0] == peer
+                there = [world.machines.get(holder) for holder in seats]
+                assert all(m is None or m.crew.plan is None or i in m.memory for i, m in enumerate(there))
+
+    return check
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_happens_a_crew_is_whole_again_soon(seed):
+    rng = random.Random(seed)
+    world = World(seed, rng.randint(2, 4), plus=rng.random() < 0.5)
+    check = consistent(world)
+
+    def join(*wishes: int | None) -> None:
+        wishes = wishes or (None, None, None, 0, 1, world.stages - 1)
+        world.start(f"peer{rng.randrange(10**8):08d}", wanted=rng.choice(wishes))
+
+    for _ in range(rng.randint(2, 6)):
+        join()
+    world.run(rng.uniform(5.0, 30.0), check)
+    for _ in range(rng.randint(1, 6)):
+        peers = sorted(world.machines)
+        match rng.choice(["kill", "silence", "join", "split", "heal", "cut"]):
+            case "kill" if len(peers) > 1:
+                world.kill(rng.choice(peers))
+            case "silence" if len(peers) > 1:
+                world.kill(rng.choice(peers), silent=True)
+            case "join" if len(peers) < 6:
+                join()
+            case "split":
+                world.split(set(rng.sample(peers, rng.randint(1, len(peers)))))
+            case "heal":
+                world.heal()
+            case "cut" if world.far:
+                world.cut(rng.choice(list(world.far)), silent=rng.random() < 0.5)
+        world.run(rng.uniform(0.5, 25.0), check)
+    world.heal()
+    join(None)
+    while len(world.machines) < world.stages:
+        join()
+    for _ in range(45):
+        if world.settled():
+            break
+        world.run(1.0, check)
+    assert world.settled(), f"seed {seed}\n{world.story()}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_is_lost_the_others_keep_their_stages(seed):
+    rng = random.Random(seed)
+    stages = rng.randint(2, 5)
+    world = crew(stages, *(f"peer{i}" for i in range(stages + rng.randint(0, 1))), seed=seed)
+    for _ in range(4):
+        before = holders(world)
+        built = {peer: dict(machine.built) for peer, machine in world.machines.items()}
+        victim = rng.choice(before)
+        world.kill(victim, silent=rng.random() < 0.5)
+        world.run(MENDING_S)
+        after = holders(world)
+        lost = {stage for stage, peer in enumerate(before) if peer == victim}
+        assert all(after[stage] == peer for stage, peer in enumerate(before) if stage not in lost), seed
+        for peer, machine in world.machines.items():
+            kept = {stage: n for stage, n in machine.built.items() if stage not in lost}
+            assert kept == {stage: n for stage, n in built[peer].items() if stage not in lost}, f"seed {seed}: {peer}"
+        world.start(f"new{world.now:.0f}", wanted=rng.choice([None, rng.randrange(stages)]))
+        world.run(FORMING_S)
+        assert len(set(holders(world))) == min(stages, len(world.machines)), f"seed {seed}\n{world.story()}"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_two_parts_of_a_crew_go_on_and_become_one_again(seed):
+    rng = random.Random(seed)
+    stages = rng.randint(2, 4)
+    peers = [f"peer{i}" for i in range(stages)]
+    world = crew(stages, *peers, seed=seed)
+    part = set(rng.sample(peers, rng.randint(1, stages - 1)))
+    world.split(part)
+    world.run(60.0, consistent(world))
+    assert all(world.settled(side) for side in world.crews()), f"seed {seed}\n{world.story()}"
+    world.heal()
+    world.run(60.0, consistent(world))
+    assert world.settled(), f"seed {seed}\n{world.story()}"
+    assert len(set(holders(world))) == stages
+
+
+def test_waiting_times_fit_together():
+    """A new lead waits for its crew until everyone has noticed that the old one is gone, and asked it once more."""
+    assert SILENCE_S + DIAL_S < GATHER_S and FIND_S < AVOID_S

@@ -1,0 +1,127 @@
+"""Weights of stages, from who holds them to who needs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.errors import ProtocolError, RemoteProtocolError
+from protocol.messages import PROTOCOL_VERSION
+from protocol.tensors import STATE_METHOD, StateHead, seal_head
+from protocol.transports.base import Accepted, Outgoing
+from protocol.transports.memory import MemoryNetwork, VirtualClock
+from swarm_node.stages.handing import Fetch, Handing, State, Wanted, ordered
+
+SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8
+
+
+def weights(first: int, end: int, rest: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    state = {f"model.layers.{i}.{part}": torch.randn(5, 3, generator=rng) for i in range(first, end) for part in "ba"}
+    return state | ({"model.embed.weight": torch.randn(7, 3, generator=rng)} if rest else {})
+
+
+class Crew:
+    """Peers a, b, c … on a virtual clock."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.clock = VirtualClock()
+        network = MemoryNetwork(self.clock, seed=0)
+        self.transports = []
+        for i in range(count):
+            known = [address for one in self.transports for address in one.addresses]
+            self.transports.append(network.join("abcdef"[i], SWARM, bootstrap=known))
+        self.peers = [Handing(transport, SWARM, ARCHITECTURE) for transport in self.transports]
+        self.clock.run_until(20.0)
+
+    def id(self, i: int) -> str:
+        return self.transports[i].peer_id
+
+    def fetched(self, fetch: Fetch) -> State:
+        self.clock.run_until(self.clock.now() + 60)
+        fetch.done.result(0)
+        return fetch.state
+
+    def why_not(self, fetch: Fetch) -> str:
+        self.clock.run_until(self.clock.now() + 60)
+        with pytest.raises(ProtocolError) as caught:
+            fetch.done.result(0)
+        return caught.value.reason if isinstance(caught.value, RemoteProtocolError) else type(caught.value).__name__
+
+
+def test_a_neighbours_layers_arrive_as_they_are() -> None:
+    crew, theirs = Crew(), weights(2, 5, rest=True)
+    crew.peers[0].hold(1, lambda: State(theirs, 7, 0.5))
+    state = crew.fetched(crew.peers[1].fetch(crew.id(0), Wanted(1, 3, 5, rest=False), weights(2, 5)))
+    assert state.updates == 7 and state.omega == 0.5
+    assert list(state.tensors) == [f"model.layers.{i}.{part}" for i in (3, 4) for part in "ab"]
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in state.tensors.items())
+
+
+def test_order_is_of_layers_then_names_then_the_rest() -> None:
+    names = weights(9, 11, rest=True)
+    assert ordered(names, Wanted(0, 0, 99, rest=True)) == [
+        *("model.layers.9.a", "model.layers.9.b", "model.layers.10.a", "model.layers.10.b"),
+        "model.embed.weight",
+    ]
+
+
+def test_a_replica_is_of_the_offer_and_survives_the_one_it_is_of() -> None:
+    crew, live = Crew(3), weights(0, 2, rest=True)
+    crew.peers[0].hold(0, lambda: State(live, 3, 0.1))
+    crew.peers[0].offer(0)
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    for tensor in live.values():
+        tensor.add_(1)
+    crew.peers[1].keep(0, crew.id(0), live)
+    crew.clock.run_until(crew.clock.now() + 60)
+    crew.transports[0].close()
+    state = crew.fetched(crew.peers[2].fetch(crew.id(1), Wanted(0, 0, 2, rest=True, replica=True), live))
+    assert state.updates == 3 and all(torch.equal(state.tensors[name], before[name]) for name in live)
+
+
+def test_an_offer_of_the_ends_only_keeps_a_small_replica_and_hides_no_layer() -> None:
+    crew, live = Crew(), weights(0, 2, rest=True)
+    crew.peers[0].hold(0, lambda: State(live, 3, 0.1))
+    crew.peers[0].offer(0, layers=False)
+    crew.peers[1].keep(0, crew.id(0), {"model.embed.weight": live["model.embed.weight"]})
+    crew.clock.run_until(crew.clock.now() + 60)
+    assert list(crew.peers[1].replicas[0].tensors) == ["model.embed.weight"]
+    state = crew.fetched(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 2, rest=True), live))
+    assert state.tensors.keys() == live.keys()
+
+
+def test_who_takes_a_stage_over_keeps_no_replica_of_it() -> None:
+    crew, live = Crew(), weights(0, 1)
+    crew.peers[0].hold(0, lambda: State(live, 1, 0.0))
+    crew.peers[1].keep(0, crew.id(0), live)
+    crew.clock.run_until(crew.clock.now() + 60)
+    assert 0 in crew.peers[1].replicas
+    crew.peers[1].hold(0, lambda: State(live, 1, 0.0))
+    assert crew.peers[1].replicas == {}
+
+
+def test_what_is_not_here_or_of_another_crew_is_refused() -> None:
+    crew, live = Crew(), weights(0, 1)
+    assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "stage"
+    crew.peers[0].hold(0, lambda: State(live, 1, 0.0))
+    assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, False, replica=True), live)) == "stage"
+    crew.peers[1].place = SWARM, "ef" * 8
+    assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "crew"
+
+
+def test_other_sizes_and_weights_that_are_not_finite_are_refused() -> None:
+    crew, live = Crew(), weights(0, 2)
+    crew.peers[0].hold(0, lambda: State(live, 1, 0.0))
+    assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 2, rest=False), weights(0, 1))) == "size"
+    live["model.layers.0.a"][0, 0] = torch.nan
+    assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 2, rest=False), live)) == "nonfinite"
+
+
+def test_an_answer_about_another_stage_is_refused() -> None:
+    crew, live = Crew(), weights(0, 1)
+    head = seal_head(StateHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 5, False, 0, 1, False))
+    ours = Outgoing(head, 120, lambda: [bytes(120)])
+    crew.transports[0].accept(STATE_METHOD, lambda peer, head, size: Accepted(ours, print, lambda error: None))
+    assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "stage"

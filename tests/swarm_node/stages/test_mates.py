@@ -1,0 +1,327 @@
+"""Crewmates over a transport's channels: messages find their stages, those of earlier plans do not, losses are told."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from protocol.crew import CONTROL, Holding, Kept, Source
+from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.pipeline import Ask, Backward, State
+from protocol.transports.memory import MemoryNetwork, VirtualClock
+from swarm_node.recovery.paths import sources, tell
+from swarm_node.stages.leading import Action, LeaveLead, LeaveSeat, TakeLead, TakeSeat
+from swarm_node.stages.mates import Mates
+from swarm_node.stages.ports import LEAD, Message, StageLost
+from swarm_node.stages.wire import Limits, encode
+from tests.swarm_node.stages.crew_world import SWARM, each_costs_one, post
+
+LIMITS = Limits(
+    plan=0,
+    stages=0,
+    here=frozenset(),
+    sender=frozenset(),
+    width=4,
+    vocabulary=11,
+    tokens=64,
+    rows=8,
+    prompt=16,
+    length=8,
+)
+
+
+class Peers:
+    """A crew over the memory transport; every machine builds its stages at once."""
+
+    def __init__(self, stages: int) -> None:
+        self.clock = VirtualClock(1000.0)
+        self.network = MemoryNetwork(self.clock, seed=1)
+        self.stages = stages
+        self.mates: dict[str, Mates] = {}
+        self.orders: dict[str, list[object]] = {}
+        self.said: list[str] = []
+        self.busy: set[str] = set()
+        """Peers whose main thread does not ask for orders."""
+
+    def start(self, peer: str) -> Mates:
+        first = [f"/memory/p2p/{other}" for other in self.mates][:1]
+        transport = self.network.join(peer, SWARM, bootstrap=first)
+        place = post(peer, self.stages, spare_wait_s=5.0)
+        ways = partial(sources, fresh=1)
+        mates = Mates(
+            transport, place, ways, tell, each_costs_one, LIMITS, "float32", self.said.append, now=self.clock.now
+        )
+        transport.announce(PeerCard(PROTOCOL_VERSION, SWARM, self.clock.now(), peer, ["trainer"], crew=mates.card))
+        self.mates[peer], self.orders[peer] = mates, []
+        return mates
+
+    def run(self, seconds: float) -> None:
+        until = self.clock.now() + seconds
+        while self.clock.now() < until:
+            self.clock.run_until(self.clock.now() + 0.25)
+            for peer, mates in self.mates.items():
+                mates.tick()
+                for order in mates.orders() if peer not in self.busy else ():
+                    self.orders[peer].append(order)
+                    if isinstance(order, TakeSeat):
+                        mates.seated(order.stage, 3, order.sources[0])
+
+    def kill(self, peer: str) -> None:
+        del self.mates[peer]
+        self.network.kill(peer)
+
+    def at(self, stage: int) -> Mates:
+        """Whoever holds a stage, by the lead's plan."""
+        (lead,) = [mates for mates in self.mates.values() if mates.leading]
+        assert lead.plan is not None
+        return self.mates[lead.plan.seats[stage].peer]
+
+
+@pytest.fixture
+def crew() -> Peers:
+    peers = Peers(3)
+    for peer in ("a", "b", "c"):
+        peers.start(peer)
+    peers.run(30.0)
+    assert peers.at(0).mend(0.0)
+    return peers
+
+
+def gradient() -> Message:
+    return Message(1, Backward(turn=1, microbatch=0, place=1), (torch.arange(24.0).view(2, 3, 4),))
+
+
+def test_messages_find_their_stages(crew):
+    lead, first, last = crew.at(0), crew.at(1), crew.at(2)
+    assert (lead.count, lead.seats, first.seats, last.leading) == (3, (0,), (1,), False)
+    lead.send(Message(1, Ask()))
+    lead.send(Message(2, Ask()))
+    crew.run(1.0)
+    assert first.receive(0.0) == Message(1, Ask()) and last.receive(0.0) == Message(2, Ask())
+    last.send(gradient())  # over the channel between neighbours
+    first.send(Message(LEAD, State(1, 5, 0.5)))
+    crew.run(1.0)
+    received = first.receive(0.0)
+    assert received is not None and torch.equal(received.tensors[0], gradient().tensors[0])
+    assert lead.receive(0.0) == Message(LEAD, State(1, 5, 0.5))
+    assert lead.receive(0.0) is None and first.receive(0.0) is None
+
+
+def test_what_a_peer_says_to_itself_is_passed_as_it_is(crew):
+    lead = crew.at(0)
+    message = Message(0, Ask())
+    lead.send(message)
+    assert lead.receive(0.0) is message
+
+
+def test_a_loss_is_told_at_the_lead_and_what_was_under_way_is_dropped(crew):
+    lead, last = crew.at(0), crew.at(2)
+    last_peer = next(peer for peer, mates in crew.mates.items() if mates is last)
+    victim = next(peer for peer, mates in crew.mates.items() if mates not in (lead, last))
+    lead.send(Message(2, Ask()))
+    lead.send(Message(2, Ask()))
+    crew.run(1.0)
+    assert last.receive(0.0) == Message(2, Ask())
+    crew.kill(victim)
+    crew.run(5.0)
+    with pytest.raises(StageLost) as lost:
+        lead.receive(0.0)
+    assert lost.value.stages == {1} and not lead.mend(0.0)
+    with pytest.raises(StageLost):
+        lead.send(Message(2, Ask()))
+    crew.run(10.0)
+    assert [order for order in crew.orders[last_peer] if isinstance(order, TakeSeat)][0].stage == 2
+    with pytest.raises(StageLost):  # whole again, but the lead has not taken note
+        lead.receive(0.0)
+    assert lead.mend(0.0)
+    last.send(Message(LEAD, State(2, 5, 0.5)))  # in answer to what is void by now
+    assert last.receive(0.0) is None
+    crew.run(1.0)
+    assert lead.receive(0.0) is None
+    assert last.metrics()["stages/late"] == 2.0  # that answer, and the second question
+    lead.send(Message(2, Ask()))
+    crew.run(1.0)
+    assert last.receive(0.0) == Message(2, Ask())
+
+
+def test_a_peer_that_succeeds_the_lead_is_told_to(crew):
+    lead, first = crew.at(0), crew.at(1)
+    crew.kill(next(peer for peer, mates in crew.mates.items() if mates is lead))
+    crew.run(15.0)
+    name = next(peer for peer, mates in crew.mates.items() if mates is first)
+    assert [type(order) for order in crew.orders[name]] == [TakeSeat, TakeLead, TakeSeat]
+    assert first.leading and first.seats == (0, 1) and first.mend(0.0)
+    assert first.card.seats == (0, 1) and first.card.term == 2
+    message = Message(1, Ask())
+    first.send(message)
+    assert first.receive(0.0) is message  # of both stages
+
+
+def test_receive_makes_way_for_orders(crew):
+    victim = next(peer for peer, mates in crew.mates.items() if mates is crew.at(1))
+    newcomer = crew.start("d")
+    crew.busy.add("d")
+    crew.kill(victim)
+    crew.run(30.0)
+    assert newcomer.receive(0.0) is None
+    (order,) = [order for order in newcomer.orders() if isinstance(order, TakeSeat)]
+    assert order.stage == 1 and newcomer.stands(order) and newcomer.orders() == []
+    newcomer.unable(1, "no memory")
+    assert not newcomer.stands(order)
+    crew.run(5.0)
+    assert crew.at(0).whole and newcomer.seats != (1,)
+
+
+@pytest.mark.parametrize("bad", ["numbers", "shape", "stage", "nonsense", "record"])
+def test_what_nobody_takes_ends_the_channel_and_its_sender_is_given_up(crew, bad):
+    lead, first, last = crew.at(0), crew.at(1), crew.at(2)
+    assert last.plan is not None
+    head, body = encode(gradient(), "float32", last.plan.mark)
+    data = bytearray(b"".join(body))
+    if bad == "numbers":
+        data[:4] = b"\xff\xff\xff\xff"
+    elif bad == "shape":
+        data = data[:-4]
+    elif bad == "stage":
+        head, _ = encode(Message(2, gradient().head, gradient().tensors), "float32", last.plan.mark)
+    elif bad == "nonsense":
+        head = b"\x00"
+    elif bad == "record":
+        head, data = CONTROL, bytearray(b"\x00")
+    name = next(peer for peer, mates in crew.mates.items() if mates is first)
+    (channel,) = [channel for link, channel in last._channels.items() if link.peer == name]
+    channel.send(head, bytes(data))
+    crew.run(1.0)
+    assert first.receive(0.0) is None
+    crew.run(20.0)
+    refused = sum(n for name, n in first.metrics().items() if name.startswith("stages/refused"))
+    if bad == "record":  # the channel is closed, and opened anew
+        assert lead.whole and refused == 0 and lead.metrics().get("stages/given_up", 0) == 0
+    else:
+        assert refused == 1 and lead.metrics()["stages/given_up"] == 1
+        assert lead.whole and last.seats == (2,) and crew.at(2) is not last
+
+
+def test_who_keeps_a_message_for_too_long_is_found_out(crew):
+    lead, first = crew.at(0), crew.at(1)
+    lead.send(Message(1, Ask()))
+    crew.run(1.0)
+    assert first.receive(0.0) == Message(1, Ask())  # and that is all it does
+    assert first._held_s() == pytest.approx(1.0, abs=0.5)
+    for _ in range(140):
+        crew.run(0.5)
+        try:
+            assert lead.receive(0.0) is None
+        except StageLost as lost:
+            assert lost.stages == {1} and "stalls" in str(lost)
+            break
+    else:
+        pytest.fail("it was not found out")
+    assert first.receive(0.0) is None and first._held_s() == 0.0
+
+
+@pytest.mark.parametrize("stages", [{1}, set(), {0}])
+def test_the_pipelines_own_judgement_counts(crew, stages):
+    lead = crew.at(0)
+    plan = lead.plan
+    assert plan is not None
+    lead.doubt(StageLost(stages, "no answer"))
+    lead.doubt(StageLost(stages, "no answer"))  # it is known by now
+    with pytest.raises(StageLost, match="no answer"):
+        lead.receive(0.0)
+    crew.run(10.0)
+    assert lead.mend(0.0)
+    lead.doubt(StageLost(set(), "of the present plan"))
+    assert not lead.mend(0.0)
+    crew.run(10.0)
+    assert lead.mend(0.0)
+    assert lead.metrics().get("stages/given_up", 0) == (stages == {1})
+    assert lead.plan is not None and lead.plan.mark != plan.mark
+    assert (lead.plan.seats[1].peer == plan.seats[1].peer) == (stages != {1})
+
+
+def test_a_loss_that_the_crew_knows_is_no_doubt(crew):
+    lead, first = crew.at(0), crew.at(1)
+    crew.kill(next(peer for peer, mates in crew.mates.items() if mates is first))
+    crew.run(20.0)
+    assert lead.whole
+    with pytest.raises(StageLost) as lost:
+        lead.receive(0.0)
+    lead.doubt(lost.value)
+    assert lead.whole and lead.mend(0.0) and "stages/given_up" not in lead.metrics()
+
+
+def test_strangers_messages_are_refused(crew):
+    lead = crew.at(0)
+    stranger = crew.start("d")
+    crew.run(20.0)
+    assert stranger.plan is not None and stranger.seats == ()
+    head, _ = encode(Message(LEAD, State(1, 5, 0.5)), "float32", stranger.plan.mark)
+    (channel,) = stranger._channels.values()
+    channel.send(head)
+    crew.run(2.0)
+    assert lead.metrics()["stages/refused/stranger"] == 1.0 and lead.whole and lead.receive(0.0) is None
+
+
+def test_what_is_held_is_told_to_the_lead(crew):
+    first = crew.at(1)
+    first.report(Holding(live=(Kept(1, 9), Kept(2, 9)), replicas=(Kept(0, 8),)))
+    crew.run(1.0)
+    lead = crew.at(0)._crew.lead
+    member = lead.members[first._crew.post.me]
+    assert member.holding == Holding(live=(Kept(1, 9),), replicas=(Kept(0, 8),))  # it never held stage 2
+    assert lead.updates == 3  # as the two others say
+
+
+def test_leaving_is_noticed_at_once(crew):
+    lead, first = crew.at(0), crew.at(1)
+    first.close()
+    del crew.mates[next(peer for peer, mates in crew.mates.items() if mates is first)]
+    crew.run(0.5)
+    with pytest.raises(StageLost):
+        lead.receive(0.0)
+    crew.run(10.0)
+    assert lead.mend(0.0)
+    assert not any(isinstance(order, (LeaveLead, LeaveSeat)) for orders in crew.orders.values() for order in orders)
+    assert Source("base") in [source for orders in crew.orders.values() for o in orders for source in _ways(o)]
+
+
+def _ways(order: object) -> tuple[Source, ...]:
+    return order.sources if isinstance(order, TakeSeat) else ()
+
+
+def test_receive_wakes_up_when_a_message_comes():
+    peers = Peers(1)
+    lead = peers.start("a")
+    peers.run(15.0)
+    assert lead.mend(0.0)
+    later = threading.Timer(0.1, lead.send, [Message(0, Ask())])
+    later.start()
+    assert lead.receive(60.0) == Message(0, Ask())  # the virtual clock stands still: nothing but the message ends it
+    later.join()
+
+
+def test_events_of_many_threads_are_all_handled_one_at_a_time():
+    peers = Peers(1)
+    mates = peers.start("a")
+    handled, inside = [], []
+
+    def event(now: float) -> list[Action]:
+        inside.append(1)
+        handled.append(len(inside))
+        inside.pop()
+        return []
+
+    def post_many() -> None:
+        for _ in range(500):
+            mates._handle(event)
+
+    threads = [threading.Thread(target=post_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert handled == [1] * 2000

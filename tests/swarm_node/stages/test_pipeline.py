@@ -1,0 +1,368 @@
+"""A policy in stages is the policy: updates, samples, and both again after stages died."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from msgspec import structs
+
+from protocol.pipeline import Backward, Forward, LossGradient, open_envelope, seal_envelope
+from swarm_node.config import GrpoConfig, PolicyConfig
+from swarm_node.grpo.trainer import Trainer
+from swarm_node.policy.policy import Policy
+from swarm_node.stages.schedule import route
+from swarm_node.stages.worker import attend
+from swarm_node.types import Sampling
+from tests.swarm_node.stages.harness import RATE, SAMPLING, Crew, Fault, parameters, save, some_groups, whole
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+
+
+Saved = Callable[..., PolicyConfig]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """How to load a tiny model of a kind, with an adapter or without."""
+    configs: dict[str, PolicyConfig] = {}
+
+    def load(kind: str, lora: bool = False) -> PolicyConfig:
+        if kind not in configs:
+            configs[kind] = save(kind, tmp_path_factory.mktemp(kind))
+        return configs[kind].model_copy(update={"lora": lora, "lora_rank": 2})
+
+    return load
+
+
+def train(policy: Policy, grpo: GrpoConfig, steps: int = 3) -> list[dict[str, float]]:
+    if grpo.beta:
+        policy.keep_reference()
+    trainer = Trainer(policy, grpo, SAMPLING, lambda line: None)
+    return [trainer.step(some_groups(10 * i)) for i in range(steps)]
+
+
+def grpo(**options: object) -> GrpoConfig:
+    return GrpoConfig(**{"learning_rate": RATE, "microbatch_tokens": 24, "grad_clip": 0.5} | options)
+
+
+def same(crew: Crew, policy: Policy, atol: float = 1e-5) -> None:
+    expected = {name: p.detach() for name, p in policy.model.named_parameters() if p.requires_grad}
+    found = parameters(crew)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=atol, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("stages", "kind", "lora", "beta"),
+    [
+        (1, "llama", False, 0.0),
+        (2, "llama_tied", False, 0.0),
+        (3, "llama_tied", False, 0.05),
+        (4, "llama", False, 0.05),
+        (4, "gpt_neox", False, 0.0),
+        (3, "qwen2", True, 0.05),
+        (2, "llama_tied", True, 0.0),
+        (4, "gpt_neox", True, 0.05),
+    ],
+)
+def test_a_staged_update_is_the_update(stages: int, kind: str, lora: bool, beta: float, saved: Saved) -> None:
+    config = saved(kind, lora)
+    options = grpo(beta=beta)
+    policy = whole(config)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters() if p.requires_grad}
+    expected = train(policy, options)
+    crew = Crew(config, stages, options, seed=stages)
+    crew.policy.packing = policy.packing
+    crew.trainer.packing = policy.packing
+    for i, metrics in enumerate(expected):
+        found = crew.trainer.step(some_groups(10 * i))
+        for name in metrics.keys() - {"perf/trained_tok_s"}:
+            assert found[name] == pytest.approx(metrics[name], abs=1e-5, rel=1e-4), name
+    same(crew, policy)
+    assert max((p - before[name]).abs().max() for name, p in parameters(crew).items()) > 1e-3
+    assert not crew.refused and crew.policy.version == 3
+
+
+def test_a_peer_with_several_stages(saved: Saved) -> None:
+    """The lead has both ends of a tied policy, a crewmate what lies between."""
+    config, options = saved("llama_tied"), grpo()
+    policy = whole(config)
+    train(policy, options, 2)
+    crew = Crew(config, 4, options, holders={3: 0, 2: 1})
+    for i in range(2):
+        crew.trainer.step(some_groups(10 * i))
+    same(crew, policy)
+    state = {name: tensor.clone() for name, tensor in crew.optimizer.state_dict().items()}
+    with torch.no_grad():
+        for weight in crew.optimizer.weights().values():
+            weight.add_(1.0)
+    crew.optimizer.publish()
+    parameters(crew)  # both ends have the matrix alike
+    crew.optimizer.load_state_dict(state, 7)
+    assert [worker.updates for worker in crew.own.values()] == [7, 7] and crew.optimizer.updates == 7
+
+
+class Swapped(Policy):
+    """A policy whose layers change places for odd microbatches, in one process."""
+
+    spans: list[tuple[int, int]]
+
+    def _passes(self, batches, *options):  # type: ignore[no-untyped-def]
+        decoders = [model.get_decoder() for model in (self.base, self._reference)]
+        usual = [decoder.layers for decoder in decoders]
+        for i, batch in enumerate(batches):
+            order = [v.stage for v in route(len(self.spans), i, swapped=True) if v.layers]
+            for decoder, layers in zip(decoders, usual, strict=True):
+                decoder.layers = torch.nn.ModuleList([layers[j] for k in order for j in range(*self.spans[k])])
+            yield from super()._passes([batch], *options)
+        for decoder, layers in zip(decoders, usual, strict=True):
+            decoder.layers = layers
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_odd_microbatches_take_the_swapped_route(stages: int, saved: Saved) -> None:
+    config, options = saved("llama_tied"), grpo(beta=0.05, microbatch_tokens=12, packing=False)
+    crew = Crew(config, stages, options, seed=stages, swapped=True)
+    policy = whole(config)
+    policy.__class__ = Swapped
+    policy.spans = [(w.stage.span.first, w.stage.span.end) for w in crew.workers.values()]
+    train(policy, options, 2)
+    for i in range(2):
+        crew.trainer.step(some_groups(10 * i))
+    same(crew, policy)
+    plain = whole(config)
+    train(plain, options, 2)
+    with pytest.raises(AssertionError):
+        same(crew, plain)
+
+
+# --------------------------------------------------------------------- what can go wrong
+
+FAULTS = {
+    "forward": Fault(1, "Forward", 2),
+    "reference": Fault(2, "Forward", 1),
+    "backward": Fault(1, "Backward", 1),
+    "loss": Fault(2, "LossGradient", 1),
+    "before squares": Fault(1, "Squares", 0),
+    "between squares and apply": Fault(2, "Squared", 2, at_lead=True),
+    "after apply": Fault(1, "State", 2, at_lead=True),
+    "in a later step": Fault(1, "Backward", 7),
+    "without a word": Fault(1, "Forward", 3, mute=True),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_stage_that_dies_is_replaced_and_the_step_done_again(name: str, saved: Saved) -> None:
+    options = grpo(beta=0.05, microbatch_tokens=12, packing=False)
+    config, fault = saved("llama"), replace(FAULTS[name])
+    undisturbed, crew = (Crew(config, 3, options, seed=1, faults=faults) for faults in ([], [fault]))
+    asked = []
+    for i in range(2):
+        expected = undisturbed.trainer.step(some_groups(10 * i))
+        found = crew.trainer.step(some_groups(10 * i), lambda: asked.append(crew.policy.version))
+        if name != "after apply":  # then only the numbers of the repeated pass are those of newer weights
+            assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert fault.fired and crew.repairs == 1 and crew.lead.lost == 1 and asked == [0, 1]
+    expected = parameters(undisturbed)
+    for parameter, value in parameters(crew).items():
+        torch.testing.assert_close(value, expected[parameter], atol=1e-6, rtol=0, msg=parameter)
+    assert [w.updates for w in crew.workers.values()] == [w.optimizer.updates for w in crew.workers.values()] == [2] * 3
+    assert crew.refused.keys() <= {"plan"}
+
+
+@pytest.mark.parametrize("stage", [1, 2], ids=["middle", "end"])
+def test_a_stage_that_dies_before_it_has_applied_goes_without(stage: int, saved: Saved) -> None:
+    fault = Fault(stage, "Apply", 0)
+    config, options = saved("llama_tied"), grpo()
+    undisturbed, crew = (Crew(config, 3, options, seed=2, faults=faults) for faults in ([], [fault]))
+    start = {name: p.clone() for name, p in parameters(crew).items()}
+    for c in (undisturbed, crew):
+        c.trainer.step(some_groups())
+    assert fault.fired and crew.repairs == 1 and crew.policy.version == 1
+    assert [w.updates for w in crew.workers.values()] == [1, 1, 1]
+    assert [w.optimizer.updates for w in crew.workers.values()] == [int(k != stage) for k in range(3)]  # nobody twice
+    expected, found = parameters(undisturbed), parameters(crew)  # the latter compares the matrix at both ends
+    own = crew.workers[stage].stage.named().keys() - {crew.workers[0].tied_name}
+    for name, value in found.items():
+        if name in own:
+            assert torch.equal(value, start[name])
+        else:
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+    crew.trainer.step(some_groups(20))
+    parameters(crew)
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(1, "Prefill", 1), Fault(2, "Step", 7), Fault(1, "Step", 3, mute=True)], ids=str
+)
+def test_a_stage_that_dies_in_mid_generation(fault: Fault, saved: Saved) -> None:
+    config, fault = saved("llama"), replace(fault)
+    crew = Crew(config, 3, seed=3, faults=[fault])
+    assert_equal_samples(crew, whole(config))
+    assert fault.fired and crew.repairs == 1
+
+
+def test_two_stages_die_one_while_the_other_is_mended(saved: Saved) -> None:
+    config, options = saved("llama"), grpo()
+    faults = [Fault(1, "Backward", 0), Fault(2, "Reset", 0), Fault(1, "Forward", 4)]
+    undisturbed, crew = (Crew(config, 3, options, seed=4, faults=f) for f in ([], faults))
+    for c in (undisturbed, crew):
+        c.trainer.step(some_groups())
+    assert all(fault.fired for fault in faults) and crew.lead.figures()["stages/lost"] == 3
+    expected = parameters(undisturbed)
+    for name, value in parameters(crew).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+
+
+def nan(head: bytes, body: bytearray) -> tuple[bytes, bytearray]:
+    body[:4] = b"\xff\xff\xff\x7f"
+    return head, body
+
+
+def wide(head: bytes, body: bytearray) -> tuple[bytes, bytearray]:
+    envelope = open_envelope(head)
+    first = envelope.parts[0]
+    wider = structs.replace(first, shape=(*first.shape[:-1], first.shape[-1] + 1))
+    return seal_envelope(structs.replace(envelope, parts=(wider, *envelope.parts[1:]))), body
+
+
+@pytest.mark.parametrize(("spoil", "reason"), [(nan, "nonfinite"), (wide, "shape")])
+@pytest.mark.parametrize("kind", [Forward, Backward, LossGradient])
+def test_what_makes_no_sense_is_refused_and_the_step_done_again(
+    spoil: Callable[[bytes, bytearray], tuple[bytes, bytearray]], reason: str, kind: type, saved: Saved
+) -> None:
+    config, options = saved("llama"), grpo()
+    undisturbed, crew = (Crew(config, 3, options, seed=5) for _ in range(2))
+    spoilt = []
+
+    def tamper(head: bytes, body: bytearray) -> tuple[bytes, bytearray]:
+        if spoilt or not isinstance(open_envelope(head).head, kind):
+            return head, body
+        spoilt.append(kind)
+        return spoil(head, body)
+
+    crew.tamper = tamper
+    for c in (undisturbed, crew):
+        c.trainer.step(some_groups())
+    if (spoil, kind) == (wide, LossGradient):
+        reason = "size"  # any number of tokens would do, but not with this body
+    assert spoilt and crew.refused[reason] == 1 and crew.repairs == 1
+    expected = parameters(undisturbed)
+    for name, value in parameters(crew).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_weights_that_are_not_finite_make_no_update(saved: Saved) -> None:
+    crew = Crew(saved("llama"), 3, grpo())
+    with torch.no_grad():
+        next(iter(crew.workers[1].stage.named().values()))[0] = float("nan")
+    before = {name: p.clone() for name, p in parameters(crew).items()}
+    metrics = crew.trainer.step(some_groups())
+    assert "grad_norm" not in metrics and crew.policy.version == 0 and not crew.refused
+    assert all(
+        torch.equal(p, before[n]) or n == next(iter(crew.workers[1].stage.named())) for n, p in parameters(crew).items()
+    )
+
+
+def test_a_stage_short_of_memory_makes_microbatches_smaller(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, options = saved("llama"), grpo(microbatch_tokens=64)
+    undisturbed, crew = (Crew(config, 3, options, seed=6) for _ in range(2))
+    stage, failed = crew.workers[1].stage, []
+    layers = stage.layers
+
+    def short(hidden: torch.Tensor, *rest: object) -> torch.Tensor:
+        if hidden.shape[0] * hidden.shape[1] > 24:
+            failed.append(hidden.shape)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return layers(hidden, *rest)
+
+    monkeypatch.setattr(stage, "layers", short)
+    for c in (undisturbed, crew):
+        c.trainer.step(some_groups())
+    assert failed and crew.trainer.limit < 64 and crew.repairs == 0
+    expected = parameters(undisturbed)
+    for name, value in parameters(crew).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=0, msg=name)
+
+
+def test_passes_that_are_given_up_leave_nothing_behind(saved: Saved) -> None:
+    crew = Crew(saved("llama"), 3, grpo(microbatch_tokens=12, packing=False))
+    trainer = crew.trainer
+    step = trainer._prepare(some_groups())
+    assert step is not None
+    trainer.optimizer.zero_grad()
+    passes = crew.policy.passes(trainer._token_batches(trainer._plan(step.groups), step.flat), 1.0)
+    _, logprobs, _ = next(passes)
+    assert logprobs.requires_grad and any(w._pass and w._pass.held for w in crew.workers.values())
+    passes.close()
+    while (message := crew.receive(0.0)) is not None:
+        attend(message, crew.own, crew.send, crew._refuse)
+    assert not any(worker._pass for worker in crew.workers.values())
+    crew.trainer.step(some_groups())
+    assert crew.policy.version == 1 and not crew.refused
+
+
+@pytest.mark.parametrize(("codec", "cosine"), [("bfloat16", 0.98), ("int8", 0.95)])
+def test_activations_may_travel_in_fewer_bits(codec: str, cosine: float, saved: Saved) -> None:
+    config, options = saved("llama_tied"), grpo()
+    exact, crew = (Crew(config, 3, options, codec=c) for c in ("float32", codec))
+    start = {name: p.clone() for name, p in parameters(crew).items()}
+    metrics = [[c.trainer.step(some_groups(10 * i)) for i in range(3)] for c in (exact, crew)]
+    for a, b in zip(*metrics, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=0.05) and b["entropy"] == pytest.approx(a["entropy"], rel=0.02)
+    moves = [torch.cat([(p - start[n]).flatten() for n, p in parameters(c).items()]) for c in (exact, crew)]
+    assert torch.cosine_similarity(*moves, dim=0) > cosine
+    few, many = (c.lead.figures()["stages/bytes_per_token"] for c in (crew, exact))
+    assert few < 0.8 * many
+
+
+# --------------------------------------------------------------------- samples
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14], [15, 5, 6]]
+
+
+def assert_equal_samples(crew: Crew, policy: Policy) -> None:
+    n, sampling = 3, Sampling(8, 0.9, 0.95)
+    seeds = [100 + i for i in range(len(PROMPTS))]
+    expected = policy.generate(PROMPTS, n, sampling, seeds)
+    found = crew.policy.generate(PROMPTS, n, sampling, seeds)
+    assert [len(g) for g in found] == [n] * len(PROMPTS)
+    ended = 0
+    for a, b in zip((r for g in expected for r in g), (r for g in found for r in g), strict=True):
+        assert (a.token_ids, a.finished, a.text) == (b.token_ids, b.finished, b.text)
+        assert b.logprobs == pytest.approx(a.logprobs, abs=1e-4)
+        ended += b.finished
+    assert crew.refused.keys() <= ({"plan"} if crew.faults else set())
+    assert ended == 0 or any(len(r.token_ids) > 1 for g in found for r in g)
+
+
+@pytest.mark.parametrize(
+    ("stages", "kind", "native", "lora"),
+    [
+        (1, "llama", True, False),
+        (2, "llama_tied", True, False),
+        (3, "qwen2", True, True),
+        (4, "llama", False, False),
+        (3, "gpt_neox", False, False),
+    ],
+)
+def test_staged_samples_are_the_samples(stages: int, kind: str, native: bool, lora: bool, saved: Saved) -> None:
+    config = saved(kind, lora)
+    policy = whole(config)
+    crew = Crew(config, stages, seed=stages, native=native)
+    for model in (policy, crew.policy):
+        model._eos = [2, *range(20, 60)]  # so that some rows end early and the grid shrinks
+    assert_equal_samples(crew, policy)
+    assert crew.lead.figures()["stages/bytes_per_token"] > 0 if stages > 1 else True
+
+
+def test_caches_are_dropped_when_a_generation_is_over(saved: Saved) -> None:
+    crew = Crew(saved("llama"), 3)
+    crew.policy.generate(PROMPTS, 2, Sampling(3), [1, 2, 3, 4, 5])
+    while crew.receive(0.0) is not None:
+        pass  # what is still under way
+    assert all(not worker._waves and worker._engine is None for worker in list(crew.workers.values())[1:])
