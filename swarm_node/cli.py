@@ -506,22 +506,28 @@ def merge(
     cohort: Annotated[
         str | None,
         option(
-            "--cohort", "Of a swarm: seconds to find members, and as many for all weights to arrive.", rich_help_panel=OF_A_SWARM
+            "--cohort",
+            "Of a swarm: seconds to find members, and as many for all weights to arrive.",
+            rich_help_panel=OF_A_SWARM,
         ),
     ] = None,
     without: Annotated[
         list[str] | None,
         option(
             "--without",
-            "Of a swarm: seconds to find members, and as many for all weights to arrive."
-            "Repeatable.",
+            "Of a swarm: seconds to find members, and as many for all weights to arrive.Repeatable.",
             metavar="PEER",
             rich_help_panel=OF_A_SWARM,
         ),
     ] = None,
     timeout: Annotated[
         float,
-        option("--timeout", "Of a swarm: seconds to find members, and as many for all weights to arrive.", min=1, rich_help_panel=OF_A_SWARM),
+        option(
+            "--timeout",
+            "Of a swarm: seconds to find members, and as many for all weights to arrive.",
+            min=1,
+            rich_help_panel=OF_A_SWARM,
+        ),
     ] = 1800.0,
     model: Annotated[
         str | None,
