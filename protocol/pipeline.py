@@ -120,9 +120,15 @@ class Skip(msgspec.Struct, frozen=True, tag="skip"):
 class Share(msgspec.Struct, frozen=True, tag="share"):
     """From the lead, to the first or the last stage: give the other the matrix that both hold."""
 
+    keep: bool = False
+    """Both keep its moments: it was averaged with others', and neither of the two stages is a new one."""
+
 
 class TiedMatrix(msgspec.Struct, frozen=True, tag="matrix"):
     """Between the first and the last stage: the matrix [V, H] that both hold; both forget its moments."""
+
+    keep: bool = False
+    """But not now; see `Share`."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):

@@ -51,6 +51,8 @@ CALL_S = 10.0
 DIAL_S = 8.0
 KNOCK_S = 4.0
 GOODBYE_S = 2.0
+LAST_WORD_S = 0.2
+"""For p2pd to pass on what was said last over channels."""
 MAX_WAIT_S = 10.0
 ASKED_TO_END = 0, -signal.SIGINT, -signal.SIGTERM
 """Exit codes not worth a word: whoever ends a node may end all of its processes, as systemd does."""
@@ -131,12 +133,15 @@ class HivemindPlane:
     async def close(self) -> None:
         """Stop p2pd; bounded, whatever state it is in."""
         self._closing = True
-        ending = self._exchanges.cancel() | self._channels.cancel()
+        talking = self._channels.cancel()
+        ending = self._exchanges.cancel() | talking
         if self._keeper is not None:
             self._keeper.cancel()
             ending.add(self._keeper)
         if ending:
             await asyncio.wait(ending, timeout=GOODBYE_S)
+        if talking:
+            await asyncio.sleep(LAST_WORD_S)
         await self._stop_daemon()
         self._port.release()
         if self._folder:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own threa
 CLOSE_S = 8.0
 """Longest that `close` takes."""
 GOODBYE_S = 2.0
+LEFT_S = 1.0
+"""For tasks that are left when all is over."""
 HASTE_S = 1.0
 """The next round after one that dialled."""
 CARDS_PER_LOOKUP = 32
@@ -262,12 +264,21 @@ class P2PTransport:
         finally:
             with self._close_lock:
                 self._closed.set()
+            self._end_tasks()
             self._loop.close()
             for port in (self._dht_port, self._gossip_port):
                 if port is not None:
                     port.release()
             for future in [future for future in list(self._calls) if not future.done()]:
                 future.set_exception(PeerUnreachable("the network is closed"))
+
+    def _end_tasks(self) -> None:
+        """What hivemind has left behind: closed with the loop it runs in, not by the garbage collector after it."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=LEFT_S))
 
     def _cancel(self) -> None:
         assert self._main is not None
