@@ -173,8 +173,9 @@ async def flood(a: Attacker) -> None:
 
 
 async def fresh_keys(a: Attacker) -> None:
-    """1600 messages, each of an author and of a process of its own, as if they were passed on for others."""
-    for _ in range(400):
+    """Up to 4000 messages, each of an author and of a process of its own, as if they were passed on for others; until it
+    is hung up on. A slow machine makes them so slowly that 1600 are too few to be blamed for."""
+    for _ in range(1000):
         messages = []
         for _ in range(4):
             a.author = Identity.generate(os.urandom(32))

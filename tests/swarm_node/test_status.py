@@ -148,6 +148,41 @@ def test_looking_around_ends_when_nobody_new_turns_up() -> None:
     assert look_around(FakeTransport(), look_s=5.0, clock=clock, tick_s=0.0) == {}
 
 
+def test_a_crew_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    crew = {
+        "name": "home",
+        "count": 2,
+        "lead": {"peer": peer_id(1), "name": "bob"},
+        "whole": True,
+        "updates": 12,
+        "round": 12,
+        "stages": [
+            {"layers": [0, 5], "peer": peer_id(1), "name": "bob"},
+            {"layers": [6, 11], "peer": peer_id(0), "name": "alice"},
+        ],
+        "spares": 1,
+        "held": [1],
+        "replicas": {0: 11},
+        "recovered": {"replica": 2, "base": 1},
+    }
+    make_run("runs/alice", crew=crew)
+    lines = shown(capsys, "runs/alice").splitlines()
+    bob = f"bob (…{peer_id(1)[-8:]})"
+    assert f"crew       home: 2 stages, whole, led by {bob}, 12 updates" in lines
+    assert f"           stage 0 (layers 0-5): {bob}" in lines
+    assert "           stage 1 (layers 6-11): this node" in lines
+    assert "           spares 1; replicas kept here: stage 0 after update 11" in lines
+    assert "           stages built so far: 2 by replica, 1 by base" in lines
+
+
+def test_a_crew_that_is_not_there_yet_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    crew = {"name": "home", "count": 2, "lead": None, "whole": False, "updates": 0, "round": 0, "stages": []}
+    make_run("runs/alice", crew=crew | {"spares": 0, "held": [], "replicas": {}, "recovered": {}})
+    text = shown(capsys, "runs/alice")
+    assert "home: 2 stages, not whole, nobody leads yet, 0 updates" in text and "kept here: none" in text
+    assert "built so far" not in text
+
+
 def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     averaging = {
         "cohort": "0123456789abcdef",

@@ -1,0 +1,166 @@
+"""Crews of real processes on this machine: a policy in stages learns, whoever of them dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import QUICK, NodeProcess, nodes, until
+from tests.integration.test_swarm import alive, make_manifest
+
+pytestmark = pytest.mark.slow
+Start = Callable[..., NodeProcess]
+SETS = (*QUICK, "stages.spare_wait_s=1", "pace_s=0.2", "policy.threads=1")
+INVITATION = re.compile(r"swarm-node join '(swarm://\S+)' --stages (\d) --crew home")
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with nodes() as starter:
+        yield starter
+
+
+def link_of(node: NodeProcess) -> str:
+    """As it tells people to type it elsewhere."""
+    return node.until(lambda: (found := INVITATION.search(node.output)) and found[1], 60)
+
+
+def says(node: NodeProcess, text: str, seconds: float = 60) -> re.Match[str]:
+    return node.until(lambda: re.search(text, node.output), seconds)
+
+
+def times(node: NodeProcess, text: str) -> int:
+    return len(re.findall(text, node.output))
+
+
+class Crew:
+    """Starts the members of a crew."""
+
+    def __init__(self, start: Start, folder: Path, stages: int, rounds: int, *sets: str) -> None:
+        self.start = start
+        self.folder = folder
+        self.manifest = make_manifest(folder)
+        self.options = "--stages", str(stages), "--crew", "home", "--rounds", str(rounds)
+        self.sets = (*SETS, *sets)
+
+    def join(self, name: str, swarm: str = "", *options: str) -> NodeProcess:
+        arguments = "join", swarm or str(self.manifest), "--name", name, *self.options, *options
+        return self.start(*arguments, run_dir=self.folder / name, sets=self.sets)
+
+
+@pytest.mark.timeout(240)
+def test_two_terminals_hold_one_policy_and_a_third_with_another_model_is_left_out(start: Start, tmp_path: Path) -> None:
+    crew = Crew(start, tmp_path, 2, 60)
+    a = crew.join("a")
+    link = link_of(a)
+    assert "crew home waits for 1 more peer" in a.output
+    other = crew.join("other", link, "--lora")
+    says(a, "is left out of crew home: it has another model")
+    b = crew.join("b", link)
+    assert a.process.wait(120) == 0, a.output
+    assert b.process.wait(20) == 0, b.output
+    assert [line["round"] for line in a.metrics] == list(range(1, 61))
+    assert a.last("stages/recovered/base") == 2 and a.last("stages/lost") == 0
+    assert a.last("stages/bytes_per_token") > 0 and not b.metrics
+    assert "the run of crew home is over after round 60" in b.output
+    for line in ("is left out", "crew home is whole", "on another machine"):
+        assert times(a, line) == 1, a.output
+    assert " lost" not in a.output + b.output
+    assert other.process.poll() is None and "crew home is whole" not in other.output
+
+
+@pytest.mark.timeout(420)
+def test_either_terminal_may_be_killed_and_a_fresh_one_goes_on(start: Start, tmp_path: Path) -> None:
+    crew = Crew(start, tmp_path, 2, 100_000)
+    a = crew.join("a")
+    link = link_of(a)
+    b = crew.join("b", link)
+    a.until_rounds(12, 90)
+
+    b.stop(signal.SIGKILL)
+    a.until_rounds(12, 40)
+    says(a, r"stage 1 of crew home is lost \(b: ")
+    says(a, r"stage 1 rebuilt from the replica that this node kept; (nothing is lost|lost: its last update)")
+    says(a, r"stage 1 is back after \d+\.\d s, held by this node")
+    says(a, r"reward \d\.\d+ in the 10 rounds before stage 1 was lost, \d\.\d+ in the 10 after")
+    b = crew.join("b", link)
+    says(a, r"stage 1 passed to (b|peer …)")
+    a.until_rounds(12, 40)
+    assert times(a, "stage 1 of crew home is lost") == 1 and a.last("stages/recovered/live") == 1
+    assert a.last("stages/bytes_per_token") > 0
+
+    link, rounds = link_of(a), a.rounds
+    a.stop(signal.SIGKILL)
+    b.until(lambda: b.rounds > rounds or None, 60)
+    assert b.metrics[0]["round"] in range(rounds, rounds + 3)
+    assert times(b, r"the lead of crew home is lost \(a: ") == 1
+    says(b, r"stage 0 rebuilt from the replica that this node kept; (nothing is lost|lost: its last update)")
+    says(b, r"reward \d\.\d+ in the 10 rounds before the lead of crew home was lost, \d\.\d+ in the 10 after")
+    c = crew.join("c", link_of(b))
+    says(b, r"stage 1 passed to (c|peer …)")
+    b.until_rounds(5)
+
+    for node in (b, c):
+        node.process.send_signal(signal.SIGINT)
+    assert [node.process.wait(20) for node in (b, c)] == [0, 0], b.output + c.output
+    rounds = b.rounds
+    again = [crew.join("c", link_of(b)), crew.join("b")]
+    b = again[1]
+    b.until_rounds(3, 90)
+    resumed = says(b, r"resumed \S+ at round (\d+)")
+    assert int(resumed[1]) == rounds
+    assert [line["round"] for line in b.metrics[-2:]] == [b.rounds - 1, b.rounds]
+    assert times(b, r"stage \d rebuilt from the snapshot after update \d+; nothing is lost") == 2, b.output
+
+
+@pytest.mark.timeout(300)
+def test_a_middle_stage_is_rebuilt_of_its_neighbours(start: Start, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    command = [sys.executable, "-m", "swarm_node", "starter", "--out", str(model), "--layers", "4", "--steps", "5"]
+    subprocess.run([*command, "--hidden", "64"], check=True, capture_output=True)
+    reward = tmp_path / "reward.py"  # the model cannot do anything yet
+    reward.write_text("def length(prompts, completions, **columns):\n    return [len(c) / 16 for c in completions]\n")
+    function = f'rewards.functions=[{{path="{reward}:length"}}]'
+    crew = Crew(start, tmp_path, 4, 100_000, "stages.replica=off", f"policy.model={model}", function)
+    first = crew.join("n0")
+    link = link_of(first)
+    others = {name: crew.join(name, link) for name in ("n1", "n2", "n3")}
+    first.until(lambda: first.last("step") >= 3 or None, 120)
+    says(first, "crew home is whole")
+    holders = {name: re.search(r"stage (\d) of 4", node.output) for name, node in others.items()}
+    victim = next(name for name, found in holders.items() if found and found[1] == "2")
+    others.pop(victim).stop(signal.SIGKILL)
+    first.until(lambda: first.last("stages/recovered/mean") == 1 or None, 40)
+    says(first, r"stage 2 rebuilt as the mean of stages 1 and 3, weighted with their gradient norms \(CheckFree\)")
+    first.until_rounds(5)
+    assert all(node.process.poll() is None for node in (first, *others.values()))
+
+
+@pytest.mark.timeout(240)
+def test_a_crew_of_processes_of_one_machine(start: Start, tmp_path: Path) -> None:
+    quick = tuple(each for each in SETS if not each.startswith("network"))
+    lead = start("local", "--stages", "2", "--rounds", "100000", run_dir=tmp_path / "run", sets=quick)
+    lead.until_rounds(3, 90)
+
+    def other() -> int | None:
+        found = [pid for command, pid in lead.children().items() if "swarm_node.local_crew" in command]
+        return found[0] if found else None
+
+    child = other()
+    assert child is not None
+    os.kill(child, signal.SIGKILL)
+    lead.until(lambda: (pid := other()) is not None and pid != child or None, 30)
+    says(lead, r"the process of stage 1 ended with -9 \(see \S+1\.log\); it is started again")
+    says(lead, r"stage 1 passed to (stage-1|peer …)", 90)
+    lead.until_rounds(3)
+    child = other()
+    assert child is not None
+    lead.stop(signal.SIGKILL)
+    until(lambda: not alive(child) or None, 30)

@@ -1,0 +1,131 @@
+"""Peers with stages on the memory transport: their weights move when the virtual clock does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from protocol.crew import Plan, Seat, Source
+from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from protocol.transports.memory import MemoryNetwork, MemoryTransport, VirtualClock
+from swarm_node.cohorts import StageCohort
+from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PolicyConfig, StagesConfig
+from swarm_node.policy.loading import prepare
+from swarm_node.seats import Seats
+from swarm_node.stages.handing import Handing
+from swarm_node.stages.leading import TakeSeat
+from swarm_node.stages.partition import partition, sizes
+
+SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8
+PERIOD_S = 10.0
+
+
+class Peer:
+    """One machine."""
+
+    def __init__(self, world: World, name: str, crew: str) -> None:
+        self.world = world
+        self.name = name
+        self.crew = crew
+        self.said: list[str] = []
+        self.gives_up_after = 1000
+        """Times that a stage is still wanted when that is asked."""
+        known = [address for peer in world.peers.values() for address in peer.transport.addresses]
+        self.transport: MemoryTransport = world.network.join(name, SWARM, bootstrap=known)
+        self.handing = Handing(self.transport, SWARM, ARCHITECTURE)
+        self.seats = self.new_seats()
+        self.cohort = StageCohort(
+            world.averaging, SWARM, PERIOD_S, self.seats, self.transport, self.said.append, world.clock.now
+        )
+
+    def new_seats(self) -> Seats:
+        """As after a restart."""
+        world = self.world
+        return Seats(
+            world.config,
+            world.loading,
+            self.handing,
+            world.folder / self.name / "stages",
+            self.transport.peer_id,
+            self._stands,
+            self.said.append,
+        )
+
+    def _stands(self, order: TakeSeat) -> bool:
+        self.world.run(0.5)
+        self.gives_up_after -= 1
+        return self.gives_up_after > 0
+
+    def take(self, stage: int, *sources: Source) -> tuple[int, Source] | str:
+        order = TakeSeat(stage, self.world.spans[stage], sources or (Source("base"),))
+        return self.seats.take(order, self.world.spans)
+
+    def weights(self, stage: int) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.seats.optimizer(stage).weights().items()}
+
+    def train(self, stage: int, seed: int, updates: int = 1) -> None:
+        """Other weights, of so many updates more, and a gradient norm."""
+        worker, rng = self.seats.workers[stage], torch.Generator().manual_seed(seed)
+        optimizer = self.seats.optimizer(stage)
+        with optimizer.updating(), torch.no_grad():
+            for tensor in optimizer.weights().values():
+                tensor += 0.01 * torch.randn(tensor.shape, generator=rng)
+            optimizer.publish()
+        worker.updates += updates
+        optimizer.updates = worker.updates
+        worker.omega = 0.5 + seed
+
+    def announce(self) -> None:
+        held = tuple(sorted(self.seats.workers))
+        layers = [self.world.spans[stage] for stage in held]
+        self.transport.announce(
+            PeerCard(
+                PROTOCOL_VERSION,
+                SWARM,
+                self.world.clock.now(),
+                self.name,
+                ["trainer"],
+                cohort=self.cohort.id,
+                policy_version=self.seats.updates,
+                stages=(layers[0][0], layers[-1][1] - 1) if layers else None,
+                crew=CrewCard(self.crew, ARCHITECTURE, len(self.world.spans), held),
+            )
+        )
+
+
+class World:
+    """Machines that hold stages of one model."""
+
+    def __init__(self, policy: PolicyConfig, stages: int, folder: Path, replica: str = "auto", swap: bool = False):
+        self.averaging = AveragingConfig(method="noloco", every=1, codec="float32", clip=0.0, gates=False)
+        self.config = NodeConfig(
+            policy=policy,
+            grpo=GrpoConfig(learning_rate=1e-3),
+            stages=StagesConfig(count=stages, replica=replica, swap=swap, wire="float32"),
+        )
+        self.loading = prepare(policy)
+        spans = partition(*sizes(self.loading.config), [1.0] * stages)
+        self.spans = tuple((span.first, span.end) for span in spans)
+        self.folder = folder
+        self.clock = VirtualClock(1000.0)
+        self.network = MemoryNetwork(self.clock, seed=0)
+        self.peers: dict[str, Peer] = {}
+
+    def peer(self, name: str, crew: str = "home") -> Peer:
+        self.peers[name] = Peer(self, name, crew)
+        self.run(5.0)
+        return self.peers[name]
+
+    def run(self, seconds: float) -> None:
+        self.clock.run_until(self.clock.now() + seconds)
+
+    def plan(self, *holders: Peer) -> Plan:
+        seats = tuple(Seat(p.transport.peer_id, span) for p, span in zip(holders, self.spans, strict=True))
+        return Plan(1, 1, seats)
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())

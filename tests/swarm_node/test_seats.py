@@ -1,0 +1,325 @@
+"""Stages come from whatever has them, are kept, and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.crew import Kept, Plan, Seat, Source
+from swarm_node import seats as seats_module
+from swarm_node.config import NodeConfig, PolicyConfig, StagesConfig
+from swarm_node.recovery.paths import elsewhere, tell
+from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
+from swarm_node.seats import absolute, kept_for, relative, replicates
+from swarm_node.stages.cut import load_stage
+from swarm_node.stages.handing import layer_of
+from tests.swarm_node.stages.harness import save
+from tests.swarm_node.stages.seats_world import ARCHITECTURE, World, same
+from tests.swarm_node.stages.test_cut import MODELS
+from tests.swarm_node.stages.test_cut import saved as saved_kinds
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+every_kind = saved_kinds
+Saved = Callable[..., PolicyConfig]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    configs: dict[str, PolicyConfig] = {}
+
+    def load(kind: str, lora: bool = False) -> PolicyConfig:
+        if kind not in configs:
+            configs[kind] = save(kind, tmp_path_factory.mktemp(kind))
+        return configs[kind].model_copy(update={"lora": lora, "lora_rank": 2})
+
+    return load
+
+
+@pytest.fixture(autouse=True)
+def clock_moves_when_a_seat_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats_module, "WAIT_S", 0.0)
+
+
+KINDS = pytest.mark.parametrize(
+    ("kind", "lora"), [("llama", False), ("llama_tied", False), ("llama_tied", True), ("gpt_neox", False)]
+)
+
+
+def source(way: str, *peers: object, stages: tuple[int, ...] = ()) -> Source:
+    return Source(way, tuple(peer.transport.peer_id for peer in peers), stages)  # type: ignore[attr-defined]
+
+
+@KINDS
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_is_handed_over_live(saved: Saved, tmp_path: Path, kind: str, lora: bool, stage: int) -> None:
+    world = World(saved(kind, lora), 3, tmp_path)
+    a, b = world.peer("a"), world.peer("b")
+    assert a.take(stage) == (0, Source("base"))
+    assert b.take(stage) == (0, Source("base")) and same(a.weights(stage), b.weights(stage))
+    a.train(stage, seed=1, updates=3)
+    assert not same(a.weights(stage), b.weights(stage))
+    way = source("live", a)
+    assert b.take(stage, way) == (3, way)
+    assert same(a.weights(stage), b.weights(stage)) and b.seats.updates == 3
+    assert b.seats.optimizer(stage).updates == 3 and b.seats.optimizer(stage).rate_scale == 1.0
+    assert b.seats.holding().live == (Kept(stage, 3),)
+    named = b.seats.workers[stage].stage.named()  # what computes, not only what is stepped
+    assert all(torch.equal(named[name], tensor) for name, tensor in b.weights(stage).items())
+
+
+@KINDS
+def test_a_neighbours_replica_outlives_the_holder(saved: Saved, tmp_path: Path, kind: str, lora: bool) -> None:
+    world = World(saved(kind, lora), 2, tmp_path)
+    a, b = world.peer("a"), world.peer("b")
+    a.take(0), b.take(1)
+    for peer, stage in ((a, 0), (b, 1)):
+        peer.train(stage, seed=stage)
+    plan = world.plan(a, b)
+    for _ in range(2):  # an offer may come too late for the first
+        for peer in (a, b):
+            peer.seats.updated(plan)
+        world.run(5.0)
+    assert a.seats.holding().replicas == (Kept(1, 1),) and b.seats.holding().replicas == (Kept(0, 1),)
+    expected = a.weights(0)
+    world.network.kill("a")
+    way = source("replica", b)
+    assert b.take(0, way) == (1, way) and same(b.weights(0), expected)
+    assert b.seats.holding().replicas == ()
+
+
+def test_the_same_stage_of_another_crew_is_as_good(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 3, tmp_path)
+    theirs, ours = world.peer("a", crew="red"), world.peer("b", crew="blue")
+    theirs.take(1)
+    theirs.train(1, seed=1, updates=40)
+    theirs.announce()
+    world.run(90.0)
+    found = elsewhere(ours.transport.members(), "blue", ARCHITECTURE, 3, world.spans[1], 1)
+    assert found == {theirs.transport.peer_id: 40}
+    assert elsewhere(ours.transport.members(), "red", ARCHITECTURE, 3, world.spans[1], 1) == {}
+    way = Source("cohort", tuple(found), updates=40)
+    assert ours.take(1, way) == (40, way) and same(ours.weights(1), theirs.weights(1))
+    said = tell(1, way, 40, 42)
+    assert said.startswith("stage 1 taken from peer …") and "of another crew" in said
+    assert said.endswith("lost: what it learned since the two crews last averaged")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_middle_stage_is_the_weighted_mean(saved: Saved, tmp_path: Path, lora: bool) -> None:
+    world = World(saved("llama", lora), 3, tmp_path)
+    a, b, c = world.peer("a"), world.peer("b"), world.peer("c")
+    a.take(0), c.take(2)
+    a.train(0, seed=1, updates=5), c.train(2, seed=3, updates=6)
+    way = source("mean", a, c, stages=(0, 2))
+    assert b.take(1, way) == (6, way)
+    first, end = world.spans[1]
+    before, after = Neighbour(relative(inner(a.weights(0))), 1.5), Neighbour(relative(inner(c.weights(2))), 3.5)
+    expected = absolute(checkfree(before, after, end - first), first)
+    assert same(b.weights(1), expected) and len(expected) == len(b.seats.workers[1].stage.named())
+    assert b.seats.optimizer(1).rate_scale == RATE
+    plain = absolute(checkfree(Neighbour(before.tensors), Neighbour(after.tensors), end - first), first)
+    assert not same(expected, plain)  # the weights count
+
+
+def inner(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if layer_of(name) is not None}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied"])
+@pytest.mark.parametrize(("lost", "model"), [(0, 1), (3, 2)])
+def test_an_end_is_copied_and_its_embedding_or_head_was_kept(
+    saved: Saved, tmp_path: Path, kind: str, lost: int, model: int
+) -> None:
+    world = World(saved(kind), 4, tmp_path, replica="off", swap=True)
+    end, near, taker = world.peer("a"), world.peer("b"), world.peer("c")
+    end.take(lost), near.take(model)
+    end.train(lost, seed=1), near.train(model, seed=2)
+    holders = {lost: end, model: near}
+    plan = world.plan(*(holders.get(stage, taker) for stage in range(4)))
+    for _ in range(2):
+        end.seats.updated(plan), near.seats.updated(plan)
+        world.run(5.0)
+    rest = {name: tensor for name, tensor in end.weights(lost).items() if layer_of(name) is None}
+    assert rest and near.handing.replicas[lost].tensors.keys() == rest.keys()
+    assert model not in near.handing.replicas
+    world.network.kill("a")
+    way = source("copy", near, stages=(model,))
+    assert taker.take(lost, way) == (1, way)
+    first, until = world.spans[lost]
+    copied = checkfree(Neighbour(relative(inner(near.weights(model)))), None, until - first)
+    assert same(taker.weights(lost), absolute(copied, first) | rest)
+    assert taker.seats.optimizer(lost).rate_scale == RATE
+
+
+@KINDS
+def test_a_restart_goes_on_from_its_snapshots(saved: Saved, tmp_path: Path, kind: str, lora: bool) -> None:
+    world = World(saved(kind, lora), 2, tmp_path)
+    a = world.peer("a")
+    a.take(1)
+    a.train(1, seed=1, updates=7)
+    optimizer = a.seats.optimizer(1)
+    next(iter(optimizer.state_dict().values())).fill_(0.25)  # a moment
+    moments = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
+    expected = a.weights(1)
+    a.seats.save_all()
+    a.seats = a.new_seats()
+    assert a.seats.holding().snapshots == (Kept(1, 7),) and a.seats.holding().live == ()
+    way = source("snapshot", a)
+    assert a.take(1, way) == (7, way) and same(a.weights(1), expected)
+    assert a.seats.workers[1].omega == 1.5
+    assert same(a.seats.optimizer(1).state_dict(), moments) and a.seats.optimizer(1).updates == 7
+
+
+def test_snapshots_come_every_few_updates(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a = world.peer("a")
+    plan = world.plan(a, a)
+    a.take(0)
+    for seed in range(12):
+        a.train(0, seed)
+        a.seats.updated(plan)
+    a.seats.save_all()
+    assert a.seats.holding().snapshots == (Kept(0, 12), Kept(0, 10))
+
+
+def test_a_snapshot_of_another_stage_or_model_is_not_taken(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a = world.peer("a")
+    a.take(0)
+    a.train(0, seed=1)
+    a.seats.save_all()
+    (tmp_path / "a" / "stages" / "0").rename(tmp_path / "a" / "stages" / "1")
+    a.seats = a.new_seats()
+    way = source("snapshot", a)
+    with pytest.raises(Exception, match="belongs to another run"):
+        a.take(1, way)
+
+
+def test_the_next_source_is_tried_when_one_fails(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, b, c = world.peer("a"), world.peer("b"), world.peer("c")
+    c.take(1)
+    c.train(1, seed=1, updates=2)
+    c.handing.offer(1)
+    gone = Source("live", ("nobody",))
+    without = source("replica", b)
+    snapshot = source("snapshot", b)  # on another machine
+    good = source("live", c)
+    assert a.take(1, gone, without, snapshot, good, Source("base")) == (2, good)
+    assert same(a.weights(1), c.weights(1))
+    assert [line.split(" could not be had as ")[1].split(":")[0] for line in a.said if "could not" in line] == [
+        "live",
+        "replica",
+        "snapshot",
+    ]
+    refused = b.take(0, source("replica", a))
+    assert isinstance(refused, str) and 0 not in b.seats.workers
+    with pytest.raises(KeyError):
+        b.seats.optimizer(0)
+
+
+def test_weights_of_other_shapes_leave_the_base_model(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, b = world.peer("a"), world.peer("b")
+    a.take(1)
+    a.handing.hold(1, lambda: seats_module.State({"model.norm.weight": torch.zeros(3)}, 9, 0.0))
+    base = Source("base")
+    assert b.take(1, source("live", a), base) == (0, base)
+    fresh = world.peer("c")
+    fresh.take(1)
+    assert same(b.weights(1), fresh.weights(1))
+
+
+def test_an_order_that_is_withdrawn_meanwhile_is_given_up(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, b = world.peer("a"), world.peer("b")
+    a.take(1)
+    a.train(1, seed=1)
+    b.gives_up_after = 2  # once before the source is tried, once while its weights travel
+    assert b.take(1, source("live", a), Source("base")) == "it is not wanted any more"
+    assert 1 not in b.seats.workers and b.seats.holding().live == ()
+
+
+def test_a_stage_that_was_left_is_not_handed_over(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, b = world.peer("a"), world.peer("b")
+    a.take(1)
+    a.train(1, seed=1)
+    a.seats.leave(1)
+    assert a.seats.updates == 0
+    assert b.take(1, source("live", a), Source("base"))[1] == Source("base")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("lora", [False, True])
+def test_shapes_are_those_of_the_stages(every_kind: Callable[[str], Path], tmp_path: Path, kind: str, lora: bool):
+    policy = PolicyConfig(model=str(every_kind(kind)), dtype="float32", device="cpu", lora=lora, lora_rank=2)
+    world = World(policy, 3, tmp_path)
+    peer = world.peer("a")
+    for index in range(3):
+        named = load_stage(policy, (index, 3), lambda line: None).named()
+        shapes = peer.seats.shapes_of(index, world.spans)
+        assert {name: p.shape for name, p in named.items()} == {name: t.shape for name, t in shapes.items()}
+        assert all(tensor.is_meta for tensor in shapes.values()) and shapes
+
+
+def plan_of(*peers: str) -> Plan:
+    return Plan(1, 1, tuple(Seat(peer, (stage, stage + 1)) for stage, peer in enumerate(peers)))
+
+
+@pytest.mark.parametrize(
+    ("holders", "expected"),
+    [
+        ("ab", {"a": [1], "b": [0]}),
+        ("abc", {"a": [], "b": [0, 2], "c": [1]}),
+        ("abcd", {"a": [], "b": [0], "c": [1, 3], "d": [2]}),
+        ("abcde", {"b": [0], "c": [1], "d": [2, 4], "e": [3]}),
+        ("aab", {"a": [2], "b": [1]}),  # stage 0 has no neighbour elsewhere
+        ("aba", {"a": [1], "b": [0, 2]}),
+        ("aa", {"a": []}),
+        ("a", {"a": []}),
+        ("abba", {"a": [2], "b": [0, 3]}),
+        ("abcab", {"a": [2, 4], "b": [0, 3], "c": [1]}),
+    ],
+)
+def test_who_keeps_whose_replica(holders: str, expected: dict[str, list[int]]) -> None:
+    plan = plan_of(*holders)
+    assert {peer: kept_for(plan, peer) for peer in expected} == expected
+    for peer in set(holders):
+        assert all(plan.seats[stage].peer != peer for stage in kept_for(plan, peer))
+
+
+@pytest.mark.parametrize(
+    ("stages", "lora", "setting", "expected"),
+    [(2, False, "auto", True), (3, False, "auto", True), (4, False, "auto", False), (4, True, "auto", True)]
+    + [(2, True, "off", False), (8, False, "on", True)],
+)
+def test_where_replicas_are_kept(stages: int, lora: bool, setting: str, expected: bool) -> None:
+    assert replicates(NodeConfig(stages=StagesConfig(count=stages, replica=setting)), lora) is expected
+
+
+def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(saved("llama_tied"), 3, tmp_path)
+    a, b, c = world.peer("a"), world.peer("b"), world.peer("c")
+    for stage, peer in enumerate((a, b, c)):
+        peer.take(stage)
+        peer.train(stage, seed=stage, updates=4)
+    world.network.kill("c")
+    started = seats_module.Handing.fetch
+
+    def fetch(self, *args):  # nobody moves the clock while the lead waits
+        fetched = started(self, *args)
+        world.run(30.0)
+        return fetched
+
+    monkeypatch.setattr(seats_module.Handing, "fetch", fetch)
+    missing = a.seats.gather(world.plan(a, b, c), 0.0)
+    a.seats.save_all()
+    assert list(missing) == [2]
+    assert set(a.seats.holding().snapshots) == {Kept(0, 4), Kept(1, 4)}
+    a.seats = a.new_seats()
+    way = source("snapshot", a)
+    assert a.take(1, way) == (4, way) and same(a.weights(1), b.weights(1))  # with new moments
