@@ -13,6 +13,7 @@ other records: a `Hello` says which it is of, and nothing else is said before on
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -154,8 +155,7 @@ class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
     @property
     def mark(self) -> int:
         """What messages between stages name it by: no two plans share it, whoever made them."""
-        name = f"{self.lead}/{self.term}/{self.number}".encode()
-        return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 11
+        return _mark(self.lead, self.term, self.number)
 
     @property
     def spans(self) -> tuple[Layers, ...]:
@@ -232,6 +232,12 @@ class Progress(msgspec.Struct, frozen=True, tag_field="kind", tag="progress"):
 
 
 Record = Hello | Answer | Refusal | Plan | Ready | Unable | Broken | Report | Probe | Load | Whole | Progress
+
+
+@lru_cache(maxsize=64)
+def _mark(lead: str, term: int, number: int) -> int:
+    """It is asked for several times a message."""
+    return int.from_bytes(hashlib.sha256(f"{lead}/{term}/{number}".encode()).digest()[:8], "big") >> 11
 
 
 class _Header(msgspec.Struct):

@@ -192,6 +192,9 @@ def local(
     run_dir: RunDirectory = None,
     seed: Seed = None,
     lora: Lora = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Stages that the policy is cut into, each in a process of its own.", min=1)
+    ] = None,
     sets: Sets = None,
     dry_run: DryRun = False,
     json_output: Json = False,
@@ -206,6 +209,7 @@ def local(
             "run_dir": run_dir,
             "seed": seed,
             "lora": lora,
+            "stages": stages,
         }
         resolved = resolve(config, sets, flags)
         if dry_run:
@@ -470,14 +474,16 @@ def evaluate(
 
 @app.command(rich_help_panel="Use")
 def export(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN…", help="Run directory; of a crew, as many as have all stages.")
+    ],
     out: Annotated[Path, typer.Argument(help="New directory for the model.")],
 ) -> None:
     """Write the trained model for transformers (or PEFT, if it is an adapter)."""
     with user_errors():
         from swarm_node.export import export_run
 
-        export_run(run, out)
+        export_run(runs, out)
 
 
 @app.command(rich_help_panel="Use")

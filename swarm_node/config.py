@@ -199,8 +199,8 @@ class StagesConfig(Section):
     """How activations and their gradients travel. All stages go by what stage 0 says."""
     replica: Literal["auto", "on", "off"] = "auto"
     """Each stage's weights are kept in memory by a neighbour, a round old at most: for every update they travel once.
-    `auto` = for adapters, and where there are fewer than four stages, so that a lost one has not two neighbours that
-    could stand in for it."""
+    `auto` = for adapters, with fewer than four stages, and for the first and the last: where not two neighbours could
+    stand in for a lost one."""
     swap: bool = False
     """Every other microbatch goes through the first two and the last two stages in swapped order, so that either can
     stand in for the other (CheckFree+). It costs some learning where nothing fails."""

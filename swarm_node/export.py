@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swarm_node.config import NodeConfig, load_config
@@ -19,10 +19,16 @@ def policy_of_run(path: Path, report: Callable[[str], None]) -> tuple[Policy, No
     UserError if there is no run or no snapshot yet. Reads only: the run may be going on.
     """
     run = RunDir(path)
-    if not run.exists:
-        raise UserError(f"no run in {path} (it has no config.toml)")
+    _check_runs([run])
     config = load_config(run.config)
     policy = load_policy(config.policy, config.rollouts, report)
+    if config.stages.count:
+        from swarm_node.staged import find_stages
+
+        staged = find_stages([run], report)
+        policy.load_trainable_state({name: tensor for stage in staged.stages for name, tensor in stage.items()})
+        policy.version = staged.updates
+        return policy, config
 
     def foreign(state: dict) -> str | None:
         return None if state["model"]["base"] == policy.base_digest else f"its base is not {config.policy.model}"
@@ -36,12 +42,33 @@ def policy_of_run(path: Path, report: Callable[[str], None]) -> tuple[Policy, No
     return policy, config
 
 
-def export_run(path: Path, out: Path, report: Callable[[str], None] = print) -> Path:
-    """Write the policy of a run to `out` in Hugging Face layout (an adapter alone, if one was trained)."""
+def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], None] = print) -> Path:
+    """Write the policy of a run to `out` in Hugging Face layout (an adapter alone, if one was trained). Several paths
+    are run directories of one crew."""
+    runs = [RunDir(path)] if isinstance(path, Path) else [RunDir(each) for each in path]
+    _check_runs(runs)
+    in_stages = [load_config(run.config).stages.count > 0 for run in runs]
+    if len(runs) > 1 and not all(in_stages):
+        raise UserError("only the runs of one crew are exported together; `swarm-node merge` makes one model of others")
     check_new_directory(out)
-    policy, _ = policy_of_run(path, report)
-    with os_errors_explained(out):
-        policy.save(out)
-    kind = "PeftModel.from_pretrained(base, …)" if policy.is_lora else "AutoModelForCausalLM.from_pretrained(…)"
+    if in_stages[0]:
+        from swarm_node.staged import find_stages, save_staged
+
+        staged = find_stages(runs, report)
+        with os_errors_explained(out):
+            save_staged(staged, out)
+        is_lora = staged.plan.lora
+    else:
+        policy, _ = policy_of_run(runs[0].path, report)
+        with os_errors_explained(out):
+            policy.save(out)
+        is_lora = policy.is_lora
+    kind = "PeftModel.from_pretrained(base, …)" if is_lora else "AutoModelForCausalLM.from_pretrained(…)"
     report(f"exported to {out}; load it with {kind}")
     return out
+
+
+def _check_runs(runs: Sequence[RunDir]) -> None:
+    for run in runs:
+        if not run.exists:
+            raise UserError(f"no run in {run.path} (it has no config.toml)")

@@ -20,9 +20,9 @@ from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
 from protocol.transports.base import Transport
-from swarm_node.averaging import Averager, Fragments, Handover, Place, cohort_id, make_averager, rhythm
+from swarm_node.averaging import Averager, Handover
+from swarm_node.cohorts import join_cohort
 from swarm_node.config import AveragingConfig, NodeConfig
-from swarm_node.errors import UserError
 from swarm_node.gossip import Publisher, Receiver
 from swarm_node.policy.policy import Policy
 from swarm_node.replay import Pool
@@ -143,18 +143,21 @@ class Member:
     ) -> Averager:
         """Join the cohort of those whose weights can be averaged with `weights`, which are as all of it began; what
         `Averager` wants besides. Raises UserError if they cannot be cut into that many fragments."""
-        try:
-            layout = Fragments(weights, config.fragments).layout
-        except ValueError as error:
-            raise UserError(f"averaging.fragments = {config.fragments} is too many: {error}") from error
-        self._cohort = cohort_id(layout, self.policy.start, self.swarm, config)
-        period_s = self.manifest.averaging_period_s
-        place = Place(self.swarm, self._cohort, self.peer_id, period_s)
-        how = f"{config.method}, {rhythm(config, period_s)}, {config.codec}"
-        self._say(f"averaging weights with cohort {self._cohort[:8]}: {how}")
-        self.averager = make_averager(config, place, weights, self.transport, self.now, self._say, changed, probe)
-        self.handover = Handover(self.averager, random.Random(f"{self._cohort}/{self.peer_id}"))
-        if config.late_join:
+        self.handover = join_cohort(
+            config,
+            self.swarm,
+            self.manifest.averaging_period_s,
+            self.policy.start,
+            weights,
+            self.transport,
+            self.now,
+            self._say,
+            changed,
+            probe,
+        )
+        self.averager = self.handover.averager
+        self._cohort = self.averager.place.cohort
+        if config.late_join and not self.policy.version:
             self.handover.seek()
         return self.averager
 

@@ -12,8 +12,8 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -59,17 +59,26 @@ STATUS_SECONDS = 2.0
 
 
 def run_local(config: NodeConfig, json_output: bool = False) -> int:
-    """Train alone until `rounds` or `minutes` are over or a signal comes; resumes what is in the run directory.
+    """Train alone until `rounds` or `minutes` are over or a signal comes; resumes what is in the run directory. With
+    `stages.count`, in as many processes.
 
     Returns the exit code. Raises UserError for what only the user can mend.
     """
+    if config.stages.count:
+        from swarm_node.local_crew import run_local_crew
+
+        return run_local_crew(config, json_output)
     return _run(config.model_copy(update={"swarm": None}), json_output)
 
 
-def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False) -> int:
+Beside = Callable[[Callable[[], str], Callable[[str], None]], AbstractContextManager[None]]
+"""(the join link, empty while there is none; what says a sentence) -> what runs beside a node in a crew."""
+
+
+def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False, beside: Beside | None = None) -> int:
     """As `run_local`, as a member of `swarm`; waits for nobody but, once, for its manifest. With `stages.count`, as one
     of a crew."""
-    return _run_crew(config, json_output, swarm) if config.stages.count else _run(config, json_output, swarm)
+    return _run_crew(config, json_output, swarm, beside) if config.stages.count else _run(config, json_output, swarm)
 
 
 def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> int:
@@ -79,7 +88,7 @@ def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> i
     return 0
 
 
-def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm) -> int:
+def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside | None) -> int:
     """Hold stages, and lead the crew while that falls to this node, until the run is over or a signal comes."""
     from swarm_node.crew import CrewNode, Deposed
 
@@ -88,6 +97,9 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm) -> int:
         screen = Screen(config, run, json_output, stack)
         entered = enter_swarm(swarm, config, run, screen.say, stack)
         crew = CrewNode(config, entered, run, screen.say, stack)
+        if beside is not None:
+            crew.inviting = False
+            stack.enter_context(beside(lambda: crew.link, screen.say))
         while True:
             try:
                 with Stopper(last_resort=crew.seats.save_all) as stop:
@@ -101,12 +113,13 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm) -> int:
                 with ExitStack() as leading:
                     lead = Run(crew.config, run, json_output, leading, screen=screen, crew=crew)
                     lead.train()
+                crew.gather()
                 if lead.finished:
                     crew.over()
                 break
             except Deposed:
                 crew.leave_lead()
-        crew.seats.save_all()
+        crew.leave()
     return 0
 
 
@@ -267,7 +280,7 @@ class Run:
             self.progress.update(node.round, record, "" if node.averager is None else node.averager.brief())
             self._average(stop)
             if self.crew is not None:
-                self.crew.round_over(node.round, record["reward"])
+                self.crew.round_over(node.round, record["reward"], node.averager)
             without_reward = 0 if record["reward"] else without_reward + 1
             if without_reward == ZERO_REWARD_ROUNDS:
                 self._show_completions(collected.groups)
@@ -428,8 +441,11 @@ class Run:
         while not ended.wait(STATUS_SECONDS):
             status = member.status()
             link = join_link(status["swarm"], status["addresses"], others)
-            self.run.write_status(status | {"link": link})
-            if status["addresses"] and link != told:
+            crew = None if self.crew is None else self.crew.status()
+            self.run.write_status(status | {"link": link, "crew": crew})
+            if self.crew is not None:
+                self.crew.invite()
+            elif status["addresses"] and link != told:
                 told = link
                 self.say("others join with:")
                 self.say(link, "link")

@@ -5,6 +5,7 @@
         metrics.jsonl    one line per round
         events.jsonl     what happened, in sentences
         snapshots/       resume state
+        stages/          likewise of stages, by number, if this node holds such
         export/          weights for others to load
         plots/           pictures
         lock             process id of the holder
@@ -18,6 +19,8 @@
         ports.json       ports that were free instead of those wanted
         offers.jsonl     what was offered and chosen, if that is recorded
         files/           question files of the manifest
+        stages/          resume state of the stages that it holds for its crew
+        peers/           the other processes of a crew that is all on this machine
 
 Loads no torch.
 """
@@ -37,8 +40,9 @@ from typing import Any
 from swarm_node.errors import UserError
 
 RUN_FILES = {
-    *("lock", "metrics.jsonl", "events.jsonl", "snapshots", "export", "plots"),
+    *("lock", "metrics.jsonl", "events.jsonl", "snapshots", "stages", "export", "plots"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
+    *("stages", "peers"),
 }
 """What a directory may hold in which a run began but did not get as far as its config.toml."""
 HALF_WRITTEN = re.compile(r"(config|swarm)\.tmp|(peers|ports|identity\.[0-9]+)\.new")

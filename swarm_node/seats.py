@@ -11,11 +11,13 @@ stage of another crew, mean or copy of neighbours (CheckFree, CheckFree+), a sna
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from swarm_node.policy.decode import SUPPORTED, Slice
 from swarm_node.policy.decode_transformers import ModelSlice
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import lora_config, skeleton, with_adapter
+from swarm_node.policy.policy import digest_of, lines
 from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.stages.cut import ADAPTED, Stage, load_stage
@@ -69,7 +72,8 @@ class Seats:
         self.config = config
         self.handing = handing
         self.workers: dict[int, Worker] = {}
-        self.replicates = replicates(config, loading.lora)
+        self.starts: dict[int, str] = {}
+        """Digests of stages before any training, by number: equal for those who hold the same stage of one model."""
         self._loading = loading
         self._parts = parts_of(loading.config)
         self._shapes = shapes(config, loading)
@@ -81,6 +85,8 @@ class Seats:
         self._stores: dict[int, SnapshotStore] = {}
         self._saved: dict[int, int] = {}
         self._spans: Spans = ()
+        self.round = 0
+        """Of the run, as its stages are now."""
 
     # ----------------------------------------------------------------- what is here
 
@@ -108,11 +114,12 @@ class Seats:
         self._spans = spans
         span = Span(order.stage, len(spans), *order.layers, int(self._loading.config.num_hidden_layers))
         stage = load_stage(self.config.policy, span, self._say)
+        self.starts[order.stage] = digest_of(lines(stage.named(trainable=False).items(), adapters=True))
         worker = Worker(stage, self._new_optimizer(stage), self.config.stages.wire, self._is_native(stage))
         if self.config.grpo.beta:
             worker.keep_reference()
         why = "no source was given"
-        for source in order.sources:
+        for source in sorted(order.sources, key=partial(self._rank, order.sources)):
             if not self._stands(order):
                 return "it is not wanted any more"
             try:
@@ -140,6 +147,24 @@ class Seats:
         return optimizer
 
     # ----------------------------------------------------------------- sources
+
+    def _rank(self, sources: Sequence[Source], source: Source) -> bool:
+        """In the order given; but a snapshot here that is as new as anything has the optimiser's moments as well."""
+        mine = source.way == "snapshot" and source.peers == (self._me,)
+        return not (mine and source.updates >= max(each.updates for each in sources))
+
+    def recall(self, spans: Spans) -> int:
+        """Before anything is held here: read the newest snapshots, so that whoever takes such a stage can have it from
+        this peer. The round after which they were made; 0 = there are none."""
+        architecture = self.handing.place[1]
+        for stage in sorted({stage for stage, _ in self._files() if stage < len(spans)}):
+            span = str(Span(stage, len(spans), *spans[stage], int(self._loading.config.num_hidden_layers)))
+            snapshot = self._store(stage).load_latest(partial(_not_of, architecture, span))
+            if snapshot is not None:
+                state = State(snapshot.tensors["policy"], snapshot.round, float(snapshot.state["omega"]))
+                self.handing.replicas[stage] = state
+                self.round = max(self.round, int(snapshot.state["round"]))
+        return self.round
 
     def _come_by(self, worker: Worker, source: Source, order: TakeSeat) -> None:
         """Give `worker` its weights; Unavailable, ProtocolError or SnapshotError, with nothing lost, if they are not to
@@ -230,16 +255,15 @@ class Seats:
 
     def updated(self, plan: Plan) -> None:
         """Between two updates."""
-        swap, last = self.config.stages.swap, len(plan.seats) - 1
         for stage, worker in self.workers.items():
-            if self.replicates or (swap and stage in (0, last)):
-                self.handing.offer(stage, layers=self.replicates)
+            if part := replicated(self.config, self._loading.lora, stage):
+                self.handing.offer(stage, layers=part == "whole")
             if worker.updates - self._saved.get(stage, 0) >= self.config.snapshots.every:
                 self.save(stage)
         for stage in kept_for(plan, self._me):
-            if self.replicates or (swap and stage in (0, last)):
+            if part := replicated(self.config, self._loading.lora, stage):
                 like = self.shapes_of(stage, plan.spans)
-                if not self.replicates:
+                if part == "rest":
                     like = {name: tensor for name, tensor in like.items() if layer_of(name) is None}
                 self.handing.keep(stage, plan.seats[stage].peer, like)
 
@@ -249,9 +273,11 @@ class Seats:
         if not worker.updates or self._saved.get(stage) == worker.updates:
             return
         tensors = {"policy": self._optimizers[stage].weights(), "optimizer": self._optimizers[stage].state_dict()}
-        state = {"architecture": self.handing.place[1], "span": str(worker.stage.span), "omega": worker.omega}
-        self._store(stage).save(worker.updates, tensors, state)
+        self._store(stage).save(worker.updates, tensors, self._kept_state(worker.stage.span, worker.omega))
         self._saved[stage] = worker.updates
+
+    def _kept_state(self, span: Span, omega: float) -> dict[str, object]:
+        return {"architecture": self.handing.place[1], "span": str(span), "omega": omega, "round": self.round}
 
     def save_all(self) -> None:
         """Snapshots of all stages here; they are on disk when it returns."""
@@ -260,28 +286,49 @@ class Seats:
         for store in self._stores.values():
             store.close()
 
+    def gather(self, plan: Plan, seconds: float) -> dict[int, str]:
+        """At the end of a run: put the weights of stages that others hold beside those of the stages here, for whoever
+        exports the policy. The stages that could not be had in time, and why. Returns before all is on disk."""
+        until = time.monotonic() + seconds
+        wanted = {stage: seat.peer for stage, seat in enumerate(plan.seats) if stage not in self.workers}
+        fetches = {
+            stage: self.handing.fetch(peer, Wanted(stage, *plan.spans[stage], True), self.shapes_of(stage, plan.spans))
+            for stage, peer in wanted.items()
+        }
+        missing = {}
+        for stage, fetch in fetches.items():
+            try:
+                fetch.done.result(max(0.0, until - time.monotonic()))
+            except NotYet:
+                missing[stage] = f"no answer within {seconds:g} s"
+            except ProtocolError as error:
+                missing[stage] = str(error)
+            else:
+                span = Span(stage, len(plan.seats), *plan.spans[stage], int(self._loading.config.num_hidden_layers))
+                state = fetch.state
+                self._store(stage).save(state.updates, {"policy": state.tensors}, self._kept_state(span, state.omega))
+        return missing
+
     def _from_file(self, worker: Worker, source: Source) -> None:
         stage = worker.stage.span
         if source.peers != (self._me,):
             raise Unavailable("the snapshot is not on this machine")
 
-        def foreign(state: dict[str, object]) -> str | None:
-            known = state.get("architecture"), state.get("span")
-            return None if known == (self.handing.place[1], str(stage)) else "it is of another stage or model"
-
-        snapshot = self._store(stage.index).load_latest(foreign)
+        snapshot = self._store(stage.index).load_latest(partial(_not_of, self.handing.place[1], str(stage)))
         if snapshot is None:
             raise Unavailable("there is no snapshot")
         optimizer, weights = self._optimizers[stage.index], snapshot.tensors["policy"]
         mine = optimizer.weights()
         if mine.keys() != weights.keys() or any(mine[name].shape != weights[name].shape for name in mine):
             raise SnapshotError("its tensors are not those of this stage")
-        optimizer.load_state_dict(snapshot.tensors["optimizer"], snapshot.round)
+        if moments := snapshot.tensors.get("optimizer"):  # of a stage that another peer held there are none
+            optimizer.load_state_dict(moments, snapshot.round)
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(weights[name])
         optimizer.publish()
         worker.updates, worker.omega = snapshot.round, float(snapshot.state["omega"])
+        optimizer.updates = worker.updates
 
     def _store(self, stage: int) -> SnapshotStore:
         if stage not in self._stores:
@@ -290,10 +337,7 @@ class Seats:
 
     def _files(self) -> Iterator[tuple[int, int]]:
         """(stage, updates) of the snapshots in the folder."""
-        for path in self._folder.glob("*/round-*"):
-            match = _NAME.fullmatch(path.name)
-            if match and path.parent.name.isdecimal():
-                yield int(path.parent.name), int(match[1])
+        return snapshots_in(self._folder)
 
     # ----------------------------------------------------------------- engines
 
@@ -315,11 +359,30 @@ class Seats:
         )
 
 
-def replicates(config: NodeConfig, lora: bool) -> bool:
-    """Whether neighbours keep replicas of each other's stages."""
-    if config.stages.replica == "auto":
-        return lora or config.stages.count < REPLICATED_BELOW
-    return config.stages.replica == "on"
+def replicated(config: NodeConfig, lora: bool, stage: int) -> Literal["whole", "rest", ""]:
+    """What of a stage a neighbour keeps a replica of: `rest` = the tensors of no layer, where a copy of the neighbour
+    stands in for the layers (CheckFree+). The ends have not two neighbours that could stand in for them."""
+    stages = config.stages
+    end = stage in (0, stages.count - 1)
+    if stages.replica == "on":
+        return "whole"
+    if stages.replica == "auto" and (lora or stages.count < REPLICATED_BELOW or (end and not stages.swap)):
+        return "whole"
+    return "rest" if end and stages.swap else ""
+
+
+def snapshots_in(folder: Path) -> Iterator[tuple[int, int]]:
+    """(stage, updates) of each."""
+    for path in folder.glob("*/round-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and path.parent.name.isdecimal():
+            yield int(path.parent.name), int(match[1])
+
+
+def _not_of(architecture: str, span: str, state: dict[str, object]) -> str | None:
+    """Why a snapshot is not of that stage, or `None`."""
+    known = state.get("architecture"), state.get("span")
+    return None if known == (architecture, span) and "round" in state else "it is of another stage or model"
 
 
 def kept_for(plan: Plan, me: str) -> list[int]:

@@ -176,6 +176,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         )
     if refused := _reasons(status.get("received", {}), "swarm/rejected/"):
         yield f"refused    {refused.removeprefix('; ')}"
+    if status.get("crew"):
+        yield from _crew(status["crew"])
     if status.get("averaging"):
         yield from _averaging(status["averaging"], status["time"])
     if not status.get("connected", True):
@@ -195,6 +197,23 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         averaged = ["cohort"] if any(peer["cohort"] for peer in status["peers"].values()) else []
         titles = ["roles", "model", "version", "tokens/s", *averaged, "address"]
         yield from _table(status["peers"], titles, _who_averages if averaged else _who)
+
+
+def _crew(crew: Mapping[str, Any]) -> Iterator[str]:
+    state = "whole" if crew["whole"] else "not whole"
+    lead = "nobody leads yet" if crew["lead"] is None else f"led by {_named(crew['lead'])}"
+    yield f"crew       {crew['name']}: {crew['count']} stages, {state}, {lead}, {crew['updates']} updates"
+    for stage, seat in enumerate(crew["stages"]):
+        here = "this node" if stage in crew["held"] else _named(seat)
+        yield f"           stage {stage} (layers {seat['layers'][0]}-{seat['layers'][1]}): {here}"
+    kept = ", ".join(f"stage {stage} after update {updates}" for stage, updates in crew["replicas"].items())
+    yield f"           spares {crew['spares']}; replicas kept here: {kept or 'none'}"
+    if recovered := ", ".join(f"{n} by {way}" for way, n in crew["recovered"].items()):
+        yield f"           stages built so far: {recovered}"
+
+
+def _named(peer: Mapping[str, str]) -> str:
+    return f"{peer['name'] or 'a peer'} (…{peer['peer'][-SHORT_ID:]})"
 
 
 def _averaging(figures: Mapping[str, Any], now: float) -> Iterator[str]:

@@ -133,11 +133,11 @@ class Optimizer:
             self.named[name].copy_(master)
 
     @torch.no_grad()
-    def renew(self, name: str, value: Tensor) -> None:
-        """Give a parameter another value, and forget its moments."""
+    def renew(self, name: str, value: Tensor, keep: bool = False) -> None:
+        """Give a parameter another value, and forget its moments, unless they are to be kept."""
         weight = self.masters.get(name, self.named[name])
         weight.copy_(value)
-        for moment in self.adamw.state[weight].values():
+        for moment in () if keep else self.adamw.state[weight].values():
             moment.zero_()
         self.publish()
 

@@ -271,6 +271,8 @@ class Trainer:
         limit = self.limit
         if not self.policy.split_head:
             limit = min(limit, LOGITS_BYTES // (4 * self.policy.vocabulary))
+        if self.policy.microbatches > 1:
+            limit = min(limit, max(1, sum(row.length for row in rows) // self.policy.microbatches))
         return batch.plan(rows, self.packing, limit, self.policy.width)
 
     def _token_batches(self, microbatches: list[list[batch.Row]], flat: batch.Flat) -> Iterator[TokenBatch]:

@@ -53,6 +53,8 @@ class Policy:
         self.start_digest = digest(self.base, adapters=True)
         self._trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._reference: nn.Module | None = None
+        self.microbatches = 1
+        """How many a step should have at least, more or less: more than one where they are worked on at a time."""
         self._prompts_per_batch = 2**16
         self._eos = _eos_ids(self.base, tokenizer)
         self.eos_id: int = self._eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id

@@ -391,7 +391,7 @@ class Crew:
         for peers in (leads, [peer for peer in others if free[peer].seats], others):
             if peers:
                 return min(peers, key=lambda peer: (-free[peer].term, peer))
-        found_none = post.wanted == 0 or now >= self._looked + FIND_S
+        found_none = post.wanted == 0 or now >= self._looked + FIND_S + post.absent_s
         if self._may_lead and found_none and not vouched and self._can_lead():
             return me
         if post.wanted:

@@ -87,6 +87,8 @@ class Post:
     """A lost stage waits so long for somebody without one."""
     stall_s: float = 60.0
     """Longer than this no stage keeps a message."""
+    absent_s: float = 0.0
+    """It waits so much longer for another to begin the crew, who may know more of it."""
     reach: int = 1
     """Stages so far apart talk to each other directly; 2 with swapped orders (CheckFree+)."""
 
@@ -426,14 +428,13 @@ class Lead:
         self._ready.add(stage)
         if record.source is not None:
             self._out.counts[f"recovered/{record.source.way}"] += 1
-            self._out.say(self._tell(stage, record.source, record.updates, self.updates))
+            if record.source.way != "live" and (self.updates or record.source.way != "base"):
+                self._out.say(self._tell(stage, record.source, record.updates, self.updates))
         if len(self._ready) == len(plan.seats) and not self._anew and "" not in self.seats:
             self.whole, self.won = True, self.term
             self._vacant_since.clear()
             for member in self.members.values():
                 self._out.send(member.link, Whole(plan.mark))
-            holders = ", ".join(f"{stage} {short(holder)}" for stage, holder in enumerate(self.seats))
-            self._out.say(f"crew {self.post.crew} is whole: stage {holders}")
 
     def unable(self, peer: str, stage: int, why: str, now: float) -> None:
         """A stage cannot be held by `peer`."""
@@ -499,9 +500,9 @@ class Lead:
             self.seats[found[0]] = found[1]
         for stage in vacant:
             if not self.seats[stage]:
-                late = not self._formed or now - self._vacant_since[stage] >= self.post.spare_wait_s
-                hint = "none of its peers has room for it: start another" if late else "it waits for a peer to take it"
-                self._out.say_once(f"stage {stage} of crew {self.post.crew} is held by nobody; {hint}")
+                if not self._formed or now - self._vacant_since[stage] >= self.post.spare_wait_s:
+                    what = f"stage {stage} of crew {self.post.crew} is held by nobody"
+                    self._out.say_once(f"{what}; none of its peers has room for it: start another")
 
     def _take_on(self, now: float) -> tuple[int, str] | None:
         """A stage that has waited long enough, and the neighbour that takes it on."""
@@ -531,7 +532,6 @@ class Lead:
         spares = [self._claim(peer, True) for peer in self.spares]
         found = relief(self.seats, spares, self.costs)
         if found is not None and self.whole:
-            self._out.say(f"stage {found.stage} passes from {short(found.giver)} to {short(found.taker)}")
             self._vacate(found.stage, now)
             self.seats[found.stage] = found.taker
             self.lost.add(found.stage)

@@ -58,6 +58,7 @@ from swarm_node.stages.wire import Limits, decode, encode, judge
 
 TICK_S = 0.25
 """Time passes for the crew at least this often while the main thread waits."""
+LEAST_TICK_S = 0.05
 LOOK_S = 1.0
 """Cards are looked at this often."""
 MAX_WAITING = 1024
@@ -128,9 +129,11 @@ class Mates:
         """Plan that the main thread works by."""
         self._leading = False
         """The main thread has been told to lead."""
+        self._over = False
+        """The run is, or this peer has left: what happens from now on does not matter."""
         self._quiet_since = now()
         """The main thread has neither sent nor heard anything since."""
-        self._looked_at = -LOOK_S
+        self._looked_at = self._ticked_at = -LOOK_S
         transport.listen(CREW_METHOD, partial(self._opened, CREW_METHOD))
         transport.listen(STAGE_METHOD, partial(self._opened, STAGE_METHOD))
 
@@ -272,9 +275,11 @@ class Mates:
         self._taken = None
         until = self._now() + timeout
         while True:
-            if self._leading:
-                self._handle(lambda now: self._crew.tick(now, self._quiet_since))
-            self.tick()
+            if self._now() - self._ticked_at >= LEAST_TICK_S:  # messages may come in hundreds a second
+                self._ticked_at = self._now()
+                if self._leading:
+                    self._handle(lambda now: self._crew.tick(now, self._quiet_since))
+                self.tick()
             self._check()
             if self._orders and not self._leading:
                 return None
@@ -284,9 +289,15 @@ class Mates:
             if not self._inbox and not self._wait(until):
                 return None
 
+    @property
+    def connected(self) -> bool:
+        """Somebody has a channel with this peer."""
+        return bool(self._channels)
+
     def close(self) -> None:
         """Leave the crew: the others are told that this peer's channels are closed."""
         with self._lock:
+            self._over = True
             channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             channel.close()
@@ -414,7 +425,8 @@ class Mates:
                 while self._events:
                     now, event = self._now(), self._events.popleft()
                     with self._lock:
-                        actions = event(now)
+                        actions = [] if self._over else event(now)
+                        self._over |= self._crew.progress is not None and self._crew.progress.over
                     for action in actions:
                         self._perform(action)
                     self._note_plan()

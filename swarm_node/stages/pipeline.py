@@ -59,6 +59,8 @@ from swarm_node.stages.ports import LEAD, Crewmates, Message, SliceOptimizer, St
 from swarm_node.stages.worker import Worker, attend
 from swarm_node.types import Rollout, Sampling
 
+MICROBATCHES = 2
+"""For each stage: a third of the time is then spent waiting for the first and after the last, at worst."""
 TICK_S = 0.5
 """How long one look for messages takes at most."""
 
@@ -134,12 +136,29 @@ class Lead:
     def _share(self, gone: set[int]) -> None:
         """If one of two stages that hold the same matrix was rebuilt, have it take the other's. Raises StageLost."""
         last = self.stages - 1
-        if self.workers[0].tied_name is not None and not gone.isdisjoint((0, last)):
-            giver = last if 0 in gone and last not in gone else 0
+        if not gone.isdisjoint((0, last)):
+            self._give_matrix(last if 0 in gone and last not in gone else 0, keep=False)
+
+    def join_ends(self, averaged: bool) -> None:
+        """If the first and the last stage hold one matrix, have them hold the same: that of the first, if it was
+        `averaged` with others', else that of the one with more updates. Raises StageLost."""
+        giver = 0
+        if not averaged and self.stages > 1:
             self.states.clear()
-            self._send(Message(giver, Share()))
-            while last - giver not in self.states:
+            self._to_all(Ask())
+            while len(self.states) < self.stages:
                 self._next()
+            giver = self.stages - 1 if self.states[self.stages - 1].updates > self.states[0].updates else 0
+        self._give_matrix(giver, keep=averaged)
+
+    def _give_matrix(self, giver: int, keep: bool) -> None:
+        """From the first to the last stage, or the other way, if both hold it."""
+        if self.workers[0].tied_name is None:
+            return
+        self.states.clear()
+        self._send(Message(giver, Share(keep)))
+        while self.stages - 1 - giver not in self.states:
+            self._next()
 
     # ----------------------------------------------------------------- passes
 
@@ -199,6 +218,7 @@ class Lead:
 
     # ----------------------------------------------------------------- samples
 
+    @torch.inference_mode()
     def generate(
         self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, eos: Tensor
     ) -> list[tuple[list[int], list[float], bool]]:
@@ -387,6 +407,7 @@ class StagedPolicy(Policy):
         self.lead = lead
         super().__init__(lead.workers[0].stage.model, tokenizer, config, report)
         self.is_lora = lead.workers[0].stage.is_lora
+        self.microbatches = MICROBATCHES * lead.stages if lead.stages > 1 else 1
         self.split_head = True
 
     @property

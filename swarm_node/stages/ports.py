@@ -64,5 +64,5 @@ class SliceOptimizer(Protocol):
     def apply(self, scale: float, rate: float) -> None:
         """One update with the gradient times `scale` at learning rate `rate`; the gradient is gone afterwards."""
 
-    def renew(self, name: str, value: Tensor) -> None:
-        """Give a parameter another value, and forget its moments."""
+    def renew(self, name: str, value: Tensor, keep: bool = False) -> None:
+        """Give a parameter another value, and forget its moments, unless they are to be kept."""

@@ -168,10 +168,10 @@ class Worker:
             case Skip():
                 self.updates = max(self.updates, head.update)
                 return [self._state()]
-            case Share():
-                return self._share()
-            case TiedMatrix():
-                self._renew(message.tensors[0])
+            case Share(keep=keep):
+                return self._share(keep)
+            case TiedMatrix(keep=keep):
+                self._renew(message.tensors[0], keep)
                 return [self._state()]
             case Ask():
                 return [self._state()]
@@ -395,18 +395,18 @@ class Worker:
             self.updates, self.omega, self._norm = head.update, self._norm, None
         return [self._state()]
 
-    def _share(self) -> list[Message]:
+    def _share(self, keep: bool) -> list[Message]:
         """Give the matrix to the stage at the other end."""
         if self.tied_name is None:
             raise RemoteProtocolError("order", f"stage {self.index} has nothing tied that is trained")
         matrix = self.stage.named()[self.tied_name].detach().float().clone()
-        self._renew(matrix)
-        return [Message(self.count - 1 - self.index, TiedMatrix(), (matrix,))]
+        self._renew(matrix, keep)
+        return [Message(self.count - 1 - self.index, TiedMatrix(keep), (matrix,))]
 
-    def _renew(self, matrix: Tensor) -> None:
+    def _renew(self, matrix: Tensor, keep: bool) -> None:
         if self.tied_name is None:
             raise RemoteProtocolError("order", f"stage {self.index} has nothing tied that is trained")
-        self.optimizer.renew(self.tied_name, matrix)
+        self.optimizer.renew(self.tied_name, matrix, keep)
 
     def _state(self) -> Message:
         return Message(LEAD, State(self.index, self.updates, self.omega))

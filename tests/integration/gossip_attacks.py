@@ -173,8 +173,8 @@ async def flood(a: Attacker) -> None:
 
 
 async def fresh_keys(a: Attacker) -> None:
-    """Up to 4000 messages, each of an author and of a process of its own, as if they were passed on for others; until it
-    is hung up on. A slow machine makes them so slowly that 1600 are too few to be blamed for."""
+    """Up to 4000 messages, each of an author and of a process of its own, as if they were passed on for others; until
+    it is hung up on. A slow machine makes them so slowly that 1600 are too few to be blamed for."""
     for _ in range(1000):
         messages = []
         for _ in range(4):

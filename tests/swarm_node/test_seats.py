@@ -13,7 +13,7 @@ from swarm_node import seats as seats_module
 from swarm_node.config import NodeConfig, PolicyConfig, StagesConfig
 from swarm_node.recovery.paths import elsewhere, tell
 from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
-from swarm_node.seats import absolute, kept_for, relative, replicates
+from swarm_node.seats import absolute, kept_for, relative, replicated
 from swarm_node.stages.cut import load_stage
 from swarm_node.stages.handing import layer_of
 from tests.swarm_node.stages.harness import save
@@ -293,12 +293,20 @@ def test_who_keeps_whose_replica(holders: str, expected: dict[str, list[int]]) -
 
 
 @pytest.mark.parametrize(
-    ("stages", "lora", "setting", "expected"),
-    [(2, False, "auto", True), (3, False, "auto", True), (4, False, "auto", False), (4, True, "auto", True)]
-    + [(2, True, "off", False), (8, False, "on", True)],
+    ("lora", "setting", "swap", "expected"),
+    [
+        (False, "auto", False, [["whole"] * 2, ["whole"] * 3, ["whole", "", "", "whole"]]),
+        (True, "auto", False, [["whole"] * 2, ["whole"] * 3, ["whole"] * 4]),
+        (False, "auto", True, [["whole"] * 2, ["whole"] * 3, ["rest", "", "", "rest"]]),
+        (True, "off", False, [[""] * 2, [""] * 3, [""] * 4]),
+        (False, "off", True, [["rest"] * 2, ["rest", "", "rest"], ["rest", "", "", "rest"]]),
+        (False, "on", True, [["whole"] * 2, ["whole"] * 3, ["whole"] * 4]),
+    ],
 )
-def test_where_replicas_are_kept(stages: int, lora: bool, setting: str, expected: bool) -> None:
-    assert replicates(NodeConfig(stages=StagesConfig(count=stages, replica=setting)), lora) is expected
+def test_where_replicas_are_kept(lora: bool, setting: str, swap: bool, expected: list[list[str]]) -> None:
+    for stages, kept in enumerate(expected, 2):
+        config = NodeConfig(stages=StagesConfig(count=stages, replica=setting, swap=swap))
+        assert [replicated(config, lora, stage) for stage in range(stages)] == kept
 
 
 def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

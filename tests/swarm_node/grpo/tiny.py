@@ -49,6 +49,7 @@ class TinyPolicy:
     packing: bool = True
     split_head: bool = True
     version: int = 0
+    microbatches: int = 1
     pad_id: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

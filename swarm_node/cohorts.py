@@ -1,0 +1,185 @@
+"""Into a cohort, and out of it: a node's weights, or those of one stage that it holds for its crew.
+
+    whole policy   `Member.average` joins once, `Node.average` steps between rounds
+    stage 0        likewise, at whoever leads the crew
+    other stages   `StageCohort`, at whoever holds one: it joins when the stage comes, steps right after each update
+                   that the lead had made, and leaves with the stage
+
+A stage's cohort is everybody, of whatever crew, who holds the same stage of a policy that began alike. One peer
+averages one stage: the first of those that it holds. A matrix that is embedding and head at once is averaged at the
+first stage, whose lead then has the last one take it over.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from protocol.errors import RemoteProtocolError
+from protocol.tensors import AVERAGE_METHOD, WEIGHTS_METHOD
+from protocol.transports.base import Accepted, Transport
+from swarm_node.averaging import Averager, Fragments, Handover, Place, cohort_id, make_averager, rhythm
+from swarm_node.config import AveragingConfig
+from swarm_node.errors import UserError
+
+if TYPE_CHECKING:  # a node outside any crew loads nothing of stages
+    from swarm_node.grpo.optimizer import Optimizer
+    from swarm_node.seats import Seats
+
+WAIT_S = 0.5
+"""Longest between two looks whether others' weights have arrived, where training waits for them."""
+
+
+def join_cohort(
+    config: AveragingConfig,
+    swarm: str,
+    period_s: float,
+    start: str,
+    weights: Mapping[str, Tensor],
+    transport: Transport,
+    now: Callable[[], float],
+    say: Callable[[str], None],
+    changed: Callable[[], None],
+    probe: Callable[[], float | None],
+    what: str = "weights",
+) -> Handover:
+    """Join those whose weights can be averaged with `weights`, which all began as `start` says; what `Averager` wants
+    besides. Raises UserError if they cannot be cut into that many fragments."""
+    try:
+        layout = Fragments(weights, config.fragments).layout
+    except ValueError as error:
+        raise UserError(f"averaging.fragments = {config.fragments} is too many: {error}") from error
+    cohort = cohort_id(layout, start, swarm, config)
+    place = Place(swarm, cohort, transport.peer_id, period_s)
+    say(f"averaging {what} with cohort {cohort[:8]}: {config.method}, {rhythm(config, period_s)}, {config.codec}")
+    averager = make_averager(config, place, weights, transport, now, say, changed, probe)
+    return Handover(averager, random.Random(f"{cohort}/{transport.peer_id}"))
+
+
+class StageCohort:
+    """Averages the first stage that this peer holds, stage 0 apart, which is its lead's to average."""
+
+    def __init__(
+        self,
+        config: AveragingConfig,
+        swarm: str,
+        period_s: float,
+        seats: Seats,
+        transport: Transport,
+        say: Callable[[str], None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config
+        self.stage: int | None = None
+        self.handover: Handover | None = None
+        self._swarm = swarm
+        self._period_s = period_s
+        self._seats = seats
+        self._transport = transport
+        self._say = say
+        self._now = now
+        self._optimizer: Optimizer | None = None
+        self._updates = 0
+        self._said = False
+
+    @property
+    def averager(self) -> Averager | None:
+        return None if self.handover is None else self.handover.averager
+
+    @property
+    def id(self) -> str:
+        """For the membership card; empty = none."""
+        averager = self.averager
+        return "" if averager is None else averager.place.cohort
+
+    def look(self) -> None:
+        """A stage may have come or gone: be in the cohort of the first there is now."""
+        if self.config.method == "none":
+            return
+        held = sorted(stage for stage in self._seats.workers if stage > 0)
+        if not held:
+            self.leave()
+            return
+        self.say_which(held)
+        optimizer = self._seats.optimizer(held[0])
+        if optimizer is not self._optimizer:  # another stage, or this one built anew
+            self.leave()
+            self._join(held[0], optimizer)
+
+    def say_which(self, held: list[int]) -> None:
+        """Once, if this peer holds several stages."""
+        if len(held) > 1 and not self._said and self.config.method != "none":
+            self._said = True
+            rest = ", ".join(map(str, held[1:]))
+            self._say(f"of the stages held here, {held[0]} is averaged with other crews, {rest} not")
+
+    def leave(self) -> None:
+        """Be in no cohort: whoever calls is refused."""
+        if self._optimizer is not None:
+            self._optimizer.updating = nullcontext
+            self.stage = self.handover = self._optimizer = None
+            leave_cohort(self._transport)
+
+    def _join(self, stage: int, optimizer: Optimizer) -> None:
+        worker = self._seats.workers[stage]
+        weights = optimizer.weights()
+        if worker.tied_name is not None:
+            del weights[worker.tied_name]
+        scale = self._seats.config.policy.lora_alpha if worker.stage.is_lora else ""
+
+        def probe() -> float | None:
+            """A stage alone says nothing of its answers; but nobody can go on with what is not finite."""
+            return None if all(bool(weight.isfinite().all()) for weight in weights.values()) else math.nan
+
+        self.handover = join_cohort(
+            self.config,
+            self._swarm,
+            self._period_s,
+            f"{self._seats.starts[stage]} {scale}",
+            weights,
+            self._transport,
+            self._now,
+            self._say,
+            optimizer.publish,
+            probe,
+            f"stage {stage}",
+        )
+        self.stage, self._optimizer, self._updates = stage, optimizer, worker.updates
+        self.handover.version = worker.updates
+        optimizer.updating = self.handover.averager.changing
+        if self.config.late_join and not worker.updates:
+            self.handover.seek()
+
+    def step(self) -> None:
+        """If the stage has made an update since: before any other message is dealt with, apply what others' weights did
+        to it, and begin what is due."""
+        handover = self.handover
+        if handover is None or self.stage is None or self._seats.workers[self.stage].updates == self._updates:
+            return
+        self._updates = updates = self._seats.workers[self.stage].updates
+        averager = handover.averager
+        fetched = handover.step(updates)
+        if fetched is not None:
+            who = averager.company.called(fetched.peer)
+            self._say(f"stage {self.stage} goes on with the weights of {who}, version {fetched.version}")
+        averager.step(updates)
+        while averager.waiting():
+            averager.woken.wait(WAIT_S)
+            averager.woken.clear()
+            averager.step(updates)
+
+
+def leave_cohort(transport: Transport) -> None:
+    """Take part in no exchange of weights any more."""
+    for method in (AVERAGE_METHOD, WEIGHTS_METHOD):
+        transport.accept(method, _refuse)
+
+
+def _refuse(peer: str, head: bytes, size: int) -> Accepted:
+    raise RemoteProtocolError("cohort", "nothing is averaged here")
