@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?= 3
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt

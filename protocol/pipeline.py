@@ -112,7 +112,7 @@ class Apply(msgspec.Struct, frozen=True, tag="apply"):
 
 
 class Skip(msgspec.Struct, frozen=True, tag="skip"):
-    """From the lead, to a stage that was rebuilt while others made update number `update`: go without it."""
+    """From the lead, to a stage that was rebuilt: the crew has made `update` updates, count from there."""
 
     update: Count
 

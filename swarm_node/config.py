@@ -189,8 +189,8 @@ class StagesConfig(Section):
 
     count: int = Field(0, ge=0, le=MAX_STAGES)
     """Stages that the policy is cut into, one for each machine; 0 = this machine holds all of it, as usual."""
-    crew: str = Field("crew", max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name that the machines have in common which hold one policy together."""
+    crew: str = Field("", max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]*$")
+    """Name that the machines have in common which hold one policy together; `local` needs none."""
     stage: int | Literal["auto"] = "auto"
     """Which stage this machine holds, from 0 (which drives the others); `auto` = one that nobody holds."""
     capacity_gb: float = Field(0.0, ge=0)

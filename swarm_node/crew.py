@@ -35,7 +35,7 @@ from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.enter import EnteredSwarm
 from swarm_node.errors import SwarmNodeError, UserError
 from swarm_node.joining import join_link
-from swarm_node.policy.loading import ARCHITECTURE, Plan, load_tokenizer, prepare
+from swarm_node.policy.loading import ARCHITECTURE, Plan, is_windowed, load_tokenizer, prepare
 from swarm_node.recovery.paths import elsewhere, sources, tell
 from swarm_node.rundir import RunDir
 from swarm_node.seats import Seats, snapshots_in
@@ -75,6 +75,8 @@ STATUS_S = 2.0
 MAX_SHOWN = 500
 """Peers in it."""
 RECOVERED = "stages/recovered/"
+FRESH = 20
+"""Updates that a replica may be behind and still be better than what is made of neighbours."""
 TURNS = 2**32
 """Passes and generations that a lead may count before its numbers would be those of the next lead."""
 
@@ -93,6 +95,8 @@ class CrewNode:
         plain = config.policy.dtype == "auto" and not torch.cuda.is_available()
         if plain:  # a measurement might come out otherwise on another machine
             config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": "float32"})})
+        if not config.stages.crew:
+            raise UserError("give the crew a name that its other machines are given too, and nobody else: --crew NAME")
         if config.seed is None:
             config = config.model_copy(update={"seed": entered.seed})
         self.config = config
@@ -134,17 +138,22 @@ class CrewNode:
             reach=2 if stages.swap else 1,
             absent_s=absent_s,
         )
-        layers = post.spans
+
+        def others(stage: int) -> dict[str, int]:
+            """Peers of other crews that hold the same stage; worth having if it is averaged with them."""
+            if config.averaging.method == "none":
+                return {}
+            layers, members = post.spans[stage], self.transport.members()
+            return elsewhere(members, stages.crew, self.architecture, stages.count, layers, stage)
+
         self.mates = Mates(
             self.transport,
             post,
             partial(
                 sources,
-                others=lambda stage: elsewhere(
-                    self.transport.members(), stages.crew, self.architecture, stages.count, layers[stage], stage
-                ),
+                others=others,
                 plus=stages.swap,
-                fresh=config.grpo.iterations,
+                fresh=FRESH,
             ),
             partial(tell, adapters=self.loading.lora),
             costs,
@@ -156,7 +165,7 @@ class CrewNode:
         self.seats = Seats(
             config, self.loading, self.handing, run.path / "stages", self.transport.peer_id, self.mates.stands, say
         )
-        recalled = self.seats.recall(layers)
+        recalled = self.seats.recall(post.spans)
         self.mates.report(self.seats.holding())
         manifest = entered.manifest
         self.cohort = StageCohort(
@@ -289,12 +298,14 @@ class CrewNode:
         )
         self.policy = StagedPolicy(self.lead, load_tokenizer(config.policy), config.policy, self.say)
         self.policy.version = updates = self.seats.updates
-        self.policy.packing = True
+        self.policy.packing = not is_windowed(self.loading.config, longest_row(config))
         self.policy.start_digest = self.seats.starts[0]
         self.optimizer = StagedOptimizer(self.lead)
         self.progress = self.mates.progress or self.progress
         if updates:
             self._join_ends(averaged=False)
+            self._surely(self.lead.agree)
+            self.policy.version = updates = self.lead.updates
         self._holders = self._now_held_by()
         self.say(f"{self._whole()}; {updates} updates so far")
         if self._lost():
@@ -324,9 +335,14 @@ class CrewNode:
     def _join_ends(self, averaged: bool) -> None:
         """`Lead.join_ends`, whatever is lost meanwhile."""
         assert self.lead is not None
+        self._surely(partial(self.lead.join_ends, averaged))
+
+    def _surely(self, act: Callable[[], None]) -> None:
+        """Do it, again whenever a stage is lost meanwhile."""
+        assert self.lead is not None
         while True:
             try:
-                self.lead.join_ends(averaged)
+                act()
                 return
             except StageLost as lost:
                 self.lead.again(lost)
@@ -565,6 +581,11 @@ def architecture(config: NodeConfig, loading: Plan) -> str:
     trained = [policy.lora_rank, policy.lora_alpha, policy.lora_targets] if loading.lora else []
     source = getattr(loading.config, "_commit_hash", None)
     return hashlib.sha256(json.dumps([known, trained, str(loading.dtype), source]).encode()).hexdigest()[:16]
+
+
+def longest_row(config: NodeConfig) -> int:
+    """Most tokens of a prompt and one answer."""
+    return config.rollouts.max_prompt_tokens + config.rollouts.max_new_tokens
 
 
 def free_memory() -> int:

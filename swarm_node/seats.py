@@ -31,7 +31,7 @@ from swarm_node.grpo.trainer import SMALL
 from swarm_node.policy.decode import SUPPORTED, Slice
 from swarm_node.policy.decode_transformers import ModelSlice
 from swarm_node.policy.loading import Plan as Loading
-from swarm_node.policy.loading import lora_config, skeleton, with_adapter
+from swarm_node.policy.loading import is_windowed, lora_config, skeleton, with_adapter
 from swarm_node.policy.policy import digest_of, lines
 from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
 from swarm_node.recovery.snapshots import SnapshotStore
@@ -195,7 +195,6 @@ class Seats:
                     ends = Wanted(span.index, 0, 0, rest=True, replica=True)
                     made |= self._fetch(source.peers[0], ends, mine, order).tensors
                 updates = max(state.updates for state in states)
-                optimizer.rate_scale = RATE
         if made.keys() != mine.keys():
             raise Unavailable(f"{len(made)} tensors of {len(mine)}")
         with torch.no_grad():
@@ -203,6 +202,10 @@ class Seats:
                 tensor.copy_(made[name])
         optimizer.publish()
         worker.updates = optimizer.updates = updates
+        if source.way in ("mean", "copy"):
+            optimizer.rate_scale = RATE
+        else:
+            worker.omega = state.omega
 
     def _fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor], order: TakeSeat) -> State:
         if peer == self._me:
@@ -258,7 +261,8 @@ class Seats:
         for stage, worker in self.workers.items():
             if part := replicated(self.config, self._loading.lora, stage):
                 self.handing.offer(stage, layers=part == "whole")
-            if worker.updates - self._saved.get(stage, 0) >= self.config.snapshots.every:
+            every = self.config.snapshots.every
+            if worker.updates // every > self._saved.get(stage, 0) // every:  # all stages after the same updates
                 self.save(stage)
         for stage in kept_for(plan, self._me):
             if part := replicated(self.config, self._loading.lora, stage):
@@ -288,15 +292,14 @@ class Seats:
 
     def gather(self, plan: Plan, seconds: float) -> dict[int, str]:
         """At the end of a run: put the weights of stages that others hold beside those of the stages here, for whoever
-        exports the policy. The stages that could not be had in time, and why. Returns before all is on disk."""
+        exports the policy; one after the other, since all together may be more than this machine holds. The stages that
+        could not be had in time, and why. They are on disk when it returns."""
         until = time.monotonic() + seconds
         wanted = {stage: seat.peer for stage, seat in enumerate(plan.seats) if stage not in self.workers}
-        fetches = {
-            stage: self.handing.fetch(peer, Wanted(stage, *plan.spans[stage], True), self.shapes_of(stage, plan.spans))
-            for stage, peer in wanted.items()
-        }
         missing = {}
-        for stage, fetch in fetches.items():
+        for stage, peer in wanted.items():
+            like = self.shapes_of(stage, plan.spans)
+            fetch = self.handing.fetch(peer, Wanted(stage, *plan.spans[stage], True), like)
             try:
                 fetch.done.result(max(0.0, until - time.monotonic()))
             except NotYet:
@@ -307,6 +310,7 @@ class Seats:
                 span = Span(stage, len(plan.seats), *plan.spans[stage], int(self._loading.config.num_hidden_layers))
                 state = fetch.state
                 self._store(stage).save(state.updates, {"policy": state.tensors}, self._kept_state(span, state.omega))
+                self._store(stage).wait()
         return missing
 
     def _from_file(self, worker: Worker, source: Source) -> None:
@@ -345,7 +349,11 @@ class Seats:
     def _is_native(self, stage: Stage) -> bool:
         """Whether the native engine gives what the model's own layers give."""
         backbone = stage.base.get_decoder()
-        if self.config.rollouts.engine == "transformers" or stage.base.config.model_type not in SUPPORTED:
+        rollouts = self.config.rollouts
+        longest = rollouts.max_prompt_tokens + rollouts.max_new_tokens
+        if rollouts.engine == "transformers" or stage.base.config.model_type not in SUPPORTED:
+            return False
+        if is_windowed(stage.base.config, longest):
             return False
         x = torch.randn(1, 5, stage.base.config.hidden_size, generator=torch.Generator().manual_seed(0))
         x = x.to(stage.device, stage.dtype)

@@ -343,8 +343,7 @@ def _choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
     """Set `native`, `packing` and `split_head` from comparisons with the model's own forward pass."""
     longest = min(rollouts.max_prompt_tokens + rollouts.max_new_tokens, policy.max_positions)
     text = policy.base.config.get_text_config()
-    windows = [getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)]
-    windowed = any(w and w < longest for w in windows) and getattr(text, "use_sliding_window", True)
+    windowed = is_windowed(text, longest)
     rng = torch.Generator().manual_seed(0)
     prompt, one, two = (torch.randint(text.vocab_size, (k,), generator=rng).tolist() for k in (7, 3, 5))
     with torch.no_grad():
@@ -359,6 +358,12 @@ def _choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
         raise UserError(
             f"rollouts.engine = native, but it does not serve {policy.base.config.model_type!r} here; use auto"
         )
+
+
+def is_windowed(text_config: Any, longest: int) -> bool:
+    """Whether some layer of a model does not see all of a row of `longest` tokens."""
+    windows = [getattr(text_config, "sliding_window", None), getattr(text_config, "attention_chunk_size", None)]
+    return any(w and w < longest for w in windows) and getattr(text_config, "use_sliding_window", True)
 
 
 def _logits(policy: Policy, ids: list[int]) -> Tensor:

@@ -325,6 +325,9 @@ class Mates:
             self.counts["late"] += 1
             return None
         message = waiting.message or self._decode(waiting)
+        if message is not None and message.stage == LEAD and not self._leading:
+            self.counts["late"] += 1  # an answer to what this peer asked while it led
+            return None
         if message is not None:
             self._working, self._taken, self._quiet_since = waiting.plan, waiting, self._now()
         return message

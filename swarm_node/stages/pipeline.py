@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from statistics import median_high
 from typing import Protocol, cast
 
 import torch
@@ -96,6 +97,8 @@ class Lead:
         """Stages lost so far."""
         self.spoiled = False
         """Whether the loss had a gradient that is not finite."""
+        self.updates = workers[0].updates
+        """That the crew has made."""
         self.total = first_turn
         """Number of the sum that gradients are added to."""
         self._turn = first_turn  # number of the last pass or generation
@@ -128,10 +131,29 @@ class Lead:
             try:
                 self.on_lost(lost)
                 self._to_all(Reset(self._turn))
+                for stage in gone:
+                    self._send(Message(stage, Skip(self.updates)))
                 self._share(gone)
                 return gone
             except StageLost as another:
                 lost = another
+
+    def agree(self) -> None:
+        """Have all stages count the updates alike, whatever they were rebuilt from: what most of them say. A stage that
+        counted more than the others would take their next updates for old ones. Raises StageLost."""
+        states = self._ask()
+        self.updates = median_high([state.updates for state in states.values()])
+        for stage, state in states.items():
+            if state.updates != self.updates:
+                self._send(Message(stage, Skip(self.updates)))
+
+    def _ask(self) -> dict[int, State]:
+        """What every stage says of itself. Raises StageLost."""
+        self.states.clear()
+        self._to_all(Ask())
+        while len(self.states) < self.stages:
+            self._next()
+        return dict(self.states)
 
     def _share(self, gone: set[int]) -> None:
         """If one of two stages that hold the same matrix was rebuilt, have it take the other's. Raises StageLost."""
@@ -144,11 +166,8 @@ class Lead:
         `averaged` with others', else that of the one with more updates. Raises StageLost."""
         giver = 0
         if not averaged and self.stages > 1:
-            self.states.clear()
-            self._to_all(Ask())
-            while len(self.states) < self.stages:
-                self._next()
-            giver = self.stages - 1 if self.states[self.stages - 1].updates > self.states[0].updates else 0
+            states = self._ask()
+            giver = self.stages - 1 if states[self.stages - 1].updates > states[0].updates else 0
         self._give_matrix(giver, keep=averaged)
 
     def _give_matrix(self, giver: int, keep: bool) -> None:
@@ -446,7 +465,8 @@ class StagedPolicy(Policy):
 
     def keep_reference(self) -> None:
         for worker in self.lead.workers.values():
-            worker.keep_reference()
+            if worker.reference is None:  # else it was kept when the stage came, before its trained weights did
+                worker.keep_reference()
 
     def _named(self) -> dict[str, nn.Parameter]:
         named: dict[str, nn.Parameter] = {}
@@ -480,9 +500,16 @@ class StagedOptimizer:
 
     def __init__(self, lead: Lead) -> None:
         self.lead = lead
-        self.updates = lead.workers[0].updates
-        """Updates that all stages have made."""
         self._updating: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def updates(self) -> int:
+        """That all stages have made."""
+        return self.lead.updates
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        self.lead.updates = updates
 
     @property
     def updating(self) -> Callable[[], AbstractContextManager[object]]:

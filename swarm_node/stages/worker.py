@@ -166,7 +166,7 @@ class Worker:
             case Apply():
                 return self._apply(head)
             case Skip():
-                self.updates = max(self.updates, head.update)
+                self.updates = head.update
                 return [self._state()]
             case Share(keep=keep):
                 return self._share(keep)
@@ -483,7 +483,10 @@ def attend(
     if message.stage == LEAD:
         return message
     try:
-        answers = workers[message.stage].handle(message)
+        worker = workers.get(message.stage)
+        if worker is None:
+            raise RemoteProtocolError("stage", f"stage {message.stage} is not here, or not yet")
+        answers = worker.handle(message)
     except RemoteProtocolError as error:
         refused(error)
     else:

@@ -79,8 +79,9 @@ def test_three_processes_learn_together_and_any_may_die(start: Start, manifest: 
     learns_from_others(a)
     learns_from_others(b)
 
-    rounds, kids = b.rounds, b.children()
+    kids = b.children()
     b.stop(signal.SIGKILL)
+    rounds = b.rounds
     until(lambda: not any(map(alive, kids.values())) or None, 10)
     a.until_rounds(5)
     b = start("join", link, "--name", "bob", run_dir=tmp_path / "b")
