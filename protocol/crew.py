@@ -8,11 +8,15 @@ The lead is whoever holds stage 0. These travel on the channel to it (`CREW_METH
 `CONTROL`; what stages say to each other (`protocol.pipeline`) goes over it too, and over channels between neighbours
 (`STAGE_METHOD`). A channel's ends are authenticated by their peer ids, so nothing is signed. Other versions may have
 other records: a `Hello` says which it is of, and nothing else is said before one was taken.
+
+The name of a crew is its password: whoever says Hello or Answer proves to that very peer that he knows it, and cards
+show no more than that peers have the same one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 from functools import lru_cache
 from typing import Annotated, Final, Literal
 
@@ -21,8 +25,9 @@ from msgspec import Meta
 
 from protocol.codec import SPOKEN
 from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.limits import MAX_STAGES
-from protocol.messages import Count, CrewName, Hash16, Hash64, LayerNumber, StageNumber, Time
+from protocol.limits import MAX_NAME_CHARS, MAX_STAGES
+from protocol.messages import Count, Hash16, Hash64, LayerNumber, StageNumber, Time
+from protocol.pipeline import Codec
 from protocol.tensors import PeerId
 
 CREW_METHOD = "crew"
@@ -50,6 +55,7 @@ Spans = Annotated[tuple[Layers, ...], Meta(max_length=MAX_STAGES)]
 Line = Annotated[str, Meta(max_length=MAX_REASON_CHARS, pattern=r"^[ -~]*\Z")]
 Somebody = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")]
 """A peer id; empty = nobody."""
+TokenCount = Annotated[int, Meta(ge=1, le=2**24)]
 Way = Literal["live", "replica", "cohort", "mean", "copy", "snapshot", "base"]
 """How a stage's weights are come by: from whoever holds it and hands it over | from the copy that a neighbour keeps |
 from another crew | as the mean of the neighbours (CheckFree) | as a copy of the neighbour that learned its work
@@ -101,10 +107,15 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
 
     protocol: Count
     swarm: Hash64
-    crew: CrewName
+    crew: Hash16
+    """`crew_id`."""
+    proof: Hash64
+    """That the sender knows the crew's name, to the receiver: see `proof`."""
     architecture: Hash16
     """Equal for those who hold stages of one policy."""
     stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]*\Z")] = ""
+    """Of the sender, for people."""
     wanted: StageNumber | None = None
     """Stage it would like to hold."""
     leads: bool = False
@@ -124,6 +135,8 @@ class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     """Whom the sender takes for the lead: itself, somebody else, or nobody yet."""
 
     lead: Somebody
+    proof: Hash64
+    """As in `Hello`."""
     term: Count = 0
     may_lead: bool = True
     """If it is nobody yet: the sender may become it."""
@@ -136,6 +149,28 @@ class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
     detail: Line = ""
 
 
+class Settings(msgspec.Struct, frozen=True, array_like=True):
+    """How a crew works, as its first lead was told: all its peers go by these, whatever they were told themselves."""
+
+    wire: Codec
+    """Of activations and gradients."""
+    swap: bool
+    """Odd microbatches take another order of stages (CheckFree+)."""
+    replica: Literal["auto", "on", "off"]
+    reference: bool
+    """Stages keep their weights of before training, for the KL term."""
+    prompt: TokenCount
+    """Tokens of a prompt, at most."""
+    length: TokenCount
+    """Tokens of an answer, at most."""
+    microbatch: TokenCount
+    """Tokens of a microbatch, at most, padding included."""
+    decay: Annotated[float, Meta(ge=0, le=1e3)]
+    """AdamW: of weights."""
+    betas: tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]]
+    """AdamW: of moments."""
+
+
 class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
     """Who holds what from now on. What is under way of an earlier plan is void."""
 
@@ -145,6 +180,7 @@ class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
     """Counts plans."""
     seats: Annotated[tuple[Seat, ...], Meta(min_length=1, max_length=MAX_STAGES)]
     """By stage; whoever has the first is the lead."""
+    settings: Settings
     spares: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_MEMBERS)] = ()
     """Members without a stage, first in line first. They may change without a new plan."""
 
@@ -232,6 +268,22 @@ class Progress(msgspec.Struct, frozen=True, tag_field="kind", tag="progress"):
 
 
 Record = Hello | Answer | Refusal | Plan | Ready | Unable | Broken | Report | Probe | Load | Whole | Progress
+
+
+@lru_cache(maxsize=16)
+def crew_key(swarm: str, name: str) -> bytes:
+    """What a crew's peers have in common, of its name. Slow on purpose (scrypt): short names take time to guess."""
+    return hashlib.scrypt(name.encode(), salt=f"swarm-node/crew/{swarm}".encode(), n=2**14, r=8, p=1, dklen=32)
+
+
+def crew_id(key: bytes) -> str:
+    """What cards show of it: 16 hexadecimal digits."""
+    return hmac.digest(key, b"id", "sha256").hex()[:16]
+
+
+def proof(key: bytes, sender: str, receiver: str) -> str:
+    """That `sender` knows the crew's key. The ends of a channel are authenticated, so it is of use to nobody else."""
+    return hmac.digest(key, f"{sender}/{receiver}".encode(), "sha256").hex()
 
 
 @lru_cache(maxsize=64)

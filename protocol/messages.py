@@ -116,7 +116,8 @@ class RolloutBatch(msgspec.Struct, frozen=True):
 class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a peer says of the crew it is in: enough for newcomers to find it."""
 
-    name: CrewName
+    id: Hash16
+    """Equal for the peers of one crew; made of its name, which it does not tell (`protocol.crew.crew_id`)."""
     architecture: Hash16
     """Equal for those who hold stages of one policy."""
     count: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
