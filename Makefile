@@ -37,8 +37,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: install
 	$(BIN)/swarm-node local --config configs/demo.toml
 
-test: dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+test: dev # in order of names: tests/integration, which waits most and has the longest files, comes first
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: dev
 	$(BIN)/ruff check .

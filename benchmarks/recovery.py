@@ -12,8 +12,10 @@ and a seed lose the same stages at the same steps. The paper's hourly rates of 5
 0.004 at 91 s a step.
 
 Arms that make a stage anew of others (`swarm_node.recovery.rebuild`) are trained. At the ends, where CheckFree has no
-rule, all of them copy the neighbour; the paper lets ends be lost only under CheckFree+. Exact ones (checkpoint,
-redundant computation, a neighbour's replica) are not: they have the figures of `none` of their seed, later. Figures:
+rule, all of them copy the neighbour; the paper lets ends be lost only under CheckFree+. `replica, k` is the weights of
+that very stage as a neighbour copied them at the last multiple of k steps, while all others stay where they are. Exact
+ones (checkpoint, redundant computation, a neighbour's replica of weights and moments) are not trained: they have the
+figures of `none` of their seed, later. Figures:
 
     excess    loss of steps 45 to 55 after a loss (fresh text, before the update) less that of `none` in the same steps
               and seed; of `none, swapped` where the arm swaps. Of middle stages and of ends
@@ -64,16 +66,23 @@ ARMS = {
     "random": Arm("random"),
     "checkfree, clipped": Arm("checkfree", norms="clipped"),
     "checkfree, squared": Arm("checkfree", norms="squared"),
+    "replica, 1": Arm("replica"),
+    "replica, 20": Arm("replica", every=20),
+    "replica, 100": Arm("replica", every=100),
     "checkfree+, twins": Arm("checkfree", swapped=True, twins=True),
 }
 WITHOUT = tuple(name for name, arm in ARMS.items() if not arm.method)
 PLAN: Sequence[tuple[Sequence[float], Sequence[str]]] = (
     ((0.0,), WITHOUT),
     (RATES, ("checkfree", "checkfree+")),
+    ((0.0025, 0.01), ("replica, 1", "replica, 20")),
     ((0.0025, 0.01), ("uniform", "copy")),
     ((0.0025,), ("random",)),
-    ((0.0013, 0.004), ("uniform", "copy")),
-    ((0.004,), ("checkfree+, twins", "checkfree, squared", "checkfree, clipped")),
+    ((0.004,), ("checkfree, clipped", "checkfree, squared", "replica, 20")),
+    ((0.0025, 0.01), ("replica, 100",)),
+    ((0.0013, 0.004), ("uniform", "copy", "replica, 1", "replica, 100")),
+    ((0.0013,), ("replica, 20",)),
+    ((0.004,), ("checkfree+, twins",)),
     ((0.0013, 0.004, 0.01), ("random",)),
 )
 """In this order: rates, arms."""
@@ -82,14 +91,14 @@ RL_ARMS = {
     "none": rl.Arm(),
     "none, swapped": rl.Arm(swapped=True),
     "replica": rl.Arm("replica"),
+    "weights": rl.Arm("weights"),
     "fresh": rl.Arm("fresh"),
     "checkfree": rl.Arm("checkfree"),
     "checkfree+": rl.Arm("checkfree", swapped=True),
 }
 RL_PLAN: Sequence[tuple[Sequence[float], Sequence[str]]] = (
     ((0.0,), ("none", "none, swapped")),
-    ((0.01,), ("replica", "fresh", "checkfree", "checkfree+")),
-    ((0.0025,), ("replica", "fresh", "checkfree", "checkfree+")),
+    ((0.01, 0.0025), ("replica", "weights", "fresh", "checkfree", "checkfree+")),
 )
 PLANS = {"lm": PLAN, "rl": RL_PLAN}
 CHECKPOINTS = (40, 50, 100)

@@ -7,8 +7,9 @@ text. Adam without decay, a constant learning rate after a short warm-up, each s
 paper's.
 
 A stage is lost at the beginning of a step. It is made anew of the nearest stages that are left, with an optimiser of
-its own that starts anew and 1.1 times the learning rate from then on, and the step goes on. One process computes all
-stages; no number depends on that.
+its own that starts anew and 1.1 times the learning rate from then on, and the step goes on. Or a neighbour kept a copy
+of its weights, without the optimiser's moments, which is one step old or more: those begin anew too, nothing else
+changes. One process computes all stages; no number depends on that.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Arm:
     """What is done about a lost stage."""
 
     method: str = ""
-    """Of METHODS; none = no stage is ever lost."""
+    """Of METHODS, or `replica`; none = no stage is ever lost."""
+    every: int = 1
+    """Steps between two copies that a neighbour takes of a stage (`replica`)."""
     norms: str = "before"
     """Gradient norms that weights are made of: `before` clipping, `clipped`, or `squared` (before clipping)."""
     swapped: bool = False
@@ -125,6 +128,8 @@ class Run:
         self.rows = torch.randperm(len(self.text) // (task.length + 1), generator=torch.Generator().manual_seed(seed))
         self.rebuilt: list[dict[str, Any]] = []
         self.random = torch.Generator().manual_seed(seed)
+        self.copies: list[dict[str, Tensor]] = []
+        """Of all stages, as a neighbour has them, if it has."""
 
     def figures(self, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
         """Train to the end. `losses`: of the even microbatch of each step, before its update; `curve`: [steps done,
@@ -141,6 +146,11 @@ class Run:
                 break
             if self.arm.method and self.trace[step]:
                 self.rebuild(step, self.trace[step])
+            if self.arm.method == "replica" and step % self.arm.every == 0:  # has arrived when the next step begins
+                self.copies = [
+                    {name: tensor.detach().clone() for name, tensor in self.tensors(k).items()}
+                    for k in range(task.stages)
+                ]
             losses.append(round(self.learn(step), 4))
         return {
             "loss": held_out_loss(self.model, text),
@@ -202,10 +212,13 @@ class Run:
                 mine[name].copy_(tensor)
             for p in self.groups[stage]:
                 self.adam.state.pop(p, None)
-            self.adam.param_groups[stage]["rate"] = RATE
+            if self.arm.method != "replica":
+                self.adam.param_groups[stage]["rate"] = RATE
             self.rebuilt.append({"step": step, "stage": stage, "norms": [round(norm, 4) for norm in self.norms]})
 
     def made(self, lost: Sequence[int], stage: int) -> dict[str, Tensor]:
+        if self.arm.method == "replica":
+            return self.copies[stage] if self.copies else self.tensors(stage)  # before the first step nothing is lost
         stages = self.task.stages
         twin = swapped(stages)[stage]
         if self.arm.twins and twin != stage and twin not in lost:

@@ -6,11 +6,13 @@ stages. The base model is not lost with a stage: whoever takes its place gets th
 the adapter of its layers and the adapter's optimiser. What is put in their place:
 
     replica      what they were one update ago, optimiser included: a neighbour keeps a copy
+    weights      likewise, but without the optimiser
     fresh        the adapter as all adapters begin: no change to the base
     checkfree    mean of the neighbours' adapters by gradient norms, A and B each for itself; ends are copies
     checkfree+   the same, odd microbatches of updates with the first two and the last two stages swapped
 
-All but the replica begin with a new optimiser, and 1.1 times the learning rate from then on.
+All but the replica begin with a new optimiser, and all but it and `weights` have 1.1 times the learning rate from then
+on.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Arm:
     """What is done about a lost stage."""
 
     method: str = ""
-    """`replica`, `fresh` or `checkfree`; none = no stage is ever lost."""
+    """`replica`, `weights`, `fresh` or `checkfree`; none = no stage is ever lost."""
     swapped: bool = False
 
 
@@ -190,15 +192,17 @@ class Run:
             for name, p in self.tensors(stage).items():
                 for mine, new in zip(self.state(p), states[name], strict=True):
                     mine.copy_(new)
-            if self.arm.method != "replica":
+            if self.arm.method not in ("replica", "weights"):
                 self.faster.add(stage)
 
     def made(self, lost: Sequence[int], stage: int) -> dict[str, State]:
         """By local name."""
         mine = self.tensors(stage)
         if self.arm.method == "replica":
-            return {name: self.replica[self.names[p]] for name, p in mine.items()}
-        if self.arm.method == "fresh":
+            return {name: self.replica.get(self.names[p], self.state(p)) for name, p in mine.items()}
+        if self.arm.method == "weights":
+            values = {name: self.replica[self.names[p]][0] for name, p in mine.items()} if self.replica else mine
+        elif self.arm.method == "fresh":
             values = {name: self.start[self.names[p]] for name, p in mine.items()}
         else:
             sides = [

@@ -147,6 +147,8 @@ class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
 
     reason: Annotated[str, Meta(max_length=32, pattern=r"^[a-z]+\Z")]
     detail: Line = ""
+    proof: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    """As in `Hello`, if the receiver has shown that it knows the crew's name."""
 
 
 class Settings(msgspec.Struct, frozen=True, array_like=True):
@@ -315,7 +317,7 @@ def seal_record(record: Record) -> bytes:
 
 
 def open_record(data: bytes | bytearray) -> Record:
-    """Raises RemoteProtocolError: size, schema, version, and plan for one whose stages are not all the layers."""
+    """Raises RemoteProtocolError: size, schema, version, and plan for stages that are not all the layers."""
     if len(data) > MAX_CONTROL_BYTES:
         raise RemoteProtocolError("size", f"a record of {len(data)} bytes, allowed are {MAX_CONTROL_BYTES}")
     try:
@@ -325,7 +327,7 @@ def open_record(data: bytes | bytearray) -> Record:
         record: Record = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError("schema", str(error)) from error
-    if isinstance(record, Plan):
+    if isinstance(record, (Plan, Hello)):
         check_spans(record.spans)
     return record
 

@@ -89,9 +89,12 @@ class Squares(msgspec.Struct, frozen=True, tag="squares"):
 
 
 class TiedGradient(msgspec.Struct, frozen=True, tag="tied"):
-    """Between the first and the last stage: own gradient [V, H] of the matrix that both hold."""
+    """Between the first and the last stage: rows [B, H] of the own gradient of the matrix that both hold. The next
+    follow when the other's have come."""
 
     total: Count
+    block: Count = 0
+    """Which rows."""
 
 
 class Squared(msgspec.Struct, frozen=True, tag="squared"):
@@ -118,17 +121,22 @@ class Skip(msgspec.Struct, frozen=True, tag="skip"):
 
 
 class Share(msgspec.Struct, frozen=True, tag="share"):
-    """From the lead, to the first or the last stage: give the other the matrix that both hold."""
+    """From the lead, to the first or the last stage: give the other the matrix that both hold. The other then asks for
+    one block after the other."""
 
     keep: bool = False
     """Both keep its moments: it was averaged with others', and neither of the two stages is a new one."""
+    block: Count = 0
+    """Which rows; the lead asks for the first."""
 
 
 class TiedMatrix(msgspec.Struct, frozen=True, tag="matrix"):
-    """Between the first and the last stage: the matrix [V, H] that both hold; both forget its moments."""
+    """Between the first and the last stage: rows [B, H] of the matrix that both hold; both forget its moments."""
 
     keep: bool = False
     """But not now; see `Share`."""
+    block: Count = 0
+    """Which rows. With the last of them the matrix is taken over."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -142,6 +150,8 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     updates: Count
     omega: Annotated[float, Meta(ge=0, le=1e300)]
     """Norm, before clipping, of its layers' gradient in the last update."""
+    taken: bool = False
+    """It has just taken the other end's matrix over."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):

@@ -31,9 +31,13 @@ from swarm_node.errors import UserError
 if TYPE_CHECKING:  # a node outside any crew loads nothing of stages
     from swarm_node.grpo.optimizer import Optimizer
     from swarm_node.seats import Seats
+    from swarm_node.stages.worker import Worker
 
-WAIT_S = 0.5
+LOOK_S = 0.5
 """Longest between two looks whether others' weights have arrived, where training waits for them."""
+MOST_S = 10.0
+"""A stage that waits for others' weights deals with no message, and its crew waits for it: no longer than this, and
+well below the time after which the crew would give it up. What arrives later is applied later, as with `overlap`."""
 
 
 def join_cohort(
@@ -52,14 +56,26 @@ def join_cohort(
     """Join those whose weights can be averaged with `weights`, which all began as `start` says; what `Averager` wants
     besides. Raises UserError if they cannot be cut into that many fragments."""
     try:
-        layout = Fragments(weights, config.fragments).layout
+        cohort = cohort_of(config, swarm, start, weights)
     except ValueError as error:
         raise UserError(f"averaging.fragments = {config.fragments} is too many: {error}") from error
-    cohort = cohort_id(layout, start, swarm, config)
     place = Place(swarm, cohort, transport.peer_id, period_s)
     say(f"averaging {what} with cohort {cohort[:8]}: {config.method}, {rhythm(config, period_s)}, {config.codec}")
     averager = make_averager(config, place, weights, transport, now, say, changed, probe)
     return Handover(averager, random.Random(f"{cohort}/{transport.peer_id}"))
+
+
+def cohort_of(config: AveragingConfig, swarm: str, start: str, weights: Mapping[str, Tensor]) -> str:
+    """As `cohort_id`. ValueError if there are fewer values than fragments."""
+    return cohort_id(Fragments(weights, config.fragments).layout, start, swarm, config)
+
+
+def averaged(worker: Worker, optimizer: Optimizer) -> dict[str, Tensor]:
+    """What of a stage is averaged: all, but that a matrix which two stages hold is averaged at the first. Live."""
+    weights = optimizer.weights()
+    if worker.index > 0 and worker.tied_name is not None:
+        del weights[worker.tied_name]
+    return weights
 
 
 class StageCohort:
@@ -74,8 +90,11 @@ class StageCohort:
         transport: Transport,
         say: Callable[[str], None],
         now: Callable[[], float] = time.time,
+        most_s: float = MOST_S,
     ) -> None:
+        """`most_s`: training waits no longer for others' weights."""
         self.config = config
+        self._most_s = most_s
         self.stage: int | None = None
         self.handover: Handover | None = None
         self._swarm = swarm
@@ -128,10 +147,7 @@ class StageCohort:
 
     def _join(self, stage: int, optimizer: Optimizer) -> None:
         worker = self._seats.workers[stage]
-        weights = optimizer.weights()
-        if worker.tied_name is not None:
-            del weights[worker.tied_name]
-        scale = self._seats.config.policy.lora_alpha if worker.stage.is_lora else ""
+        weights = averaged(worker, optimizer)
 
         def probe() -> float | None:
             """A stage alone says nothing of its answers; but nobody can go on with what is not finite."""
@@ -141,7 +157,7 @@ class StageCohort:
             self.config,
             self._swarm,
             self._period_s,
-            f"{self._seats.starts[stage]} {scale}",
+            self._seats.start_of(worker),
             weights,
             self._transport,
             self._now,
@@ -169,8 +185,9 @@ class StageCohort:
             who = averager.company.called(fetched.peer)
             self._say(f"stage {self.stage} goes on with the weights of {who}, version {fetched.version}")
         averager.step(updates)
-        while averager.waiting():
-            averager.woken.wait(WAIT_S)
+        until = time.monotonic() + self._most_s
+        while averager.waiting() and (left := until - time.monotonic()) > 0:
+            averager.woken.wait(min(left, LOOK_S))
             averager.woken.clear()
             averager.step(updates)
 

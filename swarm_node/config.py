@@ -190,13 +190,15 @@ class StagesConfig(Section):
     count: int = Field(0, ge=0, le=MAX_STAGES)
     """Stages that the policy is cut into, one for each machine; 0 = this machine holds all of it, as usual."""
     crew: str = Field("", max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]*$")
-    """Name that the machines have in common which hold one policy together; `local` needs none."""
+    """Name that the machines have in common which hold one policy together, and their password: who is in the swarm and
+    knows it can take part, so choose one that nobody guesses. `local` needs none."""
     stage: int | Literal["auto"] = "auto"
     """Which stage this machine holds, from 0 (which drives the others); `auto` = one that nobody holds."""
     capacity_gb: float = Field(0.0, ge=0)
     """Memory that this machine gives to stages; 0 = what is free when it starts. Bounds what it takes on for others."""
     wire: Literal["bfloat16", "float32", "int8"] = "bfloat16"
-    """How activations and their gradients travel. All stages go by what stage 0 says."""
+    """How activations and their gradients travel. In this, in `replica`, in `swap` and in some of `grpo` and `rollouts`
+    all go by what the first lead was told (docs/stages.md)."""
     replica: Literal["auto", "on", "off"] = "auto"
     """Each stage's weights are kept in memory by a neighbour, a round old at most: for every update they travel once.
     `auto` = for adapters, with fewer than four stages, and for the first and the last: where not two neighbours could

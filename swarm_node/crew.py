@@ -13,55 +13,53 @@ with better right, goes back to answering. What is lost and how it came back is 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
-from protocol.crew import Progress
+from protocol.crew import Holding, Progress, Settings, Source, crew_id, crew_key
 from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from protocol.transports.base import Handler, Transport
+from swarm_node.agreed import agreed, limits, settings_of
 from swarm_node.averaging import Averager
-from swarm_node.cohorts import StageCohort, leave_cohort
+from swarm_node.cohorts import MOST_S, StageCohort, leave_cohort
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.enter import EnteredSwarm
 from swarm_node.errors import SwarmNodeError, UserError
 from swarm_node.joining import join_link
+from swarm_node.memory import Memory
 from swarm_node.policy.loading import ARCHITECTURE, Plan, is_windowed, load_tokenizer, prepare
 from swarm_node.recovery.paths import elsewhere, sources, tell
 from swarm_node.rundir import RunDir
-from swarm_node.seats import Seats, snapshots_in
+from swarm_node.seats import Seats, snapshots_in, spans_in
+from swarm_node.stages.alike import architecture
+from swarm_node.stages.cut import weights_digest
 from swarm_node.stages.handing import Handing
-from swarm_node.stages.leading import LeaveLead, LeaveSeat, Post, TakeLead, TakeSeat
+from swarm_node.stages.leading import LeaveLead, LeaveSeat, Post, Spans, TakeLead, TakeSeat
 from swarm_node.stages.mates import Mates
-from swarm_node.stages.partition import partition, sizes
+from swarm_node.stages.partition import UNKNOWN
 from swarm_node.stages.pipeline import Lead, StagedOptimizer, StagedPolicy
 from swarm_node.stages.ports import StageLost
-from swarm_node.stages.wire import Limits
 from swarm_node.stages.worker import attend
-from swarm_node.stopping import Stopper
+from swarm_node.stopping import Stopper, StopRequested
 
 TICK_S = 0.5
 LOOK_S = 0.5
 """Longest between two looks at orders and messages."""
-TRAINED_COPIES = 4
-"""Weights, gradient and two moments, where all weights are trained."""
-ADAPTED_COPIES = 1.3
-"""Likewise with an adapter, more or less."""
-MAX_ROWS = 2**14
-"""Samples drawn at a time."""
 LAST_WORD_S = 5.0
 """The others hear that the run is over, and leave."""
 GATHER_S = 20.0
-"""How long a lead that ends waits for the weights of the other stages."""
+"""How long a lead that ends waits for the weights of the other stages; after a signal, as long as is left, ..."""
+SAVE_S = 4.0
+"""... but for so much, in which this one and those that it has started save what they hold."""
 AFTER = 10
 """Rounds on either side of a loss whose reward is compared."""
 SLACK_S = 5.0
@@ -85,6 +83,32 @@ class Deposed(SwarmNodeError):
     """Another peer leads this crew now."""
 
 
+class Ear:
+    """Subscriptions of the `Member` that a node is while it leads: each takes the place of the one before."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._subscribed: set[str] = set()
+        self._handlers: dict[str, Handler] = {}
+
+    def subscribe(self, topic: str, handler: Handler) -> None:
+        """As the transport's, which is for good."""
+
+        def heard(data: bytes) -> None:
+            now = self._handlers.get(topic)
+            if now is not None:
+                now(data)
+
+        self._handlers[topic] = handler
+        if topic not in self._subscribed:
+            self._subscribed.add(topic)
+            self._transport.subscribe(topic, heard)
+
+    def end(self) -> None:
+        """Nobody listens any more."""
+        self._handlers.clear()
+
+
 class CrewNode:
     """This node's part in its crew."""
 
@@ -100,8 +124,9 @@ class CrewNode:
         if config.seed is None:
             config = config.model_copy(update={"seed": entered.seed})
         self.config = config
-        self._names: dict[str, str] = {}
-        """Of peers, by the end of their ids."""
+        """As it goes with the crew's settings, once these are known."""
+        self.settings = settings_of(config)
+        """How the crew works, as far as this node knows."""
         self.entered = entered
         self.run = run
         self.say = say
@@ -109,67 +134,71 @@ class CrewNode:
             run.write_config(dump_toml(config))
         self.loading = prepare(config.policy)
         stages = config.stages
-        layer_bytes, embed_bytes, head_bytes = sizes(self.loading.config, self.loading.dtype.itemsize)
-        spans = partition(layer_bytes, embed_bytes, head_bytes, [1.0] * stages.count)
-        self.architecture = architecture(config, self.loading)
+        manifest = entered.manifest
+        swarm = manifest.swarm_id
+        self.memory = Memory(config, self.loading)
+        self.architecture = architecture_of(config, self.loading)
         self.transport = entered.transport
-        self.handing = Handing(self.transport, entered.manifest.swarm_id, self.architecture)
-        copies = ADAPTED_COPIES if self.loading.lora else TRAINED_COPIES
-
-        def costs(spans: tuple[tuple[int, int], ...]) -> list[int]:
-            each = [sum(layer_bytes[first:end]) for first, end in spans]
-            each[0] += embed_bytes
-            each[-1] += head_bytes
-            return [round(copies * cost) for cost in each]
-
-        kept = {stage for stage, _ in snapshots_in(run.path / "stages")}
+        self.ear = Ear(self.transport)
+        files = run.path / "stages"
+        kept = {stage for stage, _ in snapshots_in(files)}
         absent_s = ABSENT_S if kept and 0 not in kept else 0.0
+        key = crew_key(swarm, stages.crew)
         post = Post(
             me=self.transport.peer_id,
-            swarm=entered.manifest.swarm_id,
+            name=config.name or "node",
+            swarm=swarm,
             crew=stages.crew,
+            key=key,
             architecture=self.architecture,
-            spans=tuple((span.first, span.end) for span in spans),
+            settings=self.settings,
+            spans=spans_in(files, self.architecture, stages.count) or self.memory.divide([UNKNOWN] * stages.count),
+            divide=self.memory.divide,
             wanted=None if stages.stage == "auto" else stages.stage,
             capacity=round(stages.capacity_gb * 2**30) or free_memory(),
             started=time.time() + absent_s,  # of two leads that begin at once, it gives way
             spare_wait_s=stages.spare_wait_s,
             stall_s=stages.stall_s,
-            reach=2 if stages.swap else 1,
             absent_s=absent_s,
         )
 
-        def others(stage: int) -> dict[str, int]:
-            """Peers of other crews that hold the same stage; worth having if it is averaged with them."""
-            if config.averaging.method == "none":
-                return {}
-            layers, members = post.spans[stage], self.transport.members()
-            return elsewhere(members, stages.crew, self.architecture, stages.count, layers, stage)
+        def ways(
+            stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, settings: Settings
+        ) -> Sequence[Source]:
+            def others(stage: int) -> dict[str, int]:
+                """Peers of other crews that hold the same stage and average it, if this crew does; those first that
+                have made about as many updates as it has, since others may have made theirs up."""
+                if config.averaging.method == "none":
+                    return {}
+                members = {peer: card for peer, card in self.transport.members().items() if card.cohort}
+                found = elsewhere(members, crew_id(key), self.architecture, stages.count, spans[stage], stage)
+                return dict(sorted(found.items(), key=lambda one: (abs(one[1] - updates), one[0])))
 
+            return sources(stage, spans, holdings, updates, others=others, plus=settings.swap, fresh=FRESH)
+
+        model = self.loading.config
         self.mates = Mates(
             self.transport,
             post,
-            partial(
-                sources,
-                others=others,
-                plus=stages.swap,
-                fresh=FRESH,
-            ),
+            ways,
             partial(tell, adapters=self.loading.lora),
-            costs,
-            self._limits(),
-            stages.wire,
+            self.memory.costs,
+            partial(limits, width=model.hidden_size, vocabulary=model.vocab_size),
             lambda text: say(self._named(text)),
         )
         stack.callback(self.mates.close)
-        self.seats = Seats(
-            config, self.loading, self.handing, run.path / "stages", self.transport.peer_id, self.mates.stands, say
-        )
+        self.handing = Handing(self.transport, swarm, self.architecture, self._may_have)
+        self.seats = Seats(config, self.loading, self.handing, files, self.transport.peer_id, self.mates.stands, say)
         recalled = self.seats.recall(post.spans)
         self.mates.report(self.seats.holding())
-        manifest = entered.manifest
         self.cohort = StageCohort(
-            config.averaging, manifest.swarm_id, manifest.averaging_period_s, self.seats, self.transport, say
+            config.averaging,
+            swarm,
+            manifest.averaging_period_s,
+            self.seats,
+            self.transport,
+            say,
+            most_s=min(MOST_S, stages.stall_s / 4),
         )
         self.lead: Lead | None = None
         self.policy: StagedPolicy
@@ -186,6 +215,8 @@ class CrewNode:
         self._holders: tuple[str, ...] = ()
         """Of the stages, then."""
         self._leads = False
+        self._stop: Stopper | None = None
+        """Looked at while stages are missing."""
         self._updates = -1
         self._averaged = 0
         """Changes that others' weights made to stage 0 while this node led."""
@@ -242,6 +273,7 @@ class CrewNode:
 
     def _obey(self) -> None:
         """Do what is to be done about stages. Deposed if this node does not lead any more."""
+        self._go_by_plan()
         for order in self.mates.orders():
             match order:
                 case TakeLead():
@@ -256,7 +288,20 @@ class CrewNode:
                     self._take(order)
             self.mates.report(self.seats.holding())
 
+    def _go_by_plan(self) -> None:
+        """The crew's settings may be others than this node's own."""
+        plan = self.mates.plan
+        if plan is None or plan.settings == self.settings:
+            return
+        self.settings = plan.settings
+        self.config, changed = agreed(self.config, self.settings)
+        self.memory.config, self.memory.reference = self.config, self.settings.reference
+        self.seats.go_by(self.config, self.settings.reference)
+        if changed:
+            self.say(f"crew {self.config.stages.crew} goes by its lead's options: {', '.join(changed)}")
+
     def _take(self, order: TakeSeat) -> None:
+        self._go_by_plan()  # it may be a new one since
         plan = self.mates.plan
         if plan is None or not self.mates.stands(order):
             return
@@ -276,7 +321,7 @@ class CrewNode:
     def take_lead(self, stop: Stopper) -> None:
         """Wait until every stage is held: then there are `policy` and `optimizer`. Deposed, or StopRequested by a
         signal."""
-        began = time.monotonic()
+        began, self._stop = time.monotonic(), stop
         while not self.mates.mend(LOOK_S):
             stop.check()
             self._obey()
@@ -303,8 +348,10 @@ class CrewNode:
         self.optimizer = StagedOptimizer(self.lead)
         self.progress = self.mates.progress or self.progress
         if updates:
+            stop.allow()
             self._join_ends(averaged=False)
             self._surely(self.lead.agree)
+            stop.hold()
             self.policy.version = updates = self.lead.updates
         self._holders = self._now_held_by()
         self.say(f"{self._whole()}; {updates} updates so far")
@@ -347,17 +394,25 @@ class CrewNode:
             except StageLost as lost:
                 self.lead.again(lost)
 
-    def gather(self) -> None:
+    def gather(self, stop: Stopper) -> None:
         """At the lead, at its end: write the weights of the stages that others hold beside those of its own, as far as
-        they answer."""
+        they answer. After a signal there is little time for it; one that comes meanwhile ends it."""
         plan = self.mates.plan
         if plan is None or not self.seats.updates:
             return
-        if len(self.seats.workers) < len(plan.seats):
-            self.say("fetching the weights of the other stages, so that the policy can be exported here")
         for stage in self.seats.workers:
             self.seats.save(stage)
-        missing = self.seats.gather(plan, GATHER_S)
+        if len(self.seats.workers) == len(plan.seats):
+            return
+        self.say("fetching the weights of the other stages, so that the policy can be exported here")
+        try:
+            if not stop.requested:
+                stop.allow()
+            missing = self.seats.gather(plan, max(0.0, min(GATHER_S, stop.left_s - SAVE_S)))
+            stop.hold()
+        except StopRequested:
+            self.say("stopping without the weights of all stages: the run directories of their holders have them")
+            return
         for stage, why in sorted(missing.items()):
             self.say(f"the weights of stage {stage} are not here ({why}): the run directory of its holder has them")
 
@@ -379,10 +434,12 @@ class CrewNode:
 
     def _mend(self, lost: StageLost) -> None:
         """Have lost stages rebuilt, here or elsewhere; returns when the crew is whole. Deposed if this is not the lead
-        any more."""
+        any more; StopRequested by a signal, also where training holds it: every stage is by itself."""
         began, before = time.monotonic(), self._holders
         self.mates.doubt(lost)
         while not self.mates.mend(LOOK_S):
+            if self._stop is not None:
+                self._stop.check()
             self._obey()
             self._waiting(began)
         self._obey()  # a stage that has passed to another is let go
@@ -410,6 +467,7 @@ class CrewNode:
 
     def leave_lead(self) -> None:
         self.lead, self._leads = None, False
+        self.ear.end()
         leave_cohort(self.transport)
 
     # ----------------------------------------------------------------- what others see
@@ -442,6 +500,16 @@ class CrewNode:
         held = [] if plan is None else [plan.spans[stage] for stage in card.seats]
         return card, (held[0][0], held[-1][1] - 1) if held else None
 
+    def _may_have(self, peer: str, stage: int) -> bool:
+        """Whether weights of a stage are for that peer: one of this crew, or, if they are averaged with other crews',
+        of any that holds the same policy."""
+        plan, card = self.mates.plan, self.transport.members().get(peer)
+        if plan is not None and (plan.held_by(peer) or peer in plan.spares):
+            return True
+        if self.config.averaging.method == "none" or card is None or card.crew is None:
+            return False
+        return card.crew.architecture == self.architecture
+
     def _refused(self, error: RemoteProtocolError) -> None:
         self.mates.counts[f"refused/{error.reason}"] += 1
 
@@ -451,12 +519,13 @@ class CrewNode:
         members, workers = self.transport.members(), dict(self.seats.workers)
 
         def called(peer: str) -> str:
-            me = self.config.name or "node"
-            return me if peer == self.transport.peer_id else members[peer].name if peer in members else ""
+            if peer == self.transport.peer_id:
+                return self.config.name or "node"
+            return members[peer].name if peer in members else self.mates.name_of(peer)
 
         seats = [] if plan is None else plan.seats
         return {
-            "name": card.name,
+            "name": self.config.stages.crew,
             "count": card.count,
             "lead": None if plan is None else {"peer": plan.lead, "name": called(plan.lead)},
             "whole": self.mates.whole,
@@ -540,47 +609,26 @@ class CrewNode:
         return f"crew {self.config.stages.crew} is whole: stage {holders}"
 
     def called(self, peer: str) -> str:
-        """A peer's name for people."""
-        if peer == self.transport.peer_id:
+        """A peer's name for people; `peer` is its id or the end of it."""
+        if self.transport.peer_id.endswith(peer):
             return "this node"
-        card = self.transport.members().get(peer)
-        if card is not None:
-            self._names[peer[-8:]] = card.name
-        name = self._names.get(peer[-8:])
-        alone = sum(other == name for other in self._names.values()) == 1
-        return name if name is not None and alone and name != "node" else f"peer …{peer[-8:]}"
+        names = {other: card.name for other, card in self.transport.members().items()}
+        name = next((name for other, name in names.items() if other.endswith(peer)), "") or self.mates.name_of(peer)
+        another = any(other_name == name for other, other_name in names.items() if not other.endswith(peer))
+        return f"peer …{peer[-8:]}" if another or name in ("", "node") else name
 
     def _named(self, text: str) -> str:
         """With peers called by their names, where these are known."""
-        members = {peer[-8:]: peer for peer in (self.transport.peer_id, *self.transport.members())}
-        return _PEER.sub(lambda found: self.called(members.get(found[1], found[1])), text)
-
-    def _limits(self) -> Limits:
-        config, rollouts = self.loading.config, self.config.rollouts
-        longest = rollouts.max_prompt_tokens + rollouts.group_size * rollouts.max_new_tokens
-        return Limits(
-            plan=0,
-            stages=self.config.stages.count,
-            here=frozenset(),
-            sender=frozenset(),
-            width=config.hidden_size,
-            vocabulary=config.vocab_size,
-            tokens=2 * max(self.config.grpo.microbatch_tokens, longest),
-            rows=MAX_ROWS,
-            prompt=rollouts.max_prompt_tokens,
-            length=rollouts.max_new_tokens,
-        )
+        return _PEER.sub(lambda found: self.called(found[1]), text)
 
 
-def architecture(config: NodeConfig, loading: Plan) -> str:
-    """16 hexadecimal digits: equal for those who hold stages of one policy. Which weights a directory holds is not
-    looked at (a stage has a part of them only): its name on the hub and commit are, if it comes from there."""
+def architecture_of(config: NodeConfig, loading: Plan) -> str:
+    """16 hexadecimal digits: equal for those who hold stages of one policy."""
     text = loading.config.get_text_config()
-    known = [getattr(text, key, None) for key in (*ARCHITECTURE, "tie_word_embeddings")]
+    model = [getattr(text, key, None) for key in (*ARCHITECTURE, "tie_word_embeddings")]
     policy = config.policy
     trained = [policy.lora_rank, policy.lora_alpha, policy.lora_targets] if loading.lora else []
-    source = getattr(loading.config, "_commit_hash", None)
-    return hashlib.sha256(json.dumps([known, trained, str(loading.dtype), source]).encode()).hexdigest()[:16]
+    return architecture(model, weights_digest(loading), trained, str(loading.dtype))
 
 
 def longest_row(config: NodeConfig) -> int:

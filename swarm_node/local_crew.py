@@ -10,6 +10,7 @@ started again.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -29,8 +30,8 @@ from swarm_node.rundir import RunDir, os_errors_explained
 
 CREW = "local"
 LOOK_S = 0.5
-LEAVE_S = 20.0
-"""They save what they hold, and then are killed."""
+LEAVE_S = 10.0
+"""They save what they hold, and then are killed: a process that is told to stop does so within eight seconds."""
 AGAIN_S, MAX_AGAIN_S = 1.0, 60.0
 """A process that died is started again after so long, and twice as long each time if it does not live so long."""
 OVER_S = 10.0
@@ -102,6 +103,8 @@ class Others:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._started: dict[int, float] = {}
         self._wait_s: dict[int, float] = {}
+        self._again: dict[int, float] = {}
+        """When those that died are started again."""
         self._ended = threading.Event()
 
     @contextmanager
@@ -125,10 +128,12 @@ class Others:
             link = self._link()
             for stage in range(1, self.config.stages.count) if link else ():
                 process = self._processes.get(stage)
-                if process is None:
+                if process is None or self._again.get(stage, math.inf) <= time.monotonic():
                     self._start(stage, link)
-                elif process.poll() is not None:
-                    self._dead(stage, process.returncode, link)
+                elif process.poll() is not None and stage not in self._again:
+                    assert process.stdin is not None
+                    process.stdin.close()
+                    self._dead(stage, process.returncode)
 
     def _start(self, stage: int, link: str) -> None:
         folder = self._folder / str(stage)
@@ -144,23 +149,24 @@ class Others:
                 env={name: value for name, value in os.environ.items() if not name.startswith("SWARM_NODE_")},
                 start_new_session=True,  # Ctrl-C is for this process, which then closes their stdin
             )
-        self._started[stage] = time.monotonic()
+        self._noted(stage)
 
-    def _dead(self, stage: int, code: int, link: str) -> None:
-        """Start it again, unless it said what the user has to do; rarely, if it never lives long."""
-        lived = time.monotonic() - self._started[stage]
-        wait_s = self._wait_s.setdefault(stage, AGAIN_S)
-        log = self._folder / f"{stage}.log"
+    def _noted(self, stage: int) -> None:
+        self._started[stage] = time.monotonic()
+        self._again.pop(stage, None)
+
+    def _dead(self, stage: int, code: int) -> None:
+        """It is started again, unless it said what the user has to do; rarely, if it never lives long."""
+        now, log = time.monotonic(), self._folder / f"{stage}.log"
         if code == USER_ERROR:
-            if wait_s:
-                self._wait_s[stage] = 0.0
-                self._say(f"the process of stage {stage} ended: {log.read_text().strip().splitlines()[-1]}")
-        elif self._ended.wait(wait_s if code else max(wait_s, OVER_S)):
+            self._again[stage] = math.inf
+            self._say(f"the process of stage {stage} ended: {log.read_text().strip().splitlines()[-1]}")
             return
-        else:
-            self._wait_s[stage] = AGAIN_S if lived > MAX_AGAIN_S else min(MAX_AGAIN_S, 2 * wait_s)
-            self._say(f"the process of stage {stage} ended with {code} (see {log}); it is started again")
-            self._start(stage, link)
+        lived = now - self._started[stage]
+        wait_s = AGAIN_S if lived > MAX_AGAIN_S else self._wait_s.get(stage, AGAIN_S)
+        self._wait_s[stage] = min(MAX_AGAIN_S, 2 * wait_s)
+        self._again[stage] = now + (wait_s if code else max(wait_s, OVER_S))
+        self._say(f"the process of stage {stage} ended with {code} (see {log}); it is started again")
 
     def _end(self) -> None:
         for process in self._processes.values():

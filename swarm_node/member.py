@@ -19,7 +19,7 @@ from protocol.limits import SLOTS
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
-from protocol.transports.base import Transport
+from protocol.transports.base import Handler, Transport
 from swarm_node.averaging import Averager, Handover
 from swarm_node.cohorts import join_cohort
 from swarm_node.config import AveragingConfig, NodeConfig
@@ -49,8 +49,10 @@ class Member:
         say: Callable[[str], None],
         now: Callable[[], float] = time.time,
         record: Callable[[dict[str, Any]], None] | None = None,
+        subscribe: Callable[[str, Handler], None] | None = None,
     ) -> None:
-        """`record` is told what was offered and chosen in each round (`sharing.record`)."""
+        """`record` is told what was offered and chosen in each round (`sharing.record`). `subscribe` instead of the
+        transport's, which is for good, if this member may end before that does."""
         self.sharing = config.sharing
         self.manifest = manifest
         self.peer_id = identity.peer_id
@@ -104,7 +106,7 @@ class Member:
             say(f"this swarm takes groups of at most {manifest.limits.max_rollouts}: nothing of this node's is shared")
         for shard in self.shards:  # a node that uses nothing foreign still passes on what it hears
             heard = self.receiver.take if self.sharing.foreign else _ignore
-            transport.subscribe(rollout_topic(swarm, shard), heard)
+            (subscribe or transport.subscribe)(rollout_topic(swarm, shard), heard)
 
     # ----------------------------------------------------------------- a round
 

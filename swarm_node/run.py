@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -100,26 +100,37 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Besid
         if beside is not None:
             crew.inviting = False
             stack.enter_context(beside(lambda: crew.link, screen.say))
-        while True:
+        lead: Run | None = None
+
+        def last_resort() -> None:
             try:
-                with Stopper(last_resort=crew.seats.save_all) as stop:
+                if lead is not None:
+                    lead.last_resort()
+            finally:
+                crew.seats.save_all()
+
+        with Stopper(last_resort) as stop:
+            try:
+                while True:
                     try:
                         if not crew.follow(stop):
                             break
                         crew.take_lead(stop)
-                    except StopRequested:
-                        screen.say("stopping; the same command takes a stage again", "stop")
+                        with ExitStack() as leading:
+                            lead = Run(crew.config, run, json_output, leading, screen=screen, crew=crew)
+                            lead.train(stop)
+                        crew.gather(stop)
+                        if lead.finished:
+                            crew.over()
                         break
-                with ExitStack() as leading:
-                    lead = Run(crew.config, run, json_output, leading, screen=screen, crew=crew)
-                    lead.train()
-                crew.gather()
-                if lead.finished:
-                    crew.over()
-                break
-            except Deposed:
-                crew.leave_lead()
-        crew.leave()
+                    except Deposed:
+                        stop.hold()
+                        lead = None
+                        crew.leave_lead()
+            except StopRequested:
+                screen.say("stopping; the same command takes a stage again", "stop")
+            finally:  # whatever went wrong, what is held here is not lost
+                crew.leave()
     return 0
 
 
@@ -210,6 +221,7 @@ class Run:
             self.tasks,
             self.say,
             record=record,
+            subscribe=None if self.crew is None else self.crew.ear.subscribe,
         )
         if self.crew is None:
             stack.callback(member.close)
@@ -225,12 +237,13 @@ class Run:
 
     # ----------------------------------------------------------------- the loop
 
-    def train(self) -> None:
-        """Rounds until the end or a signal; then a last snapshot, the held-out table, the plot and the summary."""
+    def train(self, stop: Stopper | None = None) -> None:
+        """Rounds until the end or a signal; then a last snapshot, the held-out table, the plot and the summary. Signals
+        are those of `stop`, if it is given."""
         self.say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
         self.progress.start(self.node.round)
         try:
-            with Stopper(last_resort=self._last_resort) as stop:
+            with nullcontext(stop) if stop is not None else Stopper(self.last_resort) as stop:
                 try:
                     self._rounds(stop)
                     self.finished = True
@@ -311,9 +324,10 @@ class Run:
             averager.woken.wait(WAIT_S)
 
     def _change(self, stop: Stopper) -> None:
-        """From here to the end of the round the weights are not those of a finished round."""
+        """From here to the end of the round the weights are not those of a finished round; but a crew's are not in
+        these snapshots."""
         stop.hold()
-        self._changing = True
+        self._changing = self.crew is None
 
     # ----------------------------------------------------------------- state
 
@@ -424,7 +438,7 @@ class Run:
             return "it trains other weights of this model (other LoRA settings, adapter or dtype)"
         return None
 
-    def _last_resort(self) -> None:
+    def last_resort(self) -> None:
         """The deadline after a signal is over and the main thread is still inside torch: weights as they are, if they
         are those of a finished round, else the last snapshot stands."""
         if not self._changing:

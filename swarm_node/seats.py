@@ -10,6 +10,7 @@ stage of another crew, mean or copy of neighbours (CheckFree, CheckFree+), a sna
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,18 +24,19 @@ import torch
 from torch import Tensor
 
 from protocol.crew import Holding, Kept, Plan, Source
-from protocol.errors import ProtocolError
+from protocol.errors import ProtocolError, RemoteProtocolError
+from swarm_node.cohorts import averaged, cohort_of
 from swarm_node.config import NodeConfig
 from swarm_node.errors import SnapshotError
 from swarm_node.grpo.optimizer import Optimizer
-from swarm_node.grpo.trainer import SMALL
+from swarm_node.grpo.trainer import default_learning_rate
 from swarm_node.policy.decode import SUPPORTED, Slice
 from swarm_node.policy.decode_transformers import ModelSlice
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import is_windowed, lora_config, skeleton, with_adapter
 from swarm_node.policy.policy import digest_of, lines
 from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
-from swarm_node.recovery.snapshots import SnapshotStore
+from swarm_node.recovery.snapshots import NAME, SnapshotStore
 from swarm_node.stages.cut import ADAPTED, Stage, load_stage
 from swarm_node.stages.handing import Handing, State, Wanted, layer_of
 from swarm_node.stages.leading import Spans, TakeSeat
@@ -44,7 +46,11 @@ from swarm_node.stages.worker import Worker
 REPLICATED_BELOW = 4
 """With fewer stages than this, a lost one has not two neighbours that could stand in for it."""
 WAIT_S = 0.1
-_NAME = re.compile(r"round-(\d+)(?:-\d+)?")
+AGAIN_S = 0.5
+TRIES = 4
+"""Times that a peer is asked which says that it is not to give a stage away."""
+FAR = 10.0
+"""A stage of another crew is further from the start than so many times the start's own norm: it is no trained one."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class Seats:
         """`loading`: what the policy is and how it is loaded. `folder` is for snapshots. `stands` says whether an order
         is still to be carried out."""
         self.config = config
+        self.reference = bool(config.grpo.beta)
+        """Stages that come keep their weights of before training."""
         self.handing = handing
         self.workers: dict[int, Worker] = {}
         self.starts: dict[int, str] = {}
@@ -109,29 +117,40 @@ class Seats:
 
     # ----------------------------------------------------------------- coming and going
 
+    def go_by(self, config: NodeConfig, reference: bool) -> None:
+        """From now on, also with the stages that are here already."""
+        self.config, self.reference = config, reference
+        for stage, worker in self.workers.items():
+            worker.codec = config.stages.wire
+            self._optimizers[stage].go_by(config.grpo)
+            self.handing.let_go(stage)  # what was offered by the old settings may not be renewed by the new ones
+            self.handing.hold(stage, partial(self._state, stage), self._optimizers[stage].still)
+            if reference and worker.reference is None and not self._loading.lora:
+                worker.reference = load_stage(config.policy, worker.stage.span, self._say).requires_grad_(False)
+
     def take(self, order: TakeSeat, spans: Spans) -> tuple[int, Source] | str:
         """Build a stage: its updates and how it was come by, or why it cannot be. `spans`: layers of all stages."""
         self._spans = spans
         span = Span(order.stage, len(spans), *order.layers, int(self._loading.config.num_hidden_layers))
         stage = load_stage(self.config.policy, span, self._say)
         self.starts[order.stage] = digest_of(lines(stage.named(trainable=False).items(), adapters=True))
-        worker = Worker(stage, self._new_optimizer(stage), self.config.stages.wire, self._is_native(stage))
-        if self.config.grpo.beta:
+        optimizer = self._new_optimizer(stage)
+        worker = Worker(stage, optimizer, self.config.stages.wire, self._is_native(stage))
+        if self.reference:
             worker.keep_reference()
         why = "no source was given"
         for source in sorted(order.sources, key=partial(self._rank, order.sources)):
             if not self._stands(order):
                 return "it is not wanted any more"
             try:
-                self._come_by(worker, source, order)
+                self._come_by(worker, optimizer, source, order)
             except (ProtocolError, SnapshotError, Unavailable, ValueError) as error:
                 why = str(error)
                 self._say(f"{stage.span} could not be had as {source.way}: {why}")
                 continue
-            self.workers[order.stage] = worker
-            self.handing.hold(order.stage, partial(self._state, order.stage))
+            self.workers[order.stage], self._optimizers[order.stage] = worker, optimizer
+            self.handing.hold(order.stage, partial(self._state, order.stage), optimizer.still)
             return worker.updates, source
-        self._optimizers.pop(order.stage, None)
         return why
 
     def leave(self, stage: int) -> None:
@@ -141,10 +160,10 @@ class Seats:
         self.handing.let_go(stage)
 
     def _new_optimizer(self, stage: Stage) -> Optimizer:
-        rate = self.config.grpo.learning_rate or default_rate(self._loading, self._shapes)
-        optimizer = Optimizer(stage.named().items(), self.config.grpo, rate)
-        self._optimizers[stage.span.index] = optimizer
-        return optimizer
+        trained = sum(tensor.numel() for tensor in self._shapes.values())
+        rate = self.config.grpo.learning_rate or default_learning_rate(self._loading.lora, trained)
+        shared = [] if stage.shared is None else [stage.shared]
+        return Optimizer(stage.named().items(), self.config.grpo, rate, shared)
 
     # ----------------------------------------------------------------- sources
 
@@ -154,8 +173,8 @@ class Seats:
         return not (mine and source.updates >= max(each.updates for each in sources))
 
     def recall(self, spans: Spans) -> int:
-        """Before anything is held here: read the newest snapshots, so that whoever takes such a stage can have it from
-        this peer. The round after which they were made; 0 = there are none."""
+        """Before anything is held here: read the newest snapshots of stages of these layers, so that whoever takes such
+        a stage can have it from this peer. The round after which they were made; 0 = there are none."""
         architecture = self.handing.place[1]
         for stage in sorted({stage for stage, _ in self._files() if stage < len(spans)}):
             span = str(Span(stage, len(spans), *spans[stage], int(self._loading.config.num_hidden_layers)))
@@ -166,19 +185,20 @@ class Seats:
                 self.round = max(self.round, int(snapshot.state["round"]))
         return self.round
 
-    def _come_by(self, worker: Worker, source: Source, order: TakeSeat) -> None:
+    def _come_by(self, worker: Worker, optimizer: Optimizer, source: Source, order: TakeSeat) -> None:
         """Give `worker` its weights; Unavailable, ProtocolError or SnapshotError, with nothing lost, if they are not to
         be had so."""
         span, mine, spans = worker.stage.span, worker.stage.named(), self._spans
-        optimizer = self._optimizers[span.index]
         whole = Wanted(span.index, span.first, span.end, rest=True)
         match source.way:
             case "base":
                 return
             case "snapshot":
-                self._from_file(worker, source)
+                self._from_file(worker, optimizer, source)
                 return
             case "live" | "replica" | "cohort":
+                if source.way == "cohort":
+                    self._check_cohort(worker, optimizer, source.peers[0])
                 wanted = Wanted(whole.stage, whole.first, whole.end, True, replica=source.way == "replica")
                 state = self._fetch(source.peers[0], wanted, mine, order)
                 made, updates = dict(state.tensors), state.updates
@@ -197,6 +217,8 @@ class Seats:
                 updates = max(state.updates for state in states)
         if made.keys() != mine.keys():
             raise Unavailable(f"{len(made)} tensors of {len(mine)}")
+        if source.way == "cohort":
+            check_near(made, optimizer.weights())
         with torch.no_grad():
             for name, tensor in optimizer.weights().items():
                 tensor.copy_(made[name])
@@ -207,16 +229,37 @@ class Seats:
         else:
             worker.omega = state.omega
 
+    def _check_cohort(self, worker: Worker, optimizer: Optimizer, peer: str) -> None:
+        """Unavailable unless its card says that this very stage's weights are averaged with its own. It shows the
+        cohort of one stage, though it may hold several."""
+        config, start = self.config.averaging, self.start_of(worker)
+        if config.method == "none":
+            raise Unavailable("nothing is averaged with other crews")
+        cohort = cohort_of(config, self.handing.place[0], start, averaged(worker, optimizer))
+        card = self.handing.transport.members().get(peer)
+        if card is None or card.cohort != cohort:
+            raise Unavailable(f"peer …{peer[-8:]} is not in the cohort of this stage")
+
+    def start_of(self, worker: Worker) -> str:
+        """What `worker`'s stage was before any training, for `cohort_of`."""
+        scale = self.config.policy.lora_alpha if worker.stage.is_lora else ""
+        return f"{self.starts[worker.index]} {scale}"
+
     def _fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor], order: TakeSeat) -> State:
         if peer == self._me:
             return self._own(wanted, like)
-        fetch = self.handing.fetch(peer, wanted, like)
+        fetch, tries = self.handing.fetch(peer, wanted, like), 1
         while True:
             try:
                 fetch.done.result(WAIT_S)
             except NotYet:
                 if not self._stands(order):
                     raise Unavailable("it is not wanted any more") from None
+            except RemoteProtocolError as error:
+                if error.reason != "stranger" or tries == TRIES:
+                    raise
+                time.sleep(AGAIN_S)  # it may not have heard of the plan yet by which this peer takes the stage
+                fetch, tries = self.handing.fetch(peer, wanted, like), tries + 1
             else:
                 return fetch.state
 
@@ -264,8 +307,10 @@ class Seats:
             every = self.config.snapshots.every
             if worker.updates // every > self._saved.get(stage, 0) // every:  # all stages after the same updates
                 self.save(stage)
-        for stage in kept_for(plan, self._me):
-            if part := replicated(self.config, self._loading.lora, stage):
+        kept = {stage: replicated(self.config, self._loading.lora, stage) for stage in kept_for(plan, self._me)}
+        self.handing.forget([stage for stage, part in kept.items() if part])
+        for stage, part in kept.items():
+            if part:
                 like = self.shapes_of(stage, plan.spans)
                 if part == "rest":
                     like = {name: tensor for name, tensor in like.items() if layer_of(name) is None}
@@ -276,18 +321,30 @@ class Seats:
         worker = self.workers[stage]
         if not worker.updates or self._saved.get(stage) == worker.updates:
             return
-        tensors = {"policy": self._optimizers[stage].weights(), "optimizer": self._optimizers[stage].state_dict()}
-        self._store(stage).save(worker.updates, tensors, self._kept_state(worker.stage.span, worker.omega))
+        optimizer, store = self._optimizers[stage], self._store(stage)
+        store.wait()
+        with optimizer.still():  # this may be another thread than that which trains
+            tensors = {"policy": optimizer.weights(), "optimizer": optimizer.state_dict()}
+            store.save(worker.updates, tensors, self._kept_state(worker.stage.span, worker.omega))
         self._saved[stage] = worker.updates
 
     def _kept_state(self, span: Span, omega: float) -> dict[str, object]:
-        return {"architecture": self.handing.place[1], "span": str(span), "omega": omega, "round": self.round}
+        return {
+            "architecture": self.handing.place[1],
+            "span": str(span),
+            "spans": self._spans,
+            "omega": omega,
+            "round": self.round,
+        }
 
     def save_all(self) -> None:
-        """Snapshots of all stages here; they are on disk when it returns."""
-        for stage in self.workers:
+        """Snapshots of all stages here; they are on disk when it returns. UserError if one of them could not be."""
+        for stage in list(self.workers):
             self.save(stage)
-        for store in self._stores.values():
+        stores = list(self._stores.values())
+        for store in stores:
+            store.wait()
+        for store in stores:
             store.close()
 
     def gather(self, plan: Plan, seconds: float) -> dict[int, str]:
@@ -313,7 +370,7 @@ class Seats:
                 self._store(stage).wait()
         return missing
 
-    def _from_file(self, worker: Worker, source: Source) -> None:
+    def _from_file(self, worker: Worker, optimizer: Optimizer, source: Source) -> None:
         stage = worker.stage.span
         if source.peers != (self._me,):
             raise Unavailable("the snapshot is not on this machine")
@@ -321,7 +378,7 @@ class Seats:
         snapshot = self._store(stage.index).load_latest(partial(_not_of, self.handing.place[1], str(stage)))
         if snapshot is None:
             raise Unavailable("there is no snapshot")
-        optimizer, weights = self._optimizers[stage.index], snapshot.tensors["policy"]
+        weights = snapshot.tensors["policy"]
         mine = optimizer.weights()
         if mine.keys() != weights.keys() or any(mine[name].shape != weights[name].shape for name in mine):
             raise SnapshotError("its tensors are not those of this stage")
@@ -382,22 +439,45 @@ def replicated(config: NodeConfig, lora: bool, stage: int) -> Literal["whole", "
 def snapshots_in(folder: Path) -> Iterator[tuple[int, int]]:
     """(stage, updates) of each."""
     for path in folder.glob("*/round-*"):
-        match = _NAME.fullmatch(path.name)
+        match = NAME.fullmatch(path.name)
         if match and path.parent.name.isdecimal():
             yield int(path.parent.name), int(match[1])
 
 
+def spans_in(folder: Path, architecture: str, stages: int) -> Spans | None:
+    """The layers of all stages, as they were when the newest snapshot was made that is of this policy."""
+    paths = {path: int(match[1]) for path in folder.glob("*/round-*") if (match := NAME.fullmatch(path.name))}
+    for path in sorted(paths, key=lambda path: -paths[path]):
+        try:
+            state = json.loads((path / "state.json").read_bytes())["state"]
+            spans = tuple((int(first), int(end)) for first, end in state["spans"])
+        except (OSError, ValueError, KeyError, TypeError):  # of another version, or torn
+            continue
+        if state["architecture"] == architecture and len(spans) == stages:
+            return spans
+    return None
+
+
 def _not_of(architecture: str, span: str, state: dict[str, object]) -> str | None:
-    """Why a snapshot is not of that stage, or `None`."""
-    known = state.get("architecture"), state.get("span")
-    return None if known == (architecture, span) and "round" in state else "it is of another stage or model"
+    """Why a snapshot is not of that policy, or `None`; SnapshotError if it is of other layers of it."""
+    known, theirs = state.get("architecture"), state.get("span")
+    if known != architecture or "round" not in state or str(theirs).split(" (")[0] != span.split(" (")[0]:
+        return "it is of another stage or model"
+    if theirs != span:
+        raise SnapshotError(f"it is {theirs}")
+    return None
 
 
 def kept_for(plan: Plan, me: str) -> list[int]:
-    """Stages of others whose replica this peer keeps: whoever has the next stage does, for the last the one before."""
-    last = len(plan.seats) - 1
-    keepers = [plan.seats[stage + 1 if stage < last else max(0, last - 1)].peer for stage in range(last + 1)]
+    """Stages of others whose replica this peer keeps."""
+    count = len(plan.seats)
+    keepers = [plan.seats[keeper(stage, count)].peer for stage in range(count)]
     return [stage for stage, seat in enumerate(plan.seats) if keepers[stage] == me != seat.peer]
+
+
+def keeper(stage: int, count: int) -> int:
+    """Whose holder keeps a replica of `stage`: the next one's, for the last stage that of the one before."""
+    return stage + 1 if stage < count - 1 else max(0, count - 2)
 
 
 def shapes(config: NodeConfig, loading: Loading) -> dict[str, Tensor]:
@@ -410,11 +490,12 @@ def shapes(config: NodeConfig, loading: Loading) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in adapted.named_parameters() if parameter.requires_grad}
 
 
-def default_rate(loading: Loading, trained: Mapping[str, Tensor]) -> float:
-    """As `grpo.default_learning_rate`, for the whole policy."""
-    if loading.lora:
-        return 2e-5
-    return 2e-4 if sum(tensor.numel() for tensor in trained.values()) < SMALL else 2e-6
+def check_near(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
+    """Unavailable if `weights` are absurdly far from the `start` that they are said to have been trained from."""
+    apart = sum(float((weights[name] - tensor.cpu()).double().square().sum()) for name, tensor in start.items())
+    size = sum(float(tensor.double().square().sum()) for tensor in start.values())
+    if not apart <= FAR**2 * size:
+        raise Unavailable("its weights are absurdly far from those that it began with")
 
 
 def relative(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

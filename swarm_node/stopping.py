@@ -34,6 +34,7 @@ class Stopper:
 
     def __init__(self, last_resort: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
+        self._ends = math.inf
         self._interruptible = False
         self._reacted = False
         self._last_resort = last_resort
@@ -77,10 +78,15 @@ class Stopper:
             self._reacted = True
             raise StopRequested
 
+    @property
+    def left_s(self) -> float:
+        """Until the deadline; infinite before a signal has come."""
+        return max(0.0, self._ends - time.monotonic())
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             _quit(128 + number)
-        self.requested = True
+        self.requested, self._ends = True, time.monotonic() + self._deadline_s
         if self._interruptible:
             self.check()
 
@@ -92,8 +98,10 @@ class Stopper:
         if second is not None:
             _quit(128 + second)
         if not self._reacted and not self._left.is_set():
-            self._last_resort()
-            _quit(0)
+            try:
+                self._last_resort()
+            finally:  # whatever could not be saved has been said
+                _quit(0)
 
     def _signal_within(self, seconds: float | None) -> int | None:
         """The next stopping signal's number; `None` after `seconds` or once the context is left."""

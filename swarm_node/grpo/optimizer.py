@@ -13,8 +13,9 @@ the same scale and rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -51,35 +52,43 @@ class Optimizer:
         named: Iterable[tuple[str, nn.Parameter]],
         config: GrpoConfig,
         learning_rate: float,
-        rate_scale: float = 1.0,
+        shared: Collection[str] = (),
     ) -> None:
+        """`shared`: names of matrices of which another stage has a copy, that is to make the same updates."""
         self.named = dict(named)
         self.learning_rate = learning_rate
-        self.rate_scale = rate_scale
-        """Every update's rate is multiplied by it: above 1 for a stage that was rebuilt from its neighbours."""
-        self.warmup = config.warmup
-        self.grad_clip = config.grad_clip
+        self.rate_scale = 1.0
+        """Every update's rate is multiplied by it, but for what is shared: above 1 for a stage that was rebuilt from
+        its neighbours."""
         self.updates = 0
         self.updating: Callable[[], AbstractContextManager[object]] = nullcontext
         """Held while weights change."""
+        self._lock = threading.Lock()
+        """Likewise, whoever else watches."""
         half = {name: p for name, p in self.named.items() if p.dtype in (torch.bfloat16, torch.float16)}
         self.masters = {name: p.detach().float().requires_grad_() for name, p in half.items()}
-        weights = [self.masters.get(name, p) for name, p in self.named.items()]
+        weights = {name: self.masters.get(name, p) for name, p in self.named.items()}
+        own = [w for name, w in weights.items() if name not in shared]
+        groups = [w for w in own if w.ndim > 1], [w for w in own if w.ndim <= 1], [weights[name] for name in shared]
         self.adamw = torch.optim.AdamW(
-            [
-                {"params": [w for w in weights if w.ndim > 1], "weight_decay": config.weight_decay},
-                {"params": [w for w in weights if w.ndim <= 1], "weight_decay": 0.0},
-            ],
+            [{"params": params} for params in groups],
             lr=learning_rate,
-            betas=config.betas,
-            fused=weights[0].device.type in ("cpu", "cuda", "mps"),
+            fused=all(w.device.type in ("cpu", "cuda", "mps") for w in weights.values()),
         )
-        for w in weights:  # allocated now, so that memory that suffices for the first update suffices for all
+        self.go_by(config)
+        for w in weights.values():  # allocated now, so that memory that suffices for the first update suffices for all
             self.adamw.state[w] = {
                 "step": torch.zeros((), device=w.device),
                 "exp_avg": torch.zeros_like(w),
                 "exp_avg_sq": torch.zeros_like(w),
             }
+
+    def go_by(self, config: GrpoConfig) -> None:
+        """From the next update on; but the learning rate stays."""
+        self.warmup = config.warmup
+        self.grad_clip = config.grad_clip
+        for group, decay in zip(self.adamw.param_groups, (1.0, 0.0, 1.0), strict=True):
+            group |= {"betas": config.betas, "weight_decay": decay * config.weight_decay}
 
     def zero_grad(self) -> None:
         for p in self.named.values():
@@ -107,20 +116,29 @@ class Optimizer:
     def apply(self, scale: float, rate: float) -> None:
         """One update with the gradient times `scale` at learning rate `rate` (times `rate_scale`); the gradient is gone
         afterwards."""
-        if scale != 1.0:
-            torch._foreach_mul_([p.grad for p in self.named.values() if p.grad is not None], scale)
+        gradients = [p.grad for p in self.named.values() if p.grad is not None]
+        if scale != 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
         for name, master in self.masters.items():
             gradient = self.named[name].grad
             master.grad = None if gradient is None else gradient.float()
-        for group in self.adamw.param_groups:
+        *own, shared = self.adamw.param_groups
+        for group in own:
             group["lr"] = rate * self.rate_scale
-        with self.updating():
+        shared["lr"] = rate
+        with self.still():
             self.adamw.step()
             self.publish()
         for master in self.masters.values():
             master.grad = None
         self.updates += 1
         self.zero_grad()
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Weights do not change meanwhile, but by whoever holds this; for other threads that copy them."""
+        with self.updating(), self._lock:
+            yield
 
     def weights(self) -> dict[str, Tensor]:
         """What is stepped, by name: the float32 master copies where there are any, else the parameters. Live."""
@@ -136,10 +154,11 @@ class Optimizer:
     def renew(self, name: str, value: Tensor, keep: bool = False) -> None:
         """Give a parameter another value, and forget its moments, unless they are to be kept."""
         weight = self.masters.get(name, self.named[name])
-        weight.copy_(value)
+        with self.still():
+            weight.copy_(value)
+            self.publish()
         for moment in () if keep else self.adamw.state[weight].values():
             moment.zero_()
-        self.publish()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments (and master copies) by name: the live tensors."""

@@ -89,7 +89,8 @@ class Trainer:
         self._outside_loss = loss.find_loss(config.loss)
         if optimizer is None:
             named = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
-            optimizer = Optimizer(named, config, config.learning_rate or default_learning_rate(policy))
+            lora, trained = hasattr(policy.model, "peft_config"), sum(p.numel() for _, p in named)
+            optimizer = Optimizer(named, config, config.learning_rate or default_learning_rate(lora, trained))
         self.optimizer: AnyOptimizer = optimizer
         self.limit = config.microbatch_tokens
         self.packing = config.packing and policy.packing
@@ -331,11 +332,11 @@ class Trainer:
             ) from exc
 
 
-def default_learning_rate(policy: Policy) -> float:
-    """2e-5 for an adapter; in full training 2e-4 for small models, else 2e-6."""
-    if hasattr(policy.model, "peft_config"):
+def default_learning_rate(lora: bool, trained: int) -> float:
+    """2e-5 for an adapter; in full training 2e-4 for small models, else 2e-6. `trained`: parameters."""
+    if lora:
         return 2e-5
-    return 2e-4 if sum(p.numel() for p in policy.trainable_parameters()) < SMALL else 2e-6
+    return 2e-4 if trained < SMALL else 2e-6
 
 
 def _means(totals: Mapping[str, float], config: GrpoConfig) -> dict[str, float]:

@@ -59,7 +59,7 @@ def token_logprobs(
     inputs = dict(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
-        attention_mask=_additive(batch.attention_mask, base.get_input_embeddings().weight.dtype),
+        attention_mask=additive(batch.attention_mask, base.get_input_embeddings().weight.dtype),
         use_cache=False,
     )
     if full_logits:
@@ -87,7 +87,7 @@ def head_logprobs(
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A boolean mask as one to add to attention scores: `eager` attention needs that, `sdpa` takes it."""
     if mask is None:
         return None

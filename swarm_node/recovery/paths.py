@@ -38,7 +38,7 @@ def sources(
     spans     layers of each stage: only stages with equally many can stand in for each other
     holdings  what each living peer of the crew has
     updates   that the crew has made
-    others    stage -> peers of other crews that hold just that stage -> their updates
+    others    stage -> peers of other crews that hold just that stage, best first -> their updates
     plus      odd microbatches go through the first two and the last two stages in swapped order
     fresh     updates of a round: a replica that is not more behind is as good as the stage
     """
@@ -49,7 +49,7 @@ def sources(
     if not updates and not any(holding.snapshots for holding in holdings.values()):
         return [*found, base]
     found += [Source("replica", (peer,), updates=n) for peer, n in replicas if n + fresh >= updates]
-    found += [Source("cohort", (peer,), updates=n) for peer, n in sorted(others(stage).items(), key=_newest)][:2]
+    found += [Source("cohort", (peer,), updates=n) for peer, n in list(others(stage).items())[:2]]
     found += _stand_ins(stage, spans, holdings, updates, plus)
     found += _old(stage, len(spans), holdings, [(peer, n) for peer, n in replicas if n + fresh < updates])
     return [*found[:7], base]
@@ -92,12 +92,13 @@ def _old(stage: int, stages: int, holdings: Mapping[str, Holding], replicas: lis
 def elsewhere(
     members: Mapping[str, PeerCard], crew: str, architecture: str, stages: int, layers: Layers, stage: int
 ) -> dict[str, int]:
-    """Peers of other crews of the same policy that hold just this stage -> updates behind it, by their cards."""
+    """Peers of crews of the same policy, but of none with id `crew`, that hold just this stage -> updates behind it,
+    as their cards say."""
     return {
         peer: card.policy_version
         for peer, card in members.items()
         if card.crew is not None
-        and card.crew.name != crew
+        and card.crew.id != crew
         and card.crew.architecture == architecture
         and card.crew.count == stages
         and stage in card.crew.seats

@@ -1,16 +1,18 @@
 """A peer's part in its crew, as a state machine: finds the lead, follows it, succeeds it, is it.
 
              no lead for FIND_S, or wants stage 0
-    seeks ----------------------------------------> leads        (`leading.Lead`: who is there, who holds what)
+    seeks ----------------------------------------> leads        `leading.Lead`: who is there, who holds what
       |  ^ \\______ first in line, lead lost _______/^ |
       |  |  lead lost, or leads no more               | | another lead of this crew stands higher
       v  +--------------------------------------------|-+
     follows: Hello -> Answer -> Plan -> TakeSeat ... Ready
 
-Whom a seeker asks: the lost lead once more, then those in line for it; else who looks like a lead by its card, then who
-holds a stage, then everyone else of the crew: cards are renewed rarely, and who is asked says who leads. Those with a
-lower peer id, who may become the first lead, are waited for. Of two leads the one with the lower peer id decides who
-gives way, so that both cannot.
+Whom a seeker asks: see `seeking`. Of two leads the one with the lower peer id decides who gives way, so that both
+cannot. A lead calls on everybody of the crew who has not come, so that two that began at once, or a newcomer that has
+not seen it, need not wait for new cards.
+
+Nothing is believed of a peer that has not proved to know the crew's name: with its Hello, if it opened the channel,
+else with its Answer.
 
 No thread, no clock, no network: events come in with `now` (seconds, of any clock), actions are returned.
 """
@@ -44,10 +46,10 @@ from protocol.crew import (
     Whole,
 )
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from swarm_node.stages.alike import difference
+from swarm_node.stages.doors import PART_S, STRANGER_S, Doors
 from swarm_node.stages.leading import (
     Action,
-    Close,
-    Connect,
     Costs,
     Lead,
     LeaveLead,
@@ -61,27 +63,17 @@ from swarm_node.stages.leading import (
     Tell,
     short,
 )
-from swarm_node.stages.placement import Standing, gives_way, succession
+from swarm_node.stages.placement import Standing, adjacent, gives_way, succession
+from swarm_node.stages.seeking import AVOID_S, VOUCHED_S, Search
 
-FIND_S = 3.0
-"""A peer that finds no lead for so long, after it first saw members of its swarm, becomes the first."""
-ALONE_S = 6.0
-"""One that sees no members for so long takes it that there are none."""
-DIAL_S = 3.0
-"""A peer that does not answer for so long is not waited for."""
-UNDECIDED_S = 8.0
-"""One that answers, but knows no lead yet, is waited for so long: it may have to notice first that one is lost."""
-AVOID_S = 5.0
-"""Who could not be reached is not dialled again before."""
-VOUCHED_S = 30.0
-"""So long after another peer said that the lost lead lives, this one does not take its place."""
-PART_S = 3.0
-"""Time for a last word before a channel is closed."""
-REDIAL_S = 1.0
-"""Between two tries to reach a neighbour."""
 MAX_GUESTS = 32
-"""Channels of peers that are not, or not yet, in the crew."""
+"""Peers of the crew that wait here while it has no lead."""
+MAX_CALLS = 8
+"""Peers that a lead calls on at a time."""
+MAX_NAMES = 512
+"""Peers whose names are remembered."""
 NOTHING = Holding()
+NAMELESS = "it does not know the crew's name"
 
 
 class Crew:
@@ -110,45 +102,28 @@ class Crew:
         """Stages in memory here -> their updates."""
         self.progress: Progress | None = None
         """Of the run, as the lead last told."""
+        self.names: dict[str, str] = {}
+        """What peers of the crew call themselves, latest last."""
         self._holding = holding
         self._sources = sources
         self._tell = tell
         self._costs = costs
         self._held_s = held_s
         self._out = Outbox()
-        self._begun = now
-        self._looked: float | None = None
-        """When members of the swarm were first seen."""
+        self._doors = Doors(self._out, self._gone)
+        self._search = Search(post, self._doors, self._out, now)
         self._cards: dict[str, CrewCard] = {}
         """Of other peers of this crew."""
         self._ordered: dict[int, TakeSeat] = {}
         """Stages that are being built."""
         self._built: dict[int, tuple[Source, ...]] = {}
         """Sources that were given for those that have been."""
-        self._links: set[Link] = set()
-        self._stage_links: dict[str, Link] = {}
-        """Channel with each neighbour."""
-        self._redial: dict[str, float] = {}
-        """When each of them may be dialled again."""
         self._lead_link: Link | None = None
-        self._trying: Link | None = None
-        """With whom this seeker has begun to talk, and how long it waits for the next word."""
-        self._until = 0.0
-        self._queue: list[str] = []
-        """Whom to ask next; this peer itself, when it is its turn to lead."""
-        self._lost = ""
-        """The lead that went away, until there is another."""
-        self._vouched_until = now
-        self._avoid: dict[str, float] = {}
-        self._asked: set[str] = set()
-        """Who did not know of a lead, since this peer last did."""
-        self._hoping: dict[Link, None] = {}
-        """Channels to such peers: they may yet tell."""
         self._guests: dict[Link, Hello] = {}
         self._rivals: dict[Link, bool] = {}
-        """Channels between two leads; whether this one has said Hello."""
-        self._parting: dict[Link, float] = {}
-        """Channels that are closed then."""
+        """Channels from lead to lead, as far as is known; whether this one has said Hello."""
+        self._called: dict[str, float] = {}
+        """Whom this lead has called on -> when it may again."""
 
     # ----------------------------------------------------------------- what is known
 
@@ -167,7 +142,7 @@ class Crew:
         """For the membership card: the lead shows stage 0 as soon as it leads, others what they have in memory."""
         mine = {stage for stage in self.seats if stage in self.live and stage > 0}
         seats = tuple(sorted(mine | {0} if self.role == "leads" else mine))
-        return CrewCard(self.post.crew, self.post.architecture, len(self.post.spans), seats, self.term)
+        return CrewCard(self.post.id, self.post.architecture, len(self.post.spans), seats, self.term)
 
     def way_to(self, stage: int) -> Link | None:
         """The channel to whoever holds `stage` (-1 = the lead); `None` if there is none, or it is this peer."""
@@ -176,7 +151,7 @@ class Crew:
         peer = self.plan.lead if stage < 0 else self.plan.seats[stage].peer
         if self.role == "leads":
             return self.lead.link_of(peer) if self.lead else None
-        return self._lead_link if peer == self.plan.lead else self._stage_links.get(peer)
+        return self._lead_link if peer == self.plan.lead else self._doors.neighbours.get(peer)
 
     def stands(self, order: TakeSeat) -> bool:
         """Whether a stage is still to be built, and so."""
@@ -186,59 +161,48 @@ class Crew:
 
     def cards(self, members: Mapping[str, PeerCard], now: float) -> list[Action]:
         """Members of the swarm, as last looked up."""
-        if self._looked is None and (members or now >= self._begun + ALONE_S):
-            self._looked = now
-        self._cards = {}
+        self._search.look(bool(members), now)
+        self._cards, mine = {}, self.post.id
         for peer, card in members.items():
-            if card.crew is None or card.crew.name != self.post.crew or peer == self.post.me:
+            if card.crew is None or card.crew.id != mine or peer == self.post.me:
                 continue
             if card.crew.architecture != self.post.architecture:
-                self._refuse_card(peer, "model")
+                self._refuse_card(peer, "model", difference(self.post.architecture, card.crew.architecture))
             elif card.crew.count != len(self.post.spans):
-                self._refuse_card(peer, "stages")
+                self._refuse_card(peer, "stages", "another number of stages")
             else:
                 self._cards[peer] = card.crew
         return self._settle(now)
 
     def opened(self, link: Link, now: float) -> list[Action]:
         """A peer has opened a channel."""
-        self._links.add(link)
-        if link.method == STAGE_METHOD:
-            old = self._stage_links.pop(link.peer, None)
-            if old is not None:
-                self._close(old)
-            self._stage_links[link.peer] = link
-            self._drop_strangers()
+        self._doors.opened(link, now)
+        self._doors.tidy(self._neighbours(), now)
         return self._settle(now)
 
     def heard(self, link: Link, record: Record, now: float) -> list[Action]:
         """A record has come over a channel."""
         if link.method != CREW_METHOD:
             self._out.counts["stray"] += 1
-        elif link in self._links:
+        elif link in self._doors:
             self._heard(link, record, now)
         return self._settle(now)
 
     def closed(self, link: Link, why: str, now: float) -> list[Action]:
         """A channel has ended, or could not be opened."""
-        if link in self._links:
-            self._forget(link)
+        if link in self._doors:
+            self._doors.forget(link)
             if link.method == STAGE_METHOD:
                 self._neighbour_lost(link, why, refused=False)
-            elif link is self._trying:
-                self._trying = None
-                self._avoid[link.peer] = now + AVOID_S
-            elif link is self._lead_link:
-                self._lead_lost(f"{why}", now)
-            elif self.lead is not None:
-                self.lead.left(link, why, now)
+            else:
+                self._ended(link, why, now)
         return self._settle(now)
 
     def refused(self, link: Link, reason: str, now: float) -> list[Action]:
         """What a peer said of its stage's work is nothing that anybody takes: this peer has done with it."""
         self._out.counts[f"refused/{reason}"] += 1
-        if link in self._links:
-            self._close(link)
+        if link in self._doors:
+            self._doors.close(link)
             if link.method == STAGE_METHOD:
                 self._neighbour_lost(link, reason, refused=True)
             elif link is self._lead_link:
@@ -302,14 +266,10 @@ class Crew:
 
     def tick(self, now: float, waiting_since: float | None = None) -> list[Action]:
         """Time has passed. `waiting_since`: the lead has been waiting for its stages, and heard nothing."""
-        for link in [link for link, until in self._parting.items() if until <= now]:
-            self._close(link)
-        if self._looked is None and now >= self._begun + ALONE_S:
-            self._looked = now
+        self._search.look(False, now)
         if self.lead is not None and waiting_since is not None:
             self.lead.watch(now, waiting_since)
-        self._drop_strangers()
-        self._connect_neighbours(now)
+        self._tend_channels(now)
         return self._settle(now)
 
     @property
@@ -318,6 +278,15 @@ class Crew:
         return msgspec.structs.replace(self._holding, live=live)
 
     # ----------------------------------------------------------------- the rest is how
+
+    def _ended(self, link: Link, why: str, now: float) -> None:
+        """A channel with the lead, or with whom it might be, or with a member, is no more."""
+        if link is self._search.trying:
+            self._search.unreached(now)
+        elif link is self._lead_link:
+            self._lead_lost(why, now)
+        elif self.lead is not None:
+            self.lead.left(link, why, now)
 
     def _settle(self, now: float) -> list[Action]:
         """Do what follows from what is known now."""
@@ -360,43 +329,11 @@ class Crew:
     # ----------------------------------------------------------------- seeking
 
     def _seek(self, now: float) -> None:
-        if self._trying is not None:
-            if now < self._until:
-                return
-            self._avoid[self._trying.peer] = now + AVOID_S
-            self._asked.add(self._trying.peer)
-            self._close(self._trying)
-            self._trying = None
-        peer = self._next(now)
+        peer = self._search.next(self._cards, self._may_lead, self._can_lead, now)
         if peer == self.post.me:
             self._take_lead(now)
         elif peer is not None:
-            self._dial(peer, now)
-
-    def _next(self, now: float) -> str | None:
-        """Whom to ask next; this peer itself if it is to lead; `None` = wait."""
-        me, post = self.post.me, self.post
-        vouched = now < self._vouched_until
-        while self._queue:
-            peer = self._queue.pop(0)
-            if peer != me:
-                return peer
-            if not vouched and self._can_lead():
-                return me
-        if self._looked is None:
-            return None
-        free = {peer: card for peer, card in self._cards.items() if self._avoid.get(peer, now) <= now}
-        leads = [peer for peer, card in free.items() if 0 in card.seats]
-        others = [peer for peer in free if peer not in self._asked]
-        for peers in (leads, [peer for peer in others if free[peer].seats], others):
-            if peers:
-                return min(peers, key=lambda peer: (-free[peer].term, peer))
-        found_none = post.wanted == 0 or now >= self._looked + FIND_S + post.absent_s
-        if self._may_lead and found_none and not vouched and self._can_lead():
-            return me
-        if post.wanted:
-            self._out.say_once(f"waiting for a peer that takes stage 0 of crew {post.crew}, or for one that takes any")
-        return None
+            self._out.send(self._search.dial(peer, now), self._hello(peer))
 
     @property
     def _may_lead(self) -> bool:
@@ -412,22 +349,19 @@ class Crew:
             return False
         return True
 
-    def _dial(self, peer: str, now: float) -> None:
-        link = self._trying = Link(peer, CREW_METHOD, dialled=True)
-        self._until = now + DIAL_S
-        self._connect(link)
-        self._out.send(link, self._hello())
-
-    def _hello(self) -> Hello:
+    def _hello(self, peer: str) -> Hello:
+        """To somebody."""
         post, lead = self.post, self.lead
         holding = self.holding
         has_any = holding.live or holding.replicas or holding.snapshots
         return Hello(
             protocol=PROTOCOL_VERSION,
             swarm=post.swarm,
-            crew=post.crew,
+            crew=post.id,
+            proof=post.proof_to(peer),
             architecture=post.architecture,
             stages=len(post.spans),
+            name=post.name,
             wanted=post.wanted,
             leads=lead is not None,
             term=lead.won if lead else self.term,
@@ -438,65 +372,59 @@ class Crew:
             capacity=post.capacity,
         )
 
+    def _answer(self, link: Link, lead: str) -> None:
+        self._out.send(link, Answer(lead, self.post.proof_to(link.peer), self.term, self._may_lead))
+
     def _answered(self, link: Link, answer: Answer, now: float) -> None:
         lead = answer.lead
+        if not self.post.is_proof_of(link.peer, answer.proof):
+            self._unmask(link, now)
+            return
+        self._doors.trust(link)
         if self.lead is not None:
             if link in self._rivals and lead == link.peer:
                 self._give_way(link, now)
             elif link in self._rivals:
-                self._close(link)
+                self._doors.close(link)
+                if lead not in ("", self.post.me):
+                    self._call(lead, now)
         elif link is self._lead_link and lead != link.peer:  # it leads no more
-            self._lead_link = None
-            self._close(link)
-            self.role, self._queue = "seeks", [lead] if lead not in ("", self.post.me) else []
-        elif link is not self._trying and link not in self._hoping:
-            return
-        elif lead == link.peer:
-            self._stop_asking(link)
-            self._parting.pop(link, None)
-            self._trying, self._lead_link, self._queue, self._lost = None, link, [], ""
-            self.role, self.term = "follows", max(self.term, answer.term)
-            self._asked.clear()
+            self._lead_link, self.role = None, "seeks"
+            self._doors.close(link)
+            self._search.begin("", {lead} - {"", self.post.me})
+        elif self._search.told(link, answer, now):
+            self._lead_link, self.role, self.term = link, "follows", max(self.term, answer.term)
             for guest in self._guests:
-                self._out.send(guest, Answer(lead, self.term))
-        elif lead in ("", self.post.me) or self._avoid.get(lead, now) > now:
-            self._vouched_until = now + VOUCHED_S if lead and lead == self._lost else now
-            before = self.post.wanted != 0 and link.peer < self.post.me
-            if answer.may_lead and (before or self._lost) and link is self._trying:
-                self._until = now + UNDECIDED_S
-            elif link is self._trying:
-                self._trying = None
-                self._asked.add(link.peer)
-                self._hoping[link] = None
-                self._parting[link] = now + UNDECIDED_S
-        else:
-            self._avoid[link.peer] = now + AVOID_S
-            self._stop_asking()
-            self._queue.insert(0, lead)
-
-    def _stop_asking(self, but: Link | None = None) -> None:
-        for link in [*self._hoping, self._trying]:
-            if link is not None and link is not but:
-                self._close(link)
-        self._trying = None
-        self._hoping.clear()
+                self._answer(guest, lead)
 
     def _refused_by(self, link: Link, refusal: Refusal, now: float) -> None:
         """Say so once; it is asked again, but rarely."""
+        if not self.post.is_proof_of(link.peer, refusal.proof):
+            self._unmask(link, now)
+            return
         self._out.say_once(f"peer {short(link.peer)} of crew {self.post.crew} refuses this one: {refusal.detail}")
-        was_lead = link is self._lead_link
-        self._close(link)
-        self._avoid[link.peer] = now + VOUCHED_S
-        self._vouched_until = now + VOUCHED_S
-        if link is self._trying:
-            self._trying = None
-        elif was_lead:
+        self._search.vouch(now)
+        if link is self._lead_link:
             self._lead_link, self.role = None, "seeks"
+        self._shun(link, "it refuses this node", now)
+
+    def _unmask(self, link: Link, now: float) -> None:
+        """Its card is of this crew, or it says so, but it does not know the crew's name."""
+        self._out.counts["refused/crew"] += 1
+        self._out.say_once(f"peer {short(link.peer)} is left out of crew {self.post.crew}: {NAMELESS}")
+        self._shun(link, NAMELESS, now)
+
+    def _shun(self, link: Link, why: str, now: float) -> None:
+        """Have nothing to do with a peer for a while."""
+        self._doors.close(link)
+        self._ended(link, why, now)
+        self._search.shun(link.peer, now)
 
     # ----------------------------------------------------------------- following
 
     def _follow(self, link: Link, plan: Plan, now: float) -> None:
-        if plan.lead != link.peer or len(plan.seats) != len(self.post.spans):
+        ours = self.post.spans
+        if plan.lead != link.peer or len(plan.seats) != len(ours) or plan.spans[-1][1] != ours[-1][1]:
             self._out.counts["refused/plan"] += 1
             return
         self.term = plan.term
@@ -524,8 +452,7 @@ class Crew:
                 self.live.pop(stage, None)
                 self._ordered[stage] = order
                 self._out.do(order)
-        self._drop_strangers()
-        self._connect_neighbours(now)
+        self._tend_channels(now)
 
     def _say_ready(self, stage: int, source: Source | None) -> None:
         assert self.plan is not None
@@ -546,62 +473,44 @@ class Crew:
         peer = self._lead_link.peer if self._lead_link else ""
         self._lead_link, self.role, self.whole = None, "seeks", False
         self._out.say(f"the lead of crew {self.post.crew} is lost (peer {short(peer)}: {why})")
-        self._lost = peer
-        self._queue = [peer]
+        queue = [peer]
         if self.plan is not None and self.plan.lead == peer:
-            self._queue += succession([seat.peer for seat in self.plan.seats], self.plan.spares)
+            queue += succession([seat.peer for seat in self.plan.seats], self.plan.spares)
+        self._search.begin(peer, queue)
         for guest in self._guests:
-            self._out.send(guest, Answer("", self.term, self._may_lead))
+            self._answer(guest, "")
 
     # ----------------------------------------------------------------- neighbours
 
     def _neighbours(self) -> dict[str, bool]:
-        """Peers whose stages talk to this peer's without the lead -> whether this one opens the channel: whoever holds
-        the higher stage does."""
-        plan, mine = self.plan, self.seats
-        if plan is None or not mine or plan.lead == self.post.me:
+        """Peers whose stages talk to this peer's without the lead -> whether this one opens the channel."""
+        if self.plan is None:
             return {}
-        near = {
-            seat.peer
-            for stage, seat in enumerate(plan.seats)
-            if min(abs(stage - own) for own in mine) <= self.post.reach
-        }
-        return {peer: max(mine) > max(plan.held_by(peer)) for peer in sorted(near - {self.post.me, plan.lead})}
+        reach = 2 if self.plan.settings.swap else 1
+        return adjacent([seat.peer for seat in self.plan.seats], self.post.me, reach)
 
-    def _connect_neighbours(self, now: float) -> None:
-        for peer, opens in self._neighbours().items():
-            waits = self._redial.get(peer, now) > now
-            if opens and not waits and peer not in self._stage_links and self.role == "follows":
-                self._redial[peer] = now + REDIAL_S
-                link = self._stage_links[peer] = Link(peer, STAGE_METHOD, dialled=True)
-                self._connect(link)
-
-    def _drop_strangers(self) -> None:
-        """Channels with peers that are no neighbours: a few may be early."""
+    def _tend_channels(self, now: float) -> None:
         neighbours = self._neighbours()
-        others = [link for peer, link in self._stage_links.items() if peer not in neighbours]
-        for link in others:
-            if link.dialled or len(others) > MAX_GUESTS:
-                del self._stage_links[link.peer]
-                self._close(link)
+        self._doors.tidy(neighbours, now)
+        if self.role == "follows":
+            self._doors.reach(neighbours, now)
 
     def _neighbour_lost(self, link: Link, why: str, refused: bool) -> None:
-        if self._stage_links.get(link.peer) is link:
-            del self._stage_links[link.peer]
-            if link.peer in self._neighbours() and self.plan is not None and self.role == "follows":
-                self._out.send(self._lead_link, Broken(self.plan.mark, link.peer, _line(why), refused))
+        in_use = self._doors.leave(link) and link.peer in self._neighbours()
+        if in_use and self.plan is not None and self.role == "follows":
+            self._out.send(self._lead_link, Broken(self.plan.mark, link.peer, _line(why), refused))
 
     # ----------------------------------------------------------------- leading
 
     def _take_lead(self, now: float) -> None:
-        succeeds = bool(self._lost and self.plan is not None)
+        lost = self._search.lost
+        succeeds = bool(lost and self.plan is not None)
         self.term = self.term + 1 if succeeds else max(1, self.term)
-        hello = self._hello()
         self.lead = Lead(
             self.post,
-            hello,
+            self._hello(self.post.me),
             self.plan,
-            self._lost,
+            lost,
             self.term,
             self._sources,
             self._tell,
@@ -609,11 +518,9 @@ class Crew:
             self._out,
             now,
         )
-        self.role, self._queue, self._lost, self.whole = "leads", [], "", False
-        self._asked.clear()
-        self._stop_asking()
-        for peer in list(self._stage_links):  # from now on they come over the channels to the lead
-            self._close(self._stage_links.pop(peer))
+        self.role, self.whole = "leads", False
+        self._called.clear()
+        self._search.end()
         self._out.say(f"this node leads crew {self.post.crew} now")
         self._out.do(TakeLead(self.term))
         guests, self._guests = self._guests, {}
@@ -621,61 +528,81 @@ class Crew:
             self._greeted(link, greeting, now)
 
     def _greeted(self, link: Link, hello: Hello, now: float) -> None:
-        problem = self._objection(hello)
+        problem = self._objection(link.peer, hello)
+        known = problem is None or problem[0] not in ("swarm", "crew")
+        if known:
+            self._note_name(link.peer, hello.name)
         if problem is not None:
             reason, detail = problem
             self._out.counts[f"refused/{reason}"] += 1
             self._out.say_once(f"peer {short(link.peer)} is refused in crew {self.post.crew}: {detail}")
-            self._out.send(link, Refusal(reason, detail))
-            self._parting[link] = now + PART_S
-        elif self.lead is None:
+            self._out.send(link, Refusal(reason, detail, self.post.proof_to(link.peer) if known else ""))
+            self._guests.pop(link, None)
+            self._doors.doubt(link, now + PART_S)
+            self._ended(link, detail, now)
+            return
+        self._doors.trust(link)
+        if self.lead is None:
             if len(self._guests) >= MAX_GUESTS:
-                self._close(link)
+                self._doors.close(link)
                 return
-            if link is self._trying:  # each gave way to the other
-                self._trying = None
+            if link is self._search.trying:  # each gave way to the other
+                self._search.trying = None
             self._guests[link] = hello
-            known = self._lead_link.peer if self._lead_link is not None else ""
-            self._out.send(link, Answer(known, self.term, self._may_lead))
+            self._answer(link, self._lead_link.peer if self._lead_link is not None else "")
+            if hello.leads and self.role == "seeks" and self.plan is None:
+                self._search.hear_of(link.peer, now)
         elif hello.leads:
             self._meet(link, hello, now)
         else:
             self._rivals.pop(link, None)
             self.lead.join(link, hello, now)
 
-    def _objection(self, hello: Hello) -> tuple[str, str] | None:
+    def _note_name(self, peer: str, name: str) -> None:
+        self.names.pop(peer, None)
+        self.names[peer] = name
+        if len(self.names) > MAX_NAMES:
+            del self.names[next(iter(self.names))]
+
+    def _objection(self, peer: str, hello: Hello) -> tuple[str, str] | None:
         """Why somebody cannot be in this crew."""
         post = self.post
-        spans = self.plan.spans if self.plan else post.spans
         if hello.swarm != post.swarm:
             return "swarm", "it is of another swarm"
-        if hello.crew != post.crew:
-            return "crew", f"it is of crew {hello.crew}"
+        if hello.crew != post.id or not post.is_proof_of(peer, hello.proof):
+            return "crew", NAMELESS
         if hello.architecture != post.architecture:
-            return "model", "it has another model"
+            return "model", f"it has {difference(post.architecture, hello.architecture)}"
         if hello.stages != len(post.spans):
             return "stages", f"it has {hello.stages} stages, here are {len(post.spans)}"
         if hello.wanted is not None and hello.wanted >= hello.stages:
             return "stages", f"it wants stage {hello.wanted} of {hello.stages}"
-        if self.lead is not None and hello.spans and hello.spans != spans:
+        if self.lead is not None and not self.lead.takes(hello.spans):
             return "span", "the layers of its stages are others"
         return None
 
-    def _refuse_card(self, peer: str, reason: str) -> None:
-        what = {"model": "another model", "stages": "another number of stages"}[reason]
+    def _refuse_card(self, peer: str, reason: str, what: str) -> None:
         if self._out.say_once(f"peer {short(peer)} is left out of crew {self.post.crew}: it has {what}"):
             self._out.counts[f"refused/{reason}"] += 1
 
     def _look_for_rivals(self, now: float) -> None:
         assert self.lead is not None
-        known = {link.peer for link in self._rivals} | self.lead.members.keys()
-        for peer, card in self._cards.items():
-            if 0 in card.seats and peer not in known and self._avoid.get(peer, now) <= now:
-                self._avoid[peer] = now + AVOID_S
-                link = Link(peer, CREW_METHOD, dialled=True)
-                self._rivals[link] = True
-                self._connect(link)
-                self._out.send(link, self._hello())
+        for peer in sorted(self._cards, key=lambda peer: 0 not in self._cards[peer].seats):
+            self._call(peer, now)
+
+    def _call(self, peer: str, now: float) -> None:
+        """Say Hello to somebody who may lead as well, or not know who does."""
+        assert self.lead is not None
+        called = self._called.get(peer, now) > now or any(link.peer == peer for link in self._rivals)
+        if called or peer in self.lead.members or self._search.avoids(peer, now) or len(self._rivals) >= MAX_CALLS:
+            return
+        card = self._cards.get(peer)
+        self._called[peer] = now + (VOUCHED_S if card is not None and 0 not in card.seats else AVOID_S)
+        link = Link(peer, CREW_METHOD, dialled=True)
+        self._rivals[link] = True
+        self._doors.open(link)
+        self._doors.doubt(link, now + STRANGER_S)
+        self._out.send(link, self._hello(peer))
 
     def _meet(self, link: Link, hello: Hello, now: float) -> None:
         """Another lead: the lower peer id of the two decides."""
@@ -683,13 +610,14 @@ class Crew:
         said, self._rivals[link] = self._rivals.get(link, False), True
         if self.post.me > link.peer:
             if not said:
-                self._out.send(link, self._hello())
+                self._out.send(link, self._hello(link.peer))
             return
-        theirs = Standing(hello.term, hello.updates, hello.started, link.peer)
+        live = bool(hello.holding.live)  # what has no stage in memory was nobody's lead
+        theirs = Standing(hello.term * live, hello.updates * live, hello.started, link.peer)
         if gives_way(self.lead.standing, theirs) == self.post.me:
             self._give_way(link, now)
         else:
-            self._out.send(link, Answer(self.post.me, self.term))
+            self._answer(link, self.post.me)
 
     def _give_way(self, link: Link, now: float) -> None:
         assert self.lead is not None
@@ -697,33 +625,20 @@ class Crew:
         self._out.counts["gave_way"] += 1
         for member in self.lead.members.values():
             if member.link is not None:
-                self._out.send(member.link, Answer(link.peer, self.term))
-                self._parting[member.link] = now + PART_S
+                self._answer(member.link, link.peer)
+                self._doors.part(member.link, now + PART_S)
         self._rivals.pop(link, None)
         for other in list(self._rivals):
-            self._close(other)
+            self._doors.close(other)
         self.lead, self.role, self.whole = None, "seeks", False
         self._out.do(LeaveLead())
-        self._trying, self._until = link, now + UNDECIDED_S
-        self._out.send(link, self._hello())
+        self._search.wait_for(link, now)
+        self._out.send(link, self._hello(link.peer))
 
-    # ----------------------------------------------------------------- channels
-
-    def _connect(self, link: Link) -> None:
-        self._links.add(link)
-        self._out.do(Connect(link))
-
-    def _close(self, link: Link) -> None:
-        if link in self._links:
-            self._forget(link)
-            self._out.do(Close(link))
-
-    def _forget(self, link: Link) -> None:
-        self._links.discard(link)
-        self._hoping.pop(link, None)
+    def _gone(self, link: Link) -> None:
+        self._search.gone(link)
         self._guests.pop(link, None)
         self._rivals.pop(link, None)
-        self._parting.pop(link, None)
 
 
 def _line(text: str) -> str:

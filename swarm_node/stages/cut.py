@@ -14,9 +14,11 @@ one name.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from itertools import chain
@@ -42,8 +44,11 @@ from swarm_node.policy.loading import (
     start_adapter,
     with_adapter,
 )
-from swarm_node.stages.partition import Parts, Span, partition, parts_of, sizes
+from swarm_node.policy.logprobs import additive
+from swarm_node.stages.partition import UNKNOWN, Parts, Span, partition, parts_of, sizes
 
+SAMPLED = 1024
+"""Values of a tensor that tell files apart: 4 KiB."""
 ADAPTED = "base_model.model."
 """How all names of a policy with an adapter begin (PEFT's)."""
 
@@ -82,6 +87,15 @@ class Stage(nn.Module):
         return self.base.get_output_embeddings()
 
     @property
+    def shared(self) -> str | None:
+        """Name of the trained matrix that the stage at the other end holds too."""
+        span = self.span
+        if not self.tied or span.is_first == span.is_last:
+            return None
+        matrix = self.embed if span.is_first else self.head
+        return next((name for name, p in self.named().items() if p is getattr(matrix, "weight", None)), None)
+
+    @property
     def device(self) -> torch.device:
         return self._decoder.layers[0].input_layernorm.weight.device
 
@@ -105,11 +119,11 @@ class Stage(nn.Module):
     ) -> Tensor:
         """Through the layers, [R, T, H] -> [R, T, H]; positions and mask as in `logprobs.TokenBatch`."""
         hidden = hidden.to(self.dtype)
-        if attention_mask is not None:  # one to add to attention scores: `eager` attention takes no other
-            scores = torch.zeros(attention_mask.shape, dtype=hidden.dtype, device=hidden.device)
-            attention_mask = scores.masked_fill_(~attention_mask, torch.finfo(hidden.dtype).min)
         return self._decoder(
-            inputs_embeds=hidden, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
+            inputs_embeds=hidden,
+            position_ids=position_ids,
+            attention_mask=additive(attention_mask, hidden.dtype),
+            use_cache=False,
         ).last_hidden_state
 
     def final(self, hidden: Tensor) -> Tensor:
@@ -190,7 +204,7 @@ def _checked(span: Span | tuple[int, int], plan: Plan) -> Span:
     if not 0 <= index < count:
         raise UserError(f"there is no stage {index} of {count}: the first is 0")
     if not isinstance(span, Span):
-        return partition(*sizes(plan.config, plan.dtype.itemsize), [1.0] * count)[index]
+        return partition(*sizes(plan.config, plan.dtype.itemsize), [UNKNOWN] * count)[index]
     whole = span.is_first == (span.first == 0) and span.is_last == (span.end == layers)
     if span.layers != layers or not 0 <= span.first < span.end <= layers or not whole:
         raise UserError(f"{span} is no stage of {plan.base}, which has {layers} layers")
@@ -270,6 +284,20 @@ class _Tensors:
             )
         return found[0]
 
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._files)
+
+    def beginning(self, name: str) -> Tensor | None:
+        """The first values of a tensor, nothing else of it is read; `None` if its file is not on this machine."""
+        path = self._locate(self._files[name])
+        if path is None:
+            return None
+        with refusing(path.name, self._source), safe_open(path, "pt") as file:
+            part = file.get_slice(name)
+            width = max(1, math.prod(part.get_shape()[1:]))
+            return part[: -(-SAMPLED // width)].flatten()[:SAMPLED].float()
+
     def _get(self, name: str) -> Tensor:
         path = self._locate(self._files[name])
         if path is None:
@@ -294,6 +322,28 @@ def _weights(plan: Plan) -> _Tensors:
         if Path(file).name != file:
             raise UserError(f"{plan.base} has an index that names a file elsewhere: {file!r}")
     return _Tensors(plan.base, files, lambda name: model_file(plan, name))
+
+
+def weights_digest(plan: Plan) -> str:
+    """Equal for those who begin with the same weights: of a model from the hub, its commit; of one in a directory, the
+    first values of its final norm and of a tensor of the first and of the last layer. Whoever lacks the file of one of
+    these has another digest. Of an adapter that is trained on, those of two of its tensors as well."""
+    parts, commit = parts_of(plan.config), getattr(plan.config, "_commit_hash", None)
+    found = hashlib.sha256(str(commit).encode())
+
+    def add(tensors: _Tensors, starts: Sequence[str], ends: str) -> None:
+        for start in starts:
+            name = next((name for name in tensors.names if name.startswith(start) and name.endswith(ends)), None)
+            values = None if name is None else tensors.beginning(name)
+            found.update(f"{name} ".encode() + (b"absent" if values is None else values.numpy().tobytes()))
+
+    if not commit:
+        first, last = f"{parts.layers}0.mlp.", f"{parts.layers}{plan.config.num_hidden_layers - 1}.mlp."
+        add(_weights(plan), [first, last, f"{parts.decoder}.{parts.norm}."], ".weight")
+    if plan.adapter is not None:
+        tensors = _adapter_tensors(plan.adapter)
+        add(tensors, [tensors.names[0], tensors.names[-1]], "")
+    return found.hexdigest()
 
 
 def _names(file: Path, source: str) -> list[str]:
@@ -357,7 +407,11 @@ def _saved_config(adapter: str) -> LoraConfig:
 
 def _fill_adapter(stage: Stage, adapter: str) -> None:
     """Give the stage its part of the saved adapter."""
-    file = Path(adapter) / "adapter_model.safetensors"
-    tensors = _Tensors(adapter, dict.fromkeys(_names(file, adapter), file.name), lambda name: file)
+    tensors = _adapter_tensors(adapter)
     for name, parameter in stage.named().items():
         parameter.data.copy_(tensors.read([name.replace(".default", "")], parameter.shape))
+
+
+def _adapter_tensors(adapter: str) -> _Tensors:
+    file = Path(adapter) / "adapter_model.safetensors"
+    return _Tensors(adapter, dict.fromkeys(_names(file, adapter), file.name), lambda name: file)

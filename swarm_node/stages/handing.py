@@ -1,19 +1,22 @@
 """Weights of stages, handed from peer to peer of a crew: to rebuild a lost one, and to keep replicas.
 
-    whoever holds a stage   -- its layers, as they are -----------------> whoever rebuilds a neighbour of it
+    whoever holds a stage   -- its layers -------------------------------> whoever rebuilds a neighbour of it
+                            -- all of it --------------------------------> whoever takes the stage over
                             -- a copy made at the last update ("offer") -> whoever keeps its replica
-    whoever keeps a replica -- the replica -----------------------------> whoever takes the stage over
+    whoever keeps a replica -- the replica ------------------------------> whoever takes the stage over
 
 An exchange (`protocol.transports.base`) in which only the giver has a body: the tensors asked for, in float32, those of
-layers first, in the order of layers and names. Both ends know the sizes beforehand. Optimiser moments stay where they
-are: whoever takes weights over begins with new ones.
+layers first, in the order of layers and names. Both ends know the sizes beforehand. What leaves is a copy made between
+two updates: the last offer, if that has what is wanted, else one made now, which an update waits for. Optimiser moments
+stay where they are: whoever takes weights over begins with new ones.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,22 +76,27 @@ class Fetch:
 class Handing:
     """Gives what this peer holds and keeps, and fetches what others do."""
 
-    def __init__(self, transport: Transport, swarm: str, architecture: str) -> None:
-        """`architecture`: 16 hexadecimal digits, equal for those who hold stages of one policy."""
+    def __init__(
+        self, transport: Transport, swarm: str, architecture: str, allowed: Callable[[str, int], bool]
+    ) -> None:
+        """`architecture`: 16 hexadecimal digits, equal for those who hold stages of one policy. `allowed` says, on any
+        thread, whether a peer may have weights of a stage; others are refused as `stranger`."""
         self.transport = transport
+        self.allowed = allowed
         self.place = swarm, architecture
         self.replicas: dict[int, State] = {}
         """Copies of others' stages."""
         self._lock = threading.Lock()
-        self._held: dict[int, Callable[[], State]] = {}
+        self._held: dict[int, tuple[Callable[[], State], Callable[[], AbstractContextManager[object]]]] = {}
         self._offers: dict[int, State] = {}
         self._keeping: dict[int, Fetch] = {}
         transport.accept(STATE_METHOD, self._accept)
 
-    def hold(self, stage: int, state: Callable[[], State]) -> None:
-        """This peer holds `stage`; `state`, called on any thread while no update is made, is of its live tensors."""
+    def hold(self, stage: int, state: Callable[[], State], still: Callable[[], AbstractContextManager[object]]) -> None:
+        """This peer holds `stage`; `state` is of its live tensors. `still` is held while another thread copies them,
+        and by whoever changes them."""
         with self._lock:
-            self._held[stage] = state
+            self._held[stage] = state, still
             self.replicas.pop(stage, None)
 
     def let_go(self, stage: int) -> None:
@@ -100,14 +108,17 @@ class Handing:
     def offer(self, stage: int, layers: bool = True) -> None:
         """Copy the stage's weights (or, of them, only those of no layer), between updates, for whoever keeps its
         replica."""
-        state = self._held[stage]()
-        copies = {
-            name: tensor.detach().float().cpu().clone()
-            for name, tensor in state.tensors.items()
-            if layers or layer_of(name) is None
-        }
+        state = self._held[stage][0]()
+        names = [name for name in state.tensors if layers or layer_of(name) is None]
+        offer = copied(state, names)
         with self._lock:
-            self._offers[stage] = State(copies, state.updates, state.omega)
+            self._offers[stage] = offer
+
+    def forget(self, keep: Collection[int]) -> None:
+        """From now on, keep no replicas but of these stages."""
+        with self._lock:
+            self.replicas = {stage: state for stage, state in self.replicas.items() if stage in keep}
+            self._keeping = {stage: fetch for stage, fetch in self._keeping.items() if stage in keep}
 
     # ---------------------------------------------------------------- fetching
 
@@ -158,7 +169,7 @@ class Handing:
         def kept(future: Future[None]) -> None:
             if future.exception() is None:
                 with self._lock:
-                    if stage not in self._held:
+                    if stage not in self._held and self._keeping.get(stage) is fetch:
                         self.replicas[stage] = fetch.state
 
         fetch.done.add_done_callback(kept)
@@ -171,19 +182,29 @@ class Handing:
             raise RemoteProtocolError("size", f"{size} bytes where none are wanted")
         wanted = Wanted(request.stage, request.first, request.end, request.rest, request.replica)
         self._check(request, wanted)
-        with self._lock:
-            held, offer = self._held.get(wanted.stage), self._offers.get(wanted.stage)
-            state = self.replicas.get(wanted.stage) if wanted.replica else None
-        if held is not None and not wanted.replica:
-            state = held()
-            if offer is not None and ordered(offer.tensors, wanted) == ordered(state.tensors, wanted):
-                state = offer
-        if state is None:
-            raise RemoteProtocolError("stage", f"stage {wanted.stage} is not here")
+        if not self.allowed(peer, wanted.stage):
+            raise RemoteProtocolError("stranger", f"stage {wanted.stage} is not for everybody")
+        state = self._given(wanted)
         tensors = [state.tensors[name] for name in ordered(state.tensors, wanted)]
         body = 4 * sum(tensor.numel() for tensor in tensors)
         ours = Outgoing(self._head(wanted, state), body, lambda: _pieces(tensors))
         return Accepted(ours, _refuse, lambda error: None)
+
+    def _given(self, wanted: Wanted) -> State:
+        """What has the tensors wanted, and stays as it is."""
+        with self._lock:
+            held, offer = self._held.get(wanted.stage), self._offers.get(wanted.stage)
+            replica = self.replicas.get(wanted.stage)
+        if wanted.replica and replica is not None:
+            return replica
+        if wanted.replica or held is None:
+            raise RemoteProtocolError("stage", f"stage {wanted.stage} is not here")
+        live, still = held
+        names = ordered(live().tensors, wanted)
+        if offer is not None and ordered(offer.tensors, wanted) == names:
+            return offer
+        with still():
+            return copied(live(), names)
 
     def _head(self, wanted: Wanted, state: State | None = None) -> bytes:
         updates, omega = (0, 0.0) if state is None else (state.updates, state.omega)
@@ -208,6 +229,12 @@ class Handing:
             raise RemoteProtocolError("crew", f"policy {head.architecture} of swarm {head.swarm[:16]}")
         if Wanted(head.stage, head.first, head.end, head.rest, head.replica) != wanted:
             raise RemoteProtocolError("stage", f"stage {head.stage}, layers {head.first} to {head.end}")
+
+
+def copied(state: State, names: Collection[str]) -> State:
+    """Of some of its tensors, in float32 on the CPU."""
+    copies = {name: state.tensors[name].detach().to("cpu", torch.float32, copy=True) for name in names}
+    return State(copies, state.updates, state.omega)
 
 
 def layer_of(name: str) -> int | None:
@@ -241,9 +268,10 @@ class Filler:
                 self._at = 0
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-    for tensor in tensors:
-        flat = tensor.detach().float().cpu().flatten().numpy().view(np.uint8)
+def _pieces(tensors: list[Tensor]) -> Iterator[memoryview]:
+    """All bytes; no tensor is kept when it has left."""
+    while tensors:
+        flat = tensors.pop(0).detach().float().cpu().flatten().numpy().view(np.uint8)
         for start in range(0, len(flat), MAX_CHUNK_BYTES):
             yield memoryview(flat[start : start + MAX_CHUNK_BYTES])
 

@@ -5,15 +5,17 @@
               all seats taken, and changed -> Plan to all -> Ready of every stage -> Whole to all
 
 A new lead of an old crew first waits until those whom the last plan names have come, or `GATHER_S` have passed, so that
-whoever lives keeps its stage. A crew that never was whole waits until there are as many peers as stages.
+whoever lives keeps its stage. A crew that never was whole waits until there are as many peers as stages; if one of them
+has no room for an equal share, the layers are divided by memory, unless somebody has files of stages already.
 Pure: `now` (seconds, of any clock) comes in, actions go to the outbox.
 """
 
 from __future__ import annotations
 
+import hmac
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_high
 
 import msgspec
@@ -35,9 +37,12 @@ from protocol.crew import (
     Refusal,
     Report,
     Seat,
+    Settings,
     Source,
     Unable,
     Whole,
+    crew_id,
+    proof,
 )
 from swarm_node.stages.placement import Claim, Standing, fill, neighbour, relief
 
@@ -58,9 +63,9 @@ MAX_SAID = 1000
 """Sentences that are said once, and then no more of them."""
 
 Spans = tuple[Layers, ...]
-Sources = Callable[[int, Spans, Mapping[str, Holding], int], Sequence[Source]]
-"""(stage, spans, what each peer of the crew has, updates that the crew has made) -> ways to come by the stage, best
-first."""
+Sources = Callable[[int, Spans, Mapping[str, Holding], int, Settings], Sequence[Source]]
+"""(stage, spans, what each peer of the crew has, updates that the crew has made, how it works) -> ways to come by the
+stage, best first."""
 Tell = Callable[[int, Source, int, int], str]
 """(stage, how it was come by, its updates, those of the crew) -> a sentence for people: what was done, what is lost."""
 Costs = Callable[[Spans], Sequence[int]]
@@ -72,11 +77,20 @@ class Post:
     """This peer's place in its crew, and how the crew goes about things."""
 
     me: str
+    name: str
+    """Of this peer, for people."""
     swarm: str
     crew: str
+    """Its name, for people at this end."""
+    key: bytes
+    """`crew_key` of it."""
     architecture: str
+    settings: Settings
+    """How the crew works, if this peer turns out to be the first lead."""
     spans: Spans
-    """Layers of each stage, if this peer turns out to be the first lead."""
+    """Layers of each stage, likewise: equal shares, or those of its snapshots, if it has any."""
+    divide: Callable[[Sequence[float]], Spans]
+    """Bytes that the holder of each stage can take, 0 = not known -> layers of each; ValueError if that cannot be."""
     wanted: int | None = None
     """Stage it would like to hold; `None` = any."""
     capacity: int = 0
@@ -89,8 +103,19 @@ class Post:
     """Longer than this no stage keeps a message."""
     absent_s: float = 0.0
     """It waits so much longer for another to begin the crew, who may know more of it."""
-    reach: int = 1
-    """Stages so far apart talk to each other directly; 2 with swapped orders (CheckFree+)."""
+
+    @property
+    def id(self) -> str:
+        """Of the crew, as cards show it."""
+        return crew_id(self.key)
+
+    def proof_to(self, peer: str) -> str:
+        """That this peer knows the crew's name."""
+        return proof(self.key, self.me, peer)
+
+    def is_proof_of(self, peer: str, text: str) -> bool:
+        """That `peer` does."""
+        return hmac.compare_digest(proof(self.key, peer, self.me), text)
 
 
 @dataclass(eq=False)
@@ -236,15 +261,21 @@ class Lead:
         self.post = post
         self.term = term
         self.plan: Plan | None = None
+        self.settings = plan.settings if plan else post.settings
         self.spans = plan.spans if plan else post.spans
         self.costs = costs(self.spans)
+        self._cut = bool(plan or hello.spans)
+        """Somebody has stages, or files of them, with just these layers."""
+        self._cost = costs
+        self._tried: list[float] = []
+        """Capacities by which it was last tried to divide layers."""
         self.seats = [seat.peer for seat in plan.seats] if plan else [""] * len(post.spans)
         self.members = {post.me: Member(0, None, hello, hello.holding)}
         self.whole = False
         self.won = 0
         """Last term in which the crew was whole."""
         self.lost: set[int] = set()
-        """Stages lost since `resume`, and why."""
+        """Stages lost since `resume`, or whose messages were, and why."""
         self.why = ""
         self._sources = sources
         self._tell = tell
@@ -262,8 +293,8 @@ class Lead:
         self._breaks: dict[str, tuple[float, float]] = {}
         """First and last time in a row that a peer lost touch with a neighbour."""
         self._banned: dict[str, float] = {}
-        for stage in range(len(self.seats)):
-            if stage == 0 or self.seats[stage] in ("", lost):
+        for stage, peer in enumerate(self.seats):
+            if peer in ("", lost) or (stage == 0 and peer != post.me):
                 self._vacate(stage, now)
                 if plan:
                     self._out.counts["lost"] += 1
@@ -297,6 +328,11 @@ class Lead:
         """There has been a policy, which goes on."""
         return bool(self.plan or self._before or any(member.holding.live for member in self.members.values()))
 
+    def takes(self, spans: Spans) -> bool:
+        """Whether somebody whose stages have these layers can be in this crew."""
+        ends = len(spans) == len(self.spans) and spans[-1][1] == self.spans[-1][1]
+        return not spans or spans == self.spans or (ends and not self._cut)
+
     def resume(self) -> None:
         """What was lost is known, and the pipeline is used anew."""
         self.lost, self.why = set(), ""
@@ -311,7 +347,7 @@ class Lead:
         peer = link.peer
         if self._banned.get(peer, now) > now:
             self._out.counts["refused/stall"] += 1
-            self._out.send(link, Refusal("stall", "given up a moment ago"))
+            self._out.send(link, Refusal("stall", "given up a moment ago", self.post.proof_to(peer)))
             return
         old = self.members.get(peer)
         if old is not None and old.link is not None and old.link is not link:
@@ -320,7 +356,9 @@ class Lead:
         arrived = self._arrivals if old is None else old.arrived
         member = self.members[peer] = Member(arrived, link, hello, hello.holding)
         self._awaited.discard(peer)
-        self._out.send(link, Answer(self.me, self.term))
+        if hello.spans and not self._cut:
+            self.spans, self.costs, self._cut = hello.spans, self._cost(hello.spans), True
+        self._out.send(link, Answer(self.me, self.post.proof_to(peer), self.term))
         for stage in [stage for stage, holder in enumerate(self.seats) if holder == peer]:
             if stage not in member.live:
                 self._lose(stage, f"peer {short(peer)} has come back without it", now)
@@ -374,10 +412,11 @@ class Lead:
             self.begin_anew(max(stages, default=len(self.seats) - 1), why)
 
     def _lose(self, stage: int, why: str, now: float) -> None:
+        again = stage in self._vacant_since
         self._vacate(stage, now)
         if self.plan is None and self._before is None:
             return  # nothing was in it
-        self._out.counts["lost"] += 1
+        self._out.counts["lost"] += not again  # who was to rebuild it has not
         self._out.say(f"stage {stage} of crew {self.post.crew} is lost ({why})")
         self.lost.add(stage)
         self.why = self._anew = why  # even if the same peer gets it again
@@ -473,10 +512,12 @@ class Lead:
         for stage, peer in enumerate(self.seats):
             if peer and peer not in self.members:
                 self._lose(stage, f"peer {short(peer)} did not come", self._gather_until - GATHER_S)
-        if not self._formed and len(self.members) < len(self.seats):
+        if not self._formed:
             missing = len(self.seats) - len(self.members)
-            self._out.say_once(f"crew {self.post.crew} waits for {missing} more peer{'s' * (missing > 1)}")
-            return None
+            if missing > 0:
+                self._out.say_once(f"crew {self.post.crew} waits for {missing} more peer{'s' * (missing > 1)}")
+                return None
+            self._divide()
         self._fill(now)
         if "" in self.seats:
             return None
@@ -485,6 +526,30 @@ class Lead:
             return self._issue(now)
         self._share_spares()
         return None
+
+    def _divide(self) -> None:
+        """Layers by memory, if those of equal shares do not fit those who would hold them."""
+        stages, members = range(1, len(self.seats)), self.members
+        claims = [
+            Claim(peer, member.arrived, member.hello.wanted, room=member.hello.capacity or None)
+            for peer, member in members.items()
+            if peer != self.me
+        ]
+        if self._cut or len(fill(stages, claims, self.costs)) == len(stages):
+            return
+        claims.sort(key=lambda claim: -(claim.room or float("inf")))
+        largest = [replace(claim, room=None) for claim in claims[: len(stages)]]
+        holders = [self.me, *(peer for _, peer in sorted(fill(stages, largest, self.costs).items()))]
+        room = [float(members[peer].hello.capacity) for peer in holders]
+        if room == self._tried:
+            return
+        self._tried = room
+        try:
+            self.spans = self.post.divide(room)
+        except ValueError:
+            return  # that somebody has no room is said
+        self.costs, self.seats = self._cost(self.spans), holders
+        self._out.say(f"layers by memory: {', '.join(f'{first}-{end - 1}' for first, end in self.spans)}")
 
     def _fill(self, now: float) -> None:
         vacant = [stage for stage, peer in enumerate(self.seats) if not peer]
@@ -541,12 +606,13 @@ class Lead:
 
     def _issue(self, now: float) -> Plan:
         self._number += 1
+        self._cut = True
         updates = self.updates
         seats = tuple(
             Seat(peer, layers, self._sources_of(stage, peer, updates))
             for stage, (peer, layers) in enumerate(zip(self.seats, self.spans, strict=True))
         )
-        plan = self.plan = Plan(self.term, self._number, seats, tuple(self.spares[:MAX_MEMBERS]))
+        plan = self.plan = Plan(self.term, self._number, seats, self.settings, tuple(self.spares[:MAX_MEMBERS]))
         self.whole, self._ready, self._anew, self._anew_at = False, set(), "", now + AGAIN_S
         for member in self.members.values():
             member.probed = None
@@ -565,7 +631,7 @@ class Lead:
         holdings = {one: member.holding for one, member in self.members.items()}
         others = tuple(kept for kept in holdings[peer].live if kept.stage != stage)
         holdings[peer] = msgspec.structs.replace(holdings[peer], live=others)
-        return tuple(self._sources(stage, self.spans, holdings, updates))[:MAX_SOURCES]
+        return tuple(self._sources(stage, self.spans, holdings, updates, self.settings))[:MAX_SOURCES]
 
     def _share_spares(self) -> None:
         """Who succeeds the lead must be known to all."""

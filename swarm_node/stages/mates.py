@@ -28,13 +28,14 @@ from protocol.crew import (
     Holding,
     Plan,
     Progress,
+    Settings,
     Source,
     open_record,
 )
 from protocol.crew import seal_record as seal
 from protocol.errors import RemoteProtocolError
 from protocol.messages import CrewCard
-from protocol.pipeline import Codec, open_envelope
+from protocol.pipeline import open_envelope
 from protocol.transports.base import Channel, Listener, Transport
 from swarm_node.stages.crewing import NOTHING, Crew
 from swarm_node.stages.leading import (
@@ -63,6 +64,8 @@ LOOK_S = 1.0
 """Cards are looked at this often."""
 MAX_WAITING = 1024
 """Messages that may wait here: the schedule lets far fewer be on their way."""
+MAX_WAITING_BYTES = 2**30
+"""Their bodies, and those under way, together."""
 PLANS = 16
 """Latest plans whose messages are still known for what they are, and dropped; others end their channel."""
 
@@ -94,19 +97,17 @@ class Mates:
         sources: Sources,
         tell: Tell,
         costs: Costs,
-        limits: Limits,
-        codec: Codec,
+        limits: Callable[[Settings], Limits],
         say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
         holding: Holding = NOTHING,
     ) -> None:
-        """Of `limits`, `plan`, `stages`, `here` and `sender` are filled in for each message. `codec` is that of
-        activations and gradients; the other arguments are those of `Crew`."""
+        """`limits`: of a crew that works so; its `plan`, `stages`, `here` and `sender` are filled in for each message.
+        The other arguments are those of `Crew`."""
         self.counts: Counter[str] = Counter()
         """`late`: messages of earlier plans; `unsent`: to stages that had gone."""
         self._transport = transport
         self._limits = limits
-        self._codec: Codec = codec
         self._say = say
         self._now = now
         self._crew = Crew(post, sources, tell, costs, now(), holding, self._held_s)
@@ -121,6 +122,10 @@ class Mates:
         self._plans: dict[int, Plan] = {}
         self._orders: deque[Order] = deque()
         self._inbox: deque[_Waiting] = deque()
+        self._coming: dict[Link, int] = {}
+        """Bytes of the body that is under way on each channel."""
+        self._kept = 0
+        """Bytes of bodies in the inbox."""
         self._news = threading.Event()
         """A message, an order or a new plan has come since the main thread last looked."""
         self._taken: _Waiting | None = None
@@ -175,6 +180,12 @@ class Mates:
         """Whether a stage is still to be built, and so."""
         with self._lock:
             return self._crew.stands(order)
+
+    def name_of(self, peer: str) -> str:
+        """What a peer, given by its id or by the end of it that `short` shows, called itself; empty = it is not known
+        here."""
+        with self._lock:
+            return next((name for one, name in reversed(self._crew.names.items()) if peer and one.endswith(peer)), "")
 
     def metrics(self) -> dict[str, float]:
         """`stages/*`: running totals."""
@@ -263,7 +274,7 @@ class Mates:
         elif message.stage in stages:
             self._put(_Waiting(plan.mark, self._now(), message=message))
         else:
-            head, body = encode(message, self._codec, plan.mark)
+            head, body = encode(message, plan.settings.wire, plan.mark)
             if channel is None or not channel.send(head, *body):
                 self.counts["unsent"] += 1
                 if self._leading:
@@ -319,6 +330,7 @@ class Mates:
             return None
         waiting = self._inbox.popleft()
         with self._lock:
+            self._kept -= len(waiting.body or b"")
             plan = self._crew.plan
         current = plan.mark if plan is not None else -1
         if waiting.plan != (self._working if self._leading else current):
@@ -384,6 +396,10 @@ class Mates:
             judge(head, size, self._limits_of(link, head))
             if len(self._inbox) >= MAX_WAITING:
                 raise RemoteProtocolError("flood", f"{MAX_WAITING} messages wait already")
+            with self._lock:
+                if size + self._kept + sum(self._coming.values()) > MAX_WAITING_BYTES:
+                    raise RemoteProtocolError("flood", f"{size} bytes more than {MAX_WAITING_BYTES} would wait")
+                self._coming[link] = size
         except RemoteProtocolError as error:
             if error.reason != "plan":
                 self._faults[link] = error.reason
@@ -401,17 +417,22 @@ class Mates:
             raise RemoteProtocolError("stranger", "messages from a peer without a stage")
         me = self._crew.post.me
         here = {*plan.held_by(me), *((LEAD,) if plan.lead == me else ())}
-        return replace(self._limits, plan=mark, stages=len(plan.seats), here=frozenset(here), sender=sender)
+        limits = self._limits(plan.settings)
+        return replace(limits, plan=mark, stages=len(plan.seats), here=frozenset(here), sender=sender)
 
     def _received(self, link: Link, head: bytes, body: bytearray) -> None:
         if head == CONTROL:
             self._handle(partial(self._crew.heard, link, open_record(body)))
         else:
             limits = self._limits_of(link, head)
+            with self._lock:
+                self._kept += self._coming.pop(link, 0)
             self._put(_Waiting(limits.plan, self._now(), link, limits, head, body))
 
     def _closed(self, link: Link, why: str) -> None:
         self._channels.pop(link, None)
+        with self._lock:
+            self._coming.pop(link, None)
         fault = self._faults.pop(link, None)
         if fault is not None:
             self._handle(partial(self._crew.refused, link, fault))

@@ -3,8 +3,10 @@
     cost of a stage = its layers + the embedding, if it is the first + norm and head, if it is the last
 
 The largest cost over stages, each divided by what its machine can take, is made as small as it gets; every stage holds
-one layer at least. Layers are contiguous, so a dynamic programme over (stage, layer) finds it. Among the cuts that are
-equally good by that measure, the one with the smallest sum of squares is taken: it leaves no stage needlessly large.
+one layer at least, and none more than its machine can take. Layers are contiguous, so a dynamic programme over (stage,
+layer) finds it. Among the cuts that are equally good by that measure, the one with the smallest sum of squares is
+taken: it leaves no stage needlessly large. A machine of which nothing is known counts as much as the largest that is
+known, but is given more rather than that another is given too much.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import skeleton
+
+UNKNOWN = 0.0
+"""Capacity of a machine of which nothing is known."""
 
 
 @dataclass(frozen=True, order=True)
@@ -43,31 +49,34 @@ class Span:
 def partition(layer_bytes: Sequence[int], embed_bytes: int, head_bytes: int, capacities: Sequence[float]) -> list[Span]:
     """The spans of `len(capacities)` stages of a model with `len(layer_bytes)` layers.
 
-    capacities  bytes that each stage's machine can take; all 1.0 = unknown, so all alike
+    capacities  bytes that each stage's machine can take; `UNKNOWN`, or inf, if it is not known
 
-    UserError if there are more stages than layers, or if the layers do not fit the machines.
+    UserError if there are more stages than layers, ValueError if the layers do not fit the machines.
     """
     layers, count = len(layer_bytes), len(capacities)
     if not 1 <= count <= layers:
         raise UserError(f"this model has {layers} layers: it can be cut into 1 to {layers} stages, not {count}")
-    for stage, capacity in enumerate(capacities):
-        if not capacity > 0:
-            raise UserError(f"the machine of stage {stage} has no memory for it: leave it out, or give it some")
+    if not all(capacity >= 0 for capacity in capacities):
+        raise ValueError(f"capacities must be numbers of bytes, not {list(capacities)}")
+    known = [0 < capacity < inf for capacity in capacities]
+    most = max((capacity for capacity, is_known in zip(capacities, known, strict=True) if is_known), default=1.0)
     upto = [0, *accumulate(layer_bytes)]
 
     def load(stage: int, first: int, end: int) -> float:
         ends = (embed_bytes if stage == 0 else 0) + (head_bytes if stage == count - 1 else 0)
-        return (upto[end] - upto[first] + ends) / capacities[stage]
+        full = (upto[end] - upto[first] + ends) / (capacities[stage] if known[stage] else most)
+        return inf if known[stage] and full > 1 else full
 
     def squares(total: float, load: float) -> float:
-        return total + load**2 if load <= limit else float("inf")
+        return total + load**2 if load <= limit else inf
 
     limit = _best(layers, count, load, max)[0]
-    if limit > 1 and any(capacity != 1 for capacity in capacities):
+    if limit == inf:
         needed = (upto[-1] + embed_bytes + head_bytes) / 2**30
-        raise UserError(
-            f"{count} stages of {', '.join(f'{c / 2**30:.3g}' for c in capacities)} GiB cannot hold this model's "
-            f"{needed:.3g} GiB in whole layers: use more stages, or machines with more memory"
+        room = ", ".join(f"{c / 2**30:.3g}" if is_known else "?" for c, is_known in zip(capacities, known, strict=True))
+        raise ValueError(
+            f"machines with {room} GiB cannot hold this model's {needed:.3g} GiB in whole layers: use more stages, or "
+            "machines with more memory"
         )
     bounds = _best(layers, count, load, squares)[1]
     return [Span(i, count, bounds[i], bounds[i + 1], layers) for i in range(count)]

@@ -93,8 +93,6 @@ class Lead:
         self.patience_s = patience_s
         self.states: dict[int, State] = {}
         """What each stage last said of itself."""
-        self.lost = 0
-        """Stages lost so far."""
         self.spoiled = False
         """Whether the loss had a gradient that is not finite."""
         self.updates = workers[0].updates
@@ -112,8 +110,8 @@ class Lead:
 
     def figures(self) -> dict[str, float]:
         """Since they were last asked for: bytes sent to other peers for each token (sampled, or in a row of a pass),
-        and the share of train steps that this peer waited; stages lost so far."""
-        figures = {"stages/lost": float(self.lost)}
+        and the share of train steps that this peer waited."""
+        figures: dict[str, float] = {}
         if self._tokens:
             figures["stages/bytes_per_token"] = self._bytes / self._tokens
         if self._trained:
@@ -127,7 +125,6 @@ class Lead:
         gone: set[int] = set()
         while True:
             gone |= lost.stages
-            self.lost += len(lost.stages)
             try:
                 self.on_lost(lost)
                 self._to_all(Reset(self._turn))
@@ -174,10 +171,9 @@ class Lead:
         """From the first to the last stage, or the other way, if both hold it."""
         if self.workers[0].tied_name is None:
             return
-        self.states.clear()
         self._send(Message(giver, Share(keep)))
-        while self.stages - 1 - giver not in self.states:
-            self._next()
+        while (message := self._next()) is None or not isinstance(message.head, State) or not message.head.taken:
+            pass
 
     # ----------------------------------------------------------------- passes
 

@@ -76,6 +76,17 @@ def succession(seats: Sequence[str], spares: Sequence[str]) -> list[str]:
     return [peer for peer in dict.fromkeys([*spares, *seats[1:]]) if peer and peer != seats[0]]
 
 
+def adjacent(seats: Sequence[str], me: str, reach: int) -> dict[str, bool]:
+    """Peers with stages at most `reach` from those of `me`, but for the lead -> whether `me` opens the channel to them:
+    whoever holds the higher stage does. The lead has channels with all."""
+    highest = {peer: stage for stage, peer in enumerate(seats)}
+    mine = [stage for stage, peer in enumerate(seats) if peer == me]
+    if 0 in mine:
+        return {}
+    near = {seats[stage] for own in mine for stage in range(max(0, own - reach), min(len(seats), own + reach + 1))}
+    return {peer: highest[me] > highest[peer] for peer in sorted(near - {me, seats[0]})}
+
+
 def neighbour(stage: int, seats: Sequence[str], rooms: Mapping[str, int | None], cost: int) -> str | None:
     """Which neighbour takes a lost stage on: the one with more room, or the lower if that is not known; `None` if
     neither can. `rooms` = bytes that each peer can take besides what it holds, `None` = not known."""

@@ -59,6 +59,8 @@ SMALLEST = 1e-30
 """Blocks of int8 without a larger magnitude count as 0: 1 / s must not overflow."""
 LARGEST = 1e30
 """Neither an activation nor a gradient is larger."""
+BLOCK_BYTES = 2**24
+"""Most that travels in one message of a matrix that two stages hold, in float32: other messages come in between."""
 TARGETS = 64
 """Most completion tokens for each token of a microbatch's rows: many short ones may follow one prompt."""
 
@@ -96,7 +98,8 @@ class _Field(NamedTuple):
 
 
 def _layout(head: Head, stage: int) -> tuple[_Field, ...]:
-    """The tensors that belong to a head. H = width, V = vocabulary; other letters mean one number in all of them."""
+    """The tensors that belong to a head. H = width, V = vocabulary, B = rows of the block that the head names; other
+    letters mean one number in all of them."""
     match head:
         case Forward():
             ids = _Field("whole", ("R", "T"), "V")
@@ -115,7 +118,7 @@ def _layout(head: Head, stage: int) -> tuple[_Field, ...]:
         case LossGradient():
             return (_Field("exact", ("N",)),)
         case TiedGradient():
-            return (_Field("values", ("V", "H")),)
+            return (_Field("values", ("B", "H")),)
         case Prefill():
             x = _Field("whole", ("P", "T"), "V") if stage == 0 else _Field("values", ("P", "T", "H"))
             return x, _Field("whole", ("P",), "T+1"), _Field("unit", ("W",))
@@ -126,9 +129,16 @@ def _layout(head: Head, stage: int) -> tuple[_Field, ...]:
         case Tokens():
             return _Field("whole", ("W",), "V"), _Field("exact", ("W",))
         case TiedMatrix():
-            return (_Field("exact", ("V", "H")),)
+            return (_Field("exact", ("B", "H")),)
         case Squares() | Squared() | Apply() | Skip() | Share() | Ask() | State() | Reset() | Trouble():
             return ()
+
+
+def rows_of(block: int, height: int, width: int) -> slice:
+    """Rows of a matrix [height, width] that are in a block; none = there is no such block. Whole blocks of int8 scales,
+    so that each row is written as in the whole matrix."""
+    rows = max(1, BLOCK_BYTES // (4 * width * BLOCK)) * BLOCK
+    return slice(min(block * rows, height), min((block + 1) * rows, height))
 
 
 # --------------------------------------------------------------------- to bytes
@@ -238,10 +248,11 @@ def _judge_ends(head: Head, to: int, limits: Limits) -> None:
             if not limits.sender:
                 raise RemoteProtocolError("sender", "a gradient from a peer without a stage")
             return
-        case TiedGradient() | TiedMatrix():
+        case TiedGradient() | TiedMatrix() | Share():
             if to not in (0, last):
                 raise RemoteProtocolError("stage", f"no embedding is tied at stage {to}")
-            from_stage = last - to
+            first = isinstance(head, Share) and head.block == 0  # what the lead asks for
+            from_stage = 0 if first else last - to
         case LossGradient():
             if to != last:
                 raise RemoteProtocolError("stage", f"no log-probabilities come from stage {to}")
@@ -265,6 +276,9 @@ def _dimensions(envelope: Envelope, limits: Limits) -> Mapping[str, int]:
     if len(layout) != len(envelope.parts):
         raise RemoteProtocolError("shape", f"{len(envelope.parts)} parts, {len(layout)} belong to it")
     found = {"1": 1, "H": limits.width, "V": limits.vocabulary}
+    if isinstance(head, TiedGradient | TiedMatrix):
+        rows = rows_of(head.block, limits.vocabulary, limits.width)
+        found["B"] = rows.stop - rows.start
     for field, part in zip(layout, envelope.parts, strict=True):
         codings = ("float32", "bfloat16", "int8") if field.kind == "values" else (_coding(field, "float32"),)
         if part.coding not in codings or len(part.shape) != len(field.shape):

@@ -3,14 +3,14 @@
     training     Forward ... Forward, Backward ...   in the order of `schedule`, whenever what is next has come
                  Squares -> (TiedGradient to and fro) -> Squared          once every microbatch has come back
                  Apply -> State                                           an update; again: nothing but the answer
-    Share -> TiedMatrix -> State                             after one of the two ends was rebuilt (see below)
+    Share -> TiedMatrix -> ... -> State                      after one of the two ends was rebuilt (see below)
     sampling     Prefill, Step, Step, ... -> the next stage               the last one draws and tells the lead
     afterwards   Reset                                                    what a turn has left behind is forgotten
 
 What a microbatch leaves behind between forward and backward is held by (microbatch, place) of the present turn; a
 message of an earlier turn is dropped. Embedding and head may be one matrix, which the first and the last stage both
 hold: each adds the other's gradient to its own, so both make the same update; its squares count at the first. After
-one of them was rebuilt, the other gives it the matrix, and both begin with new moments for that.
+one of them was rebuilt, the other gives it the matrix, and both begin with new moments for that (`tied`).
 
 Where an activation or a gradient is not finite, zeros travel in its place and the stage answers that its gradient is
 not finite, so that nobody applies it: just as in one process.
@@ -59,6 +59,7 @@ from swarm_node.stages import wire
 from swarm_node.stages.cut import Stage
 from swarm_node.stages.ports import LEAD, Message, SliceOptimizer
 from swarm_node.stages.schedule import Operation, Route, route, schedule
+from swarm_node.stages.tied import Tied
 from swarm_node.types import Sampling
 
 
@@ -128,6 +129,7 @@ class Worker:
         """The stage before training, for the KL term; not needed by an adapter, which is switched off for it."""
         self.longest_held = 0
         """Most microbatches held at a time so far."""
+        self.tied = Tied(name, stage.named()[name], self.count - 1 - self.index) if (name := stage.shared) else None
         self._device, self._dtype = stage.device, stage.dtype
         self._turn = 0
         self._forgotten = 0  # turns up to this one
@@ -136,8 +138,6 @@ class Worker:
         self._engine: _Engine | None = None  # of the present turn
         self._total = 0  # which sum its gradient is
         self._spoiled = False
-        self._own_tied: Tensor | None = None
-        self._other_tied: tuple[int, Tensor] | None = None
         self._norm: float | None = None  # of its layers' gradient, once it has been asked for
 
     # ----------------------------------------------------------------- messages
@@ -162,17 +162,16 @@ class Worker:
             case Squares():
                 return self._squares(head)
             case TiedGradient():
-                return self._tied(head, message.tensors[0])
+                return self._add(head, message.tensors[0])
             case Apply():
                 return self._apply(head)
             case Skip():
                 self.updates = head.update
                 return [self._state()]
-            case Share(keep=keep):
-                return self._share(keep)
-            case TiedMatrix(keep=keep):
-                self._renew(message.tensors[0], keep)
-                return [self._state()]
+            case Share():
+                return self._share(head)
+            case TiedMatrix():
+                return self._take(head, message.tensors[0])
             case Ask():
                 return [self._state()]
             case Reset():
@@ -253,8 +252,9 @@ class Worker:
             raise RemoteProtocolError("order", f"sum {head.total} after {self._total}")
         if head.total > self._total:
             self.optimizer.zero_grad()
-            self._total, self._spoiled = head.total, False
-            self._own_tied = self._norm = None
+            self._total, self._spoiled, self._norm = head.total, False, None
+            if self.tied is not None:
+                self.tied.begin()
         operations = schedule(self.count, head.microbatches, head.swapped)[self.index]
         self._pass = _Pass(head.turn, head.microbatches, head.swapped, operations)
         return self._pass
@@ -342,42 +342,33 @@ class Worker:
         run = self._pass
         if head.total > self._total or (run is not None and run.done < len(run.operations)):
             raise RemoteProtocolError("order", f"sum {head.total} is not complete here")
-        name = self.tied_name
-        if name is None:
-            return [self._squared()]
-        if self._own_tied is None:
-            parameter = self.stage.named()[name]
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self._own_tied = wire.rounded(self._finite(gradient), self.codec)
-        other = Message(self.count - 1 - self.index, TiedGradient(head.total), (self._own_tied,))
-        return [other, *self._add_tied()]
+        return [self._squared()] if self.tied is None else self._exchange(self.tied)
 
-    def _tied(self, head: TiedGradient, gradient: Tensor) -> list[Message]:
+    def _add(self, head: TiedGradient, rows: Tensor) -> list[Message]:
+        """To the own rows of the gradient."""
         if head.total < self._total:
             return []
-        if self.tied_name is None:
-            raise RemoteProtocolError("order", f"stage {self.index} has nothing tied that is trained")
-        self._other_tied = head.total, gradient
-        return self._add_tied()
+        tied = self._its_tied()
+        if head.total > self._total:
+            raise RemoteProtocolError("order", f"sum {head.total} has not begun here")
+        tied.came(head.block, rows)
+        return self._exchange(tied) if tied.begun else []
 
-    def _add_tied(self) -> list[Message]:
-        """Put both gradients of the tied matrix together, once both are there."""
-        if self._own_tied is None or self._other_tied is None or self._other_tied[0] != self._total:
-            return []
-        assert self.tied_name is not None
-        parameter = self.stage.named()[self.tied_name]
-        parameter.grad = self._own_tied + self._other_tied[1].to(self._own_tied)
-        self._own_tied = self._other_tied = None
-        return [self._squared()]
+    def _exchange(self, tied: Tied) -> list[Message]:
+        """What is next of the gradients of the matrix that two stages hold."""
+        blocks = tied.advance(lambda rows: wire.rounded(self._finite(rows), self.codec))
+        out = [Message(tied.other, TiedGradient(self._total, block), (rows,)) for block, rows in blocks]
+        return [*out, self._squared()] if tied.added else out
 
     @property
     def tied_name(self) -> str | None:
         """The trained matrix that another stage holds too."""
-        stage = self.stage
-        if not stage.tied or self.count == 1 or self.index not in (0, self.count - 1):
-            return None
-        matrix = stage.embed if self.index == 0 else stage.head
-        return next((name for name, p in stage.named().items() if p is getattr(matrix, "weight", None)), None)
+        return None if self.tied is None else self.tied.name
+
+    def _its_tied(self) -> Tied:
+        if self.tied is None:
+            raise RemoteProtocolError("order", f"stage {self.index} has nothing tied that is trained")
+        return self.tied
 
     def _squared(self) -> Message:
         outside = [name for name in self.stage.named() if ".layers." not in name]
@@ -395,21 +386,25 @@ class Worker:
             self.updates, self.omega, self._norm = head.update, self._norm, None
         return [self._state()]
 
-    def _share(self, keep: bool) -> list[Message]:
-        """Give the matrix to the stage at the other end."""
-        if self.tied_name is None:
-            raise RemoteProtocolError("order", f"stage {self.index} has nothing tied that is trained")
-        matrix = self.stage.named()[self.tied_name].detach().float().clone()
-        self._renew(matrix, keep)
-        return [Message(self.count - 1 - self.index, TiedMatrix(keep), (matrix,))]
+    def _share(self, head: Share) -> list[Message]:
+        """Give rows of the matrix to the stage at the other end."""
+        tied = self._its_tied()
+        rows = tied.give(head.block)
+        if head.block == 0:
+            self.optimizer.renew(tied.name, tied.parameter.detach(), head.keep)
+        return [Message(tied.other, TiedMatrix(head.keep, head.block), (rows,))]
 
-    def _renew(self, matrix: Tensor, keep: bool) -> None:
-        if self.tied_name is None:
-            raise RemoteProtocolError("order", f"stage {self.index} has nothing tied that is trained")
-        self.optimizer.renew(self.tied_name, matrix, keep)
+    def _take(self, head: TiedMatrix, rows: Tensor) -> list[Message]:
+        """Rows of the other end's matrix; that counts when all have come."""
+        tied = self._its_tied()
+        matrix = tied.take(head.block, rows)
+        if matrix is None:
+            return [Message(tied.other, Share(head.keep, head.block + 1))]
+        self.optimizer.renew(tied.name, matrix, head.keep)
+        return [self._state(taken=True)]
 
-    def _state(self) -> Message:
-        return Message(LEAD, State(self.index, self.updates, self.omega))
+    def _state(self, taken: bool = False) -> Message:
+        return Message(LEAD, State(self.index, self.updates, self.omega, taken))
 
     # ----------------------------------------------------------------- samples
 

@@ -14,6 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from typer.testing import CliRunner
+
+from swarm_node.cli import app
+
 Found = TypeVar("Found")
 LINK = re.compile(r"^swarm://[0-9a-f]{64}\?peer=\S+$", re.MULTILINE)
 QUICK = (
@@ -24,8 +28,17 @@ QUICK = (
     "network.listen=127.0.0.1",
     "network.port=0",
     "network.gossip_port=0",
+    "pace_s=0.2",
 )
-"""Settings under which a round of the starter takes a few hundredths of a second."""
+"""Settings under which a round of the starter takes a fifth of a second, most of which it leaves to other processes."""
+
+
+def make_manifest(folder: Path, *options: str) -> Path:
+    """Of a new swarm, as `swarm-node new` makes it."""
+    path = folder / "swarm.toml"
+    done = CliRunner().invoke(app, ["new", "--name", "test", "--tasks", "small", "--out", str(path), *options])
+    assert done.exit_code == 0, done.output
+    return path
 
 
 def until(what: Callable[[], Found | None], seconds: float, describe: Callable[[], str] = lambda: "") -> Found:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from swarm_node.recovery.snapshots import Snapshot, SnapshotStore, read_snapshot
-from tests.integration.processes import QUICK, NodeProcess, nodes, until
+from tests.integration.processes import QUICK, NodeProcess, make_manifest, nodes, until
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).with_name("averaging_node.py")
@@ -35,7 +35,7 @@ AVERAGING = (
     "grpo.learning_rate=3e-4",
     "sharing.own=4",
     "sharing.foreign=0",
-    "pace_s=0.15",
+    "pace_s=0.3",
 )
 """Without foreign groups nothing but averaging holds nodes together."""
 Start = Callable[..., NodeProcess]
@@ -52,10 +52,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Path:
-    path = tmp_path / "swarm.toml"
-    command = [sys.executable, "-m", "swarm_node", "new", "--name", "test", "--tasks", "small", "--out", str(path)]
-    subprocess.run([*command, "--averaging-period-s", str(PERIOD_S)], check=True, capture_output=True)
-    return path
+    return make_manifest(tmp_path, "--averaging-period-s", str(PERIOD_S))
 
 
 def exchanges(node: NodeProcess) -> float:
@@ -144,7 +141,7 @@ def test_every_outer_round_draws_four_nodes_together_whoever_is_killed(
     subprocess.run([*command, "--steps", "300"], check=True, capture_output=True)
     local = "--listen", "127.0.0.1", "--port", "0", "--gossip-port", "0"
     link = start("bootstrap", str(manifest), *local, run_dir=tmp_path / "hub", sets=()).link()
-    sets = (*AVERAGING, f"policy.model={model}", "snapshots.keep=1000", "pace_s=0.3")
+    sets = (*AVERAGING, f"policy.model={model}", "snapshots.keep=1000")
     four = [start("join", link, "--name", name, run_dir=tmp_path / name, sets=sets) for name in "abcd"]
     for node in four:
         node.until(lambda node=node: exchanges(node) >= 5 or None, 120)  # type: ignore[misc]

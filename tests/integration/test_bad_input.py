@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
+from swarm_node.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +44,31 @@ CASES = [
 ]
 
 
+def check(place, said, code, err):
+    lines = [line for line in err.splitlines() if line.startswith("swarm-node: ")]
+    assert code == 2, err
+    assert len(lines) == 1 and said in lines[0], err
+    assert "Traceback" not in err
+    assert sorted(p.name for p in (place / "notes").iterdir()) == ["diary.txt"]
+
+
 @pytest.mark.parametrize(("arguments", "said"), CASES, ids=[" ".join(arguments) for arguments, _ in CASES])
-def test_bad_input_is_one_clear_line(place, arguments, said):
-    environment = os.environ | {"SWARM_NODE_RUN_DIR": "run"} if "--run-dir" not in arguments else os.environ
+def test_bad_input_is_one_clear_line(place, arguments, said, monkeypatch):
+    monkeypatch.chdir(place)
+    if "--run-dir" not in arguments:
+        monkeypatch.setenv("SWARM_NODE_RUN_DIR", "run")
+    done = CliRunner().invoke(app, arguments, prog_name="swarm-node")
+    check(place, said, done.exit_code, done.stderr)
+
+
+def test_so_it_is_of_a_process(place):
+    arguments, said = next(case for case in CASES if case[0] == ["local", "--model", "notes"])
     done = subprocess.run(
         [sys.executable, "-m", "swarm_node", *arguments],
         cwd=place,
-        env=environment,
+        env=os.environ | {"SWARM_NODE_RUN_DIR": "run"},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    lines = [line for line in done.stderr.splitlines() if line.startswith("swarm-node: ")]
-    assert done.returncode == 2, done.stderr
-    assert len(lines) == 1 and said in lines[0], done.stderr
-    assert "Traceback" not in done.stderr
-    assert sorted(p.name for p in (place / "notes").iterdir()) == ["diary.txt"]
+    check(place, said, done.returncode, done.stderr)

@@ -62,7 +62,7 @@ def test_two_terminals_hold_one_policy_and_a_third_with_another_model_is_left_ou
     link = link_of(a)
     assert "crew home waits for 1 more peer" in a.output
     other = crew.join("other", link, "--lora")
-    says(a, "is left out of crew home: it has another model")
+    says(a, "is left out of crew home: it has other LoRA settings")
     b = crew.join("b", link)
     assert a.process.wait(120) == 0, a.output
     assert b.process.wait(20) == 0, b.output
@@ -118,6 +118,29 @@ def test_either_terminal_may_be_killed_and_a_fresh_one_goes_on(start: Start, tmp
     assert int(resumed[1]) == rounds
     assert [line["round"] for line in b.metrics[-2:]] == [b.rounds - 1, b.rounds]
     assert times(b, r"stage \d rebuilt from the snapshot after update \d+; nothing is lost") == 2, b.output
+
+
+@pytest.mark.timeout(240)
+def test_a_lead_that_waits_for_a_stage_can_be_stopped_and_loses_nothing(start: Start, tmp_path: Path) -> None:
+    crew = Crew(start, tmp_path, 2, 100_000, "stages.replica=off", "stages.spare_wait_s=600", "snapshots.every=1000")
+    a = crew.join("a")
+    link = link_of(a)
+    b = crew.join("b", link, "--set", "stages.wire=int8", "--set", "grpo.weight_decay=0.5")
+    a.until_rounds(5, 90)
+    says(b, r"crew home goes by its lead's options: stages.wire = bfloat16 \(here int8\), grpo.weight_decay = 0.0")
+    b.stop(signal.SIGKILL)
+    says(a, r"stage 1 of crew home is lost")
+    rounds = a.rounds
+    assert not list((tmp_path / "a" / "stages").glob("*/round-*"))
+    assert a.stop(signal.SIGINT, 12) == 0, a.output
+    (kept,) = (tmp_path / "a" / "stages" / "0").glob("round-*")
+    assert int(kept.name.split("-")[1]) >= a.last("step") - 1 > 0
+    assert "stopping after round" in a.output and "Traceback" not in a.output
+    a = crew.join("a")
+    b = crew.join("b", link_of(a))
+    assert int(says(a, r"resumed \S+ at round (\d+)", 90)[1]) in (rounds, rounds + 1)
+    says(a, r"stage 0 rebuilt from the snapshot after update \d+; nothing is lost")
+    a.until_rounds(2, 60)
 
 
 @pytest.mark.timeout(300)

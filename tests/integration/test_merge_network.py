@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protocol.manifest import parse_link
-from tests.integration.processes import QUICK, NodeProcess, nodes
+from tests.integration.processes import QUICK, NodeProcess, make_manifest, nodes
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).with_name("merge_keeping.py")
@@ -31,7 +31,7 @@ AVERAGING = (
     "grpo.learning_rate=3e-4",
     "sharing.own=4",
     "sharing.foreign=0",
-    "pace_s=0.15",
+    "pace_s=0.3",
 )
 Start = Callable[..., NodeProcess]
 
@@ -58,9 +58,7 @@ def merge(folder: Path, *arguments: str) -> tuple[dict[str, Any], str, dict[str,
 
 @pytest.mark.timeout(300)
 def test_members_are_merged_while_they_train_although_one_dies(start: Start, tmp_path: Path) -> None:
-    manifest = tmp_path / "swarm.toml"
-    command = [sys.executable, "-m", "swarm_node", "new", "--name", "test", "--tasks", "small", "--out", str(manifest)]
-    subprocess.run([*command, "--averaging-period-s", "3"], check=True, capture_output=True)
+    manifest = make_manifest(tmp_path, "--averaging-period-s", "3")
     link = start("bootstrap", str(manifest), *LOCAL, run_dir=tmp_path / "hub", sets=()).link()
     three = [start("join", link, "--name", name, run_dir=tmp_path / name, sets=AVERAGING) for name in ("a", "b", "c")]
     for node in three:

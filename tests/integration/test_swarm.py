@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import NodeProcess, nodes, until
+from tests.integration.processes import NodeProcess, make_manifest, nodes, until
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., NodeProcess]
@@ -22,13 +20,6 @@ Start = Callable[..., NodeProcess]
 def start() -> Iterator[Start]:
     with nodes() as starter:
         yield starter
-
-
-def make_manifest(folder: Path) -> Path:
-    path = folder / "swarm.toml"
-    command = [sys.executable, "-m", "swarm_node", "new", "--name", "test", "--tasks", "small", "--out", str(path)]
-    subprocess.run(command, check=True, capture_output=True)
-    return path
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from protocol.codec import SPOKEN
 from protocol.crew import (
@@ -28,10 +28,14 @@ from protocol.crew import (
     Refusal,
     Report,
     Seat,
+    Settings,
     Source,
     Unable,
     Whole,
+    crew_id,
+    crew_key,
     open_record,
+    proof,
     seal_record,
 )
 from protocol.errors import LocalProtocolError, RemoteProtocolError
@@ -43,9 +47,11 @@ REASONS = {"size", "schema", "version", "plan"}
 HELLO = Hello(
     protocol=PROTOCOL_VERSION,
     swarm=SWARM,
-    crew="red",
+    crew="8899aabbccddeeff",
+    proof="c3" * 32,
     architecture="00112233445566aa",
     stages=3,
+    name="kitchen-laptop",
     wanted=1,
     leads=True,
     term=2,
@@ -56,11 +62,13 @@ HELLO = Hello(
     capacity=2**30,
 )
 SOURCES = (Source("mean", ("a", "c"), (0, 2), 40), Source("base"))
-PLAN = Plan(2, 7, (Seat("a", (0, 2)), Seat("b", (2, 4), SOURCES), Seat("c", (4, 6))), ("d", "e"))
+SETTINGS = Settings("int8", True, "auto", False, 512, 1024, 4096, 0.01, (0.9, 0.999))
+PLAN = Plan(2, 7, (Seat("a", (0, 2)), Seat("b", (2, 4), SOURCES), Seat("c", (4, 6))), SETTINGS, ("d", "e"))
 RECORDS: list[Record] = [
     HELLO,
-    Answer("", 3),
-    Refusal("model", "it has another model"),
+    Answer("", HELLO.proof, 3),
+    Refusal("crew", "it does not know the name"),
+    Refusal("model", "it has another model", HELLO.proof),
     PLAN,
     Ready(PLAN.mark, 1, 40, SOURCES[0]),
     Ready(PLAN.mark, 1, 40),
@@ -73,16 +81,19 @@ RECORDS: list[Record] = [
 ]
 GOLDEN = {
     "hello": (
-        "8ea46b696e64a568656c6c6fa870726f746f636f6c01a5737761726dd9403561356135613561356135613561356135613561"
-        "3561356135613561356135613561356135613561356135613561356135613561356135613561356135613561a463726577a3"
-        "726564ac617263686974656374757265b030303131323233333434353536366161a673746167657303a677616e74656401a5"
-        "6c65616473c3a47465726d02a77570646174657328a773746172746564cb41dad27480200000a7686f6c64696e6783a46c69"
-        "766591920128a87265706c6963617391920227a9736e617073686f74739292011e920114a57370616e739392000292020492"
-        "0406a86361706163697479ce40000000"
+        "de0010a46b696e64a568656c6c6fa870726f746f636f6c01a5737761726dd940356135613561356135613561356135613561"
+        "35613561356135613561356135613561356135613561356135613561356135613561356135613561356135613561a4637265"
+        "77b038383939616162626363646465656666a570726f6f66d940633363336333633363336333633363336333633363336333"
+        "63336333633363336333633363336333633363336333633363336333633363336333633363336333ac617263686974656374"
+        "757265b030303131323233333434353536366161a673746167657303a46e616d65ae6b69746368656e2d6c6170746f70a677"
+        "616e74656401a56c65616473c3a47465726d02a77570646174657328a773746172746564cb41dad27480200000a7686f6c64"
+        "696e6783a46c69766591920128a87265706c6963617391920227a9736e617073686f74739292011e920114a57370616e7393"
+        "920002920204920406a86361706163697479ce40000000"
     ),
     "plan": (
-        "85a46b696e64a4706c616ea47465726d02a66e756d62657207a573656174739393a1619200029093a1629202049294a46d65"
-        "616e92a161a1639200022894a46261736590900093a16392040690a673706172657392a164a165"
+        "86a46b696e64a4706c616ea47465726d02a66e756d62657207a573656174739393a1619200029093a1629202049294a46d65"
+        "616e92a161a1639200022894a46261736590900093a16392040690a873657474696e677399a4696e7438c3a46175746fc2cd"
+        "0200cd0400cd1000cb3f847ae147ae147b92cb3feccccccccccccdcb3feff7ced916872ba673706172657392a164a165"
     ),
 }
 each = pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
@@ -128,14 +139,14 @@ def test_size_is_checked_before_anything_else() -> None:
 def test_the_largest_crew_fits() -> None:
     way = Source("mean", ("p" * 52, "q" * 52), (254, 255), 2**53 - 1)
     seats = tuple(Seat("r" * 52, (4 * i, 4 * i + 4), (way,) * 3) for i in range(MAX_STAGES))
-    assert len(seal_record(Plan(2**53 - 1, 2**53 - 1, seats, ("s" * 52,) * 64))) < MAX_CONTROL_BYTES
+    assert len(seal_record(Plan(2**53 - 1, 2**53 - 1, seats, SETTINGS, ("s" * 52,) * 64))) < MAX_CONTROL_BYTES
     with pytest.raises(LocalProtocolError):
-        seal_record(Plan(0, 0, (*seats, Seat("r", (1020, 1021)))))
+        seal_record(Plan(0, 0, (*seats, Seat("r", (1020, 1021))), SETTINGS))
 
 
 def plan(*spans: tuple[int, int]) -> bytes:
     seats = [["a", list(span), []] for span in spans]
-    return msgspec.msgpack.encode({"kind": "plan", "term": 1, "number": 1, "seats": seats})
+    return msgspec.msgpack.encode({"kind": "plan", "term": 1, "number": 1, "seats": seats, "settings": SETTINGS})
 
 
 @pytest.mark.parametrize(
@@ -144,12 +155,16 @@ def plan(*spans: tuple[int, int]) -> bytes:
 def test_a_plan_whose_stages_are_not_all_the_layers_is_refused(spans: list[tuple[int, int]]) -> None:
     assert reason(plan((0, 2), (2, 4))) is None
     assert reason(plan(*spans)) == "plan"
+    assert reason(msgspec.msgpack.encode(replace(HELLO, spans=spans))) == "plan"
 
 
+SETTINGS_FIELDS = list(astuple(SETTINGS))
 BAD: list[tuple[Record, dict[str, Any]]] = [
-    (HELLO, {"crew": ""}),
-    (HELLO, {"crew": "\x1b[2J"}),
-    (HELLO, {"crew": "c" * 33}),
+    (HELLO, {"crew": "red"}),
+    (HELLO, {"proof": ""}),
+    (HELLO, {"proof": "é" * 64}),
+    (HELLO, {"name": "\x1b[2J"}),
+    (HELLO, {"name": "n" * 33}),
     (HELLO, {"architecture": "0"}),
     (HELLO, {"stages": 0}),
     (HELLO, {"stages": MAX_STAGES + 1}),
@@ -168,12 +183,18 @@ BAD: list[tuple[Record, dict[str, Any]]] = [
     (PLAN, {"seats": [["a", [0, 2], [["magic"]]]]}),
     (PLAN, {"seats": [["a", [0, 2], [["mean", ["b", "c", "d"]]]]]}),
     (PLAN, {"spares": ["s"] * 65}),
+    (PLAN, {"settings": ["float16", *SETTINGS_FIELDS[1:]]}),
+    (PLAN, {"settings": [*SETTINGS_FIELDS[:4], 0, *SETTINGS_FIELDS[5:]]}),
+    (PLAN, {"settings": [*SETTINGS_FIELDS[:-1], [0.9, 1.0]]}),
+    (PLAN, {"settings": [*SETTINGS_FIELDS[:-1], [float("nan"), 0.9]]}),
     (Refusal("model"), {"detail": "\x1b[2J"}),
+    (Refusal("model"), {"proof": "c3"}),
     (Refusal("model"), {"reason": "Of course!"}),
     (Unable(1, 1, ""), {"why": "w" * 201}),
     (Load(1, 0.0), {"held_s": float("inf")}),
     (Load(1, 0.0), {"held_s": -1.0}),
-    (Answer(""), {"lead": "/"}),
+    (Answer("", HELLO.proof), {"lead": "/"}),
+    (Answer("", HELLO.proof), {"proof": ""}),
     (Whole(1), {"kind": "hole"}),
     (Whole(1), {"plan": "1"}),
 ]
@@ -190,6 +211,16 @@ def test_marks_tell_plans_apart_whoever_made_them_but_not_their_spares() -> None
     assert len({PLAN.mark, *(other.mark for other in others)}) == 4
     assert replace(PLAN, spares=()).mark == PLAN.mark < 2**53
     assert (PLAN.lead, PLAN.held_by("b"), PLAN.held_by("d"), PLAN.spans[1]) == ("a", (1,), (), (2, 4))
+
+
+def test_a_crew_is_known_by_what_only_its_name_makes() -> None:
+    key = crew_key(SWARM, "home")
+    assert crew_key(SWARM, "home") == key and len({key, crew_key(SWARM, "homes"), crew_key("0" * 64, "home")}) == 3
+    assert crew_id(key) == "fd189051a39dc3f1"  # peers of other versions must have the same
+    assert proof(key, "a", "b") == "b4ed2fcd5d41fd1845614b7444e621bb9208f9d977606848b5bc91789ff6188a"
+    others = [proof(key, "b", "a"), proof(key, "a", "c"), proof(key, "c", "b"), proof(crew_key(SWARM, "x"), "a", "b")]
+    assert proof(key, "a", "b") not in others
+    assert crew_id(key) not in proof(key, "a", "b")
 
 
 # --------------------------------------------------------------------- no bytes break it

@@ -223,3 +223,24 @@ def test_ends_that_hold_nothing_together_are_left_alone(saved: Saved) -> None:
     crew.lead.join_ends(averaged=True)
     crew.lead.join_ends(averaged=False)
     assert not crew.seen[0, "Share"] and not crew.refused
+
+
+def test_a_stage_waits_for_others_for_a_moment_only(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    world.averaging = world.averaging.model_copy(update={"method": "per_step", "overlap": False})
+    red, blue = seated(world, "a", 1, "red"), seated(world, "b", 1, "blue")
+    world.run(30.0)
+    for peer in (red, blue):
+        peer.cohort._most_s = 0.2  # the clock of the swarm stands still meanwhile: nobody would ever give up
+    red.train(1, seed=1)
+    red.cohort.step()
+    averager = red.cohort.averager
+    assert averager is not None and averager.waiting()
+    blue.train(1, seed=2)
+    blue.cohort.step()
+    for _ in range(20):
+        world.run(1.0)
+        for peer in (red, blue):
+            peer.seats.workers[1].updates += 1  # an update that changed nothing
+            peer.cohort.step()
+    assert averager.counts["exchanges"] and distance(red, blue, 1) < 1e-6  # it came about later

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from protocol.crew import Kept, Plan, Seat, Source
+from protocol.crew import Kept, Plan, Seat, Source, crew_id, crew_key
 from swarm_node import seats as seats_module
-from swarm_node.config import NodeConfig, PolicyConfig, StagesConfig
+from swarm_node.agreed import settings_of
+from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, StagesConfig
 from swarm_node.recovery.paths import elsewhere, tell
 from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
-from swarm_node.seats import absolute, kept_for, relative, replicated
+from swarm_node.seats import absolute, kept_for, relative, replicated, spans_in
 from swarm_node.stages.cut import load_stage
 from swarm_node.stages.handing import layer_of
 from tests.swarm_node.stages.harness import save
-from tests.swarm_node.stages.seats_world import ARCHITECTURE, World, same
+from tests.swarm_node.stages.seats_world import ARCHITECTURE, SWARM, World, same
 from tests.swarm_node.stages.test_cut import MODELS
 from tests.swarm_node.stages.test_cut import saved as saved_kinds
 
@@ -70,6 +72,28 @@ def test_a_stage_is_handed_over_live(saved: Saved, tmp_path: Path, kind: str, lo
     assert all(torch.equal(named[name], tensor) for name, tensor in b.weights(stage).items())
 
 
+def test_no_update_changes_what_is_being_handed_over(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 3, tmp_path)
+    a, b, watched = world.peer("a"), world.peer("b"), []
+    a.take(1)
+    a.seats.optimizer(1).updating = lambda: nullcontext(watched.append(1))
+    assert b.take(1, source("live", a)) == (0, source("live", a)) and watched == [1]
+
+
+def test_replicas_of_a_former_neighbour_are_forgotten(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, b, c = (world.peer(name) for name in "abc")
+    a.take(0), b.take(1)
+    a.train(0, seed=1), b.train(1, seed=2)
+    for peer in (a, b):
+        peer.seats.updated(world.plan(a, b))
+    world.run(5.0)
+    assert b.seats.holding().replicas == (Kept(0, 1),)
+    b.seats.leave(1), c.take(1)
+    b.seats.updated(world.plan(a, c))
+    assert b.seats.holding().replicas == ()
+
+
 @KINDS
 def test_a_neighbours_replica_outlives_the_holder(saved: Saved, tmp_path: Path, kind: str, lora: bool) -> None:
     world = World(saved(kind, lora), 2, tmp_path)
@@ -94,17 +118,53 @@ def test_the_same_stage_of_another_crew_is_as_good(saved: Saved, tmp_path: Path)
     world = World(saved("llama"), 3, tmp_path)
     theirs, ours = world.peer("a", crew="red"), world.peer("b", crew="blue")
     theirs.take(1)
+    theirs.cohort.look()
     theirs.train(1, seed=1, updates=40)
     theirs.announce()
     world.run(90.0)
-    found = elsewhere(ours.transport.members(), "blue", ARCHITECTURE, 3, world.spans[1], 1)
+    red, blue = (crew_id(crew_key(SWARM, name)) for name in ("red", "blue"))
+    found = elsewhere(ours.transport.members(), blue, ARCHITECTURE, 3, world.spans[1], 1)
     assert found == {theirs.transport.peer_id: 40}
-    assert elsewhere(ours.transport.members(), "red", ARCHITECTURE, 3, world.spans[1], 1) == {}
+    assert elsewhere(ours.transport.members(), red, ARCHITECTURE, 3, world.spans[1], 1) == {}
     way = Source("cohort", tuple(found), updates=40)
     assert ours.take(1, way) == (40, way) and same(ours.weights(1), theirs.weights(1))
     said = tell(1, way, 40, 42)
     assert said.startswith("stage 1 taken from peer …") and "of another crew" in said
     assert said.endswith("lost: what it learned since the two crews last averaged")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        ("no cohort", "is not in the cohort of this stage"),
+        ("another start", "is not in the cohort of this stage"),
+        ("nothing is averaged here", "nothing is averaged with other crews"),
+        ("far", "absurdly far"),
+    ],
+)
+def test_not_every_peer_that_says_it_has_that_stage_is_as_good(
+    saved: Saved, tmp_path: Path, trouble: str, why: str
+) -> None:
+    world = World(saved("llama"), 3, tmp_path)
+    theirs, ours = world.peer("a", crew="red"), world.peer("b", crew="blue")
+    theirs.take(1)
+    if trouble == "another start":
+        theirs.seats.starts[1] = "another"
+    if trouble != "no cohort":
+        theirs.cohort.look()
+    theirs.train(1, seed=1, updates=40)
+    if trouble == "far":
+        with torch.no_grad():
+            for tensor in theirs.seats.optimizer(1).weights().values():
+                tensor += 100.0
+    theirs.announce()
+    world.run(90.0)
+    if trouble == "nothing is averaged here":
+        averaging = world.averaging.model_copy(update={"method": "none"})
+        ours.seats.config = world.config.model_copy(update={"averaging": averaging})
+    base = Source("base")
+    assert ours.take(1, source("cohort", theirs), base) == (0, base)
+    assert any(why in line for line in ours.said), ours.said
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -185,6 +245,26 @@ def test_snapshots_come_every_few_updates(saved: Saved, tmp_path: Path) -> None:
     assert a.seats.holding().snapshots == (Kept(0, 12), Kept(0, 10))
 
 
+def test_snapshots_tell_which_layers_all_stages_had(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a = world.peer("a")
+    usual, world.spans = world.spans, ((0, 1), (1, 5))
+    assert usual != world.spans
+    a.take(1)
+    a.train(1, seed=1, updates=3)
+    a.seats.save_all()
+    folder = tmp_path / "a" / "stages"
+    assert spans_in(folder, ARCHITECTURE, 2) == world.spans
+    assert spans_in(folder, ARCHITECTURE, 3) is None and spans_in(folder, "0" * 16, 2) is None
+    a.seats = a.new_seats()
+    a.seats.recall(world.spans)
+    assert a.seats.holding().replicas == (Kept(1, 3),)
+    world.spans = usual  # a crew that began without this peer: its files are of no use, but no mistake either
+    base = Source("base")
+    assert a.take(1, source("snapshot", a), base) == (0, base)
+    assert any("it is stage 1 of 2 (layers 1-4 of 5)" in line for line in a.said)
+
+
 def test_a_snapshot_of_another_stage_or_model_is_not_taken(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     a = world.peer("a")
@@ -225,7 +305,7 @@ def test_weights_of_other_shapes_leave_the_base_model(saved: Saved, tmp_path: Pa
     world = World(saved("llama"), 2, tmp_path)
     a, b = world.peer("a"), world.peer("b")
     a.take(1)
-    a.handing.hold(1, lambda: seats_module.State({"model.norm.weight": torch.zeros(3)}, 9, 0.0))
+    a.handing.hold(1, lambda: seats_module.State({"model.norm.weight": torch.zeros(3)}, 9, 0.0), nullcontext)
     base = Source("base")
     assert b.take(1, source("live", a), base) == (0, base)
     fresh = world.peer("c")
@@ -267,7 +347,8 @@ def test_shapes_are_those_of_the_stages(every_kind: Callable[[str], Path], tmp_p
 
 
 def plan_of(*peers: str) -> Plan:
-    return Plan(1, 1, tuple(Seat(peer, (stage, stage + 1)) for stage, peer in enumerate(peers)))
+    seats = tuple(Seat(peer, (stage, stage + 1)) for stage, peer in enumerate(peers))
+    return Plan(1, 1, seats, settings_of(NodeConfig()))
 
 
 @pytest.mark.parametrize(
@@ -331,3 +412,27 @@ def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkey
     a.seats = a.new_seats()
     way = source("snapshot", a)
     assert a.take(1, way) == (4, way) and same(a.weights(1), b.weights(1))  # with new moments
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_stage_goes_by_what_its_crew_has_agreed(saved: Saved, tmp_path: Path, lora: bool) -> None:
+    world = World(saved("llama", lora), 2, tmp_path)
+    a = world.peer("a")
+    a.take(1)
+    before = a.weights(1)
+    a.train(1, seed=1, updates=3)
+    grpo = GrpoConfig(weight_decay=0.25, betas=(0.5, 0.75), beta=0.1)
+    stages = world.config.stages.model_copy(update={"wire": "int8"})
+    a.seats.go_by(world.config.model_copy(update={"grpo": grpo, "stages": stages}), reference=True)
+    a.take(0)
+    for stage in (0, 1):  # whether it comes then or was there before
+        worker, groups = a.seats.workers[stage], a.seats.optimizer(stage).adamw.param_groups
+        assert worker.codec == "int8" and (worker.reference is None) == lora
+        assert {group["betas"] for group in groups} == {(0.5, 0.75)}
+        assert {group["weight_decay"] for group in groups if group["params"]} <= {0.25, 0.0}
+        assert any(group["weight_decay"] == 0.25 for group in groups)
+    reference = a.seats.workers[1].reference
+    assert a.seats.workers[1].updates == 3
+    if reference is not None:
+        named = reference.named(trainable=False)
+        assert all(torch.equal(tensor, named[name]) for name, tensor in before.items())

@@ -107,3 +107,31 @@ def test_leaving_restores_the_handlers():
     with Stopper(lambda: None):
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
+
+
+LEFT = """
+with Stopper(last_resort, deadline_s=5.0) as stop:
+    try:
+        assert stop.left_s == float("inf")
+        stop.allow(); ready()
+        while True: sum(range(1000))
+    except StopRequested:
+        assert 3 < stop.left_s <= 5
+        print("some is left", flush=True)
+"""
+
+
+def test_it_is_known_how_much_time_is_left():
+    process = start(LEFT)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=5)
+    assert (out, process.returncode) == ("some is left\n", 0)
+
+
+def test_a_last_resort_that_fails_is_the_end_all_the_same():
+    process = start("def last_resort(): raise OSError('disk full')\n" + STUCK)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=10)
+    assert (out, process.returncode) == ("", 0)
+    assert time.monotonic() - began < 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -57,17 +58,58 @@ def test_parameters_that_another_stage_counts_are_left_out_of_the_norm():
     assert math.isnan(optimizer.squares())
 
 
-def test_a_rebuilt_stage_takes_longer_steps():
+def test_a_rebuilt_stage_takes_longer_steps_but_not_of_what_another_holds_too():
     moved = []
     for scale in (1.0, 1.1):
-        model = make()
-        start = model.lm_head.weight.detach().clone()
-        optimizer = Optimizer(model.named_parameters(), GrpoConfig(), 1e-3, rate_scale=scale)
+        model = make("qwen2")
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer = Optimizer(model.named_parameters(), GrpoConfig(), 1e-3, ["lm_head.weight"])
+        optimizer.rate_scale = scale
         fill(model, 0)
         assert optimizer.step()[1] == 1e-3
-        moved.append(model.lm_head.weight.detach() - start)
-    torch.testing.assert_close(moved[1], 1.1 * moved[0], atol=1e-7, rtol=0)
-    assert moved[0].abs().max() > 5e-4
+        moved.append({name: p.detach() - start[name] for name, p in model.named_parameters()})
+    for name, move in moved[0].items():
+        expected = move if name == "lm_head.weight" else 1.1 * move
+        torch.testing.assert_close(moved[1][name], expected, atol=5e-7, rtol=0, msg=name)
+        assert move.abs().max() > 5e-4
+
+
+def test_nothing_to_update_is_an_update():
+    optimizer = Optimizer([], GrpoConfig(grad_clip=0.5), 1e-3)
+    optimizer.zero_grad()
+    assert optimizer.squares() == 0.0 and optimizer.step() == (0.0, 1e-3)
+    optimizer.apply(0.5, 1e-3)
+    assert optimizer.updates == 2 and optimizer.weights() == {} == optimizer.state_dict()
+    optimizer.load_state_dict({}, 5)
+    assert optimizer.updates == 5
+
+
+def test_other_options_hold_from_the_next_update_on():
+    one, two = make(), make()
+    optimizers = [Optimizer(m.named_parameters(), c, 1e-3) for m, c in ((one, GrpoConfig()), (two, GrpoConfig()))]
+    other = GrpoConfig(weight_decay=0.3, betas=(0.5, 0.6), warmup=7, grad_clip=0.1)
+    optimizers[1].go_by(other)
+    alone = Optimizer((three := make()).named_parameters(), other, 1e-3)
+    for model, optimizer in zip((one, two, three), (*optimizers, alone), strict=True):
+        for seed in range(2):
+            fill(model, seed)
+            optimizer.step()
+    for p, q, r in zip(one.parameters(), two.parameters(), three.parameters(), strict=True):
+        assert torch.equal(q, r) and not torch.equal(p, q)
+
+
+def test_an_update_waits_for_whoever_copies_the_weights():
+    model = make()
+    optimizer = Optimizer(model.named_parameters(), GrpoConfig(), 1e-3)
+    before = model.lm_head.weight.detach().clone()
+    fill(model, 0)
+    updating = threading.Thread(target=optimizer.apply, args=(1.0, 1e-3))
+    with optimizer.still():
+        updating.start()
+        updating.join(0.2)
+        assert updating.is_alive() and torch.equal(model.lm_head.weight, before)
+    updating.join(20.0)
+    assert not updating.is_alive() and not torch.equal(model.lm_head.weight, before)
 
 
 def test_weights_change_only_while_that_is_announced():

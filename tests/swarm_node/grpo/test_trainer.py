@@ -546,10 +546,10 @@ def test_other_errors_are_not_taken_for_memory():
 
 
 def test_default_learning_rates():
-    assert default_learning_rate(TinyPolicy(make())) == 2e-4
-    assert default_learning_rate(TinyPolicy(lora())) == 2e-5
-    big = torch.nn.Linear(5000, 5000, bias=False)
-    assert default_learning_rate(TinyPolicy(big)) == 2e-6
+    assert Trainer(TinyPolicy(make()), GrpoConfig(), SAMPLING).optimizer.learning_rate == 2e-4
+    assert Trainer(TinyPolicy(lora()), GrpoConfig(), SAMPLING).optimizer.learning_rate == 2e-5
+    assert default_learning_rate(False, 25_000_000) == 2e-6
+    assert default_learning_rate(True, 25_000_000) == 2e-5
 
 
 def test_a_loss_of_the_users_own_is_weighed_and_masked_like_ours(tmp_path):

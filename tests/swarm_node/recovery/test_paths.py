@@ -8,6 +8,8 @@ from protocol.crew import MAX_SOURCES, Holding, Kept, Source
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.recovery.paths import elsewhere, sources, tell
 
+RED, BLUE = "0ed" * 5 + "0", "b1e" * 5 + "0"
+"""Ids of two crews."""
 EVEN = ((0, 2), (2, 4), (4, 6), (6, 8))
 
 
@@ -33,12 +35,12 @@ def test_everything_there_is_best_first():
         "p3": Holding(live=(Kept(3, 40),), replicas=(Kept(2, 25),)),
         "p9": live(2),
     }
-    found = sources(2, EVEN, holdings, 40, others=lambda stage: {"q": 12, "r": 70} if stage == 2 else {})
+    found = sources(2, EVEN, holdings, 40, others=lambda stage: {"q": 12, "r": 70, "s": 99} if stage == 2 else {})
     assert found == [
         Source("live", ("p9",), updates=40),
         Source("replica", ("p1",), updates=39),
-        Source("cohort", ("r",), updates=70),
         Source("cohort", ("q",), updates=12),
+        Source("cohort", ("r",), updates=70),
         Source("mean", ("p1", "p3"), (1, 3), 40),
         Source("snapshot", ("p1",), updates=30),
         Source("replica", ("p3",), updates=25),
@@ -93,16 +95,16 @@ def test_the_same_stage_of_another_crew():
         return PeerCard(PROTOCOL_VERSION, "0" * 64, 0.0, "n", ["trainer"], policy_version=7, stages=stages, crew=shown)
 
     members = {
-        "same": card("blue", (2,), (4, 5)),
-        "two": card("blue", (2, 3), (4, 7)),
-        "mine": card("red", (2,), (4, 5)),
-        "other layers": card("blue", (2,), (3, 5)),
-        "other stage": card("blue", (1,), (2, 3)),
-        "other model": card("blue", (2,), (4, 5), "b" * 16),
-        "other count": card("blue", (2,), (4, 5), count=5),
+        "same": card(BLUE, (2,), (4, 5)),
+        "two": card(BLUE, (2, 3), (4, 7)),
+        "mine": card(RED, (2,), (4, 5)),
+        "other layers": card(BLUE, (2,), (3, 5)),
+        "other stage": card(BLUE, (1,), (2, 3)),
+        "other model": card(BLUE, (2,), (4, 5), "b" * 16),
+        "other count": card(BLUE, (2,), (4, 5), count=5),
         "alone": PeerCard(PROTOCOL_VERSION, "0" * 64, 0.0, "n", ["trainer"], policy_version=7),
     }
-    assert elsewhere(members, "red", "a" * 16, 4, (4, 6), 2) == {"same": 7, "two": 7}
+    assert elsewhere(members, RED, "a" * 16, 4, (4, 6), 2) == {"same": 7, "two": 7}
 
 
 @pytest.mark.parametrize(

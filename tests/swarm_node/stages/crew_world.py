@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
-from protocol.crew import CREW_METHOD, Holding, Kept, Plan, Record, Source, open_record, seal_record
+from msgspec.structs import replace
+
+from protocol.crew import (
+    CREW_METHOD,
+    Holding,
+    Kept,
+    Plan,
+    Record,
+    Settings,
+    Source,
+    crew_key,
+    open_record,
+    seal_record,
+)
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.recovery.paths import sources, tell
 from swarm_node.stages.crewing import Crew
@@ -16,12 +30,14 @@ from swarm_node.stages.leading import (
     Action,
     Close,
     Connect,
+    Costs,
     LeaveLead,
     LeaveSeat,
     Link,
     Post,
     Say,
     Send,
+    Spans,
     TakeLead,
     TakeSeat,
 )
@@ -32,16 +48,44 @@ STEP_S = 0.25
 CARD_S = 60.0
 """A card lives so long after its last renewal."""
 SILENCE_S = 4.0
+SETTINGS = Settings("float32", False, "auto", False, prompt=16, length=8, microbatch=64, decay=0.0, betas=(0.9, 0.999))
 
 
-def post(me: str, stages: int, started: float = 0.0, **changes: object) -> Post:
-    spans = tuple((2 * stage, 2 * stage + 2) for stage in range(stages))
-    place = {"me": me, "swarm": SWARM, "crew": "red", "architecture": ARCHITECTURE, "spans": spans, "started": started}
+def post(me: str, stages: int, started: float = 0.0, crew: str = "red", **changes: object) -> Post:
+    place = {
+        "me": me,
+        "name": f"name-of-{me}",
+        "swarm": SWARM,
+        "crew": crew,
+        "key": crew_key(SWARM, crew),
+        "architecture": ARCHITECTURE,
+        "settings": SETTINGS,
+        "spans": tuple((2 * stage, 2 * stage + 2) for stage in range(stages)),
+        "divide": by_memory,
+        "started": started,
+    }
     return Post(**(place | changes))  # type: ignore[arg-type]
 
 
 def each_costs_one(spans: Collection[object]) -> list[int]:
     return [1] * len(spans)
+
+
+def a_layer_costs_one(spans: Spans) -> list[int]:
+    return [end - first for first, end in spans]
+
+
+def by_memory(room: Sequence[float]) -> Spans:
+    """Two layers for each stage, dealt to whoever has room for most more."""
+    room = [most or float("inf") for most in room]
+    layers = [1] * len(room)
+    while sum(layers) < 2 * len(room):
+        stage = max(range(len(room)), key=lambda stage: room[stage] - layers[stage])
+        layers[stage] += 1
+    if any(held > most for held, most in zip(layers, room, strict=True)):
+        raise ValueError("no room")
+    ends = [*accumulate(layers)]
+    return tuple((end - held, end) for held, end in zip(layers, ends, strict=True))
 
 
 @dataclass(eq=False)
@@ -64,11 +108,12 @@ class Machine:
 class World:
     """All machines. Equal seeds, equal events."""
 
-    def __init__(self, seed: int, stages: int, plus: bool = False) -> None:
+    def __init__(self, seed: int, stages: int, plus: bool = False, costs: Costs = each_costs_one) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.stages = stages
         self.plus = plus
+        self.costs = costs
         self.machines: dict[str, Machine] = {}
         self.card_store: dict[str, tuple[float, int, CrewCard]] = {}
         """Peer -> when its card was renewed, on which side of a split, the card."""
@@ -82,11 +127,17 @@ class World:
     # ----------------------------------------------------------------- who is there
 
     def start(self, peer: str, holding: Holding | None = None, **changes: object) -> Machine:
-        place = post(peer, self.stages, started=self.now, **changes)
-        ways = partial(sources, plus=self.plus)
+
+        def ways(
+            stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, how: Settings
+        ) -> list[Source]:
+            return sources(stage, spans, holdings, updates, plus=how.swap)
+
+        changes.setdefault("settings", replace(SETTINGS, swap=self.plus))
+        place = post(peer, self.stages, started=self.now, **changes)  # type: ignore[arg-type]
         machine = Machine(None)  # type: ignore[arg-type]
         machine.crew = Crew(
-            place, ways, tell, each_costs_one, self.now, holding or Holding(), held_s=lambda: machine.held_s
+            place, ways, tell, self.costs, self.now, holding or Holding(), held_s=lambda: machine.held_s
         )
         self.machines[peer] = machine
         self.publish(peer)

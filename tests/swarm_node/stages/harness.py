@@ -1,7 +1,8 @@
 """A crew in one process: every stage a peer of its own, messages as bytes, in any order that real peers could see.
 
 Messages between two peers keep their order; which pair's message is next is drawn from a seed. A peer can be made to
-die when a given message reaches it; it is then replaced by an exact copy of its weights, moments and numbers.
+die when a given message reaches somebody; it is then replaced by an exact copy of its weights, moments and numbers, or
+of its weights only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.starter import build_tokenizer
 from swarm_node.stages import wire
-from swarm_node.stages.cut import load_stage
+from swarm_node.stages.cut import Stage, load_stage
 from swarm_node.stages.pipeline import Lead, StagedOptimizer, StagedPolicy
 from swarm_node.stages.ports import LEAD, Message, StageLost
 from swarm_node.stages.worker import Worker, attend
@@ -88,12 +89,12 @@ def some_groups(seed: int = 0) -> list[Group]:
 
 @dataclass
 class Fault:
-    """A stage dies when message number `at` (from 0) of a kind reaches it, or the lead if so."""
+    """A stage dies when message number `at` (from 0) of a kind reaches it, or another."""
 
     stage: int
     kind: str
     at: int = 0
-    at_lead: bool = False
+    to: int | None = None
     mute: bool = False
     """It is not seen to die: it just takes no messages any more."""
     fired: bool = False
@@ -113,6 +114,8 @@ class Crew:
     holders: dict[int, int] = field(default_factory=dict)
     """Peer that holds a stage, if not one of its own; peer 0 leads."""
     faults: list[Fault] = field(default_factory=list)
+    fresh: float = 0.0
+    """If not 0, a stage is replaced as CheckFree does: new moments, no norm, and its rates are multiplied by this."""
     tamper: Callable[[bytes, bytearray], tuple[bytes, bytearray]] | None = None
     """What happens to messages on the way."""
 
@@ -138,7 +141,10 @@ class Crew:
 
     def _worker(self, k: int) -> Worker:
         stage = load_stage(self.config, (k, self.stages), lambda line: None)
-        return Worker(stage, Optimizer(stage.named().items(), self.grpo, RATE), self.codec, self.native)
+        return Worker(stage, self._optimizer(stage), self.codec, self.native)
+
+    def _optimizer(self, stage: Stage) -> Optimizer:
+        return Optimizer(stage.named().items(), self.grpo, RATE, [] if stage.shared is None else [stage.shared])
 
     def peer(self, stage: int) -> int:
         return self.holders.get(stage, stage) if stage != LEAD else 0
@@ -184,17 +190,21 @@ class Crew:
             attend(message, self.workers, lambda answer, peer=receiver: self._put(peer, answer), self._refuse)
 
     def mend(self, lost: StageLost) -> None:
-        """Put an exact copy in the place of what was lost."""
+        """Put a copy in the place of what was lost."""
         assert lost.stages == self.lost | self.muted
         for k in lost.stages:
             old = self.workers[k]
             stage = copy.deepcopy(old.stage)
             for parameter in stage.parameters():
                 parameter.grad = None
-            optimizer = Optimizer(stage.named().items(), self.grpo, RATE)
-            optimizer.load_state_dict(old.optimizer.state_dict(), old.optimizer.updates)
+            optimizer = self._optimizer(stage)
             new = Worker(stage, optimizer, self.codec, self.native)
-            new.updates, new.omega, new.reference = old.updates, old.omega, old.reference
+            new.updates, new.reference = old.updates, old.reference
+            if self.fresh:
+                optimizer.rate_scale, optimizer.updates = self.fresh, old.optimizer.updates
+            else:
+                optimizer.load_state_dict(old.optimizer.state_dict(), old.optimizer.updates)
+                new.omega = old.omega
             self.workers[k] = new
         self.lost.clear()
         self.muted.clear()
@@ -239,7 +249,7 @@ class Crew:
         number = self.seen[key]
         self.seen[key] += 1
         for fault in self.faults:
-            to = LEAD if fault.at_lead else fault.stage
+            to = fault.stage if fault.to is None else fault.to
             if not fault.fired and (to, fault.kind, fault.at) == (*key, number):
                 fault.fired = True
                 (self.muted if fault.mute else self.lost).add(fault.stage)

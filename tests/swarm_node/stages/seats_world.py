@@ -8,16 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from protocol.crew import Plan, Seat, Source
+from protocol.crew import Plan, Seat, Source, crew_id, crew_key
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.transports.memory import MemoryNetwork, MemoryTransport, VirtualClock
+from swarm_node.agreed import settings_of
 from swarm_node.cohorts import StageCohort
 from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PolicyConfig, StagesConfig
 from swarm_node.policy.loading import prepare
 from swarm_node.seats import Seats
 from swarm_node.stages.handing import Handing
 from swarm_node.stages.leading import TakeSeat
-from swarm_node.stages.partition import partition, sizes
+from swarm_node.stages.partition import UNKNOWN, partition, sizes
 
 SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8
 PERIOD_S = 10.0
@@ -35,7 +36,7 @@ class Peer:
         """Times that a stage is still wanted when that is asked."""
         known = [address for peer in world.peers.values() for address in peer.transport.addresses]
         self.transport: MemoryTransport = world.network.join(name, SWARM, bootstrap=known)
-        self.handing = Handing(self.transport, SWARM, ARCHITECTURE)
+        self.handing = Handing(self.transport, SWARM, ARCHITECTURE, lambda peer, stage: True)
         self.seats = self.new_seats()
         self.cohort = StageCohort(
             world.averaging, SWARM, PERIOD_S, self.seats, self.transport, self.said.append, world.clock.now
@@ -91,7 +92,7 @@ class Peer:
                 cohort=self.cohort.id,
                 policy_version=self.seats.updates,
                 stages=(layers[0][0], layers[-1][1] - 1) if layers else None,
-                crew=CrewCard(self.crew, ARCHITECTURE, len(self.world.spans), held),
+                crew=CrewCard(crew_id(crew_key(SWARM, self.crew)), ARCHITECTURE, len(self.world.spans), held),
             )
         )
 
@@ -103,11 +104,12 @@ class World:
         self.averaging = AveragingConfig(method="noloco", every=1, codec="float32", clip=0.0, gates=False)
         self.config = NodeConfig(
             policy=policy,
+            averaging=self.averaging,
             grpo=GrpoConfig(learning_rate=1e-3),
             stages=StagesConfig(count=stages, replica=replica, swap=swap, wire="float32"),
         )
         self.loading = prepare(policy)
-        spans = partition(*sizes(self.loading.config), [1.0] * stages)
+        spans = partition(*sizes(self.loading.config), [UNKNOWN] * stages)
         self.spans = tuple((span.first, span.end) for span in spans)
         self.folder = folder
         self.clock = VirtualClock(1000.0)
@@ -124,7 +126,7 @@ class World:
 
     def plan(self, *holders: Peer) -> Plan:
         seats = tuple(Seat(p.transport.peer_id, span) for p, span in zip(holders, self.spans, strict=True))
-        return Plan(1, 1, seats)
+        return Plan(1, 1, seats, settings_of(self.config))
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

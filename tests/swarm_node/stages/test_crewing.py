@@ -6,12 +6,14 @@ import random
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.crew import (
     CREW_METHOD,
     STAGE_METHOD,
     Answer,
     Broken,
+    Hello,
     Holding,
     Kept,
     Load,
@@ -20,10 +22,13 @@ from protocol.crew import (
     Report,
     Unable,
     Whole,
+    proof,
 )
-from swarm_node.stages.crewing import AVOID_S, DIAL_S, FIND_S
-from swarm_node.stages.leading import GATHER_S, Link, Send
-from tests.swarm_node.stages.crew_world import SILENCE_S, Machine, World, crew_links
+from protocol.messages import CrewCard, PeerCard
+from swarm_node.stages.doors import MAX_STRANGERS, PART_S, STRANGER_S
+from swarm_node.stages.leading import GATHER_S, Close, Connect, Link, Send
+from swarm_node.stages.seeking import ALONE_S, AVOID_S, DIAL_S, FIND_S
+from tests.swarm_node.stages.crew_world import SETTINGS, SILENCE_S, Machine, World, a_layer_costs_one, crew_links
 
 FORMING_S = 25.0
 MENDING_S = SILENCE_S + DIAL_S + GATHER_S + 8.0
@@ -124,6 +129,127 @@ def test_two_first_leads_at_once_one_gives_way():
     world.run(FORMING_S)
     assert holders(world) == ["a", "b"]  # equal in all but their ids
     assert world.machines["b"].crew.counts["gave_way"] == 1 and not world.machines["b"].leads
+
+
+def test_two_that_lead_agree_as_soon_as_one_sees_any_card_of_the_other():
+    world = World(1, 2)
+    world.start("a")
+    world.start("b")
+    cards, world.card_store = world.card_store, {**world.card_store}
+    world.seen_by = lambda peer: {}  # type: ignore[method-assign]
+    world.run(ALONE_S + FIND_S + 1.0)
+    assert all(machine.crew.role == "leads" for machine in world.machines.values())
+    world.card_store = cards  # as they were when nobody led
+    world.publish = lambda peer: None  # type: ignore[method-assign]
+    del world.seen_by
+    world.run(2.0)
+    assert [machine.crew.role for machine in world.machines.values()] == ["leads", "follows"]
+    world.run(4.0)
+    assert holders(world) == ["a", "b"]
+
+
+def test_a_newcomer_that_has_seen_no_lead_is_told_of_it():
+    world = World(1, 2)
+    world.start("a")
+    world.run(ALONE_S + FIND_S + 1.0)
+    machine = world.start("b")
+    seen_by = world.seen_by
+    world.seen_by = lambda peer: seen_by(peer) if peer == "a" else {}  # type: ignore[method-assign]
+    world.run(5.0)
+    assert holders(world) == ["a", "b"] and not machine.leads
+
+
+def test_layers_are_divided_by_memory_if_equal_shares_do_not_fit():
+    world = World(1, 3, costs=a_layer_costs_one)
+    world.start("a", capacity=2)
+    world.start("b", capacity=1)
+    world.start("c", capacity=5)
+    world.run(FORMING_S)
+    assert holders(world) == ["a", "b", "c"]
+    assert world.plan().spans == ((0, 1), (1, 2), (2, 6))
+    assert heard(world.machines["a"], "layers by memory: 0-0, 1-1, 2-5") == 1
+    world.kill("b")
+    world.start("d", capacity=5)
+    world.run(FORMING_S)
+    assert holders(world) == ["a", "d", "c"] and world.plan().spans == ((0, 1), (1, 2), (2, 6))
+    assert heard(world.machines["a"], "layers by memory") == 1
+
+
+@pytest.mark.parametrize("room", [(2, 2, 2), (9, 0, 2), (2, 9, 9, 1)])
+def test_whoever_has_room_for_an_equal_share_gets_one(room):
+    world = World(1, 3, costs=a_layer_costs_one)
+    for i, capacity in enumerate(room):
+        world.start(f"p{i}", capacity=capacity)
+    world.run(FORMING_S)
+    assert world.plan().spans == ((0, 2), (2, 4), (4, 6))
+
+
+def test_layers_that_cannot_be_divided_wait_for_more_room():
+    world = World(1, 2, costs=a_layer_costs_one)
+    first = world.start("a", capacity=2)
+    world.start("b", capacity=1)
+    world.run(FORMING_S)
+    assert not first.crew.whole and heard(first, "none of its peers has room for it: start another") == 1
+    world.start("c", capacity=3)
+    world.run(FORMING_S)
+    assert world.plan().spans == ((0, 2), (2, 4)) and holders(world) == ["a", "c"]
+
+
+def test_layers_are_those_of_the_files_that_there_are():
+    world = World(1, 2, costs=a_layer_costs_one)
+    world.start("a", capacity=4)
+    world.start("b", Holding(snapshots=(Kept(1, 7),)), spans=((0, 1), (1, 4)), capacity=4)
+    world.run(FORMING_S)
+    assert world.plan().spans == ((0, 1), (1, 4)) and (1, "snapshot") in world.machines["b"].ways
+    assert world.machines["a"].crew.counts["refused/span"] == 0
+
+
+def test_a_crew_works_as_its_first_lead_was_told():
+    world = World(1, 3)
+    ours = replace(SETTINGS, wire="int8", prompt=99)
+    world.start("a", settings=ours, wanted=0)
+    world.run(4.0)
+    world.start("b")
+    world.start("c", settings=replace(SETTINGS, wire="bfloat16"))
+    world.run(FORMING_S)
+    assert world.plan().settings == ours
+    world.kill("a")
+    world.run(MENDING_S)
+    assert world.plan().term == 2 and world.plan().settings == ours
+    lead = holders(world)[0]
+    world.start("a", settings=SETTINGS, wanted=0)  # it comes back, and was told something else
+    world.run(1.0)
+    world.kill(lead)
+    world.run(MENDING_S + FORMING_S)
+    assert world.plan().settings == ours
+    assert all(machine.crew.plan.settings == ours for machine in world.machines.values())
+
+
+def test_only_lost_stages_are_counted_as_lost():
+    world = crew(3, "a", "b", "c")
+    before = holders(world)
+    lead = world.machines[before[0]].crew
+    world.cut(crew_links(world, before[1])[0], silent=False)  # a member loses touch for a moment
+    world.run(8.0)
+    assert holders(world) == before and lead.counts["lost"] == 1
+    lead.lead.resume()
+    world.act(before[0], lead.doubted(lead.plan.mark, (), "no answer", world.now))  # a step is done again
+    assert lead.lead.lost == {2}
+    world.run(5.0)
+    world.start("d")
+    world.run(5.0)
+    assert lead.whole and lead.counts["lost"] == 1
+    world.kill(before[2])
+    while 2 not in world.machines["d"].building:
+        world.run(0.25)
+    del world.machines["d"].building[2]
+    world.act("d", world.machines["d"].crew.unable(2, "out of memory", world.now))
+    world.run(10.0)
+    assert lead.whole and lead.counts["lost"] == 2  # it was lost once, however often it had to be rebuilt
+    world.kill(before[0])
+    world.run(MENDING_S)
+    (lead,) = [machine.crew for machine in world.machines.values() if machine.leads]
+    assert lead.whole and lead.counts["lost"] == 1  # since it leads
 
 
 def test_a_crew_that_starts_again_goes_back_to_its_snapshots():
@@ -333,7 +459,7 @@ def test_who_says_what_nobody_takes_is_given_up():
     world = crew(4, "a", "b", "c", "d", "e")
     before, (spare,) = holders(world), world.plan().spares
     crew_of_3 = world.machines[before[3]].crew
-    link = crew_of_3._stage_links[before[2]]
+    link = crew_of_3._doors.neighbours[before[2]]
     world.act(before[3], crew_of_3.refused(link, "nonfinite", world.now))
     assert crew_of_3.counts["refused/nonfinite"] == 1
     world.run(10.0)
@@ -412,12 +538,133 @@ def test_others_are_refused_counted_and_it_is_said_once(reason, changes):
     for _ in range(3):
         link = Link("s", CREW_METHOD)
         lead.crew.opened(link, world.now)
-        actions = lead.crew.heard(link, stranger._hello(), world.now)
+        actions = lead.crew.heard(link, stranger._hello(before[0]), world.now)
         refusals = [action.record for action in actions if isinstance(action, Send)]
         assert [record.reason for record in refusals if isinstance(record, Refusal)] == [reason]
+        assert all(isinstance(record, Refusal) for record in refusals)  # and nothing else is said
         world.act(before[0], actions)
     assert lead.crew.counts[f"refused/{reason}"] == 3
     assert heard(lead, "peer …s is refused in crew red") == 1
+    world.run(60.0)
+    assert holders(world) == before and not crew_links(world, "s")
+
+
+@pytest.mark.parametrize("lie", ["another's", "reflected", "made up"])
+def test_a_proof_is_good_for_its_sender_and_its_receiver_only(lie):
+    world = crew(2, "a", "b")
+    lead = world.machines[holders(world)[0]].crew
+    me, member = holders(world)
+    hello = World(1, 2).start("s").crew._hello(me)  # it knows the name
+    proofs = {
+        "another's": world.machines[member].crew._hello(me).proof,
+        "reflected": lead._hello("s").proof,
+        "made up": "0" * 64,
+    }
+    link = Link("s", CREW_METHOD)
+    lead.opened(link, world.now)
+    lead.heard(link, replace(hello, proof=proofs[lie]), world.now)
+    assert lead.counts["refused/crew"] == 1 and "s" not in lead.lead.members and "s" not in lead.names
+    lead.heard(link, hello, world.now)
+    assert "s" in lead.lead.members and lead.names["s"] == "name-of-s"
+
+
+@pytest.mark.parametrize("word", [Answer("fake", "0" * 64, 99), Refusal("stall", "you are given up")])
+def test_who_shows_the_crews_sign_but_does_not_know_its_name_leads_nobody(word):
+    world = World(1, 2)
+    world.start("b")
+    fake = world.start("fake")  # a card of the crew, and stage 0 on it
+    fake.crew.role = "leads"
+    world.publish("fake")
+    actions = []
+
+    def says(link, record, now):
+        actions.append(record)
+        return [Send(link, word)] if isinstance(record, Hello) else []
+
+    fake.crew.opened = lambda link, now: []  # type: ignore[method-assign]
+    fake.crew.cards = fake.crew.closed = fake.crew.tick = lambda *args: []  # type: ignore[method-assign]
+    fake.crew.heard = says  # type: ignore[method-assign]
+    world.run(12.0)
+    machine = world.machines["b"]
+    assert machine.crew.role == "leads" and machine.crew.counts["refused/crew"] == 1 == len(actions)
+    assert heard(machine, "peer …fake is left out of crew red: it does not know the crew's name") == 1
+    world.start("c")
+    world.run(FORMING_S)
+    assert holders_of(machine.crew) == ["b", "c"]
+    assert len(actions) < 10  # not asked again and again
+
+
+def test_a_fake_rival_does_not_depose_a_lead():
+    world = crew(2, "a", "b")
+    lead = world.machines[holders(world)[0]].crew
+    seen = world.seen_by(holders(world)[0])
+    card = CrewCard(lead.post.id, lead.post.architecture, 2, (0,), 99)
+    actions = lead.cards({**seen, "fake": PeerCard(1, "5a" * 32, 0.0, "n", ["trainer"], crew=card)}, world.now)
+    (link,) = [action.link for action in actions if isinstance(action, Connect)]
+    actions = lead.heard(link, Answer("fake", "0" * 64, 99), world.now)
+    assert Close(link) in actions and lead.role == "leads" and lead.whole and lead.counts["refused/crew"] == 1
+
+
+def test_terms_of_a_lead_without_a_stage_count_for_nothing():
+    world = crew(2, "a", "b")
+    me = holders(world)[0]
+    lead = world.machines[me].crew
+    rival = World(1, 2).start("z", wanted=0)
+    hello = replace(rival.crew._hello(me), leads=True, term=99, updates=10**6)
+    for holding, gave_way in ((Holding(), 0), (Holding(live=(Kept(0, 10**6),)), 1)):
+        link = Link("z", CREW_METHOD)
+        lead.opened(link, world.now)
+        lead.heard(link, replace(hello, holding=holding), world.now)
+        assert lead.counts["gave_way"] == gave_way
+
+
+def test_who_says_nothing_is_shown_out():
+    world = crew(2, "a", "b")
+    lead = world.machines[holders(world)[0]].crew
+    crew_link, stage_link = Link("s", CREW_METHOD), Link("s", STAGE_METHOD)
+    lead.opened(crew_link, world.now)
+    lead.opened(stage_link, world.now)
+    lead.heard(crew_link, Whole(1), world.now)  # no Hello
+    assert not {Close(crew_link), Close(stage_link)} & set(lead.tick(world.now + STRANGER_S - 0.1))
+    assert {Close(crew_link), Close(stage_link)} <= set(lead.tick(world.now + STRANGER_S))
+    world.run(2 * STRANGER_S)
+    assert world.settled()  # those who belong stay
+
+
+def test_a_peer_that_is_called_on_and_says_nothing_is_let_go():
+    world = crew(2, "a", "b")
+    me = holders(world)[0]
+    lead = world.machines[me].crew
+    card = CrewCard(lead.post.id, lead.post.architecture, 2)
+    seen = {**world.seen_by(me), "mute": PeerCard(1, "5a" * 32, 0.0, "n", ["trainer"], crew=card)}
+    (link,) = [action.link for action in lead.cards(seen, world.now) if isinstance(action, Connect)]
+    assert not any(isinstance(action, Connect) for action in lead.cards(seen, world.now + 1.0))
+    assert Close(link) in lead.tick(world.now + STRANGER_S)
+
+
+def test_a_member_that_says_it_is_another_is_lost():
+    world = crew(2, "a", "b", "c")
+    me, _ = holders(world)
+    (spare,) = world.plan().spares
+    lead = world.machines[me].crew
+    link = lead.lead.link_of(spare)
+    hello = world.machines[spare].crew._hello(me)
+    lead.heard(link, replace(hello, architecture="f" * 16), world.now)
+    assert spare not in lead.lead.members
+    assert Close(link) in lead.tick(world.now + PART_S)
+
+
+def test_silent_channels_are_few():
+    world = crew(2, "a", "b")
+    lead = world.machines[holders(world)[0]].crew
+    opened = [Link(f"s{i}", CREW_METHOD if i % 2 else STAGE_METHOD) for i in range(3 * MAX_STRANGERS)]
+    closed = [action.link for link in opened for action in lead.opened(link, world.now) if isinstance(action, Close)]
+    assert closed == opened[:-MAX_STRANGERS]  # those that have been silent for longest
+    hello = World(1, 2).start("s").crew._hello(holders(world)[0])
+    late = Link("s", CREW_METHOD)
+    lead.opened(late, world.now)
+    lead.heard(late, hello, world.now)
+    assert "s" in lead.lead.members
 
 
 def test_whoever_has_stages_of_other_layers_is_refused():
@@ -426,10 +673,10 @@ def test_whoever_has_stages_of_other_layers_is_refused():
     other = World(1, 2).start("s", Holding(snapshots=(Kept(1, 3),)), spans=((0, 1), (1, 4))).crew
     link = Link("s", CREW_METHOD)
     lead.opened(link, world.now)
-    lead.heard(link, other._hello(), world.now)
+    lead.heard(link, other._hello(lead.post.me), world.now)
     assert lead.counts["refused/span"] == 1
     harmless = World(1, 2).start("s", spans=((0, 1), (1, 4))).crew  # it has nothing yet
-    lead.heard(link, harmless._hello(), world.now)
+    lead.heard(link, harmless._hello(lead.post.me), world.now)
     assert lead.counts["refused/span"] == 1
 
 
@@ -446,11 +693,11 @@ def test_what_strangers_say_changes_nothing():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     before = lead.plan
-    hello = World(1, 2).start("s").crew._hello()
+    hello = World(1, 2).start("s").crew._hello(lead.post.me)
     nonsense = [
         Refusal("model"),
         before,
-        Answer("s", 99),
+        Answer("s", proof(lead.post.key, "s", lead.post.me), 99),
         Ready(before.mark, 255, 2**50),
         Unable(before.mark, 0, "no"),
         Broken(before.mark, "a", "gone", True),

@@ -27,9 +27,9 @@ from transformers import (
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
-from swarm_node.policy.loading import load_policy, load_tokenizer
+from swarm_node.policy.loading import load_policy, load_tokenizer, prepare
 from swarm_node.policy.policy import digest_of, lines
-from swarm_node.stages.cut import load_stage
+from swarm_node.stages.cut import load_stage, weights_digest
 from swarm_node.stages.partition import Span
 from tests.swarm_node.policy.models import GROUPED, SIZES
 from tests.swarm_node.policy.models import save as save_tiny
@@ -418,3 +418,63 @@ def test_only_the_shards_of_the_stage_are_fetched_from_the_hub(big, tmp_path, mo
     assert len(load_stage(config, Span(1, 4, 2, 4, 8), quiet).named()) == 18
     with pytest.raises(UserError, match="some/model has no model-0.*, which its index names|cannot load model-0"):
         load_stage(config, Span(2, 4, 4, 6, 8), quiet)
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "gpt_neox"])
+def test_other_weights_of_the_same_shapes_are_told_apart(saved, tmp_path, kind):
+    def digest(path):
+        return weights_digest(prepare(PolicyConfig(model=str(path))))
+
+    def changed(name, at):
+        """A copy with another value in one tensor."""
+        out = tmp_path / f"{name}-{at}"
+        shutil.copytree(saved(kind), out)
+        tensors = load_file(out / "model.safetensors")
+        tensors[name].view(-1)[at] += 1
+        save_file(tensors, out / "model.safetensors", {"format": "pt"})
+        return out
+
+    mine = digest(saved(kind))
+    names = sorted(load_file(saved(kind) / "model.safetensors"))
+    norm = next(name for name in names if ".layers." not in name and "norm.weight" in name)
+    last = next(name for name in names if f".layers.{LAYERS - 1}.mlp" in name and name.endswith("weight"))
+    assert digest(changed(norm, 0)) != mine and digest(changed(last, 5)) != mine
+    sharded = tmp_path / "sharded"
+    type(MODELS[kind]()).from_pretrained(saved(kind)).save_pretrained(sharded, max_shard_size="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert digest(sharded) == mine
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    (sharded / index["weight_map"][last]).unlink()  # it cannot say that it has the same
+    assert digest(sharded) != mine
+    assert digest("starter") == digest("starter") != mine
+
+
+def test_the_digest_of_weights_reads_little(saved, monkeypatch):
+    plan = prepare(PolicyConfig(model=str(saved("llama"))))
+
+    def never(self, name):
+        raise AssertionError(name)
+
+    monkeypatch.setattr("swarm_node.stages.cut._Tensors._get", never)
+    assert len(weights_digest(plan)) == 64
+
+
+def test_the_digest_of_weights_on_the_hub_is_their_commit(saved, monkeypatch):
+    plan = prepare(PolicyConfig(model=str(saved("llama"))))
+    monkeypatch.setattr("swarm_node.stages.cut._weights", None)
+    plan.config._commit_hash = "abc"
+    one = weights_digest(plan)
+    plan.config._commit_hash = "abd"
+    assert weights_digest(plan) != one
+
+
+def test_adapters_that_are_trained_on_are_told_apart(saved, tmp_path):
+    digests = set()
+    for number in range(2):
+        policy = whole(saved("llama"), lora=True, lora_rank=2)
+        with torch.no_grad():
+            for parameter in policy.trainable_parameters():
+                parameter += number
+        policy.save(tmp_path / str(number))
+        digests.add(weights_digest(prepare(PolicyConfig(model=str(tmp_path / str(number))))))
+    assert len(digests) == 2

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -32,8 +36,15 @@ class Crew:
         for i in range(count):
             known = [address for one in self.transports for address in one.addresses]
             self.transports.append(network.join("abcdef"[i], SWARM, bootstrap=known))
-        self.peers = [Handing(transport, SWARM, ARCHITECTURE) for transport in self.transports]
+        self.strangers: set[str] = set()
+        self.peers = [Handing(transport, SWARM, ARCHITECTURE, self.allowed) for transport in self.transports]
         self.clock.run_until(20.0)
+
+    def allowed(self, peer: str, stage: int) -> bool:
+        return peer not in self.strangers
+
+    def hold(self, i: int, stage: int, tensors: Mapping[str, Tensor], updates: int = 1, omega: float = 0.0) -> None:
+        self.peers[i].hold(stage, lambda: State(tensors, updates, omega), nullcontext)
 
     def id(self, i: int) -> str:
         return self.transports[i].peer_id
@@ -52,7 +63,7 @@ class Crew:
 
 def test_a_neighbours_layers_arrive_as_they_are() -> None:
     crew, theirs = Crew(), weights(2, 5, rest=True)
-    crew.peers[0].hold(1, lambda: State(theirs, 7, 0.5))
+    crew.hold(0, 1, theirs, 7, 0.5)
     state = crew.fetched(crew.peers[1].fetch(crew.id(0), Wanted(1, 3, 5, rest=False), weights(2, 5)))
     assert state.updates == 7 and state.omega == 0.5
     assert list(state.tensors) == [f"model.layers.{i}.{part}" for i in (3, 4) for part in "ab"]
@@ -69,7 +80,7 @@ def test_order_is_of_layers_then_names_then_the_rest() -> None:
 
 def test_a_replica_is_of_the_offer_and_survives_the_one_it_is_of() -> None:
     crew, live = Crew(3), weights(0, 2, rest=True)
-    crew.peers[0].hold(0, lambda: State(live, 3, 0.1))
+    crew.hold(0, 0, live, 3, 0.1)
     crew.peers[0].offer(0)
     before = {name: tensor.clone() for name, tensor in live.items()}
     for tensor in live.values():
@@ -83,7 +94,7 @@ def test_a_replica_is_of_the_offer_and_survives_the_one_it_is_of() -> None:
 
 def test_an_offer_of_the_ends_only_keeps_a_small_replica_and_hides_no_layer() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
-    crew.peers[0].hold(0, lambda: State(live, 3, 0.1))
+    crew.hold(0, 0, live, 3, 0.1)
     crew.peers[0].offer(0, layers=False)
     crew.peers[1].keep(0, crew.id(0), {"model.embed.weight": live["model.embed.weight"]})
     crew.clock.run_until(crew.clock.now() + 60)
@@ -92,20 +103,70 @@ def test_an_offer_of_the_ends_only_keeps_a_small_replica_and_hides_no_layer() ->
     assert state.tensors.keys() == live.keys()
 
 
+def test_what_is_given_is_a_copy_between_two_updates() -> None:
+    crew, live = Crew(), weights(0, 2, rest=True)
+    lock, seen = threading.Lock(), []
+
+    @contextmanager
+    def still() -> Iterator[None]:
+        with lock:
+            live["model.layers.0.a"].fill_(1.0)  # what was under way is done
+            seen.append("copied")
+            yield
+
+    def state() -> State:
+        return State(live, 3 + lock.locked(), 0.1)
+
+    live["model.layers.0.a"].fill_(0.5)
+    crew.peers[0].hold(0, state, still)
+    crew.peers[0].offer(0, layers=False)  # not what is wanted
+    fetch = crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 2, rest=True), live)
+    while not seen:
+        crew.clock.run_until(crew.clock.now() + 0.01)
+    for tensor in live.values():  # an update, as the bytes leave
+        tensor.fill_(7.0)
+    state_ = crew.fetched(fetch)
+    assert state_.updates == 4 and bool((state_.tensors["model.layers.0.a"] == 1.0).all())
+    assert not any(bool((tensor == 7.0).any()) for tensor in state_.tensors.values())
+
+
+def test_strangers_get_nothing() -> None:
+    crew, live = Crew(), weights(0, 1)
+    crew.hold(0, 0, live)
+    crew.peers[0].replicas[1] = State(live, 1, 0.0)
+    crew.strangers.add(crew.id(1))
+    assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "stranger"
+    assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(1, 0, 1, False, replica=True), live)) == "stranger"
+    assert crew.transports[0].stats()["rejected/stranger"] == 2
+
+
+def test_replicas_that_are_not_kept_any_more_are_forgotten() -> None:
+    crew, live = Crew(), weights(0, 1)
+    for stage in range(2):  # more at once are too many for one peer
+        crew.hold(0, stage, live)
+        crew.peers[1].keep(stage, crew.id(0), live)
+    crew.clock.run_until(crew.clock.now() + 60)
+    assert crew.peers[1].replicas.keys() == {0, 1}
+    crew.peers[1].keep(0, crew.id(0), live)  # still on its way
+    crew.peers[1].forget([1])
+    crew.clock.run_until(crew.clock.now() + 60)
+    assert crew.peers[1].replicas.keys() == {1}
+
+
 def test_who_takes_a_stage_over_keeps_no_replica_of_it() -> None:
     crew, live = Crew(), weights(0, 1)
-    crew.peers[0].hold(0, lambda: State(live, 1, 0.0))
+    crew.hold(0, 0, live, 1, 0.0)
     crew.peers[1].keep(0, crew.id(0), live)
     crew.clock.run_until(crew.clock.now() + 60)
     assert 0 in crew.peers[1].replicas
-    crew.peers[1].hold(0, lambda: State(live, 1, 0.0))
+    crew.hold(1, 0, live, 1, 0.0)
     assert crew.peers[1].replicas == {}
 
 
 def test_what_is_not_here_or_of_another_crew_is_refused() -> None:
     crew, live = Crew(), weights(0, 1)
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "stage"
-    crew.peers[0].hold(0, lambda: State(live, 1, 0.0))
+    crew.hold(0, 0, live, 1, 0.0)
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, False, replica=True), live)) == "stage"
     crew.peers[1].place = SWARM, "ef" * 8
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "crew"
@@ -113,7 +174,7 @@ def test_what_is_not_here_or_of_another_crew_is_refused() -> None:
 
 def test_other_sizes_and_weights_that_are_not_finite_are_refused() -> None:
     crew, live = Crew(), weights(0, 2)
-    crew.peers[0].hold(0, lambda: State(live, 1, 0.0))
+    crew.hold(0, 0, live, 1, 0.0)
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 2, rest=False), weights(0, 1))) == "size"
     live["model.layers.0.a"][0, 0] = torch.nan
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 2, rest=False), live)) == "nonfinite"

@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
+from collections.abc import Mapping
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from protocol.crew import CONTROL, Holding, Kept, Source
+from protocol.crew import CONTROL, Holding, Kept, Settings, Source
+from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.pipeline import Ask, Backward, State
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.recovery.paths import sources, tell
-from swarm_node.stages.leading import Action, LeaveLead, LeaveSeat, TakeLead, TakeSeat
+from swarm_node.stages.leading import Action, LeaveLead, LeaveSeat, Link, Spans, TakeLead, TakeSeat
 from swarm_node.stages.mates import Mates
 from swarm_node.stages.ports import LEAD, Message, StageLost
 from swarm_node.stages.wire import Limits, encode
-from tests.swarm_node.stages.crew_world import SWARM, each_costs_one, post
+from tests.swarm_node.stages.crew_world import SETTINGS, SWARM, each_costs_one, post
 
-LIMITS = Limits(
-    plan=0,
-    stages=0,
-    here=frozenset(),
-    sender=frozenset(),
-    width=4,
-    vocabulary=11,
-    tokens=64,
-    rows=8,
-    prompt=16,
-    length=8,
-)
+
+def limits(settings: Settings) -> Limits:
+    return Limits(
+        plan=0,
+        stages=0,
+        here=frozenset(),
+        sender=frozenset(),
+        width=4,
+        vocabulary=11,
+        tokens=settings.microbatch,
+        rows=8,
+        prompt=settings.prompt,
+        length=settings.length,
+    )
+
+
+def ways(stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, settings: Settings) -> list[Source]:
+    return sources(stage, spans, holdings, updates, plus=settings.swap)
 
 
 class Peers:
@@ -46,14 +54,11 @@ class Peers:
         self.busy: set[str] = set()
         """Peers whose main thread does not ask for orders."""
 
-    def start(self, peer: str) -> Mates:
+    def start(self, peer: str, **changes: object) -> Mates:
         first = [f"/memory/p2p/{other}" for other in self.mates][:1]
         transport = self.network.join(peer, SWARM, bootstrap=first)
-        place = post(peer, self.stages, spare_wait_s=5.0)
-        ways = partial(sources, fresh=1)
-        mates = Mates(
-            transport, place, ways, tell, each_costs_one, LIMITS, "float32", self.said.append, now=self.clock.now
-        )
+        place = post(peer, self.stages, spare_wait_s=5.0, **changes)  # type: ignore[arg-type]
+        mates = Mates(transport, place, ways, tell, each_costs_one, limits, self.said.append, now=self.clock.now)
         transport.announce(PeerCard(PROTOCOL_VERSION, SWARM, self.clock.now(), peer, ["trainer"], crew=mates.card))
         self.mates[peer], self.orders[peer] = mates, []
         return mates
@@ -88,6 +93,15 @@ def crew() -> Peers:
     peers.run(30.0)
     assert peers.at(0).mend(0.0)
     return peers
+
+
+def begin(crew: Peers) -> tuple[Mates, Mates, Mates]:
+    """By stage; the last one works by the plan."""
+    lead, first, last = crew.at(0), crew.at(1), crew.at(2)
+    lead.send(Message(2, Ask()))
+    crew.run(1.0)
+    assert last.receive(0.0) == Message(2, Ask())
+    return lead, first, last
 
 
 def gradient() -> Message:
@@ -260,10 +274,80 @@ def test_strangers_messages_are_refused(crew):
     crew.run(20.0)
     assert stranger.plan is not None and stranger.seats == ()
     head, _ = encode(Message(LEAD, State(1, 5, 0.5)), "float32", stranger.plan.mark)
-    (channel,) = stranger._channels.values()
+    (channel,) = [channel for link, channel in stranger._channels.items() if link is stranger._crew._lead_link]
     channel.send(head)
     crew.run(2.0)
     assert lead.metrics()["stages/refused/stranger"] == 1.0 and lead.whole and lead.receive(0.0) is None
+
+
+def test_more_bytes_than_may_wait_end_a_channel_before_they_are_read(crew, monkeypatch):
+    lead, first, last = begin(crew)
+    size = sum(len(part) for part in encode(gradient(), "float32", 1)[1])
+    monkeypatch.setattr("swarm_node.stages.mates.MAX_WAITING_BYTES", 3 * size)
+    for _ in range(5):  # what is taken makes room
+        for _ in range(3):
+            last.send(gradient())
+        crew.run(1.0)
+        assert [first.receive(0.0) is not None for _ in range(4)] == [True] * 3 + [False]
+    for _ in range(4):
+        last.send(gradient())
+    crew.run(1.0)
+    assert len(first._inbox) == 3
+    crew.run(20.0)
+    assert first.metrics()["stages/refused/flood"] == 1 == lead.metrics()["stages/given_up"]
+    while first._inbox:
+        first.receive(0.0)
+    assert first._kept == 0 and not any(first._coming.values())
+
+
+def test_bodies_under_way_count_as_well(crew, monkeypatch):
+    """Of two channels on which bodies come at the same time, the second must not be one too many."""
+    first, last = crew.at(1), crew.at(2)
+    head, body = encode(gradient(), "float32", first.plan.mark)
+    data = b"".join(body)
+    link = next(link for link in first._channels if link.peer == last._crew.post.me)
+    again = Link(link.peer, link.method)
+    monkeypatch.setattr("swarm_node.stages.mates.MAX_WAITING_BYTES", 2 * len(data) - 1)
+    first._judge(link, head, len(data))
+    with pytest.raises(RemoteProtocolError, match="flood"):
+        first._judge(again, head, len(data))
+    first._faults.clear()
+    first._closed(Link("nobody", link.method), "gone")
+    with pytest.raises(RemoteProtocolError, match="flood"):
+        first._judge(again, head, len(data))
+    first._received(link, head, bytearray(data))
+    assert first.receive(0.0) is not None
+    first._judge(again, head, len(data))
+
+
+def test_peers_are_called_by_the_names_they_give(crew):
+    lead = crew.at(0)
+    others = crew.mates.keys() - {lead._crew.post.me}
+    assert {peer: lead.name_of(peer) for peer in others} == {peer: f"name-of-{peer}" for peer in others}
+    seen: list[str] = []
+    lead._say = lambda text: seen.append(lead.name_of("d") if "…d" in text else "")
+    crew.start("d", wanted=1)
+    crew.run(20.0)
+    assert "name-of-d" in seen and lead.name_of("nobody") == ""  # from the first sentence on
+
+
+def test_codec_and_limits_are_those_of_the_plan():
+    peers = Peers(3)
+    peers.start("a", wanted=0, settings=replace(SETTINGS, wire="int8", microbatch=2))
+    peers.run(5.0)
+    peers.start("b")
+    peers.start("c")
+    peers.run(30.0)
+    assert peers.at(0).mend(0.0)
+    _, first, last = begin(peers)
+    last.send(Message(1, gradient().head, (torch.ones(1, 2, 4),)))
+    peers.run(1.0)
+    (waiting,) = first._inbox
+    assert len(waiting.body) == 68  # a block of int8, for eight values
+    assert first.receive(0.0) is not None
+    last.send(gradient())  # six tokens
+    peers.run(1.0)
+    assert first.receive(0.0) is None and first.metrics()["stages/refused/shape"] == 1
 
 
 def test_what_is_held_is_told_to_the_lead(crew):

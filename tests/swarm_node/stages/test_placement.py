@@ -7,7 +7,17 @@ from itertools import permutations
 
 import pytest
 
-from swarm_node.stages.placement import Claim, Relief, Standing, fill, gives_way, neighbour, relief, succession
+from swarm_node.stages.placement import (
+    Claim,
+    Relief,
+    Standing,
+    adjacent,
+    fill,
+    gives_way,
+    neighbour,
+    relief,
+    succession,
+)
 
 COSTS = [3, 1, 2, 2]
 
@@ -64,6 +74,15 @@ def test_as_many_stages_are_held_as_can_be(seed):
 def test_spares_succeed_first_then_stages_in_order():
     assert succession(["lead", "x", "lead", "y", "x"], ["s", "r"]) == ["s", "r", "x", "y"]
     assert succession(["lead"], []) == []
+
+
+def test_who_holds_the_higher_stage_opens_the_channel_to_a_neighbour():
+    seats = ["a", "b", "c", "d", "e"]
+    assert adjacent(seats, "c", 1) == {"b": True, "d": False}
+    assert adjacent(seats, "c", 2) == {"b": True, "d": False, "e": False}  # the lead has channels with all
+    assert adjacent(seats, "a", 1) == adjacent(seats, "spare", 1) == {}
+    assert adjacent(["a", "b", "c", "b", "e"], "b", 1) == {"c": True, "e": False}
+    assert adjacent(["a", "b", "c", "b", "e"], "c", 1) == {"b": False}
 
 
 def test_the_neighbour_with_more_room_takes_a_stage_on_or_the_lower():

@@ -12,6 +12,7 @@ from msgspec import structs
 from torch import Tensor
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.limits import MAX_MESSAGE_BYTES
 from protocol.pipeline import (
     Apply,
     Ask,
@@ -23,6 +24,7 @@ from protocol.pipeline import (
     LossGradient,
     Prefill,
     Reset,
+    Share,
     Squared,
     Squares,
     State,
@@ -93,7 +95,9 @@ MESSAGES = [
     Message(LEAD, Squared(1, 3, None)),
     Message(2, Apply(1, 1.0, 1e-3)),
     Message(3, Ask()),
-    Message(LEAD, State(1, 1, 0.5)),
+    Message(3, Share(True)),
+    Message(3, Share(True, 1)),
+    Message(LEAD, State(1, 1, 0.5, True)),
     Message(3, Reset(5)),
     Message(LEAD, Trouble(5, 1, "memory")),
 ]
@@ -194,6 +198,9 @@ BAD: dict[str, tuple[Message, str]] = {
     "stage elsewhere": (replace(MESSAGES[2], stage=1), "stage"),
     "question for the lead": (Message(LEAD, Ask()), "stage"),
     "answer for a stage": (Message(2, State(1, 1, 0.5)), "stage"),
+    "a block too many": (put(MESSAGES[5], 0, rand(V, H), block=1), "shape"),
+    "part of a block": (put(MESSAGES[6], 0, rand(V - 1, H)), "shape"),
+    "shared by the middle": (Message(2, Share()), "stage"),
     "tied in the middle": (replace(MESSAGES[5], stage=2), "stage"),
     "loss in the middle": (replace(MESSAGES[4], stage=2), "stage"),
 }
@@ -218,6 +225,8 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         (MESSAGES[5], 0),
         (PREFILL, 1),
         (MESSAGES[10], 3),
+        (Message(3, Share(block=1)), 0),
+        (Message(3, Share()), 0),
         (Message(2, Squares(1)), 0),
         (Message(2, Apply(1, 1.0, 1e-3)), 0),
         (Message(LEAD, State(1, 1, 0.5)), 1),
@@ -229,6 +238,41 @@ def test_messages_come_from_whom_they_must_come_from(message: Message, must: int
     head, body = sent(message)
     decode(head, body, replace(LIMITS, sender=frozenset({must})))
     assert reason(head, body, replace(LIMITS, sender=frozenset(range(STAGES)) - {must})) == "sender"
+
+
+def test_the_last_stage_asks_the_first_for_blocks_but_for_the_first() -> None:
+    for block, must in ((0, 0), (1, 3)):
+        head, body = sent(Message(0, Share(block=block)))
+        limits = replace(LIMITS, here=frozenset({0}))
+        judge(head, len(body), replace(limits, sender=frozenset({must})))
+        assert reason(head, body, replace(limits, sender=frozenset({3 - must}))) == "sender"
+
+
+@pytest.mark.parametrize(("height", "width"), [(151_936, 896), (V, H), (256_000, 16_384), (64, 2**20)])
+def test_blocks_are_all_of_a_matrix_and_none_is_too_large(height: int, width: int) -> None:
+    bounds, block = [0], 0
+    while (rows := wire.rows_of(block, height, width)).stop > rows.start:
+        assert rows.start == bounds[-1] and 4 * width * (rows.stop - rows.start) <= MAX_MESSAGE_BYTES
+        bounds.append(rows.stop)
+        block += 1
+    assert bounds[-1] == height == wire.rows_of(2**62, height, width).start
+    assert (height, block) in {(151_936, 33), (V, 1), (256_000, 1000), (64, 1)}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_blocks_are_written_as_in_the_whole_matrix(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "BLOCK_BYTES", 1)
+    matrix, limits = rand(150, H), replace(LIMITS, vocabulary=150)
+    found = []
+    for block, height in enumerate((64, 64, 22)):
+        rows = wire.rows_of(block, 150, H)
+        head, body = sent(Message(3, TiedGradient(1, block), (matrix[rows],)), codec)
+        judge(head, len(body), limits)
+        found.append(decode(head, body, limits).tensors[0])
+        assert len(found[-1]) == height
+        other = Message(3, TiedGradient(1, 1 if block == 2 else 2), (matrix[rows],))
+        assert reason(*sent(other), limits) == "shape"
+    assert torch.equal(torch.cat(found), wire.rounded(matrix, codec))
 
 
 def test_another_plan_and_another_size() -> None:

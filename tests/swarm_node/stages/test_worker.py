@@ -23,10 +23,12 @@ from protocol.pipeline import (
     State,
     Step,
     TiedGradient,
+    TiedMatrix,
     Trouble,
 )
 from swarm_node.config import GrpoConfig, PolicyConfig
 from swarm_node.grpo.optimizer import Optimizer
+from swarm_node.stages import wire
 from swarm_node.stages.cut import load_stage
 from swarm_node.stages.ports import LEAD, Message
 from swarm_node.stages.schedule import schedule
@@ -219,6 +221,60 @@ def test_one_end_gives_the_other_its_matrix(config: PolicyConfig) -> None:
     (answer,) = last.handle(given)
     assert (given.stage, answer.stage) == (1, LEAD)
     assert torch.equal(last.stage.named()[name], first.stage.named()[name])
+
+
+def test_blocks_of_a_gradient_come_in_turn_and_count_once(
+    config: PolicyConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "BLOCK_BYTES", 1)
+    first, theirs = make(config, 0, 2), numbers(5, 384, H)
+    parameter = first.stage.named()[first.tied_name or ""]
+    parameter.grad = numbers(6, 384, H)
+    expected = parameter.grad + theirs
+    first._total = 2
+
+    def block(i: int, total: int = 2) -> Message:
+        return Message(0, TiedGradient(total, i), (theirs[64 * i : 64 * (i + 1)],))
+
+    assert first.handle(block(0, total=1)) == []
+    refused(first, block(1), "order")
+    refused(first, block(0, total=3), "order")
+    assert first.handle(block(0)) == []  # it is kept until the own ones are there
+    refused(first, block(0), "order")
+    sent = first.handle(Message(0, Squares(2)))
+    assert [message.head for message in sent] == [TiedGradient(2, 0), TiedGradient(2, 1)]
+    assert first.handle(Message(0, Squares(2))) == []
+    for i in range(1, 6):
+        refused(first, block(i - 1), "order")
+        (answer,) = first.handle(block(i))
+        assert answer.head == TiedGradient(2, i + 1) if i < 5 else isinstance(answer.head, Squared)
+    refused(first, block(5), "order")
+    assert first.handle(Message(0, Squares(2))) == [answer] and torch.equal(parameter.grad, expected)
+
+
+def test_a_matrix_is_taken_over_when_all_its_blocks_have_come(
+    config: PolicyConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "BLOCK_BYTES", 1)
+    last, theirs = make(config, 1, 2), numbers(7, 384, H)
+    parameter = last.stage.named()[last.tied_name or ""]
+    before, state = parameter.detach().clone(), last.optimizer.adamw.state[parameter]
+
+    def block(i: int) -> Message:
+        return Message(1, TiedMatrix(False, i), (theirs[64 * i : 64 * (i + 1)],))
+
+    state["exp_avg"].fill_(1.0)
+    refused(last, block(1), "order")
+    for i in (0, 1, 2, 0, 1, 2, 3, 4):  # the lead had it begun anew
+        (answer,) = last.handle(block(i))
+        assert (answer.stage, answer.head) == (0, Share(False, i + 1))
+        assert torch.equal(parameter, before) and state["exp_avg"].all()
+    refused(last, block(4), "order")
+    (answer,) = last.handle(block(5))
+    assert answer == Message(LEAD, State(1, 0, 0.0, taken=True))
+    assert torch.equal(parameter, theirs) and not state["exp_avg"].any()
+    refused(last, block(5), "order")
+    refused(last, Message(1, Share(False, 6)), "order")
 
 
 def test_memory_that_runs_out_is_said_and_the_turn_dropped(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,77 @@
+"""What the stages of a policy take of a machine's memory, and which layers each is given accordingly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarm_node.config import NodeConfig
+from swarm_node.policy.loading import Plan as Loading
+from swarm_node.seats import keeper, replicated, shapes
+from swarm_node.stages.footprint import Sizes, footprint
+from swarm_node.stages.handing import layer_of
+from swarm_node.stages.leading import Spans
+from swarm_node.stages.partition import partition, parts_of, sizes
+
+
+class Memory:
+    """Of a policy that is cut into stages, by its crew's options."""
+
+    def __init__(self, config: NodeConfig, loading: Loading) -> None:
+        """UserError for a family that cannot be cut."""
+        self.config = config
+        self.reference = bool(config.grpo.beta)
+        """Stages keep their weights of before training."""
+        self._lora = loading.lora
+        self._itemsize = loading.dtype.itemsize
+        held = Sizes(*sizes(loading.config, 1))
+        nothing = Sizes([0] * len(held.layers), 0, 0)
+        self._frozen, self._trained = (held, _trained(config, loading)) if loading.lora else (nothing, held)
+
+    def costs(self, spans: Spans) -> list[int]:
+        """Bytes of each stage, with what it keeps for its neighbours."""
+        count, trained = len(spans), self._trained.of(spans)
+        rest = self._trained.of(spans, layers=False)
+        copied = [
+            {"whole": trained, "rest": rest, "": [0] * count}[replicated(self.config, self._lora, stage)][stage]
+            for stage in range(count)
+        ]
+        kept = [0] * count
+        for stage in range(count) if count > 1 else ():
+            kept[keeper(stage, count)] += copied[stage]
+        return [
+            self._bytes(*values)
+            for values in zip(self._frozen.of(spans), trained, copied if count > 1 else kept, kept, strict=True)
+        ]
+
+    def divide(self, capacities: Sequence[float]) -> Spans:
+        """Layers of each stage, as the memory of the machines allows that are to hold them (bytes, `UNKNOWN` or inf).
+        ValueError if they do not fit; UserError if there are more stages than layers."""
+        count = len(capacities)
+        whole = count > 1 and any(replicated(self.config, self._lora, stage) == "whole" for stage in range(count))
+
+        def cost(frozen: int, trained: int) -> int:
+            return self._bytes(frozen, trained, trained * whole, trained * whole)
+
+        layers = [cost(*values) for values in zip(self._frozen.layers, self._trained.layers, strict=True)]
+        embed = cost(self._frozen.embed, self._trained.embed)
+        head = cost(self._frozen.head, self._trained.head)
+        spans = tuple((span.first, span.end) for span in partition(layers, embed, head, capacities))
+        if any(0 < room < cost for cost, room in zip(self.costs(spans), capacities, strict=True)):
+            raise ValueError("with what they keep for their neighbours, the stages do not fit these machines")
+        return spans
+
+    def _bytes(self, frozen: int, trained: int, offered: int, kept: int) -> int:
+        return footprint(frozen, trained, self._itemsize, self.reference, offered, kept)
+
+
+def _trained(config: NodeConfig, loading: Loading) -> Sizes:
+    """Values of the adapter."""
+    layers, ends = [0] * loading.config.num_hidden_layers, {True: 0, False: 0}
+    embedding = parts_of(loading.config).embedding.removesuffix(".weight")
+    for name, tensor in shapes(config, loading).items():
+        layer = layer_of(name)
+        if layer is None:
+            ends[embedding in name] += tensor.numel()
+        else:
+            layers[layer] += tensor.numel()
+    return Sizes(layers, ends[True], ends[False])
