@@ -1,13 +1,14 @@
 """A crew of real processes on this machine: killed again and again, and against the clock.
 
-    python -m benchmarks.crew --part kills [--settings default swap] [--seeds 0 1 2] [--no-kills]
+    python -m benchmarks.crew --part kills [--settings default checkfree swap] [--seeds 0 1 2] [--no-kills]
     python -m benchmarks.crew --part speed [--seeds 0 1 2]
     python -m benchmarks.crew --report
 
 kills   (`crew_kills`) Four stages of a starter of eight layers learn the small tasks by GRPO. Every 30 s for 10 minutes
         the holder of a random stage is killed (SIGKILL, with its network processes) and the same command started again.
-        And the control: as long, and nobody is killed. `default`: a lost middle stage is the mean of its neighbours;
-        `swap`: ends are copies as well; `replica`: neighbours keep copies of all stages.
+        And the control: as long, and nobody is killed. `default`: a neighbour keeps a copy of each stage, renewed every
+        20 updates; `checkfree`: of the ends only, so a lost middle stage is the mean of its neighbours; `swap`: ends
+        are copies of their neighbours. In the last two nobody writes snapshots.
 speed   (`crew_speed`) A crew of one stage against the plain policy, part by part; crews of 1, 2 and 4 stages.
 
 One JSON for each run under results/crew; what is there already is not run again. A kill for which it is time while the
@@ -259,7 +260,7 @@ def report(stages: int, seconds: float) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("kills", "speed"), default="kills")
-    parser.add_argument("--settings", nargs="+", choices=list(kills.SETTINGS), default=["default", "swap"])
+    parser.add_argument("--settings", nargs="+", choices=list(kills.SETTINGS), default=list(kills.SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--stages", type=int, default=STAGES, help="of kills")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of kills")

@@ -36,8 +36,8 @@ AFTER = 10
 """Rounds on either side of a kill whose reward is compared."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     "default": (),
-    "swap": ("stages.swap=true",),
-    "replica": ("stages.replica=on",),
+    "checkfree": ("stages.replica=ends", "snapshots.every=1000000"),
+    "swap": ("stages.swap=true", "snapshots.every=1000000"),
 }
 CONFIG = """
 [policy]

@@ -158,7 +158,9 @@ class Settings(msgspec.Struct, frozen=True, array_like=True):
     """Of activations and gradients."""
     swap: bool
     """Odd microbatches take another order of stages (CheckFree+)."""
-    replica: Literal["auto", "on", "off"]
+    replica: Literal["auto", "on", "ends", "off"]
+    replica_every: Annotated[int, Meta(ge=0, le=100)]
+    """Updates from one replica to the next; 0 = as the model and the number of stages have it."""
     reference: bool
     """Stages keep their weights of before training, for the KL term."""
     prompt: TokenCount

@@ -27,6 +27,7 @@ def settings_of(config: NodeConfig) -> Settings:
         wire=stages.wire,
         swap=stages.swap,
         replica=stages.replica,
+        replica_every=stages.replica_every,
         reference=bool(grpo.beta),
         prompt=min(rollouts.max_prompt_tokens, MOST_TOKENS),
         length=min(rollouts.max_new_tokens, MOST_TOKENS),
@@ -40,7 +41,7 @@ def agreed(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, list[str
     """`config` as it goes with the crew's `settings`; and which of its options are others now, in words."""
     group = max(2, (settings.microbatch - settings.prompt) // settings.length)
     theirs: dict[str, dict[str, Any]] = {
-        "stages": {"wire": settings.wire, "swap": settings.swap, "replica": settings.replica},
+        "stages": {name: getattr(settings, name) for name in ("wire", "swap", "replica", "replica_every")},
         "rollouts": {
             "max_prompt_tokens": settings.prompt,
             "max_new_tokens": settings.length,

@@ -199,10 +199,12 @@ class StagesConfig(Section):
     wire: Literal["bfloat16", "float32", "int8"] = "bfloat16"
     """How activations and their gradients travel. In this, in `replica`, in `swap` and in some of `grpo` and `rollouts`
     all go by what the first lead was told (docs/stages.md)."""
-    replica: Literal["auto", "on", "off"] = "auto"
-    """Each stage's weights are kept in memory by a neighbour, a round old at most: for every update they travel once.
-    `auto` = for adapters, with fewer than four stages, and for the first and the last: where not two neighbours could
-    stand in for a lost one."""
+    replica: Literal["auto", "on", "ends", "off"] = "auto"
+    """Each stage's weights are kept in memory by a neighbour as well. `ends` = those of the first and the last only; a
+    lost stage between two others is made of these (CheckFree). `auto` = on, unless `swap` is."""
+    replica_every: int = Field(0, ge=0, le=100)
+    """Updates from one such copy to the next, for each of which the weights travel once, in float32. 0 = 1 for adapters
+    and with fewer than four stages, else 20."""
     swap: bool = False
     """Every other microbatch goes through the first two and the last two stages in swapped order, so that either can
     stand in for the other (CheckFree+). It costs some learning where nothing fails."""

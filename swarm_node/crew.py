@@ -73,8 +73,8 @@ STATUS_S = 2.0
 MAX_SHOWN = 500
 """Peers in it."""
 RECOVERED = "stages/recovered/"
-FRESH = 20
-"""Updates that a replica may be behind and still be better than what is made of neighbours."""
+FRESH = 100
+"""Updates that a copy of a stage may be behind and still be better than what is made of its neighbours."""
 TURNS = 2**32
 """Passes and generations that a lead may count before its numbers would be those of the next lead."""
 

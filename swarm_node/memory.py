@@ -21,7 +21,6 @@ class Memory:
         self.config = config
         self.reference = bool(config.grpo.beta)
         """Stages keep their weights of before training."""
-        self._lora = loading.lora
         self._itemsize = loading.dtype.itemsize
         held = Sizes(*sizes(loading.config, 1))
         nothing = Sizes([0] * len(held.layers), 0, 0)
@@ -32,7 +31,7 @@ class Memory:
         count, trained = len(spans), self._trained.of(spans)
         rest = self._trained.of(spans, layers=False)
         copied = [
-            {"whole": trained, "rest": rest, "": [0] * count}[replicated(self.config, self._lora, stage)][stage]
+            {"whole": trained, "rest": rest, "": [0] * count}[replicated(self.config, stage)][stage]
             for stage in range(count)
         ]
         kept = [0] * count
@@ -47,7 +46,7 @@ class Memory:
         """Layers of each stage, as the memory of the machines allows that are to hold them (bytes, `UNKNOWN` or inf).
         ValueError if they do not fit; UserError if there are more stages than layers."""
         count = len(capacities)
-        whole = count > 1 and any(replicated(self.config, self._lora, stage) == "whole" for stage in range(count))
+        whole = count > 1 and any(replicated(self.config, stage) == "whole" for stage in range(count))
 
         def cost(frozen: int, trained: int) -> int:
             return self._bytes(frozen, trained, trained * whole, trained * whole)

@@ -1,7 +1,7 @@
 """The stages that this node holds for its crew: how each comes here, is kept, and leaves.
 
     take(order)   own layers of the base model -> weights from the first source that has them -> Worker
-    updated()     after an update: offer a copy, renew the replica of a neighbour, sometimes write a snapshot
+    updated()     after an update: sometimes renew the replica of a neighbour, or write a snapshot
     leave(stage)  forget it
 
 Sources (`recovery.paths` puts them in order): a peer that has the stage in memory, a neighbour's replica, the same
@@ -43,8 +43,8 @@ from swarm_node.stages.leading import Spans, TakeSeat
 from swarm_node.stages.partition import Span, parts_of
 from swarm_node.stages.worker import Worker
 
-REPLICATED_BELOW = 4
-"""With fewer stages than this, a lost one has not two neighbours that could stand in for it."""
+MANY_STAGES, EVERY = 4, 20
+"""With so many stages, all weights trained, a copy of them is due every so many updates; else after each."""
 WAIT_S = 0.1
 AGAIN_S = 0.5
 TRIES = 4
@@ -123,8 +123,6 @@ class Seats:
         for stage, worker in self.workers.items():
             worker.codec = config.stages.wire
             self._optimizers[stage].go_by(config.grpo)
-            self.handing.let_go(stage)  # what was offered by the old settings may not be renewed by the new ones
-            self.handing.hold(stage, partial(self._state, stage), self._optimizers[stage].still)
             if reference and worker.reference is None and not self._loading.lora:
                 worker.reference = load_stage(config.policy, worker.stage.span, self._say).requires_grad_(False)
 
@@ -302,15 +300,15 @@ class Seats:
     def updated(self, plan: Plan) -> None:
         """Between two updates."""
         for stage, worker in self.workers.items():
-            if part := replicated(self.config, self._loading.lora, stage):
-                self.handing.offer(stage, layers=part == "whole")
             every = self.config.snapshots.every
             if worker.updates // every > self._saved.get(stage, 0) // every:  # all stages after the same updates
                 self.save(stage)
-        kept = {stage: replicated(self.config, self._loading.lora, stage) for stage in kept_for(plan, self._me)}
-        self.handing.forget([stage for stage, part in kept.items() if part])
+        apart = replica_every(self.config, self._loading.lora)
+        kept = {stage: part for stage in kept_for(plan, self._me) if (part := replicated(self.config, stage))}
+        self.handing.forget(kept)
         for stage, part in kept.items():
-            if part:
+            known = self.handing.replicas.get(stage)
+            if known is None or not known.updates <= self.updates < known.updates + apart:
                 like = self.shapes_of(stage, plan.spans)
                 if part == "rest":
                     like = {name: tensor for name, tensor in like.items() if layer_of(name) is None}
@@ -424,16 +422,18 @@ class Seats:
         )
 
 
-def replicated(config: NodeConfig, lora: bool, stage: int) -> Literal["whole", "rest", ""]:
+def replicated(config: NodeConfig, stage: int) -> Literal["whole", "rest", ""]:
     """What of a stage a neighbour keeps a replica of: `rest` = the tensors of no layer, where a copy of the neighbour
-    stands in for the layers (CheckFree+). The ends have not two neighbours that could stand in for them."""
+    stands in for the layers (CheckFree+)."""
     stages = config.stages
-    end = stage in (0, stages.count - 1)
-    if stages.replica == "on":
-        return "whole"
-    if stages.replica == "auto" and (lora or stages.count < REPLICATED_BELOW or (end and not stages.swap)):
-        return "whole"
-    return "rest" if end and stages.swap else ""
+    stood_in_for, end = stages.swap and stages.count >= MANY_STAGES, stage in (0, stages.count - 1)
+    whole = {"auto": not stood_in_for, "on": True, "ends": end, "off": False}[stages.replica]
+    return "whole" if whole else "rest" if stages.swap and end else ""
+
+
+def replica_every(config: NodeConfig, lora: bool) -> int:
+    """Updates from one replica to the next."""
+    return config.stages.replica_every or (1 if lora or config.stages.count < MANY_STAGES else EVERY)
 
 
 def snapshots_in(folder: Path) -> Iterator[tuple[int, int]]:

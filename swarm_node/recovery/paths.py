@@ -1,11 +1,12 @@
 """Which way a lost stage is rebuilt: those that there are, best first.
 
-    1  live       whoever still has it in memory hands it over                         exact
-       replica    a neighbour's copy of it, not more than a round old
+    1  live       whoever still has it in memory hands it over                          exact
+       replica    a neighbour's copy of it, `fresh` updates old at most                 nearly so
     2  cohort     the same stage of another crew                                        as good, but another's
+       snapshot   the newest file, `fresh` updates old at most
     3  mean       of the two neighbours, weighted with the norms of their gradients     CheckFree (arXiv 2506.15461)
        copy       of the neighbour that learned its work, at the ends                   CheckFree+
-    4  snapshot   the newest file; or a copy in memory that is older than a round
+    4  snapshot   an older file; or a copy in memory that is older
     5  base       the model that all began with
 
 Pure. What a peer has is what it said last (`protocol.crew.Holding`); a way may turn out to be closed, then the next is
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from protocol.crew import Holding, Kept, Layers, Source
+from protocol.crew import Holding, Kept, Layers, Source, Way
 from protocol.messages import PeerCard
 
 PLUS_STAGES = 4
@@ -40,7 +41,7 @@ def sources(
     updates   that the crew has made
     others    stage -> peers of other crews that hold just that stage, best first -> their updates
     plus      odd microbatches go through the first two and the last two stages in swapped order
-    fresh     updates of a round: a replica that is not more behind is as good as the stage
+    fresh     weights of the stage itself that are not more updates behind are better than what is made of others
     """
     live = _of(stage, {peer: holding.live for peer, holding in holdings.items()})
     replicas = _of(stage, {peer: holding.replicas for peer, holding in holdings.items()})
@@ -48,10 +49,13 @@ def sources(
     base = Source("base")
     if not updates and not any(holding.snapshots for holding in holdings.values()):
         return [*found, base]
-    found += [Source("replica", (peer,), updates=n) for peer, n in replicas if n + fresh >= updates]
+    old = _old(stage, len(spans), holdings, replicas)
+    new = [source for source in old if source.updates + fresh >= updates]
+    found += [source for source in new if source.way == "replica"]
     found += [Source("cohort", (peer,), updates=n) for peer, n in list(others(stage).items())[:2]]
+    found += [source for source in new if source.way == "snapshot"][:2]
     found += _stand_ins(stage, spans, holdings, updates, plus)
-    found += _old(stage, len(spans), holdings, [(peer, n) for peer, n in replicas if n + fresh < updates])
+    found += [source for source in old if source not in found]
     return [*found[:7], base]
 
 
@@ -84,9 +88,10 @@ def _old(stage: int, stages: int, holdings: Mapping[str, Holding], replicas: lis
     if any(holding.live for holding in holdings.values()):
         common = -1
     mine = {(kept.updates, peer) for peer, kept in files if kept.stage == stage}
-    found = [("snapshot", peer, n) for n, peer in mine] + [("replica", peer, n) for peer, n in replicas]
+    found: list[tuple[Way, str, int]] = [("snapshot", peer, n) for n, peer in mine]
+    found += [("replica", peer, n) for peer, n in replicas]
     found.sort(key=lambda one: (one[2] != common, -one[2], one[1]))
-    return [Source("snapshot" if way == "snapshot" else "replica", (peer,), updates=n) for way, peer, n in found]
+    return [Source(way, (peer,), updates=n) for way, peer, n in found]
 
 
 def elsewhere(

@@ -3,7 +3,7 @@
     frozen weights     itemsize frozen         with an adapter, which is in float32 always
     trained weights    itemsize trained, once more for their gradient, and for the reference of a KL term
     AdamW              8 trained; in 16 bits also 8 for masters and, in an update, their gradient
-    its own offer      4 offered         a copy for whoever keeps a replica of it
+    a copy of itself   4 offered         on its way to whoever keeps a replica of it
     replicas it keeps  8 kept            of its neighbours' trained values: the next one comes before the last one goes
 
 All numbers are of values. On a machine with a GPU the last two are in other memory, and counted nevertheless.

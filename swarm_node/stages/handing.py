@@ -1,14 +1,14 @@
 """Weights of stages, handed from peer to peer of a crew: to rebuild a lost one, and to keep replicas.
 
-    whoever holds a stage   -- its layers -------------------------------> whoever rebuilds a neighbour of it
-                            -- all of it --------------------------------> whoever takes the stage over
-                            -- a copy made at the last update ("offer") -> whoever keeps its replica
-    whoever keeps a replica -- the replica ------------------------------> whoever takes the stage over
+    whoever holds a stage   -- its layers ---------------------------------> whoever rebuilds a neighbour of it
+                            -- all of it ----------------------------------> whoever takes the stage over
+                            -- all of it, or what is in no layer ---------> whoever keeps its replica
+    whoever keeps a replica -- the replica --------------------------------> whoever takes the stage over
 
 An exchange (`protocol.transports.base`) in which only the giver has a body: the tensors asked for, in float32, those of
 layers first, in the order of layers and names. Both ends know the sizes beforehand. What leaves is a copy made between
-two updates: the last offer, if that has what is wanted, else one made now, which an update waits for. Optimiser moments
-stay where they are: whoever takes weights over begins with new ones.
+two updates, the next of which waits for it. Optimiser moments stay where they are: whoever takes weights over begins
+with new ones.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class Handing:
         """Copies of others' stages."""
         self._lock = threading.Lock()
         self._held: dict[int, tuple[Callable[[], State], Callable[[], AbstractContextManager[object]]]] = {}
-        self._offers: dict[int, State] = {}
         self._keeping: dict[int, Fetch] = {}
         transport.accept(STATE_METHOD, self._accept)
 
@@ -103,16 +102,6 @@ class Handing:
         """It no longer does."""
         with self._lock:
             self._held.pop(stage, None)
-            self._offers.pop(stage, None)
-
-    def offer(self, stage: int, layers: bool = True) -> None:
-        """Copy the stage's weights (or, of them, only those of no layer), between updates, for whoever keeps its
-        replica."""
-        state = self._held[stage][0]()
-        names = [name for name in state.tensors if layers or layer_of(name) is None]
-        offer = copied(state, names)
-        with self._lock:
-            self._offers[stage] = offer
 
     def forget(self, keep: Collection[int]) -> None:
         """From now on, keep no replicas but of these stages."""
@@ -158,7 +147,7 @@ class Handing:
         return result
 
     def keep(self, stage: int, peer: str, like: Mapping[str, Tensor]) -> None:
-        """Renew the replica of `stage` from `peer`'s offer, in the background, unless that is under way."""
+        """Renew the replica of `stage`, which `peer` holds, in the background, unless that is under way."""
         running = self._keeping.get(stage)
         if running is not None and not running.done.done():
             return
@@ -193,18 +182,16 @@ class Handing:
     def _given(self, wanted: Wanted) -> State:
         """What has the tensors wanted, and stays as it is."""
         with self._lock:
-            held, offer = self._held.get(wanted.stage), self._offers.get(wanted.stage)
+            held = self._held.get(wanted.stage)
             replica = self.replicas.get(wanted.stage)
         if wanted.replica and replica is not None:
             return replica
         if wanted.replica or held is None:
             raise RemoteProtocolError("stage", f"stage {wanted.stage} is not here")
         live, still = held
-        names = ordered(live().tensors, wanted)
-        if offer is not None and ordered(offer.tensors, wanted) == names:
-            return offer
         with still():
-            return copied(live(), names)
+            state = live()
+            return copied(state, ordered(state.tensors, wanted))
 
     def _head(self, wanted: Wanted, state: State | None = None) -> bytes:
         updates, omega = (0, 0.0) if state is None else (state.updates, state.omega)

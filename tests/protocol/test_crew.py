@@ -62,7 +62,7 @@ HELLO = Hello(
     capacity=2**30,
 )
 SOURCES = (Source("mean", ("a", "c"), (0, 2), 40), Source("base"))
-SETTINGS = Settings("int8", True, "auto", False, 512, 1024, 4096, 0.01, (0.9, 0.999))
+SETTINGS = Settings("int8", True, "auto", 20, False, 512, 1024, 4096, 0.01, (0.9, 0.999))
 PLAN = Plan(2, 7, (Seat("a", (0, 2)), Seat("b", (2, 4), SOURCES), Seat("c", (4, 6))), SETTINGS, ("d", "e"))
 RECORDS: list[Record] = [
     HELLO,
@@ -92,8 +92,8 @@ GOLDEN = {
     ),
     "plan": (
         "86a46b696e64a4706c616ea47465726d02a66e756d62657207a573656174739393a1619200029093a1629202049294a46d65"
-        "616e92a161a1639200022894a46261736590900093a16392040690a873657474696e677399a4696e7438c3a46175746fc2cd"
-        "0200cd0400cd1000cb3f847ae147ae147b92cb3feccccccccccccdcb3feff7ced916872ba673706172657392a164a165"
+        "616e92a161a1639200022894a46261736590900093a16392040690a873657474696e67739aa4696e7438c3a46175746f14c2"
+        "cd0200cd0400cd1000cb3f847ae147ae147b92cb3feccccccccccccdcb3feff7ced916872ba673706172657392a164a165"
     ),
 }
 each = pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
@@ -184,7 +184,8 @@ BAD: list[tuple[Record, dict[str, Any]]] = [
     (PLAN, {"seats": [["a", [0, 2], [["mean", ["b", "c", "d"]]]]]}),
     (PLAN, {"spares": ["s"] * 65}),
     (PLAN, {"settings": ["float16", *SETTINGS_FIELDS[1:]]}),
-    (PLAN, {"settings": [*SETTINGS_FIELDS[:4], 0, *SETTINGS_FIELDS[5:]]}),
+    (PLAN, {"settings": [*SETTINGS_FIELDS[:3], 101, *SETTINGS_FIELDS[4:]]}),
+    (PLAN, {"settings": [*SETTINGS_FIELDS[:5], 0, *SETTINGS_FIELDS[6:]]}),
     (PLAN, {"settings": [*SETTINGS_FIELDS[:-1], [0.9, 1.0]]}),
     (PLAN, {"settings": [*SETTINGS_FIELDS[:-1], [float("nan"), 0.9]]}),
     (Refusal("model"), {"detail": "\x1b[2J"}),

@@ -46,10 +46,10 @@ def measured(peer: Peer, stage: int) -> int:
     gradients = [p.grad for p in worker.stage.named().values()] + [t.clone() for t in masters]
     reference = [] if worker.reference is None else list(worker.reference.named(trainable=False).values())
     moments = [value for state in optimizer.adamw.state.values() for value in state.values()]
-    offers = [t for state in peer.handing._offers.values() for t in state.tensors.values()]
+    copies = [t.float() for t in optimizer.weights().values()]  # on their way to whoever keeps a replica
     replicas = [t for state in peer.handing.replicas.values() for t in state.tensors.values()]
     twice = size(replicas)  # the next one comes before the last one goes
-    return sum(map(size, (own, reference, gradients, masters, moments, offers, replicas))) + twice
+    return sum(map(size, (own, reference, gradients, masters, moments, copies, replicas))) + twice
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from swarm_node.agreed import settings_of
 from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, StagesConfig
 from swarm_node.recovery.paths import elsewhere, tell
 from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
-from swarm_node.seats import absolute, kept_for, relative, replicated, spans_in
+from swarm_node.seats import absolute, kept_for, relative, replica_every, replicated, spans_in
 from swarm_node.stages.cut import load_stage
 from swarm_node.stages.handing import layer_of
 from tests.swarm_node.stages.harness import save
@@ -102,10 +102,9 @@ def test_a_neighbours_replica_outlives_the_holder(saved: Saved, tmp_path: Path, 
     for peer, stage in ((a, 0), (b, 1)):
         peer.train(stage, seed=stage)
     plan = world.plan(a, b)
-    for _ in range(2):  # an offer may come too late for the first
-        for peer in (a, b):
-            peer.seats.updated(plan)
-        world.run(5.0)
+    for peer in (a, b):
+        peer.seats.updated(plan)
+    world.run(5.0)
     assert a.seats.holding().replicas == (Kept(1, 1),) and b.seats.holding().replicas == (Kept(0, 1),)
     expected = a.weights(0)
     world.network.kill("a")
@@ -283,7 +282,6 @@ def test_the_next_source_is_tried_when_one_fails(saved: Saved, tmp_path: Path) -
     a, b, c = world.peer("a"), world.peer("b"), world.peer("c")
     c.take(1)
     c.train(1, seed=1, updates=2)
-    c.handing.offer(1)
     gone = Source("live", ("nobody",))
     without = source("replica", b)
     snapshot = source("snapshot", b)  # on another machine
@@ -374,20 +372,45 @@ def test_who_keeps_whose_replica(holders: str, expected: dict[str, list[int]]) -
 
 
 @pytest.mark.parametrize(
-    ("lora", "setting", "swap", "expected"),
+    ("setting", "swap", "expected"),
     [
-        (False, "auto", False, [["whole"] * 2, ["whole"] * 3, ["whole", "", "", "whole"]]),
-        (True, "auto", False, [["whole"] * 2, ["whole"] * 3, ["whole"] * 4]),
-        (False, "auto", True, [["whole"] * 2, ["whole"] * 3, ["rest", "", "", "rest"]]),
-        (True, "off", False, [[""] * 2, [""] * 3, [""] * 4]),
-        (False, "off", True, [["rest"] * 2, ["rest", "", "rest"], ["rest", "", "", "rest"]]),
-        (False, "on", True, [["whole"] * 2, ["whole"] * 3, ["whole"] * 4]),
+        ("auto", False, [["whole"] * 2, ["whole"] * 3, ["whole"] * 4]),
+        ("auto", True, [["whole"] * 2, ["whole"] * 3, ["rest", "", "", "rest"]]),
+        ("off", False, [[""] * 2, [""] * 3, [""] * 4]),
+        ("off", True, [["rest"] * 2, ["rest", "", "rest"], ["rest", "", "", "rest"]]),
+        ("on", True, [["whole"] * 2, ["whole"] * 3, ["whole"] * 4]),
+        ("ends", False, [["whole"] * 2, ["whole", "", "whole"], ["whole", "", "", "whole"]]),
+        ("ends", True, [["whole"] * 2, ["whole", "", "whole"], ["whole", "", "", "whole"]]),
     ],
 )
-def test_where_replicas_are_kept(lora: bool, setting: str, swap: bool, expected: list[list[str]]) -> None:
+def test_where_replicas_are_kept(setting: str, swap: bool, expected: list[list[str]]) -> None:
     for stages, kept in enumerate(expected, 2):
         config = NodeConfig(stages=StagesConfig(count=stages, replica=setting, swap=swap))
-        assert [replicated(config, lora, stage) for stage in range(stages)] == kept
+        assert [replicated(config, stage) for stage in range(stages)] == kept
+
+
+@pytest.mark.parametrize(
+    ("lora", "stages", "option", "expected"),
+    [(False, 3, 0, 1), (False, 4, 0, 20), (True, 4, 0, 1), (False, 4, 7, 7), (True, 2, 7, 7)],
+)
+def test_how_often_replicas_are_renewed(lora: bool, stages: int, option: int, expected: int) -> None:
+    config = NodeConfig(stages=StagesConfig(count=stages, replica_every=option))
+    assert replica_every(config, lora) == expected
+
+
+def test_a_replica_is_renewed_when_it_is_so_old(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 4, tmp_path, replica_every=3)
+    peers = [world.peer(name) for name in "abcd"]
+    for stage, peer in enumerate(peers):
+        peer.take(stage)
+    ages = []
+    for _ in range(8):
+        for stage, peer in enumerate(peers):
+            peer.train(stage, seed=stage)
+            peer.seats.updated(world.plan(*peers))
+        world.run(5.0)
+        ages.append(peers[1].seats.updates - peers[1].handing.replicas[0].updates)
+    assert ages == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
 def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,9 @@ def test_everything_there_is_best_first():
         Source("base"),
     ]  # the older snapshot would be one too many
     assert len(found) == MAX_SOURCES
+    nearly = sources(2, EVEN, holdings, 40, fresh=10)
+    assert ways(nearly) == ["live", "replica", "snapshot", "mean", "replica", "snapshot", "base"]
+    assert [source.updates for source in nearly] == [40, 39, 30, 40, 25, 20, 0]
 
 
 def test_how_old_a_replica_may_be():

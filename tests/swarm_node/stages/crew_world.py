@@ -48,7 +48,9 @@ STEP_S = 0.25
 CARD_S = 60.0
 """A card lives so long after its last renewal."""
 SILENCE_S = 4.0
-SETTINGS = Settings("float32", False, "auto", False, prompt=16, length=8, microbatch=64, decay=0.0, betas=(0.9, 0.999))
+SETTINGS = Settings(
+    "float32", False, "auto", 0, False, prompt=16, length=8, microbatch=64, decay=0.0, betas=(0.9, 0.999)
+)
 
 
 def post(me: str, stages: int, started: float = 0.0, crew: str = "red", **changes: object) -> Post:

@@ -100,13 +100,21 @@ class Peer:
 class World:
     """Machines that hold stages of one model."""
 
-    def __init__(self, policy: PolicyConfig, stages: int, folder: Path, replica: str = "auto", swap: bool = False):
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        stages: int,
+        folder: Path,
+        replica: str = "auto",
+        swap: bool = False,
+        replica_every: int = 0,
+    ):
         self.averaging = AveragingConfig(method="noloco", every=1, codec="float32", clip=0.0, gates=False)
         self.config = NodeConfig(
             policy=policy,
             averaging=self.averaging,
             grpo=GrpoConfig(learning_rate=1e-3),
-            stages=StagesConfig(count=stages, replica=replica, swap=swap, wire="float32"),
+            stages=StagesConfig(count=stages, replica=replica, replica_every=replica_every, swap=swap, wire="float32"),
         )
         self.loading = prepare(policy)
         spans = partition(*sizes(self.loading.config), [UNKNOWN] * stages)

@@ -78,24 +78,22 @@ def test_order_is_of_layers_then_names_then_the_rest() -> None:
     ]
 
 
-def test_a_replica_is_of_the_offer_and_survives_the_one_it_is_of() -> None:
+def test_a_replica_survives_the_one_it_is_of() -> None:
     crew, live = Crew(3), weights(0, 2, rest=True)
     crew.hold(0, 0, live, 3, 0.1)
-    crew.peers[0].offer(0)
     before = {name: tensor.clone() for name, tensor in live.items()}
-    for tensor in live.values():
-        tensor.add_(1)
     crew.peers[1].keep(0, crew.id(0), live)
     crew.clock.run_until(crew.clock.now() + 60)
+    for tensor in live.values():
+        tensor.add_(1)
     crew.transports[0].close()
     state = crew.fetched(crew.peers[2].fetch(crew.id(1), Wanted(0, 0, 2, rest=True, replica=True), live))
     assert state.updates == 3 and all(torch.equal(state.tensors[name], before[name]) for name in live)
 
 
-def test_an_offer_of_the_ends_only_keeps_a_small_replica_and_hides_no_layer() -> None:
+def test_a_replica_may_be_of_what_is_in_no_layer_only() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
     crew.hold(0, 0, live, 3, 0.1)
-    crew.peers[0].offer(0, layers=False)
     crew.peers[1].keep(0, crew.id(0), {"model.embed.weight": live["model.embed.weight"]})
     crew.clock.run_until(crew.clock.now() + 60)
     assert list(crew.peers[1].replicas[0].tensors) == ["model.embed.weight"]
@@ -119,7 +117,6 @@ def test_what_is_given_is_a_copy_between_two_updates() -> None:
 
     live["model.layers.0.a"].fill_(0.5)
     crew.peers[0].hold(0, state, still)
-    crew.peers[0].offer(0, layers=False)  # not what is wanted
     fetch = crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 2, rest=True), live)
     while not seen:
         crew.clock.run_until(crew.clock.now() + 0.01)
