@@ -55,6 +55,8 @@ Spans = Annotated[tuple[Layers, ...], Meta(max_length=MAX_STAGES)]
 Line = Annotated[str, Meta(max_length=MAX_REASON_CHARS, pattern=r"^[ -~]*\Z")]
 Somebody = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")]
 """A peer id; empty = nobody."""
+NO_RUN: Final = "0" * 16
+"""Of peers that have yet to learn which run their crew's is."""
 TokenCount = Annotated[int, Meta(ge=1, le=2**24)]
 Way = Literal["live", "replica", "cohort", "mean", "copy", "snapshot", "base"]
 """How a stage's weights are come by: from whoever holds it and hands it over | from the copy that a neighbour keeps |
@@ -121,7 +123,8 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     leads: bool = False
     """It holds stage 0, and wants to know who gives way."""
     term: Count = 0
-    """Of the last plan it went by; of a lead, the last in which its crew was whole."""
+    """Of the last plan it went by, whose lead its stages have heard; of a lead, the last in which its crew was
+    whole."""
     updates: Count = 0
     started: Time = 0.0
     holding: Holding = Holding()
@@ -129,6 +132,10 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     """What its stages are, if it holds anything."""
     capacity: Count = 0
     """Bytes that it can hold; 0 = it does not know."""
+    run: Hash16 = NO_RUN
+    """Whose stages, replicas and snapshots it holds: drawn at random by whoever begins a policy."""
+    round: Count = 0
+    """How far that run is, as far as it knows."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
@@ -173,6 +180,8 @@ class Settings(msgspec.Struct, frozen=True, array_like=True):
     """AdamW: of weights."""
     betas: tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]]
     """AdamW: of moments."""
+    rounds: Count = 0
+    """Of the whole run; 0 = without end."""
 
 
 class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
@@ -187,6 +196,8 @@ class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
     settings: Settings
     spares: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_MEMBERS)] = ()
     """Members without a stage, first in line first. They may change without a new plan."""
+    run: Hash16 = NO_RUN
+    """Whose stages these are: what is held of another is of no use."""
 
     @property
     def lead(self) -> str:
@@ -239,6 +250,8 @@ class Report(msgspec.Struct, frozen=True, tag_field="kind", tag="report"):
     """What the sender holds has changed."""
 
     holding: Holding
+    run: Hash16 = NO_RUN
+    """Whose that is."""
 
 
 class Probe(msgspec.Struct, frozen=True, tag_field="kind", tag="probe"):

@@ -264,12 +264,15 @@ class PeerTable:
 
     # ----------------------------------------------------------------- the cache file
 
+    def worth_finding(self) -> list[str]:
+        """The peers that this node would like to find again after a restart, latest heard of first."""
+        worth = [peer for peer, known in self._known.items() if known.worked or known.told]
+        return sorted(worth, key=lambda peer: -self._known[peer].seen)[:MAX_KNOWN]
+
     def write_cache(self) -> bytes:
-        """JSON: the peers that this node would like to find again after a restart, latest heard of first."""
-        worth = [(peer, known) for peer, known in self._known.items() if known.worked or known.told]
-        worth.sort(key=lambda item: -item[1].seen)
+        """JSON: those peers."""
         return msgspec.json.encode(
-            [CachedPeer(self.addresses_of(peer), known.seen) for peer, known in worth[:MAX_KNOWN]]
+            [CachedPeer(self.addresses_of(peer), self._known[peer].seen) for peer in self.worth_finding()]
         )
 
     def read_cache(self, data: bytes, now: float) -> None:

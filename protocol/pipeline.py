@@ -152,6 +152,8 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     """Norm, before clipping, of its layers' gradient in the last update."""
     taken: bool = False
     """It has just taken the other end's matrix over."""
+    new: bool = False
+    """It was built, and has neither been told since how far the crew is (`Skip`) nor begun a gradient."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -200,7 +202,8 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
 
     turn: Count
     stage: StageNumber
-    what: Literal["memory"]
+    what: Literal["memory", "refused"]
+    """`refused`: a message made no sense to the stage, or is more than it takes."""
 
 
 Head = (

@@ -2,7 +2,7 @@
 
     config of whoever leads first -> Settings (in each plan) -> config of everybody else, sizes of possible messages
 
-All else is the affair of each peer, or of whoever leads: tasks, loss, learning rate, clipping, memory.
+All else is the affair of each peer, or of whoever leads: tasks, loss, learning rate, clipping, memory, minutes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def settings_of(config: NodeConfig) -> Settings:
         microbatch=min(max(grpo.microbatch_tokens, longest), MOST_TOKENS),
         decay=grpo.weight_decay,
         betas=grpo.betas,
+        rounds=config.rounds or 0,
     )
 
 
@@ -61,7 +62,9 @@ def agreed(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, list[str
             if getattr(mine, name) != value:
                 changed.append(f"{section}.{name} = {value} (here {getattr(mine, name)})")
         sections[section] = mine.model_copy(update=options)
-    return config.model_copy(update=sections), changed
+    if (config.rounds or 0) != settings.rounds:
+        changed.append(f"rounds = {settings.rounds or 'without end'} (here {config.rounds or 'without end'})")
+    return config.model_copy(update={**sections, "rounds": settings.rounds or None}), changed
 
 
 def limits(settings: Settings, width: int, vocabulary: int) -> Limits:

@@ -13,7 +13,9 @@ with better right, goes back to answering. What is lost and how it came back is 
 
 from __future__ import annotations
 
+import math
 import re
+import secrets
 import shlex
 import threading
 import time
@@ -35,11 +37,12 @@ from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.enter import EnteredSwarm
 from swarm_node.errors import SwarmNodeError, UserError
 from swarm_node.joining import join_link
-from swarm_node.memory import Memory
+from swarm_node.memory import Memory, free_memory
 from swarm_node.policy.loading import ARCHITECTURE, Plan, is_windowed, load_tokenizer, prepare
 from swarm_node.recovery.paths import elsewhere, sources, tell
 from swarm_node.rundir import RunDir
-from swarm_node.seats import Seats, snapshots_in, spans_in
+from swarm_node.seats import EVERY, Seats, replica_every
+from swarm_node.stage_files import newest, stage_files
 from swarm_node.stages.alike import architecture
 from swarm_node.stages.cut import weights_digest
 from swarm_node.stages.handing import Handing
@@ -141,7 +144,13 @@ class CrewNode:
         self.transport = entered.transport
         self.ear = Ear(self.transport)
         files = run.path / "stages"
-        kept = {stage for stage, _ in snapshots_in(files)}
+        found = stage_files(files)
+        ours = [file for file in found if file.architecture == self.architecture]
+        usable = [file for file in ours if file.run and len(file.spans) == stages.count]
+        if found and not ours:
+            raise UserError(f"{files} has stages of another model, or trained otherwise: choose another --run-dir")
+        last = newest(usable)
+        kept = {file.stage for file in usable if last is not None and file.run == last.run}
         absent_s = ABSENT_S if kept and 0 not in kept else 0.0
         key = crew_key(swarm, stages.crew)
         post = Post(
@@ -152,7 +161,9 @@ class CrewNode:
             key=key,
             architecture=self.architecture,
             settings=self.settings,
-            spans=spans_in(files, self.architecture, stages.count) or self.memory.divide([UNKNOWN] * stages.count),
+            spans=last.spans if last is not None else self.memory.divide([UNKNOWN] * stages.count),
+            run=last.run if last is not None else secrets.token_hex(8),
+            round=last.round if last is not None else 0,
             divide=self.memory.divide,
             wanted=None if stages.stage == "auto" else stages.stage,
             capacity=round(stages.capacity_gb * 2**30) or free_memory(),
@@ -174,7 +185,8 @@ class CrewNode:
                 found = elsewhere(members, crew_id(key), self.architecture, stages.count, spans[stage], stage)
                 return dict(sorted(found.items(), key=lambda one: (abs(one[1] - updates), one[0])))
 
-            return sources(stage, spans, holdings, updates, others=others, plus=settings.swap, fresh=FRESH)
+            usual = 2 * max(EVERY, replica_every(self.config, self.loading.lora))
+            return sources(stage, spans, holdings, updates, others=others, plus=settings.swap, usual=usual, fresh=FRESH)
 
         model = self.loading.config
         self.mates = Mates(
@@ -187,8 +199,9 @@ class CrewNode:
             lambda text: say(self._named(text)),
         )
         stack.callback(self.mates.close)
-        self.handing = Handing(self.transport, swarm, self.architecture, self._may_have)
+        self.handing = Handing(self.transport, swarm, self.architecture, self._may_have, self._is_mate)
         self.seats = Seats(config, self.loading, self.handing, files, self.transport.peer_id, self.mates.stands, say)
+        self.seats.go_to(post.run)
         recalled = self.seats.recall(post.spans)
         self.mates.report(self.seats.holding())
         self.cohort = StageCohort(
@@ -217,7 +230,10 @@ class CrewNode:
         self._leads = False
         self._stop: Stopper | None = None
         """Looked at while stages are missing."""
-        self._updates = -1
+        self._updates: dict[int, int] = {}
+        """Of the stages here, when that was last told."""
+        self._whole_since = math.inf
+        """When the crew was first whole, `time.monotonic`."""
         self._averaged = 0
         """Changes that others' weights made to stage 0 while this node led."""
         self._announced: Any = None
@@ -240,12 +256,16 @@ class CrewNode:
             self._obey()
             if self.mates.whole and not self._leads and not told:
                 told = True
+                self._begin()
                 self.say(self._whole())
             if self._leads:
                 self.cohort.leave()
             else:
                 self.cohort.look()
             self.announce()
+            if self._leads and self.minutes_over:
+                self.say(f"{self.config.minutes:g} minutes are over: somebody else has to lead the crew")
+                return False
             if self._leads:
                 return True
             if self.mates.progress is not None and self.mates.progress != self.progress:
@@ -263,7 +283,8 @@ class CrewNode:
             self._after_update()
 
     def _after_update(self) -> None:
-        updates, plan = self.seats.updates, self.mates.plan
+        plan = self.mates.plan
+        updates = {stage: worker.updates for stage, worker in self.seats.workers.items()}
         if updates != self._updates and plan is not None:
             self._updates = updates
             self.seats.round = max(self.seats.round, self.progress.round + (self.lead is None))
@@ -289,9 +310,14 @@ class CrewNode:
             self.mates.report(self.seats.holding())
 
     def _go_by_plan(self) -> None:
-        """The crew's settings may be others than this node's own."""
+        """The crew's settings may be others than this node's own, and its run another than that of the files here."""
         plan = self.mates.plan
-        if plan is None or plan.settings == self.settings:
+        if plan is None:
+            return
+        if self.seats.go_to(plan.run):
+            self.progress = Progress(0, 0.0)
+            self.mates.report(self.seats.holding())
+        if plan.settings == self.settings:
             return
         self.settings = plan.settings
         self.config, changed = agreed(self.config, self.settings)
@@ -310,11 +336,11 @@ class CrewNode:
         except UserError as error:
             taken = str(error)
         if isinstance(taken, str):
-            self.mates.unable(order.stage, taken)
+            self.mates.unable(order, taken)
         else:
             updates, source = taken
-            self.mates.seated(order.stage, updates, source)
-            self._updates = -1
+            self.mates.seated(order, updates, source)
+            self._updates = {}
 
     # ----------------------------------------------------------------- the lead
 
@@ -341,20 +367,21 @@ class CrewNode:
             config.stages.stall_s,
             first_turn=plan.term * TURNS,
         )
-        self.policy = StagedPolicy(self.lead, load_tokenizer(config.policy), config.policy, self.say)
-        self.policy.version = updates = self.seats.updates
+        self._holders = self._now_held_by()
+        tokenizer = load_tokenizer(config.policy)
+        self.policy = StagedPolicy(self.lead, tokenizer, config.policy, self.say, self.settings.microbatch)
         self.policy.packing = not is_windowed(self.loading.config, longest_row(config))
         self.policy.start_digest = self.seats.starts[0]
         self.optimizer = StagedOptimizer(self.lead)
         self.progress = self.mates.progress or self.progress
-        if updates:
-            stop.allow()
-            self._join_ends(averaged=False)
-            self._surely(self.lead.agree)
-            stop.hold()
-            self.policy.version = updates = self.lead.updates
-        self._holders = self._now_held_by()
-        self.say(f"{self._whole()}; {updates} updates so far")
+        stop.allow()
+        self.lead.updates = self.mates.updates  # stage 0 may have been rebuilt, and know of none
+        self._join_ends(averaged=False)
+        self._surely(self.lead.agree)
+        stop.hold()
+        self.policy.version = self.lead.updates
+        self._begin()
+        self.say(f"{self._whole()}; {self.lead.updates} updates so far")
         if self._lost():
             self._compare_later(f"the lead of crew {config.stages.crew} was lost")
 
@@ -466,7 +493,10 @@ class CrewNode:
         return self._losses > before
 
     def leave_lead(self) -> None:
+        """Go back to answering; stage 0 is let go with what worked on it."""
         self.lead, self._leads = None, False
+        self.__dict__.pop("policy", None)
+        self.__dict__.pop("optimizer", None)
         self.ear.end()
         leave_cohort(self.transport)
 
@@ -503,12 +533,17 @@ class CrewNode:
     def _may_have(self, peer: str, stage: int) -> bool:
         """Whether weights of a stage are for that peer: one of this crew, or, if they are averaged with other crews',
         of any that holds the same policy."""
-        plan, card = self.mates.plan, self.transport.members().get(peer)
-        if plan is not None and (plan.held_by(peer) or peer in plan.spares):
+        if self._is_mate(peer):
             return True
+        card = self.transport.members().get(peer)
         if self.config.averaging.method == "none" or card is None or card.crew is None:
             return False
         return card.crew.architecture == self.architecture
+
+    def _is_mate(self, peer: str) -> bool:
+        """Whether it is one of this crew."""
+        plan = self.mates.plan
+        return plan is not None and bool(plan.held_by(peer) or peer in plan.spares)
 
     def _refused(self, error: RemoteProtocolError) -> None:
         self.mates.counts[f"refused/{error.reason}"] += 1
@@ -600,6 +635,16 @@ class CrewNode:
         self.say("on another machine:")
         self.say(f"swarm-node join '{self.link}' {shlex.join(options)}", "link")
 
+    def _begin(self) -> None:
+        """The crew is whole: from the first time on, minutes count."""
+        self._whole_since = min(self._whole_since, time.monotonic())
+
+    @property
+    def minutes_over(self) -> bool:
+        """This node has been in its crew for as long as it was told to."""
+        minutes = self.config.minutes
+        return minutes is not None and time.monotonic() - self._whole_since > 60 * minutes
+
     def _now_held_by(self) -> tuple[str, ...]:
         plan = self.mates.plan
         return () if plan is None else tuple(seat.peer for seat in plan.seats)
@@ -634,18 +679,6 @@ def architecture_of(config: NodeConfig, loading: Plan) -> str:
 def longest_row(config: NodeConfig) -> int:
     """Most tokens of a prompt and one answer."""
     return config.rollouts.max_prompt_tokens + config.rollouts.max_new_tokens
-
-
-def free_memory() -> int:
-    """Bytes that this machine has left; 0 = not known."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0])
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":") for line in file)
-        return 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return 0
 
 
 def mean(values: list[float]) -> float:

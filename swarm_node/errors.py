@@ -3,7 +3,8 @@
     SwarmNodeError
     ├── UserError          bad input or environment; the command line prints it as one line and exits 2
     ├── SnapshotError      a snapshot that is torn or foreign; resuming falls back to an older one
-    └── Interrupted        part of what was under way is lost; it is put right and done again
+    ├── Interrupted        part of what was under way is lost; it is put right and done again
+    └── Unworkable         what was asked for is refused however often it is begun; other work goes on
 
 Whatever a *peer* does wrong is `protocol.errors.RemoteProtocolError` and never ends a run.
 """
@@ -25,3 +26,7 @@ class SnapshotError(SwarmNodeError):
 
 class Interrupted(SwarmNodeError):
     """What was under way cannot be finished; after `Policy.again` it can be done again from its beginning."""
+
+
+class Unworkable(SwarmNodeError):
+    """What was asked for cannot be done, though it was begun anew several times; something else can."""

@@ -144,7 +144,8 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError as error:
-        raise UserError(f"there is no manifest {path}: `swarm-node new` makes one") from error
+        what = "manifest" if path.suffix else "run directory or manifest"
+        raise UserError(f"there is no {what} {path}: `swarm-node new` makes a manifest") from error
     except OSError as error:
         raise UserError(f"cannot read the manifest {path}: {error.strerror}") from error
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
 
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import Plan as Loading
@@ -61,6 +64,48 @@ class Memory:
 
     def _bytes(self, frozen: int, trained: int, offered: int, kept: int) -> int:
         return footprint(frozen, trained, self._itemsize, self.reference, offered, kept)
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this machine, or the container or job that this process is in, has left; 0 = not known."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        fields = _numbers((root / "proc/meminfo").read_text().replace(":", ""))
+        return min([1024 * fields["MemAvailable"], *_cgroups_left(root)])
+    except (OSError, KeyError):
+        return 0
+
+
+def _cgroups_left(root: Path) -> Iterator[int]:
+    """Of each control group, version 1 or 2, that bounds the memory of this process; caches can be given up."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # another system
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        limit, used, cache = names
+        group = top / path.strip("/")  # a container may see only the top, which is its own then
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top) and (folder / limit).exists():
+                most = (folder / limit).read_text().strip()
+                if most != "max":
+                    cached = _numbers((folder / "memory.stat").read_text()).get(cache, 0)
+                    yield max(1, int(most) - int((folder / used).read_text()) + cached)
+
+
+def _numbers(text: str) -> dict[str, int]:
+    """Lines of a name, a number and perhaps a unit."""
+    rows = [line.split() for line in text.splitlines()]
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
 def _trained(config: NodeConfig, loading: Loading) -> Sizes:

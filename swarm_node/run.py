@@ -95,6 +95,10 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Besid
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
         screen = Screen(config, run, json_output, stack)
+        try:
+            run.path.chmod(0o700)
+        except OSError as error:
+            screen.say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
         entered = enter_swarm(swarm, config, run, screen.say, stack)
         crew = CrewNode(config, entered, run, screen.say, stack)
         if beside is not None:
@@ -186,7 +190,7 @@ class Run:
         self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
         stack.callback(self.snapshots.close)
         self.finished = False
-        """All rounds (or minutes) are over."""
+        """All rounds are over."""
         self._changing = False
         self._saved: int | None = None
         self.before: dict[str, Held] = {}
@@ -197,7 +201,8 @@ class Run:
         run.write_config(dump_toml(config))
         if not resumed:
             self._set_aside(run.metrics)
-        sinks = open_sinks(config.log, run.path, config.model_dump(mode="json"), self.node.round + 1)
+        shown = config.model_dump(mode="json", exclude={"stages": {"crew"}})  # the crew's name is its password
+        sinks = open_sinks(config.log, run.path, shown, self.node.round + 1)
         self.metrics = MetricsWriter(run.metrics, self.say, sinks)
         stack.callback(self.metrics.close)
         self.metrics.truncate_after(self.node.round)
@@ -246,7 +251,7 @@ class Run:
             with nullcontext(stop) if stop is not None else Stopper(self.last_resort) as stop:
                 try:
                     self._rounds(stop)
-                    self.finished = True
+                    self.finished = self.node.round >= self.config.total_rounds
                     stop.allow()
                     self.after = self._held_out("after") if self.node.round > 0 else {}
                 except StopRequested:
@@ -273,7 +278,8 @@ class Run:
             self.say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
         started = time.monotonic()
         while node.round < config.total_rounds:
-            if config.minutes and time.monotonic() - started > 60 * config.minutes:
+            over = config.minutes and time.monotonic() - started > 60 * config.minutes
+            if over if self.crew is None else self.crew.minutes_over:
                 self.say(f"{config.minutes:g} minutes are over", "stop")
                 break
             stop.allow()
@@ -349,6 +355,7 @@ class Run:
                 "averaging": averaging,
                 "time": time.time(),
                 "model": self._identity(),
+                "run": None if self.crew is None else self.crew.seats.run,
                 "trainer": numbers,
                 "policy_version": self.policy.version,
                 "before": {label: [h.questions, h.pass_1, h.pass_k] for label, h in self.before.items()},
@@ -359,6 +366,9 @@ class Run:
 
     def _resume(self) -> bool:
         snapshot = self.snapshots.load_latest(self._foreign)
+        if snapshot is not None and self.crew is not None and snapshot.state["run"] != self.crew.seats.run:
+            snapshot = None
+            self._set_aside(self.run.metrics)
         if self.crew is not None:
             known = self.crew.progress.round or (0 if snapshot is None else snapshot.round)
             self.node.round = known or self.policy.version

@@ -10,10 +10,9 @@ stage of another crew, mean or copy of neighbours (CheckFree, CheckFree+), a sna
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +22,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from protocol.crew import Holding, Kept, Plan, Source
+from protocol.crew import MAX_KEPT, NO_RUN, Holding, Kept, Plan, Source
 from protocol.errors import ProtocolError, RemoteProtocolError
 from swarm_node.cohorts import averaged, cohort_of
 from swarm_node.config import NodeConfig
-from swarm_node.errors import SnapshotError
+from swarm_node.errors import SnapshotError, UserError
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import default_learning_rate
 from swarm_node.policy.decode import SUPPORTED, Slice
@@ -36,7 +35,8 @@ from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import is_windowed, lora_config, skeleton, with_adapter
 from swarm_node.policy.policy import digest_of, lines
 from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
-from swarm_node.recovery.snapshots import NAME, SnapshotStore
+from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
+from swarm_node.stage_files import StageFile, stage_files
 from swarm_node.stages.cut import ADAPTED, Stage, load_stage
 from swarm_node.stages.handing import Handing, State, Wanted, layer_of
 from swarm_node.stages.leading import Spans, TakeSeat
@@ -92,7 +92,11 @@ class Seats:
         self._optimizers: dict[int, Optimizer] = {}
         self._stores: dict[int, SnapshotStore] = {}
         self._saved: dict[int, int] = {}
+        self._looked: dict[int, int] = {}
+        """Updates of stages when it was last considered whether a snapshot is due."""
         self._spans: Spans = ()
+        self.run = NO_RUN
+        """Whose stages these are: files of others do not count."""
         self.round = 0
         """Of the run, as its stages are now."""
 
@@ -108,11 +112,11 @@ class Seats:
 
     def holding(self) -> Holding:
         """For the others."""
-        files = [Kept(stage, updates) for stage, updates in self._files()]
+        files = dict.fromkeys(Kept(file.stage, file.updates) for file in self._files())
         return Holding(
             tuple(Kept(stage, worker.updates) for stage, worker in sorted(self.workers.items())),
             tuple(Kept(stage, state.updates) for stage, state in sorted(self.handing.replicas.items())),
-            tuple(sorted(files, key=lambda kept: -kept.updates)[:64]),
+            tuple(files)[:MAX_KEPT],
         )
 
     # ----------------------------------------------------------------- coming and going
@@ -125,6 +129,19 @@ class Seats:
             self._optimizers[stage].go_by(config.grpo)
             if reference and worker.reference is None and not self._loading.lora:
                 worker.reference = load_stage(config.policy, worker.stage.span, self._say).requires_grad_(False)
+
+    def go_to(self, run: str) -> bool:
+        """The crew's run is that one: whether it is another than until now. Stages and copies of another are let go."""
+        if run == self.run:
+            return False
+        for stage in list(self.workers):
+            self.save(stage)
+            self.leave(stage)
+        self.handing.forget(())
+        self._saved.clear()
+        self._looked.clear()
+        self.run, self.round = run, 0
+        return True
 
     def take(self, order: TakeSeat, spans: Spans) -> tuple[int, Source] | str:
         """Build a stage: its updates and how it was come by, or why it cannot be. `spans`: layers of all stages."""
@@ -142,8 +159,8 @@ class Seats:
                 return "it is not wanted any more"
             try:
                 self._come_by(worker, optimizer, source, order)
-            except (ProtocolError, SnapshotError, Unavailable, ValueError) as error:
-                why = str(error)
+            except (ProtocolError, SnapshotError, Unavailable, UserError, ValueError) as error:
+                why = str(error)  # UserError: a file that may not be read
                 self._say(f"{stage.span} could not be had as {source.way}: {why}")
                 continue
             self.workers[order.stage], self._optimizers[order.stage] = worker, optimizer
@@ -166,21 +183,24 @@ class Seats:
     # ----------------------------------------------------------------- sources
 
     def _rank(self, sources: Sequence[Source], source: Source) -> bool:
-        """In the order given; but a snapshot here that is as new as anything has the optimiser's moments as well."""
+        """In the order given; but a snapshot here that is as new as the first has the optimiser's moments as well."""
         mine = source.way == "snapshot" and source.peers == (self._me,)
-        return not (mine and source.updates >= max(each.updates for each in sources))
+        return not (mine and source.updates == sources[0].updates)
 
     def recall(self, spans: Spans) -> int:
         """Before anything is held here: read the newest snapshots of stages of these layers, so that whoever takes such
         a stage can have it from this peer. The round after which they were made; 0 = there are none."""
-        architecture = self.handing.place[1]
-        for stage in sorted({stage for stage, _ in self._files() if stage < len(spans)}):
-            span = str(Span(stage, len(spans), *spans[stage], int(self._loading.config.num_hidden_layers)))
-            snapshot = self._store(stage).load_latest(partial(_not_of, architecture, span))
-            if snapshot is not None:
-                state = State(snapshot.tensors["policy"], snapshot.round, float(snapshot.state["omega"]))
-                self.handing.replicas[stage] = state
-                self.round = max(self.round, int(snapshot.state["round"]))
+        for file in self._files():
+            if file.stage in self.handing.replicas or file.spans != spans:
+                continue
+            try:
+                snapshot = read_snapshot(file.path, partial(self._not_of, self._span(file.stage, spans)))
+            except SnapshotError as error:
+                self._say(f"snapshot {file.path.name} of stage {file.stage} refused: {error}")
+                continue
+            state = State(snapshot.tensors["policy"], snapshot.round, float(snapshot.state["omega"]))
+            self.handing.replicas[file.stage] = state
+            self.round = max(self.round, int(snapshot.state["round"]))
         return self.round
 
     def _come_by(self, worker: Worker, optimizer: Optimizer, source: Source, order: TakeSeat) -> None:
@@ -254,7 +274,7 @@ class Seats:
                 if not self._stands(order):
                     raise Unavailable("it is not wanted any more") from None
             except RemoteProtocolError as error:
-                if error.reason != "stranger" or tries == TRIES:
+                if error.reason not in ("stranger", "busy") or tries == TRIES:
                     raise
                 time.sleep(AGAIN_S)  # it may not have heard of the plan yet by which this peer takes the stage
                 fetch, tries = self.handing.fetch(peer, wanted, like), tries + 1
@@ -300,8 +320,13 @@ class Seats:
     def updated(self, plan: Plan) -> None:
         """Between two updates."""
         for stage, worker in self.workers.items():
-            every = self.config.snapshots.every
-            if worker.updates // every > self._saved.get(stage, 0) // every:  # all stages after the same updates
+            every, looked = self.config.snapshots.every, self._looked.get(stage, 0)
+            self._looked[stage] = worker.updates
+            if worker.updates // every <= looked // every:  # all stages after the same updates
+                continue
+            if self._store(stage).busy:  # nobody waits for a slow disk
+                self._say(f"no snapshot of stage {stage} after update {worker.updates}: the last is not written yet")
+            else:
                 self.save(stage)
         apart = replica_every(self.config, self._loading.lora)
         kept = {stage: part for stage in kept_for(plan, self._me) if (part := replicated(self.config, stage))}
@@ -328,6 +353,8 @@ class Seats:
 
     def _kept_state(self, span: Span, omega: float) -> dict[str, object]:
         return {
+            "run": self.run,
+            "time": time.time(),
             "architecture": self.handing.place[1],
             "span": str(span),
             "spans": self._spans,
@@ -372,10 +399,10 @@ class Seats:
         stage = worker.stage.span
         if source.peers != (self._me,):
             raise Unavailable("the snapshot is not on this machine")
-
-        snapshot = self._store(stage.index).load_latest(partial(_not_of, self.handing.place[1], str(stage)))
-        if snapshot is None:
-            raise Unavailable("there is no snapshot")
+        files = [file for file in self._files() if (file.stage, file.updates) == (stage.index, source.updates)]
+        if not files:
+            raise Unavailable(f"there is no snapshot after update {source.updates}")
+        snapshot = read_snapshot(files[0].path, partial(self._not_of, str(stage)))
         weights = snapshot.tensors["policy"]
         mine = optimizer.weights()
         if mine.keys() != weights.keys() or any(mine[name].shape != weights[name].shape for name in mine):
@@ -394,9 +421,18 @@ class Seats:
             self._stores[stage] = SnapshotStore(self._folder / str(stage), self.config.snapshots.keep, self._say)
         return self._stores[stage]
 
-    def _files(self) -> Iterator[tuple[int, int]]:
-        """(stage, updates) of the snapshots in the folder."""
-        return snapshots_in(self._folder)
+    def _files(self) -> list[StageFile]:
+        """Snapshots of this run in the folder, newest first."""
+        return [file for file in stage_files(self._folder) if file.run == self.run]
+
+    def _not_of(self, span: str, state: dict[str, object]) -> str | None:
+        """Why a snapshot is not of that stage of this run, or `None`."""
+        if (state.get("run"), state.get("architecture")) != (self.run, self.handing.place[1]) or "round" not in state:
+            return "it is of another run"
+        return None if state.get("span") == span else f"it is {state.get('span')}"
+
+    def _span(self, stage: int, spans: Spans) -> str:
+        return str(Span(stage, len(spans), *spans[stage], int(self._loading.config.num_hidden_layers)))
 
     # ----------------------------------------------------------------- engines
 
@@ -434,38 +470,6 @@ def replicated(config: NodeConfig, stage: int) -> Literal["whole", "rest", ""]:
 def replica_every(config: NodeConfig, lora: bool) -> int:
     """Updates from one replica to the next."""
     return config.stages.replica_every or (1 if lora or config.stages.count < MANY_STAGES else EVERY)
-
-
-def snapshots_in(folder: Path) -> Iterator[tuple[int, int]]:
-    """(stage, updates) of each."""
-    for path in folder.glob("*/round-*"):
-        match = NAME.fullmatch(path.name)
-        if match and path.parent.name.isdecimal():
-            yield int(path.parent.name), int(match[1])
-
-
-def spans_in(folder: Path, architecture: str, stages: int) -> Spans | None:
-    """The layers of all stages, as they were when the newest snapshot was made that is of this policy."""
-    paths = {path: int(match[1]) for path in folder.glob("*/round-*") if (match := NAME.fullmatch(path.name))}
-    for path in sorted(paths, key=lambda path: -paths[path]):
-        try:
-            state = json.loads((path / "state.json").read_bytes())["state"]
-            spans = tuple((int(first), int(end)) for first, end in state["spans"])
-        except (OSError, ValueError, KeyError, TypeError):  # of another version, or torn
-            continue
-        if state["architecture"] == architecture and len(spans) == stages:
-            return spans
-    return None
-
-
-def _not_of(architecture: str, span: str, state: dict[str, object]) -> str | None:
-    """Why a snapshot is not of that policy, or `None`; SnapshotError if it is of other layers of it."""
-    known, theirs = state.get("architecture"), state.get("span")
-    if known != architecture or "round" not in state or str(theirs).split(" (")[0] != span.split(" (")[0]:
-        return "it is of another stage or model"
-    if theirs != span:
-        raise SnapshotError(f"it is {theirs}")
-    return None
 
 
 def kept_for(plan: Plan, me: str) -> list[int]:

@@ -14,7 +14,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,23 +36,13 @@ from swarm_node.policy.loading import (
     skeleton,
     with_adapter,
 )
-from swarm_node.recovery.snapshots import NAME, read_snapshot
+from swarm_node.recovery.snapshots import read_snapshot
 from swarm_node.rundir import RunDir
 from swarm_node.seats import shapes
+from swarm_node.stage_files import StageFile, newest, stage_files
 
 Say = Callable[[str], None]
 _SPAN = re.compile(r"stage (\d+) of (\d+) \(layers (\d+)-(\d+) of (\d+)\)")
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A snapshot of a stage, somewhere."""
-
-    path: Path
-    stage: int
-    updates: int
-    number: int
-    """Of those of the same update."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +70,9 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
         ):
             raise UserError(f"{run.path} is not of the crew of {runs[0].path}: crew, model and stages must be the same")
     plan = prepare(config.policy)
-    kept = [found for run in runs for found in _kept(run) if found.stage < count]
+    kept = [file for run in runs for file in stage_files(run.path / "stages") if file.stage < count]
+    latest = newest(kept)
+    kept = [file for file in kept if latest and (file.run == latest.run or not file.state)]  # not of an earlier run
     while True:
         missing = [stage for stage in range(count) if not any(one.stage == stage for one in kept)]
         if missing:
@@ -114,28 +106,21 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
     return Staged(config, plan, stages, max(updates))
 
 
-def _kept(run: RunDir) -> Iterator[Kept]:
-    for path in (run.path / "stages").glob("*/round-*"):
-        match = NAME.fullmatch(path.name)
-        if match and path.parent.name.isdecimal():
-            yield Kept(path, int(path.parent.name), int(match[1]), int(match[2] or 0))
-
-
-def _choose(kept: Sequence[Kept], count: int) -> list[Kept]:
+def _choose(kept: Sequence[StageFile], count: int) -> list[StageFile]:
     """One for each stage: of the last update that all are there of, or else the newest of each."""
     by_stage = [{one.updates: one for one in sorted(kept, key=_age) if one.stage == stage} for stage in range(count)]
     common = set.intersection(*(set(updates) for updates in by_stage))
     return [stage[max(common or stage)] for stage in by_stage]
 
 
-def _age(kept: Kept) -> tuple[int, int]:
+def _age(kept: StageFile) -> tuple[int, int]:
     return kept.updates, kept.number
 
 
 def _check(
     config: NodeConfig,
     plan: Plan,
-    chosen: Sequence[Kept],
+    chosen: Sequence[StageFile],
     states: Sequence[dict[str, Any]],
     stages: list[dict[str, Tensor]],
 ) -> None:

@@ -121,6 +121,8 @@ class P2PTransport:
         self._loose_ends = 0
         self._stat = Stat([], {}, 0, 0, 0, 0, 0, {})
         self._cached_at = time.monotonic()
+        self._cached: set[str] = set()
+        """Peers that are in the cache file."""
         self._next_bucket = random.randrange(MEMBERSHIP_BUCKETS)
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -526,10 +528,12 @@ class P2PTransport:
                 self._report(f"{self._cache_file} is damaged and not used: {error}")
 
     def _write_cache(self, every_s: float) -> None:
-        """Keep the addresses seen for the next run, if they were kept longer ago than `every_s`."""
-        if self._cache_file is None or time.monotonic() - self._cached_at < every_s:
+        """Keep the addresses seen for the next run, if they were kept longer ago than `every_s`, or a peer is new: this
+        node may be killed at any moment."""
+        peers = set(self._table.worth_finding())
+        if self._cache_file is None or (time.monotonic() - self._cached_at < every_s and peers <= self._cached):
             return
-        self._cached_at = time.monotonic()
+        self._cached_at, self._cached = time.monotonic(), peers
         new = self._cache_file.with_suffix(".new")
         try:
             new.write_bytes(self._table.write_cache())

@@ -114,7 +114,20 @@ def _rows(group: Row, packing: bool, limit: int, hidden: int) -> list[Row]:
     costs = {k: cost(k) for k in range(1, n + 1) if k == 1 or (packing and length(k) <= limit)}
     cheap = [k for k, c in costs.items() if c <= NEARLY_CHEAPEST * min(costs.values())]
     per_row = ceil(n / ceil(n / max(cheap)))  # so that the last row is not much shorter
-    return [Row(group.prompt, group.completions[i : i + per_row], group.first + i) for i in range(0, n, per_row)]
+    rows = []
+    for i in range(0, n, per_row):
+        rows += _within(Row(group.prompt, group.completions[i : i + per_row], group.first + i), limit)
+    return rows
+
+
+def _within(row: Row, limit: int) -> list[Row]:
+    """The row, cut where it would be longer than `limit`: its completions may be longer than most of the group."""
+    rows: list[Row] = []
+    for i, completion in enumerate(row.completions):
+        if not rows or rows[-1].length + len(completion) - 1 > limit:
+            rows.append(Row(row.prompt, [], row.first + i))
+        rows[-1].completions.append(completion)
+    return rows
 
 
 def token_batch(microbatch: Sequence[Row], flat: Flat, pad_id: int, device: torch.device) -> TokenBatch:

@@ -56,6 +56,7 @@ class Optimizer:
     ) -> None:
         """`shared`: names of matrices of which another stage has a copy, that is to make the same updates."""
         self.named = dict(named)
+        self.shared = shared
         self.learning_rate = learning_rate
         self.rate_scale = 1.0
         """Every update's rate is multiplied by it, but for what is shared: above 1 for a stage that was rebuilt from
@@ -161,21 +162,26 @@ class Optimizer:
             moment.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Moments (and master copies) by name: the live tensors."""
-        tensors = {}
+        """By parameter: moments, the updates that they are of, master copies (the live tensors); and the rate scale, if
+        it is not 1, by the first one that it is for."""
+        tensors: dict[str, Tensor] = {}
         for name, p in self.named.items():
             state = self.adamw.state[self.masters.get(name, p)]
-            tensors[f"exp_avg.{name}"] = state["exp_avg"]
-            tensors[f"exp_avg_sq.{name}"] = state["exp_avg_sq"]
+            tensors |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq", "step")}
+        if self.rate_scale != 1.0 and (own := [name for name in self.named if name not in self.shared]):
+            tensors[f"rate_scale.{own[0]}"] = torch.tensor(self.rate_scale)
         return tensors | {f"master.{name}": master.detach() for name, master in self.masters.items()}
 
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Take over what `state_dict` gave; SnapshotError, and nothing changed, if names or shapes differ."""
-        mine = self.state_dict()
+        """Take over what `state_dict` gave (once without `step`: then moments are of all updates); SnapshotError, and
+        nothing changed, if names or shapes differ."""
+        mine = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("rate_scale.")}
+        scales = [float(tensor) for name, tensor in tensors.items() if name.startswith("rate_scale.")]
+        early = {name: torch.tensor(float(updates)) for name in mine if name.startswith("step.")}
+        tensors = early | {name: tensor for name, tensor in tensors.items() if not name.startswith("rate_scale.")}
         if mine.keys() != tensors.keys() or any(mine[k].shape != tensors[k].shape for k in mine):
             raise SnapshotError("its optimiser state does not have the names and shapes of this policy")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
-        for state in self.adamw.state.values():
-            state["step"].fill_(updates)
+        self.rate_scale = scales[0] if scales else 1.0
         self.updates = updates

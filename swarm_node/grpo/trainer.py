@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
-from swarm_node.errors import Interrupted, SnapshotError, UserError
+from swarm_node.errors import Interrupted, SnapshotError, Unworkable, UserError
 from swarm_node.grpo import advantage, batch, loss
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.policy.logprobs import LOGITS_BYTES, TokenBatch
@@ -107,11 +107,11 @@ class Trainer:
         """
         start = time.perf_counter()
         step = self._prepare(groups)
-        if step is None:
+        metrics = {} if step is None else self._learn(step, before_update)
+        if step is None or not metrics:
             before_update()
             metrics = {"loss": 0.0, "grad_norm": 0.0}
         else:
-            metrics = self._learn(step, before_update)
             trained = len(step.flat.target) * self.config.iterations
             metrics["perf/trained_tok_s"] = trained / (time.perf_counter() - start)
         self.num_tokens += sum(len(g.prompt_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
@@ -143,7 +143,7 @@ class Trainer:
     @torch.no_grad()
     def unlikelihood(self, groups: Sequence[Group]) -> float | None:
         """Mean negative log-probability (nats) of the completions' tokens, as the policy is now; None, which is said
-        once, if there is not enough memory for it."""
+        once, if there is not enough memory for it; or if the stages of the policy refuse them."""
         first = accumulate((len(group.rollouts) for group in groups), initial=0)
         rows = [
             batch.Row(group.prompt_ids, [r.token_ids for r in group.rollouts], i)
@@ -157,7 +157,10 @@ class Trainer:
                     total -= float(logprobs.sum())
                 return total / len(flat.target)
             except Interrupted as interrupted:
-                self.policy.again(interrupted)
+                try:
+                    self.policy.again(interrupted)
+                except Unworkable:
+                    return None
             except (RuntimeError, MemoryError) as exc:
                 if not is_out_of_memory(exc):
                     raise
@@ -224,11 +227,18 @@ class Trainer:
         return np.array(rollout.logprobs, dtype=np.float32)
 
     def _learn(self, step: _Step, before_update: Callable[[], None]) -> dict[str, float]:
-        """The updates; their metrics."""
+        """The updates; their metrics, of which there are none if these rollouts cannot be trained on."""
         metrics: dict[str, float] = {}
         totals: dict[str, float] = defaultdict(float)
         for iteration in range(self.config.iterations):
-            sums, norm, metrics["learning_rate"] = self._update(step, iteration, before_update)
+            try:
+                sums, norm, metrics["learning_rate"] = self._update(step, iteration, before_update)
+            except Unworkable as error:
+                self.report(f"{error}: no update is made of these rollouts")
+                self.optimizer.zero_grad()
+                if iteration == 0:
+                    return {}
+                break
             for name, value in sums.items():
                 totals[name] += value
             if math.isfinite(norm):

@@ -1,25 +1,31 @@
 """Which way a lost stage is rebuilt: those that there are, best first.
 
     1  live       whoever still has it in memory hands it over                          exact
-       replica    a neighbour's copy of it, `fresh` updates old at most                 nearly so
+       replica    a neighbour's copy of it, `usual` updates old at most                 nearly so
     2  cohort     the same stage of another crew                                        as good, but another's
-       snapshot   the newest file, `fresh` updates old at most
+       replica    one that is `fresh` updates old at most
+       snapshot   the newest file, likewise
     3  mean       of the two neighbours, weighted with the norms of their gradients     CheckFree (arXiv 2506.15461)
        copy       of the neighbour that learned its work, at the ends                   CheckFree+
     4  snapshot   an older file; or a copy in memory that is older
     5  base       the model that all began with
 
-Pure. What a peer has is what it said last (`protocol.crew.Holding`); a way may turn out to be closed, then the next is
-tried. Before the first update the base model is all there is to lose.
+Pure. What a peer has is what it said last (`protocol.crew.Holding`), of the crew's run; a way may turn out to be
+closed, then the next is tried. What is newer than a crew that lives is of a branch that it has left, and comes last. If
+nobody has anything in memory, all stages go back to the newest update of which there are files of each. Before the
+first update the base model is all there is to lose.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 
 from protocol.crew import Holding, Kept, Layers, Source, Way
 from protocol.messages import PeerCard
 
+AHEAD = 1
+"""What says that it is so much newer than the crew may be of it: stages make an update one after the other."""
 PLUS_STAGES = 4
 """CheckFree+ copies the ends from this many stages on: with fewer, a neighbour's copy is kept instead."""
 
@@ -32,30 +38,36 @@ def sources(
     *,
     others: Callable[[int], Mapping[str, int]] = lambda stage: {},
     plus: bool = False,
+    usual: int = 40,
     fresh: int = 1,
 ) -> list[Source]:
     """Ways to come by `stage`, best first.
 
     spans     layers of each stage: only stages with equally many can stand in for each other
-    holdings  what each living peer of the crew has
+    holdings  what each living peer of the crew has; files only of stages that it takes or holds
     updates   that the crew has made
     others    stage -> peers of other crews that hold just that stage, best first -> their updates
     plus      odd microbatches go through the first two and the last two stages in swapped order
+    usual     a replica that is more updates behind was not renewed for long
     fresh     weights of the stage itself that are not more updates behind are better than what is made of others
     """
     live = _of(stage, {peer: holding.live for peer, holding in holdings.items()})
     replicas = _of(stage, {peer: holding.replicas for peer, holding in holdings.items()})
     found = [Source("live", (peer,), updates=n) for peer, n in live]
     base = Source("base")
-    if not updates and not any(holding.snapshots for holding in holdings.values()):
+    if not updates and not any(kept.updates for holding in holdings.values() for kept in _stored(holding)):
         return [*found, base]
-    old = _old(stage, len(spans), holdings, replicas)
-    new = [source for source in old if source.updates + fresh >= updates]
-    found += [source for source in new if source.way == "replica"]
-    found += [Source("cohort", (peer,), updates=n) for peer, n in list(others(stage).items())[:2]]
+    lives = any(holding.live for holding in holdings.values())
+    old = _old(stage, len(spans), holdings, replicas, updates if lives else None)
+    new = [source for source in old if lives and updates - fresh <= source.updates <= updates + AHEAD]
+    copies = [source for source in new if source.way == "replica"]
+    found += [source for source in copies if source.updates >= updates - usual]
+    cohort = [Source("cohort", (peer,), updates=n) for peer, n in list(others(stage).items())[:2]]
+    found += cohort if lives else []
+    found += [source for source in copies if source not in found]
     found += [source for source in new if source.way == "snapshot"][:2]
     found += _stand_ins(stage, spans, holdings, updates, plus)
-    found += [source for source in old if source not in found]
+    found += [source for source in [*old, *cohort] if source not in found]
     return [*found[:7], base]
 
 
@@ -79,19 +91,24 @@ def _stand_ins(
     return [Source("mean" if way == "mean" else "copy", tuple(peers), tuple(models), updates)]
 
 
-def _old(stage: int, stages: int, holdings: Mapping[str, Holding], replicas: list[tuple[str, int]]) -> list[Source]:
-    """Snapshots and old replicas, newest first; if nobody has anything in memory, then first those snapshots that there
-    are of all stages after the same update."""
+def _old(
+    stage: int, stages: int, holdings: Mapping[str, Holding], replicas: list[tuple[str, int]], updates: int | None
+) -> list[Source]:
+    """Snapshots and replicas, newest first, but last what is newer than the crew (`updates`). If nobody has anything in
+    memory (`None`), then first what there is of all stages after the same update."""
     files = [(peer, kept) for peer, holding in holdings.items() for kept in holding.snapshots]
     by_stage = [{kept.updates for _, kept in files if kept.stage == s} for s in range(stages)]
-    common = max(set.intersection(*by_stage), default=-1)
-    if any(holding.live for holding in holdings.values()):
-        common = -1
+    common = max(set.intersection(*by_stage), default=-1) if updates is None else -1
     mine = {(kept.updates, peer) for peer, kept in files if kept.stage == stage}
     found: list[tuple[Way, str, int]] = [("snapshot", peer, n) for n, peer in mine]
     found += [("replica", peer, n) for peer, n in replicas]
-    found.sort(key=lambda one: (one[2] != common, -one[2], one[1]))
+    most = math.inf if updates is None else updates + AHEAD
+    found.sort(key=lambda one: (one[2] != common, one[2] > most, -one[2], one[0] == "replica", one[1]))
     return [Source(way, (peer,), updates=n) for way, peer, n in found]
+
+
+def _stored(holding: Holding) -> tuple[Kept, ...]:
+    return holding.replicas + holding.snapshots
 
 
 def elsewhere(

@@ -87,6 +87,11 @@ class SnapshotStore:
         copies = {stem: _copy(named) for stem, named in tensors.items()}
         self._writing = self._writer.submit(self._write, round, copies, text)
 
+    @property
+    def busy(self) -> bool:
+        """Whether one is being written."""
+        return self._writing is not None and not self._writing.done()
+
     def wait(self) -> None:
         """Return when nothing is being written."""
         if self._writing is not None:

@@ -3,8 +3,8 @@
              no lead for FIND_S, or wants stage 0
     seeks ----------------------------------------> leads        `leading.Lead`: who is there, who holds what
       |  ^ \\______ first in line, lead lost _______/^ |
-      |  |  lead lost, or leads no more               | | another lead of this crew stands higher
-      v  +--------------------------------------------|-+
+      |  |  lead lost, or leads no more               | | another lead of this crew stands higher,
+      v  +--------------------------------------------|-+ or it cannot hold stage 0
     follows: Hello -> Answer -> Plan -> TakeSeat ... Ready
 
 Whom a seeker asks: see `seeking`. Of two leads the one with the lower peer id decides who gives way, so that both
@@ -49,6 +49,8 @@ from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.stages.alike import difference
 from swarm_node.stages.doors import PART_S, STRANGER_S, Doors
 from swarm_node.stages.leading import (
+    BANNED_S,
+    MAX_TERM,
     Action,
     Costs,
     Lead,
@@ -89,7 +91,8 @@ class Crew:
         holding: Holding = NOTHING,
         held_s: Callable[[], float] = float,
     ) -> None:
-        """`holding`: snapshots of earlier runs. `held_s` = seconds that the oldest message here has been waiting."""
+        """`holding`: snapshots of earlier runs. `held_s` = seconds that the oldest message here has been waiting, or
+        that nothing has been done about stages that are to be built."""
         self.post = post
         self.role: Literal["seeks", "follows", "leads"] = "seeks"
         self.lead: Lead | None = None
@@ -100,7 +103,9 @@ class Crew:
         """All stages of the plan are held, as far as this peer knows."""
         self.live: dict[int, int] = {}
         """Stages in memory here -> their updates."""
-        self.progress: Progress | None = None
+        self.run = post.run
+        """Whose stages, replicas and snapshots this peer has."""
+        self.progress = Progress(post.round, 0.0) if post.round else None
         """Of the run, as the lead last told."""
         self.names: dict[str, str] = {}
         """What peers of the crew call themselves, latest last."""
@@ -124,6 +129,9 @@ class Crew:
         """Channels from lead to lead, as far as is known; whether this one has said Hello."""
         self._called: dict[str, float] = {}
         """Whom this lead has called on -> when it may again."""
+        self._barred = False
+        """It could not hold stage 0, and does not try again before ..."""
+        self._barred_until = now
 
     # ----------------------------------------------------------------- what is known
 
@@ -152,6 +160,11 @@ class Crew:
         if self.role == "leads":
             return self.lead.link_of(peer) if self.lead else None
         return self._lead_link if peer == self.plan.lead else self._doors.neighbours.get(peer)
+
+    @property
+    def building(self) -> bool:
+        """Stages are to be built here."""
+        return bool(self._ordered)
 
     def stands(self, order: TakeSeat) -> bool:
         """Whether a stage is still to be built, and so."""
@@ -198,10 +211,13 @@ class Crew:
                 self._ended(link, why, now)
         return self._settle(now)
 
-    def refused(self, link: Link, reason: str, now: float) -> list[Action]:
-        """What a peer said of its stage's work is nothing that anybody takes: this peer has done with it."""
+    def refused(self, link: Link, reason: str, now: float, ended: bool = True) -> list[Action]:
+        """What a peer said of its stage's work is nothing that anybody takes: this peer has done with it; but if it is
+        the lead, and the channel has not `ended`, only with what was under way."""
         self._out.counts[f"refused/{reason}"] += 1
-        if link in self._doors:
+        if link is self._lead_link and not ended and self.plan is not None:
+            self._out.send(link, Broken(self.plan.mark, link.peer, _line(reason), refused=True))
+        elif link in self._doors:
             self._doors.close(link)
             if link.method == STAGE_METHOD:
                 self._neighbour_lost(link, reason, refused=True)
@@ -211,26 +227,31 @@ class Crew:
                 self.lead.give_up(link.peer, f"what it says is refused: {reason}", now)
         return self._settle(now)
 
-    def seated(self, stage: int, updates: int, source: Source | None, now: float) -> list[Action]:
+    def seated(self, order: TakeSeat, updates: int, source: Source | None, now: float) -> list[Action]:
         """A stage that was to be built is here."""
-        order = self._ordered.pop(stage, None)
-        if order is None or stage not in self.seats:
-            self._out.do(LeaveSeat(stage))
-        else:
+        stage, present = order.stage, self._ordered.get(order.stage)
+        same = present is not None and present.layers == order.layers and source == present.sources[0]
+        if present is not None and (present == order or same):
+            del self._ordered[stage]
             self.live[stage] = updates
-            self._built[stage] = order.sources
+            self._built[stage] = present.sources
             self._say_ready(stage, source)
+        elif present is None:  # else it is built once more
+            self.live.pop(stage, None)
+            self._out.do(LeaveSeat(stage))
         return self._settle(now)
 
-    def unable(self, stage: int, why: str, now: float) -> list[Action]:
-        """A stage that was to be built cannot be."""
-        self._ordered.pop(stage, None)
-        if self.plan is not None and stage in self.seats:
+    def unable(self, order: TakeSeat, why: str, now: float) -> list[Action]:
+        """A stage that was to be built cannot be; whoever cannot hold the first does not lead for a while."""
+        if self.stands(order) and self.plan is not None:
+            del self._ordered[order.stage]
             line = _line(why)
-            if self.lead is not None:
-                self.lead.unable(self.post.me, stage, line, now)
+            if self.lead is None:
+                self._out.send(self._lead_link, Unable(self.plan.mark, order.stage, line))
+            elif order.stage:
+                self.lead.unable(self.post.me, order.stage, line, now)
             else:
-                self._out.send(self._lead_link, Unable(self.plan.mark, stage, line))
+                self._resign(line, now)
         return self._settle(now)
 
     def report(self, holding: Holding, now: float) -> list[Action]:
@@ -238,9 +259,10 @@ class Crew:
         self.live |= {kept.stage: kept.updates for kept in holding.live if kept.stage in self.live}
         self._holding = holding
         if self.lead is not None:
-            self.lead.members[self.post.me].holding = self.holding
+            me = self.lead.members[self.post.me]
+            me.holding = self.lead.held(me, self.holding, self.run)
         elif self.role == "follows":
-            self._out.send(self._lead_link, Report(self.holding))
+            self._out.send(self._lead_link, Report(self.holding, self.run))
         return self._settle(now)
 
     def doubted(self, mark: int, stages: Collection[int], why: str, now: float) -> list[Action]:
@@ -267,8 +289,10 @@ class Crew:
     def tick(self, now: float, waiting_since: float | None = None) -> list[Action]:
         """Time has passed. `waiting_since`: the lead has been waiting for its stages, and heard nothing."""
         self._search.look(False, now)
-        if self.lead is not None and waiting_since is not None:
-            self.lead.watch(now, waiting_since)
+        if self.lead is not None:
+            self.lead.watch_builders(now)
+            if waiting_since is not None:
+                self.lead.watch(now, waiting_since)
         self._tend_channels(now)
         return self._settle(now)
 
@@ -281,8 +305,8 @@ class Crew:
 
     def _ended(self, link: Link, why: str, now: float) -> None:
         """A channel with the lead, or with whom it might be, or with a member, is no more."""
-        if link is self._search.trying:
-            self._search.unreached(now)
+        if link in self._search:
+            self._search.unreached(link, now)
         elif link is self._lead_link:
             self._lead_lost(why, now)
         elif self.lead is not None:
@@ -296,7 +320,11 @@ class Crew:
             self._look_for_rivals(now)
             plan = self.lead.arrange(now)
             if plan is not None:
+                first = self.plan is None or self.plan.term != plan.term
+                self.term = plan.term
                 self._adopt(plan, now)
+                if first:
+                    self._go_on_from(self.lead.round)
             self.plan = self.lead.plan or self.plan
             if self.lead.whole and not self.whole:
                 self._leave_others()
@@ -329,19 +357,22 @@ class Crew:
     # ----------------------------------------------------------------- seeking
 
     def _seek(self, now: float) -> None:
-        peer = self._search.next(self._cards, self._may_lead, self._can_lead, now)
-        if peer == self.post.me:
-            self._take_lead(now)
-        elif peer is not None:
+        self._barred = self._barred and now < self._barred_until
+        while (peer := self._search.next(self._cards, self._may_lead, self._can_lead, now)) is not None:
+            if peer == self.post.me:
+                self._take_lead(now)
+                return
             self._out.send(self._search.dial(peer, now), self._hello(peer))
 
     @property
     def _may_lead(self) -> bool:
         """Who wants another stage than the first does not begin a crew, but goes on with one."""
-        return self.post.wanted in (None, 0) or self.plan is not None
+        return not self._barred and (self.post.wanted in (None, 0) or self.plan is not None)
 
     def _can_lead(self) -> bool:
-        """There is room for stage 0 besides what this peer holds."""
+        """There is room for stage 0 besides what this peer holds, and it has not failed to hold it."""
+        if self._barred:
+            return False
         costs = self._costs(self.plan.spans if self.plan else self.post.spans)
         needed = sum(costs[stage] for stage in {0, *self.seats})
         if self.post.capacity and needed > self.post.capacity:
@@ -370,6 +401,8 @@ class Crew:
             holding=holding,
             spans=(self.plan.spans if self.plan else post.spans) if has_any else (),
             capacity=post.capacity,
+            run=self.run,
+            round=self.progress.round if self.progress else 0,
         )
 
     def _answer(self, link: Link, lead: str) -> None:
@@ -381,6 +414,7 @@ class Crew:
             self._unmask(link, now)
             return
         self._doors.trust(link)
+        self._search.prove(link.peer)
         if self.lead is not None:
             if link in self._rivals and lead == link.peer:
                 self._give_way(link, now)
@@ -389,9 +423,9 @@ class Crew:
                 if lead not in ("", self.post.me):
                     self._call(lead, now)
         elif link is self._lead_link and lead != link.peer:  # it leads no more
-            self._lead_link, self.role = None, "seeks"
+            self._lead_link, self.role, self.whole = None, "seeks", False
             self._doors.close(link)
-            self._search.begin("", {lead} - {"", self.post.me})
+            self._search.begin("", [lead] if lead else self._succession(link.peer), now)
         elif self._search.told(link, answer, now):
             self._lead_link, self.role, self.term = link, "follows", max(self.term, answer.term)
             for guest in self._guests:
@@ -402,7 +436,7 @@ class Crew:
         if not self.post.is_proof_of(link.peer, refusal.proof):
             self._unmask(link, now)
             return
-        self._out.say_once(f"peer {short(link.peer)} of crew {self.post.crew} refuses this one: {refusal.detail}")
+        self._out.say_of_peer(f"peer {short(link.peer)} of crew {self.post.crew} refuses this one: {refusal.detail}")
         self._search.vouch(now)
         if link is self._lead_link:
             self._lead_link, self.role = None, "seeks"
@@ -411,7 +445,7 @@ class Crew:
     def _unmask(self, link: Link, now: float) -> None:
         """Its card is of this crew, or it says so, but it does not know the crew's name."""
         self._out.counts["refused/crew"] += 1
-        self._out.say_once(f"peer {short(link.peer)} is left out of crew {self.post.crew}: {NAMELESS}")
+        self._out.say_of_peer(f"peer {short(link.peer)} is left out of crew {self.post.crew}: {NAMELESS}")
         self._shun(link, NAMELESS, now)
 
     def _shun(self, link: Link, why: str, now: float) -> None:
@@ -436,6 +470,10 @@ class Crew:
 
     def _adopt(self, plan: Plan, now: float) -> None:
         """Go by a new plan."""
+        if self.plan is None or (self.plan.lead, self.plan.term, self.plan.run) != (plan.lead, plan.term, plan.run):
+            self._built.clear()
+        if plan.run != self.run:
+            self._forget_run(plan)
         self.plan = plan
         mine = self.seats
         self._ordered = {stage: order for stage, order in self._ordered.items() if stage in mine}
@@ -445,6 +483,7 @@ class Crew:
                 self._say_ready(stage, None)
                 continue
             if not seat.sources:
+                self._ordered.pop(stage, None)
                 self._out.send(self._lead_link, Unable(plan.mark, stage, "it is not here any more"))
                 continue
             order = TakeSeat(stage, seat.layers, seat.sources)
@@ -453,6 +492,14 @@ class Crew:
                 self._ordered[stage] = order
                 self._out.do(order)
         self._tend_channels(now)
+
+    def _forget_run(self, plan: Plan) -> None:
+        """What this peer has is of another run than the crew's. Stages that it is to hold are built anew."""
+        self.run, self._holding, self.progress = plan.run, NOTHING, Progress(0, 0.0)
+        self._ordered.clear()
+        for stage in self.live.keys() - set(plan.held_by(self.post.me)):
+            self._out.do(LeaveSeat(stage))
+        self.live.clear()
 
     def _say_ready(self, stage: int, source: Source | None) -> None:
         assert self.plan is not None
@@ -473,12 +520,15 @@ class Crew:
         peer = self._lead_link.peer if self._lead_link else ""
         self._lead_link, self.role, self.whole = None, "seeks", False
         self._out.say(f"the lead of crew {self.post.crew} is lost (peer {short(peer)}: {why})")
-        queue = [peer]
-        if self.plan is not None and self.plan.lead == peer:
-            queue += succession([seat.peer for seat in self.plan.seats], self.plan.spares)
-        self._search.begin(peer, queue)
+        self._search.begin(peer, [peer, *self._succession(peer)], now)
         for guest in self._guests:
             self._answer(guest, "")
+
+    def _succession(self, lead: str) -> list[str]:
+        """Who leads after it, first in line first."""
+        if self.plan is None or self.plan.lead != lead:
+            return []
+        return succession([seat.peer for seat in self.plan.seats], self.plan.spares)
 
     # ----------------------------------------------------------------- neighbours
 
@@ -504,8 +554,7 @@ class Crew:
 
     def _take_lead(self, now: float) -> None:
         lost = self._search.lost
-        succeeds = bool(lost and self.plan is not None)
-        self.term = self.term + 1 if succeeds else max(1, self.term)
+        self.term = min(self.term + 1, MAX_TERM)
         self.lead = Lead(
             self.post,
             self._hello(self.post.me),
@@ -522,7 +571,7 @@ class Crew:
         self._called.clear()
         self._search.end()
         self._out.say(f"this node leads crew {self.post.crew} now")
-        self._out.do(TakeLead(self.term))
+        self._out.do(TakeLead())
         guests, self._guests = self._guests, {}
         for link, greeting in guests.items():
             self._greeted(link, greeting, now)
@@ -532,10 +581,11 @@ class Crew:
         known = problem is None or problem[0] not in ("swarm", "crew")
         if known:
             self._note_name(link.peer, hello.name)
+            self._search.prove(link.peer)
         if problem is not None:
             reason, detail = problem
             self._out.counts[f"refused/{reason}"] += 1
-            self._out.say_once(f"peer {short(link.peer)} is refused in crew {self.post.crew}: {detail}")
+            self._out.say_of_peer(f"peer {short(link.peer)} is refused in crew {self.post.crew}: {detail}")
             self._out.send(link, Refusal(reason, detail, self.post.proof_to(link.peer) if known else ""))
             self._guests.pop(link, None)
             self._doors.doubt(link, now + PART_S)
@@ -546,8 +596,7 @@ class Crew:
             if len(self._guests) >= MAX_GUESTS:
                 self._doors.close(link)
                 return
-            if link is self._search.trying:  # each gave way to the other
-                self._search.trying = None
+            self._search.release(link)
             self._guests[link] = hello
             self._answer(link, self._lead_link.peer if self._lead_link is not None else "")
             if hello.leads and self.role == "seeks" and self.plan is None:
@@ -557,6 +606,8 @@ class Crew:
         else:
             self._rivals.pop(link, None)
             self.lead.join(link, hello, now)
+            if self.lead.plan is not None and self.progress is not None and self.lead.link_of(link.peer) is link:
+                self._out.send(link, self.progress)
 
     def _note_name(self, peer: str, name: str) -> None:
         self.names.pop(peer, None)
@@ -578,12 +629,19 @@ class Crew:
         if hello.wanted is not None and hello.wanted >= hello.stages:
             return "stages", f"it wants stage {hello.wanted} of {hello.stages}"
         if self.lead is not None and not self.lead.takes(hello.spans):
-            return "span", "the layers of its stages are others"
+            return "span", "its files are of stages with other layers: it can take part with another --run-dir"
         return None
 
     def _refuse_card(self, peer: str, reason: str, what: str) -> None:
-        if self._out.say_once(f"peer {short(peer)} is left out of crew {self.post.crew}: it has {what}"):
+        if self._out.say_of_peer(f"peer {short(peer)} is left out of crew {self.post.crew}: it has {what}"):
             self._out.counts[f"refused/{reason}"] += 1
+
+    def _go_on_from(self, round: int) -> None:
+        """This new lead and its members may have known it differently."""
+        assert self.lead is not None
+        self.progress = Progress(round, self.progress.reward if self.progress else 0.0)
+        for member in self.lead.members.values():
+            self._out.send(member.link, self.progress)
 
     def _look_for_rivals(self, now: float) -> None:
         assert self.lead is not None
@@ -598,6 +656,8 @@ class Crew:
             return
         card = self._cards.get(peer)
         self._called[peer] = now + (VOUCHED_S if card is not None and 0 not in card.seats else AVOID_S)
+        if not self._search.knows(peer):
+            self._search.doubt(peer, now)
         link = Link(peer, CREW_METHOD, dialled=True)
         self._rivals[link] = True
         self._doors.open(link)
@@ -620,20 +680,31 @@ class Crew:
             self._answer(link, self.post.me)
 
     def _give_way(self, link: Link, now: float) -> None:
-        assert self.lead is not None
         self._out.say(f"peer {short(link.peer)} leads crew {self.post.crew} too, and stands higher: it is followed")
         self._out.counts["gave_way"] += 1
+        self._rivals.pop(link, None)
+        self._lead_no_more(link.peer, now)
+        self._search.wait_for(link, now)
+        self._out.send(link, self._hello(link.peer))
+
+    def _resign(self, why: str, now: float) -> None:
+        """Stage 0 cannot be held here: it is for the next in line."""
+        self._out.say(f"this node cannot hold stage 0 of crew {self.post.crew} ({why}): another peer must lead")
+        self._out.counts["unable"] += 1
+        self._barred, self._barred_until = True, now + BANNED_S
+        self._lead_no_more("", now)
+        self._search.begin("", self._succession(self.post.me), now)
+
+    def _lead_no_more(self, successor: str, now: float) -> None:
+        assert self.lead is not None
         for member in self.lead.members.values():
             if member.link is not None:
-                self._answer(member.link, link.peer)
+                self._answer(member.link, successor)
                 self._doors.part(member.link, now + PART_S)
-        self._rivals.pop(link, None)
         for other in list(self._rivals):
             self._doors.close(other)
         self.lead, self.role, self.whole = None, "seeks", False
         self._out.do(LeaveLead())
-        self._search.wait_for(link, now)
-        self._out.send(link, self._hello(link.peer))
 
     def _gone(self, link: Link) -> None:
         self._search.gone(link)

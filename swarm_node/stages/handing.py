@@ -7,17 +7,22 @@
 
 An exchange (`protocol.transports.base`) in which only the giver has a body: the tensors asked for, in float32, those of
 layers first, in the order of layers and names. Both ends know the sizes beforehand. What leaves is a copy made between
-two updates, the next of which waits for it. Optimiser moments stay where they are: whoever takes weights over begins
-with new ones.
+two updates, the next of which waits for it; all who ask between the same two share it. Who takes it too slowly is cut
+off, and peers that are not of the crew take turns. Optimiser moments stay where they are: whoever takes weights over
+begins with new ones.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -28,11 +33,16 @@ from protocol.limits import MAX_CHUNK_BYTES
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import STATE_METHOD, StateHead, open_state_head, seal_head
 from protocol.transports.base import Accepted, Outgoing, Sink, Transport
+from swarm_node.policy.policy import some_of
 
 BYTES_PER_S = 2**17
-"""Who gives less than a megabit a second is not waited for, ..."""
+"""Who gives, or takes, less than a megabit a second is not waited for, ..."""
 GRACE_S = 20.0
 """... these seconds not counted."""
+AT_ONCE, PER_PEER = 8, 2
+"""Peers of the crew that are given weights at a time, and what one of them is."""
+COOL_S = 60.0
+"""Of other peers it is one at a time, and the same one not again so soon."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,16 @@ class State:
     """Norm of the stage's gradient at its last update, before clipping."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Copy(State):
+    """Of some tensors of a stage here, made between two updates; more may be added before the second. It lives as long
+    as somebody is being given it."""
+
+    tensors: dict[str, Tensor]
+    some: Tensor
+    """Some values of all tensors of the stage: others' weights may change it between two updates, too."""
+
+
 @dataclass
 class Fetch:
     """State that is being fetched; `state` is of any worth when `done` is, without an error."""
@@ -77,17 +97,33 @@ class Handing:
     """Gives what this peer holds and keeps, and fetches what others do."""
 
     def __init__(
-        self, transport: Transport, swarm: str, architecture: str, allowed: Callable[[str, int], bool]
+        self,
+        transport: Transport,
+        swarm: str,
+        architecture: str,
+        allowed: Callable[[str, int], bool],
+        of_crew: Callable[[str], bool] = lambda peer: True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`architecture`: 16 hexadecimal digits, equal for those who hold stages of one policy. `allowed` says, on any
-        thread, whether a peer may have weights of a stage; others are refused as `stranger`."""
+        thread, whether a peer may have weights of a stage; others are refused as `stranger`. `of_crew`: whether it is
+        one of this crew; others take turns. Whose turn it is not is refused as `busy`."""
         self.transport = transport
         self.allowed = allowed
+        self.of_crew = of_crew
+        self.now = now
         self.place = swarm, architecture
         self.replicas: dict[int, State] = {}
         """Copies of others' stages."""
         self._lock = threading.Lock()
         self._held: dict[int, tuple[Callable[[], State], Callable[[], AbstractContextManager[object]]]] = {}
+        self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
+        self._given_to: Counter[str] = Counter()
+        """Peers that are being given weights."""
+        self._guest = ""
+        """The one of them that is not of this crew, ..."""
+        self._cool_until: dict[str, float] = {}
+        """... and when the last ones may ask again."""
         self._keeping: dict[int, Fetch] = {}
         transport.accept(STATE_METHOD, self._accept)
 
@@ -173,25 +209,71 @@ class Handing:
         self._check(request, wanted)
         if not self.allowed(peer, wanted.stage):
             raise RemoteProtocolError("stranger", f"stage {wanted.stage} is not for everybody")
-        state = self._given(wanted)
-        tensors = [state.tensors[name] for name in ordered(state.tensors, wanted)]
+        self._begin(peer)
+        try:
+            state, tensors = self._given(wanted)
+        except BaseException:
+            self._end(peer)
+            raise
         body = 4 * sum(tensor.numel() for tensor in tensors)
-        ours = Outgoing(self._head(wanted, state), body, lambda: _pieces(tensors))
-        return Accepted(ours, _refuse, lambda error: None)
+        ours = Outgoing(self._head(wanted, state), body, partial(self._body, state, tensors))
+        return Accepted(ours, _refuse, lambda error: self._end(peer))
 
-    def _given(self, wanted: Wanted) -> State:
-        """What has the tensors wanted, and stays as it is."""
+    def _begin(self, peer: str) -> None:
+        """To give; RemoteProtocolError (busy) if it is not that peer's turn."""
+        now, guest = self.now(), not self.of_crew(peer)
+        with self._lock:
+            self._cool_until = {one: until for one, until in self._cool_until.items() if until > now}
+            most = AT_ONCE + bool(self._guest)
+            if guest and (self._guest or peer in self._cool_until):
+                raise RemoteProtocolError("busy", "weights were given to a peer of another crew a moment ago")
+            if not guest and (self._given_to.total() >= most or self._given_to[peer] >= PER_PEER):
+                raise RemoteProtocolError("busy", "weights are being given to as many peers as can be")
+            self._given_to[peer] += 1
+            self._guest = peer if guest else self._guest
+
+    def _end(self, peer: str) -> None:
+        with self._lock:
+            self._given_to[peer] -= 1
+            self._given_to += Counter()  # those that are above 0
+            if peer == self._guest:
+                self._guest, self._cool_until[peer] = "", self.now() + COOL_S
+
+    def _given(self, wanted: Wanted) -> tuple[State, list[Tensor]]:
+        """What has the tensors wanted, and these; they stay as they are."""
         with self._lock:
             held = self._held.get(wanted.stage)
             replica = self.replicas.get(wanted.stage)
         if wanted.replica and replica is not None:
-            return replica
+            return replica, [replica.tensors[name] for name in ordered(replica.tensors, wanted)]
         if wanted.replica or held is None:
             raise RemoteProtocolError("stage", f"stage {wanted.stage} is not here")
         live, still = held
         with still():
             state = live()
-            return copied(state, ordered(state.tensors, wanted))
+            names = ordered(state.tensors, wanted)
+            some = torch.cat([some_of(tensor).float().cpu() for tensor in state.tensors.values()] or [torch.empty(0)])
+            with self._lock:
+                copy = self._copies.get(wanted.stage)
+                if copy is None or copy.updates != state.updates or not torch.equal(copy.some, some):
+                    copy = self._copies[wanted.stage] = _Copy({}, state.updates, state.omega, some)
+            for name in names:
+                if name not in copy.tensors:
+                    copy.tensors[name] = state.tensors[name].detach().to("cpu", torch.float32, copy=True)
+            return copy, [copy.tensors[name] for name in names]
+
+    def _body(self, state: State, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+        """All bytes of `tensors`; others share the `state` that they are of for as long as this lives.
+        RemoteProtocolError (slow) if they are not taken in time."""
+        began, taken = self.now(), 0
+        for tensor in tensors:
+            flat = tensor.detach().float().cpu().flatten().numpy().view(np.uint8)
+            for start in range(0, len(flat), MAX_CHUNK_BYTES):
+                if self.now() > began + GRACE_S + taken / BYTES_PER_S:
+                    raise RemoteProtocolError("slow", "the weights were not taken in time")
+                piece = memoryview(flat[start : start + MAX_CHUNK_BYTES])
+                taken += len(piece)
+                yield piece
 
     def _head(self, wanted: Wanted, state: State | None = None) -> bytes:
         updates, omega = (0, 0.0) if state is None else (state.updates, state.omega)
@@ -216,12 +298,6 @@ class Handing:
             raise RemoteProtocolError("crew", f"policy {head.architecture} of swarm {head.swarm[:16]}")
         if Wanted(head.stage, head.first, head.end, head.rest, head.replica) != wanted:
             raise RemoteProtocolError("stage", f"stage {head.stage}, layers {head.first} to {head.end}")
-
-
-def copied(state: State, names: Collection[str]) -> State:
-    """Of some of its tensors, in float32 on the CPU."""
-    copies = {name: state.tensors[name].detach().to("cpu", torch.float32, copy=True) for name in names}
-    return State(copies, state.updates, state.omega)
 
 
 def layer_of(name: str) -> int | None:
@@ -253,14 +329,6 @@ class Filler:
             if self._at == len(self._views[0]):
                 del self._views[0]
                 self._at = 0
-
-
-def _pieces(tensors: list[Tensor]) -> Iterator[memoryview]:
-    """All bytes; no tensor is kept when it has left."""
-    while tensors:
-        flat = tensors.pop(0).detach().float().cpu().flatten().numpy().view(np.uint8)
-        for start in range(0, len(flat), MAX_CHUNK_BYTES):
-            yield memoryview(flat[start : start + MAX_CHUNK_BYTES])
 
 
 def _refuse(piece: memoryview) -> None:

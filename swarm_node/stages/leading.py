@@ -5,7 +5,8 @@
               all seats taken, and changed -> Plan to all -> Ready of every stage -> Whole to all
 
 A new lead of an old crew first waits until those whom the last plan names have come, or `GATHER_S` have passed, so that
-whoever lives keeps its stage. A crew that never was whole waits until there are as many peers as stages; if one of them
+whoever lives keeps its stage. One that has nothing goes on with the run of the first that has something; what is held
+of other runs does not count. A crew that never was whole waits until there are as many peers as stages; if one of them
 has no room for an equal share, the layers are divided by memory, unless somebody has files of stages already.
 Pure: `now` (seconds, of any clock) comes in, actions go to the outbox.
 """
@@ -23,6 +24,7 @@ import msgspec
 from protocol.crew import (
     MAX_MEMBERS,
     MAX_SOURCES,
+    NO_RUN,
     Answer,
     Broken,
     Hello,
@@ -60,7 +62,9 @@ BANNED_S = 120.0
 """A peer that was given up is not taken back before."""
 
 MAX_SAID = 1000
-"""Sentences that are said once, and then no more of them."""
+"""Sentences about peers that are said once, and then no more of them."""
+MAX_TERM = 2**20
+"""Leads that a crew can count: `Crew`'s turns would not fit into messages otherwise."""
 
 Spans = tuple[Layers, ...]
 Sources = Callable[[int, Spans, Mapping[str, Holding], int, Settings], Sequence[Source]]
@@ -103,6 +107,10 @@ class Post:
     """Longer than this no stage keeps a message."""
     absent_s: float = 0.0
     """It waits so much longer for another to begin the crew, who may know more of it."""
+    run: str = NO_RUN
+    """Of its newest snapshot; else one of its own, drawn at random, in case it begins the policy."""
+    round: int = 0
+    """Of that snapshot."""
 
     @property
     def id(self) -> str:
@@ -175,8 +183,6 @@ class LeaveSeat:
 class TakeLead:
     """Run the loop: this peer holds stage 0, or is about to."""
 
-    term: int
-
 
 @dataclass(frozen=True)
 class LeaveLead:
@@ -193,6 +199,7 @@ class Outbox:
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
         self._said: set[str] = set()
+        self._said_of_peers: set[str] = set()
 
     def do(self, action: Action) -> None:
         self.actions.append(action)
@@ -206,12 +213,24 @@ class Outbox:
         self.actions.append(Say(text))
 
     def say_once(self, text: str) -> bool:
-        """Whether it is the first time. What peers make up is not said without end."""
-        first = text not in self._said and len(self._said) < MAX_SAID
+        """Whether it is the first time."""
+        first = text not in self._said
         if first:
             self._said.add(text)
             self.say(text)
         return first
+
+    def say_of_peer(self, text: str) -> bool:
+        """Likewise, of what peers do: as they may make up others, not without end."""
+        first = text not in self._said_of_peers and len(self._said_of_peers) < MAX_SAID
+        if first:
+            self._said_of_peers.add(text)
+            self.say(text)
+        return first
+
+    def unsay(self, text: str) -> None:
+        """It is over; when it comes again it is said again."""
+        self._said.discard(text)
 
     def take(self) -> list[Action]:
         actions, self.actions = self.actions, []
@@ -228,6 +247,9 @@ class Member:
     hello: Hello
     holding: Holding
     unable: set[int] = field(default_factory=set)
+    """Stages that it could not build, or not in time."""
+    astray: bool = False
+    """Its stages went on without this crew: what it has in memory is another branch of the run."""
     probed: float | None = None
     """When it was asked how long a message has been waiting, if it has not answered."""
 
@@ -274,8 +296,10 @@ class Lead:
         self.whole = False
         self.won = 0
         """Last term in which the crew was whole."""
+        self.run = hello.run
+        """Whose stages they are."""
         self.lost: set[int] = set()
-        """Stages lost since `resume`, or whose messages were, and why."""
+        """Stages lost since `resume`; none if only messages were; and why."""
         self.why = ""
         self._sources = sources
         self._tell = tell
@@ -293,6 +317,9 @@ class Lead:
         self._breaks: dict[str, tuple[float, float]] = {}
         """First and last time in a row that a peer lost touch with a neighbour."""
         self._banned: dict[str, float] = {}
+        self._issued_at = now
+        self._held_by_nobody: set[str] = set()
+        """What was said of stages that nobody holds."""
         for stage, peer in enumerate(self.seats):
             if peer in ("", lost) or (stage == 0 and peer != post.me):
                 self._vacate(stage, now)
@@ -315,6 +342,14 @@ class Lead:
         return median_high([n for n in live if n is not None] or [0])
 
     @property
+    def round(self) -> int:
+        """How far the run is, as those say who have a stage of it, or else something of it."""
+        ours = [member for member in self.members.values() if member.hello.run == self.run]
+        told = [member for member in ours if member.holding.live] or [m for m in ours if m.holding != Holding()]
+        told += [self.members[self.me]] if self._before and self._before.run == self.run else []
+        return max((member.hello.round for member in told), default=0)
+
+    @property
     def standing(self) -> Standing:
         return Standing(self.won, self.updates, self.post.started, self.me)
 
@@ -332,6 +367,12 @@ class Lead:
         """Whether somebody whose stages have these layers can be in this crew."""
         ends = len(spans) == len(self.spans) and spans[-1][1] == self.spans[-1][1]
         return not spans or spans == self.spans or (ends and not self._cut)
+
+    def held(self, member: Member, holding: Holding, run: str) -> Holding:
+        """What counts of it: nothing of another run, no stage of another branch."""
+        if run != self.run:
+            return Holding()
+        return msgspec.structs.replace(holding, live=()) if member.astray else holding
 
     def resume(self) -> None:
         """What was lost is known, and the pipeline is used anew."""
@@ -354,8 +395,13 @@ class Lead:
             self._out.do(Close(old.link))
         self._arrivals += 1
         arrived = self._arrivals if old is None else old.arrived
-        member = self.members[peer] = Member(arrived, link, hello, hello.holding)
+        self._choose_run(hello)
+        member = self.members[peer] = Member(arrived, link, hello, Holding())
+        member.astray = self.won > 0 and hello.term > self.term
+        member.holding = self.held(member, hello.holding, hello.run)
         self._awaited.discard(peer)
+        if member.live and self.plan is None:  # its stage may have heard turns of its lead
+            self.term = min(max(self.term, hello.term + 1), MAX_TERM)
         if hello.spans and not self._cut:
             self.spans, self.costs, self._cut = hello.spans, self._cost(hello.spans), True
         self._out.send(link, Answer(self.me, self.post.proof_to(peer), self.term))
@@ -363,19 +409,30 @@ class Lead:
             if stage not in member.live:
                 self._lose(stage, f"peer {short(peer)} has come back without it", now)
             elif old is not None:
-                self.begin_anew(stage, f"peer {short(peer)} has come back")
+                self.begin_anew(f"peer {short(peer)} has come back")
         if self.plan is not None and self.plan.held_by(peer) == ():
             self._out.send(link, self.plan)
             if self.whole:
                 self._out.send(link, Whole(self.plan.mark))
         self._say_claim(peer, hello)
 
+    def _choose_run(self, hello: Hello) -> None:
+        """Before there is a plan: that of who has a stage in memory, else of who has anything; the lead's own first."""
+        if self.plan is not None or self._before is not None or hello.run == self.run:
+            return
+        ours = [member.holding for member in self.members.values()]
+        live = any(holding.live for holding in ours)
+        if (hello.holding.live and not live) or (hello.holding != Holding() and all(h == Holding() for h in ours)):
+            self.run = hello.run
+            for member in self.members.values():
+                member.holding = self.held(member, member.hello.holding, member.hello.run)
+
     def _say_claim(self, peer: str, hello: Hello) -> None:
         """Two peers want one stage: one of them is a spare."""
         stage = hello.wanted
         if stage is None or self.seats[stage] in ("", peer):
             return
-        first = self._out.say_once(
+        first = self._out.say_of_peer(
             f"peer {short(peer)} wants stage {stage} of crew {self.post.crew}, which {short(self.seats[stage])} holds: "
             "it takes another as soon as one is free"
         )
@@ -388,8 +445,10 @@ class Lead:
         if member is None or member.link is not link:
             return
         del self.members[peer]
-        self._breaks.pop(peer, None)
-        for stage in [stage for stage, holder in enumerate(self.seats) if holder == peer]:
+        held = [stage for stage, holder in enumerate(self.seats) if holder == peer]
+        if held and self._flaps(peer, now):
+            self._banned[peer] = now + BANNED_S
+        for stage in held:
             self._lose(stage, f"peer {short(peer)}: {why}", now)
 
     def give_up(self, peer: str, why: str, now: float) -> None:
@@ -409,7 +468,7 @@ class Lead:
             if peer not in ("", self.me):
                 self.give_up(peer, why, now)
         if self.whole:
-            self.begin_anew(max(stages, default=len(self.seats) - 1), why)
+            self.begin_anew(why)
 
     def _lose(self, stage: int, why: str, now: float) -> None:
         again = stage in self._vacant_since
@@ -426,10 +485,9 @@ class Lead:
         self._vacant_since[stage] = now
         self.whole = False
 
-    def begin_anew(self, stage: int, why: str) -> None:
+    def begin_anew(self, why: str) -> None:
         """All seats are held, but messages were lost: what is under way must be done again."""
         self._anew = self.why = why
-        self.lost.add(stage)
         self.whole = False
 
     # ----------------------------------------------------------------- what members say
@@ -440,24 +498,30 @@ class Lead:
         if member is None or member.link is not link:
             return
         match record:
-            case Report(holding=holding):
-                member.holding = holding
-            case Ready():
+            case Report(holding=holding, run=run):
+                member.holding = self.held(member, holding, run)
+            case Ready() if self.plan is not None and record.plan == self.plan.mark:
                 self.ready(peer, record)
-            case Unable(stage=stage, why=why):
+            case Unable(stage=stage, why=why) if self.plan is not None and record.plan == self.plan.mark:
                 self.unable(peer, stage, why, now)
             case Broken() if self.plan is not None and record.plan == self.plan.mark:
                 self._broken(peer, record, now)
             case Load(held_s=held_s):
                 member.probed = None
-                if held_s >= self.post.stall_s:
+                if held_s >= self.post.stall_s and self.whole:
                     self.give_up(peer, f"it stalls: a message has been waiting for {held_s:.0f} s", now)
+                elif held_s >= self.post.stall_s:
+                    self._hurry(peer, held_s, now)
+            case Ready() | Unable() | Broken():
+                pass  # of an earlier plan
             case _:
                 self._out.counts["stray"] += 1
 
     def ready(self, peer: str, record: Ready) -> None:
         """A stage is held by `peer`."""
         member, stage = self.members[peer], record.stage
+        if self.seats[stage : stage + 1] == [peer]:
+            member.astray = False  # its others are let go as soon as all are held
         kept = [one for one in member.holding.live if one.stage != stage]
         live = tuple(sorted([*kept, Kept(stage, record.updates)]))
         member.holding = msgspec.structs.replace(member.holding, live=live)
@@ -472,15 +536,16 @@ class Lead:
         if len(self._ready) == len(plan.seats) and not self._anew and "" not in self.seats:
             self.whole, self.won = True, self.term
             self._vacant_since.clear()
+            for text in self._held_by_nobody:
+                self._out.unsay(text)
+            self._held_by_nobody.clear()
             for member in self.members.values():
                 self._out.send(member.link, Whole(plan.mark))
 
     def unable(self, peer: str, stage: int, why: str, now: float) -> None:
         """A stage cannot be held by `peer`."""
         self.members[peer].unable.add(stage)
-        if stage == 0 and peer == self.me:
-            self._out.say(f"this node leads crew {self.post.crew}, but cannot hold stage 0: {why}")
-        elif self.seats[stage : stage + 1] == [peer]:
+        if self.seats[stage : stage + 1] == [peer]:
             self._out.counts["unable"] += 1
             self._lose(stage, f"peer {short(peer)} cannot take it: {why}", now)
             self._vacant_since[stage] = now - self.post.spare_wait_s  # it has waited
@@ -489,18 +554,23 @@ class Lead:
         """Between two members. Who said what nobody takes is given up; else, after some breaks, who reports them."""
         if record.peer not in self.members:
             return  # it is lost anyway
-        if record.refused:
+        what = "lost touch with"
+        if record.refused and record.peer != self.me:
             self.give_up(record.peer, f"what it says is refused by {short(peer)}: {record.why}", now)
             return
-        since, last = self._breaks.get(peer, (now, now))
-        since = since if now < last + CALM_S else now
+        if record.refused:
+            what = "refuses what is said by"
+        if self._flaps(peer, now):
+            self.give_up(peer, f"again and again it {what} {short(record.peer)}: {record.why}", now)
+        elif peer in self.seats:
+            self.begin_anew(f"peer {short(peer)} {what} {short(record.peer)}: {record.why}")
+
+    def _flaps(self, peer: str, now: float) -> bool:
+        """A peer has lost touch, with a neighbour or with the lead: whether it keeps doing so."""
+        self._breaks = {one: times for one, times in self._breaks.items() if now < times[1] + CALM_S}
+        since, _ = self._breaks.get(peer, (now, now))
         self._breaks[peer] = since, now
-        if now >= since + BREAKS_S:
-            self.give_up(peer, f"it keeps losing touch with {short(record.peer)}", now)
-            return
-        held = [stage for stage, holder in enumerate(self.seats) if holder == peer]
-        if held:
-            self.begin_anew(held[-1], f"peer {short(peer)} lost touch with {short(record.peer)}: {record.why}")
+        return now >= since + BREAKS_S
 
     # ----------------------------------------------------------------- seats
 
@@ -567,7 +637,9 @@ class Lead:
             if not self.seats[stage]:
                 if not self._formed or now - self._vacant_since[stage] >= self.post.spare_wait_s:
                     what = f"stage {stage} of crew {self.post.crew} is held by nobody"
-                    self._out.say_once(f"{what}; none of its peers has room for it: start another")
+                    text = f"{what}; none of its peers has room for it: start another"
+                    self._held_by_nobody.add(text)
+                    self._out.say_once(text)
 
     def _take_on(self, now: float) -> tuple[int, str] | None:
         """A stage that has waited long enough, and the neighbour that takes it on."""
@@ -612,8 +684,10 @@ class Lead:
             Seat(peer, layers, self._sources_of(stage, peer, updates))
             for stage, (peer, layers) in enumerate(zip(self.seats, self.spans, strict=True))
         )
-        plan = self.plan = Plan(self.term, self._number, seats, self.settings, tuple(self.spares[:MAX_MEMBERS]))
+        spares = tuple(self.spares[:MAX_MEMBERS])
+        plan = self.plan = Plan(self.term, self._number, seats, self.settings, spares, self.run)
         self.whole, self._ready, self._anew, self._anew_at = False, set(), "", now + AGAIN_S
+        self._issued_at = now
         for member in self.members.values():
             member.probed = None
             self._out.send(member.link, plan)
@@ -628,9 +702,11 @@ class Lead:
             latest = before if before in holders else max(holders, key=lambda one: (holders[one], one == peer))
             if latest == peer:
                 return ()
-        holdings = {one: member.holding for one, member in self.members.items()}
-        others = tuple(kept for kept in holdings[peer].live if kept.stage != stage)
-        holdings[peer] = msgspec.structs.replace(holdings[peer], live=others)
+        holdings: dict[str, Holding] = {}
+        for one, member in self.members.items():  # files are of use to who holds their stage
+            files = tuple(kept for kept in member.holding.snapshots if self.seats[kept.stage : kept.stage + 1] == [one])
+            live = tuple(kept for kept in member.holding.live if (one, kept.stage) != (peer, stage))
+            holdings[one] = msgspec.structs.replace(member.holding, snapshots=files, live=live)
         return tuple(self._sources(stage, self.spans, holdings, updates, self.settings))[:MAX_SOURCES]
 
     def _share_spares(self) -> None:
@@ -648,7 +724,21 @@ class Lead:
         if not self.whole or self.plan is None or now - waiting_since < self.post.stall_s / 2:
             return
         seated = {peer for peer in self.seats if peer != self.me}
-        for peer in sorted(seated):
+        self._probe(seated, now)
+        if self.whole and now - waiting_since >= 2 * self.post.stall_s and seated:
+            self._out.counts["stuck"] += 1
+            self.begin_anew("nothing moves, and nobody knows why")
+
+    def watch_builders(self, now: float) -> None:
+        """Stages are being built. Who has not got on with it for long is asked for, likewise."""
+        if self.whole or self.plan is None or now - self._issued_at < self.post.stall_s / 2:
+            return
+        late = {seat.peer for stage, seat in enumerate(self.plan.seats) if stage not in self._ready}
+        self._probe(late & set(self.seats) & self.members.keys() - {self.me}, now)
+
+    def _probe(self, peers: Collection[str], now: float) -> None:
+        assert self.plan is not None
+        for peer in sorted(peers):
             member = self.members[peer]
             if member.probed is None:
                 member.probed = now
@@ -656,6 +746,13 @@ class Lead:
             elif now - member.probed >= self.post.stall_s:
                 self.give_up(peer, "it stalls: it does not even answer", now)
                 return
-        if now - waiting_since >= 2 * self.post.stall_s and seated:
-            self._out.counts["stuck"] += 1
-            self.begin_anew(max(range(len(self.seats))), "nothing moves, and nobody knows why")
+
+    def _hurry(self, peer: str, held_s: float, now: float) -> None:
+        """A member does not get on with its stages: they are for spares, if any can take them."""
+        assert self.plan is not None
+        late = [stage for stage, holder in enumerate(self.seats) if holder == peer and stage not in self._ready]
+        spares = [self._claim(spare, True) for spare in self.spares]
+        for stage in late:
+            if any(spare.fits(stage, self.costs) for spare in spares):
+                self.members[peer].unable.add(stage)
+                self._lose(stage, f"peer {short(peer)} has not got on with it for {held_s:.0f} s", now)

@@ -56,6 +56,7 @@ from swarm_node.stages.leading import (
 )
 from swarm_node.stages.ports import LEAD, Message, StageLost
 from swarm_node.stages.wire import Limits, decode, encode, judge
+from swarm_node.stages.worker import refusal
 
 TICK_S = 0.25
 """Time passes for the crew at least this often while the main thread waits."""
@@ -136,6 +137,8 @@ class Mates:
         """The main thread has been told to lead."""
         self._over = False
         """The run is, or this peer has left: what happens from now on does not matter."""
+        self._built_at = now()
+        """The main thread has done something about stages that are to be built."""
         self._quiet_since = now()
         """The main thread has neither sent nor heard anything since."""
         self._looked_at = self._ticked_at = -LOOK_S
@@ -165,6 +168,12 @@ class Mates:
             return self._crew.role == "leads"
 
     @property
+    def updates(self) -> int:
+        """At the lead: that the crew has made, as most of its stages say."""
+        with self._lock:
+            return self._crew.lead.updates if self._crew.lead is not None else 0
+
+    @property
     def whole(self) -> bool:
         """Every stage is held."""
         with self._lock:
@@ -177,7 +186,8 @@ class Mates:
             return self._crew.card
 
     def stands(self, order: TakeSeat) -> bool:
-        """Whether a stage is still to be built, and so."""
+        """Whether a stage is still to be built, and so. Whoever builds it asks this often: it shows that it gets on."""
+        self._built_at = self._now()
         with self._lock:
             return self._crew.stands(order)
 
@@ -190,13 +200,16 @@ class Mates:
     def metrics(self) -> dict[str, float]:
         """`stages/*`: running totals."""
         with self._lock:
-            return {f"stages/{name}": float(n) for name, n in sorted({**self._crew.counts, **self.counts}.items())}
+            return {
+                f"stages/{name}": float(n) for name, n in sorted((Counter(self._crew.counts) + self.counts).items())
+            }
 
     # ----------------------------------------------------------------- what the main thread does
 
     def orders(self) -> list[Order]:
         """What is to be done now, in order; stages that are not to be built any more are left out."""
         self.tick()
+        self._built_at = self._now()
         orders = []
         while self._orders:
             order = self._orders.popleft()
@@ -207,13 +220,13 @@ class Mates:
             orders.append(order)
         return orders
 
-    def seated(self, stage: int, updates: int, source: Source | None) -> None:
+    def seated(self, order: TakeSeat, updates: int, source: Source | None) -> None:
         """A stage was built; `source` is the way that worked."""
-        self._handle(partial(self._crew.seated, stage, updates, source))
+        self._handle(partial(self._crew.seated, order, updates, source))
 
-    def unable(self, stage: int, why: str) -> None:
-        """A stage could not be built, in any way."""
-        self._handle(partial(self._crew.unable, stage, why))
+    def unable(self, order: TakeSeat, why: str) -> None:
+        """A stage could not be built, in any way. What orders say that do not stand any more is ignored."""
+        self._handle(partial(self._crew.unable, order, why))
 
     def report(self, holding: Holding) -> None:
         """What this peer has, after each update or less often: by it others decide how a lost stage is rebuilt."""
@@ -349,7 +362,15 @@ class Mates:
         try:
             return decode(waiting.head, waiting.body, waiting.limits)
         except RemoteProtocolError as error:
-            self._handle(partial(self._crew.refused, waiting.link, error.reason))
+            envelope = open_envelope(waiting.head)
+            answers = refusal(envelope.stage, envelope.head) if self._is_lead(waiting.link) else []
+            if answers:  # it begins anew, or does something else
+                self.counts[f"refused/{error.reason}"] += 1
+                self._working = waiting.plan
+                for answer in answers:
+                    self.send(answer)
+                return None
+            self._handle(partial(self._crew.refused, waiting.link, error.reason, ended=False))
             return None
 
     def _check(self) -> None:
@@ -359,15 +380,16 @@ class Mates:
         with self._lock:
             crew = self._crew
             if crew.lead is None:
-                raise StageLost(range(self.count), "another peer leads")
+                raise StageLost((), "another peer leads")
             if not crew.whole or crew.plan is None or crew.plan.mark != self._working:
-                lost = set(crew.lead.lost) or range(self.count)
-                raise StageLost(lost, crew.lead.why or "the crew is not whole yet")
+                raise StageLost(crew.lead.lost, crew.lead.why or "the crew is not whole yet")
 
     def _held_s(self) -> float:
-        """How long the oldest message that is not dealt with has been here."""
+        """How long the oldest message that is not dealt with has been here, or nothing was done about a stage that is
+        to be built."""
         waiting = [self._taken, *list(self._inbox)[:1]]
-        return max((self._now() - one.at for one in waiting if one is not None), default=0.0)
+        since = [one.at for one in waiting if one is not None] + [self._built_at] * self._crew.building
+        return self._now() - min(since, default=self._now())
 
     def _put(self, waiting: _Waiting) -> None:
         self._inbox.append(waiting)
@@ -393,7 +415,12 @@ class Mates:
                 raise RemoteProtocolError("size", f"a record of {size} bytes")
             return
         try:
-            judge(head, size, self._limits_of(link, head))
+            limits = self._limits_of(link, head)
+            try:
+                judge(head, size, limits)
+            except RemoteProtocolError as error:
+                if error.reason != "shape" or not self._is_lead(link):
+                    raise  # else it is told, when it has come
             if len(self._inbox) >= MAX_WAITING:
                 raise RemoteProtocolError("flood", f"{MAX_WAITING} messages wait already")
             with self._lock:
@@ -404,6 +431,10 @@ class Mates:
             if error.reason != "plan":
                 self._faults[link] = error.reason
             raise
+
+    def _is_lead(self, link: Link) -> bool:
+        with self._lock:
+            return self._crew.plan is not None and self._crew.plan.lead == link.peer
 
     def _limits_of(self, link: Link, head: bytes) -> Limits:
         """What that peer may send by the plan that the head names. Raises RemoteProtocolError: plan, stranger, and

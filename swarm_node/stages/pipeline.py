@@ -13,7 +13,10 @@ A stage that is lost makes `passes` and `step` raise StageLost; then
 
 and all of it is done again: the accumulation of the step from a zero gradient (`grpo.Trainer` does that), or the
 generation, with the same uniform numbers (`StagedPolicy` does that). But once an Apply has been sent there is no way
-back: every stage makes the update that has not, none twice, and one that was lost before it had goes without.
+back: every stage makes the update that has not, none twice, and one that was lost before it had goes without. Who was
+lost is what the stages themselves say (`State.new`): one that only missed messages still has its gradient.
+
+A stage that refuses what it is sent ends the turn as well; after `TRIES` of them in a row that work is given up.
 """
 
 from __future__ import annotations
@@ -50,13 +53,13 @@ from protocol.pipeline import (
     Trouble,
 )
 from swarm_node.config import PolicyConfig
-from swarm_node.errors import Interrupted, SnapshotError
+from swarm_node.errors import Interrupted, SnapshotError, Unworkable
 from swarm_node.policy.decode import Decoder, Rows, padded, picked
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.sampling import uniforms
 from swarm_node.stages import wire
-from swarm_node.stages.ports import LEAD, Crewmates, Message, SliceOptimizer, StageLost
+from swarm_node.stages.ports import LEAD, Crewmates, Message, Refused, SliceOptimizer, StageLost
 from swarm_node.stages.worker import Worker, attend
 from swarm_node.types import Rollout, Sampling
 
@@ -64,6 +67,8 @@ MICROBATCHES = 2
 """For each stage: a third of the time is then spent waiting for the first and after the last, at worst."""
 TICK_S = 0.5
 """How long one look for messages takes at most."""
+TRIES = 3
+"""Turns that a stage refuses one after the other before what is asked for is given up."""
 
 
 class Lead:
@@ -100,6 +105,7 @@ class Lead:
         self.total = first_turn
         """Number of the sum that gradients are added to."""
         self._turn = first_turn  # number of the last pass or generation
+        self._refusals = 0  # turns that ended so, since the last update or generation
         self._heard = time.monotonic()
         self._bytes = self._tokens = 0
         self._waited = self._trained = 0.0
@@ -121,19 +127,34 @@ class Lead:
         return figures
 
     def again(self, lost: StageLost) -> set[int]:
-        """After StageLost: have the crew made whole, and what was under way forgotten; all stages that were lost."""
-        gone: set[int] = set()
+        """After StageLost: have the crew made whole, and what was under way forgotten; the stages that were rebuilt.
+        Unworkable if what was under way was refused too often."""
+        rebuilt: set[int] = set()
         while True:
-            gone |= lost.stages
             try:
-                self.on_lost(lost)
+                if isinstance(lost, Refused):
+                    self._count_refusal(lost)
+                else:
+                    self.on_lost(lost)
+                self._turn += 1  # nothing that is still said of the old one counts
                 self._to_all(Reset(self._turn))
-                for stage in gone:
+                new = {stage for stage, state in self._ask().items() if state.new}
+                for stage in sorted(new):
                     self._send(Message(stage, Skip(self.updates)))
-                self._share(gone)
-                return gone
+                rebuilt |= new
+                self._share(rebuilt)
+                return rebuilt
             except StageLost as another:
                 lost = another
+
+    def _count_refusal(self, refused: Refused) -> None:
+        self._refusals += 1
+        if self._refusals < TRIES:
+            return
+        self._refusals = 0
+        self._turn += 1
+        self._to_all(Reset(self._turn))
+        raise Unworkable(f"{refused.why}, {TRIES} times")
 
     def agree(self) -> None:
         """Have all stages count the updates alike, whatever they were rebuilt from: what most of them say. A stage that
@@ -141,7 +162,7 @@ class Lead:
         states = self._ask()
         self.updates = median_high([state.updates for state in states.values()])
         for stage, state in states.items():
-            if state.updates != self.updates:
+            if state.updates != self.updates or state.new:
                 self._send(Message(stage, Skip(self.updates)))
 
     def _ask(self) -> dict[int, State]:
@@ -152,11 +173,11 @@ class Lead:
             self._next()
         return dict(self.states)
 
-    def _share(self, gone: set[int]) -> None:
+    def _share(self, rebuilt: set[int]) -> None:
         """If one of two stages that hold the same matrix was rebuilt, have it take the other's. Raises StageLost."""
         last = self.stages - 1
-        if not gone.isdisjoint((0, last)):
-            self._give_matrix(last if 0 in gone and last not in gone else 0, keep=False)
+        if not rebuilt.isdisjoint((0, last)):
+            self._give_matrix(last if 0 in rebuilt and last not in rebuilt else 0, keep=False)
 
     def join_ends(self, averaged: bool) -> None:
         """If the first and the last stage hold one matrix, have them hold the same: that of the first, if it was
@@ -164,7 +185,10 @@ class Lead:
         giver = 0
         if not averaged and self.stages > 1:
             states = self._ask()
-            giver = self.stages - 1 if states[self.stages - 1].updates > states[0].updates else 0
+            first, last = states[0].updates, states[self.stages - 1].updates
+            if not first and not last:
+                return  # both have the base model's
+            giver = self.stages - 1 if last > first else 0
         self._give_matrix(giver, keep=averaged)
 
     def _give_matrix(self, giver: int, keep: bool) -> None:
@@ -267,6 +291,7 @@ class Lead:
                 else:
                     self._send(Message(0, Step(turn, number, step, len(following) > 2), following))
             self._to_all(Reset(turn))
+            self._refusals = 0
         return [sample for number in sorted(books) for sample in books[number].rows.samples()]
 
     # ----------------------------------------------------------------- updates
@@ -283,24 +308,25 @@ class Lead:
         return math.sqrt(sum(found)) if len(found) == self.stages and not self.spoiled else math.nan
 
     def apply(self, update: int, scale: float, rate: float) -> None:
-        """Have every stage make that update, but for those that are lost meanwhile. Raises StageLost if one is before
-        any has been told."""
-        gone: set[int] = set()
+        """Have every stage make that update, but for those that are rebuilt meanwhile. Raises StageLost if there is
+        one before any has been told."""
+        rebuilt: set[int] = set()
         told = False
         while True:
             try:
                 self.states.clear()
                 for stage in range(self.stages):
-                    self._send(Message(stage, Skip(update) if stage in gone else Apply(update, scale, rate)))
+                    self._send(Message(stage, Skip(update) if stage in rebuilt else Apply(update, scale, rate)))
                     told = True
                 while any(k not in self.states or self.states[k].updates < update for k in range(self.stages)):
                     self._next(train=True)
-                self._share(gone)
+                self._share(rebuilt)
+                self._refusals = 0
                 return
             except StageLost as lost:
                 if not told:
                     raise
-                gone |= self.again(lost)
+                rebuilt |= self.again(lost)
 
     def zero(self) -> None:
         """Begin another sum of gradients; stages begin it when they hear of its first microbatch."""
@@ -351,6 +377,8 @@ class Lead:
         if message is not None and isinstance(message.head, State):
             self.states[message.head.stage] = message.head
         if message is not None and isinstance(message.head, Trouble) and message.head.turn == self._turn:
+            if message.head.what == "refused":
+                raise Refused(message.head.stage)
             raise torch.OutOfMemoryError(f"out of memory at stage {message.head.stage}")
         return message
 
@@ -418,8 +446,11 @@ class StagedPolicy(Policy):
         tokenizer: PreTrainedTokenizerBase,
         config: PolicyConfig,
         report: Callable[[str], None] = print,
+        longest: int = 2**31,
     ) -> None:
+        """`longest`: most tokens of a row that the stages take."""
         self.lead = lead
+        self._longest = longest
         super().__init__(lead.workers[0].stage.model, tokenizer, config, report)
         self.is_lora = lead.workers[0].stage.is_lora
         self.microbatches = MICROBATCHES * lead.stages if lead.stages > 1 else 1
@@ -428,6 +459,11 @@ class StagedPolicy(Policy):
     @property
     def base(self) -> PreTrainedModel:
         return self.lead.workers[0].stage.base
+
+    @property
+    def max_positions(self) -> int:
+        """Of the model, or of a row that the stages take: others' groups may have longer prompts."""
+        return min(super().max_positions, self._longest)
 
     def _generate(
         self, decoder: Decoder | None, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]
@@ -556,11 +592,15 @@ class StagedOptimizer:
 
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Take over what `state_dict` gave; SnapshotError, and nothing changed, if names or shapes differ."""
-        mine = self.state_dict()
-        if mine.keys() != tensors.keys() or any(mine[k].shape != tensors[k].shape for k in mine):
+        mine, varies = self.state_dict(), ("step.", "rate_scale.")
+        known = mine.keys() & tensors.keys()
+        foreign = [name for name in mine.keys() ^ tensors.keys() if not name.startswith(varies)]
+        if foreign or any(mine[k].shape != tensors[k].shape for k in known):
             raise SnapshotError("its optimiser state does not have the names and shapes of the stages held here")
         for optimizer in self._own():
-            optimizer.load_state_dict({name: tensors[name] for name in optimizer.state_dict()}, updates)
+            names = optimizer.weights()
+            own = {key: tensor for key, tensor in tensors.items() if key.partition(".")[2] in names}
+            optimizer.load_state_dict(own, updates)
         for worker in self.lead.workers.values():
             worker.updates = updates
         self.updates = updates

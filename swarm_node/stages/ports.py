@@ -28,12 +28,21 @@ LEAD = -1
 
 
 class StageLost(Interrupted):
-    """A stage's machine has gone, or is given up; what was under way is to be done again once it is rebuilt."""
+    """Stages have gone, or are given up; what was under way is to be done again once they are rebuilt. No stages =
+    only messages are lost."""
 
     def __init__(self, stages: Collection[int], why: str) -> None:
-        super().__init__(f"stage {', '.join(map(str, sorted(stages)))} lost: {why}")
+        lost = f"stage {', '.join(map(str, sorted(stages)))}" if stages else "messages"
+        super().__init__(f"{lost} lost: {why}")
         self.stages = frozenset(stages)
         self.why = why
+
+
+class Refused(StageLost):
+    """A stage takes no message of what is under way; no stage is lost. Doing it again may not help."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__((), f"stage {stage} refuses what it is sent")
 
 
 class Crewmates(Protocol):

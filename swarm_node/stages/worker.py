@@ -35,6 +35,7 @@ from protocol.pipeline import (
     Backward,
     Codec,
     Forward,
+    Head,
     Logprobs,
     LossGradient,
     Prefill,
@@ -123,6 +124,8 @@ class Worker:
         self.count = stage.span.count
         self.updates = optimizer.updates
         """Updates of the crew that are in its weights; whoever rebuilds it sets this."""
+        self.new = True
+        """It has neither been told how far the crew is nor begun a gradient: see `State`."""
         self.omega = 0.0
         """Norm, before clipping, of its layers' gradient in the last update (CheckFree's weight)."""
         self.reference: Stage | None = None
@@ -166,7 +169,7 @@ class Worker:
             case Apply():
                 return self._apply(head)
             case Skip():
-                self.updates = head.update
+                self.updates, self.new = head.update, False
                 return [self._state()]
             case Share():
                 return self._share(head)
@@ -252,7 +255,7 @@ class Worker:
             raise RemoteProtocolError("order", f"sum {head.total} after {self._total}")
         if head.total > self._total:
             self.optimizer.zero_grad()
-            self._total, self._spoiled, self._norm = head.total, False, None
+            self._total, self._spoiled, self._norm, self.new = head.total, False, None, False
             if self.tied is not None:
                 self.tied.begin()
         operations = schedule(self.count, head.microbatches, head.swapped)[self.index]
@@ -404,7 +407,7 @@ class Worker:
         return [self._state(taken=True)]
 
     def _state(self, taken: bool = False) -> Message:
-        return Message(LEAD, State(self.index, self.updates, self.omega, taken))
+        return Message(LEAD, State(self.index, self.updates, self.omega, taken, self.new))
 
     # ----------------------------------------------------------------- samples
 
@@ -473,7 +476,7 @@ def attend(
 ) -> Message | None:
     """Have a message dealt with that came for a stage held here; it is given back if it is for the lead.
 
-    One that makes no sense is told to `refused` and dropped.
+    One that makes no sense is told to `refused` and dropped; if it was of a turn, that cannot go on.
     """
     if message.stage == LEAD:
         return message
@@ -484,7 +487,14 @@ def attend(
         answers = worker.handle(message)
     except RemoteProtocolError as error:
         refused(error)
-    else:
-        for answer in answers:
-            send(answer)
+        answers = refusal(message.stage, message.head)
+    for answer in answers:
+        send(answer)
     return None
+
+
+def refusal(stage: int, head: Head) -> list[Message]:
+    """What the lead is told if a message for `stage` is of no use there."""
+    if not isinstance(head, Forward | Backward | LossGradient | Prefill | Step):
+        return []  # the lead asks again, or hears from who else waits for an answer
+    return [Message(LEAD, Trouble(head.turn, stage, "refused"))]

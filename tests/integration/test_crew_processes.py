@@ -74,6 +74,7 @@ def test_two_terminals_hold_one_policy_and_a_third_with_another_model_is_left_ou
         assert times(a, line) == 1, a.output
     assert " lost" not in a.output + b.output
     assert other.process.poll() is None and "crew home is whole" not in other.output
+    assert not (tmp_path / "a").stat().st_mode & 0o077  # the crew's name is its password, and stands in there
 
 
 @pytest.mark.timeout(420)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from protocol.crew import Plan, Seat, open_record, seal_record
@@ -25,6 +27,14 @@ def test_a_node_with_other_options_goes_by_its_crews_and_says_which() -> None:
     assert "stages.wire = int8 (here bfloat16)" in changed and "grpo.weight_decay = 0.1 (here 0.0)" in changed
     assert len(changed) == 8
     assert settings_of(config).wire == "int8" and config.rollouts.groups == NodeConfig().rollouts.groups
+
+
+def test_a_run_has_as_many_rounds_as_its_first_lead_said() -> None:
+    hundred, endless = NodeConfig(rounds=100, swarm="x"), NodeConfig(swarm="x")
+    config, changed = agreed(hundred, settings_of(endless))
+    assert math.isinf(config.total_rounds) and changed == ["rounds = without end (here 100)"]
+    config, changed = agreed(endless, settings_of(hundred))
+    assert config.total_rounds == 100 and changed == ["rounds = 100 (here without end)"]
 
 
 def test_nothing_changes_with_ones_own() -> None:

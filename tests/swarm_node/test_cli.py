@@ -271,6 +271,11 @@ def test_the_swarm_may_come_from_the_environment() -> None:
         (["status"], "no run below runs/"),
         (["status", "no.toml"], "there is no manifest no.toml"),
         (["doctor", "no.toml"], "there is no manifest no.toml"),
+        (["status", "runs/no"], "there is no run directory or manifest runs/no"),
+        (
+            ["join", "no.toml", "--crew", "home"],
+            "a crew needs to know in how many stages it holds its policy: --stages N",
+        ),
         (["identity", "show"], "no identity in runs/node"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from swarm_node.config import GrpoConfig, PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.memory import Memory
+from swarm_node.memory import Memory, free_memory
 from swarm_node.stages.footprint import Sizes
 from tests.swarm_node.stages.harness import save
 from tests.swarm_node.stages.seats_world import Peer, World
@@ -101,3 +101,50 @@ def test_ends_are_counted_with_the_first_and_the_last() -> None:
     assert sizes.of([(0, 1), (1, 3)]) == [11, 26]
     assert sizes.of([(0, 1), (1, 3)], layers=False) == [10, 20]
     assert sizes.of([(0, 3)]) == [37]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8192),
+        ({"proc/self/cgroup": "0::/\n"}, 8192),  # bounded by nothing
+        (
+            {
+                "proc/self/cgroup": "0::/job/step\n",
+                "sys/fs/cgroup/job/memory.max": "5000\n",  # of all steps
+                "sys/fs/cgroup/job/memory.current": "4000\n",
+                "sys/fs/cgroup/job/memory.stat": "anon 3000\ninactive_file 500\n",
+                "sys/fs/cgroup/job/step/memory.max": "max\n",
+            },
+            1500,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,memory:/docker/ab\n1:name=systemd:/\n0::/\n",  # seen from inside
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "3000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "2000\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 250\n",
+            },
+            1250,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": "1000\n",
+                "sys/fs/cgroup/memory.current": "1000\n",
+                "sys/fs/cgroup/memory.stat": "anon 1000\n",
+            },
+            1,  # 0 would be `not known`
+        ),
+    ],
+)
+def test_a_container_has_less_memory_than_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert free_memory(tmp_path) == 0  # another system
+    meminfo = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\n"}
+    for name, text in (files | meminfo).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_memory(tmp_path) == expected

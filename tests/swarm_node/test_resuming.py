@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from swarm_node import run
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.run import run_local
 
@@ -44,6 +47,13 @@ def test_a_run_that_no_longer_averages_says_so_and_what_else_is_not_as_it_was() 
     }
     assert load_config(Path("run/config.toml")).averaging.method == "none"
     assert len(changes(start(4))) == 1, "once: from then on it is a run that does not average"
+
+
+def test_the_name_of_a_crew_is_not_for_dashboards(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr(run, "open_sinks", lambda names, folder, config, first: shown.append(config) or [])
+    start(1)
+    assert shown and "count" in shown[0]["stages"] and "crew" not in shown[0]["stages"]
 
 
 def test_a_configuration_of_another_version_says_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from protocol.crew import NO_RUN as RUN
 from protocol.crew import Kept, Plan, Seat, Source, crew_id, crew_key
 from swarm_node import seats as seats_module
 from swarm_node.agreed import settings_of
 from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, StagesConfig
 from swarm_node.recovery.paths import elsewhere, tell
 from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
-from swarm_node.seats import absolute, kept_for, relative, replica_every, replicated, spans_in
+from swarm_node.recovery.snapshots import SnapshotStore
+from swarm_node.seats import absolute, kept_for, relative, replica_every, replicated
+from swarm_node.stage_files import newest, stage_files
 from swarm_node.stages.cut import load_stage
 from swarm_node.stages.handing import layer_of
 from tests.swarm_node.stages.harness import save
@@ -50,8 +54,8 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def source(way: str, *peers: object, stages: tuple[int, ...] = ()) -> Source:
-    return Source(way, tuple(peer.transport.peer_id for peer in peers), stages)  # type: ignore[attr-defined]
+def source(way: str, *peers: object, stages: tuple[int, ...] = (), updates: int = 0) -> Source:
+    return Source(way, tuple(peer.transport.peer_id for peer in peers), stages, updates)  # type: ignore[attr-defined]
 
 
 @KINDS
@@ -226,7 +230,7 @@ def test_a_restart_goes_on_from_its_snapshots(saved: Saved, tmp_path: Path, kind
     a.seats.save_all()
     a.seats = a.new_seats()
     assert a.seats.holding().snapshots == (Kept(1, 7),) and a.seats.holding().live == ()
-    way = source("snapshot", a)
+    way = source("snapshot", a, updates=7)
     assert a.take(1, way) == (7, way) and same(a.weights(1), expected)
     assert a.seats.workers[1].omega == 1.5
     assert same(a.seats.optimizer(1).state_dict(), moments) and a.seats.optimizer(1).updates == 7
@@ -252,15 +256,14 @@ def test_snapshots_tell_which_layers_all_stages_had(saved: Saved, tmp_path: Path
     a.take(1)
     a.train(1, seed=1, updates=3)
     a.seats.save_all()
-    folder = tmp_path / "a" / "stages"
-    assert spans_in(folder, ARCHITECTURE, 2) == world.spans
-    assert spans_in(folder, ARCHITECTURE, 3) is None and spans_in(folder, "0" * 16, 2) is None
+    last = newest(stage_files(tmp_path / "a" / "stages"))
+    assert last is not None and (last.spans, last.architecture, last.run) == (world.spans, ARCHITECTURE, RUN)
     a.seats = a.new_seats()
     a.seats.recall(world.spans)
     assert a.seats.holding().replicas == (Kept(1, 3),)
     world.spans = usual  # a crew that began without this peer: its files are of no use, but no mistake either
     base = Source("base")
-    assert a.take(1, source("snapshot", a), base) == (0, base)
+    assert a.take(1, source("snapshot", a, updates=3), base) == (0, base)
     assert any("it is stage 1 of 2 (layers 1-4 of 5)" in line for line in a.said)
 
 
@@ -272,9 +275,85 @@ def test_a_snapshot_of_another_stage_or_model_is_not_taken(saved: Saved, tmp_pat
     a.seats.save_all()
     (tmp_path / "a" / "stages" / "0").rename(tmp_path / "a" / "stages" / "1")
     a.seats = a.new_seats()
-    way = source("snapshot", a)
-    with pytest.raises(Exception, match="belongs to another run"):
-        a.take(1, way)
+    way = source("snapshot", a, updates=1)
+    assert "stage 0 of 2" in str(a.take(1, way))
+    base = Source("base")
+    assert a.take(1, way, base) == (0, base)  # the other ways are tried all the same
+
+
+def test_of_several_snapshots_that_is_loaded_which_was_asked_for(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a = world.peer("a")
+    a.take(1)
+    a.train(1, seed=1, updates=90)
+    expected = a.weights(1)
+    a.seats.save(1)
+    a.train(1, seed=2, updates=10)
+    a.seats.save_all()
+    a.seats = a.new_seats()
+    older, newer = (source("snapshot", a, updates=n) for n in (90, 100))
+    assert a.take(1, older, newer) == (90, older) and same(a.weights(1), expected)
+    assert a.take(1, newer) == (100, newer) and not same(a.weights(1), expected)
+    assert a.take(1, source("snapshot", a, updates=95)) == "there is no snapshot after update 95"
+
+
+def test_a_snapshot_here_comes_before_the_first_way_only_if_it_is_just_as_new(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, b = world.peer("a"), world.peer("b")
+    b.take(1), b.train(1, seed=3, updates=80)
+    a.take(1), a.train(1, seed=1, updates=100)
+    a.seats.save_all()
+    a.seats = a.new_seats()
+    live, mine = source("live", b, updates=80), source("snapshot", a, updates=100)
+    assert a.take(1, live, mine) == (80, live)  # what is newer than the crew is of a branch that it has left
+    b.train(1, seed=3, updates=20)
+    live = source("live", b, updates=100)
+    assert a.take(1, live, mine) == (100, mine)  # with its moments
+
+
+def test_files_and_copies_of_another_run_do_not_count(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, base = world.peer("a"), Source("base")
+    a.take(1)
+    a.train(1, seed=1, updates=500)
+    a.seats.round = 77
+    a.seats.save_all()
+    a.seats = a.new_seats()
+    assert a.seats.recall(world.spans) == 77
+    assert a.seats.holding().replicas == a.seats.holding().snapshots == (Kept(1, 500),)
+    assert not a.seats.go_to(RUN) and a.seats.holding().replicas
+    assert a.seats.go_to("ef" * 8)
+    assert a.seats.holding().replicas == a.seats.holding().snapshots == () and a.seats.round == 0
+    for way in ("snapshot", "replica"):
+        assert a.take(1, source(way, a, updates=500), base) == (0, base)
+    a.train(1, seed=2, updates=3)
+    a.seats.save_all()
+    assert a.seats.holding().snapshots == (Kept(1, 3),)
+    last = newest(stage_files(tmp_path / "a" / "stages"))
+    assert last is not None and (last.run, last.updates) == ("ef" * 8, 3)  # by time, not by count
+
+
+def test_nobody_waits_for_a_slow_disk(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, writes = world.peer("a"), threading.Event()
+    plan = world.plan(a, a)
+    a.take(0)
+    written = SnapshotStore._write_atomically
+    monkeypatch.setattr(SnapshotStore, "_write_atomically", lambda *args: writes.wait(60) and written(*args))
+    every = world.config.snapshots.every
+    for _ in range(2):
+        a.train(0, seed=1, updates=every)
+        a.seats.updated(plan)
+    assert a.said[-1] == f"no snapshot of stage 0 after update {2 * every}: the last is not written yet"
+    writes.set()
+    a.seats._store(0).wait()
+    a.train(0, seed=1, updates=1)
+    a.seats.updated(plan)
+    assert a.seats.holding().snapshots == (Kept(0, every),)  # all stages after the same updates
+    a.train(0, seed=1, updates=every)
+    a.seats.updated(plan)
+    a.seats.save_all()
+    assert a.seats.holding().snapshots == (Kept(0, 3 * every + 1), Kept(0, every))
 
 
 def test_the_next_source_is_tried_when_one_fails(saved: Saved, tmp_path: Path) -> None:
@@ -433,7 +512,7 @@ def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkey
     assert list(missing) == [2]
     assert set(a.seats.holding().snapshots) == {Kept(0, 4), Kept(1, 4)}
     a.seats = a.new_seats()
-    way = source("snapshot", a)
+    way = source("snapshot", a, updates=4)
     assert a.take(1, way) == (4, way) and same(a.weights(1), b.weights(1))  # with new moments
 
 

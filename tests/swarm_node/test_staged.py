@@ -178,3 +178,17 @@ def test_a_crews_run_can_be_evaluated(saved: Saved, tmp_path: Path) -> None:
     (runs.paths[1] / "stages" / "1").rename(runs.paths[0] / "stages" / "1")  # as the lead gathers them
     policy, config = policy_of_run(runs.paths[0], runs.said.append)
     assert policy.version == 4 and config.stages.count == 2 and same(policy.trainable_state(), runs.weights)
+
+
+def test_stages_of_an_earlier_run_are_not_mixed_in(saved: Saved, tmp_path: Path) -> None:
+    runs = Runs(saved("llama"), tmp_path)
+    runs.train(updates=500)
+    for peer in runs.peers:  # a new run in the same directories
+        (stage,) = peer.seats.workers
+        peer.seats.go_to("ef" * 8)
+        peer.take(stage)
+    runs.train(updates=3, seed=7)
+    out = runs.export(tmp_path / "out")
+    assert "all 2 stages after update 3" in runs.said
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert same({name: p.detach() for name, p in model.named_parameters()}, runs.weights)

@@ -118,7 +118,11 @@ def test_a_run_without_a_swarm_says_so(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [(None, "no run below runs/"), ("empty", "nothing to show yet"), ("runs/no", "no manifest runs/no")],
+    [
+        (None, "no run below runs/"),
+        ("empty", "nothing to show yet"),
+        ("runs/no", "no run directory or manifest runs/no"),
+    ],
 )
 def test_nothing_to_show(target: str | None, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty").mkdir()

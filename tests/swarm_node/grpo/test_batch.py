@@ -79,3 +79,14 @@ def test_a_packed_row_keeps_to_the_limit_by_splitting_its_group():
     groups = [Row([1] * 10, [[2] * 11 for _ in range(8)], 0)]
     microbatches = plan(groups, True, limit=30, hidden=4096)
     assert [[len(row.completions) for row in rows] for rows in microbatches] == [[2]] * 4
+
+
+def test_long_completions_among_many_short_ones_keep_to_the_limit_too():
+    completions = [[2] * 40] * 5 + [[2]] * 59
+    (microbatches,) = [plan([Row([1] * 10, completions, 3)], True, limit=100, hidden=4096)]
+    rows = sorted((row for rows in microbatches for row in rows), key=lambda row: row.first)
+    assert max(tokens(rows) for rows in microbatches) <= 100 and len(completions) > len(rows)
+    assert [c for row in rows for c in row.completions] == completions
+    assert [row.first for row in rows] == [3 + sum(len(r.completions) for r in rows[:i]) for i in range(len(rows))]
+    (rows,) = plan([Row([1] * 10, [[2] * 200], 0)], True, limit=100, hidden=4096)
+    assert tokens(rows) == 209  # one alone is as long as it is

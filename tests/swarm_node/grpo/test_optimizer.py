@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swarm_node.config import GrpoConfig
+from swarm_node.errors import SnapshotError
 from swarm_node.grpo.optimizer import Optimizer
 from tests.swarm_node.grpo.tiny import make
 
@@ -130,3 +131,38 @@ def test_weights_change_only_while_that_is_announced():
     optimizer.apply(1.0, 1e-3)
     assert torch.equal(seen[0], before) and not torch.equal(seen[1], before)
     assert torch.equal(seen[1], model.lm_head.weight)
+
+
+def test_what_a_stage_has_learned_since_it_was_rebuilt_is_taken_over():
+    """Its moments are younger than the policy, and its rates longer."""
+
+    def rebuilt(model: torch.nn.Module) -> Optimizer:
+        return Optimizer(model.named_parameters(), GrpoConfig(), 1e-3, ["lm_head.weight"])
+
+    model, other = make("qwen2"), make("qwen2")
+    before = rebuilt(model)
+    before.updates, before.rate_scale = 1000, 1.1
+    for seed in range(5):
+        fill(model, seed)
+        before.step()
+    after, kept = rebuilt(other), {name: tensor.clone() for name, tensor in before.state_dict().items()}
+    other.load_state_dict(model.state_dict())
+    after.load_state_dict(kept, before.updates)
+    for one in (model, other):
+        fill(one, 9)
+    before.step()
+    after.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert before.updates == after.updates == 1006 and after.rate_scale == pytest.approx(1.1)
+    after.load_state_dict(rebuilt(make("qwen2")).state_dict(), 3)
+    assert after.rate_scale == 1.0
+
+
+def test_state_of_before_steps_were_kept_is_of_all_updates():
+    optimizer = Optimizer(make("qwen2").named_parameters(), GrpoConfig(), 1e-3)
+    old = {name: tensor for name, tensor in optimizer.state_dict().items() if not name.startswith("step.")}
+    optimizer.load_state_dict(old, 7)
+    assert optimizer.updates == 7 and all(state["step"] == 7 for state in optimizer.adamw.state.values())
+    with pytest.raises(SnapshotError):
+        optimizer.load_state_dict({name: old[name] for name in list(old)[1:]}, 8)
+    assert optimizer.updates == 7

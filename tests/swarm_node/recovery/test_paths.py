@@ -58,6 +58,29 @@ def test_how_old_a_replica_may_be():
     assert ways(sources(2, EVEN, holdings, 40, fresh=3)) == ["mean", "replica", "base"]
 
 
+def test_a_replica_that_was_not_renewed_for_long_comes_after_another_crews_stage():
+    for updates, first in ((30, ["replica", "cohort"]), (29, ["cohort", "replica"])):
+        holdings = {**CREW, "p1": Holding(live=(Kept(1, 40),), replicas=(Kept(2, updates),))}
+        found = sources(2, EVEN, holdings, 40, others=lambda stage: {"q": 40}, usual=10, fresh=100)
+        assert ways(found) == [*first, "mean", "base"]
+
+
+def test_what_is_newer_than_a_crew_that_lives_comes_last():
+    newer = Holding(replicas=(Kept(2, 50),), snapshots=(Kept(2, 60), Kept(2, 30)))
+    found = sources(2, EVEN, {**CREW, "me": newer}, 40, fresh=100)
+    assert [(source.way, source.updates) for source in found] == [
+        ("snapshot", 30),
+        ("mean", 40),
+        ("snapshot", 60),
+        ("replica", 50),
+        ("base", 0),
+    ]
+    early = {peer: live(*(kept.stage for kept in holding.live), updates=1) for peer, holding in CREW.items()}
+    assert ways(sources(2, EVEN, {**early, "me": newer}, 1, fresh=100))[0] == "mean"
+    ahead = Holding(replicas=(Kept(2, 41),))  # its update was made a moment before the others'
+    assert ways(sources(2, EVEN, {**CREW, "me": ahead}, 40)) == ["replica", "mean", "base"]
+
+
 def test_the_ends_are_copied_only_if_neighbours_learned_their_work():
     holdings = {"p1": live(1), "p2": live(2)}
     assert ways(sources(0, EVEN, holdings, 40)) == ["base"]
@@ -90,6 +113,14 @@ def test_a_whole_crew_that_starts_again_takes_the_last_snapshot_that_all_stages_
     }
     assert [source.updates for source in sources(0, EVEN[:2], holdings, 0)] == [20, 30, 0]
     assert [source.updates for source in sources(1, EVEN[:2], holdings, 0)] == [20, 10, 0]
+    recalled = {peer: Holding(replicas=(Kept(0, 30),), snapshots=one.snapshots) for peer, one in holdings.items()}
+    found = sources(0, EVEN[:2], recalled, 0, others=lambda stage: {"q": 99})
+    assert ways(found) == ["snapshot", "snapshot", "replica", "replica", "cohort", "base"]
+    assert found[0].updates == 20  # whatever is newer of one stage only
+
+
+def test_a_copy_is_something_to_lose():
+    assert ways(sources(1, EVEN, {"p2": Holding(replicas=(Kept(1, 30),))}, 0)) == ["replica", "base"]
 
 
 def test_the_same_stage_of_another_crew():

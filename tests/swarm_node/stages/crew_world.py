@@ -16,6 +16,7 @@ from protocol.crew import (
     Holding,
     Kept,
     Plan,
+    Progress,
     Record,
     Settings,
     Source,
@@ -48,6 +49,11 @@ STEP_S = 0.25
 CARD_S = 60.0
 """A card lives so long after its last renewal."""
 SILENCE_S = 4.0
+BUILD_S = 100.0
+"""Nothing takes so long to build, unless it hangs."""
+TURNS = 2**32
+RUN = "5c" * 8
+"""Of peers that have files."""
 SETTINGS = Settings(
     "float32", False, "auto", 0, False, prompt=16, length=8, microbatch=64, decay=0.0, betas=(0.9, 0.999)
 )
@@ -98,6 +104,15 @@ class Machine:
     memory: dict[int, int] = field(default_factory=dict)
     """Stage -> updates of its weights."""
     building: dict[int, tuple[float, TakeSeat]] = field(default_factory=dict)
+    """Stage -> when it will be there, and the order; as long as it stands."""
+    new: set[int] = field(default_factory=set)
+    """Stages that have not been told how far the crew is since they were built."""
+    turns: Counter[int] = field(default_factory=Counter)
+    """Stage -> the last turn that it has heard of: it drops what is of earlier ones."""
+    trained: Counter[int] = field(default_factory=Counter)
+    """Stage -> updates that it has really made here."""
+    begun: list[int] = field(default_factory=list)
+    """Of a lead whose crew has been whole: the last turn, and the updates of the crew."""
     built: Counter[int] = field(default_factory=Counter)
     """Stage -> how often it was built here."""
     ways: list[tuple[int, str]] = field(default_factory=list)
@@ -136,14 +151,20 @@ class World:
             return sources(stage, spans, holdings, updates, plus=how.swap)
 
         changes.setdefault("settings", replace(SETTINGS, swap=self.plus))
+        self.count += 1
+        changes.setdefault("run", RUN if holding else f"{self.count:016x}")
         place = post(peer, self.stages, started=self.now, **changes)  # type: ignore[arg-type]
         machine = Machine(None)  # type: ignore[arg-type]
         machine.crew = Crew(
-            place, ways, tell, self.costs, self.now, holding or Holding(), held_s=lambda: machine.held_s
+            place, ways, tell, self.costs, self.now, holding or Holding(), held_s=lambda: self.held_s(machine)
         )
         self.machines[peer] = machine
         self.publish(peer)
         return machine
+
+    def held_s(self, machine: Machine) -> float:
+        """A stage that never will be built is one that nothing is done about."""
+        return BUILD_S * sum(ready > self.now + BUILD_S for ready, _ in machine.building.values()) or machine.held_s
 
     def kill(self, peer: str, silent: bool = False) -> None:
         """Without a goodbye; `silent` = not even the connections break."""
@@ -203,26 +224,48 @@ class World:
         self.act(peer, crew.cards(self.seen_by(peer), self.now))
         self.act(peer, crew.tick(self.now))
         for stage, (ready, order) in list(machine.building.items()):
-            if ready <= self.now:
+            if not crew.stands(order):
                 del machine.building[stage]
-                if crew.stands(order):
-                    self.build(peer, order)
+                self.withdrawn(peer, order)
+            elif ready <= self.now:
+                del machine.building[stage]
+                self.build(peer, order)
         lead = crew.lead
         if lead is not None and crew.whole and self.now >= self.trained_at.get(peer, 0.0) + 1.0:
             self.trained_at[peer] = self.now
-            self.train(crew)
+            self.train(machine)
             self.act(peer, crew.at_rest(self.now))
 
-    def train(self, lead: Crew) -> None:
-        """One update of all stages of the crew that this one leads."""
-        assert lead.plan is not None
-        for stage, seat in enumerate(lead.plan.seats):
-            machine = self.machines.get(seat.peer)
-            if machine is None or machine.crew.plan is None or machine.crew.plan.mark != lead.plan.mark:
-                return
-            machine.memory[stage] += 1
-            live = tuple(Kept(s, n) for s, n in machine.memory.items())
-            self.act(seat.peer, machine.crew.report(Holding(live=live), self.now))
+    def train(self, machine: Machine) -> None:
+        """One update of all stages of the crew that this one leads, as the pipeline does it: stages drop turns that are
+        not new, and take an update that they have made for made."""
+        crew = machine.crew
+        assert crew.plan is not None and crew.lead is not None
+        holders = [self.machines.get(seat.peer) for seat in crew.plan.seats]
+        there = [one for one in holders if one is not None and one.crew.plan is not None]
+        if len(there) < len(holders) or any(one.crew.plan.mark != crew.plan.mark for one in there):  # type: ignore[union-attr]
+            return
+        begins = not machine.begun
+        if begins:
+            machine.begun = [crew.plan.term * TURNS, crew.lead.updates]
+        machine.begun[0] += 1
+        turn, updates = machine.begun
+        for stage, holder in enumerate(there):
+            if holder.turns[stage] >= turn:
+                return  # it takes part in nothing
+            holder.turns[stage] = turn
+        for stage, holder in enumerate(there):
+            if begins or stage in holder.new:
+                holder.memory[stage] = updates
+                holder.new.discard(stage)
+            holder.trained[stage] += holder.memory[stage] == updates
+            holder.memory[stage] = max(updates + 1, holder.memory[stage])
+        machine.begun[1] += 1
+        for holder in there:
+            live = tuple(Kept(s, n) for s, n in holder.memory.items())
+            self.act(holder.crew.post.me, holder.crew.report(replace(holder.crew.holding, live=live), self.now))
+        round = crew.progress.round + 1 if crew.progress else 1
+        self.act(crew.post.me, crew.advance(Progress(round, 0.0), self.now))
 
     def build(self, peer: str, order: TakeSeat) -> None:
         """From the first source that works."""
@@ -234,19 +277,28 @@ class World:
                 for giver, model in zip(source.peers, models, strict=True)
             ):
                 continue
+            if source.way == "snapshot" and source.peers != (peer,):
+                continue
             updates = source.updates
             if source.way == "live":
                 updates = self.machines[source.peers[0]].memory[order.stage]
-            self.seat(peer, order.stage, updates, source)
+            self.seat(peer, order, updates, source)
             return
-        self.act(peer, machine.crew.unable(order.stage, "no way works", self.now))
+        self.act(peer, machine.crew.unable(order, "no way works", self.now))
 
-    def seat(self, peer: str, stage: int, updates: int, source: Source) -> None:
-        machine = self.machines[peer]
+    def withdrawn(self, peer: str, order: TakeSeat) -> None:
+        """Whoever builds a stage notices in the end that it is not wanted any more."""
+        if peer in self.machines:
+            self.act(peer, self.machines[peer].crew.unable(order, "it is not wanted any more", self.now))
+
+    def seat(self, peer: str, order: TakeSeat, updates: int, source: Source) -> None:
+        machine, stage = self.machines[peer], order.stage
         machine.memory[stage] = updates
+        machine.turns[stage] = 0
+        machine.new.add(stage)
         machine.built[stage] += 1
         machine.ways.append((stage, source.way))
-        self.act(peer, machine.crew.seated(stage, updates, source, self.now))
+        self.act(peer, machine.crew.seated(order, updates, source, self.now))
 
     # ----------------------------------------------------------------- cards
 
@@ -281,13 +333,15 @@ class World:
                 case Say(text=text):
                     machine.said.append(text)
                 case TakeSeat(stage=stage):
+                    if stage in machine.building:
+                        self.at(0.1, partial(self.withdrawn, peer, machine.building[stage][1]))
                     machine.building[stage] = self.now + self.rng.uniform(0.2, 2.0), action
                 case LeaveSeat(stage=stage):
                     machine.memory.pop(stage, None)
                 case TakeLead():
-                    machine.leads = True
+                    machine.leads, machine.begun = True, []
                 case LeaveLead():
-                    machine.leads = False
+                    machine.leads, machine.begun = False, []
 
     def connect(self, peer: str, link: Link) -> None:
         if self.apart(peer, link.peer):
@@ -349,6 +403,18 @@ class World:
         plan = next(crew.plan for crew in self.crews()[side].values() if crew.role == "leads")
         assert plan is not None
         return plan
+
+    def learns(self) -> bool:
+        """A settled crew: every stage makes updates, and all the same ones."""
+
+        def trained() -> list[int]:
+            return [sum(machine.trained[stage] for machine in self.machines.values()) for stage in range(self.stages)]
+
+        before = trained()
+        self.run(8.0)  # a stage may change hands meanwhile
+        holders = [self.machines[seat.peer] for seat in self.plan().seats]
+        updates = {machine.memory[stage] for stage, machine in enumerate(holders)}
+        return len(updates) == 1 and all(now >= then + 2 for then, now in zip(before, trained(), strict=True))
 
     def story(self) -> str:
         """For the message of a test that fails."""

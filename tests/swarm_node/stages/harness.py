@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Codec
+from protocol.pipeline import Codec, open_envelope
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer
@@ -37,7 +37,7 @@ from swarm_node.stages import wire
 from swarm_node.stages.cut import Stage, load_stage
 from swarm_node.stages.pipeline import Lead, StagedOptimizer, StagedPolicy
 from swarm_node.stages.ports import LEAD, Message, StageLost
-from swarm_node.stages.worker import Worker, attend
+from swarm_node.stages.worker import Worker, attend, refusal
 from swarm_node.types import Group, Sampling
 from tests.swarm_node.grpo.tiny import group
 
@@ -237,6 +237,10 @@ class Crew:
             return wire.decode(head, body, limits)
         except RemoteProtocolError as error:
             self._refuse(error)
+            if sender == 0 and error.reason != "plan":  # the lead hears of it, as from `Mates`
+                envelope = open_envelope(head)
+                for answer in refusal(envelope.stage, envelope.head):
+                    self._put(receiver, answer)
             return None
 
     def _refuse(self, error: RemoteProtocolError) -> None:

@@ -17,18 +17,42 @@ from protocol.crew import (
     Holding,
     Kept,
     Load,
+    Progress,
     Ready,
     Refusal,
     Report,
+    Source,
     Unable,
     Whole,
     proof,
 )
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.stages.doors import MAX_STRANGERS, PART_S, STRANGER_S
-from swarm_node.stages.leading import GATHER_S, Close, Connect, Link, Send
+from swarm_node.stages.leading import (
+    BANNED_S,
+    BREAKS_S,
+    GATHER_S,
+    MAX_SAID,
+    MAX_TERM,
+    Close,
+    Connect,
+    LeaveSeat,
+    Link,
+    Send,
+    TakeSeat,
+)
 from swarm_node.stages.seeking import ALONE_S, AVOID_S, DIAL_S, FIND_S
-from tests.swarm_node.stages.crew_world import SETTINGS, SILENCE_S, Machine, World, a_layer_costs_one, crew_links
+from tests.swarm_node.stages.crew_world import (
+    BUILD_S,
+    RUN,
+    SETTINGS,
+    SILENCE_S,
+    SWARM,
+    Machine,
+    World,
+    a_layer_costs_one,
+    crew_links,
+)
 
 FORMING_S = 25.0
 MENDING_S = SILENCE_S + DIAL_S + GATHER_S + 8.0
@@ -155,7 +179,7 @@ def test_a_newcomer_that_has_seen_no_lead_is_told_of_it():
     machine = world.start("b")
     seen_by = world.seen_by
     world.seen_by = lambda peer: seen_by(peer) if peer == "a" else {}  # type: ignore[method-assign]
-    world.run(5.0)
+    world.run(6.0)
     assert holders(world) == ["a", "b"] and not machine.leads
 
 
@@ -234,7 +258,7 @@ def test_only_lost_stages_are_counted_as_lost():
     assert holders(world) == before and lead.counts["lost"] == 1
     lead.lead.resume()
     world.act(before[0], lead.doubted(lead.plan.mark, (), "no answer", world.now))  # a step is done again
-    assert lead.lead.lost == {2}
+    assert lead.lead.lost == set()
     world.run(5.0)
     world.start("d")
     world.run(5.0)
@@ -242,8 +266,8 @@ def test_only_lost_stages_are_counted_as_lost():
     world.kill(before[2])
     while 2 not in world.machines["d"].building:
         world.run(0.25)
-    del world.machines["d"].building[2]
-    world.act("d", world.machines["d"].crew.unable(2, "out of memory", world.now))
+    _, order = world.machines["d"].building.pop(2)
+    world.act("d", world.machines["d"].crew.unable(order, "out of memory", world.now))
     world.run(10.0)
     assert lead.whole and lead.counts["lost"] == 2  # it was lost once, however often it had to be rebuilt
     world.kill(before[0])
@@ -254,12 +278,105 @@ def test_only_lost_stages_are_counted_as_lost():
 
 def test_a_crew_that_starts_again_goes_back_to_its_snapshots():
     world = World(1, 2)
-    world.start("a", Holding(snapshots=(Kept(1, 30), Kept(1, 20))))
-    world.start("b", Holding(snapshots=(Kept(1, 30), Kept(1, 20))))
-    world.machines["b"].crew.report(Holding(snapshots=(Kept(0, 20),)), 0.0)
+    world.start("a", Holding(snapshots=(Kept(0, 30), Kept(0, 20))))
+    world.start("b", Holding(snapshots=(Kept(1, 20), Kept(1, 10))))
     world.run(FORMING_S)
     by_stage = {stage: way for machine in world.machines.values() for stage, way in machine.ways}
-    assert by_stage == {0: "snapshot", 1: "snapshot"}
+    assert by_stage == {0: "snapshot", 1: "snapshot"} and world.learns()
+    assert 20 < world.machines["a"].memory[0] < 60 and heard(world.machines["a"], "the snapshot after update 20") == 2
+
+
+@pytest.mark.parametrize("order", ["abc", "cab", "bca"])
+def test_what_is_held_of_another_run_does_not_count(order):
+    world = World(1, 3)
+    files = {
+        "a": {},
+        "b": {"holding": Holding(snapshots=(Kept(1, 30),)), "round": 25},
+        "c": {"holding": Holding(snapshots=(Kept(1, 500), Kept(2, 500))), "run": "0e" * 8, "round": 400},
+    }
+    for peer in order:
+        world.start(peer, wanted={"a": 0, "b": 1, "c": None}[peer], **files[peer])
+        world.run(5.0 if peer == "b" else 0.25)  # the first that has something
+    world.run(FORMING_S)
+    plan = world.plan()
+    assert plan.run == (RUN if order != "cab" else "0e" * 8) and world.learns()
+    ways = {stage: way for machine in world.machines.values() for stage, way in machine.ways}
+    assert ways == {0: "base", 1: "snapshot", 2: "base"} if plan.run == RUN else {0: "base", 1: "base", 2: "snapshot"}
+    assert all(machine.crew.run == plan.run for machine in world.machines.values())
+    others = world.machines["c" if plan.run == RUN else "b"].crew
+    assert others.holding.snapshots == () and others._hello("x").run == plan.run
+
+
+def test_stages_in_memory_count_for_more_than_files_of_another_run():
+    world = crew(2, "a", "b", capacity=1)
+    run, updates = world.plan().run, world.machines["b"].memory[1]
+    world.kill("a")
+    world.run(10.0)
+    files = Holding(snapshots=(Kept(0, 900), Kept(1, 900)))
+    world.start("c", files, run="0e" * 8, round=900)
+    world.run(FORMING_S)
+    assert holders(world) == ["c", "b"] and world.plan().run == run and world.learns()
+    assert world.machines["b"].built == {1: 1} and world.machines["b"].memory[1] > updates
+    assert world.machines["c"].ways == [(0, "base")] and world.machines["c"].crew.progress.round < 900
+
+
+def test_who_follows_another_run_gives_up_what_it_had():
+    world = crew(2, "a", "b", "c")
+    _, peer = holders(world)
+    machine, plan = world.machines[peer].crew, world.plan()
+    seat = replace(plan.seats[1], sources=(Source("snapshot", (peer,), updates=3),))
+    machine.heard(machine._lead_link, replace(plan, number=50, seats=(plan.seats[0], seat)), world.now)
+    order = TakeSeat(1, seat.layers, seat.sources)
+    assert machine.stands(order) and machine.live == {}
+    machine.live[1] = 5
+    again = replace(plan, number=51, seats=(plan.seats[0], seat), run="0e" * 8)
+    actions = machine.heard(machine._lead_link, again, world.now)
+    assert order in actions and machine.holding == Holding()  # the same, but of that run
+    machine.live[1] = 5
+    gone = replace(plan, number=52, seats=(plan.seats[0], replace(seat, peer=plan.spares[0])), run="0f" * 8)
+    actions = machine.heard(machine._lead_link, gone, world.now)
+    assert LeaveSeat(1) in actions and machine.live == {} and not machine.stands(order)
+
+
+def test_a_spare_that_is_alone_goes_on_from_the_round_it_heard_of():
+    world = crew(1, "a", "b")
+    (lead,) = holders(world)
+    world.act(lead, world.machines[lead].crew.advance(Progress(700, 0.5), world.now))
+    world.run(1.0)
+    world.kill(lead)
+    world.run(MENDING_S)
+    (machine,) = world.machines.values()
+    assert machine.leads and machine.crew.progress.round > 700
+
+
+def test_reports_of_another_run_are_ignored():
+    world = crew(2, "a", "b", "c")
+    me = holders(world)[0]
+    (spare,) = world.plan().spares
+    lead = world.machines[me].crew
+    link = lead.lead.link_of(spare)
+    old = Holding(replicas=(Kept(1, 99),), snapshots=(Kept(1, 99),))
+    for run, kept in (("0e" * 8, Holding()), (world.plan().run, old)):
+        lead.heard(link, Report(old, run), world.now)
+        assert lead.lead.members[spare].holding == kept
+
+
+def test_files_are_of_use_only_to_who_has_them():
+    world = crew(3, "a", "b", "c", "d")
+    before, (spare,) = holders(world), world.plan().spares
+    lead = world.machines[before[0]].crew
+    n = world.machines[before[1]].memory[1]
+    for peer, updates in ((before[2], n - 5), (spare, n - 10)):
+        link = lead.lead.link_of(peer)
+        holding = replace(lead.lead.members[peer].holding, snapshots=(Kept(1, updates),))
+        lead.heard(link, Report(holding, world.plan().run), world.now)
+    world.kill(before[1])
+    while 1 not in world.machines[spare].building:
+        world.run(0.25)
+    _, order = world.machines[spare].building[1]
+    assert [(source.way, source.peers) for source in order.sources if source.way == "snapshot"] == [
+        ("snapshot", (spare,))
+    ]
 
 
 def test_machines_take_only_what_they_have_room_for():
@@ -353,14 +470,192 @@ def test_a_stage_that_cannot_be_built_goes_to_somebody_else():
     spare = world.machines[name]
     while 2 not in spare.building:
         world.run(0.25)
-    del spare.building[2]
-    world.act(name, spare.crew.unable(2, "out of m\u00e9mory\n", world.now))
+    _, order = spare.building.pop(2)
+    world.act(name, spare.crew.unable(order, "out of m\u00e9mory\n", world.now))
     world.run(10.0)
     assert holders(world) == [before[0], name, before[1]]  # a neighbour took it, whose own the spare can take
     assert heard(world.machines[before[0]], f"peer …{name} cannot take it: out of m?mory?") == 1
 
 
+@pytest.mark.parametrize("late", ["unable", "seated"])
+def test_what_becomes_of_an_order_that_was_replaced_is_ignored(late):
+    world = crew(4, "a", "b", "c", "d", "s")
+    before, (spare,) = holders(world), world.plan().spares
+    machine = world.machines[spare]
+    world.kill(before[1])
+    while 1 not in machine.building:
+        world.run(0.25)
+    _, old = machine.building[1]
+    machine.building[1] = world.now + BUILD_S, old
+    world.kill(before[2])  # of whom stage 1 was to be made
+    while machine.building[1][1] == old:
+        world.run(0.25)
+    _, new = machine.building[1]
+    assert not machine.crew.stands(old) and machine.crew.stands(new)
+    lead = world.machines[before[0]].crew
+    if late == "unable":
+        actions = machine.crew.unable(old, "it is not wanted any more", world.now)
+    else:
+        actions = machine.crew.seated(old, 5, old.sources[0], world.now)
+    assert not any(isinstance(action, (Send, LeaveSeat)) for action in actions) and machine.crew.stands(new)
+    world.run(20.0)
+    assert lead.whole and lead.counts["unable"] == 0 and holders_of(lead)[1] == spare and world.learns()
+
+
+def test_a_stage_that_was_built_as_the_new_order_says_is_kept():
+    world = crew(3, "a", "b", "c", "s")
+    before, (spare,) = holders(world), world.plan().spares
+    machine = world.machines[spare]
+    world.kill(before[1])
+    while 1 not in machine.building:
+        world.run(0.25)
+    _, old = machine.building.pop(1)
+    first, *_ = old.sources
+    new = machine.crew._ordered[1] = TakeSeat(1, old.layers, (first,))
+    assert not machine.crew.stands(old) and old != new
+    machine.memory[1] = 3
+    actions = machine.crew.seated(old, 3, first, world.now)
+    assert any(isinstance(action, Send) and isinstance(action.record, Ready) for action in actions)
+    assert machine.crew.live == {1: 3} and not machine.crew.stands(new)
+
+
+def test_what_was_said_of_an_earlier_plan_is_no_news():
+    world = crew(3, "a", "b", "c")
+    before, plan = holders(world), world.plan()
+    (link,) = crew_links(world, before[1])
+    world.send(before[1], link, Unable(plan.mark + 1, 1, "of a plan long ago"))
+    world.send(before[1], link, Ready(plan.mark + 1, 0, 2**50))
+    world.run(2.0)
+    assert world.plan().mark == plan.mark and world.machines[before[0]].crew.counts["unable"] == 0
+    assert world.machines[before[0]].crew.lead.members[before[1]].live.keys() == {1}
+
+
+def test_who_does_not_get_on_with_a_stage_loses_it_to_a_spare():
+    world = crew(3, "a", "b", "c", "s")
+    before, (spare,) = holders(world), world.plan().spares
+    world.start("t")
+    world.run(5.0)
+    world.kill(before[1])
+    machine = world.machines[spare]
+    while 1 not in machine.building:
+        world.run(0.25)
+    hangs = machine.building[1] = 1e9, machine.building[1][1]
+    world.run(20.0)
+    assert machine.building[1] == hangs  # not so soon
+    world.run(60.0)
+    assert holders(world) == [before[0], "t", before[2]] and world.learns()
+    assert heard(world.machines[before[0]], "has not got on with it for") == 1
+
+
+def test_the_only_one_that_can_take_a_stage_has_all_the_time_it_needs():
+    world = crew(2, "a", "b")
+    before = holders(world)
+    world.kill(before[1])
+    world.start("new")
+    while 1 not in world.machines["new"].building:
+        world.run(0.25)
+    world.machines["new"].building[1] = world.now + 500.0, world.machines["new"].building[1][1]
+    world.run(510.0)
+    assert holders(world) == [before[0], "new"]
+
+
+def test_what_is_missing_is_said_again_at_the_next_outage():
+    world = crew(2, "a", "b", capacity=1)
+    for peer in ("n0", "n1"):
+        lead = world.machines[holders(world)[0]]
+        said = heard(lead, "is held by nobody")
+        world.kill(holders(world)[1])
+        world.run(30.0)
+        assert heard(lead, "is held by nobody") == said + 1
+        world.start(peer, capacity=1)
+        world.run(FORMING_S)
+
+
 # --------------------------------------------------------------------- a lost lead
+
+
+@pytest.mark.parametrize("newcomer", ["a", "z"])
+def test_whoever_leads_survivors_that_cannot_is_heard_by_them(newcomer):
+    world = crew(3, "a", "b", "c", capacity=1)
+    before, plan = holders(world), world.plan()
+    assert before[0] == "a"
+    round = world.machines["b"].crew.progress.round
+    world.kill("a")
+    world.run(20.0)
+    world.start(newcomer, capacity=1)  # perhaps under the same name, and with no plan
+    world.run(FORMING_S)
+    assert holders(world) == [newcomer, *before[1:]] and world.plan().term == plan.term + 1
+    assert world.machines[newcomer].crew.progress.round >= round > 5
+    assert all(world.machines[peer].built.total() == 1 for peer in before[1:]) and world.learns()
+
+
+def test_terms_have_an_end():
+    world = crew(2, "a", "b", capacity=1)
+    world.machines["b"].crew.term = MAX_TERM
+    world.kill("a")
+    world.run(10.0)
+    world.start("z", capacity=1)
+    world.run(FORMING_S)
+    assert world.plan().term == MAX_TERM
+
+
+def test_stages_that_went_on_without_this_crew_are_built_anew():
+    world = crew(3, "a", "b", "c", "d")
+    me, (spare,) = holders(world)[0], world.plan().spares
+    lead = world.machines[me].crew
+    link = lead.lead.link_of(spare)
+    hello = replace(world.machines[spare].crew._hello(me), holding=Holding(live=(Kept(1, 99),)))
+    for term, live in ((9, {}), (1, {1: 99})):
+        lead.heard(link, replace(hello, term=term), world.now)
+        assert lead.lead.members[spare].live == live
+    lead.heard(link, replace(hello, term=9), world.now)
+    lead.heard(link, Report(hello.holding, world.plan().run), world.now)
+    assert lead.lead.members[spare].live == {}
+
+
+def test_a_lead_that_cannot_hold_the_first_stage_makes_way():
+    world = crew(3, "a", "b", "c", "s")
+    before, (spare,) = holders(world), world.plan().spares
+    world.kill(before[0])
+    machine = world.machines[spare]
+    while 0 not in machine.building:
+        world.run(0.25)
+    _, order = machine.building.pop(0)
+    world.act(spare, machine.crew.unable(order, "no space left", world.now))
+    assert not machine.leads and machine.crew.role == "seeks"
+    world.run(MENDING_S)
+    assert holders(world)[0] == before[1] and world.plan().spares in ((spare,), ()) and world.learns()
+    assert heard(machine, "cannot hold stage 0 of crew red (no space left): another peer must lead") == 1
+
+
+def test_the_only_peer_that_cannot_lead_tries_again_later():
+    world = World(1, 1)
+    machine = world.start("a")
+    while 0 not in machine.building:
+        world.run(0.25)
+    _, order = machine.building.pop(0)
+    world.act("a", machine.crew.unable(order, "no space left", world.now))
+    world.run(BANNED_S - 5.0)
+    assert machine.crew.role == "seeks"
+    world.run(15.0)
+    assert world.settled() and machine.leads
+
+
+def test_a_new_lead_knows_how_far_the_run_is():
+    world = crew(3, "a", "b", "c", "d")
+    before = holders(world)
+    lead = world.machines[before[0]].crew
+    world.trained_at[before[0]] = 1e9  # it pauses
+    world.act(before[0], lead.advance(Progress(70, 0.5), world.now))
+    world.run(1.0)
+    assert {machine.crew.progress.round for machine in world.machines.values()} == {70}
+    world.start("e")
+    world.run(8.0)
+    assert world.machines["e"].crew.progress == Progress(70, 0.5)
+    world.kill(before[0])
+    world.run(MENDING_S)
+    rounds = {machine.crew.progress.round for machine in world.machines.values()}
+    assert min(rounds) > 70 and world.plan().term == 2
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -466,6 +761,25 @@ def test_who_says_what_nobody_takes_is_given_up():
     lead = world.machines[before[0]].crew
     assert holders_of(lead) == [*before[:2], spare, before[3]]
     assert lead.whole and lead.counts["given_up"] == 1
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_member_that_refuses_what_the_lead_says_does_not_do_so_for_ever(ended):
+    world = crew(3, "a", "b", "c")
+    before = holders(world)
+    lead, machine = world.machines[before[0]].crew, world.machines[before[1]].crew
+    number = world.plan().number
+    world.act(before[1], machine.refused(machine._lead_link, "shape", world.now, ended))
+    world.run(5.0)
+    assert holders(world) == before and lead.whole and lead.plan.number > number
+    assert lead.counts["lost"] == ended and lead.lead.lost == ({1} if ended else set())
+    refused = 0
+    for _ in range(200):
+        world.run(0.5)
+        if machine.whole and machine._lead_link is not None:
+            refused += 1
+            world.act(before[1], machine.refused(machine._lead_link, "shape", world.now, ended))
+    assert refused <= 2 * BREAKS_S and lead.whole and before[1] not in holders_of(lead)
 
 
 def test_a_stage_that_keeps_a_message_is_given_up():
@@ -654,6 +968,79 @@ def test_a_member_that_says_it_is_another_is_lost():
     assert Close(link) in lead.tick(world.now + PART_S)
 
 
+def mute_cards(world: World, count: int, seats: tuple[int, ...] = (0,)) -> None:
+    """Peers that show the crew's sign and the highest term, take channels, and say nothing."""
+    of_crew = World(1, world.stages).start("s").crew.card
+    card = CrewCard(of_crew.id, of_crew.architecture, of_crew.count, seats, 2**40)
+    mutes = {f"0mute{i}": PeerCard(1, SWARM, 0.0, "n", ["trainer"], crew=card) for i in range(count)}
+    seen_by, connect = world.seen_by, world.connect
+
+    def dial(peer: str, link: Link) -> None:
+        if link.peer in mutes:
+            far = Link(peer, link.method)
+            world.far[link], world.far[far] = (link.peer, far), (peer, link)
+        else:
+            connect(peer, link)
+
+    world.seen_by = lambda peer: {**seen_by(peer), **mutes}  # type: ignore[method-assign]
+    world.connect = dial  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("count", [3, 16, 64])
+def test_silent_peers_with_the_crews_sign_keep_nobody_from_forming_one(count):
+    world = World(1, 2)
+    mute_cards(world, count)
+    world.start("b")
+    world.start("c", wanted=1)
+    world.run(60.0)
+    assert sorted(holders(world)) == ["b", "c"] and world.learns()
+
+
+@pytest.mark.parametrize("seats", [(), (0,)])
+@pytest.mark.parametrize("count", [16, 64])
+def test_silent_peers_with_the_crews_sign_keep_nobody_out(count, seats):
+    world = crew(2, "b", "c")
+    mute_cards(world, count, seats)
+    world.run(60.0)
+    lead = world.machines[holders(world)[0]].crew
+    machine = world.start("z")
+    world.run(50.0)
+    assert machine.crew.role == "follows" and lead.lead.spares == ["z"]
+    world.kill(holders(world)[0])
+    world.run(MENDING_S)
+    assert world.learns()
+
+
+def test_who_never_proves_to_belong_is_asked_more_and_more_rarely():
+    world = World(1, 2)
+    mute_cards(world, 1)
+    asked: dict[str, list[float]] = {"a": [], "b": []}
+    connect = world.connect
+
+    def dial(peer: str, link: Link) -> None:
+        if link.peer == "0mute0":
+            asked[peer].append(world.now)
+        connect(peer, link)
+
+    world.connect = dial  # type: ignore[method-assign]
+    world.start("a", wanted=1)  # seeks
+    world.run(300.0)
+    world.start("b", wanted=0)  # leads
+    world.run(300.0)
+    assert all(3 <= len(times) <= 9 for times in asked.values())
+
+
+def test_what_strangers_make_up_does_not_silence_a_crew():
+    world = World(1, 2)
+    machine = world.start("a")
+    of_crew = machine.crew.card
+    wrong = CrewCard(of_crew.id, "f" * 16, 2)
+    fakes = {f"fake{i:06}": PeerCard(1, SWARM, 0.0, "n", ["trainer"], crew=wrong) for i in range(MAX_SAID + 100)}
+    world.seen_by = lambda peer: fakes  # type: ignore[method-assign]
+    world.run(20.0)
+    assert heard(machine, "another model") == MAX_SAID and heard(machine, "waits for 1 more peer") == 1
+
+
 def test_silent_channels_are_few():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
@@ -762,11 +1149,12 @@ def consistent(world: World) -> Callable[[], None]:
 def test_whatever_happens_a_crew_is_whole_again_soon(seed):
     rng = random.Random(seed)
     world = World(seed, rng.randint(2, 4), plus=rng.random() < 0.5)
-    check = consistent(world)
+    check, bounded = consistent(world), rng.random() < 0.5
 
     def join(*wishes: int | None) -> None:
         wishes = wishes or (None, None, None, 0, 1, world.stages - 1)
-        world.start(f"peer{rng.randrange(10**8):08d}", wanted=rng.choice(wishes))
+        capacity = rng.choice([0, 1, 1, 2]) if bounded else 0
+        world.start(f"peer{rng.randrange(10**8):08d}", wanted=rng.choice(wishes), capacity=capacity)
 
     for _ in range(rng.randint(2, 6)):
         join()
@@ -796,6 +1184,7 @@ def test_whatever_happens_a_crew_is_whole_again_soon(seed):
             break
         world.run(1.0, check)
     assert world.settled(), f"seed {seed}\n{world.story()}"
+    assert world.learns(), f"seed {seed}\n{world.story()}"
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -833,7 +1222,7 @@ def test_two_parts_of_a_crew_go_on_and_become_one_again(seed):
     world.heal()
     world.run(60.0, consistent(world))
     assert world.settled(), f"seed {seed}\n{world.story()}"
-    assert len(set(holders(world))) == stages
+    assert len(set(holders(world))) == stages and world.learns()
 
 
 def test_waiting_times_fit_together():

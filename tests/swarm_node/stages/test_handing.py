@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,17 @@ from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import STATE_METHOD, StateHead, seal_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import MemoryNetwork, VirtualClock
-from swarm_node.stages.handing import Fetch, Handing, State, Wanted, ordered
+from swarm_node.stages.handing import (
+    AT_ONCE,
+    COOL_S,
+    PER_PEER,
+    Fetch,
+    Handing,
+    State,
+    Wanted,
+    _Copy,
+    ordered,
+)
 
 SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8
 
@@ -37,7 +48,11 @@ class Crew:
             known = [address for one in self.transports for address in one.addresses]
             self.transports.append(network.join("abcdef"[i], SWARM, bootstrap=known))
         self.strangers: set[str] = set()
-        self.peers = [Handing(transport, SWARM, ARCHITECTURE, self.allowed) for transport in self.transports]
+        self.guests: set[str] = set()
+        self.peers = [
+            Handing(transport, SWARM, ARCHITECTURE, self.allowed, lambda peer: peer not in self.guests, self.clock.now)
+            for transport in self.transports
+        ]
         self.clock.run_until(20.0)
 
     def allowed(self, peer: str, stage: int) -> bool:
@@ -183,3 +198,101 @@ def test_an_answer_about_another_stage_is_refused() -> None:
     ours = Outgoing(head, 120, lambda: [bytes(120)])
     crew.transports[0].accept(STATE_METHOD, lambda peer, head, size: Accepted(ours, print, lambda error: None))
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "stage"
+
+
+WHOLE = Wanted(0, 0, 2, rest=True)
+
+
+def call(crew: Crew, peer: str, wanted: Wanted = WHOLE) -> Accepted:
+    """As peer 0 answers it, with nothing taken yet."""
+    handing = crew.peers[0]
+    return handing._accept(peer, handing._head(wanted), 0)
+
+
+def copies() -> list[_Copy]:
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is _Copy]
+
+
+def test_all_who_ask_between_two_updates_share_one_copy_that_goes_with_the_last_of_them() -> None:
+    crew, live = Crew(), weights(0, 2, rest=True)
+    crew.hold(0, 0, live, 3)
+    calls = [call(crew, f"p{i}") for i in range(4)] + [call(crew, "p4", Wanted(0, 0, 1, rest=False))]
+    (copy,) = copies()
+    pieces = [b"".join(one.ours.pieces()) for one in calls]
+    assert len(set(pieces[:4])) == 1 and pieces[0].startswith(pieces[4])
+    live["model.layers.1.a"].add_(1.0)  # others' weights, by averaging
+    calls.append(call(crew, "p5"))
+    assert len(copies()) == 2 and b"".join(calls[-1].ours.pieces()) != pieces[0]
+    crew.hold(0, 0, live, 4)
+    calls.append(call(crew, "p6"))
+    assert len(copies()) == 3
+    for one in calls:
+        one.done(None)
+    del calls, one, copy
+    assert copies() == [] and not crew.peers[0]._given_to
+
+
+def test_a_part_is_copied_for_who_wants_a_part() -> None:
+    crew, live = Crew(), weights(0, 2, rest=True)
+    crew.hold(0, 0, live, 3)
+    one = call(crew, "p0", Wanted(0, 0, 0, rest=True))
+    (copy,) = copies()
+    assert copy.tensors.keys() == {"model.embed.weight"}
+    another = call(crew, "p1")
+    assert copy.tensors.keys() == live.keys() and len(copies()) == 1
+    assert b"".join(another.ours.pieces()).endswith(b"".join(one.ours.pieces()))
+
+
+def test_few_are_given_weights_at_a_time() -> None:
+    crew, live = Crew(), weights(0, 2, rest=True)
+    crew.hold(0, 0, live, 3)
+    calls = [call(crew, "p0") for _ in range(PER_PEER)]
+    with pytest.raises(RemoteProtocolError, match="busy"):
+        call(crew, "p0")
+    calls += [call(crew, f"p{i}") for i in range(1, AT_ONCE - 1)]
+    with pytest.raises(RemoteProtocolError, match="busy"):
+        call(crew, "another")
+    calls.pop().done(RemoteProtocolError("torn", "gone"))
+    call(crew, "another")
+
+
+def test_peers_of_other_crews_take_turns_and_are_in_nobodys_way() -> None:
+    crew, live = Crew(), weights(0, 2, rest=True)
+    crew.hold(0, 0, live, 3)
+    crew.guests |= {"g", "h"}
+    first = call(crew, "g")
+    for peer in ("g", "h"):
+        with pytest.raises(RemoteProtocolError, match="busy"):
+            call(crew, peer)
+    for i in range(AT_ONCE):
+        call(crew, f"p{i}")
+    first.done(None)
+    with pytest.raises(RemoteProtocolError, match="busy"):
+        call(crew, "g")
+    call(crew, "h").done(None)
+    crew.clock.run_until(crew.clock.now() + COOL_S + 1)
+    call(crew, "g")
+
+
+def test_who_takes_weights_too_slowly_is_cut_off() -> None:
+    crew, live = Crew(), {"model.layers.0.a": torch.zeros(2**20), "model.layers.0.b": torch.zeros(2**18)}
+    crew.hold(0, 0, live, 3)
+    pieces = iter(call(crew, "p0").ours.pieces())
+    begin, size = crew.clock.now(), 0
+    with pytest.raises(RemoteProtocolError, match="slow"):
+        while True:
+            size += len(next(pieces))
+            crew.clock.run_until(crew.clock.now() + 15.0)
+    assert size == 3 * 2**20 and crew.clock.now() - begin == pytest.approx(45.0)  # 8 s each would do
+    pieces = iter(call(crew, "p0").ours.pieces())
+    for _ in range(5):
+        next(pieces)
+        crew.clock.run_until(crew.clock.now() + 10.0)
+
+
+def test_a_call_that_fails_takes_nobodys_place() -> None:
+    crew = Crew()
+    for _ in range(2 * AT_ONCE):
+        with pytest.raises(RemoteProtocolError, match="not here"):
+            call(crew, "p0")

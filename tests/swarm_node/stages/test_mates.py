@@ -72,7 +72,7 @@ class Peers:
                 for order in mates.orders() if peer not in self.busy else ():
                     self.orders[peer].append(order)
                     if isinstance(order, TakeSeat):
-                        mates.seated(order.stage, 3, order.sources[0])
+                        mates.seated(order, 3, order.sources[0])
 
     def kill(self, peer: str) -> None:
         del self.mates[peer]
@@ -183,7 +183,7 @@ def test_receive_makes_way_for_orders(crew):
     assert newcomer.receive(0.0) is None
     (order,) = [order for order in newcomer.orders() if isinstance(order, TakeSeat)]
     assert order.stage == 1 and newcomer.stands(order) and newcomer.orders() == []
-    newcomer.unable(1, "no memory")
+    newcomer.unable(order, "no memory")
     assert not newcomer.stands(order)
     crew.run(5.0)
     assert crew.at(0).whole and newcomer.seats != (1,)
@@ -237,6 +237,21 @@ def test_who_keeps_a_message_for_too_long_is_found_out(crew):
     assert first.receive(0.0) is None and first._held_s() == 0.0
 
 
+def test_who_builds_a_stage_shows_that_it_gets_on(crew):
+    crew.kill(next(peer for peer, mates in crew.mates.items() if mates is crew.at(1)))
+    newcomer = crew.start("d")
+    crew.busy.add("d")
+    while newcomer.seats != (1,):
+        crew.run(0.25)
+    (order,) = newcomer.orders()
+    crew.run(5.0)
+    assert newcomer._held_s() == pytest.approx(5.0)
+    assert newcomer.stands(order) and newcomer._held_s() == 0.0
+    crew.run(5.0)
+    newcomer.seated(order, 3, order.sources[0])
+    assert newcomer._held_s() == 0.0
+
+
 @pytest.mark.parametrize("stages", [{1}, set(), {0}])
 def test_the_pipelines_own_judgement_counts(crew, stages):
     lead = crew.at(0)
@@ -244,8 +259,9 @@ def test_the_pipelines_own_judgement_counts(crew, stages):
     assert plan is not None
     lead.doubt(StageLost(stages, "no answer"))
     lead.doubt(StageLost(stages, "no answer"))  # it is known by now
-    with pytest.raises(StageLost, match="no answer"):
+    with pytest.raises(StageLost, match="no answer") as lost:
         lead.receive(0.0)
+    assert lost.value.stages == stages - {0}  # the lead itself lives
     crew.run(10.0)
     assert lead.mend(0.0)
     lead.doubt(StageLost(set(), "of the present plan"))

@@ -9,12 +9,15 @@ import pytest
 import torch
 from msgspec import structs
 
-from protocol.pipeline import Backward, Forward, LossGradient, open_envelope, seal_envelope
+from protocol.errors import RemoteProtocolError
+from protocol.pipeline import Apply, Backward, Forward, LossGradient, open_envelope, seal_envelope
 from swarm_node.config import GrpoConfig, PolicyConfig
+from swarm_node.errors import Unworkable
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.stages import wire
-from swarm_node.stages.ports import LEAD
+from swarm_node.stages.pipeline import StagedPolicy
+from swarm_node.stages.ports import LEAD, Message, StageLost
 from swarm_node.stages.schedule import route
 from swarm_node.stages.worker import attend
 from swarm_node.types import Sampling
@@ -104,7 +107,12 @@ def test_a_peer_with_several_stages(saved: Saved) -> None:
             weight.add_(1.0)
     crew.optimizer.publish()
     parameters(crew)  # both ends have the matrix alike
-    crew.optimizer.load_state_dict(state, 7)
+    crew.workers[3].optimizer.rate_scale = 1.1
+    rebuilt = {name: tensor.clone() for name, tensor in crew.optimizer.state_dict().items()}
+    for kept, scale in ((state, 1.0), (rebuilt, 1.1)):
+        crew.optimizer.load_state_dict(kept, 7)
+        assert crew.workers[0].optimizer.rate_scale == 1.0
+        assert crew.workers[3].optimizer.rate_scale == pytest.approx(scale)
     assert [worker.updates for worker in crew.own.values()] == [7, 7] and crew.optimizer.updates == 7
 
 
@@ -197,6 +205,43 @@ def test_a_stage_that_dies_before_it_has_applied_goes_without(stage: int, saved:
             torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
     crew.trainer.step(some_groups(20))
     parameters(crew)
+
+
+@pytest.mark.parametrize("stage", [1, 2], ids=["middle", "end"])
+def test_a_living_stage_whose_apply_was_lost_makes_the_update_all_the_same(stage: int, saved: Saved) -> None:
+    """A channel between two peers broke, and the plan's messages with it; both are still there."""
+    config, options = saved("llama_tied"), grpo()
+    undisturbed, crew = (Crew(config, 3, options, seed=2) for _ in range(2))
+    send, receive, lost = crew.send, crew.receive, []
+
+    def losing(message: Message) -> None:
+        if isinstance(message.head, Apply) and message.stage == stage and crew.policy.version == 1 and not lost:
+            lost.append(message)
+        else:
+            send(message)
+
+    def interrupted(timeout: float) -> Message | None:
+        if len(lost) == 1:
+            lost.append(None)
+            raise StageLost((), "a channel broke")
+        return receive(timeout)
+
+    def mend(interruption: StageLost) -> None:
+        crew.plan += 1
+        crew.queues.clear()
+
+    crew.send, crew.receive, crew.lead.on_lost = losing, interrupted, mend
+    for c in (undisturbed, crew):
+        for i in range(2):
+            c.trainer.step(some_groups(10 * i))
+    assert len(lost) == 2
+    expected = parameters(undisturbed)
+    for name, value in parameters(crew).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+    assert [w.updates for w in crew.workers.values()] == [w.optimizer.updates for w in crew.workers.values()] == [2] * 3
+    name = crew.workers[0].tied_name
+    for worker in (crew.workers[0], crew.workers[2]):  # the matrix keeps its moments
+        assert worker.optimizer.state_dict()[f"step.{name}"] == 2
 
 
 @pytest.fixture
@@ -357,10 +402,54 @@ def test_what_makes_no_sense_is_refused_and_the_step_done_again(
         c.trainer.step(some_groups())
     if (spoil, kind) == (wide, LossGradient):
         reason = "size"  # any number of tokens would do, but not with this body
-    assert spoilt and crew.refused[reason] == 1 and crew.repairs == 1
+    from_lead = kind is not Backward  # others' messages that are refused are waited for, then missed
+    assert spoilt and crew.refused[reason] == 1 and crew.repairs == (not from_lead)
     expected = parameters(undisturbed)
     for name, value in parameters(crew).items():
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_a_stage_always_refuses_is_given_up_and_said(stage: int, saved: Saved) -> None:
+    options, said = grpo(beta=0.05), []
+    undisturbed, crew = (Crew(saved("llama"), 3, options, seed=5) for _ in range(2))
+    crew.trainer.report = said.append
+    handle = crew.workers[stage].handle
+
+    def refuse(message: Message) -> list[Message]:
+        if isinstance(message.head, Forward) and not message.head.reference:
+            raise RemoteProtocolError("shape", "too long")
+        return handle(message)
+
+    crew.workers[stage].handle = refuse
+    asked = []
+    metrics = crew.trainer.step(some_groups(), lambda: asked.append(1))
+    assert metrics["grad_norm"] == 0.0 and crew.policy.version == 0 and asked == [1] and crew.repairs == 0
+    assert said == [f"stage {stage} refuses what it is sent, 3 times: no update is made of these rollouts"]
+    assert crew.trainer.unlikelihood(some_groups()) is None
+    crew.workers[stage].handle = handle
+    for c in (undisturbed, crew):
+        c.trainer.step(some_groups(10))
+    expected = parameters(undisturbed)
+    for name, value in parameters(crew).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_rows_are_as_long_as_the_stages_take(saved: Saved) -> None:
+    config = saved("llama")
+    crew = Crew(config, 2)
+    found = [
+        StagedPolicy(crew.lead, crew.policy.tokenizer, config, print, longest).max_positions for longest in (40, 10**6)
+    ]
+    assert found == [40, SIZES["max_position_embeddings"]] == [40, crew.policy.max_positions]
+
+
+def test_samples_that_a_stage_always_refuses_are_given_up(saved: Saved) -> None:
+    crew = Crew(saved("llama"), 3)
+    with pytest.raises(Unworkable, match="stage 1 refuses what it is sent, 3 times"):
+        crew.policy.generate([[5] * 40], 2, Sampling(3), [1])  # longer than any prompt may be
+    assert crew.refused["shape"] == 3 and crew.repairs == 0
+    crew.policy.generate(PROMPTS, 2, Sampling(3), [1, 2, 3, 4, 5])
 
 
 def test_weights_that_are_not_finite_make_no_update(saved: Saved) -> None:

@@ -271,7 +271,7 @@ def test_a_matrix_is_taken_over_when_all_its_blocks_have_come(
         assert torch.equal(parameter, before) and state["exp_avg"].all()
     refused(last, block(4), "order")
     (answer,) = last.handle(block(5))
-    assert answer == Message(LEAD, State(1, 0, 0.0, taken=True))
+    assert answer == Message(LEAD, State(1, 0, 0.0, taken=True, new=True))
     assert torch.equal(parameter, theirs) and not state["exp_avg"].any()
     refused(last, block(5), "order")
     refused(last, Message(1, Share(False, 6)), "order")
