@@ -248,16 +248,17 @@ class CrewNode:
 
     # ----------------------------------------------------------------- whoever does not lead
 
-    def follow(self, stop: Stopper) -> bool:
-        """Answer messages until this node is to lead (True), or the run is over (False). StopRequested by a signal."""
-        told = False
+    def follow(self, stop: Stopper, show: Callable[[int, float], None] = lambda round, reward: None) -> bool:
+        """Answer messages until this node is to lead (True), or the run is over (False). StopRequested by a signal.
+        `show` is told of each round that the lead has done, and its reward."""
+        told = ""
         while True:
             stop.check()
             self._obey()
-            if self.mates.whole and not self._leads and not told:
-                told = True
+            if self.mates.whole and not self._leads and (whole := self._whole()) != told:
+                told = whole
                 self._begin()
-                self.say(self._whole())
+                self.say(whole)
             if self._leads:
                 self.cohort.leave()
             else:
@@ -274,6 +275,7 @@ class CrewNode:
                 if self.progress.over:
                     self.say(f"the run of crew {self.config.stages.crew} is over after round {self.progress.round}")
                     return False
+                show(self.progress.round, self.progress.reward)
             message = self.mates.receive(LOOK_S)
             if message is None:
                 continue
@@ -452,6 +454,12 @@ class CrewNode:
 
     def leave(self) -> None:
         """At the end: what is held here is on disk, and whatever becomes of the crew is not this node's affair."""
+        plan = self.mates.plan
+        if plan is not None and not self.mates.whole:
+            for stage, updates in self.seats.save_copies(plan).items():
+                self.say(
+                    f"the copy of stage {stage} that was kept here, after update {updates}, is in {self.run.path} now"
+                )
         self.seats.save_all()
         self.mates.close()
 
@@ -651,7 +659,8 @@ class CrewNode:
 
     def _whole(self) -> str:
         holders = ", ".join(f"{stage} {self.called(peer)}" for stage, peer in enumerate(self._now_held_by()))
-        return f"crew {self.config.stages.crew} is whole: stage {holders}"
+        spare = "" if self.mates.seats else "; this node waits until one is free"
+        return f"crew {self.config.stages.crew} is whole: stage {holders}{spare}"
 
     def called(self, peer: str) -> str:
         """A peer's name for people; `peer` is its id or the end of it."""

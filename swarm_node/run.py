@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -117,7 +118,7 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Besid
             try:
                 while True:
                     try:
-                        if not crew.follow(stop):
+                        if not screen.following(partial(crew.follow, stop)):
                             break
                         crew.take_lead(stop)
                         with ExitStack() as leading:
@@ -146,6 +147,23 @@ class Screen:
         self.events = EventLog(run.events, self.progress.say)
         stack.callback(self.events.close)
         self._saying = threading.Lock()
+
+    def following(self, follow: Callable[[Callable[[int, float], None]], bool]) -> bool:
+        """`follow`, showing the rounds of the lead that it tells of."""
+        began = False
+
+        def show(round: int, reward: float) -> None:
+            nonlocal began
+            if not began:
+                began = True
+                self.progress.start(round)
+            self.progress.update(round, {"reward": reward})
+
+        try:
+            return follow(show)
+        finally:
+            if began:
+                self.progress.stop()
 
     def say(self, text: str, kind: str = "note") -> None:
         """One sentence to the screen and to events.jsonl."""

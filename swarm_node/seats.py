@@ -234,7 +234,7 @@ class Seats:
                     made |= self._fetch(source.peers[0], ends, mine, order).tensors
                 updates = max(state.updates for state in states)
         if made.keys() != mine.keys():
-            raise Unavailable(f"{len(made)} tensors of {len(mine)}")
+            raise Unavailable(f"{len(made)} tensors of {len(mine)} are kept there")
         if source.way == "cohort":
             check_near(made, optimizer.weights())
         with torch.no_grad():
@@ -389,11 +389,29 @@ class Seats:
             except ProtocolError as error:
                 missing[stage] = str(error)
             else:
-                span = Span(stage, len(plan.seats), *plan.spans[stage], int(self._loading.config.num_hidden_layers))
-                state = fetch.state
-                self._store(stage).save(state.updates, {"policy": state.tensors}, self._kept_state(span, state.omega))
-                self._store(stage).wait()
+                self._write(stage, plan.spans, fetch.state)
         return missing
+
+    def save_copies(self, plan: Plan) -> dict[int, int]:
+        """Nobody may be left who has them: write replicas kept here that are of whole stages and newer than any file.
+        Updates of each; they are on disk when it returns."""
+        files = {file.stage: file.updates for file in sorted(self._files(), key=lambda file: file.updates)}
+        copies = {
+            stage: state
+            for stage, state in sorted(self.handing.replicas.items())
+            if stage < len(plan.seats)
+            and state.tensors.keys() == self.shapes_of(stage, plan.spans).keys()
+            and state.updates > files.get(stage, 0)
+        }
+        for stage, state in copies.items():
+            self._write(stage, plan.spans, state)
+        return {stage: state.updates for stage, state in copies.items()}
+
+    def _write(self, stage: int, spans: Spans, state: State) -> None:
+        """A snapshot of a stage that another peer held."""
+        span = Span(stage, len(spans), *spans[stage], int(self._loading.config.num_hidden_layers))
+        self._store(stage).save(state.updates, {"policy": state.tensors}, self._kept_state(span, state.omega))
+        self._store(stage).wait()
 
     def _from_file(self, worker: Worker, optimizer: Optimizer, source: Source) -> None:
         stage = worker.stage.span

@@ -2,9 +2,9 @@
 
     1  live       whoever still has it in memory hands it over                          exact
        replica    a neighbour's copy of it, `usual` updates old at most                 nearly so
+       snapshot   a file, likewise
     2  cohort     the same stage of another crew                                        as good, but another's
-       replica    one that is `fresh` updates old at most
-       snapshot   the newest file, likewise
+       replica    or a file that is `fresh` updates old at most
     3  mean       of the two neighbours, weighted with the norms of their gradients     CheckFree (arXiv 2506.15461)
        copy       of the neighbour that learned its work, at the ends                   CheckFree+
     4  snapshot   an older file; or a copy in memory that is older
@@ -48,7 +48,7 @@ def sources(
     updates   that the crew has made
     others    stage -> peers of other crews that hold just that stage, best first -> their updates
     plus      odd microbatches go through the first two and the last two stages in swapped order
-    usual     a replica that is more updates behind was not renewed for long
+    usual     a copy that is more updates behind was not renewed for long
     fresh     weights of the stage itself that are not more updates behind are better than what is made of others
     """
     live = _of(stage, {peer: holding.live for peer, holding in holdings.items()})
@@ -60,12 +60,10 @@ def sources(
     lives = any(holding.live for holding in holdings.values())
     old = _old(stage, len(spans), holdings, replicas, updates if lives else None)
     new = [source for source in old if lives and updates - fresh <= source.updates <= updates + AHEAD]
-    copies = [source for source in new if source.way == "replica"]
-    found += [source for source in copies if source.updates >= updates - usual]
+    found += [source for source in new if source.updates >= updates - usual]
     cohort = [Source("cohort", (peer,), updates=n) for peer, n in list(others(stage).items())[:2]]
     found += cohort if lives else []
-    found += [source for source in copies if source not in found]
-    found += [source for source in new if source.way == "snapshot"][:2]
+    found += [source for source in new if source not in found]
     found += _stand_ins(stage, spans, holdings, updates, plus)
     found += [source for source in [*old, *cohort] if source not in found]
     return [*found[:7], base]
@@ -159,7 +157,8 @@ def _lost(source: Source, updates: int, crew_updates: int) -> str:
         case "cohort":
             return "lost: what it learned since the two crews last averaged"
         case "mean" | "copy":
-            return "lost: what set it apart from them, which it learns again"
+            them = "them" if len(source.stages) > 1 else "that one"
+            return f"lost: what set it apart from {them}, which it learns again"
     missing = crew_updates if source.way == "base" else crew_updates - updates
     if missing <= 0:
         return "nothing is lost"

@@ -177,9 +177,11 @@ class Crew:
         self._search.look(bool(members), now)
         self._cards, mine = {}, self.post.id
         for peer, card in members.items():
-            if card.crew is None or card.crew.id != mine or peer == self.post.me:
+            if card.crew is None or peer == self.post.me:
                 continue
-            if card.crew.architecture != self.post.architecture:
+            if card.crew.id != mine:
+                self._note_other(card.crew)
+            elif card.crew.architecture != self.post.architecture:
                 self._refuse_card(peer, "model", difference(self.post.architecture, card.crew.architecture))
             elif card.crew.count != len(self.post.spans):
                 self._refuse_card(peer, "stages", "another number of stages")
@@ -376,7 +378,9 @@ class Crew:
         costs = self._costs(self.plan.spans if self.plan else self.post.spans)
         needed = sum(costs[stage] for stage in {0, *self.seats})
         if self.post.capacity and needed > self.post.capacity:
-            self._out.say_once(f"this machine has no room for stage 0 of crew {self.post.crew}: another peer must lead")
+            room = f"{needed / 2**30:.2g} GiB, of {self.post.capacity / 2**30:.2g} (stages.capacity_gb)"
+            what = f"this machine has no room for stage 0 of crew {self.post.crew}"
+            self._out.say_once(f"{what} ({room}): another peer must lead")
             return False
         return True
 
@@ -632,8 +636,18 @@ class Crew:
             return "span", "its files are of stages with other layers: it can take part with another --run-dir"
         return None
 
+    def _note_other(self, crew: CrewCard) -> None:
+        """A crew with another name; said only by whoever leads a crew that has not found together."""
+        alike = (crew.architecture, crew.count) == (self.post.architecture, len(self.post.spans))
+        if alike and self.lead is not None and self.plan is None:
+            self._out.say_once(
+                f"another crew of this policy is in the swarm: if it is the one that was meant, its name is not "
+                f"{self.post.crew}"
+            )
+
     def _refuse_card(self, peer: str, reason: str, what: str) -> None:
-        if self._out.say_of_peer(f"peer {short(peer)} is left out of crew {self.post.crew}: it has {what}"):
+        text = f"peer {short(peer)} of crew {self.post.crew} has {what}: it and this node cannot hold one policy"
+        if self._out.say_of_peer(text):
             self._out.counts[f"refused/{reason}"] += 1
 
     def _go_on_from(self, round: int) -> None:

@@ -296,6 +296,8 @@ class Lead:
         self.whole = False
         self.won = 0
         """Last term in which the crew was whole."""
+        self._reached = 0
+        """Updates that the run had made, as far as is known, when the last plan was made."""
         self.run = hello.run
         """Whose stages they are."""
         self.lost: set[int] = set()
@@ -430,8 +432,8 @@ class Lead:
     def _say_claim(self, peer: str, hello: Hello) -> None:
         """Two peers want one stage: one of them is a spare."""
         stage = hello.wanted
-        if stage is None or self.seats[stage] in ("", peer):
-            return
+        if stage is None or self.seats[stage] in ("", peer) or self.seats.count(self.seats[stage]) > 1:
+            return  # whoever holds several will pass one on
         first = self._out.say_of_peer(
             f"peer {short(peer)} wants stage {stage} of crew {self.post.crew}, which {short(self.seats[stage])} holds: "
             "it takes another as soon as one is free"
@@ -531,8 +533,9 @@ class Lead:
         self._ready.add(stage)
         if record.source is not None:
             self._out.counts[f"recovered/{record.source.way}"] += 1
-            if record.source.way != "live" and (self.updates or record.source.way != "base"):
-                self._out.say(self._tell(stage, record.source, record.updates, self.updates))
+            reached = max(self._reached, self.updates)
+            if record.source.way != "live" and (reached or record.source.way != "base"):
+                self._out.say(self._tell(stage, record.source, record.updates, reached))
         if len(self._ready) == len(plan.seats) and not self._anew and "" not in self.seats:
             self.whole, self.won = True, self.term
             self._vacant_since.clear()
@@ -680,6 +683,8 @@ class Lead:
         self._number += 1
         self._cut = True
         updates = self.updates
+        stored = [kept.updates for m in self.members.values() for kept in (*m.holding.replicas, *m.holding.snapshots)]
+        self._reached = updates or max(stored, default=0)
         seats = tuple(
             Seat(peer, layers, self._sources_of(stage, peer, updates))
             for stage, (peer, layers) in enumerate(zip(self.seats, self.spans, strict=True))

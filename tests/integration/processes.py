@@ -120,7 +120,7 @@ class NodeProcess:
                 command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
-            if int(fields[1]) == self.process.pid and fields[0] != "Z":
+            if command and int(fields[1]) == self.process.pid and fields[0] != "Z":  # one that ends has no command
                 kind = "p2pd" if "p2pd" in command.split()[0] else "gossip" if "gossip_sidecar" in command else command
                 found[kind] = int(path.parent.name)
         return found

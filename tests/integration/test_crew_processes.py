@@ -62,7 +62,7 @@ def test_two_terminals_hold_one_policy_and_a_third_with_another_model_is_left_ou
     link = link_of(a)
     assert "crew home waits for 1 more peer" in a.output
     other = crew.join("other", link, "--lora")
-    says(a, "is left out of crew home: it has other LoRA settings")
+    says(a, "of crew home has other LoRA settings: it and this node cannot hold one policy")
     b = crew.join("b", link)
     assert a.process.wait(120) == 0, a.output
     assert b.process.wait(20) == 0, b.output
@@ -70,7 +70,7 @@ def test_two_terminals_hold_one_policy_and_a_third_with_another_model_is_left_ou
     assert a.last("stages/recovered/base") == 2 and a.last("stages/lost") == 0
     assert a.last("stages/bytes_per_token") > 0 and not b.metrics
     assert "the run of crew home is over after round 60" in b.output
-    for line in ("is left out", "crew home is whole", "on another machine"):
+    for line in ("cannot hold one policy", "crew home is whole", "on another machine"):
         assert times(a, line) == 1, a.output
     assert " lost" not in a.output + b.output
     assert other.process.poll() is None and "crew home is whole" not in other.output

@@ -98,6 +98,25 @@ def test_replicas_of_a_former_neighbour_are_forgotten(saved: Saved, tmp_path: Pa
     assert b.seats.holding().replicas == ()
 
 
+def test_the_only_copy_of_a_stage_is_written_when_its_keeper_leaves(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, b = world.peer("a"), world.peer("b")
+    a.take(0), b.take(1)
+    b.train(1, seed=1, updates=3)
+    plan = world.plan(a, b)
+    a.seats.updated(plan)
+    world.run(5.0)
+    world.network.kill("b")
+    assert a.seats.save_copies(plan) == {1: 3}
+    assert a.seats.save_copies(plan) == {}  # it is there
+    expected = b.weights(1)
+    a.seats.save_all()
+    a.seats = a.new_seats()
+    way = source("snapshot", a)
+    assert a.take(1, Source(way.way, way.peers, updates=3)) == (3, Source(way.way, way.peers, updates=3))
+    assert same(a.weights(1), expected)
+
+
 @KINDS
 def test_a_neighbours_replica_outlives_the_holder(saved: Saved, tmp_path: Path, kind: str, lora: bool) -> None:
     world = World(saved(kind, lora), 2, tmp_path)

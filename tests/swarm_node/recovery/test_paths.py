@@ -65,6 +65,13 @@ def test_a_replica_that_was_not_renewed_for_long_comes_after_another_crews_stage
         assert ways(found) == [*first, "mean", "base"]
 
 
+def test_a_file_that_is_newer_than_the_replica_comes_first():
+    for file, first in ((37, ["snapshot", "replica"]), (35, ["replica", "snapshot"]), (38, ["snapshot", "replica"])):
+        holdings = {**CREW, "p1": Holding((Kept(1, 40),), (Kept(2, 36),)), "me": Holding(snapshots=(Kept(2, file),))}
+        found = sources(2, EVEN, holdings, 40, others=lambda stage: {"q": 40}, usual=10, fresh=100)
+        assert ways(found) == [*first, "cohort", "mean", "base"]
+
+
 def test_what_is_newer_than_a_crew_that_lives_comes_last():
     newer = Holding(replicas=(Kept(2, 50),), snapshots=(Kept(2, 60), Kept(2, 30)))
     found = sources(2, EVEN, {**CREW, "me": newer}, 40, fresh=100)

@@ -1073,7 +1073,30 @@ def test_a_crew_of_the_same_name_with_another_model_is_left_alone():
     world.start("b", architecture="f" * 16)
     world.run(FORMING_S)
     assert all(machine.crew.whole and machine.leads for machine in world.machines.values())
-    assert heard(world.machines["a"], "peer …b is left out of crew red: it has another model") == 1
+    assert (
+        heard(world.machines["a"], "peer …b of crew red has another model: it and this node cannot hold one policy")
+        == 1
+    )
+
+
+@pytest.mark.parametrize(("count", "architecture", "said"), [(2, "", 1), (3, "", 0), (2, "f" * 16, 0)])
+def test_who_waits_alone_hears_of_another_crew_of_the_same_policy(count: int, architecture: str, said: int) -> None:
+    world = World(1, 2)
+    machine = world.start("a")
+    card = CrewCard("c" * 16, architecture or machine.crew.post.architecture, count, (0,), 1)
+    world.seen_by = lambda peer: {"other": PeerCard(1, SWARM, 0.0, "n", ["trainer"], crew=card)}  # type: ignore[method-assign]
+    world.run(20.0)
+    assert heard(machine, "another crew of this policy is in the swarm: if it is the one that was meant") == said
+
+
+def test_a_crew_that_is_together_does_not_hear_of_others() -> None:
+    world = crew(2, "a", "b")
+    lead = world.machines[holders(world)[0]]
+    card = CrewCard("c" * 16, lead.crew.post.architecture, 2, (0,), 1)
+    other, seen = PeerCard(1, SWARM, 0.0, "n", ["trainer"], crew=card), world.seen_by
+    world.seen_by = lambda peer: {**seen(peer), "other": other}  # type: ignore[method-assign]
+    world.run(20.0)
+    assert heard(lead, "another crew of this policy") == 0
 
 
 def test_what_strangers_say_changes_nothing():
