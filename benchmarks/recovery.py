@@ -103,6 +103,8 @@ RL_PLAN: Sequence[tuple[Sequence[float], Sequence[str]]] = (
 PLANS = {"lm": PLAN, "rl": RL_PLAN}
 CHECKPOINTS = (40, 50, 100)
 """Steps between them in the paper; the best number for the rate is shown besides."""
+LONGEST = 200
+"""Times its steps may a run with checkpoints take."""
 TARGETS = (0.6, 0.8)
 AFTER, RL_AFTER = range(45, 55), range(10, 20)
 """Steps after a loss of which `excess`, or `later`, is the mean."""
@@ -174,7 +176,7 @@ def excess(figures: dict[str, Any], without: dict[str, Any], stages: Sequence[in
 
 def hours_of(rate: float, seed: int) -> dict[str, list[float]]:
     """Seconds after 0, 1, ... steps of whatever is not trained, by its name."""
-    trace = failures(rate, seed, 20 * TASK.steps, TASK.stages)
+    trace = failures(rate, seed, LONGEST * TASK.steps, TASK.stages)
     own = trace[: TASK.steps]
     best = costs.best_interval(rate, TASK.stages)
     return {
@@ -314,7 +316,7 @@ def report_rl() -> str:
                 ]
             )
         for every in (10, 50) if rate else ():
-            traces = {s: failures(rate, s, 20 * steps, RL_TASK.stages) for s in none}
+            traces = {s: failures(rate, s, LONGEST * steps, RL_TASK.stages) for s in none}
             run = [costs.checkpoint_s(t, steps, every, 0.0, 0.0)[-1] / costs.STEP_S for t in traces.values()]
             rows.append([f"{rate:g}", f"checkpoint, {every}", len(none), *[""] * 7, f"{fmean(run):.0f}"])
     columns = ["rate", "arm", "seeds", "losses", "cum", "last 20", "- none", "pass@1", "at once", "later", "steps"]

@@ -30,11 +30,14 @@ def checkpoint_s(
     trace: Iterable[tuple[int, ...]], steps: int, every: int, save_s: float = SAVE_S, recovery_s: float = RECOVERY_S
 ) -> list[float]:
     """Seconds after 0, 1, ..., `steps` steps, if the last checkpoint is gone back to whenever stages are lost; when a
-    step is done again, the last time counts. `trace` is of steps as they are run; it must be long enough."""
+    step is done again, the last time counts. `trace` is of steps as they are run; ValueError if it is too short."""
     runs, done, saved, now = iter(trace), 0, 0, 0.0
     ends = [0.0] * (steps + 1)
     while done < steps:
-        if next(runs):
+        lost = next(runs, None)
+        if lost is None:  # a StopIteration would end whoever maps this, and nobody would know
+            raise ValueError(f"the trace ends before {steps} steps are done, with a checkpoint every {every}")
+        if lost:
             done, now = saved, now + recovery_s
         done, now = done + 1, now + STEP_S
         ends[done] = now

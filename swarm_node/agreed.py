@@ -7,6 +7,7 @@ All else is the affair of each peer, or of whoever leads: tasks, loss, learning 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from protocol.crew import Settings
@@ -60,7 +61,7 @@ def agreed(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, list[str
         mine = getattr(config, section)
         for name, value in options.items():
             if getattr(mine, name) != value:
-                changed.append(f"{section}.{name} = {value} (here {getattr(mine, name)})")
+                changed.append(f"{section}.{name} = {json.dumps(value)} (here {json.dumps(getattr(mine, name))})")
         sections[section] = mine.model_copy(update=options)
     if (config.rounds or 0) != settings.rounds:
         changed.append(f"rounds = {settings.rounds or 'without end'} (here {config.rounds or 'without end'})")

@@ -384,7 +384,7 @@ class Run:
 
     def _resume(self) -> bool:
         snapshot = self.snapshots.load_latest(self._foreign)
-        if snapshot is not None and self.crew is not None and snapshot.state["run"] != self.crew.seats.run:
+        if snapshot is not None and self.crew is not None and snapshot.state.get("run") != self.crew.seats.run:
             snapshot = None
             self._set_aside(self.run.metrics)
         if self.crew is not None:

@@ -128,7 +128,8 @@ def test_a_lead_that_waits_for_a_stage_can_be_stopped_and_loses_nothing(start: S
     link = link_of(a)
     b = crew.join("b", link, "--set", "stages.wire=int8", "--set", "grpo.weight_decay=0.5")
     a.until_rounds(5, 90)
-    says(b, r"crew home goes by its lead's options: stages.wire = bfloat16 \(here int8\), grpo.weight_decay = 0.0")
+    changed = r'stages.wire = "bfloat16" \(here "int8"\), grpo.weight_decay = 0.0'
+    says(b, rf"crew home goes by its lead's options: {changed}")
     b.stop(signal.SIGKILL)
     says(a, r"stage 1 of crew home is lost")
     rounds = a.rounds

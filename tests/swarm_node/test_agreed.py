@@ -24,7 +24,7 @@ def test_a_node_with_other_options_goes_by_its_crews_and_says_which() -> None:
     assert config.rollouts.max_prompt_tokens == 100 and config.rollouts.max_new_tokens == 50
     assert config.grpo.microbatch_tokens == 1000
     assert config.grpo.beta == 0.0 == NodeConfig().grpo.beta  # how much is the affair of whoever leads
-    assert "stages.wire = int8 (here bfloat16)" in changed and "grpo.weight_decay = 0.1 (here 0.0)" in changed
+    assert 'stages.wire = "int8" (here "bfloat16")' in changed and "grpo.weight_decay = 0.1 (here 0.0)" in changed
     assert len(changed) == 8
     assert settings_of(config).wire == "int8" and config.rollouts.groups == NodeConfig().rollouts.groups
 
