@@ -126,6 +126,9 @@ def test_other_numbers_of_layers(there: int, wanted: int, sources: list[int]) ->
     tensors = {f"model.layers.{k}.w": torch.tensor([float(k)]) for k in range(there)}
     made = stretched(tensors, wanted)
     assert [int(made[f"model.layers.{k}.w"]) for k in range(wanted)] == sources
+    later = {f"model.layers.{5 + k}.w": tensor for k, tensor in enumerate(tensors.values())}
+    made = stretched(later, wanted, 3)
+    assert [int(made[f"model.layers.{k}.w"]) for k in range(3, 3 + wanted)] == sources
 
 
 def test_neighbours_of_unequal_length_are_averaged() -> None:
@@ -145,7 +148,7 @@ def test_neighbours_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="same names and shapes"):
         checkfree(Neighbour(stage(2)), Neighbour(other), 2)
     with pytest.raises(ValueError, match="layers"):
-        copied(Neighbour({"model.layers.1.w": torch.ones(1)}), None, 1)
+        copied(Neighbour({f"model.layers.{k}.w": torch.ones(1) for k in (1, 3)}), None, 1)
 
 
 def test_dtype_stays_and_sums_are_made_in_float32() -> None:
@@ -164,8 +167,8 @@ def test_a_random_stage_is_as_at_the_beginning() -> None:
         "layers.0.w.lora_A.weight": torch.full((4, 100), 9.0),
         "layers.0.w.lora_B.weight": torch.full((100, 4), 9.0),
     }
-    made = random(Neighbour(like), None, 1, torch.Generator().manual_seed(0))
-    again = random(Neighbour(like), None, 1, torch.Generator().manual_seed(0))
+    made = random(Neighbour(like), None, 1, rng=torch.Generator().manual_seed(0))
+    again = random(Neighbour(like), None, 1, rng=torch.Generator().manual_seed(0))
     assert all(torch.equal(made[name], again[name]) for name in like)
     assert float(made["layers.0.w.weight"].std()) == pytest.approx(0.02, rel=0.05)
     assert values({"": made["layers.0.norm.weight"]}) == {1.0}
