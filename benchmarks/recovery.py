@@ -38,7 +38,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -207,52 +208,91 @@ def faster(times: Times, rival: Times) -> str:
     return f"{'' if all(ok for _, ok in times) else '< '}{fmean(percent):+.0f}"
 
 
-def report(rate: float) -> str:
-    found, plain = load("lm", rate), load("lm", 0.0)
-    none = plain.get("none", {})
-    seeds_of = {arm: sorted(runs.keys() & none.keys()) for arm, runs in found.items()}
-    seeds = sorted({seed for of in seeds_of.values() for seed in of} or none)
+@dataclass(frozen=True)
+class Rate:
+    """All that was run at a rate."""
+
+    seeds: list[int]
+    arms: dict[str, dict[int, tuple[dict[str, Any], list[float]]]]
+    """Name -> seed -> figures, and the seconds after 0, 1, ... steps. Exact ones have the figures of `none`."""
+    targets: dict[int, list[float]]
+    """Seed -> losses."""
+    best: str
+    """Which of them is the checkpoint at the best interval."""
+
+    def times(self, name: str, target: int, seeds: Sequence[int] | None = None) -> Times:
+        runs = self.arms[name]
+        return [to_target(runs[s][0]["curve"], runs[s][1], self.targets[s][target]) for s in seeds or runs]
+
+
+def runs_at(rate: float) -> Rate | None:
+    found, none = load("lm", rate), load("lm", 0.0).get("none", {})
+    seeds = sorted({seed for runs in found.values() for seed in runs.keys() & none.keys()} or none)
     if not seeds:
-        return ""
+        return None
     clocks = {seed: hours_of(rate, seed) for seed in seeds}
-    traces = {seed: failures(rate, seed, TASK.steps, TASK.stages) for seed in seeds}
-    targets = {seed: [value(none[seed]["curve"], share * TASK.steps) for share in TARGETS] for seed in seeds}
-    rows = []
-    entries: list[tuple[str, list[int], Callable[[int], tuple[dict[str, Any], list[float]]]]] = []
-    for arm, of in seeds_of.items():
-        entries.append((arm, of, lambda s, arm=arm: (found[arm][s], costs.rebuilt_s(traces[s]))))  # type: ignore[misc]
+    arms = {}
+    for arm, runs in found.items():
+        both = sorted(runs.keys() & none.keys())
+        if both:
+            arms[arm] = {s: (runs[s], costs.rebuilt_s(failures(rate, s, TASK.steps, TASK.stages))) for s in both}
     for name in clocks[seeds[0]]:
-        entries.append((name, seeds, lambda s, name=name: (none[s], clocks[s][name])))  # type: ignore[misc]
-    rivals = ("checkpoint, 50", next(n for n in clocks[seeds[0]] if "best" in n), "redundant")
-    for name, of, get in entries:
-        if not of:
-            continue
-        runs = {s: get(s) for s in of}
-        cells = [name, len(of)]
-        if name in found:
-            base = plain["none, swapped"] if ARMS[name].swapped else none
-            for stages in (range(1, TASK.stages - 1), (0, TASK.stages - 1)):
-                each = [x for s in of if s in base for x in excess(found[name][s], base[s], stages)]
-                cells.append(f"{fmean(each):.3f} ({len(each)})" if each else "")
-        else:
-            cells += ["0", "0"]
+        arms[name] = {s: (none[s], clocks[s][name]) for s in seeds}
+    targets = {seed: [value(none[seed]["curve"], share * TASK.steps) for share in TARGETS] for seed in seeds}
+    return Rate(seeds, arms, targets, next(name for name in arms if "best" in name))
+
+
+def report(rate: float) -> str:
+    at, plain = runs_at(rate), load("lm", 0.0)
+    if at is None:
+        return ""
+    none, last = plain["none"], len(TARGETS) - 1
+    rivals = ("checkpoint, 50", at.best, "redundant")
+    rows = []
+    for name, runs in at.arms.items():
+        cells: list[Any] = [name, len(runs)]
+        for stages in (range(1, TASK.stages - 1), (0, TASK.stages - 1)):
+            base = plain.get("none, swapped", {}) if name in ARMS and ARMS[name].swapped else none
+            each = [x for s in runs if s in base for x in excess(runs[s][0], base[s], stages)] if name in ARMS else []
+            cells.append(f"{fmean(each):.3f} ({len(each)})" if each else "" if name in ARMS else "0")
         cells.append(f"{fmean(f['loss'] for f, _ in runs.values()):.4f}")
         cells.append(f"{fmean(f['loss'] - none[s]['loss'] for s, (f, _) in runs.items()):+.4f}")
         cells.append(f"{fmean(ends[-1] for _, ends in runs.values()) / 3600:.1f}")
-        for i in range(len(TARGETS)):
-            times = [to_target(f["curve"], ends, targets[s][i]) for s, (f, ends) in runs.items()]
-            cells.append(shown(times))
-            if i == len(TARGETS) - 1:
-                for rival in rivals:
-                    theirs = [to_target(none[s]["curve"], clocks[s][rival], targets[s][i]) for s in of]
-                    cells.append("" if rival == name else faster(times, theirs))
+        cells += [shown(at.times(name, i)) for i in range(len(TARGETS))]
+        for rival in rivals:
+            cells.append("" if rival == name else faster(at.times(name, last), at.times(rival, last, list(runs))))
         rows.append(cells)
-    lost = fmean(sum(map(len, traces[s])) for s in seeds)
+    lost = fmean(sum(map(len, failures(rate, s, TASK.steps, TASK.stages))) for s in at.seeds)
     columns = ["arm", "seeds", "excess, middle", "excess, ends", "final", "- none", "hours"]
     columns += [f"h to {100 * share:.0f} %" for share in TARGETS]
     columns += [f"% less than {rival}" for rival in rivals]
-    says = f"**{rate:g} a stage and step**: {lost:.1f} stages lost in {TASK.steps} steps, mean over seeds {seeds}"
+    says = f"**{rate:g} a stage and step**: {lost:.1f} stages lost in {TASK.steps} steps, mean over seeds {at.seeds}"
     return f"{says}\n\n{table(columns, rows)}\n"
+
+
+def report_rates() -> str:
+    """All rates beside each other: final loss less that of none, and hours to the last target."""
+    found = {rate: at for rate in RATES if (at := runs_at(rate)) is not None}
+    names = [name for name in ARMS if any(name in at.arms for at in found.values())]
+    exact = ["redundant", *(f"checkpoint, {k}" for k in CHECKPOINTS), "checkpoint, best", "replica"]
+    final, hours = [], []
+    for name in [*names, *exact]:
+        losses, times = [], []
+        for at in found.values():
+            runs = at.arms.get(at.best if name == "checkpoint, best" else name, {})
+            none = at.arms["replica"]
+            losses.append(f"{fmean(f['loss'] - none[s][0]['loss'] for s, (f, _) in runs.items()):+.3f}" if runs else "")
+            losses[-1] += f" ({len(runs)})" if runs and len(runs) < len(at.seeds) else ""
+            key = at.best if name == "checkpoint, best" else name
+            times.append(shown(at.times(key, len(TARGETS) - 1)) if runs else "")
+        final += [[name, *losses]] if name in ARMS else []
+        hours.append([name, *times])
+    rates = [f"{rate:g}" for rate in found]
+    says = f"hours to the loss that `none` has after {100 * TARGETS[-1]:.0f} % of its steps"
+    return (
+        f"**final loss less that of `none`**, by rate; (seeds, where not all)\n\n{table(['arm', *rates], final)}\n\n"
+        f"**{says}**, by rate\n\n{table(['arm', *rates], hours)}\n"
+    )
 
 
 def report_none() -> str:
@@ -346,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.report:
         run_missing(args)
         return
-    text = "\n".join([report_none(), *filter(None, map(report, RATES)), report_norms(), report_rl()])
+    text = "\n".join([report_none(), report_rates(), *filter(None, map(report, RATES)), report_norms(), report_rl()])
     (FOLDER / "report.md").write_text(text)
     print(text)
 

@@ -26,6 +26,7 @@ from msgspec import Meta
 from protocol.codec import SPOKEN
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_NAME_CHARS, MAX_STAGES
+from protocol.lineage import NO_RUN, Lineage, check_lineage
 from protocol.messages import Count, Hash16, Hash64, LayerNumber, StageNumber, Time
 from protocol.pipeline import Codec
 from protocol.tensors import PeerId
@@ -55,8 +56,6 @@ Spans = Annotated[tuple[Layers, ...], Meta(max_length=MAX_STAGES)]
 Line = Annotated[str, Meta(max_length=MAX_REASON_CHARS, pattern=r"^[ -~]*\Z")]
 Somebody = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")]
 """A peer id; empty = nobody."""
-NO_RUN: Final = "0" * 16
-"""Of peers that have yet to learn which run their crew's is."""
 TokenCount = Annotated[int, Meta(ge=1, le=2**24)]
 Way = Literal["live", "replica", "cohort", "mean", "copy", "snapshot", "base"]
 """How a stage's weights are come by: from whoever holds it and hands it over | from the copy that a neighbour keeps |
@@ -132,8 +131,8 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     """What its stages are, if it holds anything."""
     capacity: Count = 0
     """Bytes that it can hold; 0 = it does not know."""
-    run: Hash16 = NO_RUN
-    """Whose stages, replicas and snapshots it holds: drawn at random by whoever begins a policy."""
+    run: Lineage = NO_RUN
+    """Of which its stages, replicas and snapshots are."""
     round: Count = 0
     """How far that run is, as far as it knows."""
 
@@ -196,8 +195,8 @@ class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
     settings: Settings
     spares: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_MEMBERS)] = ()
     """Members without a stage, first in line first. They may change without a new plan."""
-    run: Hash16 = NO_RUN
-    """Whose stages these are: what is held of another is of no use."""
+    run: Lineage = NO_RUN
+    """Of which these stages are: what is held of another counts only up to where they forked."""
 
     @property
     def lead(self) -> str:
@@ -250,8 +249,8 @@ class Report(msgspec.Struct, frozen=True, tag_field="kind", tag="report"):
     """What the sender holds has changed."""
 
     holding: Holding
-    run: Hash16 = NO_RUN
-    """Whose that is."""
+    run: Lineage = NO_RUN
+    """Of which that is."""
 
 
 class Probe(msgspec.Struct, frozen=True, tag_field="kind", tag="probe"):
@@ -332,7 +331,7 @@ def seal_record(record: Record) -> bytes:
 
 
 def open_record(data: bytes | bytearray) -> Record:
-    """Raises RemoteProtocolError: size, schema, version, and plan for stages that are not all the layers."""
+    """Raises RemoteProtocolError: size, schema, version, plan for stages that are not all the layers, and run."""
     if len(data) > MAX_CONTROL_BYTES:
         raise RemoteProtocolError("size", f"a record of {len(data)} bytes, allowed are {MAX_CONTROL_BYTES}")
     try:
@@ -344,6 +343,8 @@ def open_record(data: bytes | bytearray) -> Record:
         raise RemoteProtocolError("schema", str(error)) from error
     if isinstance(record, (Plan, Hello)):
         check_spans(record.spans)
+    if isinstance(record, (Plan, Hello, Report)):
+        check_lineage(record.run)
     return record
 
 

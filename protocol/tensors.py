@@ -25,6 +25,8 @@ WEIGHTS_METHOD = "weights"
 
 STATE_METHOD = "stage-state"
 """Exchange in which a peer gets weights of a stage from another, and sends no body."""
+KEEP_METHOD = "stage-keep"
+"""Exchange without bodies in which a peer that leaves its crew has another fetch a stage of its, and keep that."""
 
 PeerId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9]+\Z")]
 Codec = Literal["float32", "int8", "e3m0", "lattice8", "lattice4"]
@@ -92,13 +94,25 @@ class StateHead(msgspec.Struct, frozen=True):
     """Norm of the stage's gradient at its last update, before clipping."""
 
 
+class KeepHead(msgspec.Struct, frozen=True):
+    """Of each half of an exchange in which a peer asks another to keep a stage; it asks again until that has it."""
+
+    protocol: Count
+    swarm: Hash64
+    architecture: Hash16
+    stage: StageNumber
+    updates: Count
+    """Optimiser updates behind the stage; in the answer, behind the copy of it that is kept by now; 0 = there is
+    none."""
+
+
 class _Header(msgspec.Struct):
     """What every version of every head begins with."""
 
     protocol: int
 
 
-def seal_head(head: AverageHead | WeightsHead | StateHead) -> bytes:
+def seal_head(head: AverageHead | WeightsHead | StateHead | KeepHead) -> bytes:
     """As bytes for `transports.base.Outgoing`. Raises LocalProtocolError for what no peer would take."""
     data = msgspec.msgpack.encode(head)
     try:
@@ -121,6 +135,11 @@ def open_weights_head(data: bytes) -> WeightsHead:
 def open_state_head(data: bytes) -> StateHead:
     """Raises RemoteProtocolError: size, schema, version."""
     return _open(data, StateHead)
+
+
+def open_keep_head(data: bytes) -> KeepHead:
+    """Raises RemoteProtocolError: size, schema, version."""
+    return _open(data, KeepHead)
 
 
 def _open(data: bytes, kind: type[T]) -> T:

@@ -32,13 +32,17 @@ from swarm_node.joining import (
     serve_swarm,
     visitor,
 )
+from swarm_node.observability.health import Health, serving
 from swarm_node.observability.metrics import EventLog
+from swarm_node.preemption import stopper
 from swarm_node.rundir import RunDir
 from swarm_node.stopping import Stopper, StopRequested
 
 LOOK_S = 0.5
 STATUS_S = 2.0
 """Between two writings of swarm.json."""
+SILENT_S = 30.0
+"""Without a look that long, or without an address, nobody can join here."""
 LINE_S = 60.0
 """Between two lines about how it goes; one comes at once when somebody comes or goes."""
 
@@ -51,12 +55,16 @@ def run_bootstrap(config: NodeConfig) -> int:
         run = stack.enter_context(RunDir.open(config.directory))
         say = _speaker(run, stack)
         run.write_config(dump_toml(config))
-        stop = stack.enter_context(Stopper(last_resort=lambda: None))
+        health = Health(what="look", least_s=SILENT_S)
+        if config.health.port:
+            stack.enter_context(serving(health, config.health.listen, config.health.port))
+        stop = stack.enter_context(stopper(config.spot, lambda: None, say))
         try:
             stop.allow()
             manifest, transport = _enter(swarm, config, run, say, stop, stack)
-            _watch(config, manifest, transport, run, say)
+            _watch(config, manifest, transport, run, say, health)
         except StopRequested:
+            health.leaving = True
             say("leaving")
     return 0
 
@@ -131,10 +139,15 @@ def _enter(
 
 
 def _watch(
-    config: NodeConfig, manifest: Manifest, transport: Transport, run: RunDir, say: Callable[[str], None]
+    config: NodeConfig,
+    manifest: Manifest,
+    transport: Transport,
+    run: RunDir,
+    say: Callable[[str], None],
+    health: Health,
 ) -> None:
     """Tell the link and who is there, until StopRequested."""
-    told, link, there, line_at, status_at = "", "", -1, 0.0, 0.0
+    told, link, there, line_at, status_at, looks = "", "", -1, 0.0, 0.0, 0
     others = [*config.network.bootstrap, *manifest.bootstrap]
     while True:
         now, addresses = time.monotonic(), transport.addresses
@@ -144,6 +157,9 @@ def _watch(
             told = link
             _print(link, sys.stdout)
         status = _status(config, manifest, transport)
+        if addresses:
+            looks += 1
+            health.write(looks, {"swarm/peers": len(status["peers"]), **_named(status["traffic"])})
         if addresses and (len(status["peers"]) != there or now - line_at > LINE_S):
             there, line_at = len(status["peers"]), now
             traffic = status["traffic"]
@@ -153,6 +169,11 @@ def _watch(
             status_at = now
             run.write_status(status | {"link": link})
         time.sleep(LOOK_S)
+
+
+def _named(traffic: dict[str, float]) -> dict[str, float]:
+    """As a member's metrics are called."""
+    return {f"swarm/{name}": value for name, value in traffic.items()}
 
 
 def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dict[str, Any]:

@@ -173,6 +173,27 @@ Bootstrap = Annotated[
         rich_help_panel=NETWORK,
     ),
 ]
+CLOUD = "Cloud"
+Spot = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|aws|gcp|azure|off",
+        help="Whose notices, that it takes this machine back, to listen for; by default those of the cloud it is in.",
+        rich_help_panel=CLOUD,
+    ),
+]
+SnapshotTo = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Copy snapshots there (file://, s3://, gs://, az://), and begin from there.",
+        rich_help_panel=CLOUD,
+    ),
+]
+HealthPort = Annotated[
+    int | None,
+    typer.Option(help="TCP port of /healthz and, for Prometheus, /metrics; 0 = none.", rich_help_panel=CLOUD),
+]
 DryRun = Annotated[
     bool,
     option("--dry-run", "Print the resolved configuration and exit.", rich_help_panel="Configuration"),
@@ -195,6 +216,9 @@ def local(
     stages: Annotated[
         int | None, typer.Option(help="Stages that the policy is cut into, each in a process of its own.", min=1)
     ] = None,
+    spot: Spot = None,
+    snapshot_to: SnapshotTo = None,
+    health_port: HealthPort = None,
     sets: Sets = None,
     dry_run: DryRun = False,
     json_output: Json = False,
@@ -210,6 +234,9 @@ def local(
             "seed": seed,
             "lora": lora,
             "stages": stages,
+            "spot": spot,
+            "snapshot_to": snapshot_to,
+            "health_port": health_port,
         }
         resolved = resolve(config, sets, flags)
         if dry_run:
@@ -254,6 +281,9 @@ def join(
         bool | None,
         typer.Option("--dial-only", help="Never listen: for machines that nobody can reach.", rich_help_panel=NETWORK),
     ] = None,
+    spot: Spot = None,
+    snapshot_to: SnapshotTo = None,
+    health_port: HealthPort = None,
     sets: Sets = None,
     dry_run: DryRun = False,
     json_output: Json = False,
@@ -282,6 +312,9 @@ def join(
             "gossip_port": gossip_port,
             "bootstrap": split_names(bootstrap),
             "dial_only": dial_only or None,
+            "spot": spot,
+            "snapshot_to": snapshot_to,
+            "health_port": health_port,
         }
         resolved = resolve(config, sets, flags)
         if dry_run:
@@ -381,6 +414,7 @@ def bootstrap(
         bool | None,
         typer.Option(help="Relay for peers that nobody can reach; by default yes.", rich_help_panel=NETWORK),
     ] = None,
+    health_port: HealthPort = None,
     sets: Sets = None,
 ) -> None:
     """Be where others join: a member without a model, that prints the link. Ctrl-C leaves."""
@@ -396,6 +430,7 @@ def bootstrap(
             "gossip_port": gossip_port,
             "bootstrap": split_names(bootstrap),
             "serve_relay": serve_relay,
+            "health_port": health_port,
         }
         from swarm_node.bootstrap import run_bootstrap
 
@@ -590,6 +625,26 @@ def list_tasks(json_output: Json = False) -> None:
         for entry in entries:
             head = f"{entry.name:<24} {','.join(entry.sets):<12} "
             typer.echo(head + shorten(entry.question, max(20, width - len(head)), placeholder=" …"))
+
+
+@app.command(rich_help_panel="Look")
+def dashboard(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN…", help="Run directories, or one that holds runs; by default those below runs/."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="TCP port; by default the first free one from 31380; 0 = any.", min=0, max=65535)
+    ] = None,
+    host: Annotated[
+        str, option("--host", "Address to listen on; any but 127.0.0.1 gets a token.", metavar="IP")
+    ] = "127.0.0.1",
+) -> None:
+    """Show runs on a web page, live, several side by side. Ctrl-C ends it, not the runs."""
+    with user_errors():
+        from swarm_node.observability.dashboard.serve import serve
+
+        serve(runs or [], host, port, typer.echo)
 
 
 @config_app.command()

@@ -230,6 +230,9 @@ class SnapshotsConfig(Section):
     """Rounds between snapshots."""
     keep: PositiveInt = 2
     """Snapshots kept."""
+    to: str = Field("", pattern=r"^([a-z][a-z0-9+]*://\S+)?$")
+    """URL of a directory to copy each snapshot to, and to begin from where there is none here: file://, s3://, gs://,
+    az:// (docker/spot.md). Empty = nowhere."""
 
 
 class SharingConfig(Section):
@@ -386,6 +389,27 @@ class NetworkConfig(Section):
     """Gossip connections kept."""
 
 
+class SpotConfig(Section):
+    """Machines that their cloud takes back at short notice; docker/spot.md."""
+
+    cloud: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"
+    """Whose notices to ask for, at the cloud's metadata address on this machine; `auto` = of the cloud that the
+    firmware names, if it names one. A notice is as good as a first SIGTERM, with the time it leaves."""
+    endpoint: str = Field("", pattern=r"^([A-Za-z0-9.-]+(:[0-9]{1,5})?)?$")
+    """HOST:PORT of the metadata service; empty = the cloud's own."""
+    uplink_mbit: PositiveFloat = 100.0
+    """What this machine can send, in Mbit/s: the start says how much of the state that is in one notice."""
+
+
+class HealthConfig(Section):
+    """Whether this node trains, for those who watch over it: /healthz, and /metrics for Prometheus."""
+
+    port: int = Field(0, ge=0, lt=65536)
+    """TCP port; 0 = none."""
+    listen: Annotated[str, AfterValidator(_checked_ip)] = "127.0.0.1"
+    """IP address to listen on. Nothing is asked of who comes: leave it, unless a firewall is in front."""
+
+
 DEFAULT_ROUNDS = 200
 
 
@@ -421,6 +445,8 @@ class NodeConfig(Section):
     network: NetworkConfig = NetworkConfig()
     eval: EvalConfig = EvalConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
+    spot: SpotConfig = SpotConfig()
+    health: HealthConfig = HealthConfig()
 
     @property
     def total_rounds(self) -> float:
@@ -452,12 +478,15 @@ FLAGS = {
     "bootstrap": "network.bootstrap",
     "dial_only": "network.dial_only",
     "serve_relay": "network.serve_relay",
+    "spot": "spot.cloud",
+    "snapshot_to": "snapshots.to",
+    "health_port": "health.port",
 }
 """Flags (and environment variables) whose name is not their key."""
 COMMAND_VARIABLES = frozenset(
     PREFIX + name
     for name in "CONFIG SET JSON DRY_RUN SAMPLES QUESTIONS OUT LAYERS HIDDEN STEPS EXPECTED_PEERS LICENCE MAX_AGE_S "
-    "GROUPS_PER_MINUTE AVERAGING_PERIOD_S METHOD SCALE".split()
+    "GROUPS_PER_MINUTE AVERAGING_PERIOD_S METHOD SCALE HOST".split()
 )
 """Environment variables of options that are no keys of the configuration."""
 
@@ -554,7 +583,7 @@ def _parse_set(text: str, source: str) -> dict[str, Any]:
 def _variables() -> dict[str, str]:
     """Environment variable -> key."""
     keys = {key.replace(".", "__"): key for key in _keys() if "[]" not in key}
-    return {PREFIX + name.upper(): key for name, key in (FLAGS | keys).items()}
+    return {PREFIX + name.upper(): key for name, key in (keys | FLAGS).items()}
 
 
 def _parse(text: str, field: FieldInfo) -> object:

@@ -14,8 +14,6 @@ with better right, goes back to answering. What is lost and how it came back is 
 from __future__ import annotations
 
 import math
-import re
-import secrets
 import shlex
 import threading
 import time
@@ -24,20 +22,22 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from protocol.crew import Holding, Progress, Settings, Source, crew_id, crew_key
 from protocol.errors import RemoteProtocolError
+from protocol.lineage import NO_RUN
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.transports.base import Handler, Transport
 from swarm_node.agreed import agreed, limits, settings_of
 from swarm_node.averaging import Averager
 from swarm_node.cohorts import MOST_S, StageCohort, leave_cohort
 from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.crew_words import Aftermath, CrewWords
 from swarm_node.enter import EnteredSwarm
 from swarm_node.errors import SwarmNodeError, UserError
-from swarm_node.joining import join_link
-from swarm_node.memory import Memory, free_memory
+from swarm_node.invitation import Invitation
+from swarm_node.memory import Memory, free_main_memory, free_memory
 from swarm_node.policy.loading import ARCHITECTURE, Plan, is_windowed, load_tokenizer, prepare
 from swarm_node.recovery.paths import elsewhere, sources, tell
 from swarm_node.rundir import RunDir
@@ -60,22 +60,20 @@ LOOK_S = 0.5
 LAST_WORD_S = 5.0
 """The others hear that the run is over, and leave."""
 GATHER_S = 20.0
-"""How long a lead that ends waits for the weights of the other stages; after a signal, as long as is left, ..."""
+"""How long a node that leaves waits until others have its stages, and a lead for the weights of theirs; after a signal,
+as long as is left, ..."""
 SAVE_S = 4.0
 """... but for so much, in which this one and those that it has started save what they hold."""
-AFTER = 10
-"""Rounds on either side of a loss whose reward is compared."""
+SETTLE_S = 1.0
+"""How long a node that leaves waits for an update that the others may be making already."""
 SLACK_S = 5.0
 """A lost stage that its neighbours could take on is there by then, or somebody else has to come."""
 ABSENT_S = 15.0
 """So much longer does a node with snapshots of later stages wait for another to begin the crew: one of the first."""
-_PEER = re.compile(r"(?:peer )?…(\w{8})")
-
 STATUS_S = 2.0
 """Between two writings of the status of a node that does not lead."""
 MAX_SHOWN = 500
 """Peers in it."""
-RECOVERED = "stages/recovered/"
 FRESH = 100
 """Updates that a copy of a stage may be behind and still be better than what is made of its neighbours."""
 TURNS = 2**32
@@ -119,13 +117,12 @@ class CrewNode:
         self, config: NodeConfig, entered: EnteredSwarm, run: RunDir, say: Callable[..., None], stack: ExitStack
     ) -> None:
         """UserError for a policy that cannot be cut so, or a stage that there is not."""
-        plain = config.policy.dtype == "auto" and not torch.cuda.is_available()
-        if plain:  # a measurement might come out otherwise on another machine
-            config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": "float32"})})
         if not config.stages.crew:
             raise UserError("give the crew a name that its other machines are given too, and nobody else: --crew NAME")
         if config.seed is None:
             config = config.model_copy(update={"seed": entered.seed})
+        self.own = config
+        """As its user wants it."""
         self.config = config
         """As it goes with the crew's settings, once these are known."""
         self.settings = settings_of(config)
@@ -135,7 +132,7 @@ class CrewNode:
         self.say = say
         if not run.exists:  # as soon as there is a stage, its directory is that of a run
             run.write_config(dump_toml(config))
-        self.loading = prepare(config.policy)
+        self.loading = prepare(config.policy, alone=False)
         stages = config.stages
         manifest = entered.manifest
         swarm = manifest.swarm_id
@@ -150,7 +147,7 @@ class CrewNode:
         if found and not ours:
             raise UserError(f"{files} has stages of another model, or trained otherwise: choose another --run-dir")
         last = newest(usable)
-        kept = {file.stage for file in usable if last is not None and file.run == last.run}
+        kept = {file.stage for file in usable if last is not None and file.counts(last.run)}
         absent_s = ABSENT_S if kept and 0 not in kept else 0.0
         key = crew_key(swarm, stages.crew)
         post = Post(
@@ -162,7 +159,7 @@ class CrewNode:
             architecture=self.architecture,
             settings=self.settings,
             spans=last.spans if last is not None else self.memory.divide([UNKNOWN] * stages.count),
-            run=last.run if last is not None else secrets.token_hex(8),
+            run=last.run if last is not None else NO_RUN,
             round=last.round if last is not None else 0,
             divide=self.memory.divide,
             wanted=None if stages.stage == "auto" else stages.stage,
@@ -196,10 +193,22 @@ class CrewNode:
             partial(tell, adapters=self.loading.lora),
             self.memory.costs,
             partial(limits, width=model.hidden_size, vocabulary=model.vocab_size),
-            lambda text: say(self._named(text)),
+            lambda text: say(self.words.named(text)),
         )
+        self.words = CrewWords(self.transport, self.mates, stages.crew, config.name or "node")
         stack.callback(self.mates.close)
-        self.handing = Handing(self.transport, swarm, self.architecture, self._may_have, self._is_mate)
+        self._stop: Stopper | None = None
+        self._leaves = False
+        self.handing = Handing(
+            self.transport,
+            swarm,
+            self.architecture,
+            self._may_have,
+            self._is_mate,
+            shelf=self._shelf,
+            shelved=lambda: self.mates.report(self.seats.holding()),
+            room=free_main_memory,
+        )
         self.seats = Seats(config, self.loading, self.handing, files, self.transport.peer_id, self.mates.stands, say)
         self.seats.go_to(post.run)
         recalled = self.seats.recall(post.spans)
@@ -218,18 +227,13 @@ class CrewNode:
         self.optimizer: StagedOptimizer
         self.progress = Progress(recalled, 0.0)
         """Of the crew, as last heard or told, or as it was at the newest snapshot here."""
-        self.link = ""
-        """Others join with it, if there is any."""
-        self.inviting = True
-        """Others may come from elsewhere."""
-        self._invited = ""
+        others = [*config.network.bootstrap, *manifest.bootstrap]
+        self.invitation = Invitation(self.transport.peer_id, swarm, config, others)
         self._losses = 0.0
         """When the crew was last whole."""
         self._holders: tuple[str, ...] = ()
         """Of the stages, then."""
         self._leads = False
-        self._stop: Stopper | None = None
-        """Looked at while stages are missing."""
         self._updates: dict[int, int] = {}
         """Of the stages here, when that was last told."""
         self._whole_since = math.inf
@@ -237,9 +241,7 @@ class CrewNode:
         self._averaged = 0
         """Changes that others' weights made to stage 0 while this node led."""
         self._announced: Any = None
-        self._compare: list[tuple[int, float, str]] = []
-        """Losses whose effect on the reward is still to be told: (round to tell it after, reward before, what)."""
-        self._rewards: list[float] = []
+        self._aftermath = Aftermath(say)
         ended = threading.Event()
         ticking = threading.Thread(target=self._tick, args=(ended,), name="crew", daemon=True)
         ticking.start()
@@ -251,11 +253,11 @@ class CrewNode:
     def follow(self, stop: Stopper, show: Callable[[int, float], None] = lambda round, reward: None) -> bool:
         """Answer messages until this node is to lead (True), or the run is over (False). StopRequested by a signal.
         `show` is told of each round that the lead has done, and its reward."""
-        told = ""
+        told, self._stop = "", stop
         while True:
             stop.check()
             self._obey()
-            if self.mates.whole and not self._leads and (whole := self._whole()) != told:
+            if self.mates.whole and not self._leads and (whole := self.words.whole()) != told:
                 told = whole
                 self._begin()
                 self.say(whole)
@@ -316,13 +318,14 @@ class CrewNode:
         plan = self.mates.plan
         if plan is None:
             return
-        if self.seats.go_to(plan.run):
-            self.progress = Progress(0, 0.0)
+        if plan.run != self.seats.run:
+            if self.seats.go_to(plan.run):
+                self.progress = Progress(0, 0.0)
             self.mates.report(self.seats.holding())
         if plan.settings == self.settings:
             return
         self.settings = plan.settings
-        self.config, changed = agreed(self.config, self.settings)
+        self.config, changed = agreed(self.own, self.settings)
         self.memory.config, self.memory.reference = self.config, self.settings.reference
         self.seats.go_by(self.config, self.settings.reference)
         if changed:
@@ -369,7 +372,7 @@ class CrewNode:
             config.stages.stall_s,
             first_turn=plan.term * TURNS,
         )
-        self._holders = self._now_held_by()
+        self._holders = self.words.holders
         tokenizer = load_tokenizer(config.policy)
         self.policy = StagedPolicy(self.lead, tokenizer, config.policy, self.say, self.settings.microbatch)
         self.policy.packing = not is_windowed(self.loading.config, longest_row(config))
@@ -379,13 +382,13 @@ class CrewNode:
         stop.allow()
         self.lead.updates = self.mates.updates  # stage 0 may have been rebuilt, and know of none
         self._join_ends(averaged=False)
-        self._surely(self.lead.agree)
+        self._surely(partial(self.lead.agree, plan.run[-1][1]))  # what the run goes on from, whatever was lost
         stop.hold()
         self.policy.version = self.lead.updates
         self._begin()
-        self.say(f"{self._whole()}; {self.lead.updates} updates so far")
+        self.say(f"{self.words.whole()}; {self.lead.updates} updates so far")
         if self._lost():
-            self._compare_later(f"the lead of crew {config.stages.crew} was lost")
+            self._aftermath.lost(f"the lead of crew {config.stages.crew} was lost", self.progress)
 
     def round_over(self, round: int, reward: float, averager: Averager | None) -> None:
         """At the lead, between two rounds: replicas and snapshots; a stage may change hands. `averager` is of stage
@@ -396,13 +399,8 @@ class CrewNode:
             if changes != self._averaged:
                 self._averaged = changes
                 self._join_ends(averaged=True)
-        self._rewards.append(reward)
-        del self._rewards[: -2 * AFTER]
-        for after, before, what in [one for one in self._compare if one[0] <= round]:
-            now = mean(self._rewards[-AFTER:])
-            self.say(f"reward {before:.3f} in the {AFTER} rounds before {what}, {now:.3f} in the {AFTER} after")
-            self._compare.remove((after, before, what))
-        self.progress = Progress(round, mean(self._rewards[-AFTER:]))
+        self._aftermath.round_over(round, reward)
+        self.progress = Progress(round, self._aftermath.reward)
         self.seats.round = round
         self.mates.tell(self.progress)
         self._after_update()
@@ -444,6 +442,9 @@ class CrewNode:
             return
         for stage, why in sorted(missing.items()):
             self.say(f"the weights of stage {stage} are not here ({why}): the run directory of its holder has them")
+        if not missing:
+            run = shlex.quote(str(self.run.path))
+            self.say(f"the weights of all stages are here: `swarm-node export {run} DIR` makes a model of them")
 
     def over(self) -> None:
         """At the lead: all rounds are done, so the others need not wait for another lead."""
@@ -452,8 +453,41 @@ class CrewNode:
         while self.mates.connected and time.monotonic() < until:
             time.sleep(TICK_S / 10)
 
-    def leave(self) -> None:
-        """At the end: what is held here is on disk, and whatever becomes of the crew is not this node's affair."""
+    def hand_over(self, stop: Stopper) -> None:
+        """Before this node leaves a crew that may go on: have others of it keep the stages that it holds, as they are
+        after the last update, so that nothing is lost."""
+        if self._leaves:
+            return
+        self._leaves = True
+        if self.lead is None and not self._leads:
+            self._settle()
+        for stage in self.seats.workers:
+            self.seats.save(stage)
+        plan = self.mates.plan
+        if plan is None or self._is_over or not self.invitation.open:
+            return
+        until = time.monotonic() + GATHER_S
+        found = self.seats.hand_over(plan, lambda: min(until - time.monotonic(), stop.left_s - SAVE_S))
+        for stage, (peer, why) in sorted(found.items()):
+            if peer:
+                self.say(f"{self.words.called(peer)} keeps stage {stage} for whoever holds it next")
+            else:
+                self.say(self.words.named(f"nobody keeps stage {stage} ({why}): it is in {self.run.path}"))
+
+    def _settle(self) -> None:
+        """Make the update that the others may be making already."""
+        until = time.monotonic() + SETTLE_S
+        while any(worker.midway for worker in self.seats.workers.values()):
+            message = self.mates.receive(until - time.monotonic())
+            if message is None:
+                return
+            attend(message, self.seats.workers, self.mates.send, self._refused)
+            self._after_update()
+
+    def leave(self, stop: Stopper) -> None:
+        """At the end: what is held here is kept by others and on disk, and whatever becomes of the crew is not this
+        node's affair."""
+        self.hand_over(stop)
         plan = self.mates.plan
         if plan is not None and not self.mates.whole:
             for stage, updates in self.seats.save_copies(plan).items():
@@ -478,22 +512,18 @@ class CrewNode:
             self._obey()
             self._waiting(began)
         self._obey()  # a stage that has passed to another is let go
-        holders = self._holders = self._now_held_by()
+        holders = self._holders = self.words.holders
         passed = [stage for stage, peer in enumerate(holders) if peer != before[stage]]
         if self._lost():
             back = passed or sorted(lost.stages)
             stages = ", ".join(map(str, back))
-            by = ", ".join(dict.fromkeys(self.called(holders[stage]) for stage in back))
+            by = ", ".join(dict.fromkeys(self.words.called(holders[stage]) for stage in back))
             self.say(f"stage {stages} is back after {time.monotonic() - began:.1f} s, held by {by}")
-            self._compare_later(f"stage {stages} was lost")
+            self._aftermath.lost(f"stage {stages} was lost", self.progress)
         elif passed:
-            self.say("; ".join(f"stage {stage} passed to {self.called(holders[stage])}" for stage in passed))
+            self.say("; ".join(f"stage {stage} passed to {self.words.called(holders[stage])}" for stage in passed))
         else:
-            self.say(self._named(f"crew {self.config.stages.crew} does a step again: {lost.why}"))
-
-    def _compare_later(self, what: str) -> None:
-        before = mean(self._rewards[-AFTER:]) if self._rewards else self.progress.reward
-        self._compare.append((self.progress.round + AFTER, before, what))
+            self.say(self.words.named(f"crew {self.config.stages.crew} does a step again: {lost.why}"))
 
     def _lost(self) -> bool:
         """Whether any stage was lost since this was last asked."""
@@ -548,6 +578,24 @@ class CrewNode:
             return False
         return card.crew.architecture == self.architecture
 
+    def _shelf(self, peer: str, stage: int) -> Mapping[str, Tensor]:
+        """Names and shapes of a stage that this node is to keep, since its holder leaves; RemoteProtocolError if it
+        will not."""
+        plan = self.mates.plan
+        if plan is None or stage not in plan.held_by(peer):
+            raise RemoteProtocolError("stranger", f"stage {stage} is another's")
+        if self._leaves or self._is_over or (self._stop is not None and self._stop.requested):
+            raise RemoteProtocolError("leaving", "this node leaves as well")
+        if stage in self.seats.workers:
+            raise RemoteProtocolError("stage", f"stage {stage} is here")
+        self.seats.asked = self.seats.asked | {stage: plan.mark}
+        return self.seats.shapes_of(stage, plan.spans)
+
+    @property
+    def _is_over(self) -> bool:
+        """All rounds are done."""
+        return self.mates.progress is not None and self.mates.progress.over
+
     def _is_mate(self, peer: str) -> bool:
         """Whether it is one of this crew."""
         plan = self.mates.plan
@@ -558,35 +606,13 @@ class CrewNode:
 
     def status(self) -> dict[str, Any]:
         """Of the crew, as `swarm-node status` shows it. From any thread."""
-        plan, card, counts = self.mates.plan, self.mates.card, self.mates.metrics()
-        members, workers = self.transport.members(), dict(self.seats.workers)
+        return self.words.status(self.seats, self.progress)
 
-        def called(peer: str) -> str:
-            if peer == self.transport.peer_id:
-                return self.config.name or "node"
-            return members[peer].name if peer in members else self.mates.name_of(peer)
+    def waiting(self) -> str:
+        """What keeps the crew from going on, in words; empty = nothing does, or it never began. From any thread."""
+        return self.words.missing() if self._whole_since < math.inf else ""
 
-        seats = [] if plan is None else plan.seats
-        return {
-            "name": self.config.stages.crew,
-            "count": card.count,
-            "lead": None if plan is None else {"peer": plan.lead, "name": called(plan.lead)},
-            "whole": self.mates.whole,
-            "updates": max((worker.updates for worker in workers.values()), default=0),
-            "round": self.progress.round,
-            "stages": [
-                {"layers": [seat.layers[0], seat.layers[1] - 1], "peer": seat.peer, "name": called(seat.peer)}
-                for seat in seats
-            ],
-            "spares": 0 if plan is None else len(plan.spares),
-            "held": sorted(workers),
-            "replicas": {stage: state.updates for stage, state in sorted(self.handing.replicas.copy().items())},
-            "recovered": {
-                name.removeprefix(RECOVERED): int(n) for name, n in counts.items() if name.startswith(RECOVERED)
-            },
-        }
-
-    def _write_status(self, link: str) -> None:
+    def _write_status(self) -> None:
         """Of a node that does not lead; of one that does, the run writes more."""
         members, averager = self.transport.members(), self.cohort.averager
         self.run.write_status(
@@ -608,21 +634,21 @@ class CrewNode:
                     }
                     for peer, card in sorted(members.items())[:MAX_SHOWN]
                 },
-                "link": link,
+                "link": self.invitation.link,
                 "crew": self.status(),
             }
         )
 
     def _tick(self, ended: threading.Event) -> None:
         written = 0.0
-        others = [*self.config.network.bootstrap, *self.entered.manifest.bootstrap]
         while not ended.wait(TICK_S):
             self.mates.tick()
-            if addresses := self.transport.addresses:
-                self.link = join_link(self.entered.manifest.swarm_id, addresses, others)
+            members, absent = self.transport.members(), self.mates.absent
+            here = {peer: card for peer, card in members.items() if peer not in absent}
+            self.invitation.renew(self.transport.addresses, here, self.mates.plan)
             if self.lead is None and time.monotonic() - written > STATUS_S:
                 written = time.monotonic()
-                self._write_status(self.link)
+                self._write_status()
 
     # ----------------------------------------------------------------- what people read
 
@@ -633,15 +659,8 @@ class CrewNode:
             self.invite()
 
     def invite(self) -> None:
-        """Say what to type on another machine, once."""
-        stages = self.config.stages
-        if not self.inviting or not self.link or self.link == self._invited:
-            return
-        self._invited = self.link
-        model = [] if self.config.policy.model == "starter" else ["--model", self.config.policy.model]
-        options = ["--stages", str(stages.count), "--crew", stages.crew, *model]
-        self.say("on another machine:")
-        self.say(f"swarm-node join '{self.link}' {shlex.join(options)}", "link")
+        """Say what to type on another machine, if that has not been said."""
+        self.invitation.tell(self._whole_since < math.inf, self.say)
 
     def _begin(self) -> None:
         """The crew is whole: from the first time on, minutes count."""
@@ -652,28 +671,6 @@ class CrewNode:
         """This node has been in its crew for as long as it was told to."""
         minutes = self.config.minutes
         return minutes is not None and time.monotonic() - self._whole_since > 60 * minutes
-
-    def _now_held_by(self) -> tuple[str, ...]:
-        plan = self.mates.plan
-        return () if plan is None else tuple(seat.peer for seat in plan.seats)
-
-    def _whole(self) -> str:
-        holders = ", ".join(f"{stage} {self.called(peer)}" for stage, peer in enumerate(self._now_held_by()))
-        spare = "" if self.mates.seats else "; this node waits until one is free"
-        return f"crew {self.config.stages.crew} is whole: stage {holders}{spare}"
-
-    def called(self, peer: str) -> str:
-        """A peer's name for people; `peer` is its id or the end of it."""
-        if self.transport.peer_id.endswith(peer):
-            return "this node"
-        names = {other: card.name for other, card in self.transport.members().items()}
-        name = next((name for other, name in names.items() if other.endswith(peer)), "") or self.mates.name_of(peer)
-        another = any(other_name == name for other, other_name in names.items() if not other.endswith(peer))
-        return f"peer …{peer[-8:]}" if another or name in ("", "node") else name
-
-    def _named(self, text: str) -> str:
-        """With peers called by their names, where these are known."""
-        return _PEER.sub(lambda found: self.called(found[1]), text)
 
 
 def architecture_of(config: NodeConfig, loading: Plan) -> str:
@@ -688,7 +685,3 @@ def architecture_of(config: NodeConfig, loading: Plan) -> str:
 def longest_row(config: NodeConfig) -> int:
     """Most tokens of a prompt and one answer."""
     return config.rollouts.max_prompt_tokens + config.rollouts.max_new_tokens
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

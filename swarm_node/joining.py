@@ -33,6 +33,7 @@ from protocol.manifest import (
     parse_link,
     parse_manifest,
 )
+from protocol.messages import PeerCard
 from protocol.peers import peer_of
 from protocol.transports.base import Transport
 from protocol.transports.settings import NetworkSettings
@@ -60,6 +61,8 @@ PATIENCE_S = 20.0
 RETRY_S, MAX_RETRY_S = 0.2, 3.0
 MAX_BOOTSTRAP = 64
 """Addresses in a manifest."""
+NAMED = 3
+"""Other members that a link names: it is typed by people."""
 ASKED_AT_ONCE = 8
 """Members asked for one thing, in random order, before looking again who is there."""
 T = TypeVar("T")
@@ -367,10 +370,22 @@ def serve_swarm(transport: Transport, manifest: Manifest, files: Mapping[str, Pa
 
 
 def join_link(swarm_id: str, addresses: Sequence[str], others: Sequence[str]) -> str:
-    """The link by which others join: at this node's `addresses`, then at the `others` that it began with."""
+    """The link by which others join: at this node's `addresses`, then at `others`, as many as there is room for."""
     direct = [address for address in addresses if "/p2p-circuit" not in address]
     relayed = [address for address in addresses if address not in direct]
     return str(Link(swarm_id, _different([*direct, *others, *relayed])[:MAX_ADDRESSES]))
+
+
+def living(members: Mapping[str, PeerCard], first: Sequence[str]) -> list[str]:
+    """One address each of up to `NAMED` members who can be reached, for links: of bootstrap peers, of those in `first`,
+    of any."""
+    ranked = [*(peer for peer, card in members.items() if "bootstrap" in card.roles), *first, *sorted(members)]
+    found: dict[str, str] = {}
+    for peer in dict.fromkeys(ranked):
+        reached = members[peer].addresses if peer in members else []
+        if reached and len(found) < NAMED:
+            found[peer] = min(reached, key=lambda address: "/p2p-circuit" in address)
+    return list(found.values())
 
 
 def _different(items: Sequence[str]) -> list[str]:

@@ -112,7 +112,15 @@ class Others:
         """They run until the context is left."""
         with os_errors_explained(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            config = self.config.model_copy(update={"run_dir": None, "name": None, "swarm": None})
+            config = self.config.model_copy(
+                update={
+                    "run_dir": None,
+                    "name": None,
+                    "swarm": None,
+                    "spot": self.config.spot.model_copy(update={"cloud": "off"}),  # this process ends the others
+                    "health": self.config.health.model_copy(update={"port": 0}),
+                }
+            )
             (self._folder / "config.toml").write_text(dump_toml(config))
         watch = threading.Thread(target=self._watch, name="stages", daemon=True)
         watch.start()

@@ -70,6 +70,11 @@ def free_memory(root: Path = Path("/")) -> int:
     """Bytes that this machine, or the container or job that this process is in, has left; 0 = not known."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
+    return free_main_memory(root)
+
+
+def free_main_memory(root: Path = Path("/")) -> int:
+    """Likewise, whether there is a GPU or not."""
     try:
         fields = _numbers((root / "proc/meminfo").read_text().replace(":", ""))
         return min([1024 * fields["MemAvailable"], *_cgroups_left(root)])

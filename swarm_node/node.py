@@ -185,6 +185,7 @@ class Node:
             record["tasks/scorer_errors"] = self.tasks.scorer_errors.total()
         if self.member is not None:
             record |= self.member.metrics(record["perf/generated_tok_s"])
+            record["swarm/groups_own"] = float(len(collected.kept))
         return learned | record
 
 

@@ -8,6 +8,7 @@ A round is the node's own affair (`node`); here are its metrics line, its snapsh
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 import threading
@@ -22,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
+from protocol.lineage import read_lineage, shared
 from swarm_node.config import NodeConfig, dump_toml, load_config
 from swarm_node.enter import EnteredSwarm, enter_swarm
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.evaluate import Held, evaluate, rows
 from swarm_node.joining import Swarm, join_link
 from swarm_node.node import Node, fitted
+from swarm_node.observability.health import Health, serving
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import EventLog, MetricsWriter, read_metrics
 from swarm_node.observability.plots import plot_reward
@@ -35,6 +38,8 @@ from swarm_node.observability.progress import Progress
 from swarm_node.observability.sinks import open_sinks
 from swarm_node.policy.estimate import estimate
 from swarm_node.policy.loading import load_policy
+from swarm_node.preemption import cloud_of, reach, stopper
+from swarm_node.recovery.mirror import Mirror
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.rundir import RunDir
 from swarm_node.stopping import Stopper, StopRequested
@@ -57,6 +62,12 @@ MAX_CHANGES = 8
 """Of the rest, in a sentence."""
 STATUS_SECONDS = 2.0
 """Between two writings of a run's status in its swarm."""
+PART_S = 4.0
+"""Left of the time to leave in, after a last exchange of weights: to save what it made of them, and say goodbye."""
+GOODBYE_S = 2.5
+"""Left of it after the last snapshot was copied elsewhere."""
+COPY_S = 600.0
+"""Longest that a run which is over waits for that."""
 
 
 def run_local(config: NodeConfig, json_output: bool = False) -> int:
@@ -101,10 +112,19 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Besid
         except OSError as error:
             screen.say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
         entered = enter_swarm(swarm, config, run, screen.say, stack)
+        mirror = mirror_of(config, run, entered, screen.say)
+        if mirror is not None:
+            mirror.restore(crew=True)
+            mirror.start()
         crew = CrewNode(config, entered, run, screen.say, stack)
+        say_what_changed(run, crew.own, screen.say)
+        run.write_config(dump_toml(crew.own))
+        screen.progress.waiting = crew.waiting
+        screen.health.waiting = lambda: crew.waiting() or ("" if crew.mates.whole else "for the others of the crew")
+        say_reach(config, 0, screen.say)
         if beside is not None:
-            crew.inviting = False
-            stack.enter_context(beside(lambda: crew.link, screen.say))
+            crew.invitation.open = False
+            stack.enter_context(beside(lambda: crew.invitation.link, screen.say))
         lead: Run | None = None
 
         def last_resort() -> None:
@@ -114,7 +134,7 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Besid
             finally:
                 crew.seats.save_all()
 
-        with Stopper(last_resort) as stop:
+        with stopper(config.spot, last_resort, screen.say) as stop:
             try:
                 while True:
                     try:
@@ -124,6 +144,8 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Besid
                         with ExitStack() as leading:
                             lead = Run(crew.config, run, json_output, leading, screen=screen, crew=crew)
                             lead.train(stop)
+                        if not lead.finished:
+                            crew.hand_over(stop)
                         crew.gather(stop)
                         if lead.finished:
                             crew.over()
@@ -133,9 +155,12 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Besid
                         lead = None
                         crew.leave_lead()
             except StopRequested:
+                screen.health.leaving = True
                 screen.say("stopping; the same command takes a stage again", "stop")
             finally:  # whatever went wrong, what is held here is not lost
-                crew.leave()
+                crew.leave(stop)
+        if mirror is not None:
+            mirror.finish(min(COPY_S, stop.left_s - GOODBYE_S))
     return 0
 
 
@@ -146,6 +171,9 @@ class Screen:
         self.progress = Progress(config.total_rounds, config.minutes, json_output)
         self.events = EventLog(run.events, self.progress.say)
         stack.callback(self.events.close)
+        self.health = Health()
+        if config.health.port:
+            stack.enter_context(serving(self.health, config.health.listen, config.health.port))
         self._saying = threading.Lock()
 
     def following(self, follow: Callable[[Callable[[int, float], None]], bool]) -> bool:
@@ -158,6 +186,7 @@ class Screen:
                 began = True
                 self.progress.start(round)
             self.progress.update(round, {"reward": reward})
+            self.health.write(round, {"reward": reward})
 
         try:
             return follow(show)
@@ -207,20 +236,27 @@ class Run:
         self.node = Node(self.config, self.policy, self.tasks, self.say, member, optimizer=optimizer, averaged=averaged)
         self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
         stack.callback(self.snapshots.close)
+        self._mirror = mirror_of(config, run, swarm, self.say) if crew is None else None
+        self._soon = False
+        """The machine may well go away: a snapshot is due at the end of this round."""
         self.finished = False
         """All rounds are over."""
         self._changing = False
         self._saved: int | None = None
         self.before: dict[str, Held] = {}
         self.after: dict[str, Held] = {}
+        if self._mirror is not None:
+            self._mirror.restore(self._foreign)
+            self._mirror.start()
         resumed = self._resume()
-        if resumed:
-            self._say_what_changed(config)
-        run.write_config(dump_toml(config))
+        if crew is None:
+            if resumed:
+                say_what_changed(run, config, self.say)
+            run.write_config(dump_toml(config))
         if not resumed:
             self._set_aside(run.metrics)
         shown = config.model_dump(mode="json", exclude={"stages": {"crew"}})  # the crew's name is its password
-        sinks = open_sinks(config.log, run.path, shown, self.node.round + 1)
+        sinks = [*open_sinks(config.log, run.path, shown, self.node.round + 1), self.screen.health]
         self.metrics = MetricsWriter(run.metrics, self.say, sinks)
         stack.callback(self.metrics.close)
         self.metrics.truncate_after(self.node.round)
@@ -266,22 +302,53 @@ class Run:
         self.say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
         self.progress.start(self.node.round)
         try:
-            with nullcontext(stop) if stop is not None else Stopper(self.last_resort) as stop:
+            with nullcontext(stop) if stop is not None else self._stopper() as stop:
                 try:
                     self._rounds(stop)
                     self.finished = self.node.round >= self.config.total_rounds
                     stop.allow()
                     self.after = self._held_out("after") if self.node.round > 0 else {}
                 except StopRequested:
+                    self.screen.health.leaving = True
                     self.say(f"stopping after round {self.node.round}; the same command resumes here", "stop")
                 finally:
                     stop.hold()
                     if not self._changing:  # whatever went wrong, finished rounds are not lost
                         self.save()
+                    if stop.requested:
+                        self._part(stop)
         finally:
             self.progress.stop()
         self.snapshots.wait()
+        if self._mirror is not None:
+            self._mirror.finish(min(COPY_S, stop.left_s - GOODBYE_S))
         self._report()
+
+    def _stopper(self) -> AbstractContextManager[Stopper]:
+        if self.node.member is not None or self._mirror is not None:
+            trained = sum(t.numel() * t.element_size() for t in self.policy.trainable_state().values())
+            say_reach(self.config, 3 * trained, self.say)  # with the optimiser's two moments
+        return stopper(self.config.spot, self.last_resort, self.say, self._save_soon)
+
+    def _save_soon(self) -> None:
+        self._soon = True
+
+    def _part(self, stop: Stopper) -> None:
+        """While there is time: let the exchange of weights that is due, or under way, come about, so that the cohort
+        has what was learned here since the last one; and save what it made of the weights."""
+        averager = self.node.averager
+        if averager is None or self._changing or self.crew is not None:
+            return
+        exchanges = averager.counts["exchanges"]
+        self.node.average()
+        while averager.under_way() and averager.counts["exchanges"] == exchanges and stop.left_s > PART_S:
+            averager.woken.wait(WAIT_S)
+            averager.woken.clear()
+            self.node.average()
+        if averager.counts["exchanges"] != exchanges:
+            self.say("averaged a last time", "stop")
+            self._saved = None
+            self.save()
 
     def _rounds(self, stop: Stopper) -> None:
         config, node, without_reward = self.config, self.node, 0
@@ -321,11 +388,12 @@ class Run:
             without_reward = 0 if record["reward"] else without_reward + 1
             if without_reward == ZERO_REWARD_ROUNDS:
                 self._show_completions(collected.groups)
-            if node.round % config.snapshots.every == 0 and node.round < config.total_rounds:
+            if (node.round % config.snapshots.every == 0 or self._soon) and node.round < config.total_rounds:
+                self._soon = False
                 self.save()
             if (rest := config.pace_s - (time.perf_counter() - began)) > 0:
                 stop.allow()
-                time.sleep(rest)
+                stop.wait(rest)
 
     def _average(self, stop: Stopper) -> None:
         """Exchange weights with the cohort; a signal may come while it waits for others, not while weights change."""
@@ -384,9 +452,12 @@ class Run:
 
     def _resume(self) -> bool:
         snapshot = self.snapshots.load_latest(self._foreign)
-        if snapshot is not None and self.crew is not None and snapshot.state.get("run") != self.crew.seats.run:
-            snapshot = None
-            self._set_aside(self.run.metrics)
+        upto = math.inf
+        if snapshot is not None and self.crew is not None:
+            upto = shared(read_lineage(snapshot.state.get("run")), self.crew.seats.run)
+            if upto < 0:
+                snapshot = None
+                self._set_aside(self.run.metrics)
         if self.crew is not None:
             known = self.crew.progress.round or (0 if snapshot is None else snapshot.round)
             self.node.round = known or self.policy.version
@@ -402,6 +473,8 @@ class Run:
             self.node.trainer.num_tokens = state["trainer"]["num_tokens"]
         if self.node.averager is not None:
             try:
+                if state["policy_version"] > upto:
+                    raise SnapshotError("the snapshot is of another branch of the crew's run")
                 self.node.averager.load_state_dict(snapshot.tensors.get("averaging", {}), state["averaging"])
             except (SnapshotError, KeyError) as error:
                 self.say(f"averaging begins anew: {error}")
@@ -413,25 +486,6 @@ class Run:
         else:
             self.say("tasks or evaluation settings are not those this run began with: no figures from before training")
         return True
-
-    def _say_what_changed(self, config: NodeConfig) -> None:
-        """A start takes no setting over from the last one: say which were others then."""
-        try:
-            last = load_config(self.run.config)
-        except UserError:  # written by a version with other settings
-            return
-        before, after = (_flat(each.model_dump(mode="json", exclude=GIVEN_ANEW)) for each in (last, config))
-        changed = [key for key in after if after[key] != before.get(key)]
-        if last.averaging.method != "none" and config.averaging.method == "none":
-            self.say(
-                f"this run averaged weights ({last.averaging.method}) until now; without averaging.method it does not "
-                "any more"
-            )
-            changed = [key for key in changed if not key.startswith("averaging.")]
-        if changed:
-            listed = ", ".join(f"{key} = {after[key]} (was {before.get(key)})" for key in changed[:MAX_CHANGES])
-            more = len(changed) - MAX_CHANGES
-            self.say(f"not as when this run was last started: {listed}{f', and {more} more' if more > 0 else ''}")
 
     def _identity(self) -> dict[str, Any]:
         """What must agree for a snapshot to go on with this model."""
@@ -482,7 +536,8 @@ class Run:
         others = [*self.config.network.bootstrap, *member.manifest.bootstrap]
         while not ended.wait(STATUS_SECONDS):
             status = member.status()
-            link = join_link(status["swarm"], status["addresses"], others)
+            mine = join_link(status["swarm"], status["addresses"], others)
+            link = mine if self.crew is None else self.crew.invitation.link
             crew = None if self.crew is None else self.crew.status()
             self.run.write_status(status | {"link": link, "crew": crew})
             if self.crew is not None:
@@ -537,6 +592,41 @@ class Run:
         if self.json_output:
             json.dump(summary, sys.stdout)
             sys.stdout.write("\n")
+
+
+def mirror_of(config: NodeConfig, run: RunDir, swarm: EnteredSwarm | None, say: Callable[[str], None]) -> Mirror | None:
+    """Where snapshots are copied to, if anywhere. UserError if that cannot be."""
+    if not config.snapshots.to:
+        return None
+    place, peer = ("local", "") if swarm is None else (swarm.manifest.swarm_id, swarm.identity.peer_id)
+    return Mirror(config.snapshots.to, place, config.name or run.path.resolve().name, peer, run.path, say)
+
+
+def say_reach(config: NodeConfig, state_bytes: int, say: Callable[[str], None]) -> None:
+    """How much can leave this machine within the notice of its cloud, if it is known to have one."""
+    cloud = cloud_of(config.spot)
+    if cloud is not None:
+        say(reach(cloud, config.spot.uplink_mbit, state_bytes))
+
+
+def say_what_changed(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> None:
+    """A start takes no setting over from the last one: say which were others then."""
+    try:
+        last = load_config(run.config)
+    except UserError:  # written by a version with other settings
+        return
+    before, after = (_flat(each.model_dump(mode="json", exclude=GIVEN_ANEW)) for each in (last, config))
+    changed = [key for key in after if after[key] != before.get(key)]
+    if last.averaging.method != "none" and config.averaging.method == "none":
+        say(
+            f"this run averaged weights ({last.averaging.method}) until now; without averaging.method it does not any "
+            "more"
+        )
+        changed = [key for key in changed if not key.startswith("averaging.")]
+    if changed:
+        listed = ", ".join(f"{key} = {after[key]} (was {before.get(key)})" for key in changed[:MAX_CHANGES])
+        more = len(changed) - MAX_CHANGES
+        say(f"not as when this run was last started: {listed}{f', and {more} more' if more > 0 else ''}")
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """The directory a run lives in, held by one process at a time.
 
     runs/<name>/
-        config.toml      the resolved configuration
+        config.toml      the resolved configuration, as asked for here: a crew may go by other options
         metrics.jsonl    one line per round
         events.jsonl     what happened, in sentences
         snapshots/       resume state
-        stages/          likewise of stages, by number, if this node holds such
+        stages/          likewise of stages that it holds for its crew, by number
         export/          weights for others to load
         plots/           pictures
         lock             process id of the holder
@@ -19,7 +19,6 @@
         ports.json       ports that were free instead of those wanted
         offers.jsonl     what was offered and chosen, if that is recorded
         files/           question files of the manifest
-        stages/          resume state of the stages that it holds for its crew
         peers/           the other processes of a crew that is all on this machine
 
 Loads no torch.
@@ -42,7 +41,7 @@ from swarm_node.errors import UserError
 RUN_FILES = {
     *("lock", "metrics.jsonl", "events.jsonl", "snapshots", "stages", "export", "plots"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
-    *("stages", "peers"),
+    "peers",
 }
 """What a directory may hold in which a run began but did not get as far as its config.toml."""
 HALF_WRITTEN = re.compile(r"(config|swarm)\.tmp|(peers|ports|identity\.[0-9]+)\.new")

@@ -3,6 +3,7 @@
     take(order)   own layers of the base model -> weights from the first source that has them -> Worker
     updated()     after an update: sometimes renew the replica of a neighbour, or write a snapshot
     leave(stage)  forget it
+    hand_over()   this node goes: have others keep what was trained here
 
 Sources (`recovery.paths` puts them in order): a peer that has the stage in memory, a neighbour's replica, the same
 stage of another crew, mean or copy of neighbours (CheckFree, CheckFree+), a snapshot of this node's, the base model.
@@ -10,7 +11,6 @@ stage of another crew, mean or copy of neighbours (CheckFree, CheckFree+), a sna
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
@@ -22,8 +22,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from protocol.crew import MAX_KEPT, NO_RUN, Holding, Kept, Plan, Source
+from protocol.crew import MAX_KEPT, Holding, Kept, Plan, Source
 from protocol.errors import ProtocolError, RemoteProtocolError
+from protocol.lineage import NO_RUN, Lineage, leads_to, read_lineage, shared
 from swarm_node.cohorts import averaged, cohort_of
 from swarm_node.config import NodeConfig
 from swarm_node.errors import SnapshotError, UserError
@@ -39,7 +40,7 @@ from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
 from swarm_node.stage_files import StageFile, stage_files
 from swarm_node.stages.cut import ADAPTED, Stage, load_stage
 from swarm_node.stages.handing import Handing, State, Wanted, layer_of
-from swarm_node.stages.leading import Spans, TakeSeat
+from swarm_node.stages.leading import Spans, TakeSeat, counted
 from swarm_node.stages.partition import Span, parts_of
 from swarm_node.stages.worker import Worker
 
@@ -47,6 +48,8 @@ MANY_STAGES, EVERY = 4, 20
 """With so many stages, all weights trained, a copy of them is due every so many updates; else after each."""
 WAIT_S = 0.1
 AGAIN_S = 0.5
+ASK_S = 2.0
+"""A peer that is asked to keep a stage answers within so long, or another is asked."""
 TRIES = 4
 """Times that a peer is asked which says that it is not to give a stage away."""
 FAR = 10.0
@@ -95,8 +98,13 @@ class Seats:
         self._looked: dict[int, int] = {}
         """Updates of stages when it was last considered whether a snapshot is due."""
         self._spans: Spans = ()
+        self.asked: dict[int, int] = {}
+        """Stages that a peer which leaves has asked this one to keep -> mark of the plan by which it held them; they
+        are kept until there is an update by another."""
         self.run = NO_RUN
-        """Whose stages these are: files of others do not count."""
+        """Of which these stages are: files of another count only up to where they forked."""
+        self._left_out = 0
+        """Files that do not count."""
         self.round = 0
         """Of the run, as its stages are now."""
 
@@ -111,11 +119,11 @@ class Seats:
         return self._optimizers[stage]
 
     def holding(self) -> Holding:
-        """For the others."""
+        """For the others. From any thread."""
         files = dict.fromkeys(Kept(file.stage, file.updates) for file in self._files())
         return Holding(
-            tuple(Kept(stage, worker.updates) for stage, worker in sorted(self.workers.items())),
-            tuple(Kept(stage, state.updates) for stage, state in sorted(self.handing.replicas.items())),
+            tuple(Kept(stage, worker.updates) for stage, worker in sorted(self.workers.copy().items())),
+            tuple(Kept(stage, state.updates) for stage, state in sorted(self.handing.replicas.copy().items())),
             tuple(files)[:MAX_KEPT],
         )
 
@@ -130,18 +138,27 @@ class Seats:
             if reference and worker.reference is None and not self._loading.lora:
                 worker.reference = load_stage(config.policy, worker.stage.span, self._say).requires_grad_(False)
 
-    def go_to(self, run: str) -> bool:
-        """The crew's run is that one: whether it is another than until now. Stages and copies of another are let go."""
+    def go_to(self, run: Lineage) -> bool:
+        """The crew's run is that one: whether it is another, rather than what the one until now has gone on to. Stages
+        and copies that do not count are let go, stages when they are written."""
         if run == self.run:
             return False
-        for stage in list(self.workers):
+        held, onward = counted(self.holding(), self.run, run), leads_to(self.run, run)
+        for stage in self.workers.keys() - {kept.stage for kept in held.live}:
             self.save(stage)
-            self.leave(stage)
-        self.handing.forget(())
-        self._saved.clear()
-        self._looked.clear()
-        self.run, self.round = run, 0
-        return True
+            if not onward:  # else the crew, which has counted it too, orders what becomes of it
+                self.leave(stage)
+        self.handing.forget({kept.stage for kept in held.replicas})
+        self._saved = {stage: n for stage, n in self._saved.items() if n <= shared(self.run, run)}
+        self.run = run
+        if not onward:
+            self._looked.clear()
+            self.round = 0
+        left_out = len(stage_files(self._folder)) - len(self._files())
+        if left_out > self._left_out:
+            self._say(f"snapshots in {self._folder} that do not count, being of another run or branch: {left_out}")
+        self._left_out = left_out
+        return not onward
 
     def take(self, order: TakeSeat, spans: Spans) -> tuple[int, Source] | str:
         """Build a stage: its updates and how it was come by, or why it cannot be. `spans`: layers of all stages."""
@@ -225,9 +242,9 @@ class Seats:
                     self._fetch(peer, Wanted(stage, *spans[stage], rest=False), self.shapes_of(stage, spans), order)
                     for peer, stage in zip(source.peers, source.stages, strict=True)
                 ]
-                neighbours = [Neighbour(relative(state.tensors), state.omega) for state in states]
+                neighbours = [Neighbour(state.tensors, state.omega) for state in states]
                 before, after = (neighbours[0], neighbours[-1]) if source.way == "mean" else (neighbours[0], None)
-                made = absolute(checkfree(before, after, span.end - span.first), span.first)
+                made = checkfree(before, after, span.end - span.first, span.first)
                 rest = [name for name in mine if layer_of(name) is None]
                 if rest:
                     ends = Wanted(span.index, 0, 0, rest=True, replica=True)
@@ -330,7 +347,8 @@ class Seats:
                 self.save(stage)
         apart = replica_every(self.config, self._loading.lora)
         kept = {stage: part for stage in kept_for(plan, self._me) if (part := replicated(self.config, stage))}
-        self.handing.forget(kept)
+        self.asked = {stage: mark for stage, mark in self.asked.items() if mark == plan.mark}
+        self.handing.forget(kept.keys() | self.asked.keys())
         for stage, part in kept.items():
             known = self.handing.replicas.get(stage)
             if known is None or not known.updates <= self.updates < known.updates + apart:
@@ -371,6 +389,27 @@ class Seats:
             store.wait()
         for store in stores:
             store.close()
+
+    def hand_over(self, plan: Plan, left_s: Callable[[], float]) -> dict[int, tuple[str, str]]:
+        """Before this peer goes: have another of the crew keep each stage that was trained here. By stage: who does, or
+        nobody, and why not. `left_s` says how much longer it may take."""
+        asked = {stage: takers(plan, stage, self._me) for stage, worker in self.workers.items() if worker.updates}
+        found = {stage: ("", "there is no time") for stage, peers in asked.items() if peers}
+        while asked and left_s() > 0:
+            for stage, peers in list(asked.items()):
+                if not peers:
+                    del asked[stage]
+                    continue
+                updates, timeout = self.workers[stage].updates, min(ASK_S, max(WAIT_S, left_s()))
+                try:
+                    if self.handing.offer(peers[0], stage, updates, timeout).result(timeout) >= updates:
+                        found[stage] = peers[0], ""
+                        del asked[stage]
+                except (ProtocolError, NotYet) as error:
+                    found[stage] = "", str(error) or "no answer"
+                    del peers[0]
+            time.sleep(WAIT_S)
+        return found
 
     def gather(self, plan: Plan, seconds: float) -> dict[int, str]:
         """At the end of a run: put the weights of stages that others hold beside those of the stages here, for whoever
@@ -441,11 +480,12 @@ class Seats:
 
     def _files(self) -> list[StageFile]:
         """Snapshots of this run in the folder, newest first."""
-        return [file for file in stage_files(self._folder) if file.run == self.run]
+        return [file for file in stage_files(self._folder) if file.counts(self.run)]
 
     def _not_of(self, span: str, state: dict[str, object]) -> str | None:
         """Why a snapshot is not of that stage of this run, or `None`."""
-        if (state.get("run"), state.get("architecture")) != (self.run, self.handing.place[1]) or "round" not in state:
+        ours = shared(read_lineage(state.get("run")), self.run) >= 0
+        if not ours or state.get("architecture") != self.handing.place[1] or "round" not in state:
             return "it is of another run"
         return None if state.get("span") == span else f"it is {state.get('span')}"
 
@@ -502,6 +542,15 @@ def keeper(stage: int, count: int) -> int:
     return stage + 1 if stage < count - 1 else max(0, count - 2)
 
 
+def takers(plan: Plan, stage: int, me: str) -> list[str]:
+    """Who may keep `stage` when this peer, which holds it, goes, first in line first: whoever keeps its replica, the
+    other neighbour, the other holders, spares."""
+    count = len(plan.seats)
+    stages = [keeper(stage, count), *([stage - 1] if stage else []), *range(count)]
+    peers = [*(plan.seats[one].peer for one in stages), *plan.spares]
+    return [peer for peer in dict.fromkeys(peers) if peer != me]
+
+
 def shapes(config: NodeConfig, loading: Loading) -> dict[str, Tensor]:
     """What the whole policy trains, by name, without values (on the meta device)."""
     model = skeleton(loading.config)
@@ -518,18 +567,3 @@ def check_near(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> No
     size = sum(float(tensor.double().square().sum()) for tensor in start.values())
     if not apart <= FAR**2 * size:
         raise Unavailable("its weights are absurdly far from those that it began with")
-
-
-def relative(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names as in a model that has these layers only."""
-    first = min((layer for name in tensors if (layer := layer_of(name)) is not None), default=0)
-    return {shifted(name, -first): tensor for name, tensor in tensors.items()}
-
-
-def absolute(tensors: Mapping[str, Tensor], first: int) -> dict[str, Tensor]:
-    """Names as in the whole policy, of which they are layers from `first` on."""
-    return {shifted(name, first): tensor for name, tensor in tensors.items()}
-
-
-def shifted(name: str, by: int) -> str:
-    return re.sub(r"(\blayers\.)(\d+)", lambda found: f"{found[1]}{int(found[2]) + by}", name, count=1)

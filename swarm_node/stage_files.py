@@ -1,7 +1,7 @@
 """The snapshots of stages in a run directory: RUN/stages/<k>/round-…, `round` being updates of the stage.
 
-Each says of what it is: `run` (drawn at random by whoever began the policy), `architecture`, `spans` (layers of all
-stages), `span` (which of them), `round` (of the run) and `time`. Counts of updates order the files of one run only.
+Each says of what it is: `run` (`protocol.lineage`), `architecture`, `spans` (layers of all stages), `span` (which of
+them), `round` (of the run) and `time`. Counts of updates order the files of one run only.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from protocol.lineage import Lineage, read_lineage, shared
 from swarm_node.recovery.snapshots import NAME
 
 
@@ -27,10 +29,14 @@ class StageFile:
     state: dict[str, Any]
     """Empty if it is torn."""
 
-    @property
-    def run(self) -> str:
+    @cached_property
+    def run(self) -> Lineage:
         """Empty = it does not say."""
-        return str(self.state.get("run", ""))
+        return read_lineage(self.state.get("run"))
+
+    def counts(self, run: Lineage) -> bool:
+        """Whether it is of that run, or of what that has gone on from."""
+        return bool(self.run) and self.updates <= shared(self.run, run)
 
     @property
     def architecture(self) -> str:

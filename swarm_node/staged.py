@@ -69,10 +69,13 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
             config.stages.crew,
         ):
             raise UserError(f"{run.path} is not of the crew of {runs[0].path}: crew, model and stages must be the same")
-    plan = prepare(config.policy)
+    plan = prepare(config.policy, alone=False)
     kept = [file for run in runs for file in stage_files(run.path / "stages") if file.stage < count]
-    latest = newest(kept)
-    kept = [file for file in kept if latest and (file.run == latest.run or not file.state)]  # not of an earlier run
+    latest = newest([file for file in kept if file.run])
+    others = [file for file in kept if file.state and not (latest and file.counts(latest.run))]
+    if others:
+        say(f"snapshots left out, being of another run or branch than the newest: {len(others)}")
+    kept = [file for file in kept if file not in others]
     while True:
         missing = [stage for stage in range(count) if not any(one.stage == stage for one in kept)]
         if missing:

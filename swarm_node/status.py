@@ -177,7 +177,9 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     if refused := _reasons(status.get("received", {}), "swarm/rejected/"):
         yield f"refused    {refused.removeprefix('; ')}"
     if status.get("crew"):
-        yield from _crew(status["crew"])
+        yield from _crew(status["crew"], status["time"])
+    absent = (status.get("crew") or {}).get("absent", [])
+    peers = {peer: figures | {"absent": peer in absent} for peer, figures in status.get("peers", {}).items()}
     if status.get("averaging"):
         yield from _averaging(status["averaging"], status["time"])
     if not status.get("connected", True):
@@ -185,26 +187,31 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         tried = "something answers at {}, but not as a peer: `swarm-node doctor` may say why"
         yield f"members    unknown: {(tried if status['answered'] else 'nobody answered at {}').format(where)}"
         return
-    here = [peer for peer in status["peers"].values() if peer.get("present")]
+    here = [peer for peer in peers.values() if peer.get("present") and not peer["absent"]]
     training = sum(peer.get("trains", True) for peer in here)
     others = f" other{'' if len(here) == 1 else 's'}" if found["run"] else ""
     of_them = "" if training == len(here) else f", {training or 'none'} of them training"
     yield f"members    {len(here)}{others}{of_them}"
-    if status["peers"] and found["run"]:
+    if peers and found["run"]:
         titles = ["here", "version", "received", "admitted", "used", "refused, by reason"]
-        yield from _table(status["peers"], titles, _what_became)
-    elif status["peers"]:
-        averaged = ["cohort"] if any(peer["cohort"] for peer in status["peers"].values()) else []
+        yield from _table(peers, titles, _what_became)
+    elif peers:
+        averaged = ["cohort"] if any(peer["cohort"] for peer in peers.values()) else []
         titles = ["roles", "model", "version", "tokens/s", *averaged, "address"]
-        yield from _table(status["peers"], titles, _who_averages if averaged else _who)
+        yield from _table(peers, titles, _who_averages if averaged else _who)
 
 
-def _crew(crew: Mapping[str, Any]) -> Iterator[str]:
+def _crew(crew: Mapping[str, Any], now: float) -> Iterator[str]:
     state = "whole" if crew["whole"] else "not whole"
     lead = "nobody leads yet" if crew["lead"] is None else f"led by {_named(crew['lead'])}"
     yield f"crew       {crew['name']}: {crew['count']} stages, {state}, {lead}, {crew['updates']} updates"
     for stage, seat in enumerate(crew["stages"]):
+        missing = seat.get("missing")
         here = "this node" if stage in crew["held"] else _named(seat)
+        if missing:
+            taker = missing["taker"]
+            by = "held by nobody" if taker is None else f"being rebuilt by {_named(taker)}"
+            here = f"lost {max(0.0, now - missing['since']):.0f} s ago, {by}"
         yield f"           stage {stage} (layers {seat['layers'][0]}-{seat['layers'][1]}): {here}"
     kept = ", ".join(f"stage {stage} after update {updates}" for stage, updates in crew["replicas"].items())
     yield f"           spares {crew['spares']}; replicas kept here: {kept or 'none'}"
@@ -272,7 +279,7 @@ def _table(peers: Mapping[str, Mapping[str, Any]], titles: Sequence[str], cells:
 def _what_became(figures: Mapping[str, Any]) -> list[str]:
     refused = _reasons({f"/{name}": n for name, n in figures.get("rejected", {}).items()}, "/").removeprefix("; ")
     return [
-        "yes" if figures.get("present") else "gone",
+        "gone" if not figures.get("present") else "silent" if figures["absent"] else "yes",
         *(_cell(figures.get(name)) for name in ("policy_version", "received", "admitted", "used")),
         f"{'muted; ' if figures.get('muted') else ''}{refused}",
     ]

@@ -1,4 +1,4 @@
-"""Stop on SIGINT or SIGTERM: cleanly where that is possible, within the deadline in any case.
+"""Stop on SIGINT, SIGTERM or a cloud's notice: cleanly where that is possible, within the deadline in any case.
 
 The loop tells this module which of three states it is in:
 
@@ -6,7 +6,8 @@ The loop tells this module which of three states it is in:
     held            changing weights or files: a signal waits for the next `allow` or `check`
     (deadline)      the main thread sits in one long torch call: a watchdog thread runs `last_resort` and exits
 
-A second signal exits at once.
+A notice (`notice`, from any thread) acts as a first signal does, with a deadline of its own. A second signal exits at
+once; a first one after a notice, which is how the machine itself stops, only brings its deadline with it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ import signal
 import socket
 import threading
 import time
+from _thread import interrupt_main
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
 DEADLINE_S = 8.0
 """From the signal to the last resort; spot instances and `docker stop` give ten seconds at the least."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+NOTICE = signal.SIGUSR1
+"""What a notice reaches the main thread as; nothing of the system's is sent."""
+RESERVE_S = 2.0
+"""Of a notice: to write what is under way, and for clocks that differ."""
 
 
 class StopRequested(BaseException):
@@ -35,17 +41,20 @@ class Stopper:
     def __init__(self, last_resort: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
         self._ends = math.inf
+        self._signalled = False
+        self._notice_s = deadline_s
         self._interruptible = False
         self._reacted = False
         self._last_resort = last_resort
         self._deadline_s = deadline_s
         self._left = threading.Event()
+        self._woken = threading.Event()
 
     def __enter__(self) -> Stopper:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._old = {s: signal.signal(s, self._handle) for s in STOPPING}
+        self._old = {s: signal.signal(s, self._handle) for s in (*STOPPING, NOTICE)}
         self._watchdog = threading.Thread(target=self._watch, name="stop-watchdog", daemon=True)
         self._watchdog.start()
         return self
@@ -78,43 +87,58 @@ class Stopper:
             self._reacted = True
             raise StopRequested
 
+    def wait(self, seconds: float) -> None:
+        """Sleep; a notice ends it, as a signal does."""
+        self._woken.wait(seconds)
+        self.check()
+
+    def notice(self, left_s: float) -> None:
+        """This machine goes away in `left_s` seconds. From any thread, also when the context has been left."""
+        self._notice_s = max(1.0, left_s - RESERVE_S)
+        self._woken.set()
+        interrupt_main(NOTICE)  # calls the handler between bytecodes, if there is one, and wakes the watchdog
+
     @property
     def left_s(self) -> float:
-        """Until the deadline; infinite before a signal has come."""
+        """Until the deadline; infinite before a signal or a notice has come."""
         return max(0.0, self._ends - time.monotonic())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if number == NOTICE:
+            left_s = self._notice_s
+        elif self._signalled:
             _quit(128 + number)
-        self.requested, self._ends = True, time.monotonic() + self._deadline_s
+        else:
+            self._signalled, left_s = True, self._deadline_s
+        self.requested, self._ends = True, min(self._ends, time.monotonic() + left_s)
         if self._interruptible:
             self.check()
 
     def _watch(self) -> None:
         """Python runs `_handle` between bytecodes only; the wake-up socket is written from C at once."""
-        if self._signal_within(None) is None:
-            return
-        second = self._signal_within(self._deadline_s)
-        if second is not None:
-            _quit(128 + second)
+        ends, signalled = math.inf, False
+        while (number := self._signal_before(ends)) is not None:
+            if number != NOTICE and signalled:
+                _quit(128 + number)
+            signalled |= number != NOTICE
+            ends = min(ends, time.monotonic() + (self._notice_s if number == NOTICE else self._deadline_s))
         if not self._reacted and not self._left.is_set():
             try:
                 self._last_resort()
             finally:  # whatever could not be saved has been said
                 _quit(0)
 
-    def _signal_within(self, seconds: float | None) -> int | None:
-        """The next stopping signal's number; `None` after `seconds` or once the context is left."""
-        ends = math.inf if seconds is None else time.monotonic() + seconds
+    def _signal_before(self, ends: float) -> int | None:
+        """The next stopping signal's number; `None` at the time `ends` or once the context is left."""
         while True:
-            self._read.settimeout(None if seconds is None else max(0.001, ends - time.monotonic()))
+            self._read.settimeout(None if ends == math.inf else max(0.001, ends - time.monotonic()))
             try:
                 received = self._read.recv(1)
             except TimeoutError:
                 return None
             if not received:
                 return None
-            if received[0] in STOPPING:  # other handlers' signals, such as a reward function's alarm, come here too
+            if received[0] in (*STOPPING, NOTICE):  # others' signals, such as a reward function's alarm, come here too
                 return received[0]
 
 

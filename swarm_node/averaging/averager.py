@@ -151,6 +151,10 @@ class Averager(ABC):
     def waiting(self) -> bool:
         """Whether training should wait (call `step` again in a moment) before its next update."""
 
+    @abstractmethod
+    def under_way(self) -> bool:
+        """Whether an exchange has begun and is not over."""
+
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Hold this while weights change."""

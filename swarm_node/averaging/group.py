@@ -126,6 +126,9 @@ class GroupAverager(Averager):
     def waiting(self) -> bool:
         return self._round is not None and not self.config.overlap
 
+    def under_way(self) -> bool:
+        return self._round is not None
+
     # ----------------------------------------------------------------- a round
 
     def _fragment(self) -> int:

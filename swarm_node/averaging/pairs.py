@@ -190,6 +190,10 @@ class PairAverager(Averager):
         with self._guard:
             return self._under_way is not None and self.now() < self._waits.get(self._under_way.round, 0.0)
 
+    def under_way(self) -> bool:
+        with self._guard:
+            return self._under_way is not None
+
     # ----------------------------------------------------------------- a round
 
     def _fragment(self, round: int) -> int:

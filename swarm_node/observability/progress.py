@@ -5,7 +5,8 @@ On a terminal:
     round 120/200 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  60%  1:02 left
     reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  2,310 tok/s
 
-and, of a node that averages weights, a line `averaged 12 times, last with bob`.
+or, while it waits, what for instead of the speed; and, of a node that averages weights, a line `averaged 12 times, last
+with bob`.
 
 Plain, at each tenth of the run, but at least five seconds and at most a minute apart:
 
@@ -57,6 +58,8 @@ class Progress:
         if not self._stream.isatty():
             self._console.width = PLAIN_WIDTH
         self._clock = clock
+        self.waiting: Callable[[], str] = str
+        """What the run waits for, in words; empty = it goes on. Asked whenever the live bar is drawn, on its thread."""
         self._total = total_rounds
         self._of = "" if math.isinf(total_rounds) else f"/{total_rounds}"
         self._limit_s = math.inf if minutes is None else minutes * 60
@@ -149,18 +152,22 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
     def _render(self) -> Group:
+        waiting = self.waiting()
         head = Table.grid(padding=(0, 1))
         width = max(1, min(BAR_WIDTH, self._console.width - 45))  # the rest of the line takes up to 45
         bar = ProgressBar(total=1.0, completed=self._share(), width=width)
-        head.add_row(f"round {self._round}{self._of}", bar, f"{self._share():4.0%}", self._time_left())
-        parts = self._numbers()
+        left = "" if waiting else self._time_left()
+        head.add_row(f"round {self._round}{self._of}", bar, f"{self._share():4.0%}", left)
+        parts = self._numbers(waiting)
         if parts and not self._console.options.ascii_only:
             parts[0] += " " + sparkline(self._rewards)
         lines = filter(None, ["  ".join(parts), self._averaged])
         return Group(head, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
 
-    def _numbers(self) -> list[str]:
+    def _numbers(self, waiting: str = "") -> list[str]:
         numbers = [f"reward {fmean(self._rewards[-SMOOTHED:]):.3f}"] if self._rewards else []
+        if waiting:  # other figures are of before that
+            return [*numbers, waiting]
         if self._tokens_per_s is not None:
             numbers.append(f"{self._tokens_per_s:,.0f} tok/s")
         if self._peers is not None:

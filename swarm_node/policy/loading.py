@@ -107,8 +107,9 @@ class Plan:
         return f"device {_device_name(self.device)}, {str(self.dtype).removeprefix('torch.')} ({self.why})"
 
 
-def prepare(config: PolicyConfig) -> Plan:
-    """Find the model that `config` names, decide how to load it, and set torch's threads accordingly.
+def prepare(config: PolicyConfig, alone: bool = True) -> Plan:
+    """Find the model that `config` names, decide how to load it, and set torch's threads accordingly. Not `alone` = by
+    nothing that is measured here: other machines must come to the same.
 
     UserError if it cannot be found, or its config is not that of a causal language model.
     """
@@ -126,7 +127,7 @@ def prepare(config: PolicyConfig) -> Plan:
         keep_freed_memory()
     if config.threads or size < ONE_THREAD_BELOW:
         torch.set_num_threads(config.threads or 1)
-    dtype, why = _dtype(config.dtype, device, lora, model_config)
+    dtype, why = _dtype(config.dtype, device, lora, model_config, alone)
     folder = None if adapter is None else str(Path(path).expanduser())
     return Plan(base, revision, folder, model_config, size, lora, device, dtype, why)
 
@@ -304,7 +305,7 @@ def _device_name(device: torch.device) -> str:
     return f"cpu ({threads} thread{'s' if threads > 1 else ''})" if device.type == "cpu" else device.type
 
 
-def _dtype(name: str, device: torch.device, lora: bool, model_config: Any) -> tuple[torch.dtype, str]:
+def _dtype(name: str, device: torch.device, lora: bool, model_config: Any, alone: bool) -> tuple[torch.dtype, str]:
     """The dtype of the weights and why it was chosen."""
     if name != "auto":
         return _DTYPES[name], "as asked"
@@ -315,6 +316,8 @@ def _dtype(name: str, device: torch.device, lora: bool, model_config: Any) -> tu
         return (torch.bfloat16, "this GPU has it") if good else (torch.float32, "no bfloat16 on this GPU")
     if device.type == "mps":
         return torch.float32, "the safe choice on mps"
+    if not alone:
+        return torch.float32, "as on every machine of a crew without a GPU"
     ratio = bf16_slowdown(model_config.get_text_config().hidden_size)
     if ratio < 0.9:
         return torch.bfloat16, f"measured {1 / ratio:.1f}x faster than float32 here"

@@ -22,10 +22,9 @@ import math
 from collections.abc import Callable, Collection, Mapping
 
 from protocol.crew import Holding, Kept, Layers, Source, Way
+from protocol.lineage import AHEAD
 from protocol.messages import PeerCard
 
-AHEAD = 1
-"""What says that it is so much newer than the crew may be of it: stages make an update one after the other."""
 PLUS_STAGES = 4
 """CheckFree+ copies the ends from this many stages on: with fewer, a neighbour's copy is kept instead."""
 

@@ -9,8 +9,8 @@ The copy at an end is worth having only if the neighbour learned to stand there,
 first two and the last two stages in swapped order. Whatever made a stage anew, its optimiser starts anew too, and it
 learns a little faster than the others from then on (`RATE`).
 
-A stage is its tensors by name, whatever number its layers begin with. Layer l of the lost stage is made of layer l of each neighbour; where a
-neighbour has m layers and the lost stage n, of its layer floor((l + 1/2) m / n). Only tensors of layers are made:
+A stage is its tensors by name, whatever number its layers begin with. Layer l of the lost stage is made of layer l of
+each neighbour; where a neighbour has m layers and the lost stage n, of its layer floor((l + 1/2) m / n). Only tensors of layers are made:
 embedding, final norm and head have no like in a neighbour, who keeps a copy of them instead.
 """
 
@@ -97,7 +97,8 @@ def gradient_norm(gradients: Iterable[Tensor]) -> float:
 
 
 def stretched(tensors: Mapping[str, Tensor], layers: int, first: int = 0) -> dict[str, Tensor]:
-    """Tensors of `layers` layers from `first` on, each that of the layer of `tensors` at the same relative depth; not copies."""
+    """Tensors of `layers` layers from `first` on, each that of the layer of `tensors` at the same relative depth; not
+    copies."""
     by_layer: dict[int, dict[tuple[str, str], Tensor]] = {}
     for name, tensor in tensors.items():
         if match := _LAYER.fullmatch(name):

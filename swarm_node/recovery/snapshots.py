@@ -167,15 +167,15 @@ class SnapshotStore:
         """All snapshots, oldest first."""
         if not self._directory.is_dir():
             return []
-        return sorted((path for path in self._directory.iterdir() if NAME.fullmatch(path.name)), key=_order)
+        return sorted((path for path in self._directory.iterdir() if NAME.fullmatch(path.name)), key=order)
 
     def _new_path(self, round: int) -> Path:
-        same = [_order(path)[1] for path in self._list() if _order(path)[0] == round]
+        same = [order(path)[1] for path in self._list() if order(path)[0] == round]
         return self._directory / (f"round-{round:08}-{max(same) + 1}" if same else f"round-{round:08}")
 
     def _prune(self, round: int) -> None:
         """Refused ones are not ours to delete, later rounds not older: neither may push out a good one."""
-        ours = [path for path in self._list() if path.name not in self._refused and _order(path)[0] <= round]
+        ours = [path for path in self._list() if path.name not in self._refused and order(path)[0] <= round]
         for path in ours[: -self._keep]:
             shutil.rmtree(path)
 
@@ -192,7 +192,7 @@ def read_snapshot(path: Path, accept: Callable[[dict[str, Any]], str | None]) ->
         _check(path / "state.json", sums)
         document = _load_state(path / "state.json")
         round, stems, state = document["round"], document["files"], document["state"]
-    if round != _order(path)[0] or not isinstance(state, dict) or not isinstance(stems, list):
+    if round != order(path)[0] or not isinstance(state, dict) or not isinstance(stems, list):
         raise SnapshotError("malformed (state.json is of another round or shape)")
     if reason := accept(state):
         raise ForeignSnapshot(reason)
@@ -261,6 +261,15 @@ def _check(path: Path, sums: dict[str, str]) -> None:
         raise SnapshotError(f"{path.name} does not have the digest in SHA256SUMS")
 
 
+def check_files(path: Path) -> None:
+    """Check, without parsing it, a snapshot directory that came from elsewhere. Raises SnapshotError."""
+    with _torn():
+        lines = (path / "SHA256SUMS").read_text().splitlines()
+        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        for name in {"state.json", *sums}:
+            _check(path / Path(name).name, sums)
+
+
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -275,7 +284,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _order(path: Path) -> tuple[int, int]:
+def order(path: Path) -> tuple[int, int]:
     """(round, repetition) from a snapshot's name."""
     match = NAME.fullmatch(path.name)
     assert match is not None

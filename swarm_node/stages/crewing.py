@@ -45,6 +45,7 @@ from protocol.crew import (
     Unable,
     Whole,
 )
+from protocol.lineage import leads_to
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.stages.alike import difference
 from swarm_node.stages.doors import PART_S, STRANGER_S, Doors
@@ -63,6 +64,7 @@ from swarm_node.stages.leading import (
     TakeLead,
     TakeSeat,
     Tell,
+    counted,
     short,
 )
 from swarm_node.stages.placement import Standing, adjacent, gives_way, succession
@@ -104,9 +106,11 @@ class Crew:
         self.live: dict[int, int] = {}
         """Stages in memory here -> their updates."""
         self.run = post.run
-        """Whose stages, replicas and snapshots this peer has."""
+        """Of which this peer's stages, replicas and snapshots are."""
         self.progress = Progress(post.round, 0.0) if post.round else None
         """Of the run, as the lead last told."""
+        self.missing: dict[int, float] = {}
+        """Stages that are lost, as far as this peer knows, until the crew is whole again -> since when."""
         self.names: dict[str, str] = {}
         """What peers of the crew call themselves, latest last."""
         self._holding = holding
@@ -124,6 +128,8 @@ class Crew:
         self._built: dict[int, tuple[Source, ...]] = {}
         """Sources that were given for those that have been."""
         self._lead_link: Link | None = None
+        self._severed: set[str] = set()
+        """Neighbours that were lost since the last plan."""
         self._guests: dict[Link, Hello] = {}
         self._rivals: dict[Link, bool] = {}
         """Channels from lead to lead, as far as is known; whether this one has said Hello."""
@@ -261,8 +267,7 @@ class Crew:
         self.live |= {kept.stage: kept.updates for kept in holding.live if kept.stage in self.live}
         self._holding = holding
         if self.lead is not None:
-            me = self.lead.members[self.post.me]
-            me.holding = self.lead.held(me, self.holding, self.run)
+            self.lead.note(self.post.me, self.holding, self.run)
         elif self.role == "follows":
             self._out.send(self._lead_link, Report(self.holding, self.run))
         return self._settle(now)
@@ -331,7 +336,36 @@ class Crew:
             if self.lead.whole and not self.whole:
                 self._leave_others()
             self.whole = self.lead.whole
+        self.missing = {stage: self.missing.get(stage, now) for stage in self._lost()}
         return self._out.take()
+
+    def _lost(self) -> set[int]:
+        if self.lead is not None:
+            vacant = {stage for stage, peer in enumerate(self.lead.seats) if not peer}
+            return set() if self.lead.whole else vacant | self.lead.lost
+        if self.plan is None:
+            return set()
+        if self.role == "seeks":
+            return set(self.plan.held_by(self.plan.lead))
+        return {
+            stage
+            for stage, seat in enumerate(self.plan.seats)
+            if seat.peer in self._severed or (seat.sources and not self.whole)
+        }
+
+    def taker(self, stage: int) -> str:
+        """Of a stage that is missing: who is building it; empty = nobody is yet."""
+        if self.plan is None or self.role == "seeks":
+            return ""
+        if self.lead is not None:
+            return self.lead.seats[stage]
+        seat = self.plan.seats[stage]
+        return seat.peer if seat.sources and not self.whole else ""
+
+    @property
+    def absent(self) -> set[str]:
+        """At the lead: peers whose cards are of this crew, but who are not in touch with it (any more)."""
+        return set() if self.lead is None else self._cards.keys() - self.lead.members.keys()
 
     def _heard(self, link: Link, record: Record, now: float) -> None:
         match record:
@@ -477,8 +511,9 @@ class Crew:
         if self.plan is None or (self.plan.lead, self.plan.term, self.plan.run) != (plan.lead, plan.term, plan.run):
             self._built.clear()
         if plan.run != self.run:
-            self._forget_run(plan)
+            self._change_run(plan)
         self.plan = plan
+        self._severed.clear()
         mine = self.seats
         self._ordered = {stage: order for stage, order in self._ordered.items() if stage in mine}
         for stage in mine:
@@ -497,13 +532,18 @@ class Crew:
                 self._out.do(order)
         self._tend_channels(now)
 
-    def _forget_run(self, plan: Plan) -> None:
-        """What this peer has is of another run than the crew's. Stages that it is to hold are built anew."""
-        self.run, self._holding, self.progress = plan.run, NOTHING, Progress(0, 0.0)
-        self._ordered.clear()
-        for stage in self.live.keys() - set(plan.held_by(self.post.me)):
-            self._out.do(LeaveSeat(stage))
-        self.live.clear()
+    def _change_run(self, plan: Plan) -> None:
+        """What this peer has is of another run than the crew's, or of what that has gone on from. Of the rest, stages
+        that it is to hold are built anew."""
+        if not leads_to(self.run, plan.run):
+            self.progress = Progress(0, 0.0)
+            self._ordered.clear()
+        self._holding = counted(self.holding, self.run, plan.run)
+        self.run = plan.run
+        for stage in self.live.keys() - {kept.stage for kept in self._holding.live}:
+            del self.live[stage]
+            if stage not in plan.held_by(self.post.me):
+                self._out.do(LeaveSeat(stage))
 
     def _say_ready(self, stage: int, source: Source | None) -> None:
         assert self.plan is not None
@@ -552,6 +592,7 @@ class Crew:
     def _neighbour_lost(self, link: Link, why: str, refused: bool) -> None:
         in_use = self._doors.leave(link) and link.peer in self._neighbours()
         if in_use and self.plan is not None and self.role == "follows":
+            self._severed.add(link.peer)
             self._out.send(self._lead_link, Broken(self.plan.mark, link.peer, _line(why), refused))
 
     # ----------------------------------------------------------------- leading

@@ -173,7 +173,7 @@ def load_stage(config: PolicyConfig, span: Span | tuple[int, int], report: Calla
 
     UserError if the model cannot be found or read, is of a family that cannot be cut, or has no such stage.
     """
-    plan = prepare(config)
+    plan = prepare(config, alone=False)
     parts = parts_of(plan.config)
     if getattr(plan.config, "quantization_config", None) is not None:
         raise UserError(f"{plan.base} is quantised: to cut it into stages, give the model that it was made from")

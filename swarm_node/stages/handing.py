@@ -4,6 +4,7 @@
                             -- all of it ----------------------------------> whoever takes the stage over
                             -- all of it, or what is in no layer ---------> whoever keeps its replica
     whoever keeps a replica -- the replica --------------------------------> whoever takes the stage over
+    whoever leaves      -- word that its stage is to be kept --------------> another of the crew, who then fetches it
 
 An exchange (`protocol.transports.base`) in which only the giver has a body: the tensors asked for, in float32, those of
 layers first, in the order of layers and names. Both ends know the sizes beforehand. What leaves is a copy made between
@@ -31,7 +32,7 @@ from torch import Tensor
 from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import STATE_METHOD, StateHead, open_state_head, seal_head
+from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, open_keep_head, open_state_head, seal_head
 from protocol.transports.base import Accepted, Outgoing, Sink, Transport
 from swarm_node.policy.policy import some_of
 
@@ -43,6 +44,8 @@ AT_ONCE, PER_PEER = 8, 2
 """Peers of the crew that are given weights at a time, and what one of them is."""
 COOL_S = 60.0
 """Of other peers it is one at a time, and the same one not again so soon."""
+MAX_ASKS = 256
+"""Times that a peer which leaves asks whether its stage is kept by now."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,24 @@ class Fetch:
         return State(self.tensors, self.updates, self.omega)
 
 
+@dataclass
+class _Offer:
+    """A stage that is to be kept for a peer that leaves."""
+
+    peer: str
+    updates: int
+    asks: int = 0
+    begun: bool = False
+    """It has been fetched, or is being: that is done once."""
+    told: bool = False
+    """The crew knows that it is here."""
+
+
+def nothing_kept(peer: str, stage: int) -> Mapping[str, Tensor]:
+    """As `Handing.shelf`: for nobody."""
+    raise RemoteProtocolError("stranger", f"stage {stage} is not kept here")
+
+
 class Handing:
     """Gives what this peer holds and keeps, and fetches what others do."""
 
@@ -104,14 +125,24 @@ class Handing:
         allowed: Callable[[str, int], bool],
         of_crew: Callable[[str], bool] = lambda peer: True,
         now: Callable[[], float] = time.monotonic,
+        shelf: Callable[[str, int], Mapping[str, Tensor]] = nothing_kept,
+        shelved: Callable[[], None] = lambda: None,
+        room: Callable[[], int] = lambda: 0,
     ) -> None:
         """`architecture`: 16 hexadecimal digits, equal for those who hold stages of one policy. `allowed` says, on any
         thread, whether a peer may have weights of a stage; others are refused as `stranger`. `of_crew`: whether it is
-        one of this crew; others take turns. Whose turn it is not is refused as `busy`."""
+        one of this crew; others take turns. Whose turn it is not is refused as `busy`.
+
+        `shelf` gives, on any thread, the names and shapes of a stage that is kept for that peer if it asks for it, or
+        raises RemoteProtocolError; `shelved` is called, likewise, when it is here; `room` = bytes of memory that are
+        free, 0 = not known."""
         self.transport = transport
         self.allowed = allowed
         self.of_crew = of_crew
         self.now = now
+        self.shelf = shelf
+        self.shelved = shelved
+        self.room = room
         self.place = swarm, architecture
         self.replicas: dict[int, State] = {}
         """Copies of others' stages."""
@@ -125,7 +156,10 @@ class Handing:
         self._cool_until: dict[str, float] = {}
         """... and when the last ones may ask again."""
         self._keeping: dict[int, Fetch] = {}
+        self._offers: dict[int, _Offer] = {}
+        """Last one of each stage."""
         transport.accept(STATE_METHOD, self._accept)
+        transport.accept(KEEP_METHOD, self._accept_offer)
 
     def hold(self, stage: int, state: Callable[[], State], still: Callable[[], AbstractContextManager[object]]) -> None:
         """This peer holds `stage`; `state` is of its live tensors. `still` is held while another thread copies them,
@@ -198,6 +232,76 @@ class Handing:
                         self.replicas[stage] = fetch.state
 
         fetch.done.add_done_callback(kept)
+
+    # ---------------------------------------------------------------- keeping for who leaves
+
+    def offer(self, peer: str, stage: int, updates: int, timeout: float) -> Future[int]:
+        """Have `peer` fetch and keep a stage that is held here, after that update, unless it is at it: the updates
+        behind the copy that it has by now, 0 = none. Fails with ProtocolError."""
+        result: Future[int] = Future()
+        kept = 0
+
+        def answered(head: bytes, size: int) -> Sink:
+            nonlocal kept
+            theirs = open_keep_head(head)
+            self._check_place(theirs)
+            if theirs.stage != stage or size:
+                raise RemoteProtocolError("stage", f"stage {theirs.stage} and {size} bytes")
+            kept = theirs.updates
+            return _refuse
+
+        ours = Outgoing(self._keep_head(stage, updates))
+        arrived = self.transport.exchange(peer, KEEP_METHOD, ours, answered, timeout)
+
+        def judge(future: Future[None]) -> None:
+            error = RemoteProtocolError("torn", "given up") if future.cancelled() else future.exception()
+            if error is None:
+                result.set_result(kept)
+            else:
+                result.set_exception(error)
+
+        arrived.add_done_callback(judge)
+        return result
+
+    def _accept_offer(self, peer: str, head: bytes, size: int) -> Accepted:
+        request = open_keep_head(head)
+        if size:
+            raise RemoteProtocolError("size", f"{size} bytes where none are wanted")
+        self._check_place(request)
+        stage, updates = request.stage, request.updates
+        like = self.shelf(peer, stage)
+        with self._lock:
+            offer = self._offers.get(stage)
+            if offer is None or (offer.peer, offer.updates) != (peer, updates):
+                offer = self._offers[stage] = _Offer(peer, updates)
+            offer.asks += 1
+            replica = self.replicas.get(stage)
+            kept = replica.updates if replica is not None and replica.tensors.keys() == like.keys() else 0
+            here = kept >= updates
+            begin = not here and not self._comes(stage, updates, like)
+            if offer.asks > MAX_ASKS or (begin and offer.begun):
+                raise RemoteProtocolError("flood", f"stage {stage} after update {updates} was to be kept before")
+            offer.begun |= begin
+        if begin:
+            size = 4 * sum(tensor.numel() for tensor in like.values())
+            if 0 < (room := self.room()) < 2 * size:  # the rest is for whoever works here
+                raise RemoteProtocolError("room", f"{size} bytes are too many for {room} that are free")
+            self.keep(stage, peer, like)
+        if here and not offer.told:
+            self.shelved()
+            offer.told = True
+        return Accepted(Outgoing(self._keep_head(stage, kept)), _refuse, lambda error: None)
+
+    def _comes(self, stage: int, updates: int, like: Mapping[str, Tensor]) -> bool:
+        """Some of it is on its way, or all of it has just come."""
+        fetch = self._keeping.get(stage)
+        if fetch is None or not fetch.done.done():
+            return fetch is not None
+        whole = fetch.tensors.keys() == like.keys() and fetch.updates >= updates
+        return fetch.done.exception() is None and whole
+
+    def _keep_head(self, stage: int, updates: int) -> bytes:
+        return seal_head(KeepHead(PROTOCOL_VERSION, *self.place, stage, updates))
 
     # ---------------------------------------------------------------- giving
 
@@ -293,9 +397,12 @@ class Handing:
             )
         )
 
-    def _check(self, head: StateHead, wanted: Wanted) -> None:
+    def _check_place(self, head: StateHead | KeepHead) -> None:
         if (head.swarm, head.architecture) != self.place:
             raise RemoteProtocolError("crew", f"policy {head.architecture} of swarm {head.swarm[:16]}")
+
+    def _check(self, head: StateHead, wanted: Wanted) -> None:
+        self._check_place(head)
         if Wanted(head.stage, head.first, head.end, head.rest, head.replica) != wanted:
             raise RemoteProtocolError("stage", f"stage {head.stage}, layers {head.first} to {head.end}")
 

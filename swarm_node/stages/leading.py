@@ -5,18 +5,21 @@
               all seats taken, and changed -> Plan to all -> Ready of every stage -> Whole to all
 
 A new lead of an old crew first waits until those whom the last plan names have come, or `GATHER_S` have passed, so that
-whoever lives keeps its stage. One that has nothing goes on with the run of the first that has something; what is held
-of other runs does not count. A crew that never was whole waits until there are as many peers as stages; if one of them
-has no room for an equal share, the layers are divided by memory, unless somebody has files of stages already.
+whoever lives keeps its stage. One that has nothing goes on with the run of the first that has something; its first
+plan begins a segment of that run (`protocol.lineage`), and what is held of others counts only up to where they forked.
+A crew that never was whole waits until there are as many peers as stages; if one of them has no room for an equal
+share, the layers are divided by memory, unless somebody has files of stages already.
 Pure: `now` (seconds, of any clock) comes in, actions go to the outbox.
 """
 
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median_high
 
 import msgspec
@@ -24,7 +27,6 @@ import msgspec
 from protocol.crew import (
     MAX_MEMBERS,
     MAX_SOURCES,
-    NO_RUN,
     Answer,
     Broken,
     Hello,
@@ -46,6 +48,7 @@ from protocol.crew import (
     crew_id,
     proof,
 )
+from protocol.lineage import AHEAD, NO_RUN, Lineage, branch, leads_to, shared
 from swarm_node.stages.placement import Claim, Standing, fill, neighbour, relief
 
 GATHER_S = 10.0
@@ -107,10 +110,12 @@ class Post:
     """Longer than this no stage keeps a message."""
     absent_s: float = 0.0
     """It waits so much longer for another to begin the crew, who may know more of it."""
-    run: str = NO_RUN
-    """Of its newest snapshot; else one of its own, drawn at random, in case it begins the policy."""
+    run: Lineage = NO_RUN
+    """Of its newest snapshot."""
     round: int = 0
-    """Of that snapshot."""
+    """Likewise."""
+    draw: Callable[[], str] = partial(secrets.token_hex, 8)
+    """An id for a segment of a run."""
 
     @property
     def id(self) -> str:
@@ -258,6 +263,18 @@ class Member:
         return {kept.stage: kept.updates for kept in self.holding.live}
 
 
+def counted(holding: Holding, theirs: Lineage, ours: Lineage) -> Holding:
+    """What of it, being of the run `theirs`, is also of `ours`. Stages that went on elsewhere have heard turns that the
+    crew's have not: none of them counts."""
+    upto, onward = shared(theirs, ours), leads_to(theirs, ours)
+    most = upto + AHEAD if onward else upto
+    return Holding(
+        live=tuple(kept for kept in holding.live if onward and kept.updates <= most),
+        replicas=tuple(kept for kept in holding.replicas if kept.updates <= most),
+        snapshots=tuple(kept for kept in holding.snapshots if kept.updates <= upto),
+    )
+
+
 def short(peer: str) -> str:
     """A peer, for people."""
     return f"…{peer[-8:]}"
@@ -298,8 +315,8 @@ class Lead:
         """Last term in which the crew was whole."""
         self._reached = 0
         """Updates that the run had made, as far as is known, when the last plan was made."""
-        self.run = hello.run
-        """Whose stages they are."""
+        self.run = self._base = hello.run
+        """Of which they are; until its first plan, that which it goes on from."""
         self.lost: set[int] = set()
         """Stages lost since `resume`; none if only messages were; and why."""
         self.why = ""
@@ -339,16 +356,18 @@ class Lead:
 
     @property
     def updates(self) -> int:
-        """That the crew has made: what most of its stages say, so that one cannot make it up."""
+        """That the crew has made: what most of its stages say, so that one cannot make it up; but if any is in memory,
+        not fewer than when its run last branched, however many had to begin anew."""
         live = [self.members[peer].live.get(i) for i, peer in enumerate(self.seats) if peer in self.members]
-        return median_high([n for n in live if n is not None] or [0])
+        counts = [n for n in live if n is not None]
+        return max(median_high(counts), self.run[-1][1] if self.run else 0) if counts else 0
 
     @property
     def round(self) -> int:
         """How far the run is, as those say who have a stage of it, or else something of it."""
-        ours = [member for member in self.members.values() if member.hello.run == self.run]
+        ours = [member for member in self.members.values() if leads_to(member.hello.run, self._base)]
         told = [member for member in ours if member.holding.live] or [m for m in ours if m.holding != Holding()]
-        told += [self.members[self.me]] if self._before and self._before.run == self.run else []
+        told += [self.members[self.me]] if self._before and leads_to(self._before.run, self._base) else []
         return max((member.hello.round for member in told), default=0)
 
     @property
@@ -370,10 +389,15 @@ class Lead:
         ends = len(spans) == len(self.spans) and spans[-1][1] == self.spans[-1][1]
         return not spans or spans == self.spans or (ends and not self._cut)
 
-    def held(self, member: Member, holding: Holding, run: str) -> Holding:
-        """What counts of it: nothing of another run, no stage of another branch."""
-        if run != self.run:
-            return Holding()
+    def note(self, peer: str, holding: Holding, run: Lineage) -> None:
+        """What a member has, of that run."""
+        member = self.members[peer]
+        member.hello = msgspec.structs.replace(member.hello, holding=holding, run=run)
+        member.holding = self._held(member)
+
+    def _held(self, member: Member) -> Holding:
+        """What of it counts."""
+        holding = counted(member.hello.holding, member.hello.run, self.run)
         return msgspec.structs.replace(holding, live=()) if member.astray else holding
 
     def resume(self) -> None:
@@ -400,10 +424,9 @@ class Lead:
         self._choose_run(hello)
         member = self.members[peer] = Member(arrived, link, hello, Holding())
         member.astray = self.won > 0 and hello.term > self.term
-        member.holding = self.held(member, hello.holding, hello.run)
+        member.holding = self._held(member)
         self._awaited.discard(peer)
-        if member.live and self.plan is None:  # its stage may have heard turns of its lead
-            self.term = min(max(self.term, hello.term + 1), MAX_TERM)
+        self._outrank(member)
         if hello.spans and not self._cut:
             self.spans, self.costs, self._cut = hello.spans, self._cost(hello.spans), True
         self._out.send(link, Answer(self.me, self.post.proof_to(peer), self.term))
@@ -419,15 +442,25 @@ class Lead:
         self._say_claim(peer, hello)
 
     def _choose_run(self, hello: Hello) -> None:
-        """Before there is a plan: that of who has a stage in memory, else of who has anything; the lead's own first."""
-        if self.plan is not None or self._before is not None or hello.run == self.run:
+        """Before there is a plan: that of who has a stage in memory, else of who has anything; the lead's own first,
+        and one that goes on from it before that."""
+        if self.plan is not None or hello.run == self.run:
             return
-        ours = [member.holding for member in self.members.values()]
-        live = any(holding.live for holding in ours)
-        if (hello.holding.live and not live) or (hello.holding != Holding() and all(h == Holding() for h in ours)):
-            self.run = hello.run
+        theirs, ours = hello.holding, [member.holding for member in self.members.values()]
+        live, onward = any(holding.live for holding in ours), leads_to(self.run, hello.run)
+        better = (theirs.live and (onward or not live)) or (
+            theirs != Holding() and ((onward and not live) or all(holding == Holding() for holding in ours))
+        )
+        if better and (onward or not self._awaited):
+            self.run = self._base = hello.run
             for member in self.members.values():
-                member.holding = self.held(member, member.hello.holding, member.hello.run)
+                member.holding = self._held(member)
+                self._outrank(member)
+
+    def _outrank(self, member: Member) -> None:
+        """Before there is a plan: its stages may have heard turns of their lead."""
+        if member.live and member.link is not None and self.plan is None:
+            self.term = min(max(self.term, member.hello.term + 1), MAX_TERM)
 
     def _say_claim(self, peer: str, hello: Hello) -> None:
         """Two peers want one stage: one of them is a spare."""
@@ -501,7 +534,7 @@ class Lead:
             return
         match record:
             case Report(holding=holding, run=run):
-                member.holding = self.held(member, holding, run)
+                self.note(peer, holding, run)
             case Ready() if self.plan is not None and record.plan == self.plan.mark:
                 self.ready(peer, record)
             case Unable(stage=stage, why=why) if self.plan is not None and record.plan == self.plan.mark:
@@ -582,6 +615,9 @@ class Lead:
         if self._awaited and now < self._gather_until:
             return None
         self._awaited = set()
+        if self.plan is None:
+            for member in sorted(self.members.values(), key=lambda member: member.arrived):
+                self._choose_run(member.hello)
         for stage, peer in enumerate(self.seats):
             if peer and peer not in self.members:
                 self._lose(stage, f"peer {short(peer)} did not come", self._gather_until - GATHER_S)
@@ -680,15 +716,17 @@ class Lead:
     # ----------------------------------------------------------------- plans
 
     def _issue(self, now: float) -> Plan:
+        first, updates = self.plan is None, self.updates
         self._number += 1
         self._cut = True
-        updates = self.updates
         stored = [kept.updates for m in self.members.values() for kept in (*m.holding.replicas, *m.holding.snapshots)]
         self._reached = updates or max(stored, default=0)
         seats = tuple(
             Seat(peer, layers, self._sources_of(stage, peer, updates))
             for stage, (peer, layers) in enumerate(zip(self.seats, self.spans, strict=True))
         )
+        if first:
+            self._branch(seats)
         spares = tuple(self.spares[:MAX_MEMBERS])
         plan = self.plan = Plan(self.term, self._number, seats, self.settings, spares, self.run)
         self.whole, self._ready, self._anew, self._anew_at = False, set(), "", now + AGAIN_S
@@ -698,10 +736,18 @@ class Lead:
             self._out.send(member.link, plan)
         return plan
 
+    def _branch(self, seats: Sequence[Seat]) -> None:
+        """Whoever else goes on from here does so in another run."""
+        ways = [seat.sources[0] for seat in seats if seat.sources]
+        stored = [way.updates for way in ways if way.way in ("live", "replica", "snapshot")]
+        self.run = branch(self.run, self.post.draw(), self.updates or max(stored, default=0))
+        for member in self.members.values():
+            member.holding = self._held(member)
+
     def _sources_of(self, stage: int, peer: str, updates: int) -> tuple[Source, ...]:
         """None for who has it in memory, unless somebody else's is the one that was trained last."""
         plan = self.plan or self._before
-        before = plan.seats[stage].peer if plan else ""
+        before = plan.seats[stage].peer if plan and plan.run in (self.run, self._base) else ""
         holders = {one: member.live[stage] for one, member in self.members.items() if stage in member.live}
         if holders:
             latest = before if before in holders else max(holders, key=lambda one: (holders[one], one == peer))

@@ -180,6 +180,20 @@ class Mates:
             return self._crew.whole
 
     @property
+    def missing(self) -> dict[int, tuple[float, str]]:
+        """Stages that are lost, as far as is known here -> for how many seconds, and who is building it (empty =
+        nobody yet)."""
+        with self._lock:
+            crew, now = self._crew, self._now()
+            return {stage: (now - since, crew.taker(stage)) for stage, since in sorted(crew.missing.items())}
+
+    @property
+    def absent(self) -> set[str]:
+        """At the lead: peers that show this crew's sign, but are not in touch with it."""
+        with self._lock:
+            return self._crew.absent
+
+    @property
     def card(self) -> CrewCard:
         """For the membership card; to be announced anew when it has changed."""
         with self._lock:

@@ -156,11 +156,11 @@ class Lead:
         self._to_all(Reset(self._turn))
         raise Unworkable(f"{refused.why}, {TRIES} times")
 
-    def agree(self) -> None:
-        """Have all stages count the updates alike, whatever they were rebuilt from: what most of them say. A stage that
-        counted more than the others would take their next updates for old ones. Raises StageLost."""
+    def agree(self, least: int = 0) -> None:
+        """Have all stages count the updates alike, whatever they were rebuilt from: what most of them say, or `least`.
+        A stage that counted more than the others would take their next updates for old ones. Raises StageLost."""
         states = self._ask()
-        self.updates = median_high([state.updates for state in states.values()])
+        self.updates = max(least, median_high([state.updates for state in states.values()]))
         for stage, state in states.items():
             if state.updates != self.updates or state.new:
                 self._send(Message(stage, Skip(self.updates)))

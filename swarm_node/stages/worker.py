@@ -186,6 +186,11 @@ class Worker:
         """Whether every microbatch of that turn has come back."""
         return self._pass is not None and self._pass.turn == turn and self._pass.done == len(self._pass.operations)
 
+    @property
+    def midway(self) -> bool:
+        """The others may be making an update that is still to be made here."""
+        return self._norm is not None
+
     def keep_reference(self) -> None:
         """Remember the present weights for the KL term."""
         if not self.stage.is_lora:

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from swarm_node.cli import app
+from swarm_node.config import load_config
 from tests.integration.processes import QUICK, NodeProcess, nodes, until
 from tests.integration.test_swarm import alive, make_manifest
 
@@ -130,6 +133,7 @@ def test_a_lead_that_waits_for_a_stage_can_be_stopped_and_loses_nothing(start: S
     a.until_rounds(5, 90)
     changed = r'stages.wire = "bfloat16" \(here "int8"\), grpo.weight_decay = 0.0'
     says(b, rf"crew home goes by its lead's options: {changed}")
+    assert load_config(tmp_path / "b" / "config.toml").stages.wire == "int8"  # as its user wants it
     b.stop(signal.SIGKILL)
     says(a, r"stage 1 of crew home is lost")
     rounds = a.rounds
@@ -143,6 +147,37 @@ def test_a_lead_that_waits_for_a_stage_can_be_stopped_and_loses_nothing(start: S
     assert int(says(a, r"resumed \S+ at round (\d+)", 90)[1]) in (rounds, rounds + 1)
     says(a, r"stage 0 rebuilt from the snapshot after update \d+; nothing is lost")
     a.until_rounds(2, 60)
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_lost_when_terminals_are_stopped_one_after_the_other(start: Start, tmp_path: Path) -> None:
+    crew = Crew(start, tmp_path, 2, 100_000, "stages.replica=off", "snapshots.every=1000")
+    a = crew.join("a")
+    link = link_of(a)
+    b = crew.join("b", link)
+    a.until(lambda: a.last("step") >= 3 or None, 90)
+
+    assert b.stop(signal.SIGTERM, 12) == 0, b.output
+    says(b, "a keeps stage 1 for whoever holds it next")
+    says(a, "stage 1 rebuilt from the replica that this node kept; nothing is lost")
+    c = crew.join("c", link)
+    says(a, r"stage 1 passed to (c|peer …)")
+    a.until_rounds(2, 40)
+    assert steps(a) == sorted(steps(a))
+
+    assert a.stop(signal.SIGINT, 12) == 0, a.output
+    says(a, r"(c|peer …\w+) keeps stage 0 for whoever holds it next")
+    export = says(a, r"the weights of all stages are here: `swarm-node export (\S+) DIR` makes a model of them")
+    says(c, "stage 0 rebuilt from the replica that this node kept; nothing is lost")
+    c.until_rounds(1, 40)
+    assert steps(c)[0] in (a.last("step"), a.last("step") + 1)  # not all rounds make an update
+    done = CliRunner().invoke(app, ["export", export[1], str(tmp_path / "model")])
+    assert done.exit_code == 0 and "all 2 stages after update" in done.output, done.output
+
+
+def steps(node: NodeProcess) -> list[float]:
+    """Updates after each round that it led."""
+    return [line["step"] for line in node.metrics]
 
 
 @pytest.mark.timeout(300)

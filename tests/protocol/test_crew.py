@@ -40,10 +40,11 @@ from protocol.crew import (
 )
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_STAGES
+from protocol.lineage import MAX_SEGMENTS
 from protocol.messages import PROTOCOL_VERSION
 from tests.protocol.wire import SWARM, fields, mutations, refused, values
 
-REASONS = {"size", "schema", "version", "plan"}
+REASONS = {"size", "schema", "version", "plan", "run"}
 HELLO = Hello(
     protocol=PROTOCOL_VERSION,
     swarm=SWARM,
@@ -60,7 +61,7 @@ HELLO = Hello(
     holding=Holding((Kept(1, 40),), (Kept(2, 39),), (Kept(1, 30), Kept(1, 20))),
     spans=((0, 2), (2, 4), (4, 6)),
     capacity=2**30,
-    run="0123456789abcdef",
+    run=(("0123456789abcdef", 0), ("fedcba9876543210", 30)),
     round=41,
 )
 SOURCES = (Source("mean", ("a", "c"), (0, 2), 40), Source("base"))
@@ -76,7 +77,7 @@ RECORDS: list[Record] = [
     Ready(PLAN.mark, 1, 40),
     Unable(PLAN.mark, 1, "no room"),
     Broken(PLAN.mark, "b", "gone", True),
-    Report(HELLO.holding),
+    Report(HELLO.holding, HELLO.run),
     Probe(PLAN.mark),
     Load(PLAN.mark, 61.5),
     Whole(PLAN.mark),
@@ -90,14 +91,14 @@ GOLDEN = {
         "757265b030303131323233333434353536366161a673746167657303a46e616d65ae6b69746368656e2d6c6170746f70a677"
         "616e74656401a56c65616473c3a47465726d02a77570646174657328a773746172746564cb41dad27480200000a7686f6c64"
         "696e6783a46c69766591920128a87265706c6963617391920227a9736e617073686f74739292011e920114a57370616e7393"
-        "920002920204920406a86361706163697479ce40000000a372756eb030313233343536373839616263646566a5726f756e64"
-        "29"
+        "920002920204920406a86361706163697479ce40000000a372756e9292b0303132333435363738396162636465660092b066"
+        "6564636261393837363534333231301ea5726f756e6429"
     ),
     "plan": (
         "87a46b696e64a4706c616ea47465726d02a66e756d62657207a573656174739393a1619200029093a1629202049294a46d65"
         "616e92a161a1639200022894a46261736590900093a16392040690a873657474696e67739ba4696e7438c3a46175746f14c2"
         "cd0200cd0400cd1000cb3f847ae147ae147b92cb3feccccccccccccdcb3feff7ced916872bcd012ca673706172657392a164"
-        "a165a372756eb030313233343536373839616263646566"
+        "a165a372756e9292b0303132333435363738396162636465660092b0666564636261393837363534333231301e"
     ),
 }
 each = pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
@@ -194,7 +195,10 @@ BAD: list[tuple[Record, dict[str, Any]]] = [
     (PLAN, {"settings": [*SETTINGS_FIELDS[:-2], [float("nan"), 0.9], 0]}),
     (PLAN, {"settings": [*SETTINGS_FIELDS[:-1], -1]}),
     (PLAN, {"run": "red"}),
-    (HELLO, {"run": ""}),
+    (HELLO, {"run": [["red", 0]]}),
+    (HELLO, {"run": [["0123456789abcdef", -1]]}),
+    (HELLO, {"run": [["0123456789abcdef"]]}),
+    (HELLO, {"run": [[f"{number:016x}", number] for number in range(MAX_SEGMENTS + 1)]}),
     (HELLO, {"round": -1}),
     (Refusal("model"), {"detail": "\x1b[2J"}),
     (Refusal("model"), {"proof": "c3"}),
@@ -213,6 +217,13 @@ BAD: list[tuple[Record, dict[str, Any]]] = [
 def test_fields_out_of_range_are_refused(record: Record, change: dict[str, Any]) -> None:
     assert reason(msgspec.msgpack.encode(fields(record))) is None
     assert reason(msgspec.msgpack.encode({**fields(record), **change})) == "schema"
+
+
+@pytest.mark.parametrize("record", [HELLO, PLAN, Report(HELLO.holding, HELLO.run)], ids=["hello", "plan", "report"])
+@pytest.mark.parametrize("segments", [[["0" * 16, 0], ["0" * 16, 1]], [["0" * 16, 5], ["1" * 16, 4]]])
+def test_a_run_whose_segments_do_not_follow_each_other_is_refused(record: Record, segments: list[Any]) -> None:
+    assert reason(msgspec.msgpack.encode({**fields(record), "run": segments})) == "run"
+    assert reason(msgspec.msgpack.encode({**fields(record), "run": [segments[0], ["1" * 16, 5]]})) is None
 
 
 def test_marks_tell_plans_apart_whoever_made_them_but_not_their_spares() -> None:

@@ -18,7 +18,15 @@ from protocol.codec import SPOKEN
 from protocol.errors import LocalProtocolError
 from protocol.limits import MAX_HEAD_BYTES
 from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import AverageHead, WeightsHead, open_average_head, open_weights_head, seal_head
+from protocol.tensors import (
+    AverageHead,
+    KeepHead,
+    WeightsHead,
+    open_average_head,
+    open_keep_head,
+    open_weights_head,
+    seal_head,
+)
 from tests.protocol.wire import IDENTITY, STRANGER, SWARM, fields, mutations, refused, values
 
 DATA = Path(__file__).parents[1] / "data"
@@ -55,7 +63,8 @@ AVERAGE = Kind(
     open_average_head,
 )
 WEIGHTS = Kind(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT, version=42), "weights_head_v1.msgpack", open_weights_head)
-both = pytest.mark.parametrize("kind", [AVERAGE, WEIGHTS], ids=["average", "weights"])
+KEEP = Kind(KeepHead(PROTOCOL_VERSION, SWARM, COHORT, stage=3, updates=42), "keep_head_v1.msgpack", open_keep_head)
+each = pytest.mark.parametrize("kind", [AVERAGE, WEIGHTS, KEEP], ids=["average", "weights", "keep"])
 
 
 def sealed(kind: Kind, **changes: object) -> bytes:
@@ -69,14 +78,14 @@ def reason(kind: Kind, data: bytes) -> str | None:
 # --------------------------------------------------------------------- what is sealed can be opened
 
 
-@both
+@each
 def test_golden_bytes(kind: Kind) -> None:
     golden = (DATA / kind.golden).read_bytes()
     assert seal_head(kind.head) == golden
     assert kind.open(golden) == kind.head
 
 
-@both
+@each
 def test_a_later_version_may_add_fields(kind: Kind) -> None:
     assert kind.open(sealed(kind, later={"deep": [1, [2, [3]]]})) == kind.head
 
@@ -96,14 +105,14 @@ def test_a_call_for_weights_does_not_pass_for_one_for_averaging() -> None:
 # --------------------------------------------------------------------- what is refused
 
 
-@both
+@each
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, min(SPOKEN) - 1, -1, 2**63])
 def test_another_version_is_refused_before_its_schema_is_looked_at(kind: Kind, version: int) -> None:
     assert reason(kind, sealed(kind, protocol=version)) == "version"
     assert reason(kind, msgspec.msgpack.encode({"protocol": version, "everything": "else"})) == "version"
 
 
-@both
+@each
 def test_size_is_checked_before_anything_else(kind: Kind) -> None:
     assert reason(kind, bytes(MAX_HEAD_BYTES + 1)) == "size"
     assert reason(kind, bytes(MAX_HEAD_BYTES)) == "schema"
@@ -131,6 +140,15 @@ BAD: dict[str, dict[str, Any]] = {
     "huge version": {"version": 2**53},
     "version NaN": {"version": math.nan},
 }
+BAD_KEEPS: dict[str, dict[str, Any]] = {
+    "swarm": {"swarm": "5a" * 31},
+    "architecture": {"architecture": "0" * 15},
+    "stage": {"stage": -1},
+    "huge stage": {"stage": 2**20},
+    "updates": {"updates": -1},
+    "huge updates": {"updates": 2**53},
+    "half an update": {"updates": 0.5},
+}
 BAD_AVERAGES: dict[str, dict[str, Any]] = {
     **BAD,
     "no sender": {"sender": ""},
@@ -154,10 +172,13 @@ BAD_AVERAGES: dict[str, dict[str, Any]] = {
 }
 
 
+ALL_BAD = (AVERAGE, BAD_AVERAGES), (WEIGHTS, BAD), (KEEP, BAD_KEEPS)
+
+
 @pytest.mark.parametrize(
     ("kind", "change"),
-    [(AVERAGE, change) for change in BAD_AVERAGES.values()] + [(WEIGHTS, change) for change in BAD.values()],
-    ids=[f"average: {name}" for name in BAD_AVERAGES] + [f"weights: {name}" for name in BAD],
+    [(kind, change) for kind, bad in ALL_BAD for change in bad.values()],
+    ids=[f"{kind.golden.split('_')[0]}: {name}" for kind, bad in ALL_BAD for name in bad],
 )
 def test_fields_out_of_range_are_refused(kind: Kind, change: dict[str, Any]) -> None:
     assert kind.open(sealed(kind)) == kind.head
@@ -181,7 +202,7 @@ NASTY: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@both
+@each
 @pytest.mark.parametrize("nasty", NASTY.values(), ids=NASTY)
 def test_nonsense_is_refused(kind: Kind, nasty: Callable[[bytes], bytes]) -> None:
     assert reason(kind, nasty(seal_head(kind.head))) == "schema"
@@ -190,13 +211,13 @@ def test_nonsense_is_refused(kind: Kind, nasty: Callable[[bytes], bytes]) -> Non
 # --------------------------------------------------------------------- no bytes break it
 
 
-@both
+@each
 @given(noise=st.binary(max_size=400))
 def test_random_bytes(kind: Kind, noise: bytes) -> None:
     assert reason(kind, noise) is not None
 
 
-@both
+@each
 @given(data=st.data())
 def test_mutated_heads_open_within_all_limits_or_not_at_all(kind: Kind, data: st.DataObject) -> None:
     mutated = data.draw(mutations(seal_head(kind.head)))
@@ -205,7 +226,7 @@ def test_mutated_heads_open_within_all_limits_or_not_at_all(kind: Kind, data: st
         assert kind.open(seal_head(opened)) == opened
 
 
-@both
+@each
 @given(data=st.data())
 def test_any_value_in_any_field(kind: Kind, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(fields(kind.head))))

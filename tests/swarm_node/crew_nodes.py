@@ -132,7 +132,7 @@ class Machine:
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive(), f"{self.name} does not end: {self.said}"
         if politely:
-            self.node.leave()
+            self.node.leave(cast(Stopper, self.stop))
         else:
             self.node.mates.close()
         self.stack.close()

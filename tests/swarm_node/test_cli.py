@@ -38,7 +38,7 @@ def process(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_there_is_every_command() -> None:
     names = {" ".join(words) for words, _ in commands()}
-    assert {"local", "eval", "export", "starter", "tasks", "config show", "config validate"} <= names
+    assert {"local", "eval", "export", "starter", "tasks", "dashboard", "config show", "config validate"} <= names
     assert {"merge", "new", "bootstrap", "join", "status", "doctor", "identity show", "identity new"} <= names
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.crew import NO_RUN, Holding, Kept
+from protocol.crew import Holding, Kept, Progress
+from protocol.errors import RemoteProtocolError
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig, PolicyConfig, StagesConfig
 from swarm_node.crew import Ear
@@ -18,6 +20,7 @@ from swarm_node.memory import Memory
 from swarm_node.policy.loading import prepare
 from swarm_node.stages.partition import UNKNOWN
 from swarm_node.stages.pipeline import Lead
+from swarm_node.stages.ports import Message
 from tests.swarm_node.crew_nodes import CrewWorld, Machine
 from tests.swarm_node.stages.harness import save
 
@@ -86,10 +89,10 @@ def test_a_stage_may_be_lost_while_a_new_lead_has_the_others_agree(
     world.train(2)
     agree, gone = Lead.agree, []
 
-    def lost_meanwhile(lead: Lead) -> None:
+    def lost_meanwhile(lead: Lead, least: int) -> None:
         if not gone:
             gone.append(world.kill("c"))
-        agree(lead)
+        agree(lead, least)
 
     monkeypatch.setattr(Lead, "agree", lost_meanwhile)
     gone_lead = world.kill("a")
@@ -131,6 +134,28 @@ def test_who_leads_no_more_keeps_nothing_of_the_first_stage(form: Callable[..., 
     assert model() is None
 
 
+def test_people_are_told_what_is_waited_for_and_where_else_to_join(form: Callable[..., CrewWorld]) -> None:
+    world = form("llama", 2, a={"spare_wait_s": 1000.0}, b={"wire": "int8"})
+    lead, b = world.machines["a"], world.machines["b"]
+    assert b.node.config.stages.wire == "float32" and b.node.own.stages.wire == "int8"
+    assert any('stages.wire = "float32" (here "int8")' in line for line in b.said)
+    world.until(lambda: b.transport.addresses[0] in lead.node.invitation.link)
+    for _ in range(3):
+        lead.node.invite()
+    links = [line for line in lead.said if line.startswith("swarm-node join")]
+    assert links[-1].count("peer=") == 2 and len(links) == len(set(links)) <= 2
+    assert lead.node.waiting() == "" and lead.node.status()["whole"]
+    gone = world.kill("b")
+    world.until(lead.node.waiting)
+    status = lead.node.status()
+    gone.end(politely=False)
+    assert re.fullmatch(r"stage 1 is missing for \d+ s: waiting for a peer", lead.node.waiting())
+    assert not status["whole"] and status["stages"][0]["missing"] is None
+    assert status["stages"][1]["missing"]["taker"] is None and status["stages"][1]["peer"] == "b"
+    world.until(lambda: lead.node.mates.absent == {"b"} or "b" not in lead.transport.members())
+    world.until(lambda: b.transport.addresses[0] not in lead.node.invitation.link)
+
+
 def test_who_is_out_of_minutes_leaves_the_lead_to_another(form: Callable[..., CrewWorld]) -> None:
     world = form("llama", 3)
     world.train(1)
@@ -146,6 +171,100 @@ def test_who_is_out_of_minutes_leaves_the_lead_to_another(form: Callable[..., Cr
     world.train(1)
 
 
+@pytest.mark.parametrize(("leaver", "keeper", "taker"), [("a", "b", "b"), ("c", "b", "b"), ("b", "c", "spare")])
+def test_nothing_is_lost_when_a_peer_leaves_politely(
+    form: Callable[..., CrewWorld], leaver: str, keeper: str, taker: str
+) -> None:
+    world = form("llama", 3)
+    if taker == "spare":
+        spare = world.start("spare").node.mates
+        world.until(lambda: spare.plan is not None and spare.plan.spares == ("spare",))
+    world.train(3)
+    gone = world.machines.pop(leaver)
+    (stage,) = gone.updates
+    world.until(lambda: gone.updates == {stage: 3})
+    expected = gone.weights()[stage]
+    gone.end()
+    assert f"{keeper} keeps stage {stage} for whoever holds it next" in gone.said
+    assert stage in world.machines[keeper].node.handing.replicas or taker == keeper
+    world.until(lambda: stage in world.machines[taker].updates)
+    assert all(torch.equal(*pair) for pair in zip(world.machines[taker].weights()[stage], expected, strict=True))
+    lead = world.lead()
+    world.train(1)
+    assert any(re.search("rebuilt from the replica that .* kept; nothing is lost", line) for line in lead.said)
+    for machine in world.machines.values():
+        world.until(lambda machine=machine: set(machine.updates.values()) == {4})
+        world.until(lambda machine=machine: machine.node.handing.replicas == {})
+
+
+def test_an_update_that_the_others_may_be_making_is_made_before_leaving(form: Callable[..., CrewWorld]) -> None:
+    world = form("llama", 2)
+    world.train(2)
+    b = world.machines["b"]
+    worker = b.node.seats.workers[1]
+    squared = worker._squared
+
+    def told() -> Message:
+        b.stop.requested = True
+        return squared()
+
+    worker._squared = told  # type: ignore[method-assign]
+    world.todo = 1
+    world.until(lambda: not b.thread.is_alive())
+    assert b.updates == {1: 2} and worker.midway
+    world.machines.pop("b").end()
+    world.until(lambda: world.todo == 0)
+    assert worker.updates == 3 and not worker.midway
+    world.train(1)
+    said = world.machines["a"].said
+    assert any(re.search("stage 1 rebuilt from the replica that .* kept; nothing is lost", line) for line in said), said
+
+
+def test_who_leaves_when_all_do_waits_for_nobody(form: Callable[..., CrewWorld]) -> None:
+    world = form("llama", 2)
+    world.train(2)
+    a, b = world.machines.pop("a"), world.machines.pop("b")
+    a.stop.requested = b.stop.requested = True
+    b.thread.join()
+    a.end()
+    b.end()
+    assert any("nobody keeps stage 0 (leaving" in line for line in a.said), a.said
+    assert any("nobody keeps stage 1 (" in line for line in b.said), b.said
+    assert not a.node.handing.replicas and not b.node.handing.replicas
+    for stage, machine in enumerate((a, b)):
+        assert list((machine.node.run.path / "stages" / str(stage)).glob("round-*"))
+
+
+def test_a_copy_that_its_keeper_has_no_room_for_is_left_to_the_next_in_line(
+    form: Callable[..., CrewWorld],
+) -> None:
+    world = form("llama", 3)
+    world.train(1)
+    world.machines["c"].node.handing.room = lambda: 1
+    world.machines.pop("b").end()
+    assert world.machines["a"].node.handing.replicas.keys() | world.machines["a"].updates.keys() == {0, 1}
+    world.train(1)
+    assert any("nothing is lost" in line for line in world.machines["a"].said)
+
+
+def test_nobody_keeps_what_is_not_the_askers_or_after_the_run(form: Callable[..., CrewWorld]) -> None:
+    world = form("llama", 3)
+    world.train(1)
+    c = world.machines["c"].node
+    with pytest.raises(RemoteProtocolError, match="stranger"):
+        c._shelf("a", 1)
+    with pytest.raises(RemoteProtocolError, match="stranger"):
+        c._shelf("x", 1)
+    assert c._shelf("b", 1).keys() == world.machines["b"].node.seats.workers[1].stage.named().keys()
+    world.machines["a"].node.mates.tell(Progress(1, 0.5, over=True))
+    world.until(lambda: c.mates.progress is not None and c.mates.progress.over)
+    with pytest.raises(RemoteProtocolError, match="leaving"):
+        c._shelf("b", 1)
+    b = world.machines.pop("b")
+    b.end()
+    assert not any("keeps stage" in line for line in b.said)
+
+
 def test_files_of_another_run_are_of_no_use_to_a_crew(form: Callable[..., CrewWorld]) -> None:
     world = form("llama", 2)
     world.train(3)
@@ -159,10 +278,12 @@ def test_files_of_another_run_are_of_no_use_to_a_crew(form: Callable[..., CrewWo
     theirs = world.machines["d"].node.seats.run
     for name in "cd":
         world.machines.pop(name).end()
-    assert len({ours, theirs, NO_RUN}) == 3
+    assert len(ours) == len(theirs) == 1 and ours != theirs
     world.start("a", stage=0), world.start("d", stage=1)
     lead = world.lead()
-    assert lead.name == "a" and lead.node.seats.run == world.machines["d"].node.seats.run == ours
+    again = lead.node.seats.run
+    assert lead.name == "a" and again == world.machines["d"].node.seats.run and again[:-1] == ours
+    assert again[-1][1] == 3
     assert any("stage 0 rebuilt from the snapshot after update 3; nothing is lost" in line for line in lead.said)
     metrics = lead.node.mates.metrics()
     assert metrics["stages/recovered/snapshot"] == metrics["stages/recovered/base"] == 1
@@ -170,7 +291,7 @@ def test_files_of_another_run_are_of_no_use_to_a_crew(form: Callable[..., CrewWo
     world.machines.pop("d").end()
     world.start("b", stage=1)
     world.train(1)
-    assert world.machines["b"].node.seats.run == ours
+    world.until(lambda: world.machines["b"].node.seats.run == again)
 
 
 def room_for_one(policy: PolicyConfig) -> float:

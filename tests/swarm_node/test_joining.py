@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
@@ -28,6 +29,7 @@ from swarm_node.joining import (
     gather_files,
     join_link,
     keep,
+    living,
     open_transport,
     serve_swarm,
     settings_of,
@@ -429,6 +431,16 @@ def test_the_link_leads_to_this_node_first_and_to_others_if_it_cannot_be_reached
     assert link.swarm == PLAIN.swarm_id
     assert link.peers == [address(0), address(1), address(2), relayed]
     assert len(parse_link(join_link(PLAIN.swarm_id, [], [address(i) for i in range(20)])).peers) == 8
+
+
+def test_links_name_a_few_members_who_can_be_reached() -> None:
+    relayed = f"{address(9)}/p2p-circuit/p2p/{peer_id(1)}"
+    told = {1: [relayed, address(1)], 2: [], 3: [address(3), address(3, 31331)], 4: [address(4)], 5: [address(5)]}
+    members = {peer_id(i): replace(card(), addresses=addresses) for i, addresses in told.items()}
+    members[peer_id(4)] = replace(members[peer_id(4)], roles=["bootstrap"])
+    assert living(members, [peer_id(8), peer_id(2), peer_id(3), peer_id(1)]) == [address(4), address(3), address(1)]
+    assert living({peer_id(1): replace(card(), addresses=[relayed])}, []) == [relayed]
+    assert len(living(members, [])) == 3 and living({}, [peer_id(1)]) == []
 
 
 def test_settings_are_those_of_the_configuration_and_the_swarm() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from protocol.crew import NO_RUN as RUN
 from protocol.crew import Kept, Plan, Seat, Source, crew_id, crew_key
 from swarm_node import seats as seats_module
 from swarm_node.agreed import settings_of
@@ -18,12 +19,12 @@ from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, StagesConfig
 from swarm_node.recovery.paths import elsewhere, tell
 from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
 from swarm_node.recovery.snapshots import SnapshotStore
-from swarm_node.seats import absolute, kept_for, relative, replica_every, replicated
-from swarm_node.stage_files import newest, stage_files
+from swarm_node.seats import kept_for, replica_every, replicated, takers
+from swarm_node.stage_files import StageFile, newest, stage_files
 from swarm_node.stages.cut import load_stage
-from swarm_node.stages.handing import layer_of
+from swarm_node.stages.handing import State, layer_of
 from tests.swarm_node.stages.harness import save
-from tests.swarm_node.stages.seats_world import ARCHITECTURE, SWARM, World, same
+from tests.swarm_node.stages.seats_world import ARCHITECTURE, RUN, SWARM, World, same
 from tests.swarm_node.stages.test_cut import MODELS
 from tests.swarm_node.stages.test_cut import saved as saved_kinds
 
@@ -96,6 +97,32 @@ def test_replicas_of_a_former_neighbour_are_forgotten(saved: Saved, tmp_path: Pa
     b.seats.leave(1), c.take(1)
     b.seats.updated(world.plan(a, c))
     assert b.seats.holding().replicas == ()
+
+
+def test_what_is_kept_for_a_peer_that_leaves_is_kept_until_there_is_an_update_without_it(
+    saved: Saved, tmp_path: Path
+) -> None:
+    world = World(saved("llama"), 2, tmp_path, replica="off")
+    a, b, c = (world.peer(name) for name in "abc")
+    a.take(0), b.take(1)
+    a.train(0, seed=1), b.train(1, seed=2)
+    plan = world.plan(a, b)
+    a.seats.asked = {1: plan.mark}
+    a.handing.keep(1, b.transport.peer_id, a.seats.shapes_of(1, world.spans))
+    world.run(5.0)
+    a.train(0, seed=3)
+    a.seats.updated(plan)
+    assert a.seats.holding().replicas == (Kept(1, 1),)
+    a.seats.updated(msgspec.structs.replace(world.plan(a, c), number=2))
+    assert a.seats.holding().replicas == () and a.seats.asked == {}
+
+
+def test_a_stage_is_offered_to_neighbours_then_to_the_others() -> None:
+    plan = msgspec.structs.replace(plan_of(*"abcab"), spares=("s", "t"))
+    assert takers(plan, 0, "a") == ["b", "c", "s", "t"]
+    assert takers(plan, 2, "c") == ["a", "b", "s", "t"]
+    assert takers(plan, 4, "b") == ["a", "c", "s", "t"]
+    assert takers(plan_of("a", "a"), 1, "a") == takers(plan_of("a"), 0, "a") == []
 
 
 def test_the_only_copy_of_a_stage_is_written_when_its_keeper_leaves(saved: Saved, tmp_path: Path) -> None:
@@ -198,11 +225,11 @@ def test_a_middle_stage_is_the_weighted_mean(saved: Saved, tmp_path: Path, lora:
     way = source("mean", a, c, stages=(0, 2))
     assert b.take(1, way) == (6, way)
     first, end = world.spans[1]
-    before, after = Neighbour(relative(inner(a.weights(0))), 1.5), Neighbour(relative(inner(c.weights(2))), 3.5)
-    expected = absolute(checkfree(before, after, end - first), first)
+    before, after = Neighbour(inner(a.weights(0)), 1.5), Neighbour(inner(c.weights(2)), 3.5)
+    expected = checkfree(before, after, end - first, first)
     assert same(b.weights(1), expected) and len(expected) == len(b.seats.workers[1].stage.named())
     assert b.seats.optimizer(1).rate_scale == RATE
-    plain = absolute(checkfree(Neighbour(before.tensors), Neighbour(after.tensors), end - first), first)
+    plain = checkfree(Neighbour(before.tensors), Neighbour(after.tensors), end - first, first)
     assert not same(expected, plain)  # the weights count
 
 
@@ -231,8 +258,8 @@ def test_an_end_is_copied_and_its_embedding_or_head_was_kept(
     way = source("copy", near, stages=(model,))
     assert taker.take(lost, way) == (1, way)
     first, until = world.spans[lost]
-    copied = checkfree(Neighbour(relative(inner(near.weights(model)))), None, until - first)
-    assert same(taker.weights(lost), absolute(copied, first) | rest)
+    copied = checkfree(Neighbour(inner(near.weights(model))), None, until - first, first)
+    assert same(taker.weights(lost), copied | rest)
     assert taker.seats.optimizer(lost).rate_scale == RATE
 
 
@@ -341,7 +368,8 @@ def test_files_and_copies_of_another_run_do_not_count(saved: Saved, tmp_path: Pa
     assert a.seats.recall(world.spans) == 77
     assert a.seats.holding().replicas == a.seats.holding().snapshots == (Kept(1, 500),)
     assert not a.seats.go_to(RUN) and a.seats.holding().replicas
-    assert a.seats.go_to("ef" * 8)
+    other = (("ef" * 8, 0),)
+    assert a.seats.go_to(other) and a.said[-1].endswith("another run or branch: 1")
     assert a.seats.holding().replicas == a.seats.holding().snapshots == () and a.seats.round == 0
     for way in ("snapshot", "replica"):
         assert a.take(1, source(way, a, updates=500), base) == (0, base)
@@ -349,7 +377,62 @@ def test_files_and_copies_of_another_run_do_not_count(saved: Saved, tmp_path: Pa
     a.seats.save_all()
     assert a.seats.holding().snapshots == (Kept(1, 3),)
     last = newest(stage_files(tmp_path / "a" / "stages"))
-    assert last is not None and (last.run, last.updates) == ("ef" * 8, 3)  # by time, not by count
+    assert last is not None and (last.run, last.updates) == (other, 3)  # by time, not by count
+
+
+def test_stages_stay_when_the_run_goes_on_and_go_when_it_forks(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 3, tmp_path)
+    a = world.peer("a")
+
+    def files() -> list[StageFile]:
+        for store in a.seats._stores.values():
+            store.wait()
+        return stage_files(tmp_path / "a" / "stages")
+
+    for stage, updates in ((0, 41), (1, 43), (2, 40)):
+        a.take(stage)
+        a.train(stage, seed=stage, updates=updates)
+    a.seats.handing.let_go(2)
+    kept = State({}, 41, 1.0)
+    a.seats.workers.pop(2)
+    a.handing.replicas = {2: kept}
+    a.seats.round = 39
+    ours = (*RUN, ("0a" * 8, 40))
+    assert not a.seats.go_to(ours)
+    assert a.seats.workers.keys() == {0, 1}  # what becomes of the second is for the crew to say
+    assert a.handing.replicas == {2: kept} and a.seats.round == 39
+    assert [(file.stage, file.updates, file.run) for file in files()] == [(1, 43, RUN)]
+    a.seats.save(0)
+    assert (0, 41, ours) in [(file.stage, file.updates, file.run) for file in files()]
+    a.handing.replicas[1] = State({}, 30, 1.0)
+    weights = a.weights(0)
+    theirs = (*RUN, ("0b" * 8, 30))
+    a.train(0, seed=7, updates=9)
+    assert a.seats.go_to(theirs) and a.seats.round == 0
+    assert a.seats.workers == {} and list(a.handing.replicas) == [1] and a.seats.holding().snapshots == ()
+    assert files()[0].updates == 50 and files()[0].run == ours  # it is not lost
+    assert not any(file.counts(theirs) for file in files())
+    assert a.seats.go_to(ours) and Kept(0, 41) in a.seats.holding().snapshots
+    a.take(0, source("snapshot", a, updates=41))
+    assert same(a.weights(0), weights)
+
+
+def test_files_of_older_versions_are_of_a_run_of_one_segment(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a = world.peer("a")
+    a.take(1)
+    for _ in range(2):
+        a.train(1, seed=1, updates=20)
+        a.seats.save(1)
+    a.seats.save_all()
+    for file in stage_files(tmp_path / "a" / "stages"):
+        text = file.path / "state.json"
+        text.write_text(text.read_text().replace(json.dumps(RUN), json.dumps(RUN[0][0])))
+    assert [(file.run, file.updates) for file in stage_files(tmp_path / "a" / "stages")] == [(RUN, 40), (RUN, 20)]
+    a.seats = a.new_seats()
+    assert a.seats.holding().snapshots == (Kept(1, 40), Kept(1, 20))
+    a.seats.go_to((*RUN, ("0a" * 8, 30)))
+    assert a.seats.holding().snapshots == (Kept(1, 20),)
 
 
 def test_nobody_waits_for_a_slow_disk(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

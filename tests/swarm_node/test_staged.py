@@ -11,12 +11,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from protocol.crew import Source
 from swarm_node.config import PolicyConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.export import export_run, policy_of_run
 from swarm_node.rundir import RunDir
 from tests.swarm_node.stages.harness import save
-from tests.swarm_node.stages.seats_world import Peer, World, same
+from tests.swarm_node.stages.seats_world import RUN, Peer, World, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 Saved = Callable[..., PolicyConfig]
@@ -185,10 +186,32 @@ def test_stages_of_an_earlier_run_are_not_mixed_in(saved: Saved, tmp_path: Path)
     runs.train(updates=500)
     for peer in runs.peers:  # a new run in the same directories
         (stage,) = peer.seats.workers
-        peer.seats.go_to("ef" * 8)
+        peer.seats.go_to((("ef" * 8, 0),))
         peer.take(stage)
     runs.train(updates=3, seed=7)
     out = runs.export(tmp_path / "out")
     assert "all 2 stages after update 3" in runs.said
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert same({name: p.detach() for name, p in model.named_parameters()}, runs.weights)
+
+
+def test_stages_of_two_branches_are_not_mixed(saved: Saved, tmp_path: Path) -> None:
+    runs = Runs(saved("llama"), tmp_path)
+    runs.train(updates=40)
+    before = runs.weights
+    branches = [(*RUN, (name * 8, 40)) for name in ("0a", "0b")]
+    for peer, branch in zip(runs.peers, branches, strict=True):  # each goes on alone
+        assert not peer.seats.go_to(branch)
+        runs.train(updates=20, peers=[peer], seed=7)
+    out = runs.export(tmp_path / "out")
+    assert "all 2 stages after update 40" in runs.said
+    assert any(line.endswith("than the newest: 1") for line in runs.said)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert same({name: p.detach() for name, p in model.named_parameters()}, before)
+    runs.peers[0].seats.go_to(branches[1])  # they meet: the first takes its stage up again
+    runs.peers[0].take(0, Source("snapshot", (runs.peers[0].transport.peer_id,), updates=40))
+    runs.train(updates=20, peers=runs.peers[:1], seed=9)
+    runs.said.clear()
+    model = AutoModelForCausalLM.from_pretrained(runs.export(tmp_path / "again"), dtype=torch.float32)
+    assert "all 2 stages after update 60" in runs.said
     assert same({name: p.detach() for name, p in model.named_parameters()}, runs.weights)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -177,6 +178,24 @@ def test_a_crew_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None
     assert "           stage 1 (layers 6-11): this node" in lines
     assert "           spares 1; replicas kept here: stage 0 after update 11" in lines
     assert "           stages built so far: 2 by replica, 1 by base" in lines
+
+
+@pytest.mark.parametrize("taker", [None, {"peer": peer_id(0), "name": "alice"}])
+def test_a_lost_stage_is_not_its_last_holder_s_though_its_card_has_not_run_out(
+    taker: dict[str, str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = {"since": time.time() - 12.0, "taker": taker}
+    stages = [
+        {"layers": [0, 5], "peer": peer_id(0), "name": "alice", "missing": None},
+        {"layers": [6, 11], "peer": peer_id(1), "name": "bob", "missing": missing},
+    ]
+    crew = {"name": "home", "count": 2, "lead": stages[0], "whole": False, "updates": 12, "round": 12, "stages": stages}
+    crew |= {"spares": 0, "held": [0], "replicas": {}, "recovered": {}, "absent": [peer_id(1)]}
+    make_run("runs/alice", crew=crew)
+    text = shown(capsys, "runs/alice")
+    by = "held by nobody" if taker is None else f"being rebuilt by alice (…{peer_id(0)[-8:]})"
+    assert f"           stage 1 (layers 6-11): lost 12 s ago, {by}" in text.splitlines()
+    assert re.search(r"bob +silent", text) and "members    0 others" in text
 
 
 def test_a_crew_that_is_not_there_yet_says_so(capsys: pytest.CaptureFixture[str]) -> None:

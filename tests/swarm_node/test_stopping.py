@@ -128,6 +128,49 @@ def test_it_is_known_how_much_time_is_left():
     assert (out, process.returncode) == ("some is left\n", 0)
 
 
+NOTICED = """
+import os, signal, threading
+def told(): threading.Thread(target=stop.notice, args=(30.0,)).start()
+with Stopper(last_resort, deadline_s=5.0) as stop:
+    try:
+        stop.allow()
+        threading.Timer(0.2, told).start()
+        BODY
+    except StopRequested:
+        assert 20 < stop.left_s <= 28, stop.left_s
+        ready()
+        end = time.monotonic() + 30
+        while stop.left_s > 5 and time.monotonic() < end: time.sleep(0.01)
+        print("the machine stops", flush=True)
+        if AGAIN: time.sleep(30)
+stop.notice(3.0)  # nobody listens any more, and nobody is harmed
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("body", ["while True: sum(range(1000))", "stop.wait(60)"])
+def test_a_notice_stops_with_a_deadline_of_its_own_which_a_signal_brings_forward(body):
+    process = start(NOTICED.replace("BODY", body).replace("AGAIN", "False"))
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=15)
+    assert (out, process.returncode) == ("the machine stops\nleft\n", 0)
+
+
+def test_a_second_signal_after_a_notice_quits_at_once():
+    process = start(NOTICED.replace("BODY", "stop.wait(60)").replace("AGAIN", "True"))
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "the machine stops\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=15)
+    assert (out, process.returncode) == ("", 143)
+
+
+def test_a_notice_during_one_long_call_into_c_is_left_by_the_last_resort():
+    process = start(STUCK.replace("0.3, ready", "0.3, lambda: (ready(), stop.notice(2.5))"))
+    out, _ = process.communicate(timeout=15)
+    assert (out, process.returncode) == ("last resort\n", 0)
+
+
 def test_a_last_resort_that_fails_is_the_end_all_the_same():
     process = start("def last_resort(): raise OSError('disk full')\n" + STUCK)
     began = time.monotonic()

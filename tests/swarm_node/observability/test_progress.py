@@ -149,8 +149,8 @@ def screen(output):
     return [line.rstrip() for line in lines]
 
 
-@pytest.mark.parametrize("columns", [100, 60])
-def test_on_a_terminal_the_bar_stays_below_what_is_said(monkeypatch, columns):
+@pytest.mark.parametrize(("columns", "waiting"), [(100, ""), (60, ""), (100, "stage 1 is missing")])
+def test_on_a_terminal_the_bar_stays_below_what_is_said(monkeypatch, columns, waiting):
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("COLUMNS", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
@@ -175,6 +175,7 @@ def test_on_a_terminal_the_bar_stays_below_what_is_said(monkeypatch, columns):
             progress.update(round, {"reward": round / 20, "perf/generated_tok_s": 2310.0})
             if round % 10 == 0:
                 progress.say(f"round {round}: swarm://{'a' * 150}")
+        progress.waiting = lambda: waiting
         progress.stop()
         progress.say("THE END")
         reader.join(10)
@@ -182,8 +183,8 @@ def test_on_a_terminal_the_bar_stays_below_what_is_said(monkeypatch, columns):
     shown = screen(b"".join(output).decode())
     assert shown[0] == f"round 10: swarm://{'a' * 150}"
     assert shown[1] == f"round 20: swarm://{'a' * 150}"
-    assert re.fullmatch(r"round 20/20 ━+ +100% took 0:20", shown[2])
-    assert shown[3] == f"reward 0.775 {sparkline(range(20))}  2,310 tok/s"
+    assert re.fullmatch(rf"round 20/20 ━+ +100%{' took 0:20' * (not waiting)}", shown[2])
+    assert shown[3] == f"reward 0.775 {sparkline(range(20))}  {waiting or '2,310 tok/s'}", "no speed while it waits"
     assert shown[4] == "THE END"
 
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import SnapshotError, UserError
-from swarm_node.policy.loading import bf16_slowdown, load_policy
+from swarm_node.policy import loading
+from swarm_node.policy.loading import bf16_slowdown, load_policy, prepare
 from swarm_node.types import Sampling
 from tests.swarm_node.policy.models import save
 
@@ -182,6 +183,16 @@ def test_a_model_without_end_or_pad_token(tmp_path):
 
 def test_dtype_is_measured():
     assert 0.01 < bf16_slowdown(64, seconds=0.05) < 100
+
+
+def test_nothing_is_measured_where_others_must_come_to_the_same(tmp_path, monkeypatch):
+    save("llama", tmp_path)
+    monkeypatch.setattr(loading, "bf16_slowdown", lambda hidden: 0.1)
+    config = PolicyConfig(model=str(tmp_path), device="cpu", lora=True)
+    assert prepare(config).dtype == torch.bfloat16
+    plan = prepare(config, alone=False)
+    assert plan.dtype == torch.float32 and "as on every machine of a crew without a GPU" in plan.where
+    assert "as asked" in prepare(config.model_copy(update={"dtype": "float32"}), alone=False).where
 
 
 class _Cramped:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, combinations
 
 from msgspec.structs import replace
 
@@ -24,6 +24,7 @@ from protocol.crew import (
     open_record,
     seal_record,
 )
+from protocol.lineage import NO_RUN, Lineage, shared
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.recovery.paths import sources, tell
 from swarm_node.stages.crewing import Crew
@@ -32,6 +33,7 @@ from swarm_node.stages.leading import (
     Close,
     Connect,
     Costs,
+    Lead,
     LeaveLead,
     LeaveSeat,
     Link,
@@ -52,7 +54,7 @@ SILENCE_S = 4.0
 BUILD_S = 100.0
 """Nothing takes so long to build, unless it hangs."""
 TURNS = 2**32
-RUN = "5c" * 8
+RUN = (("5c" * 8, 0),)
 """Of peers that have files."""
 SETTINGS = Settings(
     "float32", False, "auto", 0, False, prompt=16, length=8, microbatch=64, decay=0.0, betas=(0.9, 0.999)
@@ -137,7 +139,7 @@ class World:
         self.far: dict[Link, tuple[str, Link]] = {}
         """End of a channel -> whose the other one is, and it."""
         self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.count = 0
+        self.count = self.segments = 0
         self.arrives: dict[Link, float] = {}
         self.trained_at: dict[str, float] = {}
 
@@ -152,7 +154,8 @@ class World:
 
         changes.setdefault("settings", replace(SETTINGS, swap=self.plus))
         self.count += 1
-        changes.setdefault("run", RUN if holding else f"{self.count:016x}")
+        changes.setdefault("run", RUN if holding else NO_RUN)
+        changes.setdefault("draw", self.draw)
         place = post(peer, self.stages, started=self.now, **changes)  # type: ignore[arg-type]
         machine = Machine(None)  # type: ignore[arg-type]
         machine.crew = Crew(
@@ -161,6 +164,10 @@ class World:
         self.machines[peer] = machine
         self.publish(peer)
         return machine
+
+    def draw(self) -> str:
+        self.segments += 1
+        return f"{self.segments:016x}"
 
     def held_s(self, machine: Machine) -> float:
         """A stage that never will be built is one that nothing is done about."""
@@ -277,7 +284,9 @@ class World:
                 for giver, model in zip(source.peers, models, strict=True)
             ):
                 continue
-            if source.way == "snapshot" and source.peers != (peer,):
+            if source.way == "snapshot" and (
+                source.peers != (peer,) or not self.has(peer, order.stage, source.updates)
+            ):
                 continue
             updates = source.updates
             if source.way == "live":
@@ -285,6 +294,10 @@ class World:
             self.seat(peer, order, updates, source)
             return
         self.act(peer, machine.crew.unable(order, "no way works", self.now))
+
+    def has(self, peer: str, stage: int, updates: int) -> bool:
+        """Whether a file that was told of is there."""
+        return True
 
     def withdrawn(self, peer: str, order: TakeSeat) -> None:
         """Whoever builds a stage notices in the end that it is not wanted any more."""
@@ -428,6 +441,86 @@ class World:
             )
             lines += [f"      {text}" for text in machine.said[-8:]]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class File:
+    stage: int
+    updates: int
+    run: Lineage
+    past: dict[int, Lead]
+    """Update -> who had it made."""
+
+
+class DiskWorld(World):
+    """Machines also write files, and find them again; it is known by whom each update of a stage was really made."""
+
+    def __init__(self, seed: int, stages: int) -> None:
+        super().__init__(seed, stages)
+        self.disks: dict[str, list[File]] = {}
+        self.pasts: dict[tuple[Machine, int], dict[int, Lead]] = {}
+        self.loaded = 0
+        """Files."""
+
+    def start(self, peer: str, holding: Holding | None = None, **changes: object) -> Machine:
+        files = self.disks.setdefault(peer, [])
+        run = files[-1].run if files else NO_RUN
+        return super().start(peer, Holding(snapshots=self.counted(peer, run)), run=run, **changes)
+
+    def counted(self, peer: str, run: Lineage) -> tuple[Kept, ...]:
+        files = [file for file in self.disks[peer] if file.updates <= shared(file.run, run)]
+        return tuple(dict.fromkeys(Kept(file.stage, file.updates) for file in reversed(files)))
+
+    def file(self, peer: str, stage: int, updates: int) -> File | None:
+        run, files = self.machines[peer].crew.run, reversed(self.disks[peer])
+        ours = (file for file in files if (file.stage, file.updates) == (stage, updates))
+        return next((file for file in ours if updates <= shared(file.run, run)), None)
+
+    def has(self, peer: str, stage: int, updates: int) -> bool:
+        return self.file(peer, stage, updates) is not None
+
+    def live(self, peer: str) -> None:
+        super().live(peer)
+        if peer in self.machines:
+            crew = self.machines[peer].crew
+            files = replace(crew.holding, snapshots=self.counted(peer, crew.run))
+            if files != crew.holding:
+                self.act(peer, crew.report(files, self.now))
+
+    def train(self, machine: Machine) -> None:
+        before = {peer: Counter(one.trained) for peer, one in self.machines.items()}
+        super().train(machine)
+        for peer, one in self.machines.items():
+            for stage in one.trained - before[peer]:
+                updates, past = one.memory[stage], self.pasts.setdefault((one, stage), {})
+                past = {n: lead for n, lead in past.items() if n < updates} | {updates: machine.crew.lead}
+                self.pasts[one, stage] = past
+                if updates % 5 == 0:
+                    self.disks[peer].append(File(stage, updates, one.crew.run, past))
+
+    def seat(self, peer: str, order: TakeSeat, updates: int, source: Source) -> None:
+        past: dict[int, Lead] = {}
+        if source.way == "live":
+            past = self.pasts.get((self.machines[source.peers[0]], order.stage), {})
+        elif source.way == "snapshot":
+            file = self.file(peer, order.stage, source.updates)
+            assert file is not None
+            past = file.past
+            self.loaded += 1
+        self.pasts[self.machines[peer], order.stage] = past
+        super().seat(peer, order, updates, source)
+
+    def check(self) -> None:
+        """No two stages of a crew have made the same update for different leads."""
+        for machine in self.machines.values():
+            if machine.crew.lead is None or not machine.crew.whole:
+                continue
+            assert machine.crew.plan is not None
+            seats = [(self.machines.get(seat.peer), i) for i, seat in enumerate(machine.crew.plan.seats)]
+            pasts = [self.pasts.get((one, i), {}) for one, i in seats if one is not None and i in one.memory]
+            for one, other in combinations(pasts, 2):
+                apart = [n for n in one.keys() & other.keys() if one[n] is not other[n]]
+                assert not apart, f"updates {apart}\n{self.story()}"
 
 
 def crew_links(world: World, peer: str) -> list[Link]:

@@ -22,6 +22,7 @@ from swarm_node.stages.partition import UNKNOWN, partition, sizes
 
 SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8
 PERIOD_S = 10.0
+RUN = (("5c" * 8, 0),)
 
 
 class Peer:
@@ -45,7 +46,7 @@ class Peer:
     def new_seats(self) -> Seats:
         """As after a restart."""
         world = self.world
-        return Seats(
+        seats = Seats(
             world.config,
             world.loading,
             self.handing,
@@ -54,6 +55,8 @@ class Peer:
             self._stands,
             self.said.append,
         )
+        seats.go_to(RUN)
+        return seats
 
     def _stands(self, order: TakeSeat) -> bool:
         self.world.run(0.5)

@@ -26,6 +26,7 @@ from protocol.crew import (
     Whole,
     proof,
 )
+from protocol.lineage import leads_to, shared
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.stages.doors import MAX_STRANGERS, PART_S, STRANGER_S
 from swarm_node.stages.leading import (
@@ -40,6 +41,7 @@ from swarm_node.stages.leading import (
     Link,
     Send,
     TakeSeat,
+    counted,
 )
 from swarm_node.stages.seeking import ALONE_S, AVOID_S, DIAL_S, FIND_S
 from tests.swarm_node.stages.crew_world import (
@@ -48,6 +50,7 @@ from tests.swarm_node.stages.crew_world import (
     SETTINGS,
     SILENCE_S,
     SWARM,
+    DiskWorld,
     Machine,
     World,
     a_layer_costs_one,
@@ -55,6 +58,8 @@ from tests.swarm_node.stages.crew_world import (
 )
 
 FORMING_S = 25.0
+OTHER = (("0e" * 8, 0),)
+"""A run."""
 MENDING_S = SILENCE_S + DIAL_S + GATHER_S + 8.0
 """Everything that may have to be waited for when peers vanish silently, and some seconds to say and build things."""
 
@@ -284,6 +289,12 @@ def test_a_crew_that_starts_again_goes_back_to_its_snapshots():
     by_stage = {stage: way for machine in world.machines.values() for stage, way in machine.ways}
     assert by_stage == {0: "snapshot", 1: "snapshot"} and world.learns()
     assert 20 < world.machines["a"].memory[0] < 60 and heard(world.machines["a"], "the snapshot after update 20") == 2
+    *before, (_, began) = world.plan().run
+    assert tuple(before) == RUN and began == 20
+    assert [machine.crew.holding.snapshots for machine in world.machines.values()] == [
+        (Kept(0, 20),),  # it went back: what it has made after that is of a branch that was left
+        (Kept(1, 20), Kept(1, 10)),
+    ]
 
 
 @pytest.mark.parametrize("order", ["abc", "cab", "bca"])
@@ -292,18 +303,19 @@ def test_what_is_held_of_another_run_does_not_count(order):
     files = {
         "a": {},
         "b": {"holding": Holding(snapshots=(Kept(1, 30),)), "round": 25},
-        "c": {"holding": Holding(snapshots=(Kept(1, 500), Kept(2, 500))), "run": "0e" * 8, "round": 400},
+        "c": {"holding": Holding(snapshots=(Kept(1, 500), Kept(2, 500))), "run": OTHER, "round": 400},
     }
     for peer in order:
         world.start(peer, wanted={"a": 0, "b": 1, "c": None}[peer], **files[peer])
         world.run(5.0 if peer == "b" else 0.25)  # the first that has something
     world.run(FORMING_S)
     plan = world.plan()
-    assert plan.run == (RUN if order != "cab" else "0e" * 8) and world.learns()
+    ours, theirs = (OTHER, RUN) if order == "cab" else (RUN, OTHER)
+    assert leads_to(ours, plan.run) and shared(theirs, plan.run) == -1 and world.learns()
     ways = {stage: way for machine in world.machines.values() for stage, way in machine.ways}
-    assert ways == {0: "base", 1: "snapshot", 2: "base"} if plan.run == RUN else {0: "base", 1: "base", 2: "snapshot"}
+    assert ways == {0: "base", 1: "snapshot", 2: "base"} if ours == RUN else {0: "base", 1: "base", 2: "snapshot"}
     assert all(machine.crew.run == plan.run for machine in world.machines.values())
-    others = world.machines["c" if plan.run == RUN else "b"].crew
+    others = world.machines["c" if ours == RUN else "b"].crew
     assert others.holding.snapshots == () and others._hello("x").run == plan.run
 
 
@@ -313,9 +325,9 @@ def test_stages_in_memory_count_for_more_than_files_of_another_run():
     world.kill("a")
     world.run(10.0)
     files = Holding(snapshots=(Kept(0, 900), Kept(1, 900)))
-    world.start("c", files, run="0e" * 8, round=900)
+    world.start("c", files, run=OTHER, round=900)
     world.run(FORMING_S)
-    assert holders(world) == ["c", "b"] and world.plan().run == run and world.learns()
+    assert holders(world) == ["c", "b"] and leads_to(run, world.plan().run) and world.learns()
     assert world.machines["b"].built == {1: 1} and world.machines["b"].memory[1] > updates
     assert world.machines["c"].ways == [(0, "base")] and world.machines["c"].crew.progress.round < 900
 
@@ -329,11 +341,11 @@ def test_who_follows_another_run_gives_up_what_it_had():
     order = TakeSeat(1, seat.layers, seat.sources)
     assert machine.stands(order) and machine.live == {}
     machine.live[1] = 5
-    again = replace(plan, number=51, seats=(plan.seats[0], seat), run="0e" * 8)
+    again = replace(plan, number=51, seats=(plan.seats[0], seat), run=OTHER)
     actions = machine.heard(machine._lead_link, again, world.now)
     assert order in actions and machine.holding == Holding()  # the same, but of that run
     machine.live[1] = 5
-    gone = replace(plan, number=52, seats=(plan.seats[0], replace(seat, peer=plan.spares[0])), run="0f" * 8)
+    gone = replace(plan, number=52, seats=(plan.seats[0], replace(seat, peer=plan.spares[0])), run=(("0f" * 8, 0),))
     actions = machine.heard(machine._lead_link, gone, world.now)
     assert LeaveSeat(1) in actions and machine.live == {} and not machine.stands(order)
 
@@ -356,9 +368,115 @@ def test_reports_of_another_run_are_ignored():
     lead = world.machines[me].crew
     link = lead.lead.link_of(spare)
     old = Holding(replicas=(Kept(1, 99),), snapshots=(Kept(1, 99),))
-    for run, kept in (("0e" * 8, Holding()), (world.plan().run, old)):
+    for run, kept in ((OTHER, Holding()), (world.plan().run, old)):
         lead.heard(link, Report(old, run), world.now)
         assert lead.lead.members[spare].holding == kept
+
+
+def test_files_of_two_branches_count_up_to_the_fork():
+    world = World(1, 2)
+    ours, theirs = ((*RUN, (name * 8, 40)) for name in ("0a", "0b"))
+    world.start("a", Holding(snapshots=(Kept(0, 60), Kept(0, 40))), run=ours, wanted=0)
+    world.start("b", Holding(snapshots=(Kept(1, 90), Kept(1, 40))), run=theirs)
+    world.run(FORMING_S)
+    *before, (_, began) = world.plan().run
+    assert tuple(before) == ours and began == 40 and world.learns()
+    assert heard(world.machines["a"], "the snapshot after update 40") == 2
+    assert world.machines["b"].crew.holding.snapshots == (Kept(1, 40),)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_run_that_goes_on_from_the_leads_own_is_gone_on_with(first):
+    world = World(1, 2)
+    files = {"a": ((Kept(0, 60), Kept(0, 50)), RUN), "b": ((Kept(1, 200), Kept(1, 50)), (*RUN, ("0b" * 8, 50)))}
+    for peer in sorted(files, key=lambda peer: peer != first):  # whoever comes first leads
+        world.start(peer, Holding(snapshots=files[peer][0]), run=files[peer][1])
+        world.run(5.0)
+    world.run(FORMING_S)
+    assert leads_to(files["b"][1], world.plan().run) and world.learns()
+    assert world.machines["a"].crew.holding.snapshots == (Kept(0, 50),)
+
+
+def test_a_lead_begins_a_segment_and_keeps_it():
+    world = crew(3, "a", "b", "c", "d", "e")
+    before, plan = holders(world), world.plan()
+    assert [began for _, began in plan.run] == [0]
+    world.kill(before[1])
+    world.run(MENDING_S)
+    assert world.plan().number > plan.number and world.plan().run == plan.run
+    kept = {stage: world.machines[before[stage]].memory[stage] for stage in (0, 2)}
+    world.kill(before[0])
+    world.run(MENDING_S)
+    first, (segment, began) = world.plan().run
+    assert (first,) == plan.run and segment != first[0] and kept[2] <= began <= kept[2] + 2
+    assert world.machines[before[2]].built == {2: 1} and world.learns()
+    assert {machine.crew.run for machine in world.machines.values()} == {world.plan().run}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_two_parts_made_apart_does_not_count_when_they_meet(seed):
+    world = crew(2, "a", "b", "c", "d", seed=seed)
+    before, spares = holders(world), world.plan().spares
+    world.split({before[0], spares[0]}, {before[1], spares[1]})
+    world.run(60.0)
+    assert world.settled(0) and world.settled(1), world.story()
+    runs = [world.plan(side).run for side in (0, 1)]
+    fork = shared(*runs)
+    assert 0 < fork == runs[1][1][1]  # the old lead kept its segment
+    for machine in world.machines.values():
+        ((stage, updates),) = machine.memory.items()
+        assert updates > fork + 10
+        files = tuple(Kept(stage, n) for n in (updates, fork, fork - 1))
+        world.act(machine.crew.post.me, machine.crew.report(replace(machine.crew.holding, snapshots=files), world.now))
+    told = {peer: machine.crew.holding.snapshots for peer, machine in world.machines.items()}
+    sides = {peer: machine.side for peer, machine in world.machines.items()}
+    world.heal()
+    world.run(60.0)
+    assert world.learns(), world.story()
+    run, lead = world.plan().run, next(machine.crew.lead for machine in world.machines.values() if machine.leads)
+    winner = runs.index(run)
+    for peer, side in sides.items():
+        expected = told[peer] if side == winner else told[peer][1:]
+        assert world.machines[peer].crew.holding.snapshots == lead.members[peer].holding.snapshots == expected
+        assert world.machines[peer].built.total() == 1 or side != winner
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_whoever_leads_takes_the_run_of_those_that_live(forked):
+    world = crew(2, "a", "b", "c", "d", capacity=1)
+    before, spares = holders(world), world.plan().spares
+    world.split({spares[1]})  # it has no room for more than one stage
+    world.run(10.0)
+    world.kill(before[0])
+    world.run(MENDING_S)
+    world.kill(spares[0])  # that led
+    world.run(10.0)
+    survivor, alone = world.machines[before[1]], world.machines[spares[1]]
+    run = survivor.crew.run
+    assert len(run) == 2 and alone.crew.run == run[:1] and survivor.built == {1: 1}
+    if forked:
+        alone.crew.run = (*run[:1], ("0d" * 8, 1))
+    world.heal()
+    world.run(MENDING_S)
+    assert holders(world) == [spares[1], before[1]] and world.learns(), world.story()
+    assert survivor.built == {1: 1} and world.plan().run[:2] == run
+
+
+@pytest.mark.parametrize(
+    ("theirs", "live", "replicas", "snapshots"),
+    [
+        ((("0a" * 8, 0), ("0b" * 8, 40)), 99, 99, 99),  # the very same
+        ((("0a" * 8, 0),), 41, 41, 40),  # ours has gone on from it
+        ((("0a" * 8, 0), ("0c" * 8, 30)), -1, 30, 30),
+        ((("0a" * 8, 0), ("0b" * 8, 40), ("0c" * 8, 70)), -1, 70, 70),
+        ((("0c" * 8, 0),), -1, -1, -1),
+    ],
+)
+def test_what_counts_of_a_peers_things_ends_where_its_run_forked(theirs, live, replicas, snapshots):
+    ours = (("0a" * 8, 0), ("0b" * 8, 40))
+    every = tuple(Kept(1, updates) for updates in range(100))
+    found = counted(Holding(every, every, every), theirs, ours)
+    assert [found.live, found.replicas, found.snapshots] == [every[: most + 1] for most in (live, replicas, snapshots)]
 
 
 def test_files_are_of_use_only_to_who_has_them():
@@ -436,6 +554,25 @@ def test_without_a_newcomer_a_neighbour_takes_it_on_and_is_relieved_later():
     assert world.machines["new"].ways == [(1, "live")]
     assert 1 not in world.machines[before[0]].memory
     assert world.machines[before[2]].built.total() == 1
+
+
+def test_what_is_missing_is_known_until_it_is_there_again():
+    world = crew(3, "a", "b", "c")
+    lead, victim, neighbour = (world.machines[name].crew for name in holders(world))
+    assert not lead.missing and not lead.absent and not neighbour.missing
+    world.kill(victim.post.me)
+    world.run(6.0)
+    since = lead.missing[1]
+    assert list(lead.missing) == list(neighbour.missing) == [1] and lead.taker(1) == neighbour.taker(1) == ""
+    assert lead.absent == {victim.post.me}
+    while not lead.taker(1):
+        world.run(0.25)
+    assert lead.missing == {1: since} and lead.taker(1) == lead.post.me
+    world.run(8.0)
+    assert world.settled() and not lead.missing and not neighbour.missing
+    world.kill(lead.post.me)
+    world.run(1.0)
+    assert list(neighbour.missing) == [0, 1], "those of the lead"
 
 
 def test_two_lost_neighbours():
@@ -1246,6 +1383,41 @@ def test_two_parts_of_a_crew_go_on_and_become_one_again(seed):
     world.run(60.0, consistent(world))
     assert world.settled(), f"seed {seed}\n{world.story()}"
     assert len(set(holders(world))) == stages and world.learns()
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_whatever_happens_no_branch_is_mixed_with_another(seed):
+    rng = random.Random(seed)
+    stages = rng.randint(2, 3)
+    world = DiskWorld(seed, stages)
+    peers = [f"peer{i}" for i in range(stages + 1)]
+    for peer in peers:
+        world.start(peer)
+    world.run(FORMING_S, world.check)
+    for _ in range(8):
+        there = sorted(world.machines)
+        match rng.choice(["split", "split", "heal", "kill", "all", "start"]):
+            case "split":
+                world.split(set(rng.sample(there, rng.randint(1, len(there)))))
+            case "heal":
+                world.heal()
+            case "kill" if len(there) > 1:
+                world.kill(rng.choice(there), silent=rng.random() < 0.5)
+            case "all":
+                for peer in there:
+                    world.kill(peer)
+        for peer in peers:
+            if peer not in world.machines and rng.random() < 0.5:
+                world.start(peer)
+        if not world.machines:
+            world.start(rng.choice(peers))
+        world.run(rng.uniform(5.0, 40.0), world.check)
+    world.heal()
+    for peer in peers:
+        if peer not in world.machines:
+            world.start(peer)
+    world.run(60.0, world.check)
+    assert world.learns(), f"seed {seed}\n{world.story()}"
 
 
 def test_waiting_times_fit_together():

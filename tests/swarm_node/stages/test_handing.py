@@ -13,12 +13,13 @@ from torch import Tensor
 
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import STATE_METHOD, StateHead, seal_head
+from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, seal_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.stages.handing import (
     AT_ONCE,
     COOL_S,
+    MAX_ASKS,
     PER_PEER,
     Fetch,
     Handing,
@@ -49,14 +50,41 @@ class Crew:
             self.transports.append(network.join("abcdef"[i], SWARM, bootstrap=known))
         self.strangers: set[str] = set()
         self.guests: set[str] = set()
+        self.shelves: dict[int, Mapping[str, Tensor]] = {}
+        """Stages that are kept for whoever leaves, and their shapes."""
+        self.shelved: list[int] = []
+        """Peers that have told the crew of one that they keep."""
+        self.room = 0
         self.peers = [
-            Handing(transport, SWARM, ARCHITECTURE, self.allowed, lambda peer: peer not in self.guests, self.clock.now)
-            for transport in self.transports
+            Handing(
+                transport,
+                SWARM,
+                ARCHITECTURE,
+                self.allowed,
+                lambda peer: peer not in self.guests,
+                self.clock.now,
+                self.shelf,
+                lambda i=i: self.shelved.append(i),  # type: ignore[misc]
+                lambda: self.room,
+            )
+            for i, transport in enumerate(self.transports)
         ]
         self.clock.run_until(20.0)
 
     def allowed(self, peer: str, stage: int) -> bool:
         return peer not in self.strangers
+
+    def shelf(self, peer: str, stage: int) -> Mapping[str, Tensor]:
+        if peer in self.strangers or stage not in self.shelves:
+            raise RemoteProtocolError("stranger", f"stage {stage}")
+        return self.shelves[stage]
+
+    def offer(self, i: int, j: int, stage: int, updates: int) -> int | str:
+        """What peer j has of it when peer i asks it to keep it, or why it will not; what it fetches then comes."""
+        offered = self.peers[i].offer(self.id(j), stage, updates, 30.0)
+        self.clock.run_until(self.clock.now() + 60)
+        error = offered.exception(0)
+        return offered.result(0) if error is None else getattr(error, "reason", str(error))
 
     def hold(self, i: int, stage: int, tensors: Mapping[str, Tensor], updates: int = 1, omega: float = 0.0) -> None:
         self.peers[i].hold(stage, lambda: State(tensors, updates, omega), nullcontext)
@@ -296,3 +324,92 @@ def test_a_call_that_fails_takes_nobodys_place() -> None:
     for _ in range(2 * AT_ONCE):
         with pytest.raises(RemoteProtocolError, match="not here"):
             call(crew, "p0")
+
+
+# --------------------------------------------------------------------- keeping for who leaves
+
+
+def test_who_leaves_has_another_keep_its_stage_which_asks_for_it_once() -> None:
+    crew, live = Crew(), weights(0, 2, rest=True)
+    crew.hold(0, 3, live, 7, 0.5)
+    crew.shelves[3] = live
+    assert crew.offer(0, 1, 3, 7) == 0 and crew.shelved == []  # it is asked for
+    replica = crew.peers[1].replicas[3]
+    assert replica.updates == 7 and all(torch.equal(replica.tensors[name], live[name]) for name in live)
+    assert crew.offer(0, 1, 3, 7) == crew.offer(0, 1, 3, 7) == 7 and crew.shelved == [1]
+    assert crew.peers[1].replicas[3] is replica
+    crew.hold(0, 3, live, 8)  # it has stayed for another update
+    assert crew.offer(0, 1, 3, 8) == 7 and crew.offer(0, 1, 3, 8) == 8
+
+
+def test_a_copy_that_is_as_new_is_enough_but_not_one_of_a_part() -> None:
+    crew, live = Crew(), weights(0, 2, rest=True)
+    crew.hold(0, 3, live, 7)
+    crew.shelves[3] = live
+    crew.peers[1].keep(3, crew.id(0), {"model.embed.weight": live["model.embed.weight"]})
+    crew.clock.run_until(crew.clock.now() + 60)
+    assert crew.peers[1].replicas[3].updates == 7 and crew.offer(0, 1, 3, 7) == 0
+    replica = crew.peers[1].replicas[3]
+    assert replica.tensors.keys() == live.keys() and crew.offer(0, 1, 3, 7) == 7
+    crew.peers[1].replicas[3] = State(dict(live), 9, 0.0)
+    assert crew.offer(0, 1, 3, 8) == 9 and crew.shelved == [1, 1]
+
+
+def test_a_replica_that_is_on_its_way_is_waited_for() -> None:
+    crew, live = Crew(), weights(0, 2, rest=True)
+    crew.hold(0, 3, live, 7)
+    crew.shelves[3] = live
+    crew.peers[1].keep(3, crew.id(0), live)
+    under_way = crew.peers[1]._keeping[3]
+    assert crew.offer(0, 1, 3, 7) == 0 and crew.peers[1]._keeping[3] is under_way
+    assert crew.offer(0, 1, 3, 7) == 7 and crew.peers[1].replicas[3].tensors is under_way.tensors
+
+
+def test_a_stage_is_kept_for_its_holder_alone_and_fetched_from_it_once() -> None:
+    crew, live = Crew(), weights(0, 1)
+    crew.hold(0, 3, live, 7)
+    assert crew.offer(0, 1, 3, 7) == "stranger"
+    crew.shelves[3] = live
+    crew.strangers.add(crew.id(0))
+    assert crew.offer(0, 1, 3, 7) == "stranger"
+    crew.strangers.clear()
+    crew.peers[0].let_go(3)  # nothing comes of it
+    assert crew.offer(0, 1, 3, 7) == 0
+    assert crew.offer(0, 1, 3, 7) == crew.offer(0, 1, 3, 7) == "flood"
+    crew.hold(0, 3, live, 7)
+    crew.peers[0].place = SWARM, "ef" * 8
+    assert crew.offer(0, 1, 3, 8) == "crew"
+    crew.peers[0].place = SWARM, ARCHITECTURE
+    crew.room = 2 * 4 * sum(tensor.numel() for tensor in live.values()) - 1
+    assert crew.offer(0, 1, 3, 8) == "room" and 3 not in crew.peers[1].replicas
+    crew.room += 1
+    assert crew.offer(0, 1, 3, 9) == 0 and crew.peers[1].replicas[3].updates == 7  # less than it was said to be
+    assert crew.offer(0, 1, 3, 9) == "flood" and crew.shelved == []
+    rejected = crew.transports[1].stats()
+    assert [rejected[f"rejected/{why}"] for why in ("stranger", "flood", "crew", "room")] == [2, 3, 1, 1]
+
+
+def test_nobody_asks_for_ever_whether_a_stage_is_kept_by_now() -> None:
+    crew, live = Crew(), weights(0, 1)
+    crew.shelves[3] = live
+    crew.peers[1].replicas[3] = State(live, 7, 0.0)
+    head = seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 3, 7))
+    for _ in range(MAX_ASKS):
+        crew.peers[1]._accept_offer(crew.id(0), head, 0)
+    with pytest.raises(RemoteProtocolError, match="flood"):
+        crew.peers[1]._accept_offer(crew.id(0), head, 0)
+    assert crew.shelved == [1]
+
+
+@pytest.mark.parametrize(("stage", "size"), [(4, 0), (3, 1)])
+def test_an_answer_about_another_stage_or_with_a_body_is_refused(stage: int, size: int) -> None:
+    crew = Crew()
+    ours = Outgoing(seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, stage, 7)), size, lambda: [bytes(size)])
+    crew.transports[1].accept(KEEP_METHOD, lambda peer, head, size: Accepted(ours, print, lambda error: None))
+    assert crew.offer(0, 1, 3, 7) == "stage"
+
+
+def test_offers_with_a_body_are_refused() -> None:
+    crew = Crew()
+    with pytest.raises(RemoteProtocolError, match="size"):
+        crew.peers[1]._accept_offer("p", seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 3, 7)), 1)

@@ -185,6 +185,15 @@ def test_a_stage_that_dies_is_replaced_and_the_step_done_again(name: str, saved:
     assert crew.refused.keys() <= {"plan"}
 
 
+def test_a_crew_does_not_count_from_the_beginning_again_when_most_of_its_stages_have_to(saved: Saved) -> None:
+    crew = Crew(saved("llama"), 3, grpo(), seed=2)
+    crew.workers[1].updates = 82
+    crew.lead.agree(80)
+    assert crew.lead.updates == 80
+    crew.trainer.step(some_groups())
+    assert [worker.updates for worker in crew.workers.values()] == [81, 81, 81] and crew.optimizer.updates == 81
+
+
 @pytest.mark.parametrize("stage", [1, 2], ids=["middle", "end"])
 def test_a_stage_that_dies_before_it_has_applied_goes_without(stage: int, saved: Saved) -> None:
     fault = Fault(stage, "Apply", 0)

@@ -1,0 +1,56 @@
+"""The line that brings another machine into a crew, and when people are told it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+
+from protocol.crew import Plan
+from protocol.messages import PeerCard
+from swarm_node.config import NodeConfig
+from swarm_node.joining import join_link, living
+
+
+class Invitation:
+    """`link` is made anew on one thread, told on another."""
+
+    def __init__(self, me: str, swarm: str, config: NodeConfig, bootstrap: Sequence[str]) -> None:
+        """`bootstrap`: addresses that this node began with."""
+        self.me = me
+        self.swarm = swarm
+        self.bootstrap = bootstrap
+        self.link = ""
+        """Others join with it, if there is any."""
+        self.open = True
+        """Others may come from elsewhere."""
+        stages, model = config.stages, config.policy.model
+        named = [] if model == "starter" else ["--model", model]
+        self._options = shlex.join(["--stages", str(stages.count), "--crew", stages.crew, *named])
+        self._addresses: Sequence[str] = ()
+        """In the link, of this node."""
+        self._all = False
+        """All peers of the crew can be named in the link."""
+        self._told: tuple[Sequence[str], bool, str] = (), False, ""
+        """Own addresses, whether all of the crew could be named, and the link, when it was last told."""
+
+    def renew(self, addresses: Sequence[str], members: Mapping[str, PeerCard], plan: Plan | None) -> None:
+        """With this node's addresses, if it has any, and some of the members that are there."""
+        if not addresses:
+            return
+        crew = [] if plan is None else [*(seat.peer for seat in plan.seats), *plan.spares]
+        self._all = members.keys() >= set(crew) - {self.me}
+        self._addresses = addresses
+        self.link = join_link(self.swarm, addresses, [*living(members, crew), *self.bootstrap])
+
+    def tell(self, formed: bool, say: Callable[..., None]) -> None:
+        """Say what to type on another machine: once, again if this node's addresses have changed, and when the crew
+        has been whole (`formed`) and the link names others of it as well."""
+        addresses, named, said = self._told
+        known = self._addresses, formed and self._all, self.link
+        more = addresses == known[0] and known[1] and not named
+        if not self.open or not self.link or (addresses == known[0] and not more):
+            return
+        self._told = known
+        if self.link != said:
+            say("from now on this does as well, which names several peers:" if more else "on another machine:")
+            say(f"swarm-node join '{self.link}' {self._options}", "link")

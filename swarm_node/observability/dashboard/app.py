@@ -1,0 +1,154 @@
+"""What the dashboard answers over HTTP: its page, JSON, and server-sent events. It only ever reads."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+import anyio
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request, cookie_parser
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swarm_node.observability.dashboard.gallery import Gallery, Told, news
+
+STATIC = Path(__file__).parent / "static"
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/dashboard.css": ("dashboard.css", "text/css"),
+    "/dashboard.js": ("dashboard.js", "text/javascript"),
+    "/chart.js": ("chart.js", "text/javascript"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+LOOK_S = 0.5
+"""Between two looks at the files for a page."""
+ALIVE_S = 10.0
+"""A page hears something at least this often, or would take the connection for lost."""
+COOKIE = "swarm_node_dashboard"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def make_app(
+    gallery: Gallery,
+    hosts: frozenset[str] | None,
+    token: str | None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> ASGIApp:
+    """`hosts` are the names that this machine may be called by (None: any); who has no `token`, if there is one, sees
+    nothing. Streams end when `stopping` says so."""
+
+    async def runs(request: Request) -> Response:
+        return _json({"runs": await run_in_threadpool(gallery.list)})
+
+    async def run(request: Request) -> Response:
+        """All of one run in one document."""
+        id = request.path_params["id"]
+        told = await run_in_threadpool(lambda: list(news(gallery, [id], Told())))
+        parts = {kind: message for kind, message in told if kind not in ("list", "gone")}
+        if not parts:
+            return PlainTextResponse(f"no run of the name {id}\n", 404)
+        curves = {name: value for name, value in parts["curves"].items() if name not in ("id", "first")}
+        return _json({"curves": curves} | {part: parts[part][part] for part in ("summary", "status", "events")})
+
+    async def stream(request: Request) -> Response:
+        ids, told = request.query_params.getlist("run"), Told()
+
+        async def messages() -> AsyncIterator[bytes]:
+            quiet = 0.0
+            while not stopping():
+                told_now = await run_in_threadpool(lambda: b"".join(map(_sent_event, news(gallery, ids, told))))
+                if told_now:
+                    yield told_now
+                elif quiet >= ALIVE_S:
+                    yield b": still here\n\n"
+                quiet = 0.0 if told_now or quiet >= ALIVE_S else quiet + LOOK_S
+                await anyio.sleep(LOOK_S)
+
+        return StreamingResponse(messages(), media_type="text/event-stream")
+
+    routes = [Route(path, _file(*file)) for path, file in FILES.items()]
+    routes += [Route("/api/runs", runs), Route("/api/runs/{id:path}", run), Route("/api/stream", stream)]
+    return Guard(Starlette(routes=routes), hosts, token)
+
+
+class Guard:
+    """Stands before an application: GET only, a known host (or another site's name could be pointed at this machine and
+    its script read the page), the token, headers."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, token: str | None) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        answer = self._refusal(scope) or self._app
+        await answer(scope, receive, send_with_headers)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("the dashboard only shows\n", 405, {"Allow": "GET, HEAD"})
+        if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
+            return PlainTextResponse("unknown host: open the address that `swarm-node dashboard` printed\n", 403)
+        if self._token is None:
+            return None
+        name = f"{COOKIE}_{(scope.get('server') or ('', 0))[1]}"  # cookies do not tell ports apart
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        if self._is_token(query.get("token")):  # out of the address bar, into a cookie
+            response = RedirectResponse("/", 303)
+            response.set_cookie(name, self._token, httponly=True, samesite="lax")
+            return response
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        cookie = cookie_parser(headers.get("cookie", "")).get(name)
+        if self._is_token(cookie) or (scheme.lower() == "bearer" and self._is_token(bearer.strip())):
+            return None
+        return PlainTextResponse(
+            "no token: open the address that `swarm-node dashboard` printed, with all that follows the ?\n", 401
+        )
+
+    def _is_token(self, given: str | None) -> bool:
+        return bool(given and self._token) and hmac.compare_digest(str(given).encode(), str(self._token).encode())
+
+
+def _host(header: str) -> str:
+    """`Host` without its port; a tunnel may have given this another one."""
+    name, _, port = header.rpartition(":")
+    return (name if name and port.isdecimal() else header).strip("[]").lower()
+
+
+def _file(name: str, media_type: str) -> Callable[[Request], Response]:
+    return lambda request: FileResponse(STATIC / name, media_type=media_type)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _sent_event(named: tuple[str, object]) -> bytes:
+    kind, message = named
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(message))

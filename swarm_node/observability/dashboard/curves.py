@@ -1,0 +1,150 @@
+"""The numbers of a run in a bounded number of points, however long it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import NoneType
+from typing import Any
+
+import numpy as np
+
+POINTS = 1024
+"""Rows at most, and at least half as many once there have been that many rounds."""
+MAX_NAMES = 256
+DIGITS = 6
+LARGEST = 1e290
+"""Of which many can be added up."""
+
+
+class Curves:
+    """Rows of equally many rounds each; of each number its mean, least and most there. When all rows are full, they are
+    merged two by two: memory and what is sent do not grow, and no round is lost to the means."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.per_row = 1
+        self.left_out = 0
+        """Names beyond MAX_NAMES."""
+        self._columns: dict[str, int] = {}
+        self._alien: set[str] = set()
+        self._sums = np.zeros((POINTS, 0))
+        self._counts = np.zeros((POINTS, 0))
+        self._least = np.full((POINTS, 0), np.inf)
+        self._most = np.full((POINTS, 0), -np.inf)
+
+    @property
+    def rows(self) -> int:
+        return -(-self.rounds // self.per_row)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Rounds in their order, as in metrics.jsonl; what is no number is left out."""
+        self._widen(records)
+        values = np.full((len(records), len(self._columns)), np.nan)
+        for name, column in self._columns.items():
+            values[:, column] = _numbers([record.get(name) for record in records])
+        while len(values):
+            taken = values[: POINTS * self.per_row - self.rounds]
+            self._fold(taken)
+            values = values[len(taken) :]
+            if self.rounds == POINTS * self.per_row:
+                self._merge()
+
+    def points(self, first: int = 0) -> dict[str, dict[str, list[float | None]]]:
+        """By name `mean` and, if rows are of several rounds, `least` and `most` of the rows from `first` on; None where
+        nothing was measured."""
+        part = slice(first, self.rows)
+        with np.errstate(invalid="ignore"):
+            means = self._sums[part] / self._counts[part]
+        found = {}
+        for name, column in self._columns.items():
+            if name in ("round", "time"):  # where a row ends
+                found[name] = {"mean": _listed(self._most[part, column], None if name == "time" else DIGITS)}
+                continue
+            found[name] = {"mean": _listed(means[:, column])}
+            if self.per_row > 1:
+                found[name] |= {
+                    "least": _listed(self._least[part, column]),
+                    "most": _listed(self._most[part, column]),
+                }
+        return found
+
+    def total(self, name: str) -> float | None:
+        """Over all rounds; None if never measured."""
+        column = self._columns.get(name)
+        return None if column is None else float(self._sums[:, column].sum())
+
+    def tenths(self, name: str) -> tuple[float | None, float | None]:
+        """The means over the first and the last tenth of all rounds, as nearly as rows tell them apart."""
+        column, tenth = self._columns.get(name), max(1, self.rows // 10)
+        if column is None:
+            return None, None
+        ends = slice(0, tenth), slice(self.rows - tenth, self.rows)
+        sums, counts = ([float(a[end, column].sum()) for end in ends] for a in (self._sums, self._counts))
+        first, last = (s / n if n else None for s, n in zip(sums, counts, strict=True))
+        return first, last
+
+    def _widen(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """A column for each name that is new."""
+        new = sorted(set().union(*records) - self._columns.keys())
+        new = [name for name in new if any(_number(record.get(name)) is not None for record in records)]
+        fitting = new[: MAX_NAMES - len(self._columns)]
+        self._alien.update(new[len(fitting) :][: MAX_NAMES - len(self._alien)])
+        self.left_out = len(self._alien)
+        self._columns |= {name: len(self._columns) + i for i, name in enumerate(fitting)}
+        wider = [(0, 0), (0, len(fitting))]
+        self._sums, self._counts = np.pad(self._sums, wider), np.pad(self._counts, wider)
+        self._least = np.pad(self._least, wider, constant_values=np.inf)
+        self._most = np.pad(self._most, wider, constant_values=-np.inf)
+
+    def _fold(self, values: np.ndarray) -> None:
+        """Add rounds [n, names] (NaN: not measured) that still fit."""
+        values[np.abs(values) > LARGEST] = np.nan
+        row = (self.rounds + np.arange(len(values))) // self.per_row
+        starts = np.flatnonzero(np.diff(row, prepend=-1))
+        rows, measured = row[starts], ~np.isnan(values)
+        self._sums[rows] += np.add.reduceat(np.where(measured, values, 0.0), starts)
+        self._counts[rows] += np.add.reduceat(measured.astype(float), starts)
+        least = np.minimum.reduceat(np.where(measured, values, np.inf), starts)
+        most = np.maximum.reduceat(np.where(measured, values, -np.inf), starts)
+        self._least[rows] = np.minimum(self._least[rows], least)
+        self._most[rows] = np.maximum(self._most[rows], most)
+        self.rounds += len(values)
+
+    def _merge(self) -> None:
+        half = POINTS // 2
+        self._sums[:half] = self._sums[0::2] + self._sums[1::2]
+        self._counts[:half] = self._counts[0::2] + self._counts[1::2]
+        self._least[:half] = np.minimum(self._least[0::2], self._least[1::2])
+        self._most[:half] = np.maximum(self._most[0::2], self._most[1::2])
+        self._sums[half:] = self._counts[half:] = 0.0
+        self._least[half:], self._most[half:] = np.inf, -np.inf
+        self.per_row *= 2
+
+
+def _numbers(values: list[Any]) -> list[float | None]:
+    if set(map(type, values)) <= {float, NoneType}:  # nearly always, and much faster
+        return values
+    return [_number(value) for value in values]
+
+
+def _number(value: Any) -> float | None:
+    """None (an array's NaN) if it is none, or more than can be added up."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < LARGEST else None
+
+
+def _listed(values: np.ndarray, digits: int | None = DIGITS) -> list[float | None]:
+    """For JSON: None where not finite, `digits` significant ones."""
+    return [
+        None
+        if value != value or value in (np.inf, -np.inf)
+        else value
+        if digits is None
+        else float(f"{value:.{digits}g}")
+        for value in values.tolist()
+    ]

@@ -1,0 +1,167 @@
+"""The runs that a dashboard shows, and what has changed of them since a page was last told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarm_node.errors import UserError
+from swarm_node.observability.dashboard.view import Glance, View
+from swarm_node.rundir import RunDir
+
+RUNS = Path("runs")
+LISTED = 200
+"""Runs listed, the newest."""
+SHOWN = 8
+"""Runs on one page."""
+KEPT = 16
+"""Runs kept in memory, those last looked at."""
+AT_MOST_EACH_S = 0.4
+"""Files are looked at no more often than this, however many pages are open."""
+
+
+class Gallery:
+    """Runs by id, which is the name of the directory, with a number if two are alike."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """`paths` are runs, or directories of runs; none: those below runs/. Raises UserError if one is neither."""
+        self._paths = list(paths) or [RUNS]
+        self._views: OrderedDict[str, View] = OrderedDict()
+        self._looked: dict[str, float] = {}
+        self._glances: dict[Path, Glance] = {}
+        self._lock = threading.Lock()
+        self._list: tuple[float, list[dict[str, Any]]] = (0.0, [])
+        for path in self._paths:
+            if not _is_run(path) and not any(_runs_below(path)):
+                raise UserError(_no_run(path, named=bool(paths)))
+
+    def runs(self) -> dict[str, RunDir]:
+        """Those that are there now."""
+        found: dict[str, RunDir] = {}
+        for path in self._paths:
+            for each in [path] if _is_run(path) else sorted(_runs_below(path)):
+                name = each.resolve().name or "run"
+                number = 1
+                while (id := name if number == 1 else f"{name} ({number})") in found:
+                    number += 1
+                found[id] = RunDir(each)
+        return found
+
+    def list(self) -> list[dict[str, Any]]:
+        """All runs in brief, the newest first."""
+        now = time.time()
+        with self._lock:
+            looked, known = self._list
+            if 0 <= now - looked < AT_MOST_EACH_S:
+                return known
+            listed = []
+            for id, run in self.runs().items():
+                glance = self._glances.setdefault(run.path, Glance(run))
+                listed.append({"id": id, "path": str(run.path), **glance.look()})
+            listed.sort(key=lambda each: (-each["in_use"], -each["started"]))
+            self._list = now, listed[:LISTED]
+            return self._list[1]
+
+    def view(self, id: str) -> View | None:
+        """The run of that id, as its files are now; None if there is none."""
+        run = self.runs().get(id)
+        if run is None:
+            return None
+        with self._lock:
+            view = self._views.get(id)
+            if view is None or view.run.path != run.path:
+                view = self._views[id] = View(id, run)
+                self._looked.pop(id, None)
+            self._views.move_to_end(id)
+            while len(self._views) > KEPT:
+                gone, _ = self._views.popitem(last=False)
+                self._looked.pop(gone, None)
+        with view.lock:
+            if time.monotonic() - self._looked.get(id, 0.0) >= AT_MOST_EACH_S:
+                view.refresh()
+                self._looked[id] = time.monotonic()
+        return view
+
+
+@dataclass
+class Told:
+    """What one page knows."""
+
+    parts: dict[tuple[str, str], Any] = field(default_factory=dict)
+    rows: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """By run: reading, rounds a row, complete rows."""
+
+
+def news(gallery: Gallery, ids: Sequence[str], told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(kind, message) of what `told` does not have yet of the list of runs and of those with `ids`.
+
+    list: {"runs": […]} · summary, status, events: {"id", that} · curves: {"id", "first", "per_row", "rounds",
+    "points"}, which replace the rows from `first` on.
+    """
+    if _changed(told, "", "list", runs := gallery.list()):
+        yield "list", {"runs": runs}
+    for id in ids[:SHOWN]:
+        view = gallery.view(id)
+        if view is None:
+            if _changed(told, id, "gone", True):
+                yield "gone", {"id": id}
+            continue
+        with view.lock:
+            messages = list(_news_of(view, told))
+        yield from messages
+
+
+def _news_of(view: View, told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
+    summary = view.summary(time.time())
+    if _changed(told, view.id, "summary", summary):
+        yield "summary", {"id": view.id, "summary": summary}
+    curves = view.curves
+    reading, per_row, complete = told.rows.get(view.id, (-1, 0, 0))
+    first = complete if (reading, per_row) == (view.readings, curves.per_row) else 0
+    if _changed(told, view.id, "curves", (view.readings, curves.rounds)):
+        told.rows[view.id] = view.readings, curves.per_row, curves.rounds // curves.per_row
+        shape = {"first": first, "per_row": curves.per_row, "rounds": curves.rounds}
+        yield "curves", {"id": view.id, **shape, "points": curves.points(first)}
+    if _changed(told, view.id, "status", view.status):
+        yield "status", {"id": view.id, "status": view.status}
+    events = list(view.events)
+    if _changed(told, view.id, "events", events):
+        yield "events", {"id": view.id, "events": events}
+
+
+def _changed(told: Told, id: str, part: str, value: Any) -> bool:
+    """Whether a page has not been told `value` yet; it is, from now on."""
+    digest = hash(msgspec.json.encode(value))
+    if told.parts.get((id, part)) == digest:
+        return False
+    told.parts[id, part] = digest
+    return True
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a run is there, or has just begun to be."""
+    run = RunDir(path)
+    return run.exists or any(file.is_file() for file in (run.metrics, run.status, path / "lock"))
+
+
+def _runs_below(path: Path) -> Iterator[Path]:
+    try:
+        children = list(path.iterdir())
+    except OSError:
+        return
+    yield from (child for child in children if child.is_dir() and _is_run(child))
+
+
+def _no_run(path: Path, named: bool) -> str:
+    if not named:
+        return f"no run below {path}/: name a run directory, or start a run with `swarm-node local`"
+    if not path.exists():
+        return f"{path} is not there: name the directory of a run, or one of runs"
+    return f"{path} is no run and holds none: name the directory of a run (with its config.toml), or one of runs"

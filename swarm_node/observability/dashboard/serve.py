@@ -1,0 +1,94 @@
+"""`swarm-node dashboard`: an address to open, until Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import uvicorn
+
+from swarm_node.errors import UserError
+from swarm_node.observability.dashboard.app import make_app
+from swarm_node.observability.dashboard.gallery import Gallery
+
+PORT = 31380
+TRIED = 20
+"""Ports from PORT on, if none is asked for."""
+CONNECTIONS = 64
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def serve(paths: Sequence[Path], host: str, port: int | None, say: Callable[[str], None]) -> None:
+    """Show the runs at `paths` until a signal; without a `port`, at the first free one of a few. On another address
+    than this machine's own, only to those who have the link with the token. Raises UserError."""
+    gallery = Gallery(paths)
+    local = _is_local(host)
+    with _listen(host, port) as listener:
+        bound = listener.getsockname()[1]
+        token = None if local else secrets.token_urlsafe(24)
+        hosts = LOCAL_NAMES | {host} if local else None
+        app = make_app(gallery, hosts, token, stopping=lambda: server.should_exit)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                limit_concurrency=CONNECTIONS,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        say(f"http://{_shown(host)}:{bound}/" + (f"?token={token}" if token else ""))
+        with suppress(KeyboardInterrupt):  # which uvicorn raises again once it has ended
+            server.run(sockets=[listener])
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _shown(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    wanted = range(PORT, PORT + TRIED) if port is None else [port]
+    for each in wanted:
+        try:
+            family, *_, address = socket.getaddrinfo(host, each, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"--host {host} is no address of this machine: {error}") from None
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(CONNECTIONS)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE and each != wanted[-1]:
+                continue
+            raise UserError(_cannot_listen(host, each, error)) from None
+    raise AssertionError("there is a port to try")
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} is in use: choose another with --port, or --port 0 for any that is free"
+    if error.errno == errno.EACCES:
+        return f"no permission to listen on port {port}: choose one above 1023 with --port"
+    return f"cannot listen on {host}: {error.strerror}; choose an address of this machine with --host"

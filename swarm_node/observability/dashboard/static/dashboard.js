@@ -1,0 +1,520 @@
+// The page: which runs are shown, what the server says of them, and how that looks.
+// Names and sentences come from strangers: they are only ever set as text.
+
+import { Chart, duration, element, number, smooth } from "./chart.js";
+
+const MOST = 8;
+const find = (id) => document.getElementById(id);
+const COLORS = 8;
+
+let listed = [];
+let selected = [];
+let source = null;
+let drawing = false;
+let allEvents = false;
+const runs = new Map(); // id -> {summary, status, events, columns, perRow, rounds}
+
+// ------------------------------------------------------------------ what the server says
+
+const takes = {
+  list(message) {
+    listed = message.runs;
+    drawRuns();
+  },
+  summary(message, run) { run.summary = message.summary; },
+  status(message, run) { run.status = message.status; },
+  events(message, run) { run.events = message.events; },
+  gone(message, run) { run.gone = true; },
+  curves(message, run) {
+    if (message.first === 0) run.columns = new Map();
+    run.perRow = message.per_row;
+    run.rounds = message.rounds;
+    for (const [name, parts] of Object.entries(message.points)) {
+      if (!run.columns.has(name)) run.columns.set(name, {});
+      const column = run.columns.get(name);
+      for (const [part, values] of Object.entries(parts)) {
+        const known = (column[part] ??= []);
+        while (known.length < message.first) known.push(null);
+        known.length = message.first;
+        for (const value of values) known.push(value);
+      }
+    }
+  },
+};
+
+function open() {
+  source?.close();
+  runs.clear();
+  for (const id of selected) runs.set(id, { columns: new Map(), events: [], status: null, summary: null, perRow: 1, rounds: 0 });
+  source = new EventSource("api/stream?" + selected.map((id) => "run=" + encodeURIComponent(id)).join("&"));
+  for (const [kind, take] of Object.entries(takes)) {
+    source.addEventListener(kind, (event) => {
+      const message = JSON.parse(event.data);
+      const run = runs.get(message.id);
+      if (kind !== "list" && !run) return;
+      take(message, run);
+      redraw();
+    });
+  }
+  source.onopen = () => connection("live", "live");
+  source.onerror = () => connection("lost", "connection lost, trying again");
+}
+
+function connection(state, text) {
+  find("connection").className = state;
+  find("connection").textContent = text;
+}
+
+// ------------------------------------------------------------------ which runs are shown
+
+function fromAddress() {
+  try {
+    return location.hash.slice(1).split("&").filter(Boolean).map(decodeURIComponent);
+  } catch {
+    return [];
+  }
+}
+
+function select(ids) {
+  selected = ids.slice(0, MOST);
+  history.replaceState(null, "", "#" + selected.map(encodeURIComponent).join("&"));
+  drawRuns();
+  open();
+}
+
+const items = new Map(); // id -> its place in the list: nodes stay, or clicks and focus would be lost with them
+
+function item(id) {
+  if (!items.has(id)) {
+    const box = element("input", { type: "checkbox" }), name = element("span", {}, id), state = element("small");
+    box.dataset.run = id;
+    box.addEventListener("change", () => toggle(id, box.checked));
+    const label = element("label", {}, box, name, state);
+    items.set(id, { box, name, state, label, node: element("li", {}, label) });
+  }
+  return items.get(id);
+}
+
+function drawRuns() {
+  for (const run of listed) {
+    const { box, name, state, label } = item(run.id), at = selected.indexOf(run.id);
+    const now = run.in_use ? "running" : "ended";
+    box.checked = at >= 0;
+    box.disabled = at < 0 && selected.length >= MOST;
+    name.className = run.in_use ? "name running" : "name";
+    state.textContent = run.rounds === null ? now : `${now}, round ${number(run.rounds)}`;
+    label.className = at >= 0 ? `c${at % COLORS} chosen` : "";
+    label.title = run.path;
+  }
+  const nodes = listed.map((run) => item(run.id).node), list = find("runs");
+  if (nodes.length !== list.children.length || nodes.some((node, i) => node !== list.children[i])) {
+    const focused = document.activeElement;
+    list.replaceChildren(...nodes);
+    if (list.contains(focused)) focused.focus();
+  }
+  list.parentNode.hidden = listed.length < 2;
+}
+
+function toggle(id, on) {
+  const ids = on ? [...selected, id] : selected.filter((other) => other !== id);
+  if (ids.length) select(ids);
+  else drawRuns();
+}
+
+// ------------------------------------------------------------------ drawing
+
+function redraw() {
+  if (drawing) return;
+  drawing = true;
+  requestAnimationFrame(() => {
+    drawing = false;
+    draw();
+  });
+}
+
+function draw() {
+  const shown = selected.map((id, i) => ({ id, color: `c${i % COLORS}`, ...runs.get(id) }));
+  drawNotices(shown);
+  find("main").classList.toggle("several", shown.length > 1);
+  const known = shown.filter((run) => run.summary);
+  put(find("figures"), ...(known.length === 1 ? tiles(known[0]) : known.length ? [comparison(known)] : []));
+  drawCharts(shown);
+  drawTasks(shown);
+  put(find("details"), ...known.flatMap((run) => [peers(run, known), averaging(run, known), crew(run, known)]).filter(Boolean));
+  drawEvents(known);
+  document.title = known.length === 1 ? `${known[0].id}: ${known[0].summary.state} – swarm-node` : "swarm-node";
+}
+
+// What has not changed stays, with what is selected or focused in it.
+function put(parent, ...nodes) {
+  if (parent.children.length === nodes.length && nodes.every((node, i) => node.isEqualNode(parent.children[i]))) return;
+  parent.replaceChildren(...nodes);
+}
+
+function drawNotices(shown) {
+  const texts = shown.flatMap((run) => (run.gone ? [`${run.id} is not there any more`] : run.summary?.problems ?? []));
+  const box = find("notices"), now = texts.join("\n");
+  if (box.dataset.text === now) return; // or a screen reader would say it again and again
+  box.dataset.text = now;
+  box.replaceChildren(...texts.map((text) => element("p", { class: "notice" }, text)));
+}
+
+const fixed = (value) => (value === null || value === undefined ? "–" : value.toFixed(3));
+const bytes = (value) => (value === undefined || value === null ? "–" : value < 1e6 ? `${(value / 1e3).toFixed(1)} kB` : value < 1e9 ? `${(value / 1e6).toFixed(2)} MB` : `${(value / 1e9).toFixed(2)} GB`);
+const ago = (time) => duration(Date.now() / 1000 - time) + " ago";
+
+function change(run) {
+  const { reward_first: first, reward_last: last } = run.summary;
+  if (first === null || last === null) return null;
+  const by = last - first;
+  return element("span", { class: by >= 0 ? "up" : "down" }, `${by >= 0 ? "+" : "−"}${Math.abs(by).toFixed(3)}`);
+}
+
+function state(run) {
+  return element("span", { class: `state ${run.summary.state}`, "data-figure": "state" }, run.summary.state);
+}
+
+function figure(name, key, value, ...more) {
+  return element("div", {}, element("dt", {}, name), element("dd", { "data-figure": key }, value), ...more.filter(Boolean).map((text) => element("dd", { class: "more" }, text)));
+}
+
+function traffic(run) {
+  const { last } = run.summary, live = run.status?.traffic;
+  return { in: live?.bytes_in ?? last["swarm/bytes_in"], out: live?.bytes_out ?? last["swarm/bytes_out"] };
+}
+
+function share(summary) {
+  return summary.own + summary.foreign ? `${((100 * summary.foreign) / (summary.own + summary.foreign)).toFixed(0)} %` : null;
+}
+
+function counted(n, one, many = one + "s") {
+  return `${number(n)} ${n === 1 ? one : many}`;
+}
+
+function tiles(run) {
+  const { summary } = run, { last } = summary, moved = traffic(run), inSwarm = run.status !== null || summary.peers !== null;
+  const list = element("dl", { class: "tiles" },
+    figure("Reward", "reward", `${fixed(summary.reward_first)} → ${fixed(summary.reward_last)}`, change(run), "first to last tenth"),
+    figure("Round", "rounds", number(summary.rounds), summary.of ? `of ${number(summary.of)}` : null, summary.step_s ? `${duration(summary.step_s)} each` : null),
+    figure("Tokens a second", "tok_s", number(summary.tok_s), "sampled", summary.trained_tok_s ? `${number(summary.trained_tok_s)} trained` : null));
+  if (inSwarm) {
+    const others = summary.peers ?? Object.values(run.status?.peers ?? {}).filter((peer) => peer.present).length;
+    list.append(figure("Other members", "peers", number(others), last["swarm/trainers"] === undefined ? null : `${number(last["swarm/trainers"])} of them training`));
+    if (summary.foreign !== null) {
+      const own = summary.own === null ? "" : `${number(summary.own)} + `;
+      list.append(figure("Groups trained on", "groups", own + number(summary.foreign), own ? "own + foreign" : "foreign", own ? share(summary) : null));
+    }
+    list.append(figure("Network", "bytes", `${bytes(moved.in)} in`, `${bytes(moved.out)} out`));
+  }
+  if (run.status?.averaging) list.append(figure("Weights averaged", "exchanges", counted(run.status.averaging.exchanges ?? 0, "time"), `with ${counted(Object.keys(run.status.averaging.partners ?? {}).length, "partner")} here`));
+  const named = run.status?.swarm_name ? `swarm ${run.status.swarm_name}` : run.status ? "in a swarm" : "alone";
+  const said = [summary.settings.model, named, summary.last_at && `last round ${ago(summary.last_at)}`].filter(Boolean).join(" · ");
+  return [element("h2", { class: "run" }, run.id, " ", state(run), " ", element("small", { title: summary.path }, said)), list];
+}
+
+function comparison(known) {
+  const columns = [
+    ["Run", (run) => element("span", { class: `key ${run.color}` }, run.id)],
+    ["State", state],
+    ["Round", (run) => number(run.summary.rounds)],
+    ["Reward, first tenth", (run) => fixed(run.summary.reward_first)],
+    ["last tenth", (run) => fixed(run.summary.reward_last)],
+    ["Change", (run) => change(run) ?? "–"],
+    ["Other members", (run) => number(run.summary.peers)],
+    ["Own groups", (run) => number(run.summary.own)],
+    ["Foreign groups", (run) => number(run.summary.foreign)],
+    ["In", (run) => bytes(traffic(run).in)],
+    ["Out", (run) => bytes(traffic(run).out)],
+    ["Tokens/s", (run) => number(run.summary.tok_s)],
+  ];
+  return table("Key figures of the runs", columns.map(([title]) => title), known.map((run) => columns.map(([, cell]) => cell(run))));
+}
+
+// The first cell of each row is its header; on a narrow screen rows become cards.
+function table(label, titles, rows) {
+  const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
+  const body = rows.map((cells) => element("tr", {}, ...cells.map((cell, i) =>
+    i ? element("td", { "data-label": titles[i] }, cell) : element("th", { scope: "row" }, cell))));
+  return element("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" },
+    element("table", { class: "cards" }, element("thead", {}, head), element("tbody", {}, ...body)));
+}
+
+// ------------------------------------------------------------------ curves
+
+const rate = { rate: true, format: (value) => `${bytes(value)}/s` };
+const CHARTS = [
+  { title: "Reward", note: "mean of all answers sampled", wide: true, height: 270, series: [["reward"]] },
+  { title: "Groups trained on", note: "a round", stacked: true, whole: true, series: [["swarm/groups_own", "own"], ["swarm/groups_used", "foreign"]] },
+  { title: "Foreign groups", note: "running total", total: true, whole: true, series: [["swarm/groups_received", "received"], ["swarm/groups_admitted", "admitted"]] },
+  { title: "Other members", series: [["swarm/peers"]], plainly: true, whole: true },
+  { title: "Network", note: "bytes a second", ...rate, series: [["swarm/bytes_in", "in"], ["swarm/bytes_out", "out"]] },
+  { title: "Difference to averaging partner", note: "root mean square", series: [["averaging/spread"]] },
+  { title: "Weights averaged", note: "times", series: [["averaging/exchanges"]], total: true, whole: true },
+  { title: "Stages lost and built", note: "running total", total: true, whole: true, prefix: "stages/recovered/", series: [["stages/lost", "lost"]] },
+  { title: "Pipeline: share of time spent waiting", series: [["stages/bubble"]] },
+  { title: "Tokens a second", series: [["perf/generated_tok_s", "sampled"], ["perf/trained_tok_s", "trained"]] },
+  { title: "Entropy", note: "nats a token", series: [["entropy"]] },
+];
+
+function settings() {
+  return { axis: find("axis").value, share: +find("smoothing").value, raw: find("raw").checked };
+}
+
+function xs(run, axis) {
+  if (axis === "round") return run.columns.get("round")?.mean ?? [];
+  const times = run.columns.get("time")?.mean ?? [];
+  return times.map((time) => time - times[0]);
+}
+
+// Increase a second of a running total; where it begins anew with the process, what is there.
+function rates(run, values) {
+  const times = run.columns.get("time")?.mean ?? [];
+  return values.map((value, i) => {
+    if (!i || value === null || values[i - 1] === null || !(times[i] > times[i - 1])) return null;
+    return Math.max(0, value >= values[i - 1] ? value - values[i - 1] : value) / (times[i] - times[i - 1]);
+  });
+}
+
+// A running total that begins anew with each process, since the first of them.
+function totals(values) {
+  let before = 0, last = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    if (value < last) before += last;
+    last = value;
+    return before + value;
+  });
+}
+
+function line(run, name, { label = "", color = run.color, dash = false, plainly = false, rate = false, total = false } = {}) {
+  const { axis, share } = settings();
+  const column = run.columns.get(name), x = xs(run, axis);
+  if (!column || !x.length) return null;
+  const sums = column.most ?? column.mean; // of a running total, the mean over a restart would be another restart
+  const values = rate ? rates(run, sums) : total ? totals(sums) : column.mean;
+  const longest = Math.max(...selected.map((id) => runs.get(id).rounds)); // the same mean for all, as far as it goes
+  const window = plainly || total ? 1 : Math.floor(Math.min((share * longest) / run.perRow, x.length / 3));
+  const several = run.perRow > 1 && !rate && !plainly && !total;
+  return { label, color, dash, x, y: smooth(values, window), raw: window > 1 && !rate ? values : null, least: several ? column.least : null, most: column.most };
+}
+
+function drawChart(chart, plan, shown) {
+  const one = shown.length === 1, series = [...plan.series];
+  if (plan.prefix) {
+    const names = new Set(shown.flatMap((run) => [...run.columns.keys()].filter((name) => name.startsWith(plan.prefix))));
+    series.push(...[...names].sort().map((name) => [name, name.slice(plan.prefix.length)]));
+  }
+  let lines = shown.flatMap((run) => series.map(([name, label], i) => {
+    const words = [one ? null : run.id, label].filter(Boolean).join(", ");
+    return line(run, name, { ...plan, label: words, color: one ? `c${i % COLORS}` : run.color, dash: !one && i > 0 });
+  }));
+  lines = lines.filter(Boolean);
+  if (one && plan.stacked && lines.length === 2) stack(lines);
+  const { axis, raw } = settings();
+  chart.show(lines, { axis, raw: raw && (one || Boolean(plan.wide)), format: plan.format ?? number, zero: plan.zero ?? true, whole: plan.whole });
+}
+
+function stack([below, above]) {
+  const own = below.y;
+  above.value = above.y;
+  above.y = above.y.map((value, i) => (value === null ? null : value + (own[i] ?? 0)));
+  above.base = own.map((value) => value ?? 0);
+  for (const each of [below, above]) Object.assign(each, { area: true, raw: null, least: null });
+}
+
+const drawn = CHARTS.map((plan) => [plan, new Chart(plan.title, plan)]);
+const chosen = ["grad_norm", "completions/mean_length"].map((wanted, i) => {
+  const chart = new Chart("", {});
+  const choice = element("select", { "aria-label": `Metric of curve ${i + 1}` });
+  chart.title.replaceChildren(choice);
+  choice.addEventListener("change", redraw);
+  return { chart, choice, wanted };
+});
+
+function drawCharts(shown) {
+  for (const [plan, chart] of drawn) drawChart(chart, plan, shown);
+  const names = [...new Set(shown.flatMap((run) => [...run.columns.keys()]))].filter((name) => name !== "round" && name !== "time").sort();
+  for (const [i, { chart, choice, wanted }] of chosen.entries()) {
+    const now = [choice.value, wanted, names[i]].find((name) => names.includes(name));
+    if (choice.dataset.names !== names.join()) {
+      choice.replaceChildren(...names.map((each) => element("option", { selected: each === now }, each)));
+      choice.dataset.names = names.join();
+    }
+    drawChart(chart, { series: [[choice.value]], zero: false }, shown);
+  }
+}
+
+const taskCharts = new Map();
+
+function drawTasks(shown) {
+  const names = [...new Set(shown.flatMap((run) => [...run.columns.keys()].filter((name) => name.startsWith("reward/"))))].sort();
+  find("tasks").hidden = names.length < 2;
+  if (names.join() !== find("tasks").dataset.names) {
+    find("tasks").dataset.names = names.join();
+    for (const name of names) if (!taskCharts.has(name)) {
+      const chart = new Chart(name.slice("reward/".length), { height: 84, small: true });
+      chart.ends = element("span", { class: "ends" });
+      chart.node.querySelector("figcaption").append(chart.ends);
+      taskCharts.set(name, chart);
+    }
+    find("task-charts").replaceChildren(...names.map((name) => taskCharts.get(name).node));
+  }
+  const { axis } = settings(), one = shown.length === 1;
+  for (const name of names) {
+    const chart = taskCharts.get(name);
+    const lines = shown.map((run) => line(run, name, { label: one ? "" : run.id })).filter(Boolean);
+    chart.show(lines, { axis, raw: false, top: 1, format: fixed });
+    chart.ends.replaceChildren(...lines.map((each) => {
+      const known = each.y.filter((value) => value !== null), first = known[0], last = known[known.length - 1];
+      return element("span", { class: `key ${each.color}` }, one ? `${first.toFixed(2)} → ${last.toFixed(2)}` : last.toFixed(2));
+    }));
+  }
+}
+
+// ------------------------------------------------------------------ peers, averaging, stages, events
+
+function section(run, known, title, ...children) {
+  return element("section", { "aria-label": `${title} of ${run.id}` },
+    element("h2", {}, title, known.length > 1 ? element("span", { class: `key ${run.color}` }, run.id) : null), ...children);
+}
+
+function reasons(table, prefix = "") {
+  return Object.entries(table ?? {}).filter(([name, n]) => name.startsWith(prefix) && n)
+    .sort((a, b) => b[1] - a[1]).map(([name, n]) => `${name.slice(prefix.length)} ${number(n)}`).join(", ");
+}
+
+const short = (peer) => `…${String(peer).slice(-8)}`;
+
+function named(name, peer) {
+  return element("span", {}, String(name || "a peer"), " ", element("code", { title: peer }, short(peer)));
+}
+
+function bar(value, most) {
+  const inner = element("span", { class: "fill" });
+  inner.style.width = `${most ? (100 * value) / most : 0}%`;
+  return element("span", { class: "bar", "aria-hidden": "true" }, inner);
+}
+
+function peers(run, known) {
+  const { status } = run;
+  if (!status?.peers) return null;
+  const all = Object.entries(status.peers).sort(([a, x], [b, y]) => (y.used ?? 0) - (x.used ?? 0) || (y.received ?? 0) - (x.received ?? 0) || (a < b ? -1 : 1));
+  const sums = [];
+  const { received, sent } = status;
+  if (received) {
+    const refused = reasons(received, "swarm/rejected/");
+    sums.push(`Received ${number(received["swarm/groups_received"] ?? 0)} groups, admitted ${number(received["swarm/groups_admitted"] ?? 0)}${refused ? `; refused: ${refused}` : ""}.`);
+  }
+  if (sent) {
+    const unsent = reasons(sent, "swarm/unsent/");
+    sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent}` : ""}.`);
+  }
+  if (!all.length) return section(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)));
+  const counts = all.some(([, peer]) => "received" in peer), most = Math.max(...all.map(([, peer]) => peer.used ?? 0));
+  const figures = ["Received", "Admitted", "Used", "Refused, by reason"];
+  const rows = all.map(([id, peer]) => [
+    named(peer.name, id),
+    element("span", { class: peer.present ? "here" : "away" }, peer.present ? (peer.trains === false ? "here, trains nothing" : "here") : "gone"),
+    number(peer.policy_version),
+    ...(counts ? [number(peer.received ?? 0), number(peer.admitted ?? 0),
+      element("span", { class: "barred" }, number(peer.used ?? 0), bar(peer.used ?? 0, most)),
+      (peer.muted ? "muted; " : "") + (reasons(peer.rejected) || "none")] : []),
+  ]);
+  return section(run, known, "Peers", sums.length ? element("p", {}, sums.join(" ")) : null,
+    table(`Peers of ${run.id}`, ["Peer", "Now", "Version", ...(counts ? figures : [])], rows));
+}
+
+function terms(pairs) {
+  return element("dl", { class: "terms" }, ...pairs.filter(([, value]) => value).map(([term, value]) =>
+    element("div", {}, element("dt", {}, term), element("dd", {}, value))));
+}
+
+function averaging(run, known) {
+  const figures = run.status?.averaging;
+  if (!figures) return null;
+  const partners = Object.values(figures.partners ?? {}).map(String).sort();
+  return section(run, known, "Averaging of weights", terms([
+    ["Method", [figures.method, figures.when, figures.codec].filter(Boolean).join(", ")],
+    ["Partners here", partners.length ? `${partners.length}: ${partners.slice(0, 8).join(", ")}${partners.length > 8 ? ", …" : ""}` : "none"],
+    ["Exchanges", `${number(figures.exchanges ?? 0)}${figures.last ? `, last with ${figures.last.with} ${ago(figures.last.time)}` : ""}`],
+    ["Sent", bytes(figures.bytes)],
+    ["Difference to the last partner", figures.spread ? number(figures.spread) : null],
+    ["Skipped", reasons(figures.skipped) || "never"],
+    ["Refused to others", reasons(figures.refused) || "nothing"],
+    ["Cohort", figures.cohort],
+  ]));
+}
+
+function crew(run, known) {
+  const figures = run.status?.crew;
+  if (!figures) return null;
+  const held = new Set(figures.held ?? []);
+  const rows = (figures.stages ?? []).map((seat, stage) => [
+    `Stage ${stage}`, seat.layers?.[0] === seat.layers?.[1] ? String(seat.layers?.[0]) : (seat.layers ?? []).join("–"),
+    held.has(stage) ? element("span", {}, "this node") : named(seat.name, seat.peer),
+    number(figures.replicas?.[stage]),
+  ]);
+  return section(run, known, "Stages",
+    terms([
+      ["Crew", `${number(figures.count)} stages, ${figures.whole ? "whole" : "not whole"}`],
+      ["Led by", figures.lead ? (figures.lead.peer === run.status.peer ? "this node" : named(figures.lead.name, figures.lead.peer)) : "nobody yet"],
+      ["Round", number(figures.round)],
+      ["Updates", number(figures.updates)],
+      ["Spares", number(figures.spares)],
+      ["Lost so far", number(run.summary.last["stages/lost"] ?? 0)],
+      ["Built so far", Object.entries(figures.recovered ?? {}).map(([way, n]) => `${number(n)} by ${way}`).join(", ") || "none"],
+    ]),
+    rows.length ? table(`Stages of ${run.id}`, ["Stage", "Layers", "Held by", "Copy here after update"], rows) : null);
+}
+
+function drawEvents(known) {
+  const all = known.flatMap((run) => run.events.map((event) => ({ ...event, run }))).sort((a, b) => b.time - a.time);
+  const shown = allEvents ? all : all.slice(0, 30);
+  find("events").hidden = !all.length;
+  put(find("event-list"), ...shown.map((event) => element("li", { class: event.kind },
+    element("time", { datetime: new Date(event.time * 1000).toISOString() }, clock(event.time)),
+    known.length > 1 ? element("span", { class: `key ${event.run.color}` }, event.run.id) : null,
+    element("span", { class: "text" }, event.text))));
+  const more = find("more-events");
+  more.hidden = all.length <= shown.length;
+  more.textContent = `Show all ${all.length}`;
+}
+
+function clock(time) {
+  const date = new Date(time * 1000), two = (n) => String(n).padStart(2, "0");
+  const hours = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
+  return date.toDateString() === new Date().toDateString() ? hours : `${two(date.getMonth() + 1)}-${two(date.getDate())} ${hours}`;
+}
+
+// ------------------------------------------------------------------ begin
+
+for (const [plan, chart] of drawn) {
+  chart.node.classList.toggle("wide", Boolean(plan.wide));
+  find(plan.wide ? "first" : "charts").append(chart.node);
+}
+find("charts").append(...chosen.map(({ chart }) => chart.node));
+for (const id of ["axis", "smoothing", "raw"]) find(id).addEventListener("change", redraw);
+find("more-events").addEventListener("click", () => {
+  allEvents = true;
+  redraw();
+});
+addEventListener("hashchange", () => {
+  if (fromAddress().join() !== selected.join() && fromAddress().length) select(fromAddress());
+});
+setInterval(redraw, 5000); // "… ago"
+
+async function begin() {
+  try {
+    const answer = await fetch("api/runs");
+    if (!answer.ok) throw new Error(await answer.text());
+    listed = (await answer.json()).runs;
+  } catch (error) {
+    connection("lost", `no answer, trying again (${error.message.trim()})`);
+    setTimeout(begin, 2000);
+    return;
+  }
+  const there = new Set(listed.map((run) => run.id)), asked = fromAddress().filter((id) => there.has(id));
+  select(asked.length ? asked : listed.slice(0, 1).map((run) => run.id));
+}
+
+begin();

@@ -1,0 +1,92 @@
+"""New whole lines of a JSONL file that another process writes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+CHUNK = 4 << 20
+"""Bytes at a time; a line longer than this is no record."""
+MARK = 64
+"""Bytes before the place reached that must still be there, or the file is another one."""
+
+
+class Tail:
+    """Reads on from where it was. A torn last line waits until the rest of it is there; a file that is cut, replaced
+    or set aside is read anew; one that is not there yet is empty."""
+
+    def __init__(self, path: Path, last: int | None = None) -> None:
+        """`last`: begin this many bytes before the end of the file, at the next line."""
+        self._path = path
+        self._last = last
+        self._file: tuple[int, int] | None = None
+        self._offset: int
+        self._mark: bytes
+        self._restart()
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Whether all that was read before is void, and what has come since: one chunk of it; more waits while
+        `behind`. Raises OSError if the file cannot be read."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            void, self._file = self._file is not None, None
+            self._restart()
+            return void, []
+        try:
+            stat = os.fstat(descriptor)
+            same = self._file == (stat.st_dev, stat.st_ino) and stat.st_size >= self._offset
+            same = same and os.pread(descriptor, len(self._mark), self._offset - len(self._mark)) == self._mark
+            void = not same and self._file is not None
+            if not same:
+                self._file = stat.st_dev, stat.st_ino
+                self._restart()
+                if self._last is not None and stat.st_size > self._last:
+                    self._offset = stat.st_size - self._last - 1
+                    self._skipping = True
+                    self.from_start = False
+            data = os.pread(descriptor, CHUNK, self._offset)
+        finally:
+            os.close(descriptor)
+        return void, self._records(data)
+
+    def _restart(self) -> None:
+        self._offset = 0
+        self._mark = b""
+        self._skipping = False
+        self._lines = 0
+        self.behind = False
+        self.damaged: list[int] = []
+        """Numbers of lines that are no records, counted from where reading began."""
+        self.from_start = True
+
+    def _records(self, data: bytes) -> list[dict[str, Any]]:
+        full = len(data) == CHUNK
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = whole.splitlines(keepends=True)
+        if self._skipping and lines:
+            self._skipping = False
+            del lines[0]
+        if full and not whole:  # within a line that is too long
+            if not self._skipping:
+                self._lines += 1
+                self.damaged.append(self._lines)
+            whole, self._skipping = data, True
+        self._offset += len(whole)
+        self._mark = (self._mark + whole)[-MARK:]
+        self.behind = full
+        records = []
+        for line in lines:
+            self._lines += 1
+            try:
+                record = msgspec.json.decode(line)
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            else:
+                self.damaged.append(self._lines)
+        return records

@@ -1,0 +1,289 @@
+"""One run, as its files tell it."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import tomllib
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarm_node.observability.dashboard.curves import MAX_NAMES, Curves
+from swarm_node.observability.dashboard.tail import Tail
+from swarm_node.rundir import RunDir
+
+EVENTS = 300
+"""The newest that are shown."""
+EVENT_BYTES = 512 << 10
+"""Of the end of events.jsonl, where they are looked for."""
+GLANCE_BYTES = 64 << 10
+"""Of the end of metrics.jsonl, where its last line is looked for."""
+STATUS_BYTES = 16 << 20
+CONFIG_BYTES = 1 << 20
+TEXT = 4000
+"""Characters of a sentence that are shown, NAME of anything shorter."""
+NAME = 200
+ITEMS = 1000
+"""Of a list or table in the status."""
+FRESH_S = 30.0
+"""A run that does nothing visible for longer than this, and for longer than four rounds, waits."""
+LATELY = 10
+"""Rounds behind the speed shown."""
+
+State = str
+"""training | waiting | serving (trains nothing itself) | starting | ended."""
+
+
+class Lock:
+    """Whether a process holds a run. Looking takes the lock for a moment, which might get in the way of one that
+    starts: so it is not looked at again before somebody has taken it, who writes into its file."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._free: tuple[int, ...] | None = None
+
+    def held(self) -> bool:
+        try:
+            stat = os.stat(self._run.path / "lock")
+        except OSError:
+            return False
+        found = stat.st_dev, stat.st_ino, stat.st_mtime_ns
+        if found == self._free:
+            return False
+        held = self._run.in_use
+        self._free = None if held else found
+        return held
+
+
+class View:
+    """Follows a run from `refresh` to `refresh`; memory is bounded. Safe to use from several threads."""
+
+    def __init__(self, id: str, run: RunDir) -> None:
+        self.id = id
+        self.run = run
+        self.curves = Curves()
+        self.readings = 0
+        """How often metrics.jsonl was begun anew: rows known before are void."""
+        self.status: dict[str, Any] | None = None
+        self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self.lock = threading.RLock()
+        self._lately: deque[dict[str, Any]] = deque(maxlen=LATELY)
+        self._metrics = Tail(run.metrics)
+        self._events = Tail(run.events, EVENT_BYTES)
+        self._held = Lock(run)
+        self._in_use = False
+        self._config: dict[str, Any] = {}
+        self._stamps: dict[Path, tuple[int, ...]] = {}
+        self._problems: dict[str, str] = {}
+
+    def refresh(self) -> None:
+        """Read what has come since the last time."""
+        with self.lock:
+            self._in_use = self._held.held()
+            self._problems = {}
+            if (config := self._changed(self.run.config, CONFIG_BYTES, tomllib.loads)) is not None:
+                self._config = config
+            if (status := self._changed(self.run.status, STATUS_BYTES, msgspec.json.decode)) is not None:
+                self.status = self._public(status)
+            for tail, path in ((self._metrics, self.run.metrics), (self._events, self.run.events)):
+                try:
+                    self._follow(tail)
+                except OSError as error:
+                    self._problems[path.name] = f"cannot read {path}: {error.strerror}"
+                    continue
+                if tail.damaged:
+                    first, more = tail.damaged[0], len(tail.damaged) - 1
+                    which = f"line {first} of {path}" if tail.from_start else f"a line near the end of {path}"
+                    others = f" and {more} more are no records and are" if more else " is no record and is"
+                    self._problems[path.name] = f"{which}{others} left out"
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """Key figures."""
+        last = self._lately[-1] if self._lately else {}
+        first_tenth, last_tenth = self.curves.tenths("reward")
+        config = self._config
+        return {
+            "id": self.id,
+            "path": str(self.run.path),
+            "state": self.state(now),
+            "rounds": last.get("round"),
+            "of": config.get("rounds") if isinstance(config.get("rounds"), int) else None,
+            "last_at": _time(last) or None,
+            "reward_first": first_tenth,
+            "reward_last": last_tenth,
+            "step_s": self._mean("step_time"),
+            "tok_s": self._mean("perf/generated_tok_s"),
+            "trained_tok_s": self._mean("perf/trained_tok_s"),
+            "peers": last.get("swarm/peers"),
+            "own": self.curves.total("swarm/groups_own"),
+            "foreign": self.curves.total("swarm/groups_used"),
+            "last": {name: value for name, value in last.items() if isinstance(value, int | float)},
+            "settings": {
+                "model": _text(_within(config, "policy", "model")),
+                "averaging": _text(_within(config, "averaging", "method")),
+            },
+            "problems": [*self._problems.values(), *self._left_out()],
+        }
+
+    def state(self, now: float) -> State:
+        """What it does, as far as its files show."""
+        if not self._in_use:
+            return "ended"
+        status_fresh = self.status is not None and now - _time(self.status) < FRESH_S
+        if self._lately:
+            quiet = now - _time(self._lately[-1])
+            if quiet < max(FRESH_S, 4 * (self._mean("step_time") or 0.0)):
+                return "training"
+            return "serving" if status_fresh and self._follows() else "waiting"
+        if not status_fresh or self.status is None:
+            return "starting"
+        if self.status.get("crew"):
+            return "serving" if self._follows() else "waiting"
+        return "starting" if "sent" in self.status else "serving"
+
+    def _follows(self) -> bool:
+        """Whether it holds stages of a whole crew that another leads."""
+        assert self.status is not None
+        crew = self.status.get("crew")
+        if not isinstance(crew, dict):
+            return False
+        leads = _within(crew, "lead", "peer") == self.status.get("peer")
+        return bool(crew.get("whole")) and bool(crew.get("held")) and not leads
+
+    def _left_out(self) -> list[str]:
+        n = self.curves.left_out
+        return [f"{n} or more further metrics are not shown: the page shows {MAX_NAMES}"] if n else []
+
+    def _mean(self, name: str) -> float | None:
+        values = [value for r in self._lately if isinstance(value := r.get(name), int | float)]
+        return sum(values) / len(values) if values else None
+
+    def _follow(self, tail: Tail) -> None:
+        while True:
+            void, records = tail.read()
+            if void and tail is self._metrics:
+                self._anew()
+            elif void:
+                self.events.clear()
+            if tail is self._metrics:
+                self.curves.add(records)
+                self._lately.extend(records[-LATELY:])
+            else:
+                self.events.extend(self._event(record) for record in records[-EVENTS:])
+            if not tail.behind:
+                return
+
+    def _anew(self) -> None:
+        self.curves = Curves()
+        self._lately.clear()
+        self.readings += 1
+
+    def _event(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        text = self._without_password(_text(record.get("text"), TEXT))
+        return {"time": _time(record), "kind": _text(record.get("kind")), "text": text}
+
+    def _public(self, status: Any) -> dict[str, Any] | None:
+        """`status` in bounded size, without what is secret."""
+        cleaned = _bounded(status)
+        if not isinstance(cleaned, dict):
+            return None
+        if isinstance(crew := cleaned.get("crew"), dict):
+            crew.pop("name", None)
+        return cleaned
+
+    def _without_password(self, text: str) -> str:
+        """The name of a crew lets in whoever knows it."""
+        name = _within(self._config, "stages", "crew")
+        if not isinstance(name, str) or not name:
+            return text
+        return re.sub(rf"(\bcrew\s+)(['\"]?){re.escape(name)}\2", r"\1…", text)
+
+    def _changed(self, path: Path, most: int, parse: Any) -> Any:
+        """What is in a file that is replaced as a whole, if it is another than the last time."""
+        try:
+            stat = path.stat()
+            stamp = stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
+            if self._stamps.get(path) == stamp:
+                return None
+            if stat.st_size > most:
+                self._problems[path.name] = f"{path} is longer than {most >> 20} MiB and is left out"
+                return None
+            parsed = parse(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._problems[path.name] = f"cannot read {path}: {error.strerror}"
+            return None
+        except (ValueError, RecursionError):  # half written, perhaps: the next look will tell
+            self._problems[path.name] = f"{path} is damaged and is left out"
+            return None
+        self._stamps[path] = stamp
+        return parsed
+
+
+class Glance:
+    """What a list of runs shows of one, without reading all of it."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._lock = Lock(run)
+        self._stamp: tuple[int, ...] | None = None
+        self._rounds: int | None = None
+
+    def look(self) -> dict[str, Any]:
+        run = self._run
+        known = (run.config, run.path / "lock", run.metrics, run.status)  # the first two are written when it starts
+        started = next((stat.st_mtime for path in known if (stat := _stat(path)) is not None), 0.0)
+        stat = _stat(run.metrics)
+        stamp = None if stat is None else (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self._rounds = self._last_round()
+        return {"in_use": self._lock.held(), "rounds": self._rounds, "started": started}
+
+    def _last_round(self) -> int | None:
+        try:
+            _, records = Tail(self._run.metrics, GLANCE_BYTES).read()
+        except OSError:  # said by whoever opens it
+            return None
+        last = records[-1].get("round") if records else None
+        return last if isinstance(last, int) else None
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _time(record: Mapping[str, Any]) -> float:
+    value = record.get("time")
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e12 else 0.0
+
+
+def _text(value: Any, most: int = NAME) -> str:
+    text = "" if value is None else str(value)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _within(table: Any, *keys: str) -> Any:
+    for key in keys:
+        table = table.get(key) if isinstance(table, dict) else None
+    return table
+
+
+def _bounded(value: Any, depth: int = 8) -> Any:
+    """`value` of JSON with short texts and lists, and numbers that floats can hold."""
+    if isinstance(value, str):
+        return _text(value, TEXT)
+    if isinstance(value, dict) and depth:
+        return {_text(key): _bounded(item, depth - 1) for key, item in list(value.items())[:ITEMS]}
+    if isinstance(value, list) and depth:
+        return [_bounded(item, depth - 1) for item in value[:ITEMS]]
+    return value if value is None or isinstance(value, bool | int | float) else None

@@ -1,0 +1,266 @@
+"""What the dashboard's page shows, in a real browser, against the files that it shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from swarm_node.rundir import RunDir
+from tests.swarm_node.chromium import Chromium, find_chromium
+from tests.swarm_node.test_dashboard import metrics, write
+
+CHROMIUM = find_chromium()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
+HOSTILE = "<img src=x onerror=document.title='owned'>"
+ROUNDS = 40
+READY = "document.querySelector('[data-figure=rounds]')?.textContent.length > 0"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    assert CHROMIUM is not None
+    browser = Chromium(CHROMIUM, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """A dashboard of the runs of this test, which are there before it is asked for."""
+    make_swarm_run()
+    make_silo()
+    command = [sys.executable, "-m", "swarm_node", "dashboard", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def rewards(round: int) -> dict[str, float]:
+    return {"reward": round / 77, "reward/gcd": round / 50, "reward/lcm": 0.5}
+
+
+def make_swarm_run() -> RunDir:
+    run = RunDir("runs/alice")
+    run.path.mkdir(parents=True)
+    run.config.write_text('rounds = 90\nname = "alice"\n[policy]\nmodel = "starter"\n')
+    for round in range(1, ROUNDS + 1):
+        swarm = {"swarm/peers": 2.0, "swarm/groups_own": 4.0, "swarm/groups_used": 3.0, "swarm/bytes_in": 1e5 * round}
+        speed = {"perf/generated_tok_s": 1000.0 + round, "entropy": 1 / round, "averaging/spread": 0.01}
+        write(run.metrics, metrics(round, **rewards(round), **swarm, **speed))
+    write(
+        run.events, {"time": 1.0, "kind": "start", "text": "it begins"}, {"time": 2.0, "kind": "note", "text": HOSTILE}
+    )
+    peer = {"present": True, "policy_version": 7, "muted": False}
+    status: dict[str, Any] = {
+        "swarm_name": "sums",
+        "time": 1040.0,
+        "peer": "me",
+        "traffic": {"bytes_in": 4e6, "bytes_out": 2_500_000.0},
+        "received": {"swarm/groups_received": 130, "swarm/groups_admitted": 120, "swarm/rejected/age": 10},
+        "sent": {"swarm/groups_sent": 50, "swarm/unsent/zero": 6},
+        "peers": {
+            "12D3KooWbobbobbob": {
+                **peer,
+                "name": "bob",
+                "received": 100,
+                "admitted": 98,
+                "used": 90,
+                "rejected": {"age": 2},
+            },
+            "12D3KooWevilevil": {
+                **peer,
+                "name": HOSTILE,
+                "received": 30,
+                "admitted": 22,
+                "used": 30,
+                "rejected": {"age": 8},
+            },
+        },
+        "averaging": {
+            "method": "noloco",
+            "codec": "8bit",
+            "when": "in pairs every 60 s",
+            "cohort": "c0ffee",
+            "partners": {"b": "bob"},
+            "exchanges": 12,
+            "bytes": 3e6,
+            "spread": 0.01,
+            "last": None,
+            "skipped": {"alone": 3},
+            "refused": {"late": 2},
+        },
+        "crew": {
+            "name": "secret",
+            "count": 2,
+            "lead": {"peer": "me", "name": "alice"},
+            "whole": True,
+            "updates": 40,
+            "round": 40,
+            "spares": 1,
+            "held": [0],
+            "replicas": {"1": 20},
+            "recovered": {"replica": 1},
+            "stages": [
+                {"layers": [0, 0], "peer": "me", "name": "alice"},
+                {"layers": [1, 3], "peer": "12D3KooWbobbobbob", "name": "bob"},
+            ],
+        },
+    }
+    run.write_status(status)
+    return run
+
+
+def make_silo() -> None:
+    run = RunDir("runs/silo")
+    run.path.mkdir(parents=True)
+    run.config.write_text("rounds = 30\n")
+    write(run.metrics, *(metrics(round, reward=0.25) for round in range(1, 31)))
+
+
+def figure(browser: Chromium, name: str) -> str:
+    parts = f"document.querySelector('[data-figure={name}]').parentNode.children"
+    text: str = browser.value(f"[...{parts}].map(part => part.textContent).join(' ')")
+    return text
+
+
+def rows(browser: Chromium, label: str) -> list[list[str]]:
+    selector = json.dumps(f"[aria-label='{label}'] tbody tr")
+    found: list[list[str]] = browser.value(
+        f"[...document.querySelectorAll({selector})].map(row => [...row.children].map(cell => cell.textContent))"
+    )
+    return found
+
+
+def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    first, last = (fmean(rewards(round)["reward"] for round in part) for part in (range(1, 5), range(37, 41)))
+    assert figure(browser, "reward") == f"Reward {first:.3f} → {last:.3f} +{last - first:.3f} first to last tenth"
+    assert (
+        figure(browser, "rounds") == "Round 40 of 90 1.0 s each"
+        or figure(browser, "rounds") == "Round 40 of 90 1 s each"
+    )
+    assert figure(browser, "tok_s").startswith("Tokens a second 1,036")
+    assert figure(browser, "peers") == "Other members 2"
+    assert figure(browser, "groups") == "Groups trained on 160 + 120 own + foreign 43 %"
+    assert figure(browser, "bytes") == "Network 4.00 MB in 2.50 MB out"
+    assert figure(browser, "exchanges") == "Weights averaged 12 times with 1 partner here"
+    assert browser.value("document.querySelector('[data-figure=state]').textContent") == "ended"
+    assert rows(browser, "Peers of alice") == [
+        ["bob …obbobbob", "here", "7", "100", "98", "90", "age 2"],
+        [f"{HOSTILE} …evilevil", "here", "7", "30", "22", "30", "age 8"],
+    ]
+    assert rows(browser, "Stages of alice") == [
+        ["Stage 0", "0", "this node", "–"],
+        ["Stage 1", "1–3", "bob …obbobbob", "20"],
+    ]
+    text = browser.value("document.body.innerText")
+    for part in (
+        "Received 130 groups, admitted 120; refused: age 10. Sent 50 groups; not sent: zero 6.",
+        "noloco, in pairs every 60 s, 8bit",
+        "alone 3",
+        "2 stages, whole",
+        "1 by replica",
+    ):
+        assert part in text
+    assert "secret" not in text
+    assert browser.value("[...document.querySelectorAll('#event-list .text')].map(e => e.textContent)") == [
+        HOSTILE,
+        "it begins",
+    ]
+    assert browser.value("document.querySelectorAll('main img').length") == 0
+    assert browser.value("document.title") == "alice: ended – swarm-node"
+    assert browser.errors == []
+
+
+def test_curves_can_be_read_by_keyboard_and_as_tables(browser: Chromium, url: str) -> None:
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    browser.value("document.getElementById('smoothing').value = '0'")
+    browser.value("document.getElementById('smoothing').dispatchEvent(new Event('change'))")
+    browser.wait("!!document.querySelector('#first .line') && !document.querySelector('#first .raw')")
+    browser.value("document.querySelector('#first svg').focus()")
+    browser.key("Home")
+    readout = "document.querySelector('#first .readout').innerText"
+    assert browser.wait(readout).split("\n") == ["round 1", f"{rewards(1)['reward']:.3f}"]
+    browser.key("ArrowRight")
+    browser.key("ArrowRight")
+    assert browser.value(readout).split("\n") == ["round 3", f"{rewards(3)['reward']:.3f}"]
+    browser.key("Escape")
+    assert browser.value("document.querySelector('#first .readout').hidden")
+    browser.value("document.querySelector('#first details').open = true")
+    browser.wait("!!document.querySelector('#first details table')")
+    table = rows(browser, "Values of Reward")
+    assert [row[0] for row in table] == ["1", "5", "9", "13", "17", "21", "24", "28", "32", "36", "40"]
+    assert [row[1] for row in table] == [f"{rewards(int(row[0]))['reward']:.3f}" for row in table]
+    assert browser.value("[...document.querySelectorAll('#task-charts .title')].map(e => e.textContent)") == [
+        "gcd",
+        "lcm",
+    ]
+    label = browser.value("document.querySelector('#first .unseen').textContent")
+    assert label == f"Reward: {rewards(1)['reward']:.3f} at first, {rewards(40)['reward']:.3f} now"
+
+
+def test_a_new_round_appears_by_itself_once_it_is_whole(browser: Chromium, url: str) -> None:
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    with open("runs/alice/metrics.jsonl", "a") as file:
+        file.write(json.dumps(metrics(41, **rewards(41))) + "\n" + json.dumps(metrics(42))[:20])
+    browser.wait("document.querySelector('[data-figure=rounds]').textContent === '41'")
+    with open("runs/alice/metrics.jsonl", "a") as file:
+        file.write(json.dumps(metrics(42))[20:] + "\nnonsense\n")
+    browser.wait("document.querySelector('[data-figure=rounds]').textContent === '42'")
+    notice = browser.wait("document.querySelector('.notice')?.textContent")
+    assert notice == "line 43 of runs/alice/metrics.jsonl is no record and is left out"
+    Path("runs/alice/metrics.jsonl").rename("runs/alice/metrics.jsonl.1")
+    write(Path("runs/alice/metrics.jsonl"), metrics(1))
+    browser.wait("document.querySelector('[data-figure=rounds]').textContent === '1'")
+    assert browser.errors == []
+
+
+def test_running_totals_go_on_over_a_restart(browser: Chromium, url: str) -> None:
+    received = (round if round <= 601 else round - 601 for round in range(1, 1102))
+    records = [metrics(i, **{"swarm/groups_received": float(n)}) for i, n in enumerate(received, 1)]
+    RunDir("runs/long").path.mkdir()
+    write(RunDir("runs/long").metrics, *records)
+    browser.open(f"{url}#long")
+    browser.wait(READY)
+    texts = "[...document.querySelectorAll('figure:not([hidden]) > .unseen')].map(text => text.textContent)"
+    assert "received: 2 at first, 1,101 now" in browser.value(texts)
+
+
+def test_several_runs_are_shown_side_by_side(browser: Chromium, url: str) -> None:
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    browser.value("document.querySelector('[data-run=silo]').focus()")
+    browser.key(" ")
+    browser.wait("document.querySelectorAll('[aria-label=\"Key figures of the runs\"] tbody tr').length === 2")
+    table = rows(browser, "Key figures of the runs")
+    assert [row[0] for row in table] == ["alice", "silo"]
+    assert table[1][1:7] == ["ended", "30", "0.250", "0.250", "+0.000", "–"]
+    assert browser.value("document.querySelectorAll('#first svg .line').length") == 2
+    assert browser.value("[...document.querySelectorAll('#first .legend .key')].map(e => e.textContent)") == [
+        "alice",
+        "silo",
+    ]
+    assert browser.value("location.hash") == "#alice&silo"
+
+
+def test_it_fits_a_phone_and_follows_the_dark(browser: Chromium, url: str) -> None:
+    backgrounds = set()
+    for dark in (False, True):
+        browser.open(f"{url}#alice", width=360, height=740, dark=dark)
+        browser.wait(READY)
+        assert browser.value("document.documentElement.scrollWidth") == 360
+        backgrounds.add(browser.value("getComputedStyle(document.body).backgroundColor"))
+    assert len(backgrounds) == 2

@@ -1,0 +1,276 @@
+"""What clouds say of taking a machine back: their documented answers, from services on this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_node.config import SpotConfig
+from swarm_node.preemption import AZURE_TAG, CLOUDS, MAX_BYTES, Notice, detect, reach, service, stopper, watch_cloud
+from swarm_node.stopping import StopRequested
+
+NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
+Answer = tuple[int, bytes]
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+PREEMPTED = "/computeMetadata/v1/instance/preempted"
+ACTION = "/latest/meta-data/spot/instance-action"
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+
+
+class Fake(ThreadingHTTPServer):
+    """A metadata service that answers as documented: with the headers that it asks for, or not at all."""
+
+    daemon_threads = True
+
+    def __init__(self, cloud: str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.cloud = cloud
+        self.answers: dict[str, Answer] = {}
+        self.asked: list[str] = []
+        self.tokens = 0
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, method: str, path: str, headers: Any) -> Answer:
+        self.asked.append(f"{method} {path}")
+        if self.cloud == "aws":
+            if method == "PUT" and path == "/latest/api/token":
+                good = 1 <= int(headers["X-aws-ec2-metadata-token-ttl-seconds"]) <= 21600
+                self.tokens += good
+                return (200, b"token-%d" % self.tokens) if good else (400, b"")
+            if headers["X-aws-ec2-metadata-token"] != f"token-{self.tokens}":
+                return 401, b""
+        if self.cloud == "gcp" and headers["Metadata-Flavor"] != "Google":
+            return 403, b""
+        if self.cloud == "azure" and headers["Metadata"] != "true":
+            return 400, b""
+        return self.answers.get(path, (404, b"not found"))
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Fake
+
+    def do_GET(self) -> None:
+        status, body = self.server.answer(self.command, self.path, self.headers)
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", body.decode())
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_PUT = do_GET
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def fake(cloud: str) -> Iterator[Fake]:
+    with Fake(cloud) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def look(server: Fake, now: float = NOW) -> Notice | None:
+    ask = service(server.endpoint)
+    return CLOUDS[server.cloud](ask).look() if server.cloud == "gcp" else CLOUDS[server.cloud](ask, lambda: now).look()  # type: ignore[call-arg]
+
+
+def event(
+    kind: str = "Preempt", when: str = "Mon, 18 Sep 2017 08:20:25 GMT", machines: list[str] | None = None
+) -> Answer:
+    listed = {
+        "EventId": "f020ba2e-3bc0-4c40-a10b-86575a9eabd5",
+        "EventType": kind,
+        "ResourceType": "VirtualMachine",
+        "Resources": ["FrontEnd_IN_0"] if machines is None else machines,
+        "EventStatus": "Scheduled",
+        "NotBefore": when,
+        "EventSource": "Platform",
+    }
+    return 200, json.dumps({"DocumentIncarnation": 1, "Events": [listed]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("cloud", "answers", "left_s"),
+    [
+        ("aws", {}, None),
+        ("aws", {ACTION: (200, b'{"action": "stop", "time": "2017-09-18T08:22:00Z"}')}, 120),
+        ("aws", {ACTION: (200, b'{"action": "terminate", "time": "2017-09-18T08:20:31Z"}')}, 31),
+        ("aws", {ACTION: (200, b'{"action": "terminate", "time": "2017-09-18T08:19:00Z"}')}, 10),
+        ("aws", {ACTION: (200, b'{"action": "terminate", "time": "soon"}')}, 120),
+        ("aws", {REBALANCE: (200, b'{"noticeTime": "2017-09-18T08:19:00Z"}')}, math.inf),
+        ("gcp", {PREEMPTED: (200, b"FALSE")}, None),
+        ("gcp", {PREEMPTED: (200, b"TRUE")}, 30),
+        ("azure", {EVENTS: (200, b'{"DocumentIncarnation": 1, "Events": []}')}, None),
+        ("azure", {EVENTS: event()}, 25),
+        ("azure", {EVENTS: event("Terminate")}, 25),
+        ("azure", {EVENTS: event("Reboot")}, None),
+        ("azure", {EVENTS: event(when="")}, 30),
+        ("azure", {EVENTS: event(machines=["FrontEnd_IN_1"])}, None),
+    ],
+)
+def test_documented_answers(cloud: str, answers: dict[str, Answer], left_s: float | None) -> None:
+    with fake(cloud) as server:
+        server.answers = {NAME: (200, b"FrontEnd_IN_0")} | answers
+        notice = look(server)
+    assert (None if notice is None else notice.left_s) == left_s
+
+
+def test_a_token_of_aws_is_used_for_hours_and_renewed_when_it_is_refused() -> None:
+    now = [NOW]
+    with fake("aws") as server:
+        aws = CLOUDS["aws"](service(server.endpoint), lambda: now[0])  # type: ignore[call-arg]
+        assert [aws.look() for _ in range(3)] == [None] * 3
+        assert server.tokens == 1
+        now[0] += 6 * 3600
+        assert aws.look() is None
+        assert server.tokens == 2
+        server.tokens = 7  # as if it had forgotten ours
+        with pytest.raises(ValueError, match="401"):
+            aws.look()
+        assert aws.look() is None
+
+
+@pytest.mark.parametrize(
+    ("cloud", "path", "answer"),
+    [
+        ("aws", ACTION, (500, b"")),
+        ("aws", ACTION, (200, b"not JSON")),
+        ("aws", ACTION, (200, b"[]")),
+        ("aws", ACTION, (200, b"[" * 200_000)),
+        ("aws", ACTION, (200, b"x" * (MAX_BYTES + 1))),
+        ("gcp", PREEMPTED, (200, b"<html>captive portal</html>")),
+        ("gcp", PREEMPTED, (302, b"/elsewhere")),
+        ("azure", EVENTS, (200, b'"Events"')),
+        ("azure", NAME, (410, b"")),
+    ],
+)
+def test_what_is_no_answer_is_said_once_and_asked_again(
+    cloud: str, path: str, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_node.preemption.PATIENCE_S", dict.fromkeys(CLOUDS, 0.0))
+    said: list[str] = []
+    with fake(cloud) as server:
+        server.answers = {NAME: (200, b"me"), EVENTS: (200, b"{}"), "/elsewhere": (200, b"TRUE"), path: answer}
+        ended = threading.Event()
+        noticed: list[float] = []
+        work = (cloud, CLOUDS[cloud](service(server.endpoint)), ended, noticed.append, lambda: None, said.append, 0.01)
+        thread = threading.Thread(target=watch_cloud, args=work)
+        thread.start()
+        end = time.monotonic() + 10
+        while sum(path in asked for asked in server.asked) < 4 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert thread.is_alive()
+        ended.set()
+        thread.join()
+    assert sum(path in asked for asked in server.asked) >= 4
+    assert "GET /elsewhere" not in server.asked
+    assert len(said) == 1 and said[0].startswith(f"no notices can be had of {cloud} (") and len(said[0]) < 400
+    assert noticed == []
+
+
+def test_nobody_there_is_survived() -> None:
+    with fake("gcp") as server:
+        endpoint = server.endpoint
+    with pytest.raises(OSError):
+        service(endpoint)("/", {})
+
+
+def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake("gcp") as proxy, fake("gcp") as server:
+        monkeypatch.setenv("http_proxy", f"http://{proxy.endpoint}")
+        server.answers = {PREEMPTED: (200, b"TRUE")}
+        assert look(server) is not None
+        assert proxy.asked == []
+
+
+def test_advice_is_taken_once_and_a_notice_ends_the_asking() -> None:
+    said: list[str] = []
+    advised, noticed = threading.Event(), []
+    with fake("aws") as server:
+        server.answers = {REBALANCE: (200, b'{"noticeTime": "2017-09-18T08:19:00Z"}')}
+        work = (server.cloud, CLOUDS["aws"](service(server.endpoint)), threading.Event(), noticed.append)
+        thread = threading.Thread(target=watch_cloud, args=(*work, advised.set, said.append, 0.01))
+        thread.start()
+        assert advised.wait(10)
+        asked = len(server.asked)
+        end = time.monotonic() + 10
+        while len(server.asked) < asked + 6 and time.monotonic() < end:
+            time.sleep(0.01)
+        server.answers[ACTION] = 200, b'{"action": "terminate", "time": "no time"}'
+        thread.join(10)
+        assert not thread.is_alive()
+    assert noticed == [120.0]
+    assert [sentence.partition(":")[0] for sentence in said] == [
+        "aws says that it may well take this machine back soon",
+        "aws will terminate this machine in 120 s",
+    ]
+
+
+def test_a_notice_stops_a_run_with_the_time_that_it_leaves() -> None:
+    said: list[str] = []
+    with fake("gcp") as server:
+        server.answers = {PREEMPTED: (200, b"TRUE")}
+        config = SpotConfig(cloud="gcp", endpoint=server.endpoint)
+        with stopper(config, lambda: None, said.append) as stop:
+            with pytest.raises(StopRequested):
+                stop.allow()
+                stop.wait(20)
+            assert 20 < stop.left_s <= 28
+    assert said == ["gcp takes this machine back in 30 s: leaving"]
+
+
+@pytest.mark.parametrize(
+    ("names", "cloud"),
+    [
+        ({}, None),
+        ({"sys_vendor": "Amazon EC2", "product_name": "m5.large"}, "aws"),
+        ({"sys_vendor": "Xen", "bios_version": "4.11.amazon"}, "aws"),
+        ({"sys_vendor": "Google", "product_name": "Google Compute Engine"}, "gcp"),
+        ({"sys_vendor": "Google", "product_name": "Eve"}, None),  # a laptop
+        ({"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": AZURE_TAG}, "azure"),
+        ({"sys_vendor": "Microsoft Corporation", "product_name": "Virtual Machine"}, None),  # Hyper-V at home
+    ],
+)
+def test_the_cloud_is_known_by_its_firmware(names: dict[str, str], cloud: str | None, tmp_path: Path) -> None:
+    for name, text in names.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert detect(tmp_path) == cloud
+
+
+@pytest.mark.parametrize("cloud", ["auto", "off"])
+def test_nothing_is_asked_where_no_cloud_is(cloud: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("swarm_node.preemption.detect", lambda: None if cloud == "auto" else "gcp")
+    with fake("gcp") as server:
+        server.answers = {PREEMPTED: (200, b"TRUE")}
+        with stopper(SpotConfig(cloud=cloud, endpoint=server.endpoint), lambda: None, print) as stop:  # type: ignore[arg-type]
+            stop.allow()
+            stop.wait(0.2)
+        assert server.asked == []
+
+
+def test_what_fits_a_notice_is_said() -> None:
+    assert reach("aws", 100.0, 5_000_000) == (
+        "aws gives 120 s of notice: at 100 Mbit/s at most 1.5 GB can be handed over in it; what is held here is 5.0 MB"
+    )
+    assert "only what left before" in reach("gcp", 100.0, 350_000_001)
+    assert "only what left before" not in reach("gcp", 100.0, 350_000_000)
