@@ -46,11 +46,11 @@ from swarm_node.stage_files import newest, stage_files
 from swarm_node.stages.alike import architecture
 from swarm_node.stages.cut import weights_digest
 from swarm_node.stages.handing import Handing
-from swarm_node.stages.leading import LeaveLead, LeaveSeat, Post, Spans, TakeLead, TakeSeat
 from swarm_node.stages.mates import Mates
 from swarm_node.stages.partition import UNKNOWN
 from swarm_node.stages.pipeline import Lead, StagedOptimizer, StagedPolicy
 from swarm_node.stages.ports import StageLost
+from swarm_node.stages.post import LeaveLead, LeaveSeat, Post, Spans, TakeLead, TakeSeat
 from swarm_node.stages.worker import attend
 from swarm_node.stopping import Stopper, StopRequested
 

@@ -12,8 +12,8 @@ from swarm_node.policy.loading import Plan as Loading
 from swarm_node.seats import keeper, replicated, shapes
 from swarm_node.stages.footprint import Sizes, footprint
 from swarm_node.stages.handing import layer_of
-from swarm_node.stages.leading import Spans
 from swarm_node.stages.partition import partition, parts_of, sizes
+from swarm_node.stages.post import Spans
 
 
 class Memory:

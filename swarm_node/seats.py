@@ -40,8 +40,9 @@ from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
 from swarm_node.stage_files import StageFile, stage_files
 from swarm_node.stages.cut import ADAPTED, Stage, load_stage
 from swarm_node.stages.handing import Handing, State, Wanted, layer_of
-from swarm_node.stages.leading import Spans, TakeSeat, counted
+from swarm_node.stages.leading import counted
 from swarm_node.stages.partition import Span, parts_of
+from swarm_node.stages.post import Spans, TakeSeat
 from swarm_node.stages.worker import Worker
 
 MANY_STAGES, EVERY = 4, 20

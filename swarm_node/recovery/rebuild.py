@@ -10,8 +10,8 @@ first two and the last two stages in swapped order. Whatever made a stage anew, 
 learns a little faster than the others from then on (`RATE`).
 
 A stage is its tensors by name, whatever number its layers begin with. Layer l of the lost stage is made of layer l of
-each neighbour; where a neighbour has m layers and the lost stage n, of its layer floor((l + 1/2) m / n). Only tensors of layers are made:
-embedding, final norm and head have no like in a neighbour, who keeps a copy of them instead.
+each neighbour; where a neighbour has m layers and the lost stage n, of its layer floor((l + 1/2) m / n). Only tensors
+of layers are made: embedding, final norm and head have no like in a neighbour, who keeps a copy of them instead.
 """
 
 from __future__ import annotations

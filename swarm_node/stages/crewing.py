@@ -49,12 +49,11 @@ from protocol.lineage import leads_to
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.stages.alike import difference
 from swarm_node.stages.doors import PART_S, STRANGER_S, Doors
-from swarm_node.stages.leading import (
-    BANNED_S,
-    MAX_TERM,
+from swarm_node.stages.leading import BANNED_S, MAX_TERM, Lead, counted, short
+from swarm_node.stages.placement import Standing, adjacent, gives_way, succession
+from swarm_node.stages.post import (
     Action,
     Costs,
-    Lead,
     LeaveLead,
     LeaveSeat,
     Link,
@@ -64,10 +63,7 @@ from swarm_node.stages.leading import (
     TakeLead,
     TakeSeat,
     Tell,
-    counted,
-    short,
 )
-from swarm_node.stages.placement import Standing, adjacent, gives_way, succession
 from swarm_node.stages.seeking import AVOID_S, VOUCHED_S, Search
 
 MAX_GUESTS = 32

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from protocol.crew import STAGE_METHOD
-from swarm_node.stages.leading import Close, Connect, Link, Outbox
+from swarm_node.stages.post import Close, Connect, Link, Outbox
 
 PART_S = 3.0
 """Time for a last word before a channel is closed."""

@@ -14,12 +14,8 @@ Pure: `now` (seconds, of any clock) comes in, actions go to the outbox.
 
 from __future__ import annotations
 
-import hmac
-import secrets
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median_high
 
 import msgspec
@@ -32,7 +28,6 @@ from protocol.crew import (
     Hello,
     Holding,
     Kept,
-    Layers,
     Load,
     Plan,
     Probe,
@@ -41,15 +36,22 @@ from protocol.crew import (
     Refusal,
     Report,
     Seat,
-    Settings,
     Source,
     Unable,
     Whole,
-    crew_id,
-    proof,
 )
-from protocol.lineage import AHEAD, NO_RUN, Lineage, branch, leads_to, shared
+from protocol.lineage import AHEAD, Lineage, branch, leads_to, shared
 from swarm_node.stages.placement import Claim, Standing, fill, neighbour, relief
+from swarm_node.stages.post import (
+    Close,
+    Costs,
+    Link,
+    Outbox,
+    Post,
+    Sources,
+    Spans,
+    Tell,
+)
 
 GATHER_S = 10.0
 """How long a new lead waits for the peers of the last plan: each may need 4 s to notice that the old lead has gone, and
@@ -64,182 +66,8 @@ CALM_S = 10.0
 BANNED_S = 120.0
 """A peer that was given up is not taken back before."""
 
-MAX_SAID = 1000
-"""Sentences about peers that are said once, and then no more of them."""
 MAX_TERM = 2**20
 """Leads that a crew can count: `Crew`'s turns would not fit into messages otherwise."""
-
-Spans = tuple[Layers, ...]
-Sources = Callable[[int, Spans, Mapping[str, Holding], int, Settings], Sequence[Source]]
-"""(stage, spans, what each peer of the crew has, updates that the crew has made, how it works) -> ways to come by the
-stage, best first."""
-Tell = Callable[[int, Source, int, int], str]
-"""(stage, how it was come by, its updates, those of the crew) -> a sentence for people: what was done, what is lost."""
-Costs = Callable[[Spans], Sequence[int]]
-"""Bytes that each stage takes."""
-
-
-@dataclass(frozen=True)
-class Post:
-    """This peer's place in its crew, and how the crew goes about things."""
-
-    me: str
-    name: str
-    """Of this peer, for people."""
-    swarm: str
-    crew: str
-    """Its name, for people at this end."""
-    key: bytes
-    """`crew_key` of it."""
-    architecture: str
-    settings: Settings
-    """How the crew works, if this peer turns out to be the first lead."""
-    spans: Spans
-    """Layers of each stage, likewise: equal shares, or those of its snapshots, if it has any."""
-    divide: Callable[[Sequence[float]], Spans]
-    """Bytes that the holder of each stage can take, 0 = not known -> layers of each; ValueError if that cannot be."""
-    wanted: int | None = None
-    """Stage it would like to hold; `None` = any."""
-    capacity: int = 0
-    """Bytes that it can hold; 0 = not known."""
-    started: float = 0.0
-    """When this peer did, in seconds since the Unix epoch."""
-    spare_wait_s: float = 10.0
-    """A lost stage waits so long for somebody without one."""
-    stall_s: float = 60.0
-    """Longer than this no stage keeps a message."""
-    absent_s: float = 0.0
-    """It waits so much longer for another to begin the crew, who may know more of it."""
-    run: Lineage = NO_RUN
-    """Of its newest snapshot."""
-    round: int = 0
-    """Likewise."""
-    draw: Callable[[], str] = partial(secrets.token_hex, 8)
-    """An id for a segment of a run."""
-
-    @property
-    def id(self) -> str:
-        """Of the crew, as cards show it."""
-        return crew_id(self.key)
-
-    def proof_to(self, peer: str) -> str:
-        """That this peer knows the crew's name."""
-        return proof(self.key, self.me, peer)
-
-    def is_proof_of(self, peer: str, text: str) -> bool:
-        """That `peer` does."""
-        return hmac.compare_digest(proof(self.key, peer, self.me), text)
-
-
-@dataclass(eq=False)
-class Link:
-    """A channel with a peer."""
-
-    peer: str
-    method: str
-    dialled: bool = False
-    """By this node."""
-
-
-@dataclass(frozen=True)
-class Connect:
-    """Open the channel."""
-
-    link: Link
-
-
-@dataclass(frozen=True)
-class Close:
-    """Close it; nothing is told about it any more."""
-
-    link: Link
-
-
-@dataclass(frozen=True)
-class Send:
-    link: Link
-    record: Record
-
-
-@dataclass(frozen=True)
-class Say:
-    """A sentence for people."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class TakeSeat:
-    """Build a stage, from the first of the sources that works, and say so (`Crew.seated`, `Crew.unable`)."""
-
-    stage: int
-    layers: Layers
-    sources: tuple[Source, ...]
-
-
-@dataclass(frozen=True)
-class LeaveSeat:
-    """Let a stage go: another peer holds it."""
-
-    stage: int
-
-
-@dataclass(frozen=True)
-class TakeLead:
-    """Run the loop: this peer holds stage 0, or is about to."""
-
-
-@dataclass(frozen=True)
-class LeaveLead:
-    """End the loop: another peer leads."""
-
-
-Action = Connect | Close | Send | Say | TakeSeat | LeaveSeat | TakeLead | LeaveLead
-
-
-class Outbox:
-    """What is to be done, in order; what was said; what was counted."""
-
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-        self.counts: Counter[str] = Counter()
-        self._said: set[str] = set()
-        self._said_of_peers: set[str] = set()
-
-    def do(self, action: Action) -> None:
-        self.actions.append(action)
-
-    def send(self, link: Link | None, record: Record) -> None:
-        """`None` = this peer itself, which knows."""
-        if link is not None:
-            self.actions.append(Send(link, record))
-
-    def say(self, text: str) -> None:
-        self.actions.append(Say(text))
-
-    def say_once(self, text: str) -> bool:
-        """Whether it is the first time."""
-        first = text not in self._said
-        if first:
-            self._said.add(text)
-            self.say(text)
-        return first
-
-    def say_of_peer(self, text: str) -> bool:
-        """Likewise, of what peers do: as they may make up others, not without end."""
-        first = text not in self._said_of_peers and len(self._said_of_peers) < MAX_SAID
-        if first:
-            self._said_of_peers.add(text)
-            self.say(text)
-        return first
-
-    def unsay(self, text: str) -> None:
-        """It is over; when it comes again it is said again."""
-        self._said.discard(text)
-
-    def take(self) -> list[Action]:
-        actions, self.actions = self.actions, []
-        return actions
 
 
 @dataclass

@@ -38,7 +38,8 @@ from protocol.messages import CrewCard
 from protocol.pipeline import open_envelope
 from protocol.transports.base import Channel, Listener, Transport
 from swarm_node.stages.crewing import NOTHING, Crew
-from swarm_node.stages.leading import (
+from swarm_node.stages.ports import LEAD, Message, StageLost
+from swarm_node.stages.post import (
     Action,
     Close,
     Connect,
@@ -54,7 +55,6 @@ from swarm_node.stages.leading import (
     TakeSeat,
     Tell,
 )
-from swarm_node.stages.ports import LEAD, Message, StageLost
 from swarm_node.stages.wire import Limits, decode, encode, judge
 from swarm_node.stages.worker import refusal
 

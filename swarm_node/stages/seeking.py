@@ -17,7 +17,7 @@ from typing import Any
 from protocol.crew import CREW_METHOD, Answer
 from protocol.messages import CrewCard
 from swarm_node.stages.doors import Doors
-from swarm_node.stages.leading import Link, Outbox, Post
+from swarm_node.stages.post import Link, Outbox, Post
 
 FIND_S = 3.0
 """A peer that finds no lead for so long, after it first saw members of its swarm, becomes the first."""

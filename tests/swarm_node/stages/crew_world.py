@@ -28,12 +28,12 @@ from protocol.lineage import NO_RUN, Lineage, shared
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.recovery.paths import sources, tell
 from swarm_node.stages.crewing import Crew
-from swarm_node.stages.leading import (
+from swarm_node.stages.leading import Lead
+from swarm_node.stages.post import (
     Action,
     Close,
     Connect,
     Costs,
-    Lead,
     LeaveLead,
     LeaveSeat,
     Link,

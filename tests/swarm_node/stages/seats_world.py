@@ -17,8 +17,8 @@ from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PolicyCon
 from swarm_node.policy.loading import prepare
 from swarm_node.seats import Seats
 from swarm_node.stages.handing import Handing
-from swarm_node.stages.leading import TakeSeat
 from swarm_node.stages.partition import UNKNOWN, partition, sizes
+from swarm_node.stages.post import TakeSeat
 
 SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8
 PERIOD_S = 10.0

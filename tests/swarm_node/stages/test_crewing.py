@@ -29,20 +29,8 @@ from protocol.crew import (
 from protocol.lineage import leads_to, shared
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.stages.doors import MAX_STRANGERS, PART_S, STRANGER_S
-from swarm_node.stages.leading import (
-    BANNED_S,
-    BREAKS_S,
-    GATHER_S,
-    MAX_SAID,
-    MAX_TERM,
-    Close,
-    Connect,
-    LeaveSeat,
-    Link,
-    Send,
-    TakeSeat,
-    counted,
-)
+from swarm_node.stages.leading import BANNED_S, BREAKS_S, GATHER_S, MAX_TERM, counted
+from swarm_node.stages.post import MAX_SAID, Close, Connect, LeaveSeat, Link, Send, TakeSeat
 from swarm_node.stages.seeking import ALONE_S, AVOID_S, DIAL_S, FIND_S
 from tests.swarm_node.stages.crew_world import (
     BUILD_S,

@@ -15,9 +15,9 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.pipeline import Ask, Backward, State
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.recovery.paths import sources, tell
-from swarm_node.stages.leading import Action, LeaveLead, LeaveSeat, Link, Spans, TakeLead, TakeSeat
 from swarm_node.stages.mates import Mates
 from swarm_node.stages.ports import LEAD, Message, StageLost
+from swarm_node.stages.post import Action, LeaveLead, LeaveSeat, Link, Spans, TakeLead, TakeSeat
 from swarm_node.stages.wire import Limits, encode
 from tests.swarm_node.stages.crew_world import SETTINGS, SWARM, each_costs_one, post
 
