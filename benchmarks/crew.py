@@ -129,9 +129,10 @@ def report_kills(runs: Sequence[Row], seconds: float) -> str:
                 [settings, where, way, "own" if own else "neighbour", n]
                 for (where, way, own), n in sorted(counted.items())
             ]
-        pairs = [(run["rounds"], control[run["seed"]]["rounds"]) for run in killed if run["seed"] in control]
-        if pairs:
-            curves += _curves(settings, pairs, seconds)
+        both = {run["seed"] for run in killed} & control.keys()
+        pairs = [(run["rounds"], control[run["seed"]]["rounds"]) for run in killed if run["seed"] in both]
+        alone = [(run["rounds"],) for run in killed if run["seed"] not in both]
+        curves += _curves(settings, pairs, seconds) + _curves(settings, alone, seconds)
     parts = [
         f"**kills**: a stage every {runs[0]['every']:g} s for {seconds:g} s, {runs[0]['stages']} stages",
         table(
@@ -160,12 +161,12 @@ def _quantiles(values: Sequence[float | None]) -> str:
     return ", ".join(f"{kills.quantile(values, q):.1f}" for q in (0.5, 0.95, 1.0))
 
 
-def _curves(settings: str, pairs: Sequence[tuple[Rounds, Rounds]], seconds: float) -> list[list[Any]]:
-    """Reward of (killed, control) by windows of equal time, and of equal rounds (as many as both have done): means over
-    seeds."""
+def _curves(settings: str, pairs: Sequence[tuple[Rounds, ...]], seconds: float) -> list[list[Any]]:
+    """Reward of (killed, control), or of (killed,), by windows of equal time, and of equal rounds (as many as both have
+    done): means over seeds."""
     rows: list[list[Any]] = []
     for name, column in (("time", 0), ("rounds", 1)):
-        for i, which in enumerate(("killed", "control")):
+        for i, which in enumerate(("killed", "control")[: len(pairs[0]) if pairs else 0]):
             means, done = [], []
             for pair in pairs:
                 end = seconds if column == 0 else min(max(line[1] for line in lines) for lines in pair)

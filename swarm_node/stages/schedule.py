@@ -1,17 +1,20 @@
 """Who computes what, in which order: 1F1B (PipeDream-Flush, arXiv 2006.09503) as data.
 
-    stage 0   F0 F1 F2 F3             B0 F4 B1 F5 B2 ...
-    stage 1      F0 F1 F2          B0 F3 B1 F4 ...          time ->
-    stage 2         F0 F1       B0 F2 B1 F3 ...
-    stage 3            F0    B0 F1 B1 ...
+    stage 0   F0 F1 F2 F3 F4             B0 F5 B1 F6 B2 ...
+    stage 1      F0 F1 F2 F3          B0 F4 B1 F5 ...          time ->
+    stage 2         F0 F1 F2       B0 F3 B1 F4 ...
+    stage 3            F0 F1    B0 F2 B1 F3 ...
+
+One microbatch more than in the paper is under way: the loss is computed at the lead, so at the last stage backward
+waits for a message there and back, during which that stage goes on with the next forward.
 
 A microbatch visits stages along its route; at each place of it, a stage computes forward once and backward once. The
-order is that of an execution in ticks: in each, every stage does what is there for it, backward before forward, oldest
-microbatch first, and forward only while fewer than d microbatches are between forward and backward of the place that
-is d-th from the end of their routes (and fewer than the route has places are under way at all). So nothing more than
-that is ever held, and no set of stages can wait for each other: a microbatch at the last place can always go back,
-which makes room at the one before, and so on. Lists taken from an execution can be executed again in whatever order
-messages arrive.
+order is that of an execution in ticks, one for the loss: in each, every stage does what is there for it, forward before
+backward, oldest microbatch first, and forward only while at most d microbatches are between forward and backward of the
+place that is d-th from the end of their routes (and at most as many as the route has places are under way at all). So
+nothing more than that is ever held, and no set of stages can wait for each other: a microbatch at the last place can
+always go back, which makes room at the one before, and so on. Lists taken from an execution can be executed again in
+whatever order messages arrive.
 
 CheckFree+ (arXiv 2506.15461) swaps the first two and the last two stages for odd microbatches, so that their layers
 learn each other's job. The embedding still comes first, and the head last, wherever they are: such routes have a place
@@ -74,31 +77,33 @@ def schedule(stages: int, microbatches: int, swapped: bool = False) -> tuple[tup
     ready[0].add(Operation("F", 0, 0))  # every route begins with the embedding
     held: dict[int, int] = defaultdict(int)  # by places to the end of the route
     begun = 0  # and not at an end
+    elsewhere = stages > 1  # is the loss computed, for the last stage
+    scored: list[tuple[int, Operation]] = []  # what will have its loss a tick later
 
     def possible(operation: Operation) -> bool:
-        left = len(ways[operation.microbatch]) - operation.place
+        left = len(ways[operation.microbatch]) - operation.place + elsewhere
         return operation.kind == "B" or (held[left] < left and (operation.place > 0 or begun < left))
 
-    while any(ready):
-        arrived: list[tuple[int, Operation]] = []
+    while any(ready) or scored:
+        arrived, scored = scored, []
         for stage, waiting in enumerate(ready):
             candidates = [operation for operation in waiting if possible(operation)]
             if not candidates:
                 continue
-            operation = min(candidates)  # "B" < "F", then the oldest
+            operation = max(candidates, key=lambda one: (one.kind, -one.microbatch))  # "F" > "B", then the oldest
             waiting.remove(operation)
             done[stage].append(operation)
             kind, i, place = operation
             way = ways[i]
             change = 1 if kind == "F" else -1
-            held[len(way) - place] += change
+            held[len(way) - place + elsewhere] += change
             begun += change if place == 0 else 0
             if kind == "F" and place == 0 and i + 1 < microbatches:
                 arrived.append((0, Operation("F", i + 1, 0)))
             if kind == "F" and place + 1 < len(way):
                 arrived.append((way[place + 1].stage, Operation("F", i, place + 1)))
             elif kind == "F":
-                arrived.append((stage, Operation("B", i, place)))
+                (scored if elsewhere else arrived).append((stage, Operation("B", i, place)))
             elif place > 0:
                 arrived.append((way[place - 1].stage, Operation("B", i, place - 1)))
         for stage, operation in arrived:

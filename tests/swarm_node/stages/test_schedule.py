@@ -18,10 +18,10 @@ def text(operations: tuple[Operation, ...]) -> str:
 
 def test_it_is_1f1b() -> None:
     assert [text(operations) for operations in schedule(4, 6)] == [
+        "F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5",
         "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5",
         "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5",
         "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5",
-        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5",
     ]
     assert text(schedule(1, 3)[0]) == "F0 B0 F1 B1 F2 B2"
 
@@ -56,7 +56,9 @@ def test_it_runs_to_its_end_whatever_the_order_of_arrivals(stages: int, microbat
     for seed in range(4):
         held = run(stages, microbatches, swapped, random.Random(seed))
         for stage, most in enumerate(held):
-            assert most <= (stages + 2 if swapped else stages - stage)  # a swapped route has up to two places more
+            ahead = int(stages > 1)  # while the loss is computed elsewhere
+            # a swapped route has up to two places more
+            assert most <= (stages + 2 if swapped else stages - stage) + ahead
 
 
 def run(stages: int, microbatches: int, swapped: bool, rng: random.Random) -> list[int]:
@@ -89,7 +91,8 @@ def run(stages: int, microbatches: int, swapped: bool, rng: random.Random) -> li
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_stages_that_are_equally_fast_wait_as_long_as_theory_says(stages: int, microbatches: int) -> None:
-    lists = schedule(stages, microbatches)
+    """While a loss is computed they go on with the next microbatch, if there is one."""
+    lists, loss = schedule(stages, microbatches), int(stages > 1)
     end: dict[Operation, int] = {}
     free, todo = [0] * stages, [list(operations) for operations in lists]
     while any(todo):
@@ -102,7 +105,8 @@ def test_stages_that_are_equally_fast_wait_as_long_as_theory_says(stages: int, m
                     needs = Operation("B", i, place + 1) if place + 1 < stages else Operation("F", i, place)
                 if needs is not None and needs not in end:
                     break
-                free[k] = max(free[k], 0 if needs is None else end[needs]) + 1
+                ready = 0 if needs is None else end[needs] + loss * (needs.kind != kind)
+                free[k] = max(free[k], ready) + 1
                 end[todo[k].pop(0)] = free[k]
-    span = max(end.values())
+    span = max(end.values()) - loss * (microbatches == 1)
     assert (span - 2 * microbatches) / span == pytest.approx(bubble_fraction(stages, microbatches))
