@@ -8,6 +8,7 @@ size -> signature -> version -> schema -> swarm.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -20,7 +21,14 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch, TaskName
 HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
 BATCH_TAG = b"swarm-node/rollouts/1\0"
 CARD_TAG = b"swarm-node/card/1\0"
-SPOKEN = frozenset({PROTOCOL_VERSION, PROTOCOL_VERSION - 1} - {0})
+
+
+def spoken_by(version: int) -> frozenset[int]:
+    """Major versions that a node of this one understands: its own and the one before."""
+    return frozenset({version, version - 1} - {0})
+
+
+SPOKEN = spoken_by(PROTOCOL_VERSION)
 """Major versions this node understands."""
 
 
@@ -60,9 +68,9 @@ def seal_batch(batch: RolloutBatch, sender: Identity) -> bytes:
     return _seal(batch, _batch_decoder, sender, BATCH_TAG, MAX_BATCH_BYTES)
 
 
-def open_batch(data: bytes, swarm: str) -> tuple[str, RolloutBatch]:
-    """(sender's peer id, batch). Raises `RemoteProtocolError`: size, signature, version, schema or swarm."""
-    return _open(data, swarm, _batch_decoder, BATCH_TAG, MAX_BATCH_BYTES)
+def open_batch(data: bytes, swarm: str, spoken: Collection[int] = SPOKEN) -> tuple[str, RolloutBatch]:
+    """(sender's peer id, batch). Raises `RemoteProtocolError`: size, signature, version, newer, schema or swarm."""
+    return _open(data, swarm, _batch_decoder, BATCH_TAG, MAX_BATCH_BYTES, spoken)
 
 
 def seal_card(card: PeerCard, peer: Identity) -> bytes:
@@ -70,9 +78,22 @@ def seal_card(card: PeerCard, peer: Identity) -> bytes:
     return _seal(card, _card_decoder, peer, CARD_TAG, MAX_CARD_BYTES)
 
 
-def open_card(data: bytes, swarm: str) -> tuple[str, PeerCard]:
-    """(peer id, card). Raises `RemoteProtocolError`: size, signature, version, schema or swarm."""
-    return _open(data, swarm, _card_decoder, CARD_TAG, MAX_CARD_BYTES)
+def open_card(data: bytes, swarm: str, spoken: Collection[int] = SPOKEN) -> tuple[str, PeerCard]:
+    """(peer id, card). Raises `RemoteProtocolError`: size, signature, version, newer, schema or swarm."""
+    return _open(data, swarm, _card_decoder, CARD_TAG, MAX_CARD_BYTES, spoken)
+
+
+def common_version(members: Iterable[PeerCard], spoken: Collection[int] = SPOKEN) -> int:
+    """The version to write: the newest that this node and all `members` understand. While nobody is known, and for
+    those who understand none of this node's, its oldest."""
+    theirs = [max(card.protocol, card.speaks) for card in members]
+    return max(min(spoken), min([max(spoken), *theirs])) if theirs else min(spoken)
+
+
+def in_version(card: PeerCard, version: int, spoken: Collection[int] = SPOKEN) -> PeerCard:
+    """`card` as written in `version`, by a node that understands `spoken`."""
+    newest = max(spoken)
+    return msgspec.structs.replace(card, protocol=version, speaks=newest if newest > version else 0)
 
 
 def _seal(
@@ -87,13 +108,21 @@ def _seal(
     return sender.public_key + sender.sign(tag, body) + body
 
 
-def _open(data: bytes, swarm: str, decoder: msgspec.msgpack.Decoder[Any], tag: bytes, limit: int) -> tuple[str, Any]:
+def _open(
+    data: bytes,
+    swarm: str,
+    decoder: msgspec.msgpack.Decoder[Any],
+    tag: bytes,
+    limit: int,
+    spoken: Collection[int],
+) -> tuple[str, Any]:
     _check_size(len(data), limit)
     key, signature, body = data[:PUBLIC_KEY_BYTES], data[PUBLIC_KEY_BYTES:HEAD_BYTES], data[HEAD_BYTES:]
     verify(key, tag, body, signature)
     version = _decode(_header_decoder, body).protocol
-    if version not in SPOKEN:
-        raise RemoteProtocolError("version", f"protocol {version}, this node speaks {sorted(SPOKEN)}")
+    if version not in spoken:
+        reason = "newer" if version > max(spoken) else "version"
+        raise RemoteProtocolError(reason, f"protocol {version}, this node speaks {sorted(spoken)}")
     record = _decode(decoder, body)
     if record.swarm != swarm:
         raise RemoteProtocolError("swarm", record.swarm)

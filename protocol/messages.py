@@ -28,7 +28,8 @@ from protocol.limits import (
 )
 
 PROTOCOL_VERSION = 1
-"""Major version. Nodes speak this one and the one before; a record of any other is ignored."""
+"""Major version. Nodes speak this one and the one before, and write what all members understand (`codec`); a record of
+any other is ignored."""
 
 Hash64 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """sha256 in hexadecimal."""
@@ -156,3 +157,5 @@ class PeerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """First and last layer that it holds, of a policy spread over several peers."""
     crew: CrewCard | None = None
     """`None` = it holds its policy alone."""
+    speaks: Count = 0
+    """The newest protocol version that it understands, if this card is written in an older one."""

@@ -21,6 +21,7 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.topics import rollout_topic
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.installed import outdated
 from swarm_node.joining import (
     Swarm,
     fetch_manifest,
@@ -29,6 +30,7 @@ from swarm_node.joining import (
     join_link,
     keep,
     open_transport,
+    say_what_leaves,
     serve_swarm,
     visitor,
 )
@@ -54,6 +56,7 @@ def run_bootstrap(config: NodeConfig) -> int:
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
         say = _speaker(run, stack)
+        say_what_leaves(swarm, config.network, run, say, trains=False)
         run.write_config(dump_toml(config))
         health = Health(what="look", least_s=SILENT_S)
         if config.health.port:
@@ -72,10 +75,7 @@ def run_bootstrap(config: NodeConfig) -> int:
 def _resolved(config: NodeConfig) -> NodeConfig:
     """With this command's own defaults."""
     name = config.name or "bootstrap"
-    updates: dict[str, Any] = {"name": name, "run_dir": config.run_dir or f"runs/{name}"}
-    if "serve_relay" not in config.network.model_fields_set:
-        updates["network"] = config.network.model_copy(update={"serve_relay": True})
-    return config.model_copy(update=updates)
+    return config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
 
 
 def _speaker(run: RunDir, stack: ExitStack) -> Callable[[str], None]:
@@ -147,7 +147,7 @@ def _watch(
     health: Health,
 ) -> None:
     """Tell the link and who is there, until StopRequested."""
-    told, link, there, line_at, status_at, looks = "", "", -1, 0.0, 0.0, 0
+    told, link, there, line_at, status_at, looks, heard_newer = "", "", -1, 0.0, 0.0, 0, False
     others = [*config.network.bootstrap, *manifest.bootstrap]
     while True:
         now, addresses = time.monotonic(), transport.addresses
@@ -157,6 +157,9 @@ def _watch(
             told = link
             _print(link, sys.stdout)
         status = _status(config, manifest, transport)
+        if status["traffic"].get("rejected/newer") and not heard_newer:
+            heard_newer = True
+            say(outdated("a peer"))
         if addresses:
             looks += 1
             health.write(looks, {"swarm/peers": len(status["peers"]), **_named(status["traffic"])})

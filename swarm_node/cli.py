@@ -173,6 +173,10 @@ Bootstrap = Annotated[
         rich_help_panel=NETWORK,
     ),
 ]
+Relay = Annotated[
+    bool | None,
+    typer.Option("--relay", help="Pass on others' traffic to peers that nobody can reach.", rich_help_panel=NETWORK),
+]
 CLOUD = "Cloud"
 Spot = Annotated[
     str | None,
@@ -193,6 +197,38 @@ SnapshotTo = Annotated[
 HealthPort = Annotated[
     int | None,
     typer.Option(help="TCP port of /healthz and, for Prometheus, /metrics; 0 = none.", rich_help_panel=CLOUD),
+]
+GUEST = "Good guest"
+MaxCpu = Annotated[
+    float | None,
+    typer.Option(metavar="PERCENT", help="Most CPU, in percent of all of this machine's cores.", rich_help_panel=GUEST),
+]
+MaxMemory = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GIB", help="Most memory; a node that would take more says so and ends.", rich_help_panel=GUEST
+    ),
+]
+MaxUpload = Annotated[
+    float | None, typer.Option(metavar="MBIT/S", help="Most that it sends; 0 = no limit.", rich_help_panel=GUEST)
+]
+MaxDownload = Annotated[
+    float | None, typer.Option(metavar="MBIT/S", help="Most that it receives; 0 = no limit.", rich_help_panel=GUEST)
+]
+Nice = Annotated[
+    int | None, typer.Option(help="Priority of its processes; 19 = after everything else.", rich_help_panel=GUEST)
+]
+QuietHours = Annotated[
+    str | None,
+    typer.Option(metavar="FROM-TO", help="Paused then, local time: 22:00-07:00.", rich_help_panel=GUEST),
+]
+PauseOn = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="battery|hot|owner",
+        help="Paused while the machine runs on its battery, is hot or is in use. Repeatable.",
+        rich_help_panel=GUEST,
+    ),
 ]
 DryRun = Annotated[
     bool,
@@ -219,6 +255,11 @@ def local(
     spot: Spot = None,
     snapshot_to: SnapshotTo = None,
     health_port: HealthPort = None,
+    max_cpu: MaxCpu = None,
+    max_memory: MaxMemory = None,
+    nice: Nice = None,
+    quiet_hours: QuietHours = None,
+    pause_on: PauseOn = None,
     sets: Sets = None,
     dry_run: DryRun = False,
     json_output: Json = False,
@@ -237,11 +278,19 @@ def local(
             "spot": spot,
             "snapshot_to": snapshot_to,
             "health_port": health_port,
+            "max_cpu": max_cpu,
+            "max_memory": max_memory,
+            "nice": nice,
+            "quiet_hours": quiet_hours,
+            "pause_on": split_names(pause_on),
         }
         resolved = resolve(config, sets, flags)
         if dry_run:
             print_config(resolved, json_output)
             return
+        from swarm_node.guest import be_nice
+
+        be_nice(resolved.guest)
         from swarm_node.run import run_local
 
         raise typer.Exit(run_local(resolved, json_output))
@@ -281,9 +330,17 @@ def join(
         bool | None,
         typer.Option("--dial-only", help="Never listen: for machines that nobody can reach.", rich_help_panel=NETWORK),
     ] = None,
+    relay: Relay = None,
     spot: Spot = None,
     snapshot_to: SnapshotTo = None,
     health_port: HealthPort = None,
+    max_cpu: MaxCpu = None,
+    max_memory: MaxMemory = None,
+    max_upload: MaxUpload = None,
+    max_download: MaxDownload = None,
+    nice: Nice = None,
+    quiet_hours: QuietHours = None,
+    pause_on: PauseOn = None,
     sets: Sets = None,
     dry_run: DryRun = False,
     json_output: Json = False,
@@ -312,9 +369,17 @@ def join(
             "gossip_port": gossip_port,
             "bootstrap": split_names(bootstrap),
             "dial_only": dial_only or None,
+            "relay": relay,
             "spot": spot,
             "snapshot_to": snapshot_to,
             "health_port": health_port,
+            "max_cpu": max_cpu,
+            "max_memory": max_memory,
+            "max_upload": max_upload,
+            "max_download": max_download,
+            "nice": nice,
+            "quiet_hours": quiet_hours,
+            "pause_on": split_names(pause_on),
         }
         resolved = resolve(config, sets, flags)
         if dry_run:
@@ -323,9 +388,39 @@ def join(
         from swarm_node.joining import swarm_to_join
 
         found = swarm_to_join(resolved)  # before torch is loaded: a mistyped name is answered at once
+        from swarm_node.guest import be_nice
+
+        be_nice(resolved.guest)
         from swarm_node.run import run_join
 
         raise typer.Exit(run_join(resolved, found, json_output))
+
+
+@app.command(rich_help_panel="Train")
+def pause(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    for_: Annotated[
+        str | None, option("--for", "For so long, as 2h, 90m or 1d12h; by default until `resume`.", metavar="TIME")
+    ] = None,
+) -> None:
+    """Pause a run: its node finishes what it computes just now, then waits. It stays a member and loses nothing."""
+    with user_errors():
+        import time
+
+        from swarm_node.guest import pause, seconds_of
+        from swarm_node.rundir import RunDir
+
+        typer.echo(pause(RunDir(run), None if for_ is None else seconds_of(for_), time.time()))
+
+
+@app.command(rich_help_panel="Train")
+def resume(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+    """Have a paused run go on."""
+    with user_errors():
+        from swarm_node.guest import resume
+        from swarm_node.rundir import RunDir
+
+        typer.echo(resume(RunDir(run)))
 
 
 @app.command(rich_help_panel="Train")
@@ -410,10 +505,7 @@ def bootstrap(
     port: Port = None,
     gossip_port: GossipPort = None,
     bootstrap: Bootstrap = None,
-    serve_relay: Annotated[
-        bool | None,
-        typer.Option(help="Relay for peers that nobody can reach; by default yes.", rich_help_panel=NETWORK),
-    ] = None,
+    relay: Relay = None,
     health_port: HealthPort = None,
     sets: Sets = None,
 ) -> None:
@@ -429,7 +521,7 @@ def bootstrap(
             "port": port,
             "gossip_port": gossip_port,
             "bootstrap": split_names(bootstrap),
-            "serve_relay": serve_relay,
+            "relay": relay,
             "health_port": health_port,
         }
         from swarm_node.bootstrap import run_bootstrap
@@ -548,7 +640,7 @@ def merge(
         str | None,
         option(
             "--cohort",
-            "Of a swarm: seconds to find members, and as many for all weights to arrive.",
+            "Of a swarm: whose weights; by default the largest of this model.",
             rich_help_panel=OF_A_SWARM,
         ),
     ] = None,
@@ -556,7 +648,8 @@ def merge(
         list[str] | None,
         option(
             "--without",
-            "Of a swarm: seconds to find members, and as many for all weights to arrive.Repeatable.",
+            "Of a swarm: member to leave out, by its name or the last 8 characters (or more) of its peer id. "
+            "Repeatable.",
             metavar="PEER",
             rich_help_panel=OF_A_SWARM,
         ),
@@ -574,7 +667,7 @@ def merge(
         str | None,
         typer.Option(
             metavar="PATH|ID",
-            help="Of a swarm: seconds to find members, and as many for all weights to arrive.",
+            help="Of a swarm: the model that its members began with.",
             rich_help_panel=OF_A_SWARM,
         ),
     ] = None,

@@ -363,6 +363,15 @@ def _checked_announcement(text: str) -> str:
     return text
 
 
+def _checked_rate(mbit: float) -> float:
+    if 0 < mbit < 1:
+        raise PydanticCustomError("rate", "must be 0 (no limit) or 1 and more: below that, peers give up waiting")
+    return mbit
+
+
+Rate = Annotated[float, Field(ge=0), AfterValidator(_checked_rate)]
+
+
 class NetworkConfig(Section):
     """Where this node listens and what it tells others."""
 
@@ -382,11 +391,15 @@ class NetworkConfig(Section):
     relay: bool = True
     """Be reached through relays if nobody can reach this node directly."""
     serve_relay: bool = False
-    """Relay streams for peers that cannot be reached directly."""
+    """Relay streams for peers that cannot be reached directly (`--relay`): others' traffic over this connection."""
     nat_port_map: bool = False
     """Ask the router for a port by UPnP or NAT-PMP."""
     max_connections: int = Field(64, ge=1, le=MAX_CONNECTIONS)
     """Gossip connections kept."""
+    max_upload_mbit: Rate = 0.0
+    """Most that this node sends, in Mbit/s: half of it for gossip, half for weights and all else; 0 = no limit."""
+    max_download_mbit: Rate = 0.0
+    """Most that it receives, likewise."""
 
 
 class SpotConfig(Section):
@@ -408,6 +421,31 @@ class HealthConfig(Section):
     """TCP port; 0 = none."""
     listen: Annotated[str, AfterValidator(_checked_ip)] = "127.0.0.1"
     """IP address to listen on. Nothing is asked of who comes: leave it, unless a firewall is in front."""
+
+
+def _checked_hours(text: str) -> str:
+    moment = "([01][0-9]|2[0-3]):[0-5][0-9]"
+    if text and not re.fullmatch(f"{moment}-{moment}", text):
+        raise PydanticCustomError("hours", "must be from when to when, as 22:00-07:00")
+    return text
+
+
+class GuestConfig(Section):
+    """A good guest on somebody's machine; docs/guest.md. Not for stages, but for `nice`: a crew waits for each."""
+
+    max_cpu: float = Field(100.0, ge=1, le=100)
+    """Percent of this machine's CPU cores that the node takes, all its processes together, over some seconds."""
+    max_memory_gb: float = Field(0.0, ge=0)
+    """Most main memory (GiB) that its processes take together; a node that would take more saves and ends. 0 = no
+    limit."""
+    nice: int = Field(0, ge=0, le=19)
+    """Priority of its processes: 19 = only what nobody else wants."""
+    quiet_hours: Annotated[str, AfterValidator(_checked_hours)] = ""
+    """Paused between these, local time, for example 22:00-07:00; empty = never."""
+    pause_on: list[Literal["battery", "hot", "owner"]] = []
+    """Paused while the machine runs on its battery | is hot | is in use (where it tells: docs/guest.md)."""
+    hot_c: float = Field(85.0, gt=0)
+    """Degrees Celsius of its hottest sensor that are hot."""
 
 
 DEFAULT_ROUNDS = 200
@@ -447,6 +485,7 @@ class NodeConfig(Section):
     snapshots: SnapshotsConfig = SnapshotsConfig()
     spot: SpotConfig = SpotConfig()
     health: HealthConfig = HealthConfig()
+    guest: GuestConfig = GuestConfig()
 
     @property
     def total_rounds(self) -> float:
@@ -477,16 +516,23 @@ FLAGS = {
     "gossip_port": "network.gossip_port",
     "bootstrap": "network.bootstrap",
     "dial_only": "network.dial_only",
-    "serve_relay": "network.serve_relay",
+    "relay": "network.serve_relay",
     "spot": "spot.cloud",
     "snapshot_to": "snapshots.to",
     "health_port": "health.port",
+    "max_cpu": "guest.max_cpu",
+    "max_memory": "guest.max_memory_gb",
+    "max_upload": "network.max_upload_mbit",
+    "max_download": "network.max_download_mbit",
+    "nice": "guest.nice",
+    "quiet_hours": "guest.quiet_hours",
+    "pause_on": "guest.pause_on",
 }
 """Flags (and environment variables) whose name is not their key."""
 COMMAND_VARIABLES = frozenset(
     PREFIX + name
     for name in "CONFIG SET JSON DRY_RUN SAMPLES QUESTIONS OUT LAYERS HIDDEN STEPS EXPECTED_PEERS LICENCE MAX_AGE_S "
-    "GROUPS_PER_MINUTE AVERAGING_PERIOD_S METHOD SCALE HOST".split()
+    "GROUPS_PER_MINUTE AVERAGING_PERIOD_S METHOD SCALE HOST FOR".split()
 )
 """Environment variables of options that are no keys of the configuration."""
 

@@ -1,8 +1,8 @@
-"""What keeps this machine from being a good member of a swarm, and what to do: `swarm-node doctor`.
+"""What keeps this machine from being a good member of a swarm, and the command that mends it: `swarm-node doctor`.
 
-Each check is a sentence about this machine, about a run's directory, or about a swarm as seen by dialling in as a
-visitor. Whether *others* can reach this node is best seen from outside: `swarm-node doctor LINK` on another machine
-dials the addresses in this node's link.
+this machine     Python, compiler, packages, torch and device, memory and disk for the chosen model, ports
+a swarm          dialled into as a visitor: bootstrap peers, members, clock and versions against theirs, and, as some
+                 of them connect back, whether this machine can be reached
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import random
+import shlex
+import shutil
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -23,13 +28,17 @@ from typing import Literal
 import msgspec
 import typer
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.codec import SPOKEN
+from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
-from protocol.messages import PeerCard
-from protocol.peers import parse_cache
+from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.peers import is_relayed, parse_cache, peer_of
 from protocol.transports.ports import read_ports
 from protocol.transports.settings import free_port
+from swarm_node import __version__
 from swarm_node.config import NetworkConfig, NodeConfig, load_config
+from swarm_node.errors import UserError
+from swarm_node.installed import install_command, torch_command, upgrade_command
 from swarm_node.joining import Swarm, find_swarm, visitor
 from swarm_node.rundir import RunDir
 from swarm_node.status import FRESH_S, look_around, read_status
@@ -39,10 +48,19 @@ TESTED = {"torch": "2", "transformers": "5", "hivemind": "1.1", "libp2p": "0.8",
 DIAL_S = 3.0
 MAX_DIALS = 32
 """Addresses tried."""
-PORT_FORWARDING = (
-    "forward the ports {port} and {gossip_port} (TCP) of the router to this machine and give its public address as "
-    "--announce, or try --set network.nat_port_map=true; without, this node only dials, which is enough to take part"
+ASKED = 5
+"""Members asked to connect back, until `WITNESSES` have."""
+WITNESSES = 2
+TIGHT = 0.8
+"""Part of the free memory that is full once sampling comes on top."""
+GIB = 2**30
+MAP_PORTS = "swarm-node join SWARM --set network.nat_port_map=true"
+INSTALL_COMPILER = (
+    "xcode-select --install; brew install gmp"
+    if sys.platform == "darwin"
+    else "sudo apt-get install build-essential libgmp-dev"
 )
+SET_CLOCK = "sudo sntp -sS time.apple.com" if sys.platform == "darwin" else "sudo timedatectl set-ntp true"
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -52,7 +70,7 @@ class Check(msgspec.Struct, frozen=True):
     verdict: Literal["ok", "warn", "fail"]
     detail: str
     remedy: str = ""
-    """What to do; empty if there is nothing to."""
+    """The command that mends it, where one can; empty if there is nothing to mend."""
 
 
 def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:
@@ -75,21 +93,35 @@ def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:
 def _checks(config: NodeConfig, run: RunDir | None, swarm: Swarm | None) -> Iterator[Check]:
     status = read_status(run) if run else None
     mine = status["addresses"] if status else []
+    running = status is not None and time.time() - status["time"] < FRESH_S
+    place = run.path if run else config.directory
     yield python()
+    yield compiler()
     yield packages()
-    yield directory(run.path if run else config.directory)
-    yield ports(config.network, running=status is not None and time.time() - status["time"] < FRESH_S)
-    yield reachable(_as_it_listens(config.network, run), mine or [own_address()])
-    if swarm is None:
+    yield torch_and_device(nvidia_gpus())
+    yield from room(config, place, running)
+    yield directory(place)
+    yield ports(config.network, running)
+    listens = _as_it_listens(config.network, run)
+    guess = reachable(listens, mine or [own_address()])
+    answering: dict[str, bool] = {}
+    if swarm is not None:
+        answering = dial([address for address in [*swarm.peers, *config.network.bootstrap] if address not in mine])
+    if swarm is None or not (any(answering.values()) or mine):
+        yield guess
+        if swarm is not None:
+            yield begin(answering)
+        yield versions({}, {})
         return
-    answering = dial([address for address in [*swarm.peers, *config.network.bootstrap] if address not in mine])
-    yield begin(answering)
-    if any(answering.values()) or mine:
-        through = msgspec.structs.replace(swarm, peers=[*mine, *swarm.peers])
-        with visitor(through, config.network, lambda sentence: None) as transport:
-            members = look_around(transport)
+    through = msgspec.structs.replace(swarm, peers=[*mine, *swarm.peers])
+    with visitor(through, config.network, lambda sentence: None) as transport:
+        members = look_around(transport)
+        others = {peer: card for peer, card in members.items() if not status or peer != status["peer"]}
+        yield seen_from_others(transport.dial_back, others, listens, running, guess)
+        yield begin(answering, members)
         yield people(members)
         yield clock(members, time.time())
+        yield versions(members, transport.stats())
 
 
 # --------------------------------------------------------------------- this machine
@@ -99,7 +131,25 @@ def python() -> Check:
     found = ".".join(map(str, sys.version_info[:3]))
     if (3, 11) <= sys.version_info[:2] < (3, 13):
         return Check("python", "ok", found)
-    return Check("python", "warn", f"{found} is not tested", "use Python 3.11 or 3.12")
+    return Check("python", "warn", f"{found} is not tested: 3.11 and 3.12 are", install_command())
+
+
+def compiler() -> Check:
+    """Whether what has no wheel everywhere (fastecdsa, of libp2p) can be built: a C compiler that finds GMP."""
+    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    path = next((found for name in names if name and (found := shutil.which(name))), None)
+    if path is None:
+        return Check("compiler", "warn", "none: to run needs none, but to install or upgrade does", INSTALL_COMPILER)
+    command = [path, "-fsyntax-only", "-I/opt/homebrew/include", "-I/usr/local/include", "-xc", "-"]
+    try:
+        built = subprocess.run(command, input=b"#include <gmp.h>\n", capture_output=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("compiler", "warn", f"{path} does not work: {error}", INSTALL_COMPILER)
+    if built.returncode:
+        return Check(
+            "compiler", "warn", f"{path} finds no GMP headers: to install or upgrade needs them", INSTALL_COMPILER
+        )
+    return Check("compiler", "ok", f"{path}, with GMP")
 
 
 def packages() -> Check:
@@ -110,21 +160,115 @@ def packages() -> Check:
         except PackageNotFoundError:
             missing.append(name)
     if missing:
-        return Check("packages", "fail", f"missing: {', '.join(missing)}", "install swarm-node again")
+        return Check("packages", "fail", f"missing: {', '.join(missing)}", install_command())
     listed = ", ".join(f"{name} {number}" for name, number in found.items())
     if all(number == TESTED[name] or number.startswith(f"{TESTED[name]}.") for name, number in found.items()):
         return Check("packages", "ok", listed)
-    return Check("packages", "warn", f"{listed}: not all are tested", "install the versions in constraints.txt")
+    return Check("packages", "warn", f"{listed}: not all are tested", install_command())
+
+
+def nvidia_gpus(root: Path = Path("/")) -> list[str]:
+    """Devices of NVIDIA GPUs that this machine, or the container that this is, may use."""
+    return sorted(map(str, [*root.glob("dev/nvidia[0-9]*"), *root.glob("usr/lib/wsl/lib/libcuda.so.1")]))
+
+
+def torch_and_device(gpus: Sequence[str]) -> Check:
+    """Whether torch uses the GPU that there is."""
+    try:
+        import torch
+    except ImportError as error:
+        return Check("torch", "fail", f"cannot be loaded: {error}", install_command())
+    number = torch.__version__
+    if torch.cuda.is_available():
+        return Check("torch", "ok", f"{number} on {torch.cuda.get_device_name()}")
+    if gpus and torch.version.cuda is None and torch.version.hip is None:
+        detail = f"{number} is built for the CPU alone, but there is an NVIDIA GPU ({gpus[0]})"
+        return Check("torch", "fail", detail, torch_command(number.partition("+")[0]))
+    if gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        detail = f"{number} cannot use the NVIDIA GPU ({gpus[0]}): is its driver older than CUDA {torch.version.cuda}?"
+        return Check("torch", "fail", detail, "sudo ubuntu-drivers install")
+    device = "mps" if torch.backends.mps.is_available() else f"cpu, {torch.get_num_threads()} threads"
+    return Check("torch", "ok", f"{number} on {device}")
+
+
+def room(config: NodeConfig, place: Path, running: bool) -> Iterator[Check]:
+    """Memory and disk for the chosen model. Fetches its config, if need be, but no weights."""
+    from swarm_node.memory import Memory, free_memory
+    from swarm_node.policy.loading import prepare
+    from swarm_node.stages.footprint import footprint
+
+    model = config.policy.model
+    try:
+        plan = prepare(config.policy)
+    except UserError as error:
+        yield Check("memory", "fail", f"not known: {error}", f"hf download {shlex.quote(model)}")
+        return
+    itemsize = plan.dtype.itemsize
+    try:
+        (needed,) = Memory(config, plan).costs(((0, plan.config.num_hidden_layers),))
+    except UserError:  # of a family that only whole machines hold
+        needed = footprint(
+            plan.size if plan.lora else 0, 0 if plan.lora else plan.size, itemsize, bool(config.grpo.beta)
+        )
+    free = free_memory()
+    detail = f"{model} takes {_gib(needed)} before it samples, {_gib(free) if free else 'an unknown part'} is free"
+    remedy = "swarm-node join SWARM --stages 2 --crew NAME" if plan.lora else "swarm-node join SWARM --lora"
+    if running:
+        yield Check("memory", "ok", f"{model} takes {_gib(needed)} before it samples: the run has it")
+    elif free and needed > TIGHT * free:
+        yield Check("memory", "fail" if needed > free else "warn", detail, remedy)
+    else:
+        yield Check("memory", "ok", detail)
+    trained = needed - itemsize * plan.size * plan.lora
+    yield disk(config, place, (config.snapshots.keep + 1) * trained, _to_fetch(plan.base, itemsize * plan.size))
+
+
+def disk(config: NodeConfig, place: Path, kept: int, fetched: int) -> Check:
+    """Whether there is room for `kept` bytes of snapshots at `place` and `fetched` bytes of weights in the hub's
+    cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    wanted = [(place, kept, "swarm-node join SWARM --run-dir DIR"), (Path(HF_HUB_CACHE), fetched, "export HF_HOME=DIR")]
+    needs: dict[int, int] = {}
+    for path, size, remedy in wanted:
+        there = _existing(path)
+        device = there.stat().st_dev
+        needs[device] = needs.get(device, 0) + size
+        free = shutil.disk_usage(there).free
+        if size and needs[device] > free:
+            detail = f"{_gib(needs[device])} are needed at {path}, {_gib(free)} are free"
+            return Check("disk", "fail", detail, f"{remedy}  # on another disk")
+    weights = f" and {_gib(fetched)} of weights to fetch" if fetched else ""
+    return Check("disk", "ok", f"room for {_gib(kept)} of snapshots{weights}")
+
+
+def _to_fetch(base: str, size: int) -> int:
+    """Bytes of weights that are not on this machine yet."""
+    from huggingface_hub import try_to_load_from_cache
+
+    names = ("model.safetensors", "model.safetensors.index.json")
+    here = Path(base).exists() or any(isinstance(try_to_load_from_cache(base, name), str) for name in names)
+    return 0 if here else size
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def directory(path: Path) -> Check:
     """Whether the run directory, or what it would be made in, can be written."""
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    existing = _existing(path)
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return Check("directory", "ok", f"{path} can be written")
-    return Check(
-        "directory", "fail", f"{existing} cannot be written", "change its owner or mode, or choose a --run-dir"
-    )
+    if existing.is_dir():
+        remedy = f"sudo chown -R $(id -u) {shlex.quote(str(existing))}"
+    else:
+        remedy = "swarm-node join SWARM --run-dir DIR"
+    return Check("directory", "fail", f"{existing} cannot be written", remedy)
 
 
 def ports(network: NetworkConfig, running: bool = False) -> Check:
@@ -135,21 +279,24 @@ def ports(network: NetworkConfig, running: bool = False) -> Check:
     if running:
         return Check("ports", "ok", "the run is using its ports")
     try:
-        first = free_port(network.listen, wanted[0])
-        second = free_port(network.listen, wanted[1])
-        free = [first, second if second != first else free_port(network.listen, second + 1)]
+        free = _free_ports(network)
     except LocalProtocolError as error:
-        return Check(
-            "ports", "fail", str(error), "choose other ones with --port and --gossip-port, or another --listen"
-        )
+        return Check("ports", "fail", str(error), "swarm-node join SWARM --listen 0.0.0.0 --port 0 --gossip-port 0")
     if all(port in (0, got) for port, got in zip(wanted, free, strict=True)):
         return Check("ports", "ok", f"{wanted[0]} and {wanted[1]} of {network.listen} are free")
     return Check(
         "ports",
         "warn",
         f"of {wanted[0]} and {wanted[1]} not both are free; a node would take {free[0]} and {free[1]}",
-        "stop what uses them, or choose others with --port and --gossip-port: a router forwards fixed ones only",
+        f"swarm-node join SWARM --port {free[0]} --gossip-port {free[1]}",
     )
+
+
+def _free_ports(network: NetworkConfig) -> list[int]:
+    """Those that a node would take now. Raises LocalProtocolError."""
+    first = free_port(network.listen, network.port)
+    second = free_port(network.listen, network.gossip_port)
+    return [first, second if second != first else free_port(network.listen, second + 1)]
 
 
 def _as_it_listens(network: NetworkConfig, run: RunDir | None) -> NetworkConfig:
@@ -172,22 +319,22 @@ def own_address() -> str:
 
 
 def reachable(network: NetworkConfig, addresses: Sequence[str]) -> Check:
-    """Whether others are likely to reach a node at `addresses`."""
-    name, remedy = "reachable", PORT_FORWARDING.format(port=network.port, gossip_port=network.gossip_port)
+    """Whether others are likely to reach a node at `addresses`, as far as can be told from here."""
+    name, remedy = "reachable", MAP_PORTS
     if network.dial_only:
         return Check(name, "ok", "nobody can reach this node, as it was told: it only dials")
     if network.announce:
         return Check(name, "ok", f"announced as {', '.join(network.announce)}: check it from another machine")
     direct = [address for address in addresses if "/p2p-circuit" not in address]
     if any(_reach(address) == "public" for address in direct):
-        return Check(name, "ok", "listens on a public address: check it from another machine with `doctor LINK`")
+        return Check(name, "ok", "listens on a public address: `swarm-node doctor LINK` has members connect to it")
     if len(direct) < len(addresses):
         return Check(name, "warn", "reached only through a relay", remedy)
     if any(_reach(address) == "private" for address in direct):
         return Check(name, "warn", "listens on private addresses only: nobody outside this network reaches it", remedy)
     if network.listen.startswith("127."):
-        return Check(name, "warn", "listens for this machine only", "leave out --listen, to be reached from others")
-    return Check(name, "warn", "has no address but this machine's own", "connect it to a network")
+        return Check(name, "warn", "listens for this machine only", "swarm-node join SWARM --listen 0.0.0.0")
+    return Check(name, "warn", "has no address but this machine's own", "ping -c 1 1.1.1.1")
 
 
 def _reach(address: str) -> Literal["public", "private", "own"]:
@@ -199,6 +346,47 @@ def _reach(address: str) -> Literal["public", "private", "own"]:
 
 
 # --------------------------------------------------------------------- the swarm
+
+
+def seen_from_others(
+    dial_back: Callable[[str, Sequence[int]], list[bool]],
+    members: Mapping[str, PeerCard],
+    network: NetworkConfig,
+    running: bool,
+    guess: Check,
+) -> Check:
+    """Whether members that are asked for it connect to the ports that the run listens on or, unless it is `running`,
+    that are listened on for as long as this takes. The `guess` if nobody can tell."""
+    if network.dial_only:
+        return guess
+    tried: dict[str, list[bool]] = {}
+    with ExitStack() as stack:
+        try:
+            ports = [network.port, network.gossip_port] if running else _free_ports(network)
+            family = socket.AF_INET6 if ":" in network.listen else socket.AF_INET
+            for port in () if running else ports:
+                stack.enter_context(socket.create_server((network.listen, port), family=family))
+        except (LocalProtocolError, OSError):  # the check of the ports says so
+            return guess
+        direct = [peer for peer, card in members.items() if not all(map(is_relayed, card.addresses))]
+        for peer in random.sample(direct, min(ASKED, len(direct))):
+            try:
+                tried[peer] = dial_back(peer, ports)
+            except (PeerUnreachable, RemoteProtocolError):  # it is of a version that does not
+                continue
+            if len(tried) == WITNESSES:
+                break
+    if not tried:
+        return guess
+    named = " and ".join(f"{members[peer].name} …{peer[-8:]}" for peer in tried)
+    connected = [all(answers[i] for answers in tried.values()) for i in range(len(ports))]
+    if not all(connected):
+        closed = " and ".join(str(port) for port, reached in zip(ports, connected, strict=True) if not reached)
+        detail = f"not at port {closed}, as {named} found: forward it (TCP) in the router, or let this node ask it to"
+        return Check("reachable", "warn", detail, MAP_PORTS)
+    near = all(_reach(address) != "public" for peer in tried for address in members[peer].addresses if "/ip" in address)
+    where = ", which only tells of this network" if near else ""
+    return Check("reachable", "ok", f"{named} connected to ports {ports[0]} and {ports[1]}{where}")
 
 
 def dial(addresses: Sequence[str]) -> dict[str, bool]:
@@ -217,39 +405,55 @@ def _answers(address: str) -> bool:
         return False
 
 
-def begin(answering: Mapping[str, bool]) -> Check:
-    """Whether there is somebody to begin with."""
+def begin(answering: Mapping[str, bool], members: Mapping[str, PeerCard] | None = None) -> Check:
+    """Whether there is somebody to begin with: an address that answers and, if `members` are known, for one of them."""
     name, dead = "bootstrap", [address for address, answers in answering.items() if not answers]
     if not answering:
-        remedy = "give one with --bootstrap, or use a join link that a running node printed"
-        return Check(name, "warn", "no address to begin with", remedy)
-    if not dead:
-        return Check(name, "ok", f"{len(answering)} of {len(answering)} addresses answer")
-    listed = ", ".join(dead[:3]) + (", …" if len(dead) > 3 else "")
-    if len(dead) < len(answering):
-        return Check(name, "warn", f"{len(answering) - len(dead)} of {len(answering)} addresses answer, not {listed}")
-    remedy = "check this machine's connection and firewall, or ask for a newer link; a node keeps trying"
-    return Check(name, "fail", f"no address answers: {listed}", remedy)
+        return Check(name, "warn", "no address to begin with", "swarm-node bootstrap MANIFEST")
+    if len(dead) == len(answering):
+        detail = f"no address answers: {_listed(dead)}; a node keeps trying"
+        return Check(name, "fail", detail, "swarm-node doctor NEWER_LINK")
+    strange = [] if members is None else [a for a in answering if a not in dead and peer_of(a) not in members]
+    said = f"{len(answering) - len(dead)} of {len(answering)} addresses answer"
+    said += f", not {_listed(dead)}" if dead else ""
+    said += f", but not for members: {_listed(strange)}" if strange else ""
+    return Check(
+        name, "warn" if dead or strange else "ok", said, "swarm-node doctor NEWER_LINK" if dead or strange else ""
+    )
+
+
+def _listed(addresses: Sequence[str]) -> str:
+    return ", ".join(addresses[:3]) + (", …" if len(addresses) > 3 else "")
 
 
 def people(members: Mapping[str, PeerCard]) -> Check:
     """Whether there are members."""
     if members:
         return Check("members", "ok", f"{len(members)} are there")
-    return Check("members", "warn", "something answers, but no member is seen", "is it this swarm? is the clock right?")
+    return Check("members", "warn", "something answers, but no member is seen: is it this swarm?", SET_CLOCK)
 
 
 def clock(members: Mapping[str, PeerCard], now: float) -> Check:
     """This machine's clock against the cards of others, which are up to a renewal old."""
     if not members:
-        return Check("clock", "warn", "nobody to compare with")
+        return Check("clock", "warn", "nobody to compare with", SET_CLOCK)
     ahead = median(now - card.created for card in members.values()) - CARD_RENEWAL_S / 2
     detail = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the other members'"
     if abs(ahead) <= CARD_RENEWAL_S:
         return Check("clock", "ok", f"agrees with the other members' within {CARD_RENEWAL_S:g} s")
-    return Check(
-        "clock", "fail" if abs(ahead) > MAX_CLOCK_SKEW_S else "warn", detail, "switch on time synchronisation (NTP)"
-    )
+    return Check("clock", "fail" if abs(ahead) > MAX_CLOCK_SKEW_S else "warn", detail, SET_CLOCK)
+
+
+def versions(members: Mapping[str, PeerCard], totals: Mapping[str, float]) -> Check:
+    """This node's version against those of `members` and, by a transport's `totals`, of those it refuses."""
+    mine = f"swarm-node {__version__}, protocol {' and '.join(map(str, sorted(SPOKEN)))}"
+    if totals.get("rejected/newer"):
+        detail = f"{mine}; there are peers with a newer one, who are not heard"
+        return Check("versions", "warn" if members else "fail", detail, upgrade_command())
+    older = sum(max(card.protocol, card.speaks) < PROTOCOL_VERSION for card in members.values())
+    if totals.get("rejected/version"):
+        return Check("versions", "warn", f"{mine}; there are peers with an older one, who are not heard")
+    return Check("versions", "ok", f"{mine}" + (f"; {older} of the members speak the one before" if older else ""))
 
 
 # --------------------------------------------------------------------- the run

@@ -16,7 +16,16 @@ from protocol.manifest import Manifest
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.joining import Swarm, fetch_manifest, gather_files, keep, open_transport, serve_swarm, visitor
+from swarm_node.joining import (
+    Swarm,
+    fetch_manifest,
+    gather_files,
+    keep,
+    open_transport,
+    say_what_leaves,
+    serve_swarm,
+    visitor,
+)
 from swarm_node.manifests import task_tables
 from swarm_node.rundir import RunDir, os_errors_explained
 from swarm_node.tasks import TaskSet, load_tasks
@@ -42,6 +51,7 @@ def enter_swarm(
     swarm: Swarm, config: NodeConfig, run: RunDir, say: Callable[[str], None], stack: ExitStack
 ) -> EnteredSwarm:
     """Enter `swarm` as it was found; `stack` gets what has to be closed. Raises UserError."""
+    say_what_leaves(swarm, config.network, run, say)
     manifest = swarm.manifest
     if manifest is None:
         say(f"asking for the manifest of swarm {swarm.id[:16]}")

@@ -130,6 +130,24 @@ def keep(manifest: Manifest, run: RunDir) -> None:
     run.write_swarm(render(manifest).decode())
 
 
+def say_what_leaves(swarm: Swarm, network: NetworkConfig, run: RunDir, say: Say, trains: bool = True) -> None:
+    """What leaves this machine and what comes, before it does; once for each swarm and run directory, where the
+    manifest is kept when it begins."""
+    kept = _kept(run)
+    if kept is not None and kept.swarm_id == swarm.id:
+        return
+    if trains:
+        given = "the IP address of this machine and all text that its model generates become public"
+        taken = f"stored in {run.path}, but never run"
+    else:
+        given, taken = "the IP address of this machine becomes public", "passed on"
+    relaying = "on (--relay)" if network.serve_relay else "off (--relay switches it on)"
+    say(
+        f"first time in this swarm: {given} to everybody in it; text of strangers is {taken}; relaying others' "
+        f"connections is {relaying}"
+    )
+
+
 def _begun_with(manifest: Manifest, peers: Sequence[str]) -> Manifest:
     """The manifest with `peers` first in its bootstrap list, which is not part of the id."""
     return msgspec.structs.replace(manifest, bootstrap=_different([*peers, *manifest.bootstrap])[:MAX_BOOTSTRAP])

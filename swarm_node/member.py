@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
+from protocol.codec import SPOKEN, common_version, in_version
 from protocol.identity import Identity
 from protocol.limits import SLOTS
 from protocol.manifest import Manifest
@@ -24,6 +25,7 @@ from swarm_node.averaging import Averager, Handover
 from swarm_node.cohorts import join_cohort
 from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.gossip import Publisher, Receiver
+from swarm_node.installed import outdated
 from swarm_node.policy.policy import Policy
 from swarm_node.replay import Pool
 from swarm_node.tasks import TaskSet
@@ -50,9 +52,11 @@ class Member:
         now: Callable[[], float] = time.time,
         record: Callable[[dict[str, Any]], None] | None = None,
         subscribe: Callable[[str, Handler], None] | None = None,
+        spoken: Collection[int] = SPOKEN,
     ) -> None:
         """`record` is told what was offered and chosen in each round (`sharing.record`). `subscribe` instead of the
-        transport's, which is for good, if this member may end before that does."""
+        transport's, which is for good, if this member may end before that does. `spoken` are the protocol versions
+        that it understands."""
         self.sharing = config.sharing
         self.manifest = manifest
         self.peer_id = identity.peer_id
@@ -61,6 +65,9 @@ class Member:
         self.name = config.name or "node"
         self.serves_relay = config.network.serve_relay
         self.now = now
+        self._spoken = spoken
+        self._outdated = False
+        """Somebody too new was heard, and that was said."""
         self.swarm = swarm = manifest.swarm_id  # a hash: not to be taken for every task
         self.tasks = tasks
         self.shard = shard_of(self.peer_id, manifest.shards)
@@ -76,6 +83,7 @@ class Member:
             sampling=sampling,
             config=config.sharing,
             now=now,
+            version=self._version,
         )
         self.pool = Pool(config.sharing, now, record)
         self.receiver = Receiver(
@@ -89,6 +97,7 @@ class Member:
             add=self.pool.add,
             now=now,
             say=say,
+            spoken=spoken,
         )
         self.averager: Averager | None = None
         self.handover: Handover | None = None
@@ -168,23 +177,22 @@ class Member:
     def announce(self, speed: float = 0.0) -> None:
         """Tell the swarm who this is."""
         crew, stages = (None, None) if self.crew is None else self.crew()
-        self.transport.announce(
-            PeerCard(
-                protocol=PROTOCOL_VERSION,
-                swarm=self.swarm,
-                created=self.now(),
-                name=self.name,
-                roles=["trainer", "relay"] if self.serves_relay else ["trainer"],
-                shards=self.shards,
-                cohort=self._cohort,
-                family=self.policy.family,
-                tokenizer=self.policy.tokenizer_hash,
-                policy_version=self.policy.version,
-                speed=speed,
-                stages=stages,
-                crew=crew,
-            )
+        card = PeerCard(
+            protocol=PROTOCOL_VERSION,
+            swarm=self.swarm,
+            created=self.now(),
+            name=self.name,
+            roles=["trainer", "relay"] if self.serves_relay else ["trainer"],
+            shards=self.shards,
+            cohort=self._cohort,
+            family=self.policy.family,
+            tokenizer=self.policy.tokenizer_hash,
+            policy_version=self.policy.version,
+            speed=speed,
+            stages=stages,
+            crew=crew,
         )
+        self.transport.announce(in_version(card, self._version(), self._spoken))
 
     def metrics(self, speed: float) -> dict[str, float]:
         """`swarm/*` of the round that ends; running totals but for `used` and levels."""
@@ -206,6 +214,10 @@ class Member:
                 if value > averaged:  # those have names of their own
                     figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value - averaged
         self._figures = figures
+        if figures.get("swarm/rejected/newer") and not self._outdated:
+            self._outdated = True
+            heard = (peer for peer, account in self.receiver.by_peer().items() if "newer" in account["rejected"])
+            self._say(outdated(next(heard, "a peer")))
         return figures
 
     def status(self) -> dict[str, Any]:
@@ -246,6 +258,10 @@ class Member:
         """Publish what waits and leave."""
         self.publisher.flush()
         self.transport.close()
+
+    def _version(self) -> int:
+        """Of the protocol, to write in."""
+        return common_version(self.transport.members().values(), self._spoken)
 
     def _assigned(self, epoch: int, slot: int) -> Task:
         """The task of a slot of this node's."""

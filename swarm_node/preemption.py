@@ -45,7 +45,8 @@ OVERDUE_S = 10.0
 TOKEN_S = 21600
 """That a token of AWS's lives; half of it, here."""
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
-ADDRESS = {"aws": "169.254.169.254", "gcp": "metadata.google.internal", "azure": "169.254.169.254"}
+ADDRESS = "169.254.169.254"
+"""Of all three: metadata.google.internal is this, too, but a name may take long to be looked up."""
 PATIENCE_S = {"aws": 0.0, "gcp": 0.0, "azure": 150.0}
 """Of failures, before they are said: Azure's first answer takes up to two minutes."""
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
@@ -92,15 +93,17 @@ def cloud_of(config: SpotConfig) -> str | None:
     return None if config.cloud == "off" else config.cloud
 
 
-def reach(cloud: str, uplink_mbit: float, state_bytes: int) -> str:
-    """What of `state_bytes` can leave within one notice, in a sentence."""
+def reach(cloud: str, uplink_mbit: float, state_bytes: int | None = None) -> str:
+    """What can leave within one notice, of `state_bytes` if that is known, in a sentence."""
     left_s = NOTICE_S[cloud] - RESERVE_S
     most = left_s * uplink_mbit * 125_000
     text = (
         f"{cloud} gives {NOTICE_S[cloud]:g} s of notice: at {uplink_mbit:g} Mbit/s at most {_size(most)} can be handed "
-        f"over in it; what is held here is {_size(state_bytes)}"
+        "over in it"
     )
-    if state_bytes <= most:
+    if state_bytes is not None:
+        text += f"; what is held here is {_size(state_bytes)}"
+    if state_bytes is None or state_bytes <= most:
         return text
     return f"{text}: only what left before (averaging, a crew's replicas, --snapshot-to) outlives this machine"
 
@@ -122,7 +125,7 @@ def stopper(
         if name is None:
             yield stop
             return
-        cloud = CLOUDS[name](service(config.endpoint or ADDRESS[name]))
+        cloud = CLOUDS[name](service(config.endpoint or ADDRESS))
         ended = threading.Event()
         work = (name, cloud, ended, stop.notice, advised, say)
         watch = threading.Thread(target=watch_cloud, args=work, name="preemption", daemon=True)

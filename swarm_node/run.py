@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import torch
 from msgspec import to_builtins
 
 from protocol.lineage import read_lineage, shared
@@ -28,6 +29,7 @@ from swarm_node.config import NodeConfig, dump_toml, load_config
 from swarm_node.enter import EnteredSwarm, enter_swarm
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.evaluate import Held, evaluate, rows
+from swarm_node.guest import Guest, refuse_in_a_crew
 from swarm_node.joining import Swarm, join_link
 from swarm_node.node import Node, fitted
 from swarm_node.observability.health import Health, serving
@@ -41,12 +43,13 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.preemption import cloud_of, reach, stopper
 from swarm_node.recovery.mirror import Mirror
 from swarm_node.recovery.snapshots import SnapshotStore
-from swarm_node.rundir import RunDir
+from swarm_node.rundir import RunDir, goes_with_container
 from swarm_node.stopping import Stopper, StopRequested
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Group
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
+    from swarm_node.averaging import Averager
     from swarm_node.crew import CrewNode
     from swarm_node.member import Member
 
@@ -56,7 +59,7 @@ WAIT_S = 0.5
 """Longest between two looks whether others' weights have arrived, where training waits for them."""
 STALE_S = 600.0
 """A node whose snapshot is older than this looks for a peer of its cohort that is ahead."""
-GIVEN_ANEW = {"swarm", "name", "run_dir", "rounds", "minutes", "log", "network"}
+GIVEN_ANEW = {"swarm", "name", "run_dir", "rounds", "minutes", "log", "network", "guest"}
 """Settings that may well be others at each start."""
 MAX_CHANGES = 8
 """Of the rest, in a sentence."""
@@ -79,6 +82,7 @@ def run_local(config: NodeConfig, json_output: bool = False) -> int:
     if config.stages.count:
         from swarm_node.local_crew import run_local_crew
 
+        refuse_in_a_crew(config, RunDir(config.directory))
         return run_local_crew(config, json_output)
     return _run(config.model_copy(update={"swarm": None}), json_output)
 
@@ -105,6 +109,7 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Besid
     from swarm_node.crew import CrewNode, Deposed
 
     with ExitStack() as stack:
+        refuse_in_a_crew(config, RunDir(config.directory))
         run = stack.enter_context(RunDir.open(config.directory))
         screen = Screen(config, run, json_output, stack)
         try:
@@ -121,7 +126,7 @@ def _run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Besid
         run.write_config(dump_toml(crew.own))
         screen.progress.waiting = crew.waiting
         screen.health.waiting = lambda: crew.waiting() or ("" if crew.mates.whole else "for the others of the crew")
-        say_reach(config, 0, screen.say)
+        say_reach(config, None, screen.say)
         if beside is not None:
             crew.invitation.open = False
             stack.enter_context(beside(lambda: crew.invitation.link, screen.say))
@@ -175,6 +180,8 @@ class Screen:
         if config.health.port:
             stack.enter_context(serving(self.health, config.health.listen, config.health.port))
         self._saying = threading.Lock()
+        if goes_with_container(run.path):
+            self.say(f"no volume: {run.path} goes when this container goes; mount one there (docker run -v NAME:DIR)")
 
     def following(self, follow: Callable[[Callable[[int, float], None]], bool]) -> bool:
         """`follow`, showing the rounds of the lead that it tells of."""
@@ -229,6 +236,7 @@ class Run:
         self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
         self.policy = load_policy(config.policy, config.rollouts, self.say) if crew is None else crew.policy
         self.config = fitted(config, self.policy, self.say)
+        self.guest = Guest(config.guest, run, self.say, member=swarm is not None)
         member = None if swarm is None else self._become_member(swarm, stack)
         if member is None and self.config.averaging.method != "none":
             self.say("averaging.method needs peers: training alone, nothing is averaged")
@@ -236,6 +244,9 @@ class Run:
         self.node = Node(self.config, self.policy, self.tasks, self.say, member, optimizer=optimizer, averaged=averaged)
         self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
         stack.callback(self.snapshots.close)
+        if crew is None:
+            torch.set_num_threads(min(torch.get_num_threads(), self.guest.threads))
+            self.progress.waiting = self.screen.health.waiting = self.guest.waiting
         self._mirror = mirror_of(config, run, swarm, self.say) if crew is None else None
         self._soon = False
         """The machine may well go away: a snapshot is due at the end of this round."""
@@ -302,7 +313,10 @@ class Run:
         self.say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
         self.progress.start(self.node.round)
         try:
-            with nullcontext(stop) if stop is not None else self._stopper() as stop:
+            with (
+                nullcontext(stop) if stop is not None else self._stopper() as stop,
+                self.guest.watching(stop) if self.crew is None else nullcontext(),
+            ):
                 try:
                     self._rounds(stop)
                     self.finished = self.node.round >= self.config.total_rounds
@@ -322,6 +336,8 @@ class Run:
         self.snapshots.wait()
         if self._mirror is not None:
             self._mirror.finish(min(COPY_S, stop.left_s - GOODBYE_S))
+        if self.guest.over:
+            raise UserError(self.guest.over)
         self._report()
 
     def _stopper(self) -> AbstractContextManager[Stopper]:
@@ -339,13 +355,7 @@ class Run:
         averager = self.node.averager
         if averager is None or self._changing or self.crew is not None:
             return
-        exchanges = averager.counts["exchanges"]
-        self.node.average()
-        while averager.under_way() and averager.counts["exchanges"] == exchanges and stop.left_s > PART_S:
-            averager.woken.wait(WAIT_S)
-            averager.woken.clear()
-            self.node.average()
-        if averager.counts["exchanges"] != exchanges:
+        if last_exchange(averager, self.node.average, lambda: stop.left_s):
             self.say("averaged a last time", "stop")
             self._saved = None
             self.save()
@@ -355,15 +365,19 @@ class Run:
         stop.allow()
         drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
         prompts = [self.policy.encode(task.question) for task in drawn]
+        self.guest.wait(stop)
         if self.crew is None:
-            self.say(str(estimate(self.policy, prompts, config.rollouts, config.grpo)), "estimate")
+            needed = estimate(self.policy, prompts, config.rollouts, config.grpo)
+            self.say(str(needed), "estimate")
+            self.guest.check_estimate(needed.bytes)
         if node.round == 0:
             self.before = self._held_out("before")
         if node.round >= config.total_rounds:
             self.say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
-        started = time.monotonic()
+        started = time.monotonic() - self.guest.paused_s
         while node.round < config.total_rounds:
-            over = config.minutes and time.monotonic() - started > 60 * config.minutes
+            self.guest.wait(stop)
+            over = config.minutes and time.monotonic() - started - self.guest.paused_s > 60 * config.minutes
             if over if self.crew is None else self.crew.minutes_over:
                 self.say(f"{config.minutes:g} minutes are over", "stop")
                 break
@@ -373,6 +387,7 @@ class Run:
             stop.hold()
             node.share(collected)
             groups = node.choose(collected)
+            self.guest.wait(stop)
             stop.allow()
             learned = node.learn(groups, before_update=lambda: self._change(stop))
             stop.hold()
@@ -539,7 +554,7 @@ class Run:
             mine = join_link(status["swarm"], status["addresses"], others)
             link = mine if self.crew is None else self.crew.invitation.link
             crew = None if self.crew is None else self.crew.status()
-            self.run.write_status(status | {"link": link, "crew": crew})
+            self.run.write_status(status | {"link": link, "crew": crew, "paused": self.guest.reason})
             if self.crew is not None:
                 self.crew.invite()
             elif status["addresses"] and link != told:
@@ -594,6 +609,18 @@ class Run:
             sys.stdout.write("\n")
 
 
+def last_exchange(averager: Averager, average: Callable[[], object], left_s: Callable[[], float]) -> bool:
+    """Have `average` go on until the exchange that is due, or under way, is over, while there is time: whether it came
+    about."""
+    exchanges = averager.counts["exchanges"]
+    average()
+    while averager.under_way() and averager.counts["exchanges"] == exchanges and left_s() > PART_S:
+        averager.woken.wait(WAIT_S)
+        averager.woken.clear()
+        average()
+    return averager.counts["exchanges"] != exchanges
+
+
 def mirror_of(config: NodeConfig, run: RunDir, swarm: EnteredSwarm | None, say: Callable[[str], None]) -> Mirror | None:
     """Where snapshots are copied to, if anywhere. UserError if that cannot be."""
     if not config.snapshots.to:
@@ -602,7 +629,7 @@ def mirror_of(config: NodeConfig, run: RunDir, swarm: EnteredSwarm | None, say: 
     return Mirror(config.snapshots.to, place, config.name or run.path.resolve().name, peer, run.path, say)
 
 
-def say_reach(config: NodeConfig, state_bytes: int, say: Callable[[str], None]) -> None:
+def say_reach(config: NodeConfig, state_bytes: int | None, say: Callable[[str], None]) -> None:
     """How much can leave this machine within the notice of its cloud, if it is known to have one."""
     cloud = cloud_of(config.spot)
     if cloud is not None:

@@ -9,6 +9,7 @@
         export/          weights for others to load
         plots/           pictures
         lock             process id of the holder
+        paused           there while its owner has it paused, with the Unix time until when, if that is known
 
     and, of a node in a swarm,
 
@@ -41,10 +42,10 @@ from swarm_node.errors import UserError
 RUN_FILES = {
     *("lock", "metrics.jsonl", "events.jsonl", "snapshots", "stages", "export", "plots"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
-    "peers",
+    *("peers", "paused"),
 }
 """What a directory may hold in which a run began but did not get as far as its config.toml."""
-HALF_WRITTEN = re.compile(r"(config|swarm)\.tmp|(peers|ports|identity\.[0-9]+)\.new")
+HALF_WRITTEN = re.compile(r"(config|swarm|paused)\.tmp|(peers|ports|identity\.[0-9]+)\.new")
 """Nor do these matter, of a process that was killed while it wrote."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -69,6 +70,7 @@ class RunDir:
         self.peers = self.path / "peers.json"
         self.ports = self.path / "ports.json"
         self.files = self.path / "files"
+        self.paused = self.path / "paused"
         self._lock: int | None = None
 
     @property
@@ -151,6 +153,10 @@ class RunDir:
         with suppress(OSError):
             _replace(self.status, json.dumps(status, indent=1) + "\n", safely=False)
 
+    def write_paused(self, until: float | None) -> None:
+        """Ask whoever runs here to pause. Raises OSError."""
+        _replace(self.paused, "" if until is None else f"{until:.0f}\n", safely=False)
+
     def close(self) -> None:
         """Let go of the lock; its file stays (removing it would race with the next holder)."""
         if self._lock is not None:
@@ -186,6 +192,21 @@ def check_new_directory(path: Path) -> None:
             raise UserError(f"{path} is not empty; choose another directory")
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "not writable", str(path))
+
+
+def goes_with_container(path: Path, root: Path = Path("/")) -> bool:
+    """Whether `path` is lost with the container that this process is in, if it is in one: on no volume, or on one that
+    Docker made without being asked (its name is 64 hexadecimal digits). Where that cannot be told, it is not."""
+    if not any((root / mark).exists() for mark in (".dockerenv", "run/.containerenv")):
+        return False
+    try:
+        lines = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    mounts = {Path(mount): source for _, _, _, source, mount, *_ in map(str.split, lines)}
+    place = path.resolve()
+    mount = next((folder for folder in (place, *place.parents) if folder in mounts), Path("/"))
+    return mount == Path("/") or bool(re.search("/volumes/[0-9a-f]{64}/_data$", mounts[mount]))
 
 
 @contextmanager

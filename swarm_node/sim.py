@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from protocol.codec import spoken_by
 from protocol.identity import Identity
 from protocol.manifest import Manifest, ManifestLimits, ManifestTask
+from protocol.messages import PROTOCOL_VERSION
 from protocol.transports.memory import LinkModel, MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig
 from swarm_node.member import Member
@@ -64,6 +66,8 @@ class Peer:
     """(from, to) in virtual seconds: a laptop whose lid is closed starts no round."""
     silo: bool = False
     """Not a member: trains alone, on the same tasks."""
+    protocol: int = PROTOCOL_VERSION
+    """The newest version of the protocol that it understands; the one before, too."""
     node_type: type[Node] = Node
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """One record a round, as in metrics.jsonl."""
@@ -96,7 +100,8 @@ class Simulation:
                 identity = Identity.generate(hashlib.sha256(f"sim/{seed}/{i}".encode()).digest())
                 transport = self.network.join(identity, manifest.swarm_id, link=peer.link, bootstrap=first)
                 first = first or transport.addresses[:1]
-                member = Member(peer.config, manifest, identity, transport, *parts[1:], self.clock.now)
+                now, spoken = self.clock.now, spoken_by(peer.protocol)
+                member = Member(peer.config, manifest, identity, transport, *parts[1:], now, spoken=spoken)
             peer.node = peer.node_type(*parts, member, self.clock.now)
             self.clock.call_at(START + peer.starts_at, partial(self._begin, peer))
 

@@ -151,6 +151,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     reward = (metrics or {}).get("reward")
     if found["run"]:
         yield f"run        {found['run']}{_when(RunDir(found['run']), status)}"
+    if status and status.get("paused"):
+        yield f"paused     {status['paused']}"
     if metrics:
         yield f"round      {metrics['round']}" + ("" if reward is None else f", reward {reward:.3f}")
     if status is None:

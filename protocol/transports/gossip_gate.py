@@ -38,7 +38,7 @@ GATE_NEWCOMERS, BLAMED_NEWCOMERS = 4, 8
 """Times what one connection may bring: new authors let in over all of them; new authors that one may offer without
 blame. The first is the smaller one, so that a hub which several flooders use is not blamed for them."""
 
-HARMLESS = frozenset({"version", "age", "future", "seen", "rate", "newcomers"})
+HARMLESS = frozenset({"version", "newer", "age", "future", "seen", "rate", "newcomers"})
 """Reasons that do not count against the forwarder: it may be older than us, its clock or counters may differ."""
 
 

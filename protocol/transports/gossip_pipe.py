@@ -17,6 +17,7 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_SHARDS
 from protocol.manifest import ManifestLimits
 from protocol.messages import Count, Hash64
+from protocol.transports.pacing import bytes_s
 from protocol.transports.settings import NetworkSettings
 
 HEAD_BYTES = 4
@@ -64,6 +65,10 @@ class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Older batches are refused."""
     max_skew_s: Annotated[float, Meta(ge=0)] = MAX_CLOCK_SKEW_S
     """Batches from further in the future are refused."""
+    upload_bytes_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Most that all connections send together; 0 = no limit."""
+    download_bytes_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Likewise received."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -154,6 +159,8 @@ def gossip_settings(swarm: str, shards: int, limits: ManifestLimits, network: Ne
         messages_per_minute=STRETCH * limits.groups_per_minute,
         bytes_per_minute=STRETCH * limits.bytes_per_minute,
         max_age_s=limits.max_age_s,
+        upload_bytes_s=bytes_s(network.max_upload_mbit),
+        download_bytes_s=bytes_s(network.max_download_mbit),
     )
     try:
         return msgspec.convert(msgspec.to_builtins(settings), GossipSettings)

@@ -44,6 +44,7 @@ from protocol.transports.gossip_pipe import (
     Subscribe,
     frame,
 )
+from protocol.transports.pacing import Pace
 from protocol.transports.safe_pubsub import CountedTCP, HubGossipSub, SafePubsub, connect, make_host
 from protocol.transports.settings import NetworkSettings, announced, free_port, listen_address
 
@@ -68,7 +69,8 @@ class Sidecar:
 
     def __init__(self, settings: GossipSettings) -> None:
         self.settings = settings
-        self.tcp = CountedTCP(settings.max_connections)
+        paces = Pace(settings.upload_bytes_s), Pace(settings.download_bytes_s)
+        self.tcp = CountedTCP(settings.max_connections, *paces)
         self.host = make_host(self.tcp)
         self.router = HubGossipSub(settings.degree)
         self.gate = Gate(settings)

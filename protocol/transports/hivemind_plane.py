@@ -39,7 +39,9 @@ from protocol.peers import peer_of
 from protocol.topics import bucket_of, membership_key
 from protocol.transports.base import Acceptor, Outgoing, Server, Sink
 from protocol.transports.channels import Channels, StreamChannel, Streams
+from protocol.transports.dial_back import DialBack, ask_back
 from protocol.transports.exchanges import Exchanges
+from protocol.transports.pacing import Paces
 from protocol.transports.ports import Port
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.relay import RELAY_PROTOCOL, reserve
@@ -104,8 +106,11 @@ class HivemindPlane:
         self._protocol = f"/swarm-node/{swarm[:16]}/request/1"
         self._exchange_protocol = f"/swarm-node/{swarm[:16]}/exchange/1"
         self._channel_protocol = f"/swarm-node/{swarm[:16]}/channel/1"
+        self._dial_back_protocol = f"/swarm-node/{swarm[:16]}/dial-back/1"
+        self._dial_back = DialBack()
         self._answers = Answers(self.traffic, report)
         self._exchanges = Exchanges(self.traffic, report)
+        self._paces = Paces(settings.max_upload_mbit, settings.max_download_mbit)
         self._validator = CardValidator(swarm, settings.card_ttl_s, self.traffic.rejected)
         self._storage, self._cache = CardStorage(), CardStorage()
         self._clock_offset = time.time() - time.monotonic()
@@ -223,8 +228,11 @@ class HivemindPlane:
             (self._protocol, self._on_request),
             (self._exchange_protocol, self._on_exchange),
             (self._channel_protocol, self._on_channel),
+            (self._dial_back_protocol, self._on_dial_back),
         ):
             await asyncio.wait_for(daemon.add_binary_stream_handler(protocol, handler), CALL_S)
+        if not settings.serve_relay:  # without its relay service, p2pd still relays 128 KiB a connection
+            await asyncio.wait_for(daemon.add_binary_stream_handler(RELAY_PROTOCOL, _hang_up), CALL_S)
         self._node, self.port = node, port
         await self.look_around()
 
@@ -377,6 +385,16 @@ class HivemindPlane:
         finally:
             await asyncio.wait({call}, timeout=GOODBYE_S)  # for callbacks that still run
 
+    async def dial_back(self, peer: str, ports: Sequence[int], addresses: Sequence[str] = ()) -> list[bool]:
+        """Of each of this machine's TCP ports, whether `peer`, known to be at `addresses`, could connect to it. Raises
+        PeerUnreachable, RemoteProtocolError."""
+
+        async def ask() -> list[bool]:
+            async with self._stream(peer, self._dial_back_protocol, addresses) as (reader, writer):
+                return await ask_back(ports, reader, writer)
+
+        return await self._bounded(ask(), CALL_S)
+
     async def open_channel(self, channel: StreamChannel, method: str, addresses: Sequence[str] = ()) -> None:
         """Open `channel`, to a peer known to be at `addresses`, and live through it."""
 
@@ -413,18 +431,21 @@ class HivemindPlane:
                 failure = error
         try:
             _, reader, writer = await daemon.call_binary_stream_handler(to, protocol)
-            return reader, writer
+            return self._paces.of(reader, writer)
         except P2PDaemonError as error:
             raise failure or error from error
 
     async def _on_request(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._answers.serve(str(info.peer_id), reader, writer)
+        await self._answers.serve(str(info.peer_id), *self._paces.of(reader, writer))
 
     async def _on_exchange(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._exchanges.serve(str(info.peer_id), reader, writer)
+        await self._exchanges.serve(str(info.peer_id), *self._paces.of(reader, writer))
 
     async def _on_channel(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._channels.serve(str(info.peer_id), reader, writer)
+        await self._channels.serve(str(info.peer_id), *self._paces.of(reader, writer))
+
+    async def _on_dial_back(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._dial_back.serve(str(info.addr), reader, writer)
 
     # ---------------------------------------------------------------- calls to p2pd
 
@@ -452,11 +473,15 @@ class HivemindPlane:
         raise PeerUnreachable("closed meanwhile" if self._closing else f"no answer within {timeout:g} s")
 
 
+async def _hang_up(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
 def _daemon_class(plane: HivemindPlane) -> type[P2P]:
     """p2pd as hivemind starts it, but in a session of its own, with its sockets in a private folder, relaying only if
     wanted, bytes counted, and known to `plane` from its birth, so that none is left over if its start fails half-way.
     """
-    traffic, serves = plane.traffic, int(plane._settings.serve_relay)
+    traffic, paces, serves = plane.traffic, plane._paces, int(plane._settings.serve_relay)
 
     class Daemon(P2P):  # type: ignore[misc]
         _UNIX_SOCKET_PREFIX = f"/unix{plane._folder}/"
@@ -478,15 +503,19 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
 
         async def call_protobuf_handler(self, peer_id: PeerID, name: str, input: Any, output_type: Any) -> Any:
             traffic.bytes_out += input.ByteSize()
+            paces.upload.take(input.ByteSize())
             output = await super().call_protobuf_handler(peer_id, name, input, output_type)
             traffic.bytes_in += output.ByteSize()
+            paces.download.take(output.ByteSize())
             return output
 
         async def add_protobuf_handler(self, name: str, handler: Any, input_type: Any, **options: Any) -> None:
             async def counted(request: Any, context: P2PContext) -> Any:
                 traffic.bytes_in += request.ByteSize()
+                paces.download.take(request.ByteSize())
                 response = await handler(request, context)
                 traffic.bytes_out += response.ByteSize()
+                paces.upload.take(response.ByteSize())
                 return response
 
             await super().add_protobuf_handler(name, counted, input_type, **options)

@@ -14,19 +14,20 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
+from protocol.codec import common_version, in_version
 from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.limits import MAX_ADDRESSES, MEMBERSHIP_BUCKETS
 from protocol.manifest import ManifestLimits
-from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.messages import PeerCard
 from protocol.peers import PeerTable, peer_of
 from protocol.topics import rollout_topic
 from protocol.transports.base import Acceptor, Channel, Handler, Listener, Outgoing, Server, Sink
@@ -43,6 +44,7 @@ from protocol.transports.streams import Traffic
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.hivemind_plane import HivemindPlane
 
+T = TypeVar("T")
 CLOSE_S = 8.0
 """Longest that `close` takes."""
 GOODBYE_S = 2.0
@@ -154,9 +156,13 @@ class P2PTransport:
         self._soon(self._serve, method, server)
 
     def request(self, peer: str, method: str, payload: bytes = b"", timeout: float = 10.0, limit: int = 2**20) -> bytes:
+        return self._wait(self._request(peer, method, payload, timeout, limit), timeout)
+
+    def _wait(self, asking: Coroutine[Any, Any, T], timeout: float) -> T:
         if self._closed.is_set():
+            asking.close()
             raise PeerUnreachable("the network is closed")
-        call = asyncio.run_coroutine_threadsafe(self._request(peer, method, payload, timeout, limit), self._loop)
+        call = asyncio.run_coroutine_threadsafe(asking, self._loop)
         try:
             return call.result(timeout + 1.0)
         except (TimeoutError, CancelledError) as error:
@@ -205,6 +211,11 @@ class P2PTransport:
             future.add_done_callback(self._calls.discard)
             future.add_done_callback(lambda _: channel.end("the network is closed"))  # if it was not told otherwise
         return channel
+
+    def dial_back(self, peer: str, ports: Sequence[int], timeout: float = 10.0) -> list[bool]:
+        """Of each of this machine's TCP ports, whether `peer` could connect to it. Waits, like `request`, and raises
+        what that does."""
+        return self._wait(self._dial_back(peer, ports), timeout)
 
     def announce(self, card: PeerCard) -> None:
         before, self._card = self._card, card
@@ -381,6 +392,11 @@ class P2PTransport:
         if self._plane is None:
             raise PeerUnreachable("the network is not up yet")
         return await self._plane.request(peer, method, payload, timeout, limit, self._table.addresses_of(peer))
+
+    async def _dial_back(self, peer: str, ports: Sequence[int]) -> list[bool]:
+        if self._plane is None:
+            raise PeerUnreachable("the network is not up yet")
+        return await self._plane.dial_back(peer, ports, self._table.addresses_of(peer))
 
     def _accept(self, method: str, acceptor: Acceptor) -> None:
         self._acceptors[method] = acceptor
@@ -574,10 +590,9 @@ class P2PTransport:
         return [f"{address}/p2p-circuit/p2p/{self.peer_id}" for address in ways]
 
     def _dated(self, card: PeerCard) -> PeerCard:
-        """`card` as of now, without ways to reach this node."""
+        """`card` as of now, for all members to understand, without ways to reach this node."""
         return replace(
-            card,
-            protocol=PROTOCOL_VERSION,
+            in_version(card, common_version(self._members.values())),
             swarm=self._swarm,
             created=time.time(),
             addresses=[],

@@ -53,7 +53,7 @@ class CardValidator(RecordValidatorBase):  # type: ignore[misc]
         return True
 
     def check(self, record: DHTRecord) -> None:
-        """Raises RemoteProtocolError: key, size, schema, expiration, signature, version, swarm or peer."""
+        """Raises RemoteProtocolError: key, size, schema, expiration, signature, version, newer, swarm or peer."""
         bucket = self._buckets.get(record.key)
         if bucket is None:
             raise RemoteProtocolError("key", "not a bucket of this swarm's members")

@@ -52,6 +52,7 @@ from libp2p.transport.tcp.tcp import TCP
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from protocol.transports.gossip_pipe import MAX_CONNECTIONS
+from protocol.transports.pacing import Pace
 
 log = logging.getLogger("gossip")
 
@@ -106,11 +107,15 @@ class Wire(ReadWriteCloser):
     async def read(self, n: int | None = None) -> bytes:
         data: bytes = await self._stream.read(n)
         self._tcp.bytes_in += len(data)
+        if wait := self._tcp.download.take(len(data)):
+            await trio.sleep(wait)
         return data
 
     async def write(self, data: bytes) -> None:
         await self._stream.write(data)
         self._tcp.bytes_out += len(data)
+        if wait := self._tcp.upload.take(len(data)):  # not before it: what is encrypted has to leave in that order
+            await trio.sleep(wait)
 
     async def close(self) -> None:
         self._tcp.live.discard(self)
@@ -124,9 +129,10 @@ class Wire(ReadWriteCloser):
 class CountedTCP(TCP):
     """TCP with counters and a bound on connections, both ways together."""
 
-    def __init__(self, max_connections: int) -> None:
+    def __init__(self, max_connections: int, upload: Pace | None = None, download: Pace | None = None) -> None:
         super().__init__()
         self.max_connections = max_connections
+        self.upload, self.download = upload or Pace(0.0), download or Pace(0.0)
         self.live: set[Wire] = set()
         self.bytes_in = self.bytes_out = 0
         self.rejected: Counter[str] = Counter()

@@ -39,6 +39,10 @@ class NetworkSettings:
     """Ask the router for a port by UPnP or NAT-PMP."""
     max_connections: int = 64
     """Gossip connections kept."""
+    max_upload_mbit: float = 0.0
+    """Most that is sent, in Mbit/s (`pacing`); 0 = no limit."""
+    max_download_mbit: float = 0.0
+    """Likewise received."""
     card_ttl_s: float = CARD_TTL_S
     """Life of a card; one value for the whole swarm (shorter in tests)."""
     card_renewal_s: float = CARD_RENEWAL_S

@@ -15,14 +15,14 @@ from protocol.manifest import ManifestLimits
 from swarm_node.gossip.quota import Quota
 
 REASONS = frozenset(
-    "size echo signature version schema swarm duplicate age future muted quota task assignment prompt cap "
+    "size echo signature version newer schema swarm duplicate age future muted quota task assignment prompt cap "
     "length text error zero pool surplus".split()
 )
 """All that a group or a message is ever rejected for; docs/sharing.md explains each."""
 MALICIOUS = frozenset({"schema", "assignment", "cap"})
 """No honest node of this version sends such a thing under its own signature. (`signature` names nobody.)"""
-UNSAID = frozenset({"duplicate", "surplus", "muted"})
-"""Nobody's fault, or said already."""
+UNSAID = frozenset({"duplicate", "surplus", "muted", "newer"})
+"""Nobody's fault, or said already, or by the member: the network hears more of those."""
 MUTE_AFTER = 8
 FORGIVE_S = 60.0
 MUTE_S = 300.0

@@ -45,14 +45,17 @@ class Publisher:
         sampling: Sampling,
         config: SharingConfig,
         now: Callable[[], float],
+        version: Callable[[], int] = lambda: PROTOCOL_VERSION,
     ) -> None:
-        """`send` takes a sealed batch and says whether it left. UserError for sampling that cannot be described."""
+        """`send` takes a sealed batch and says whether it left; `version` is what it is to be written in. UserError
+        for sampling that cannot be described."""
         if sampling.max_new_tokens > MAX_TOKENS or sampling.temperature > 100:
             raise UserError(
                 f"a swarm carries at most {MAX_TOKENS} tokens an answer, at temperatures up to 100: "
                 "lower rollouts.max_new_tokens or rollouts.temperature"
             )
         self._send = send
+        self._version = version
         self._identity = identity
         self._swarm = manifest.swarm_id
         self._policy = policy
@@ -93,7 +96,7 @@ class Publisher:
             self._sequence += 1
             data = seal_batch(
                 RolloutBatch(
-                    protocol=PROTOCOL_VERSION,
+                    protocol=self._version(),
                     swarm=self._swarm,
                     sequence=self._sequence,
                     created=now,

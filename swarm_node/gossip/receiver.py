@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from protocol.codec import HEAD_BYTES, open_batch
+from protocol.codec import HEAD_BYTES, SPOKEN, open_batch
 from protocol.errors import RemoteProtocolError
 from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
 from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
@@ -40,7 +40,7 @@ WAITING_BYTES = 16 * MAX_BATCH_BYTES
 """Bounds what was opened and waits to be examined; the oldest makes room."""
 MAX_SEEN = 2**16
 """Groups remembered as dealt with: ten minutes of a hundred groups a second, in about 12 MB."""
-PROVEN = frozenset({"version", "schema", "swarm"})
+PROVEN = frozenset({"version", "newer", "schema", "swarm"})
 """Reasons that `open_batch` gives after it has verified the signature."""
 
 
@@ -59,8 +59,11 @@ class Receiver:
         add: Callable[[Group], str | None],
         now: Callable[[], float],
         say: Callable[[str], None],
+        spoken: Collection[int] = SPOKEN,
     ) -> None:
-        """`add` takes an admitted group, or says why not; `say` is told the first of each kind of rejection."""
+        """`add` takes an admitted group, or says why not; `say` is told the first of each kind of rejection; `spoken`
+        are the protocol versions that are understood."""
+        self._spoken = spoken
         self._me = me
         self._swarm = manifest.swarm_id
         self._max_age = min(manifest.limits.max_age_s, config.max_age_s)
@@ -175,7 +178,7 @@ class Receiver:
             self._ledger.reject("muted", claimed)
             return None
         try:
-            return open_batch(data, self._swarm)
+            return open_batch(data, self._swarm, self._spoken)
         except RemoteProtocolError as error:
             peer = claimed if error.reason in PROVEN else None
             if peer is not None:

@@ -187,6 +187,35 @@ async def two_that_relay_for_others_know_each_other() -> None:
                 await two.plane.close()
 
 
+async def nobody_relays_unless_told_to() -> None:
+    for serves in (False, True):
+        async with started("hub", serve_relay=serves, relay=True) as (hub,):
+            with tempfile.TemporaryDirectory() as folder:
+                hidden = Node(Path(folder), "hidden", hub.plane.addresses, dial_only=True, relay=True)
+                await hidden.plane.start()
+                try:
+                    await hidden.plane.connect(hub.id, hub.plane.addresses)
+                    hidden.plane.serve("say", lambda caller, payload: payload)
+                    ways = [f"{address}/p2p-circuit/p2p/{hidden.id}" for address in hub.plane.addresses]
+                    if serves:
+                        await hidden.plane.take_place(hub.id)
+                        async with started("other", dial_only=True, relay=True) as (other,):
+                            assert await other.plane.request(hidden.id, "say", b"hi", 10.0, 100, ways) == b"hi"
+                    else:
+                        await _fails(hidden.plane.take_place(hub.id), PeerUnreachable)
+                finally:
+                    await hidden.plane.close()
+
+
+async def a_peer_connects_back() -> None:
+    async with started("one", "two") as (one, two):
+        listening = one.plane.port
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            closed = server.getsockname()[1]
+        found = await one.plane.dial_back(two.id, [listening, closed], two.plane.addresses)
+        assert found == [True, False], found
+
+
 async def addresses_that_make_no_sense_are_unreachable() -> None:
     async with started("one") as (one,):
         peer = Identity.generate().peer_id

@@ -41,6 +41,8 @@ CASES = [
     (["starter", "--out", "a_file"], "not a directory"),
     (["starter", "--out", "new", "--hidden", "33"], "multiple of 32"),
     (["local", "--config", "nowhere.toml"], "nowhere.toml"),
+    (["local", "--quiet-hours", "9-17"], "22:00-07:00"),
+    (["pause", "notes"], "no run in notes"),
 ]
 
 

@@ -14,7 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from protocol.codec import BATCH_TAG, CARD_TAG, HEAD_BYTES, SPOKEN, open_batch, open_card, seal_batch, seal_card
+from protocol.codec import (
+    BATCH_TAG,
+    CARD_TAG,
+    HEAD_BYTES,
+    SPOKEN,
+    common_version,
+    in_version,
+    open_batch,
+    open_card,
+    seal_batch,
+    seal_card,
+    spoken_by,
+)
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import (
     MAX_BATCH_BYTES,
@@ -28,7 +40,7 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch
 from tests.protocol.wire import BATCH, CARD, IDENTITY, STRANGER, SWARM, fields, mutations, refused, seal, values
 
 DATA = Path(__file__).parents[1] / "data"
-REASONS = {"size", "signature", "version", "schema", "swarm"}
+REASONS = {"size", "signature", "version", "newer", "schema", "swarm"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +135,36 @@ def test_another_swarm(kind: Kind) -> None:
 def test_another_version_is_refused_before_its_schema_is_looked_at(kind: Kind, version: int) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         kind.open(seal({"protocol": version, "everything": "else"}, kind.tag), SWARM)
-    assert caught.value.reason == "version"
+    assert caught.value.reason == ("newer" if version > PROTOCOL_VERSION else "version")
+
+
+@both
+def test_a_node_speaks_its_version_and_the_one_before(kind: Kind) -> None:
+    for version, reason in ((4, "version"), (5, None), (6, None), (7, "newer")):
+        sealed = kind.seal(msgspec.structs.replace(kind.record, protocol=version), IDENTITY)
+        if reason is None:
+            assert kind.open(sealed, SWARM, spoken_by(6))[1].protocol == version
+            continue
+        with pytest.raises(RemoteProtocolError) as caught:
+            kind.open(sealed, SWARM, spoken_by(6))
+        assert caught.value.reason == reason
+    assert spoken_by(1) == {1}
+
+
+def test_all_write_what_all_understand() -> None:
+    def card(protocol: int, speaks: int = 0) -> PeerCard:
+        return msgspec.structs.replace(CARD, protocol=protocol, speaks=speaks)
+
+    spoken = spoken_by(6)
+    assert common_version([], spoken) == 5  # whoever is there understands that, too, or none of it
+    assert common_version([card(5), card(5, 6)], spoken) == 5
+    assert common_version([card(5, 6), card(6)], spoken) == 6
+    assert common_version([card(6, 7)], spoken) == 6
+    assert common_version([card(3)], spoken) == 5
+    for version, speaks in ((5, 6), (6, 0)):
+        written = in_version(CARD, version, spoken)
+        assert (written.protocol, written.speaks) == (version, speaks)
+        assert open_card(seal_card(written, IDENTITY), SWARM, spoken)[1] == written
 
 
 # --------------------------------------------------------------------- what is refused

@@ -82,9 +82,11 @@ def test_a_bootstrap_serves_all_shards_tells_its_link_whenever_it_changes_and_le
     assert "1 other members" in output.err
     assert output.err.splitlines()[-1] == "leaving"
     assert hub.topics == [rollout_topic(manifest.swarm_id, shard) for shard in range(4)]
-    assert hub.announced[0].roles == ["bootstrap", "relay"]
+    assert hub.announced[0].roles == ["bootstrap"]
     assert hub.announced[0].shards == []
-    assert opened[0].serve_relay
+    assert not opened[0].serve_relay
+    assert output.err.count("the IP address of this machine becomes public") == 1
+    assert "relaying others' connections is off (--relay" in output.err
     assert parse_manifest(hub.served[MANIFEST_METHOD]("", b""), manifest.swarm_id).tasks == manifest.tasks
     assert hub.served[FILE_METHOD]("", manifest.tasks[1].sha256.encode()) == QUESTIONS  # it lay beside the manifest
     status = json.loads(Path("hub/swarm.json").read_text())
@@ -93,14 +95,14 @@ def test_a_bootstrap_serves_all_shards_tells_its_link_whenever_it_changes_and_le
     assert parse_manifest(Path("hub/swarm.toml").read_bytes()).swarm_id == manifest.swarm_id
 
 
-def test_relaying_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_relays_if_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
     hub = Hub()
     monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: hub)
     monkeypatch.setattr(bootstrap, "LOOK_S", 0.01)
-    network = NetworkConfig(serve_relay=False)
+    network = NetworkConfig(serve_relay=True)
     assert run_bootstrap(NodeConfig(swarm="sums.toml", network=network, name="hub")) == 0
-    assert hub.announced[0].roles == ["bootstrap"]
+    assert hub.announced[0].roles == ["bootstrap", "relay"]
     assert hub.announced[0].name == "hub"
     assert Path("runs/hub/swarm.json").exists()
 

@@ -394,6 +394,34 @@ def test_an_identity_that_cannot_be_read_is_explained(run: RunDir) -> None:
         enter_swarm(Swarm(PLAIN.swarm_id, PLAIN, []), NodeConfig(), run, print, stack)
 
 
+def test_what_leaves_the_machine_is_said_before_it_does_once_for_each_swarm_and_run(
+    monkeypatch: pytest.MonkeyPatch, run: RunDir
+) -> None:
+    class Dialled(Exception):
+        pass
+
+    def dialled(*arguments: Any) -> None:
+        raise Dialled
+
+    def enter(swarm: Swarm, config: NodeConfig | None = None, into: RunDir = run) -> list[str]:
+        said: list[str] = []
+        with ExitStack() as stack, pytest.raises(Dialled):
+            enter_swarm(swarm, config or NodeConfig(), into, said.append, stack)
+        return [sentence for sentence in said if sentence.startswith("first time in this swarm")]
+
+    monkeypatch.setattr("swarm_node.enter.visitor", dialled)  # the first to show itself, if the manifest is not known
+    monkeypatch.setattr("swarm_node.enter.open_transport", dialled)
+    for _ in range(2):  # until something of this machine has left
+        (told,) = enter(Swarm(PLAIN.swarm_id, None, [address(1)]))
+        assert "IP address" in told and "all text that its model generates become public" in told
+        assert f"stored in {run.path}" in told and "off (--relay" in told
+    assert len(enter(Swarm(PLAIN.swarm_id, PLAIN, []))) == 1
+    assert enter(Swarm(PLAIN.swarm_id, PLAIN, [])) == []
+    relays = NodeConfig(network=NetworkConfig(serve_relay=True))
+    (told,) = enter(Swarm("ab" * 32, None, [address(1)]), relays)
+    assert "connections is on (--relay)" in told
+
+
 def test_a_swarm_is_found_once_and_before_there_is_a_directory(
     monkeypatch: pytest.MonkeyPatch, web: dict[str, Any]
 ) -> None:

@@ -272,5 +272,6 @@ def test_what_fits_a_notice_is_said() -> None:
     assert reach("aws", 100.0, 5_000_000) == (
         "aws gives 120 s of notice: at 100 Mbit/s at most 1.5 GB can be handed over in it; what is held here is 5.0 MB"
     )
+    assert reach("aws", 8.0) == "aws gives 120 s of notice: at 8 Mbit/s at most 118.0 MB can be handed over in it"
     assert "only what left before" in reach("gcp", 100.0, 350_000_001)
     assert "only what left before" not in reach("gcp", 100.0, 350_000_000)

@@ -1,0 +1,117 @@
+"""Bounds on what a node sends and receives.
+
+    half of each limit    the streams: exchanges, requests, channels         here, before p2pd
+    the other half        gossip                                             at its TCP connections, in its process
+
+What the DHT says is counted against the streams' half and never held back. What p2pd relays for others (`--relay`) is
+not seen here, so a limit does not bound it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+BURST_S = 0.25
+"""What was not used for so long may be made up for."""
+PIECE_BYTES = 2**14
+OVERHEAD = 1.08
+"""Bytes on the wire for one of ours: libp2p's encryption and multiplexing, TCP and IP."""
+
+
+def bytes_s(mbit: float) -> float:
+    """Bytes a second of half of a limit in Mbit/s, in bytes of ours."""
+    return mbit * 125_000 / 2 / OVERHEAD
+
+
+class Pace:
+    """So many bytes a second; 0 = as many as there are. All calls from one thread."""
+
+    def __init__(self, bytes_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bytes_s = bytes_s
+        self._clock = clock
+        self._free_at = clock()
+
+    def take(self, size: int) -> float:
+        """Count `size` bytes; seconds until the next may follow."""
+        if not self.bytes_s:
+            return 0.0
+        now = self._clock()
+        self._free_at = max(self._free_at, now - BURST_S) + size / self.bytes_s
+        return max(0.0, self._free_at - now)
+
+
+class PacedReader:
+    """An `asyncio.StreamReader` that takes no more than `pace` allows; the sender feels it as a slow network."""
+
+    def __init__(self, reader: asyncio.StreamReader, pace: Pace) -> None:
+        self._reader, self._pace = reader, pace
+
+    async def read(self, n: int = -1) -> bytes:
+        data = await self._reader.read(min(n, PIECE_BYTES) if n >= 0 else PIECE_BYTES)
+        await asyncio.sleep(self._pace.take(len(data)))
+        return data
+
+    async def readexactly(self, n: int) -> bytes:
+        data = await self._reader.readexactly(n)
+        await asyncio.sleep(self._pace.take(len(data)))
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+
+class PacedWriter:
+    """An `asyncio.StreamWriter` whose `drain` sends, no faster than `pace` allows. What is short leaves at once."""
+
+    def __init__(self, writer: asyncio.StreamWriter, pace: Pace) -> None:
+        self._writer, self._pace = writer, pace
+        self._queue: deque[memoryview] = deque()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
+        if self._queue or len(view) > PIECE_BYTES:
+            self._queue += (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
+        else:
+            self._pace.take(len(view))
+            self._writer.write(view)
+
+    async def drain(self) -> None:
+        while self._queue:
+            piece = self._queue.popleft()
+            wait = self._pace.take(len(piece))
+            self._writer.write(piece)
+            await self._writer.drain()
+            await asyncio.sleep(wait)
+        await self._writer.drain()
+
+    def close(self) -> None:
+        if self._queue:  # given up in the middle of it
+            self._queue.clear()
+            self._writer.transport.abort()
+        self._writer.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+
+class Paces:
+    """Of the streams of one node."""
+
+    def __init__(self, upload_mbit: float, download_mbit: float) -> None:
+        """0 = no limit."""
+        self.upload, self.download = Pace(bytes_s(upload_mbit)), Pace(bytes_s(download_mbit))
+
+    def of(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The same stream, within the limits."""
+        paced: Any = reader, writer
+        if self.download.bytes_s:
+            paced = PacedReader(reader, self.download), paced[1]
+        if self.upload.bytes_s:
+            paced = paced[0], PacedWriter(writer, self.upload)
+        return paced  # type: ignore[no-any-return]

@@ -1,0 +1,410 @@
+"""A good guest on somebody's machine: takes no more than it may, and stops when the machine is wanted for other things.
+
+    watch thread (2 s)    RUN/paused, quiet hours, battery, heat, owner -> `reason`    memory above its limit -> leave
+    main thread           between the parts of a round: sleeps while there is a `reason`
+    SIGPROF               every 50 ms of CPU time: sleeps until the node's processes are below `max_cpu` again
+
+Whoever is paused stays a member: the network's threads and processes go on, so its card is renewed and what others
+publish is passed on; it samples, learns and averages nothing. What it had sampled waits.
+
+Loads no torch. Only one `Guest` in a process can limit CPU time, and only from its main thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from swarm_node.config import GuestConfig, NodeConfig, load_config
+from swarm_node.errors import UserError
+from swarm_node.rundir import RunDir, os_errors_explained
+from swarm_node.stopping import Stopper
+
+LOOK_S = 2.0
+"""Between two looks at the machine."""
+ASK_OWNER_S = 10.0
+"""Likewise for what takes a process to find out."""
+STEP_S = 0.5
+"""A paused node looks so often whether it may go on."""
+COOLER_C = 5.0
+"""One that was paused for heat goes on so many degrees below."""
+TICK_S = 0.05
+"""CPU time of this process between two looks at that of all."""
+BURST_S = 1.0
+"""CPU time not taken for so long may be made up for."""
+NAP_S, MOST_S = 0.25, 5.0
+"""A sleep in one go, and in one look: even where other threads use all that is allowed, training goes on a little."""
+KIN_S = 5.0
+"""Between two looks for new child processes."""
+LEAVE_S = 12.0
+"""To save and leave in, for a node that takes too much memory."""
+NETWORK_BYTES = 2**28
+"""What p2pd and the gossip process take, beside the estimate of a round."""
+_PARTS = re.compile(r"(?=.)(?:(\d{1,4})d)?(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s)?")
+
+
+def be_nice(config: GuestConfig) -> None:
+    """Lower this process's priority to `config.nice`. To be called before threads and processes begin: they inherit
+    it. Never raises a priority."""
+    if config.nice > os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, config.nice)
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def refuse_in_a_crew(config: NodeConfig, run: RunDir) -> None:
+    """Raises UserError for what would have a crew wait for one of its machines."""
+    guest, usual = config.guest, GuestConfig()
+    asked = [key for key in ("max_cpu", "max_memory_gb", "quiet_hours", "pause_on") if _differ(key, guest, usual)]
+    if asked:
+        raise UserError(
+            f"guest.{asked[0]} is not for --stages: a stage that is paused or slowed down holds its crew up. Stop the "
+            "node instead (Ctrl-C): it hands its stage over; --nice, --max-upload and --max-download work"
+        )
+    if run.paused.exists():
+        raise UserError(
+            f"{run.path} is paused, which a stage of a crew cannot be: `swarm-node resume {run.path}` first"
+        )
+
+
+def _differ(key: str, one: GuestConfig, other: GuestConfig) -> bool:
+    return bool(getattr(one, key) != getattr(other, key))
+
+
+# --------------------------------------------------------------------- pause and resume, by the owner
+
+
+def seconds_of(text: str) -> float:
+    """`1d2h30m15s`, or some of it. Raises UserError."""
+    found = _PARTS.fullmatch(text)
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
+        raise UserError(f"--for {text}: write how long, for example 2h, 90m or 1d12h")
+    return float(total)
+
+
+def pause(run: RunDir, for_s: float | None, now: float) -> str:
+    """Have the node of `run` pause, now or when it is started; what was done, in a sentence. Raises UserError."""
+    _check_run(run, "pause")
+    until = None if for_s is None else now + for_s
+    with os_errors_explained(run.paused):
+        run.write_paused(until)
+    how_long = "" if until is None else f" until {_moment(until)}"
+    then = "it stays a member and loses nothing" if run.in_use else "no node runs there now: it will be when it starts"
+    return f"paused {run.path}{how_long}; {then}; `swarm-node resume {run.path}` goes on"
+
+
+def resume(run: RunDir) -> str:
+    """Undo `pause`. Raises UserError."""
+    _check_run(run, "resume")
+    was = run.paused.exists()
+    with os_errors_explained(run.paused):
+        run.paused.unlink(missing_ok=True)
+    return f"{run.path} goes on" if was else f"{run.path} was not paused by `swarm-node pause`"
+
+
+def _check_run(run: RunDir, verb: str) -> None:
+    if not run.exists:
+        raise UserError(f"no run in {run.path}: `swarm-node {verb} RUN` wants a run directory, such as runs/node")
+    if verb == "pause" and load_config(run.config).stages.count:
+        raise UserError(
+            f"{run.path} holds a stage of a crew, which would wait for it: stop the node instead (Ctrl-C or SIGTERM); "
+            "it hands its stage over to another"
+        )
+
+
+def pause_asked(path: Path, now: float) -> str:
+    """Why `path` (RUN/paused) has the node pause; empty = it does not. What cannot be read counts as no end."""
+    try:
+        text = path.read_bytes()[:64].decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError:
+        text = ""
+    try:
+        until = float(text)
+    except ValueError:
+        until = math.inf
+    if now >= until:
+        return ""
+    moment = f" until {_moment(until)}" if until < math.inf else ""
+    return f"by `swarm-node pause`{moment}"
+
+
+def _moment(time_s: float) -> str:
+    try:
+        return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):
+        return "further notice"
+
+
+# --------------------------------------------------------------------- what the machine says
+
+
+def quiet(hours: str, now: datetime) -> bool:
+    """Whether local time `now` is in `hours`, "22:00-07:00", the end not included."""
+    if not hours:
+        return False
+    begin, end = hours.split("-")
+    present = now.strftime("%H:%M")
+    return begin <= present < end if begin < end else present >= begin or present < end
+
+
+def on_battery() -> bool | None:
+    """None = the system does not tell, or has no battery."""
+    battery = getattr(psutil, "sensors_battery", lambda: None)()
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+def hottest() -> float | None:
+    """Degrees Celsius of the hottest sensor; None = the system tells of none."""
+    sensors: Mapping[str, Sequence[Any]] = getattr(psutil, "sensors_temperatures", dict)()
+    return max((each.current for found in sensors.values() for each in found if each.current), default=None)
+
+
+def owner_active() -> bool | None:
+    """Whether a session on this machine is in use, as systemd-logind sees it; None = there is none to ask."""
+    asked = ["loginctl", "show-session", "--property=IdleHint"]  # of no session in particular: of all together
+    try:
+        done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return {"IdleHint=no": True, "IdleHint=yes": False}.get(done.stdout.strip()) if done.returncode == 0 else None
+
+
+class Machine:
+    """What `guest.pause_on` names, one asked after the other; says once what the system does not tell."""
+
+    def __init__(
+        self,
+        config: GuestConfig,
+        say: Callable[[str], None],
+        on_battery: Callable[[], bool | None] = on_battery,
+        hottest: Callable[[], float | None] = hottest,
+        owner_active: Callable[[], bool | None] = owner_active,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._say = say
+        self._on_battery, self._hottest, self._owner_active = on_battery, hottest, owner_active
+        self._clock = clock
+        self._untold: set[str] = set()
+        self._hot = False
+        self._active: bool | None = None
+        self._ask_owner_at = -math.inf
+
+    def busy(self) -> str:
+        """Why a guest should pause, in words; empty = no reason."""
+        wanted = self._config.pause_on
+        if "battery" in wanted and self._told("battery", self._on_battery(), "whether it is on battery"):
+            return "on battery"
+        if "hot" in wanted:
+            degrees = self._told("hot", self._hottest(), "how hot it is")
+            limit = self._config.hot_c - COOLER_C * self._hot
+            self._hot = degrees is not None and degrees >= limit
+            if self._hot:
+                return f"hot, {degrees:.0f} °C"
+        if "owner" in wanted:
+            if self._clock() >= self._ask_owner_at:
+                self._active = self._told("owner", self._owner_active(), "whether its owner is active")
+                self._ask_owner_at = self._clock() + ASK_OWNER_S
+            if self._active:
+                return "its owner is active"
+        return ""
+
+    def _told(self, name: str, value: Any, what: str) -> Any:
+        if value is None and name not in self._untold:
+            self._untold.add(name)
+            self._say(f"this machine does not tell {what}: guest.pause_on {name} has no effect now")
+        return value
+
+
+# --------------------------------------------------------------------- what the node takes
+
+
+class Kin:
+    """This process and all below it, p2pd and the gossip process among them."""
+
+    def __init__(self) -> None:
+        self._me = psutil.Process()
+        self._cpu_s: dict[psutil.Process, float] = {}
+        self._children: list[psutil.Process] = []
+        self._look_at = -math.inf
+
+    def cpu_s(self) -> float:
+        """CPU seconds so far, also of children that ended, as far as they were seen."""
+        for child in self._look():
+            with suppress(psutil.Error):
+                self._cpu_s[child] = sum(child.cpu_times()[:2])
+        return time.process_time() + sum(self._cpu_s.values())
+
+    def rss(self) -> int:
+        """Bytes of memory; pages that they share count for each."""
+        total = 0
+        for process in (self._me, *self._look()):
+            with suppress(psutil.Error):
+                total += process.memory_info().rss
+        return total
+
+    def _look(self) -> list[psutil.Process]:
+        if time.monotonic() >= self._look_at:
+            with suppress(psutil.Error):
+                self._children = self._me.children(recursive=True)
+            self._look_at = time.monotonic() + KIN_S
+        return self._children
+
+
+class Allowance:
+    """CPU seconds that may be taken: `rate` a second."""
+
+    def __init__(self, rate: float, used: float, now: float) -> None:
+        self._rate = rate
+        self._level = rate * BURST_S
+        self._used, self._at = used, now
+
+    def wait_s(self, used: float, now: float) -> float:
+        """How long to take nothing, with `used` seconds taken in total by `now`."""
+        earned = self._rate * max(0.0, now - self._at)
+        self._level = min(self._rate * BURST_S, self._level + earned - (used - self._used))
+        self._used, self._at = used, now
+        return max(0.0, -self._level / self._rate)
+
+
+@contextmanager
+def cpu_limit(percent: float, stop: Stopper) -> Iterator[None]:
+    """Have the main thread sleep as often as needed for this process and its children to take no more than `percent` of
+    the machine's cores. Not when `stop` has been asked for. From the main thread."""
+    if percent >= 100:
+        yield
+        return
+    kin, napping = Kin(), False
+    allowance = Allowance(percent / 100 * cores(), kin.cpu_s(), time.monotonic())
+
+    def tick(number: int, frame: FrameType | None) -> None:
+        nonlocal napping
+        if napping or stop.requested:
+            return
+        napping, ends = True, time.monotonic() + MOST_S
+        try:
+            while (wait := allowance.wait_s(kin.cpu_s(), time.monotonic())) > 0 and time.monotonic() < ends:
+                time.sleep(min(wait, NAP_S))  # a signal to stop may end it, by an exception
+                if stop.requested:
+                    return
+        finally:
+            napping = False
+
+    before = signal.signal(signal.SIGPROF, tick)
+    signal.siginterrupt(signal.SIGPROF, False)
+    signal.setitimer(signal.ITIMER_PROF, TICK_S, TICK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+class Guest:
+    """What a run asks whether it may go on."""
+
+    def __init__(
+        self,
+        config: GuestConfig,
+        run: RunDir,
+        say: Callable[[str], None],
+        member: bool = False,
+        machine: Machine | None = None,
+    ) -> None:
+        self.reason = ""
+        """Why the node is paused, in words; empty = it is not."""
+        self.over = ""
+        """Why it had to leave: it took too much memory."""
+        self.paused_s = 0.0
+        """Spent paused so far."""
+        self._config = config
+        self._run = run
+        self._say = say
+        self._member = member
+        self._machine = machine or Machine(config, say)
+
+    def waiting(self) -> str:
+        """For people, and empty if the node goes on."""
+        return f"paused: {self.reason}" if self.reason else ""
+
+    def check_estimate(self, bytes: int) -> None:
+        """Raises UserError if a round is going to take more memory than it may."""
+        needed, most = bytes + NETWORK_BYTES * self._member, self._config.max_memory_gb * 2**30
+        if most and needed > most:
+            raise UserError(f"a round takes about {needed / 2**30:.1f} GiB, {self._too_much()}")
+
+    @property
+    def threads(self) -> int:
+        """Most that are of use to torch."""
+        return max(1, math.ceil(self._config.max_cpu / 100 * cores()))
+
+    @contextmanager
+    def watching(self, stop: Stopper) -> Iterator[None]:
+        """Keep to the limits, and know when to pause. From the main thread."""
+        self.look()
+        ended = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(stop, ended), name="guest", daemon=True)
+        watch.start()
+        try:
+            with cpu_limit(self._config.max_cpu, stop):
+                yield
+        finally:
+            ended.set()
+            watch.join()
+
+    def look(self) -> None:
+        """Find out whether to pause, and say it if that has changed."""
+        before = self.reason
+        asked = pause_asked(self._run.paused, time.time())
+        hours = self._config.quiet_hours
+        still = f"quiet hours, {hours}" if quiet(hours, datetime.now()) else ""
+        self.reason = asked or still or self._machine.busy()
+        if self.reason and not before:
+            stays = "; the node stays a member" if self._member else ""
+            self._say(f"paused: {self.reason}{stays}")
+        elif before and not self.reason:
+            self._say("no longer paused")
+
+    def wait(self, stop: Stopper) -> None:
+        """Sleep while paused. For where weights are whole: raises StopRequested if that comes."""
+        began = time.monotonic()
+        while self.reason:
+            stop.allow()
+            stop.wait(STEP_S)
+        self.paused_s += time.monotonic() - began
+
+    def _watch(self, stop: Stopper, ended: threading.Event) -> None:
+        kin, most = Kin(), self._config.max_memory_gb * 2**30
+        while not ended.wait(LOOK_S if not most else min(LOOK_S, STEP_S)):
+            self.look()
+            if most and not self.over and (taken := kin.rss()) > most:
+                self.over = f"the node took {taken / 2**30:.2f} GiB, {self._too_much()}; what it had learned is saved"
+                self._say(self.over)
+                stop.notice(LEAVE_S)
+
+    def _too_much(self) -> str:
+        return (
+            f"more than --max-memory {self._config.max_memory_gb:g}: lower grpo.microbatch_tokens, rollouts.groups, "
+            "rollouts.group_size or rollouts.max_new_tokens, choose a smaller --model, or allow more"
+        )

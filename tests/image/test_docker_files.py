@@ -1,0 +1,72 @@
+"""What docker/ tells people to set and to type is what the command line takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from swarm_node.config import load_config
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+NODES = ["alice", "bob", "carol"]
+
+
+def image_env() -> dict[str, str]:
+    text = (DOCKER / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    return dict(re.findall(r"\b(SWARM_NODE_\w+)=(\S+)", text))
+
+
+def test_the_image_runs_a_node_with_its_data_in_one_place() -> None:
+    config = load_config(env=image_env() | {"SWARM_NODE_SWARM": "swarm.toml"})
+    assert str(config.directory) == "/data/run"
+    assert (config.health.port, config.health.listen) == (31390, "0.0.0.0")
+
+
+@pytest.mark.parametrize("name", ["bootstrap", *NODES])
+def test_compose_gives_every_service_settings_that_load(name: str) -> None:
+    service = COMPOSE["services"][name]
+    config = load_config(env=image_env() | service["environment"])
+    assert (config.name, config.swarm) == (name, "/swarm/swarm.toml")
+    assert config.spot.cloud == "off"
+    assert config.averaging.method == ("none" if name == "bootstrap" else "noloco")
+    assert service.get("command", ["join"]) == (["bootstrap"] if name == "bootstrap" else ["join"])
+    assert service["stop_grace_period"] == "10s" and service["restart"] == "on-failure"
+    assert [volume.partition(":")[2] for volume in service["volumes"]] == ["/data", "/swarm:ro"]
+    published = service["ports"]
+    assert all(port.startswith("127.0.0.1:") and port.endswith(":31390") for port in published)
+
+
+def test_compose_shares_no_volume_between_peers() -> None:
+    services = COMPOSE["services"]
+    data = [services[name]["volumes"][0].partition(":")[0] for name in ("bootstrap", *NODES)]
+    assert len(set(data)) == 4 and {*data, "manifest"} == set(COMPOSE["volumes"])
+
+
+def test_the_variables_of_the_guide_are_settings() -> None:
+    text = (DOCKER / "spot.md").read_text()
+    found = dict(re.findall(r"\b(SWARM_NODE_[A-Z_]+)=([^\s`;]+)", text))
+    assert found
+    env = {name: "node" if value.startswith("$(") else value for name, value in found.items()}
+    config = load_config(env=env | {"SWARM_NODE_SWARM": "swarm.toml", "SWARM_NODE_SPOT__UPLINK_MBIT": "100"})
+    assert config.snapshots.to == "s3://BUCKET/swarm" and config.averaging.method == "noloco"
+
+
+def test_the_script_of_the_guide_is_one() -> None:
+    script = re.search(r"```sh\n(#!/bin/sh\n.*?)```", (DOCKER / "spot.md").read_text(), re.DOTALL)
+    assert script is not None
+    subprocess.run(["sh", "-n"], input=script[1], text=True, check=True)
+
+
+def test_nothing_but_what_the_image_is_made_of_is_sent_to_the_builder() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = {line[1:] for line in lines if line.startswith("!")}
+    copied = set(re.findall(r"^COPY (?!--from)(.*) \S+$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE))
+    assert "*" in lines
+    assert kept == {name for names in copied for name in names.split()}

@@ -1,0 +1,53 @@
+"""A swarm is upgraded machine by machine: neighbouring versions learn from each other, others ignore each other, and
+whoever is too old is told so once."""
+
+from __future__ import annotations
+
+from protocol.codec import open_batch
+from protocol.manifest import Manifest
+from protocol.topics import rollout_topic
+from swarm_node.installed import upgrade_command
+from swarm_node.sim import Simulation
+from tests.swarm.conftest import MakePeer, exchange, peer_id, used
+
+OLD, NEW, NEWEST = 0, 1, 2
+
+
+def test_neighbouring_versions_share_and_one_that_is_too_new_is_named_once(peer: MakePeer, manifest: Manifest) -> None:
+    peers = [peer(protocol=4), peer(protocol=5), peer(protocol=6, starts_at=20)]
+    simulation = Simulation(manifest, peers, seed=1)
+    heard: list[tuple[str, int]] = []
+    watcher = simulation.network.join(
+        "watcher", manifest.swarm_id, bootstrap=peers[OLD].node.member.transport.addresses
+    )
+    for shard in range(manifest.shards):
+        watcher.subscribe(rollout_topic(manifest.swarm_id, shard), lambda data: heard.append(_version(data, manifest)))
+
+    simulation.run(seconds=20)
+    assert used(peers[OLD], peers[NEW]) > 0 and used(peers[NEW], peers[OLD]) > 0
+    assert {version for _, version in heard} == {4}  # the new one writes what the old one reads, too
+
+    simulation.run(seconds=60)
+    shared = exchange(peers)
+    assert shared[NEW, NEWEST] > 0
+    assert shared[OLD, NEWEST] == shared[NEWEST, OLD] == 0
+    assert peers[OLD].metrics[-1]["swarm/rejected/newer"] > 1
+    told = [sentence for sentence in peers[OLD].said if "newer protocol" in sentence]
+    assert len(told) == 1
+    assert peer_id(peers[NEWEST]) in told[0] and upgrade_command() in told[0]
+    assert not [sentence for peer in peers[NEW:] for sentence in peer.said if "newer protocol" in sentence]
+    assert peers[NEWEST].metrics[-1]["swarm/rejected/version"] > 1
+
+    simulation.kill(OLD)
+    simulation.run(seconds=100)
+    heard.clear()
+    before = exchange(peers)
+    simulation.run(seconds=30)
+    assert {version for _, version in heard} == {5}
+    after = exchange(peers)
+    assert after[NEW, NEWEST] > before[NEW, NEWEST] and after[NEWEST, NEW] > before[NEWEST, NEW]
+
+
+def _version(data: bytes, manifest: Manifest) -> tuple[str, int]:
+    sender, batch = open_batch(data, manifest.swarm_id, range(10))
+    return sender, batch.protocol
