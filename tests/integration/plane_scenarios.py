@@ -682,7 +682,7 @@ async def only_cards_are_valid() -> None:
     bad = {
         "signature": [_record(bytes(forged), peer.peer_id, now + 60)],
         "swarm": [_record(foreign, peer.peer_id, now + 60)],
-        "version": [_record(unknown, peer.peer_id, now + 60)],
+        "newer": [_record(unknown, peer.peer_id, now + 60)],
         "size": [
             _record(b"x" * (MAX_CARD_BYTES + 1), peer.peer_id, now + 60),
             DHTRecord(good.key, good.subkey, good.value * 100, now),
