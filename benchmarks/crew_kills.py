@@ -36,6 +36,7 @@ AFTER = 10
 """Rounds on either side of a kill whose reward is compared."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     "default": (),
+    "copies": ("snapshots.every=1000000",),
     "checkfree": ("stages.replica=ends", "snapshots.every=1000000"),
     "swap": ("stages.swap=true", "snapshots.every=1000000"),
 }

@@ -278,6 +278,8 @@ class CrewNode:
                     self.say(f"the run of crew {self.config.stages.crew} is over after round {self.progress.round}")
                     return False
                 show(self.progress.round, self.progress.reward)
+                if not self.seats.workers and self.mates.plan is not None:
+                    self.seats.updated(self.mates.plan)  # what was kept for who has left is with another by now
             message = self.mates.receive(LOOK_S)
             if message is None:
                 continue
@@ -308,6 +310,7 @@ class CrewNode:
                     if self.lead is not None:
                         raise Deposed("another peer leads this crew now")
                 case LeaveSeat(stage):
+                    self._go_by_plan()  # it may be a new one since; what is of another branch is written first
                     self.seats.leave(stage)
                 case TakeSeat():
                     self._take(order)
@@ -487,15 +490,18 @@ class CrewNode:
     def leave(self, stop: Stopper) -> None:
         """At the end: what is held here is kept by others and on disk, and whatever becomes of the crew is not this
         node's affair."""
-        self.hand_over(stop)
-        plan = self.mates.plan
-        if plan is not None and not self.mates.whole:
-            for stage, updates in self.seats.save_copies(plan).items():
-                self.say(
-                    f"the copy of stage {stage} that was kept here, after update {updates}, is in {self.run.path} now"
-                )
-        self.seats.save_all()
-        self.mates.close()
+        try:
+            self.hand_over(stop)
+        finally:
+            plan = self.mates.plan
+            if plan is not None and not self.mates.whole:
+                for stage, updates in self.seats.save_copies(plan).items():
+                    self.say(
+                        f"the copy of stage {stage} that was kept here, after update {updates}, is in {self.run.path} "
+                        "now"
+                    )
+            self.seats.save_all()
+            self.mates.close()
 
     def metrics(self) -> dict[str, float]:
         """`stages/*` of the round that ends."""
@@ -588,7 +594,7 @@ class CrewNode:
             raise RemoteProtocolError("leaving", "this node leaves as well")
         if stage in self.seats.workers:
             raise RemoteProtocolError("stage", f"stage {stage} is here")
-        self.seats.asked = self.seats.asked | {stage: plan.mark}
+        self.seats.asked[stage] = plan.mark
         return self.seats.shapes_of(stage, plan.spans)
 
     @property

@@ -26,31 +26,29 @@ class Invitation:
         stages, model = config.stages, config.policy.model
         named = [] if model == "starter" else ["--model", model]
         self._options = shlex.join(["--stages", str(stages.count), "--crew", stages.crew, *named])
-        self._addresses: Sequence[str] = ()
-        """In the link, of this node."""
-        self._all = False
-        """All peers of the crew can be named in the link."""
-        self._told: tuple[Sequence[str], bool, str] = (), False, ""
-        """Own addresses, whether all of the crew could be named, and the link, when it was last told."""
+        self._now: tuple[Sequence[str], bool, str] = (), False, ""
+        """This node's addresses in the link, whether all of the crew can be named in it, and the link; ..."""
+        self._told = self._now
+        """... as they were when it was last told."""
 
     def renew(self, addresses: Sequence[str], members: Mapping[str, PeerCard], plan: Plan | None) -> None:
         """With this node's addresses, if it has any, and some of the members that are there."""
         if not addresses:
             return
         crew = [] if plan is None else [*(seat.peer for seat in plan.seats), *plan.spares]
-        self._all = members.keys() >= set(crew) - {self.me}
-        self._addresses = addresses
+        known = all(peer in members and members[peer].addresses for peer in set(crew) - {self.me})
         self.link = join_link(self.swarm, addresses, [*living(members, crew), *self.bootstrap])
+        self._now = addresses, known, self.link
 
     def tell(self, formed: bool, say: Callable[..., None]) -> None:
         """Say what to type on another machine: once, again if this node's addresses have changed, and when the crew
         has been whole (`formed`) and the link names others of it as well."""
-        addresses, named, said = self._told
-        known = self._addresses, formed and self._all, self.link
-        more = addresses == known[0] and known[1] and not named
-        if not self.open or not self.link or (addresses == known[0] and not more):
+        addresses, all_known, link = self._now
+        told_addresses, named, told = self._told
+        more = addresses == told_addresses and formed and all_known and not named
+        if not self.open or not link or (addresses == told_addresses and not more):
             return
-        self._told = known
-        if self.link != said:
+        self._told = addresses, formed and all_known, link
+        if link != told:
             say("from now on this does as well, which names several peers:" if more else "on another machine:")
-            say(f"swarm-node join '{self.link}' {self._options}", "link")
+            say(f"swarm-node join '{link}' {self._options}", "link")

@@ -39,7 +39,7 @@ from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree
 from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
 from swarm_node.stage_files import StageFile, stage_files
 from swarm_node.stages.cut import ADAPTED, Stage, load_stage
-from swarm_node.stages.handing import Handing, State, Wanted, layer_of
+from swarm_node.stages.handing import PER_PEER, Handing, State, Wanted, layer_of
 from swarm_node.stages.leading import counted
 from swarm_node.stages.partition import Span, parts_of
 from swarm_node.stages.post import Spans, TakeSeat
@@ -348,7 +348,9 @@ class Seats:
                 self.save(stage)
         apart = replica_every(self.config, self._loading.lora)
         kept = {stage: part for stage in kept_for(plan, self._me) if (part := replicated(self.config, stage))}
-        self.asked = {stage: mark for stage, mark in self.asked.items() if mark == plan.mark}
+        for stage, mark in self.asked.copy().items():  # another thread adds to it
+            if mark != plan.mark:
+                self.asked.pop(stage, None)
         self.handing.forget(kept.keys() | self.asked.keys())
         for stage, part in kept.items():
             known = self.handing.replicas.get(stage)
@@ -397,7 +399,7 @@ class Seats:
         asked = {stage: takers(plan, stage, self._me) for stage, worker in self.workers.items() if worker.updates}
         found = {stage: ("", "there is no time") for stage, peers in asked.items() if peers}
         while asked and left_s() > 0:
-            for stage, peers in list(asked.items()):
+            for stage, peers in list(asked.items())[:PER_PEER]:  # no peer is given more at a time
                 if not peers:
                     del asked[stage]
                     continue

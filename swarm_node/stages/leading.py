@@ -549,12 +549,10 @@ class Lead:
         self._cut = True
         stored = [kept.updates for m in self.members.values() for kept in (*m.holding.replicas, *m.holding.snapshots)]
         self._reached = updates or max(stored, default=0)
-        seats = tuple(
-            Seat(peer, layers, self._sources_of(stage, peer, updates))
-            for stage, (peer, layers) in enumerate(zip(self.seats, self.spans, strict=True))
-        )
+        seats = self._with_sources(updates)
         if first:
             self._branch(seats)
+            seats = self._with_sources(updates)  # what is past the fork does not count any more
         spares = tuple(self.spares[:MAX_MEMBERS])
         plan = self.plan = Plan(self.term, self._number, seats, self.settings, spares, self.run)
         self.whole, self._ready, self._anew, self._anew_at = False, set(), "", now + AGAIN_S
@@ -563,6 +561,12 @@ class Lead:
             member.probed = None
             self._out.send(member.link, plan)
         return plan
+
+    def _with_sources(self, updates: int) -> tuple[Seat, ...]:
+        return tuple(
+            Seat(peer, layers, self._sources_of(stage, peer, updates))
+            for stage, (peer, layers) in enumerate(zip(self.seats, self.spans, strict=True))
+        )
 
     def _branch(self, seats: Sequence[Seat]) -> None:
         """Whoever else goes on from here does so in another run."""
