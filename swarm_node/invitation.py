@@ -28,7 +28,7 @@ class Invitation:
         self._options = shlex.join(["--stages", str(stages.count), "--crew", stages.crew, *named])
         self._now: tuple[Sequence[str], bool, str] = (), False, ""
         """This node's addresses in the link, whether all of the crew can be named in it, and the link; ..."""
-        self._told = self._now
+        self._told: tuple[Sequence[str], bool, str] = self._now
         """... as they were when it was last told."""
 
     def renew(self, addresses: Sequence[str], members: Mapping[str, PeerCard], plan: Plan | None) -> None:
