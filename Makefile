@@ -1,6 +1,7 @@
 # make demo    set up and watch a policy learn         make test    set up and run the tests
 # make install set up only                             make check   lint, format, types, import rules
 # make format  rewrite the code in the house style     make bench   the benchmarks (figures to benchmarks/results)
+# make docs    the documentation as a site (site/)
 #
 # PYTHON=python3.12                                       which Python makes the virtual environment
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu        torch without CUDA: smaller, for machines without a GPU
@@ -14,7 +15,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: install dev demo test check format bench
+.PHONY: install dev demo test check format bench docs
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -32,6 +33,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools into $(VENV)"
 	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(PIP) --no-build-isolation -e '.[docs]'
 	@touch $@
 
 demo: install
@@ -54,3 +59,7 @@ format: dev
 
 bench: dev
 	@for name in startup decode step demo; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open site/index.html, or serve it while you write: $(BIN)/mkdocs serve"

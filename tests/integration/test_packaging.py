@@ -116,7 +116,7 @@ def test_pins_are_plain_and_satisfy_the_declared_ranges() -> None:
     assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
     assert len(PINS) == len(lines)
     extras = PROJECT["optional-dependencies"]
-    for text in PROJECT["dependencies"] + extras["dev"] + extras["wandb"] + extras["tensorboard"]:
+    for text in PROJECT["dependencies"] + extras["dev"] + extras["docs"] + extras["wandb"] + extras["tensorboard"]:
         requirement = Requirement(text)
         pin = PINS[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(pin, prereleases=True), text

@@ -1,0 +1,64 @@
+"""What `mkdocs build` needs besides docs/: the references, made from code, and files elsewhere that pages link to.
+
+Nothing is written into docs/. A link such as `../configs/swarm.toml` works where the repository is browsed and, by
+`MOVED`, on the site.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from swarm_node.config import config_reference
+from swarm_node.observability.metrics_reference import metrics_reference
+
+ROOT = Path(__file__).parents[1]
+CONFIGURATION = """# Configuration reference
+
+Every key is also a flag (`--set grpo.loss=gspo`), an environment variable (`SWARM_NODE_GRPO__LOSS=gspo`) and a key of a
+TOML file (`--config`); a flag beats the environment, that a file, that the default. An unknown key is an error that
+names the nearest known one. `swarm-node config reference` prints this page, `swarm-node config show` what is in force.
+
+"""
+METRICS = """# Metrics reference
+
+A run writes one line a round to `metrics.jsonl` in its directory. Names are TRL's where it has one. Numbers that a
+round has not are left out of its line.
+
+"""
+MOVED = {
+    "docker/spot.md": "spot.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/results/recovery/report.md": "recovery.md",
+    "configs/swarm.toml": "configs/swarm.toml",
+}
+"""File of the repository -> its place on the site."""
+TITLES = {"recovery.md": "# Losing a stage: all figures\n\n"}
+
+
+def as_page(reference: str) -> str:
+    """What is written for a terminal: headings a level higher, `<` as itself outside code, names of pages as links."""
+    text = re.sub(r"^###", "##", reference, flags=re.MULTILINE)
+    text = re.sub(r"(`[^`]*`)|<", lambda found: found[1] or "&lt;", text)
+    return re.sub(r"(?:docs|docker)/(\w+\.md)", r"[\1](../\1)", text)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what does not lie in docs/."""
+    pages = {
+        "reference/configuration.md": CONFIGURATION + as_page(config_reference()),
+        "reference/metrics.md": METRICS + metrics_reference(),
+    }
+    for source, place in MOVED.items():
+        pages[place] = TITLES.get(place, "") + (ROOT / source).read_text()
+    for place, text in pages.items():
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Links to what lies elsewhere in the repository, as they are on the site."""
+    return re.sub(r"\]\(\.\./([^)#]+)", lambda link: f"]({MOVED.get(link[1], '../' + link[1])}", markdown)

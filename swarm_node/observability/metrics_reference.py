@@ -1,0 +1,108 @@
+"""Every number of metrics.jsonl and what it means; `tests/swarm/test_metrics_reference.py` keeps it true.
+
+`<…>` in a name stands for anything. Numbers that a round has not are left out of its line.
+"""
+
+from __future__ import annotations
+
+import re
+
+METRICS: dict[str, dict[str, str]] = {
+    "The round": {
+        "round": "Rounds that have ended, this one included.",
+        "step": "Version of the policy: updates, and exchanges of weights, so far.",
+        "time": "Unix time, in seconds, at the end of the round.",
+        "step_time": "Seconds from the beginning of the round to its end, updates included.",
+        "num_tokens": "Tokens trained on so far, prompts included: a running total.",
+        "perf/generated_tok_s": "Tokens sampled per second, while sampling.",
+        "perf/trained_tok_s": "Tokens trained on per second, in the update. Missing in a round without one.",
+    },
+    "Reward": {
+        "reward": "Mean over all own answers of the round, before any filter.",
+        "reward_std": "Mean over own groups of the standard deviation within the group.",
+        "frac_reward_zero_std": "Share of own groups whose rewards are all equal: nothing to learn from.",
+        "reward/<task>": "Mean reward on that kind of task, if it was among those of the round.",
+        "tasks/too_long": "Tasks skipped in this round because their prompts are too long. Missing while 0.",
+        "tasks/scorer_errors": "Answers on which a checker raised, so far: they score 0. Missing while 0.",
+    },
+    "Answers": {
+        "completions/mean_length": "Tokens of own answers, mean.",
+        "completions/min_length": "The shortest.",
+        "completions/max_length": "The longest.",
+        "completions/clipped_ratio": "Share of own answers that did not end by themselves.",
+    },
+    "The update": {
+        "loss": "The loss, summed over tokens with its normaliser; mean over the updates of the round.",
+        "grad_norm": "Norm of the gradient before clipping; 0 in a round without an update.",
+        "learning_rate": "Step size of the last update. Missing in a round without one.",
+        "entropy": "Mean entropy of the policy, in nats, over the tokens computed.",
+        "kl": "Mean k3 divergence from the reference policy. With `grpo.beta` only.",
+        "clip_ratio/low_mean": "Share of tokens (sequences, if the ratio is theirs) clipped from below.",
+        "clip_ratio/high_mean": "From above.",
+        "clip_ratio/region_mean": "Both.",
+        "cispo_clip_ratio": "Share of tokens with a capped ratio, in place of the three above (`grpo.loss = cispo`).",
+        "sampling/logp_difference": "Mean difference of log-probabilities between sampling and training, over answers "
+        "of the present version. Above 1e-3 in float32, the two disagree about the model.",
+    },
+    "The swarm": {
+        "swarm/peers": "Members seen now.",
+        "swarm/trainers": "Those of them that train.",
+        "swarm/bytes_in": "All traffic in, in bytes: a running total.",
+        "swarm/bytes_out": "All traffic out.",
+        "swarm/groups_own": "Own groups trained on in this round.",
+        "swarm/groups_used": "Groups of other peers trained on in this round.",
+        "swarm/staleness_mean": "Their mean age in seconds. Missing if there were none.",
+        "swarm/groups_sent": "Groups published: a running total, as all below but for what waits.",
+        "swarm/bytes_sent": "Bytes published.",
+        "swarm/unsent/<reason>": "Groups that stayed here, by reason ([reasons](../sharing.md#what-is-sent)).",
+        "swarm/groups_received": "Groups that came, in batches with a right signature.",
+        "swarm/groups_admitted": "Those that passed every check.",
+        "swarm/rejected/<reason>": "What did not pass, by reason ([reasons](../sharing.md#what-is-admitted)), and "
+        "whatever else of others was refused.",
+        "swarm/groups_waiting": "Groups in the pool now.",
+        "swarm/bytes_waiting": "Their bytes.",
+    },
+    "Averaging": {
+        "averaging/exchanges": "How often this node averaged: a running total.",
+        "averaging/bytes": "Bytes sent for it, also in exchanges that came to nothing.",
+        "averaging/partners": "Members of the cohort here now.",
+        "averaging/spread": "Root mean square difference to the last partner's weights, before averaging.",
+        "averaging/skipped/<reason>": "Exchanges that did not come about, by reason "
+        "([reasons](../averaging.md#figures)).",
+        "averaging/refused/<reason>": "Calls and answers of others that this node refused, by the same reasons.",
+    },
+    "Stages": {
+        "stages/bytes_per_token": "Bytes sent by the lead to other stages for each token sampled or trained on, "
+        "replicas apart, in this round.",
+        "stages/bubble": "Share of training that the lead waited, in this round.",
+        "stages/lost": "Stages lost: a running total, as all below, and missing while 0.",
+        "stages/recovered/<way>": "Stages held again, by the way their weights were come by "
+        "([ways](../stages.md#when-a-machine-vanishes)).",
+        "stages/given_up": "Peers that lived but were of no use, and were given up.",
+        "stages/unable": "Stages that a peer was to hold and could not.",
+        "stages/stuck": "Times that the crew began anew because nothing moved and nobody knew why.",
+        "stages/gave_way": "Times that this node led and followed another lead instead.",
+        "stages/late": "Messages of work that was given up meanwhile.",
+        "stages/unsent": "Messages that could not be sent, because the channel had closed.",
+        "stages/stray": "Records that had no place in what was going on.",
+        "stages/refused/<reason>": "Messages and peers refused, by reason.",
+    },
+}
+"""Section -> name -> meaning, in Markdown with links as from a page in docs/reference."""
+
+
+def find_metric(key: str) -> str | None:
+    """The name in METRICS that describes `key` of a record, or None: `reward/gcd` -> `reward/<task>`."""
+    for name in (name for section in METRICS.values() for name in section):
+        if re.fullmatch(re.sub(r"<\w+>", "[^ ]+", re.escape(name)), key):
+            return name
+    return None
+
+
+def metrics_reference() -> str:
+    """A Markdown table of names and meanings for each section."""
+    parts = []
+    for title, names in METRICS.items():
+        rows = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in names.items())
+        parts.append(f"## {title}\n\n| name | meaning |\n|---|---|\n{rows}\n")
+    return "\n".join(parts)
