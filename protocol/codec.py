@@ -8,7 +8,7 @@ size -> signature -> version -> schema -> swarm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -83,11 +83,26 @@ def open_card(data: bytes, swarm: str, spoken: Collection[int] = SPOKEN) -> tupl
     return _open(data, swarm, _card_decoder, CARD_TAG, MAX_CARD_BYTES, spoken)
 
 
-def common_version(members: Iterable[PeerCard], spoken: Collection[int] = SPOKEN) -> int:
-    """The version to write: the newest that this node and all `members` understand. While nobody is known, and for
-    those who understand none of this node's, its oldest."""
+def unspoken(version: int, spoken: Collection[int] = SPOKEN) -> str:
+    """Why nothing of `version` is read, for people at either end."""
+    how = "new" if version > max(spoken) else "old"
+    return f"protocol {version} is too {how} for a node that speaks {' and '.join(map(str, sorted(spoken)))}"
+
+
+def common_version(members: Iterable[PeerCard], spoken: Collection[int] = SPOKEN, newer_heard: bool = False) -> int:
+    """The version to write for all: the newest that this node and all `members` understand. For those who understand
+    none of this node's, its oldest; likewise while nobody is known, but its newest if only what is too new for it was
+    heard (`newer_heard`): those who wrote that understand this node's newest at best."""
     theirs = [max(card.protocol, card.speaks) for card in members]
-    return max(min(spoken), min([max(spoken), *theirs])) if theirs else min(spoken)
+    if not theirs:
+        return max(spoken) if newer_heard else min(spoken)
+    return max(min(spoken), min([max(spoken), *theirs]))
+
+
+def version_for(peer: str, members: Mapping[str, PeerCard], spoken: Collection[int] = SPOKEN) -> int:
+    """The version to write for one peer: the newest that both understand; what all do, if its card is not known."""
+    card = members.get(peer)
+    return common_version(members.values() if card is None else [card], spoken)
 
 
 def in_version(card: PeerCard, version: int, spoken: Collection[int] = SPOKEN) -> PeerCard:
@@ -122,7 +137,7 @@ def _open(
     version = _decode(_header_decoder, body).protocol
     if version not in spoken:
         reason = "newer" if version > max(spoken) else "version"
-        raise RemoteProtocolError(reason, f"protocol {version}, this node speaks {sorted(spoken)}")
+        raise RemoteProtocolError(reason, unspoken(version, spoken))
     record = _decode(decoder, body)
     if record.swarm != swarm:
         raise RemoteProtocolError("swarm", record.swarm)

@@ -23,7 +23,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.codec import SPOKEN
+from protocol.codec import SPOKEN, unspoken
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_NAME_CHARS, MAX_STAGES
 from protocol.lineage import NO_RUN, Lineage, check_lineage
@@ -337,7 +337,9 @@ def open_record(data: bytes | bytearray) -> Record:
     try:
         header = _header_decoder.decode(data)
         if header.kind == "hello" and header.protocol not in SPOKEN:
-            raise RemoteProtocolError("version", f"protocol {header.protocol}, this node speaks {sorted(SPOKEN)}")
+            if header.protocol is None:
+                raise RemoteProtocolError("version", "a Hello of no version")
+            raise RemoteProtocolError("version", unspoken(header.protocol))
         record: Record = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError("schema", str(error)) from error

@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.codec import SPOKEN
+from protocol.codec import SPOKEN, unspoken
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_HEAD_BYTES, MAX_STAGES, MAX_TOKENS
 from protocol.messages import Count, StageNumber
@@ -299,7 +299,7 @@ def open_envelope(data: bytes) -> Envelope:
     try:
         version = _header_decoder.decode(data).protocol
         if version not in SPOKEN:  # other versions may have other fields
-            raise RemoteProtocolError("version", f"protocol {version}, this node speaks {sorted(SPOKEN)}")
+            raise RemoteProtocolError("version", unspoken(version))
         return _envelope_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError("schema", str(error)) from error

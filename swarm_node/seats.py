@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -98,6 +99,8 @@ class Seats:
         self._saved: dict[int, int] = {}
         self._looked: dict[int, int] = {}
         """Updates of stages when it was last considered whether a snapshot is due."""
+        self._cramped: set[int] = set()
+        """Stages of which no replica fits here, as was said."""
         self._spans: Spans = ()
         self.asked: dict[int, int] = {}
         """Stages that a peer which leaves has asked this one to keep -> mark of the plan by which it held them; they
@@ -358,6 +361,12 @@ class Seats:
                 like = self.shapes_of(stage, plan.spans)
                 if part == "rest":
                     like = {name: tensor for name, tensor in like.items() if layer_of(name) is None}
+                size = 4 * sum(tensor.numel() for tensor in like.values())
+                if known is None and 0 < self.handing.room() < 2 * size:  # the rest is for whoever works here
+                    if stage not in self._cramped:
+                        self._say(f"no replica of stage {stage} is kept here: its {size / 2**30:.2g} GiB do not fit")
+                    self._cramped.add(stage)
+                    continue
                 self.handing.keep(stage, plan.seats[stage].peer, like)
 
     def save(self, stage: int) -> None:
@@ -534,14 +543,15 @@ def replica_every(config: NodeConfig, lora: bool) -> int:
 
 
 def kept_for(plan: Plan, me: str) -> list[int]:
-    """Stages of others whose replica this peer keeps."""
-    count = len(plan.seats)
-    keepers = [plan.seats[keeper(stage, count)].peer for stage in range(count)]
-    return [stage for stage, seat in enumerate(plan.seats) if keepers[stage] == me != seat.peer]
+    """Stages of others whose replica this peer keeps: whoever holds the stage beside one also keeps another's."""
+    seats = enumerate(plan.seats)
+    holders = msgspec.structs.replace(plan, spares=())
+    return [stage for stage, seat in seats if takers(holders, stage, seat.peer)[:1] == [me]]
 
 
 def keeper(stage: int, count: int) -> int:
-    """Whose holder keeps a replica of `stage`: the next one's, for the last stage that of the one before."""
+    """Whose holder keeps a replica of `stage`, unless it holds that as well: the next one's, for the last stage that of
+    the one before."""
     return stage + 1 if stage < count - 1 else max(0, count - 2)
 
 

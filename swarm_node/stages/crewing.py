@@ -24,6 +24,7 @@ from typing import Literal
 
 import msgspec
 
+from protocol.codec import version_for
 from protocol.crew import (
     CREW_METHOD,
     MAX_REASON_CHARS,
@@ -46,7 +47,8 @@ from protocol.crew import (
     Whole,
 )
 from protocol.lineage import leads_to
-from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from protocol.messages import CrewCard, PeerCard
+from swarm_node.installed import upgrade_command
 from swarm_node.stages.alike import difference
 from swarm_node.stages.doors import PART_S, STRANGER_S, Doors
 from swarm_node.stages.leading import BANNED_S, MAX_TERM, Lead, counted, short
@@ -117,12 +119,17 @@ class Crew:
         self._out = Outbox()
         self._doors = Doors(self._out, self._gone)
         self._search = Search(post, self._doors, self._out, now)
+        self._members: Mapping[str, PeerCard] = {}
+        """Of the swarm, as last looked up."""
         self._cards: dict[str, CrewCard] = {}
         """Of other peers of this crew."""
         self._ordered: dict[int, TakeSeat] = {}
         """Stages that are being built."""
         self._built: dict[int, tuple[Source, ...]] = {}
         """Sources that were given for those that have been."""
+        self._unsaid: dict[int, Source | None] = {}
+        """Stages that are ready, and how they were come by: the lead is told when neighbours can be talked to."""
+        self._planned_at = now
         self._lead_link: Link | None = None
         self._severed: set[str] = set()
         """Neighbours that were lost since the last plan."""
@@ -177,7 +184,7 @@ class Crew:
     def cards(self, members: Mapping[str, PeerCard], now: float) -> list[Action]:
         """Members of the swarm, as last looked up."""
         self._search.look(bool(members), now)
-        self._cards, mine = {}, self.post.id
+        self._members, self._cards, mine = members, {}, self.post.id
         for peer, card in members.items():
             if card.crew is None or peer == self.post.me:
                 continue
@@ -231,6 +238,20 @@ class Crew:
                 self.lead.give_up(link.peer, f"what it says is refused: {reason}", now)
         return self._settle(now)
 
+    def unspoken(self, link: Link, why: str, now: float) -> list[Action]:
+        """A peer says Hello in a version of the protocol that is not read here; its channel ends."""
+        self._out.counts["refused/version"] += 1
+        upgrade = f"to upgrade this node, if it is the older one: {upgrade_command()}"
+        self._out.say_of_peer(f"peer {short(link.peer)} is not heard in crew {self.post.crew}: {why}; {upgrade}")
+        return self._settle(now)
+
+    def unsent(self, mark: int, peer: str, now: float) -> list[Action]:
+        """By the plan of that mark, there was no channel for a message to a neighbour: what is under way would wait for
+        it."""
+        if self.plan is not None and self.plan.mark == mark and self.role == "follows" and peer in self._neighbours():
+            self._break_with(peer, "there is no channel", refused=False)
+        return self._settle(now)
+
     def seated(self, order: TakeSeat, updates: int, source: Source | None, now: float) -> list[Action]:
         """A stage that was to be built is here."""
         stage, present = order.stage, self._ordered.get(order.stage)
@@ -242,6 +263,7 @@ class Crew:
             self._say_ready(stage, source)
         elif present is None:  # else it is built once more
             self.live.pop(stage, None)
+            self._unsaid.pop(stage, None)
             self._out.do(LeaveSeat(stage))
         return self._settle(now)
 
@@ -332,6 +354,8 @@ class Crew:
             if self.lead.whole and not self.whole:
                 self._leave_others()
             self.whole = self.lead.whole
+        if self._unsaid:
+            self._say_what_is_ready(now)
         self.missing = {stage: self.missing.get(stage, now) for stage in self._lost()}
         return self._out.take()
 
@@ -420,7 +444,7 @@ class Crew:
         holding = self.holding
         has_any = holding.live or holding.replicas or holding.snapshots
         return Hello(
-            protocol=PROTOCOL_VERSION,
+            protocol=version_for(peer, self._members),
             swarm=post.swarm,
             crew=post.id,
             proof=post.proof_to(peer),
@@ -510,12 +534,14 @@ class Crew:
             self._change_run(plan)
         self.plan = plan
         self._severed.clear()
+        self._planned_at = now
+        unsaid, self._unsaid = self._unsaid, {}
         mine = self.seats
         self._ordered = {stage: order for stage, order in self._ordered.items() if stage in mine}
         for stage in mine:
             seat = plan.seats[stage]
             if stage in self.live and seat.sources in ((), self._built.get(stage)):
-                self._say_ready(stage, None)
+                self._say_ready(stage, unsaid.get(stage))
                 continue
             if not seat.sources:
                 self._ordered.pop(stage, None)
@@ -543,11 +569,24 @@ class Crew:
 
     def _say_ready(self, stage: int, source: Source | None) -> None:
         assert self.plan is not None
-        ready = Ready(self.plan.mark, stage, self.live[stage], source)
         if self.lead is not None:
-            self.lead.ready(self.post.me, ready)
+            self.lead.ready(self.post.me, Ready(self.plan.mark, stage, self.live[stage], source))
         else:
-            self._out.send(self._lead_link, ready)
+            self._unsaid[stage] = source
+
+    def _say_what_is_ready(self, now: float) -> None:
+        """As soon as all neighbours can be talked to; whoever cannot be for long is told to the lead."""
+        link, plan = self._lead_link, self.plan
+        if self.role != "follows" or link is None or plan is None or plan.lead != link.peer:
+            return
+        unheard = self._neighbours().keys() - self._doors.neighbours.keys()
+        if not unheard:
+            for stage, source in self._unsaid.items():
+                self._out.send(link, Ready(plan.mark, stage, self.live[stage], source))
+            self._unsaid.clear()
+        elif now >= self._planned_at + STRANGER_S:
+            for peer in sorted(unheard):
+                self._break_with(peer, "there is no channel", refused=False)
 
     def _leave_others(self) -> None:
         """Stages that were kept for whoever has taken them over."""
@@ -587,9 +626,14 @@ class Crew:
 
     def _neighbour_lost(self, link: Link, why: str, refused: bool) -> None:
         in_use = self._doors.leave(link) and link.peer in self._neighbours()
-        if in_use and self.plan is not None and self.role == "follows":
-            self._severed.add(link.peer)
-            self._out.send(self._lead_link, Broken(self.plan.mark, link.peer, _line(why), refused))
+        if in_use and self.role == "follows":
+            self._break_with(link.peer, why, refused)
+
+    def _break_with(self, peer: str, why: str, refused: bool) -> None:
+        """Tell the lead, once a plan."""
+        if self.plan is not None and peer not in self._severed:
+            self._severed.add(peer)
+            self._out.send(self._lead_link, Broken(self.plan.mark, peer, _line(why), refused))
 
     # ----------------------------------------------------------------- leading
 

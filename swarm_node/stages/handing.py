@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
-from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, open_keep_head, open_state_head, seal_head
 from protocol.transports.base import Accepted, Outgoing, Sink, Transport
 from swarm_node.policy.policy import some_of
@@ -197,7 +197,7 @@ class Handing:
             return Filler([result.tensors[name] for name in names]).write
 
         limit = GRACE_S + 4 * sum(like[name].numel() for name in names) / BYTES_PER_S
-        ours = Outgoing(self._head(wanted))
+        ours = Outgoing(self._head(wanted, peer))
         arrived = self.transport.exchange(peer, STATE_METHOD, ours, answered, limit)
 
         def judge(future: Future[None]) -> None:
@@ -250,7 +250,7 @@ class Handing:
             kept = theirs.updates
             return _refuse
 
-        ours = Outgoing(self._keep_head(stage, updates))
+        ours = Outgoing(self._keep_head(peer, stage, updates))
         arrived = self.transport.exchange(peer, KEEP_METHOD, ours, answered, timeout)
 
         def judge(future: Future[None]) -> None:
@@ -290,7 +290,7 @@ class Handing:
         if here and not offer.told:
             self.shelved()
             offer.told = True
-        return Accepted(Outgoing(self._keep_head(stage, kept)), _refuse, lambda error: None)
+        return Accepted(Outgoing(self._keep_head(peer, stage, kept)), _refuse, lambda error: None)
 
     def _comes(self, stage: int, updates: int, like: Mapping[str, Tensor]) -> bool:
         """Some of it is on its way, or all of it has just come."""
@@ -300,8 +300,8 @@ class Handing:
         whole = fetch.tensors.keys() == like.keys() and fetch.updates >= updates
         return fetch.done.exception() is None and whole
 
-    def _keep_head(self, stage: int, updates: int) -> bytes:
-        return seal_head(KeepHead(PROTOCOL_VERSION, *self.place, stage, updates))
+    def _keep_head(self, peer: str, stage: int, updates: int) -> bytes:
+        return seal_head(KeepHead(version_for(peer, self.transport.members()), *self.place, stage, updates))
 
     # ---------------------------------------------------------------- giving
 
@@ -320,7 +320,7 @@ class Handing:
             self._end(peer)
             raise
         body = 4 * sum(tensor.numel() for tensor in tensors)
-        ours = Outgoing(self._head(wanted, state), body, partial(self._body, state, tensors))
+        ours = Outgoing(self._head(wanted, peer, state), body, partial(self._body, state, tensors))
         return Accepted(ours, _refuse, lambda error: self._end(peer))
 
     def _begin(self, peer: str) -> None:
@@ -379,12 +379,12 @@ class Handing:
                 taken += len(piece)
                 yield piece
 
-    def _head(self, wanted: Wanted, state: State | None = None) -> bytes:
+    def _head(self, wanted: Wanted, peer: str, state: State | None = None) -> bytes:
         updates, omega = (0, 0.0) if state is None else (state.updates, state.omega)
         swarm, architecture = self.place
         return seal_head(
             StateHead(
-                PROTOCOL_VERSION,
+                version_for(peer, self.transport.members()),
                 swarm,
                 architecture,
                 wanted.stage,

@@ -14,6 +14,7 @@ Pure: `now` (seconds, of any clock) comes in, actions go to the outbox.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_high
@@ -61,10 +62,10 @@ AGAIN_S = 2.0
 BREAKS_S = 20.0
 """A peer that keeps losing touch with a neighbour for so long is given up; had the neighbour gone, that would be known
 much sooner."""
-CALM_S = 10.0
-"""After so long without a break all is well again."""
-BANNED_S = 120.0
-"""A peer that was given up is not taken back before."""
+CALM_S = 30.0
+"""After so long without a break all is well again: a channel that cannot be opened may take ten seconds to say so."""
+BANNED_S, MAX_DOUBLINGS = 120.0, 5
+"""A peer that was given up is not taken back before; the next time, not for twice as long, and so on."""
 
 MAX_TERM = 2**20
 """Leads that a crew can count: `Crew`'s turns would not fit into messages otherwise."""
@@ -164,6 +165,7 @@ class Lead:
         self._breaks: dict[str, tuple[float, float]] = {}
         """First and last time in a row that a peer lost touch with a neighbour."""
         self._banned: dict[str, float] = {}
+        self._bans: Counter[str] = Counter()
         self._issued_at = now
         self._held_by_nobody: set[str] = set()
         """What was said of stages that nobody holds."""
@@ -310,7 +312,7 @@ class Lead:
         del self.members[peer]
         held = [stage for stage, holder in enumerate(self.seats) if holder == peer]
         if held and self._flaps(peer, now):
-            self._banned[peer] = now + BANNED_S
+            self._banned[peer] = max(now + BANNED_S, self._banned.get(peer, now))
         for stage in held:
             self._lose(stage, f"peer {short(peer)}: {why}", now)
 
@@ -319,7 +321,8 @@ class Lead:
         member = self.members[peer]
         if member.link is None:
             return
-        self._banned[peer] = now + BANNED_S
+        self._banned[peer] = now + BANNED_S * 2 ** min(self._bans[peer], MAX_DOUBLINGS)
+        self._bans[peer] += 1
         self._out.counts["given_up"] += 1
         self.left(member.link, why, now)
         self._out.do(Close(member.link))

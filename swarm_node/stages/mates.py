@@ -16,10 +16,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from protocol.codec import version_for
 from protocol.crew import (
     CONTROL,
     CREW_METHOD,
@@ -34,7 +35,7 @@ from protocol.crew import (
 )
 from protocol.crew import seal_record as seal
 from protocol.errors import RemoteProtocolError
-from protocol.messages import CrewCard
+from protocol.messages import CrewCard, PeerCard
 from protocol.pipeline import open_envelope
 from protocol.transports.base import Channel, Listener, Transport
 from swarm_node.stages.crewing import NOTHING, Crew
@@ -142,6 +143,8 @@ class Mates:
         self._quiet_since = now()
         """The main thread has neither sent nor heard anything since."""
         self._looked_at = self._ticked_at = -LOOK_S
+        self._members: Mapping[str, PeerCard] = {}
+        """Of the swarm, as last looked up."""
         transport.listen(CREW_METHOD, partial(self._opened, CREW_METHOD))
         transport.listen(STAGE_METHOD, partial(self._opened, STAGE_METHOD))
 
@@ -265,7 +268,8 @@ class Mates:
         now = self._now()
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
-            self._handle(partial(self._crew.cards, self._transport.members()))
+            self._members = self._transport.members()
+            self._handle(partial(self._crew.cards, self._members))
         self._handle(self._crew.tick)
 
     def doubt(self, lost: StageLost) -> None:
@@ -301,12 +305,17 @@ class Mates:
         elif message.stage in stages:
             self._put(_Waiting(plan.mark, self._now(), message=message))
         else:
-            head, body = encode(message, plan.settings.wire, plan.mark)
-            if channel is None or not channel.send(head, *body):
+            if link is None or channel is None or not self._say_over(channel, link, message, plan):
                 self.counts["unsent"] += 1
                 if self._leading:
                     raise StageLost({message.stage}, "its channel is closed")
+                if message.stage != LEAD:
+                    self._handle(partial(self._crew.unsent, plan.mark, plan.seats[message.stage].peer))
         self._quiet_since = self._now()
+
+    def _say_over(self, channel: Channel, link: Link, message: Message, plan: Plan) -> bool:
+        head, body = encode(message, plan.settings.wire, plan.mark, version_for(link.peer, self._members))
+        return channel.send(head, *body)
 
     def receive(self, timeout: float) -> Message | None:
         """As the port says; at others than the lead, `None` as well if there are orders."""
@@ -467,7 +476,13 @@ class Mates:
 
     def _received(self, link: Link, head: bytes, body: bytearray) -> None:
         if head == CONTROL:
-            self._handle(partial(self._crew.heard, link, open_record(body)))
+            try:
+                record = open_record(body)
+            except RemoteProtocolError as error:
+                if error.reason == "version":
+                    self._handle(partial(self._crew.unspoken, link, error.detail))
+                raise
+            self._handle(partial(self._crew.heard, link, record))
         else:
             limits = self._limits_of(link, head)
             with self._lock:

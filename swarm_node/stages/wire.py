@@ -144,8 +144,10 @@ def rows_of(block: int, height: int, width: int) -> slice:
 # --------------------------------------------------------------------- to bytes
 
 
-def encode(message: Message, codec: Codec, plan: int) -> tuple[bytes, list[memoryview]]:
-    """Head and the pieces of the body; these may be views of the message's tensors.
+def encode(
+    message: Message, codec: Codec, plan: int, version: int = PROTOCOL_VERSION
+) -> tuple[bytes, list[memoryview]]:
+    """Head, in that version of the protocol, and the pieces of the body; these may be views of the message's tensors.
 
     Raises LocalProtocolError for what no peer would take, for example numbers that are not finite.
     """
@@ -157,7 +159,7 @@ def encode(message: Message, codec: Codec, plan: int) -> tuple[bytes, list[memor
         missing = part.size - len(body[-1])
         if missing:
             body.append(memoryview(bytes(missing)))
-    return seal_envelope(Envelope(PROTOCOL_VERSION, plan, message.stage, message.head, tuple(parts))), body
+    return seal_envelope(Envelope(version, plan, message.stage, message.head, tuple(parts))), body
 
 
 def size(message: Message, codec: Codec) -> int:

@@ -99,6 +99,21 @@ def test_replicas_of_a_former_neighbour_are_forgotten(saved: Saved, tmp_path: Pa
     assert b.seats.holding().replicas == ()
 
 
+def test_no_replica_is_kept_where_it_does_not_fit(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, b = world.peer("a"), world.peer("b")
+    a.take(0), b.take(1)
+    a.train(0, seed=1), b.train(1, seed=2)
+    size = 4 * sum(tensor.numel() for tensor in b.seats.shapes_of(0, world.spans).values())
+    for free, kept in ((2 * size - 1, ()), (2 * size, (Kept(0, 1),))):
+        b.handing.room = lambda free=free: free  # type: ignore[misc]
+        b.seats.updated(world.plan(a, b))
+        b.seats.updated(world.plan(a, b))
+        world.run(5.0)
+        assert b.seats.holding().replicas == kept
+    assert sum("no replica of stage 0" in text for text in b.said) == 1
+
+
 def test_what_is_kept_for_a_peer_that_leaves_is_kept_until_there_is_an_update_without_it(
     saved: Saved, tmp_path: Path
 ) -> None:
@@ -537,11 +552,11 @@ def plan_of(*peers: str) -> Plan:
         ("abc", {"a": [], "b": [0, 2], "c": [1]}),
         ("abcd", {"a": [], "b": [0], "c": [1, 3], "d": [2]}),
         ("abcde", {"b": [0], "c": [1], "d": [2, 4], "e": [3]}),
-        ("aab", {"a": [2], "b": [1]}),  # stage 0 has no neighbour elsewhere
+        ("aab", {"a": [2], "b": [0, 1]}),  # beside stage 0 is its own holder
         ("aba", {"a": [1], "b": [0, 2]}),
         ("aa", {"a": []}),
         ("a", {"a": []}),
-        ("abba", {"a": [2], "b": [0, 3]}),
+        ("abba", {"a": [1, 2], "b": [0, 3]}),
         ("abcab", {"a": [2, 4], "b": [0, 3], "c": [1]}),
     ],
 )

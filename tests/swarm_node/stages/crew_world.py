@@ -142,6 +142,10 @@ class World:
         self.count = self.segments = 0
         self.arrives: dict[Link, float] = {}
         self.trained_at: dict[str, float] = {}
+        self.builds_s = 0.2, 2.0
+        """A stage takes between these."""
+        self.opens_s = 0.0
+        """A channel takes up to this much longer than a message."""
 
     # ----------------------------------------------------------------- who is there
 
@@ -348,7 +352,7 @@ class World:
                 case TakeSeat(stage=stage):
                     if stage in machine.building:
                         self.at(0.1, partial(self.withdrawn, peer, machine.building[stage][1]))
-                    machine.building[stage] = self.now + self.rng.uniform(0.2, 2.0), action
+                    machine.building[stage] = self.now + self.rng.uniform(*self.builds_s), action
                 case LeaveSeat(stage=stage):
                     machine.memory.pop(stage, None)
                 case TakeLead():
@@ -363,6 +367,7 @@ class World:
             return
         far = Link(peer, link.method)
         self.far[link], self.far[far] = (link.peer, far), (peer, link)
+        self.arrives[far] = self.now + (self.opens_s and self.rng.uniform(0.0, self.opens_s))
         self.at(self.delay(far), partial(self.tell_opened, link.peer, far))
 
     def send(self, peer: str, link: Link, record: Record) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
@@ -28,8 +29,8 @@ from protocol.crew import (
 )
 from protocol.lineage import leads_to, shared
 from protocol.messages import CrewCard, PeerCard
-from swarm_node.stages.doors import MAX_STRANGERS, PART_S, STRANGER_S
-from swarm_node.stages.leading import BANNED_S, BREAKS_S, GATHER_S, MAX_TERM, counted
+from swarm_node.stages.doors import MAX_STRANGERS, PART_S, REDIAL_S, STRANGER_S
+from swarm_node.stages.leading import AGAIN_S, BANNED_S, BREAKS_S, CALM_S, GATHER_S, MAX_TERM, counted
 from swarm_node.stages.post import MAX_SAID, Close, Connect, LeaveSeat, Link, Send, TakeSeat
 from swarm_node.stages.seeking import ALONE_S, AVOID_S, DIAL_S, FIND_S
 from tests.swarm_node.stages.crew_world import (
@@ -46,6 +47,8 @@ from tests.swarm_node.stages.crew_world import (
 )
 
 FORMING_S = 25.0
+DIAL_FAILS_S = 15.0
+"""Longer than p2pd takes to say that it cannot reach somebody."""
 OTHER = (("0e" * 8, 0),)
 """A run."""
 MENDING_S = SILENCE_S + DIAL_S + GATHER_S + 8.0
@@ -635,6 +638,8 @@ def test_a_stage_that_was_built_as_the_new_order_says_is_kept():
     while 1 not in machine.building:
         world.run(0.25)
     _, old = machine.building.pop(1)
+    while machine.crew.way_to(2) is None:
+        world.run(0.25)
     first, *_ = old.sources
     new = machine.crew._ordered[1] = TakeSeat(1, old.layers, (first,))
     assert not machine.crew.stands(old) and old != new
@@ -873,6 +878,86 @@ def test_what_was_under_way_is_void_when_neighbours_lose_touch():
     assert holders(world) == before and world.plan().number > number
     assert all(machine.built.total() == 1 for machine in world.machines.values())
     assert any(link.method == STAGE_METHOD and link.peer == broken.peer for link in world.far)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_crew_is_whole_only_when_neighbours_can_talk(seed):
+    world = crew(5, "a", "b", "c", "d", "e", seed=seed)
+    world.builds_s, world.opens_s = (0.0, 0.1), 2.0
+    unheard, was_whole = [], True
+
+    def look():
+        nonlocal was_whole
+        lead = next((m.crew for m in world.machines.values() if m.crew.role == "leads" and m.crew.plan), None)
+        whole = lead is not None and lead.whole
+        if whole and not was_whole:
+            crews = [world.machines[seat.peer].crew for seat in lead.plan.seats]
+            pairs = [*pairwise(range(1, 5)), *((k + 1, k) for k in range(1, 4))]
+            unheard.extend((k, j) for k, j in pairs if crews[k] is not crews[j] and crews[k].way_to(j) is None)
+        was_whole = whole
+
+    for _ in range(4):
+        victim = world.rng.choice(holders(world)[1:])
+        world.kill(victim)
+        world.run(world.rng.uniform(0.5, 8.0), look)
+        world.start(victim)
+        world.run(30.0, look)
+        assert world.settled(), world.story()
+    assert not unheard
+
+
+@pytest.mark.parametrize("fails_s", [0.0, 5.0, 10.0, DIAL_FAILS_S, None])  # None = it hangs
+def test_neighbours_that_cannot_reach_each_other_do_not_stop_the_crew(fails_s):
+    world = crew(4, "a", "b", "c", "d")
+    before, connect = holders(world), world.connect
+    apart = {before[2], before[3]}
+
+    def fails(peer, link):
+        if link.method != STAGE_METHOD or {peer, link.peer} != apart:
+            connect(peer, link)
+        elif fails_s is not None:
+            world.at(fails_s, lambda: world.tell_closed(peer, link, "cannot be reached"))
+
+    world.kill(before[2])
+    world.connect = fails
+    world.run(3.0)
+    world.start(before[2])
+    lead, whole = world.machines[before[0]].crew, []
+    for _ in range(600):
+        world.run(2.0)
+        whole.append(lead.whole)
+    assert lead.counts["given_up"] and sum(whole) > 0.7 * len(whole), f"{sum(whole)}\n{world.story()}"
+    assert any("again and again" in text for text in world.machines[before[0]].said)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_how_a_stage_was_come_by_is_told_to_whoever_leads_next(seed):
+    world = crew(5, "a", "b", "c", "d", "e", seed=seed)
+    world.builds_s, world.opens_s = (0.0, 0.1), 4.0
+    before = holders(world)
+    world.kill(before[2])
+    world.run(1.0)
+    world.start(before[2])
+    while not world.machines[before[2]].crew._unsaid:
+        world.run(0.25)
+    world.kill(before[0])
+    world.run(60.0)
+    assert world.settled(), world.story()
+    leads = next(m.crew for m in world.machines.values() if m.crew.role == "leads")
+    assert sum(n for name, n in leads.counts.items() if name.startswith("recovered/")) == 2, "stage 2, and stage 0"
+
+
+def test_what_cannot_be_sent_is_told_to_the_lead():
+    world = crew(4, "a", "b", "c", "d")
+    before, number = holders(world), world.plan().number
+    machine = world.machines[before[1]].crew
+    link = machine._doors.neighbours.pop(before[2])
+    for _ in range(3):
+        world.act(before[1], machine.unsent(world.plan().mark, before[2], world.now))
+    machine._doors.neighbours[before[2]] = link
+    world.run(8.0)
+    assert holders(world) == before and world.plan().number == number + 1
+    assert world.machines[before[0]].crew.counts["given_up"] == 0
 
 
 def test_who_says_what_nobody_takes_is_given_up():
@@ -1413,3 +1498,4 @@ def test_whatever_happens_no_branch_is_mixed_with_another(seed):
 def test_waiting_times_fit_together():
     """A new lead waits for its crew until everyone has noticed that the old one is gone, and asked it once more."""
     assert SILENCE_S + DIAL_S < GATHER_S and FIND_S < AVOID_S
+    assert max(STRANGER_S, DIAL_FAILS_S) + AGAIN_S + REDIAL_S < CALM_S

@@ -234,7 +234,7 @@ WHOLE = Wanted(0, 0, 2, rest=True)
 def call(crew: Crew, peer: str, wanted: Wanted = WHOLE) -> Accepted:
     """As peer 0 answers it, with nothing taken yet."""
     handing = crew.peers[0]
-    return handing._accept(peer, handing._head(wanted), 0)
+    return handing._accept(peer, handing._head(wanted, peer), 0)
 
 
 def copies() -> list[_Copy]:
