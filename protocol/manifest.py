@@ -21,6 +21,7 @@ from msgspec.structs import FieldInfo
 from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES, MAX_SHARDS, MAX_TEXT_CHARS
 from protocol.messages import Address, Hash64
+from protocol.model_listing import MAX_MODEL_BYTES
 
 LINK_SCHEME = "swarm"
 MAX_TASK_SOURCES = 64
@@ -59,6 +60,19 @@ class ManifestTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
 
 
+class ManifestModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The model that members train unless they are told otherwise, and give to each other (`model_listing`)."""
+
+    name: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?\Z")]
+    """Id on the hub, or what it is called; never a path."""
+    digest: Hash64
+    """sha256 of its listing."""
+    bytes: Annotated[int, Meta(ge=1, le=MAX_MODEL_BYTES)]
+    """Of its files."""
+    revision: Annotated[str, Meta(pattern=r"^([0-9a-f]{40})?\Z")] = ""
+    """Commit on the hub at which it has these files; empty = it is not from there."""
+
+
 class ManifestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What every member holds every other to."""
 
@@ -86,6 +100,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     limits: ManifestLimits = ManifestLimits()
     averaging_period_s: Annotated[float, Meta(ge=0.1, le=86_400)] = 60.0
     """Outer rounds of weight averaging in pairs: round = floor(Unix time / this)."""
+    model: ManifestModel | None = None
+    """`None` = each member brings its own."""
     bootstrap: Annotated[list[Address], Meta(max_length=64)] = []
     """Peers to begin with; not part of the id, so that it can change."""
 

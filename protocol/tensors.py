@@ -2,6 +2,7 @@
 
     exchange = head (msgpack, below) | body (encoded values), both ways; see `transports.base`
 
+Each half is written in the newest version that both understand (`codec.version_for`); a head of any other is refused.
 A stream's ends are authenticated by their peer ids, so a head is not signed. Receivers know from their own policy how
 many values a fragment has and how many bytes those take in each codec: a body of any other size is refused unread.
 """
@@ -13,7 +14,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from protocol.codec import SPOKEN
+from protocol.codec import SPOKEN, unspoken
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_HEAD_BYTES
 from protocol.messages import Count, Hash16, Hash64, LayerNumber, StageNumber
@@ -106,13 +107,22 @@ class KeepHead(msgspec.Struct, frozen=True):
     none."""
 
 
+class BlobHead(msgspec.Struct, frozen=True):
+    """Of each half of an exchange that hands over a listing or a piece of the swarm's model (`model_listing`)."""
+
+    protocol: Count
+    swarm: Hash64
+    sha256: Hash64
+    """Of the body."""
+
+
 class _Header(msgspec.Struct):
     """What every version of every head begins with."""
 
     protocol: int
 
 
-def seal_head(head: AverageHead | WeightsHead | StateHead | KeepHead) -> bytes:
+def seal_head(head: AverageHead | WeightsHead | StateHead | KeepHead | BlobHead) -> bytes:
     """As bytes for `transports.base.Outgoing`. Raises LocalProtocolError for what no peer would take."""
     data = msgspec.msgpack.encode(head)
     try:
@@ -142,13 +152,18 @@ def open_keep_head(data: bytes) -> KeepHead:
     return _open(data, KeepHead)
 
 
+def open_blob_head(data: bytes) -> BlobHead:
+    """Raises RemoteProtocolError: size, schema, version."""
+    return _open(data, BlobHead)
+
+
 def _open(data: bytes, kind: type[T]) -> T:
     if len(data) > MAX_HEAD_BYTES:
         raise RemoteProtocolError("size", f"head of {len(data)} bytes, allowed are {MAX_HEAD_BYTES}")
     try:
         version = msgspec.msgpack.decode(data, type=_Header).protocol
         if version not in SPOKEN:  # other versions may have other fields
-            raise RemoteProtocolError("version", f"protocol {version}, this node speaks {sorted(SPOKEN)}")
+            raise RemoteProtocolError("version", unspoken(version))
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError("schema", str(error)) from error

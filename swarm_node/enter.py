@@ -1,4 +1,5 @@
-"""Step into a swarm: manifest, identity, network, question files, tasks; what `run` needs before it loads a model.
+"""Step into a swarm: manifest, identity, network, question files, tasks, the model's files; what `run` needs before it
+loads a model.
 
 The network is started first and comes up in the background, while files are gathered and the model is loaded.
 """
@@ -7,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 from protocol.errors import LocalProtocolError
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.transports.base import Transport
+from swarm_node.base_weights.finding import choose_model
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.joining import (
@@ -40,6 +42,15 @@ class EnteredSwarm:
     transport: Transport
     tasks: TaskSet
     """All of the swarm's; those that the user chose are drawn from."""
+    model: str | None = None
+    """Where the swarm's model is, if that is to be trained; whoever joins gets it without naming it."""
+
+    def with_model(self, config: NodeConfig) -> NodeConfig:
+        """`config`, with that model."""
+        if self.model is None:
+            return config
+        policy = config.policy.model_copy(update={"model": self.model, "revision": None})
+        return config.model_copy(update={"policy": policy})
 
     @property
     def seed(self) -> int:
@@ -48,14 +59,20 @@ class EnteredSwarm:
 
 
 def enter_swarm(
-    swarm: Swarm, config: NodeConfig, run: RunDir, say: Callable[[str], None], stack: ExitStack
+    swarm: Swarm,
+    config: NodeConfig,
+    run: RunDir,
+    say: Callable[[str], None],
+    stack: ExitStack,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> EnteredSwarm:
-    """Enter `swarm` as it was found; `stack` gets what has to be closed. Raises UserError."""
-    say_what_leaves(swarm, config.network, run, say)
+    """Enter `swarm` as it was found; `stack` gets what has to be closed. What may take long, and can be broken off
+    anywhere, is done within `waiting()`. Raises UserError."""
+    say_what_leaves(swarm, config, run, say)
     manifest = swarm.manifest
     if manifest is None:
         say(f"asking for the manifest of swarm {swarm.id[:16]}")
-        with visitor(swarm, config.network, say) as visit:
+        with waiting(), visitor(swarm, config.network, say) as visit:
             manifest = fetch_manifest(visit, swarm, say)
     keep(manifest, run)
     try:
@@ -66,7 +83,8 @@ def enter_swarm(
     transport = open_transport(config.network, manifest, swarm.peers, run, say)
     stack.callback(transport.close)
     chosen = config.tasks if "tasks" in config.model_fields_set else []
-    files = gather_files(manifest, swarm, run, chosen, say, lambda: transport)
+    with waiting():
+        files = gather_files(manifest, swarm, run, chosen, say, lambda: transport)
     serve_swarm(transport, manifest, files)
     tables = task_tables(manifest, files)
     if not tables:
@@ -75,4 +93,6 @@ def enter_swarm(
     if chosen:
         tasks = tasks.only(chosen)
     say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {identity.peer_id}")
-    return EnteredSwarm(manifest, identity, transport, tasks)
+    with waiting():
+        model = choose_model(config, manifest, [*swarm.peers, *manifest.bootstrap], transport, say)
+    return EnteredSwarm(manifest, identity, transport, tasks, model)

@@ -130,21 +130,29 @@ def keep(manifest: Manifest, run: RunDir) -> None:
     run.write_swarm(render(manifest).decode())
 
 
-def say_what_leaves(swarm: Swarm, network: NetworkConfig, run: RunDir, say: Say, trains: bool = True) -> None:
+def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, trains: bool = True) -> None:
     """What leaves this machine and what comes, before it does; once for each swarm and run directory, where the
     manifest is kept when it begins."""
     kept = _kept(run)
     if kept is not None and kept.swarm_id == swarm.id:
         return
     if trains:
-        given = "the IP address of this machine and all text that its model generates become public"
+        public = "the IP address of this machine and all text that its model generates become public"
+        weights = ", and the weights it trains" if config.averaging.method != "none" or config.stages.count else ""
+        besides = f"so do its name and speed and the kind of its model{weights}"
         taken = f"stored in {run.path}, but never run"
     else:
-        given, taken = "the IP address of this machine becomes public", "passed on"
-    relaying = "on (--relay)" if network.serve_relay else "off (--relay switches it on)"
+        public, besides = "the IP address of this machine becomes public", "so does its name"
+        taken = "passed on"
+    if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):
+        if_any = "" if swarm.manifest else ", if it has one,"
+        besides += (
+            f"; the files of the model that the swarm begins with{if_any} are given to members (sharing.give_model)"
+        )
+    relaying = "on (--relay)" if config.network.serve_relay else "off (--relay switches it on)"
     say(
-        f"first time in this swarm: {given} to everybody in it; text of strangers is {taken}; relaying others' "
-        f"connections is {relaying}"
+        f"first time in this swarm: {public} to everybody in it; {besides}; text of strangers is {taken}; relaying "
+        f"others' connections is {relaying}"
     )
 
 

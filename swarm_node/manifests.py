@@ -23,7 +23,7 @@ import tomli_w
 from protocol.errors import RemoteProtocolError
 from protocol.identity import public_key_of
 from protocol.limits import MAX_RESPONSE_BYTES
-from protocol.manifest import Manifest, ManifestLimits, ManifestTask, parse_manifest
+from protocol.manifest import Manifest, ManifestLimits, ManifestModel, ManifestTask, parse_manifest
 from protocol.peers import peer_of
 from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.download import download, is_url
@@ -43,6 +43,7 @@ def make_manifest(
     licence: str = "",
     limits: ManifestLimits | None = None,
     averaging_period_s: float = 60.0,
+    model: ManifestModel | None = None,
 ) -> Manifest:
     """A manifest of now, checked as any member will check it. Raises UserError."""
     from swarm_node.tasks import load_tasks  # reasoning-gym, a second
@@ -69,6 +70,7 @@ def make_manifest(
             shards=-(-expected_peers // PEERS_PER_SHARD),
             limits=limits or ManifestLimits(),
             averaging_period_s=averaging_period_s,
+            model=model,
             bootstrap=list(bootstrap),
         )
         try:

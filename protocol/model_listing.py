@@ -1,0 +1,125 @@
+"""What a model is made of, so that its files may come from anybody.
+
+    piece    PIECE_BYTES of a file, the last one fewer
+    listing  canonical JSON (sorted keys, no blanks) of {"files": [{"name", "pieces": [sha256, ...], "size"}]}, by name
+    digest   sha256 of the listing: in the manifest, and so behind the swarm's id
+
+    asker --(head: sha256)--> member          member --(head | the listing, or the piece, of that sha256)--> asker
+
+Whoever has the link has the digest, so the listing is believed from whoever gives it, and each piece as it arrives:
+a wrong one is known at once, and so is who gave it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import Hash64
+
+MODEL_METHOD = "model"
+"""Exchange in which a peer gets a listing or a piece of the swarm's model from another, and sends no body."""
+PIECE_BYTES = 8 * 2**20
+"""Large enough that a stream comes up to speed, small enough that a few can be held in memory."""
+MAX_MODEL_BYTES = 256 * 2**30
+"""All files together: a model of 128 billion parameters in 16 bits."""
+MAX_OTHER_BYTES = 64 * 2**20
+"""A file that is no weights, which libraries parse whole: the largest tokenizers known have 33 MB."""
+MAX_FILES = 512
+"""Shards of the largest model have half a gigabyte then."""
+MAX_LISTING_BYTES = 4 * 2**20
+"""The listing of a model of `MAX_MODEL_BYTES` takes 2.3 MB."""
+
+OTHER_NAMES = frozenset(
+    {
+        *("config.json", "generation_config.json", "model.safetensors.index.json"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    }
+)
+"""Files besides weights that loading reads: data alone, neither code nor pickles."""
+WHOLE_WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+
+
+class ListedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of a model."""
+
+    name: Annotated[str, Meta(max_length=64)]
+    """In the model's directory, which has no others below it."""
+    pieces: Annotated[list[Hash64], Meta(min_length=1, max_length=MAX_MODEL_BYTES // PIECE_BYTES)]
+    """sha256 of each piece."""
+    size: Annotated[int, Meta(ge=1, le=MAX_MODEL_BYTES)]
+
+    def lengths(self) -> list[int]:
+        """Bytes of each piece."""
+        return [min(PIECE_BYTES, self.size - start) for start in range(0, self.size, PIECE_BYTES)]
+
+
+class ModelListing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model."""
+
+    files: Annotated[list[ListedFile], Meta(min_length=2, max_length=MAX_FILES)]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of that name holds tensors."""
+    return name == WHOLE_WEIGHTS or SHARD.fullmatch(name) is not None
+
+
+def names_of(found: Iterable[str]) -> list[str]:
+    """Those of the files `found` in a directory that loading reads, sorted: no shards beside weights in one file."""
+    names = {name for name in found if name in OTHER_NAMES or is_weights(name)}
+    if WHOLE_WEIGHTS in names:
+        names = {name for name in names if name != INDEX and not SHARD.fullmatch(name)}
+    return sorted(names)
+
+
+def seal_listing(listing: ModelListing) -> bytes:
+    """Its canonical form."""
+    return msgspec.json.encode(listing, order="deterministic")
+
+
+def digest_of(listing: bytes) -> str:
+    """sha256 in hexadecimal."""
+    return hashlib.sha256(listing).hexdigest()
+
+
+def open_listing(data: bytes, digest: str | None = None) -> ModelListing:
+    """The listing of that digest, if any is wanted. Raises RemoteProtocolError: size, digest, schema."""
+    if len(data) > MAX_LISTING_BYTES:
+        raise RemoteProtocolError("size", f"listing of {len(data)} bytes, allowed are {MAX_LISTING_BYTES}")
+    if digest is not None and digest_of(data) != digest:
+        raise RemoteProtocolError("digest", "another listing")
+    try:
+        listing = msgspec.json.decode(data, type=ModelListing)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError("schema", str(error)) from error
+    _check([file.name for file in listing.files])
+    for file in listing.files:
+        if len(file.pieces) != len(file.lengths()):
+            raise RemoteProtocolError("schema", f"{file.name}: {len(file.pieces)} pieces of {file.size} bytes")
+        if file.size > MAX_OTHER_BYTES and not is_weights(file.name):
+            raise RemoteProtocolError("size", f"{file.name} of {file.size} bytes, allowed are {MAX_OTHER_BYTES}")
+    if listing.size > MAX_MODEL_BYTES:
+        raise RemoteProtocolError("size", f"files of {listing.size} bytes, allowed are {MAX_MODEL_BYTES}")
+    return listing
+
+
+def _check(names: Sequence[str]) -> None:
+    if list(names) != names_of(names):
+        raise RemoteProtocolError("schema", "files that no model has, or not in order")
+    if "config.json" not in names or not any(map(is_weights, names)):
+        raise RemoteProtocolError("schema", "no config.json, or no weights")

@@ -1,0 +1,103 @@
+"""Base weights travel between real processes: one machine has them, the hub is closed, the others have empty disks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from swarm_node.base_weights.files import list_model, starter_folder
+from tests.integration.processes import QUICK, NodeProcess, make_manifest, nodes
+
+pytestmark = pytest.mark.slow
+Start = Callable[..., NodeProcess]
+SMALL = (*QUICK, "rollouts.groups=1", "rollouts.max_new_tokens=2", "sharing.own=1", "sharing.foreign=1")
+SLOWLY = "network.max_download_mbit=32"
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with nodes() as starter:
+        yield starter
+
+
+def save_model(folder: Path) -> Path:
+    """Six million random parameters in shards: several pieces, in Hugging Face layout."""
+    tokenizer = AutoTokenizer.from_pretrained(starter_folder())
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=256,
+            intermediate_size=1024,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            max_position_embeddings=256,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="10MB")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def disk(tmp_path: Path, name: str) -> tuple[str, ...]:
+    """In front of a command: a machine with a disk of its own."""
+    return "env", f"HF_HOME={tmp_path / 'disks' / name}", "HF_HUB_OFFLINE=1"
+
+
+def trains(node: NodeProcess) -> None:
+    node.until(lambda: node.rounds > 0 or None, 120)
+
+
+@pytest.mark.timeout(400)
+def test_who_has_only_the_link_gets_the_weights_from_members(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "maker"))
+    folder = save_model(tmp_path / "models" / "llama-6m")
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    manifest = make_manifest(tmp_path, "--model", str(folder))
+    hub = ("bootstrap", str(manifest), "--model", str(folder), "--listen", "127.0.0.1", "--port", "0")
+    a = start(*hub, "--gossip-port", "0", run_dir=tmp_path / "a", sets=(), prefix=disk(tmp_path, "a"))
+    link = a.link(120)
+
+    def bob(*sets: str) -> NodeProcess:
+        arguments = "join", link, "--name", "bob"
+        return start(*arguments, run_dir=tmp_path / "b", sets=(*SMALL, *sets), prefix=disk(tmp_path, "b"))
+
+    b = bob(SLOWLY)
+
+    def pieces() -> int:
+        found = (tmp_path / "disks" / "b").glob("swarm-node/*.partial/have")
+        return sum(len(path.read_text().splitlines()) for path in found)
+
+    b.until(lambda: pieces() >= 5 or None, 120)  # three small files, and weights
+    assert b.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert b.rounds == 0
+    began = time.monotonic()
+    b = bob()
+    trains(b)
+    print(f"\n{size / 2**20:.1f} MiB; bob trains {time.monotonic() - began:.1f} s after his start\n{b.output}")
+    assert "MiB of it are here" in b.output and "from 1 members, all checked" in b.output
+    (found,) = [path for path in (tmp_path / "disks" / "b" / "swarm-node").iterdir() if path.is_dir()]
+    assert list_model(found) == list_model(folder)
+
+    link = b.link()
+    a.stop(signal.SIGKILL)
+    began = time.monotonic()
+    c = start(
+        *("join", link, "--name", "carol", "--model", "llama-6m"),
+        run_dir=tmp_path / "c",
+        sets=SMALL,
+        prefix=disk(tmp_path, "c"),
+    )
+    trains(c)
+    print(f"\ncarol, from bob: {time.monotonic() - began:.1f} s\n{c.output}")
+    assert "all checked" in c.output

@@ -1,0 +1,109 @@
+"""What is in a model's directory, what of it is listed, and what the cache keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protocol.manifest import ManifestModel, parse_manifest
+from protocol.model_listing import digest_of, seal_listing
+from swarm_node.base_weights import files
+from swarm_node.base_weights.describing import describe_model
+from swarm_node.base_weights.files import (
+    as_model,
+    cached_model,
+    holds,
+    known_listing,
+    list_model,
+    pieces_of,
+    read_piece,
+    remember,
+    size_of,
+    starter_folder,
+)
+from swarm_node.errors import UserError
+from swarm_node.manifests import make_manifest, render
+from tests.swarm_node.base_weights.small import PIECE, make_model
+
+
+def test_all_bytes_of_what_loading_reads_are_listed_and_nothing_else(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m")
+    (folder / "modeling.py").write_text("print()")
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    listing = list_model(folder)
+    assert [file.name for file in listing.files] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert listing.size == size_of(folder) == sum(file.size for file in listing.files)
+    for file in listing.files:
+        parts = [read_piece(folder, piece) for piece in pieces_of(listing) if piece.name == file.name]
+        assert b"".join(parts) == (folder / file.name).read_bytes()
+        assert all(len(part) == PIECE for part in parts[:-1])
+    assert holds(folder, listing)
+
+
+def test_equal_files_have_equal_digests_wherever_they_lie(tmp_path: Path) -> None:
+    one, other = (list_model(make_model(tmp_path / name)) for name in "ab")
+    assert seal_listing(one) == seal_listing(other)
+    changed = make_model(tmp_path / "c", seed=1)
+    assert seal_listing(list_model(changed)) != seal_listing(one)
+    assert not holds(changed, one)
+
+
+def test_a_directory_is_the_model_if_it_holds_it_byte_for_byte(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m")
+    listing = list_model(folder)
+    digest, size = digest_of(seal_listing(listing)), listing.size
+    assert as_model(folder, digest, size, None) == as_model(folder, digest, size, listing)
+    assert as_model(folder, digest, size + 1, None) is None
+    assert as_model(tmp_path / "none", digest, size, None) is as_model(tmp_path / "none", digest, size, listing) is None
+    (folder / "vocab.json").write_text("{}")  # more than is listed: known by its listing alone
+    assert as_model(folder, digest, size, None) is None
+    assert as_model(folder, digest, size, listing) is not None
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[PIECE + 1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    assert as_model(folder, digest, size, listing) is None
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_what_is_no_model_cannot_be_listed(tmp_path: Path, missing: str) -> None:
+    folder = make_model(tmp_path / "m")
+    (folder / missing).unlink()
+    with pytest.raises(UserError, match=r"needs a config\.json and weights in safetensors"):
+        list_model(folder)
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="LoRA adapter"):
+        list_model(folder)
+
+
+def test_listings_in_the_cache_are_believed_by_their_digest_only(tmp_path: Path) -> None:
+    listing = list_model(make_model(tmp_path / "m"))
+    digest = remember(listing)
+    assert known_listing(digest) == listing
+    (path,) = files.cache().glob("*.json")
+    path.write_bytes(path.read_bytes() + b" ")
+    assert known_listing(digest) is None
+    assert known_listing("0" * 64) is None
+    assert cached_model(digest) is None
+
+
+def test_a_model_is_described_for_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "my model")
+    model = describe_model(str(folder))
+    assert model == ManifestModel("my-model", digest_of(seal_listing(list_model(folder))), size_of(folder))
+    monkeypatch.chdir(folder)
+    assert describe_model(".") == model
+    manifest = make_manifest("sums", ["small"], model=model)
+    assert parse_manifest(render(manifest), manifest.swarm_id).model == model
+    starter = describe_model("starter")
+    assert (starter.name, starter.bytes) == ("starter", size_of(starter_folder()))
+
+
+@pytest.mark.parametrize(("named", "message"), [("./none", "no model at"), ("some/model", "from the hub")])
+def test_a_model_that_is_not_there_is_explained(named: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        describe_model(named)
