@@ -198,6 +198,14 @@ HealthPort = Annotated[
     int | None,
     typer.Option(help="TCP port of /healthz and, for Prometheus, /metrics; 0 = none.", rich_help_panel=CLOUD),
 ]
+PricePerHour = Annotated[
+    float | None,
+    typer.Option(
+        metavar="PRICE",
+        help="What this machine costs an hour, in any currency: metrics then say what training costs.",
+        rich_help_panel=CLOUD,
+    ),
+]
 GUEST = "Good guest"
 MaxCpu = Annotated[
     float | None,
@@ -255,6 +263,7 @@ def local(
     spot: Spot = None,
     snapshot_to: SnapshotTo = None,
     health_port: HealthPort = None,
+    price_per_hour: PricePerHour = None,
     max_cpu: MaxCpu = None,
     max_memory: MaxMemory = None,
     nice: Nice = None,
@@ -278,6 +287,7 @@ def local(
             "spot": spot,
             "snapshot_to": snapshot_to,
             "health_port": health_port,
+            "price_per_hour": price_per_hour,
             "max_cpu": max_cpu,
             "max_memory": max_memory,
             "nice": nice,
@@ -334,6 +344,7 @@ def join(
     spot: Spot = None,
     snapshot_to: SnapshotTo = None,
     health_port: HealthPort = None,
+    price_per_hour: PricePerHour = None,
     max_cpu: MaxCpu = None,
     max_memory: MaxMemory = None,
     max_upload: MaxUpload = None,
@@ -373,6 +384,7 @@ def join(
             "spot": spot,
             "snapshot_to": snapshot_to,
             "health_port": health_port,
+            "price_per_hour": price_per_hour,
             "max_cpu": max_cpu,
             "max_memory": max_memory,
             "max_upload": max_upload,
@@ -448,6 +460,15 @@ def new(
     tasks: Annotated[
         list[str] | None, typer.Option(metavar="NAME|FILE|URL", help=TASKS_HELP + " Or the https address of one.")
     ] = None,
+    model: Annotated[
+        str | None,
+        option(
+            "--model",
+            "Model that members train unless they choose another, and give to each other where there is no hub: a "
+            "local path or hub id.",
+            metavar="PATH|ID",
+        ),
+    ] = None,
     licence: Annotated[str, option("--licence", "Licence of the question files (SPDX).", metavar="ID")] = "",
     expected_peers: Annotated[
         int, option("--expected-peers", "Peers expected: decides how many gossip topics they share.", min=1, max=32_768)
@@ -476,10 +497,22 @@ def new(
         from swarm_node.joining import join_link
         from swarm_node.manifests import make_manifest, write_manifest
 
+        described = None
+        if model:
+            from swarm_node.base_weights.describing import describe_model
+
+            described = describe_model(model)
         path = out or Path(f"{name}.toml")
         limits = ManifestLimits(max_age_s=max_age_s, groups_per_minute=groups_per_minute)
         manifest = make_manifest(
-            name, resolved.tasks, expected_peers, resolved.network.bootstrap, licence, limits, averaging_period_s
+            name,
+            resolved.tasks,
+            expected_peers,
+            resolved.network.bootstrap,
+            licence,
+            limits,
+            averaging_period_s,
+            described,
         )
         write_manifest(manifest, path)
         link = join_link(manifest.swarm_id, [], manifest.bootstrap)
@@ -499,6 +532,9 @@ def bootstrap(
     tasks: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="Question file of the swarm, to hand it to members.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The swarm's model, to hand it to members who lack it.")
+    ] = None,
     run_dir: RunDirectory = None,
     listen: Listen = None,
     announce: Announce = None,
@@ -506,6 +542,10 @@ def bootstrap(
     gossip_port: GossipPort = None,
     bootstrap: Bootstrap = None,
     relay: Relay = None,
+    max_memory: MaxMemory = None,
+    max_upload: MaxUpload = None,
+    max_download: MaxDownload = None,
+    nice: Nice = None,
     health_port: HealthPort = None,
     sets: Sets = None,
 ) -> None:
@@ -515,6 +555,7 @@ def bootstrap(
             "swarm": swarm,
             "name": name,
             "tasks": split_names(tasks),
+            "model": model,
             "run_dir": run_dir,
             "listen": listen,
             "announce": split_names(announce),
@@ -522,11 +563,19 @@ def bootstrap(
             "gossip_port": gossip_port,
             "bootstrap": split_names(bootstrap),
             "relay": relay,
+            "max_memory": max_memory,
+            "max_upload": max_upload,
+            "max_download": max_download,
+            "nice": nice,
             "health_port": health_port,
         }
+        resolved = resolve(config, sets, flags)
+        from swarm_node.guest import be_nice
+
+        be_nice(resolved.guest)
         from swarm_node.bootstrap import run_bootstrap
 
-        raise typer.Exit(run_bootstrap(resolve(config, sets, flags)))
+        raise typer.Exit(run_bootstrap(resolved))
 
 
 @app.command(rich_help_panel="Swarm")

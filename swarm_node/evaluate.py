@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 from rich.console import Console
@@ -36,27 +37,43 @@ class Held(msgspec.Struct):
     pass_k: float
 
 
+class Evaluation(msgspec.Struct, frozen=True):
+    """Held-out figures at one time."""
+
+    table: dict[str, Held] = {}
+    """By task label, and of `all`."""
+    by_question: list[float] = []
+    """Share of right answers to each question, in the order asked."""
+
+
 def evaluate(
     policy: Policy,
     tasks: TaskSet,
     rollouts: RolloutsConfig,
     questions: int,
     samples: int,
-) -> dict[str, Held]:
-    """Figures by task label and for `all`; the same questions and sampling seeds at every call."""
-    return evaluate_on(tasks.held_out(questions), policy, tasks, rollouts, samples)
+) -> Evaluation:
+    """The same questions and sampling seeds at every call."""
+    groups = _answered(tasks.held_out(questions), policy, tasks, rollouts, samples)
+    return Evaluation(summarise(groups, tasks.labels), [fmean(r.correct for r in g.rollouts) for g in groups])
 
 
 def evaluate_on(
     held_out: Sequence[Task], policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, samples: int
 ) -> dict[str, Held]:
-    """Figures on these questions of `tasks`."""
+    """Figures on these questions of `tasks`, by task label and for `all`."""
+    return summarise(_answered(held_out, policy, tasks, rollouts, samples), tasks.labels)
+
+
+def _answered(
+    held_out: Sequence[Task], policy: Policy, tasks: TaskSet, rollouts: RolloutsConfig, samples: int
+) -> list[Group]:
     config = rollouts.model_copy(update={"group_size": samples, "groups": QUESTIONS_PER_BATCH, "refill": 1.0})
     groups: list[Group] = []
     waiting = iter(held_out)
     for start in range(0, len(held_out), QUESTIONS_PER_BATCH):
         groups += collect(policy, lambda n: list(islice(waiting, n)), tasks.score, config, f"eval/{start}").groups
-    return summarise(groups, tasks.labels)
+    return groups
 
 
 def summarise(groups: Sequence[Group], labels: Sequence[str]) -> dict[str, Held]:
@@ -97,7 +114,8 @@ def main(target: str, tasks: list[str] | None, samples: int, questions: int | No
         policy = load_policy(config.policy, config.rollouts, say)
     rollouts = fit_length(config.rollouts, policy, say)
     task_set = load_tasks(tasks or config.tasks, config.rewards)
-    table = evaluate(policy, task_set, rollouts, questions or config.eval.questions or EvalConfig().questions, samples)
+    asked = questions or config.eval.questions or EvalConfig().questions
+    table = evaluate(policy, task_set, rollouts, asked, samples).table
     if not table:
         raise UserError("these tasks have no held-out question that fits rollouts.max_prompt_tokens and the model")
     if json_output:

@@ -36,12 +36,14 @@ from swarm_node.stopping import RESERVE_S, Stopper
 DMI = Path("/sys/class/dmi/id")
 LOOK_S = 2.0
 TIMEOUT_S = 1.0
+JOIN_S = 0.1
+"""Whoever leaves does not wait for an answer that nobody needs any more."""
 MAX_BYTES = 1 << 18
 """Of an answer; Azure tells of up to a hundred machines in one."""
 MAX_NOTICE_S = 120.0
 """No notice is taken to leave more: whoever leaves is no good to anybody meanwhile."""
 OVERDUE_S = 10.0
-"""Left by one that should be over already."""
+"""Left by one that should be over already, has begun, or does not tell when it is due."""
 TOKEN_S = 21600
 """That a token of AWS's lives; half of it, here."""
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
@@ -113,13 +115,8 @@ def _size(size: float) -> str:
 
 
 @contextmanager
-def stopper(
-    config: SpotConfig,
-    last_resort: Callable[[], None],
-    say: Callable[[str], None],
-    advised: Callable[[], None] = lambda: None,
-) -> Iterator[Stopper]:
-    """A `Stopper` that hears the cloud's notices as well. `advised`: this machine may well be taken back soon."""
+def stopper(config: SpotConfig, last_resort: Callable[[], None], say: Callable[[str], None]) -> Iterator[Stopper]:
+    """A `Stopper` that hears the cloud's notices as well."""
     with Stopper(last_resort) as stop:
         name = cloud_of(config)
         if name is None:
@@ -127,6 +124,10 @@ def stopper(
             return
         cloud = CLOUDS[name](service(config.endpoint or ADDRESS))
         ended = threading.Event()
+
+        def advised() -> None:
+            stop.advised = True
+
         work = (name, cloud, ended, stop.notice, advised, say)
         watch = threading.Thread(target=watch_cloud, args=work, name="preemption", daemon=True)
         watch.start()
@@ -134,7 +135,7 @@ def stopper(
             yield stop
         finally:
             ended.set()
-            watch.join(2 * TIMEOUT_S)
+            watch.join(JOIN_S)
 
 
 def watch_cloud(
@@ -152,6 +153,8 @@ def watch_cloud(
         try:
             notice = cloud.look()
         except (OSError, HTTPException, ValueError) as error:
+            if ended.is_set():
+                return
             since = time.monotonic() if since is None else since
             if not told and time.monotonic() - since >= PATIENCE_S[name]:
                 told = True
@@ -160,6 +163,8 @@ def watch_cloud(
                     "the same, unless with --spot off. docker/spot.md says what a container needs"
                 )
         else:
+            if ended.is_set():
+                return
             since = None
             if notice is not None and notice.left_s < math.inf:
                 say(f"{notice.text}: leaving")
@@ -200,7 +205,7 @@ class Aws:
     def look(self) -> Notice | None:
         action = self._get("/latest/meta-data/spot/instance-action")
         if action is not None:
-            left_s = _left_s(self._now(), action.get("time"), datetime.fromisoformat, NOTICE_S["aws"])
+            left_s = _left_s(self._now(), action.get("time"), datetime.fromisoformat)
             return Notice(f"aws will {_word(action.get('action'))} this machine in {left_s:.0f} s", left_s)
         if self._get("/latest/meta-data/events/recommendations/rebalance") is not None:
             return Notice("aws says that it may well take this machine back soon", math.inf)
@@ -253,7 +258,8 @@ class Azure:
         listed = events.get("Events")
         for event in listed if isinstance(listed, list) else []:
             if isinstance(event, dict) and event.get("EventType") in self.ENDS and self._is_of_this(event):
-                left_s = _left_s(self._now(), event.get("NotBefore"), parsedate_to_datetime, NOTICE_S["azure"])
+                begun = event.get("EventStatus") == "Started"
+                left_s = OVERDUE_S if begun else _left_s(self._now(), event.get("NotBefore"), parsedate_to_datetime)
                 return Notice(f"azure takes this machine back in {left_s:.0f} s ({event['EventType']})", left_s)
         return None
 
@@ -285,12 +291,12 @@ def _word(value: object) -> str:
     return value if value in ("stop", "hibernate") else "terminate"
 
 
-def _left_s(now: float, when: object, read: Callable[[str], datetime], otherwise_s: float) -> float:
-    """Until `when`; `otherwise_s` if that says nothing."""
+def _left_s(now: float, when: object, read: Callable[[str], datetime]) -> float:
+    """Until `when`. Azure leaves it blank for what has begun; so nothing that can be read is no time that is left."""
     try:
         moment = read(str(when))
     except (ValueError, OverflowError):
-        return otherwise_s
+        return OVERDUE_S
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     left_s = moment.timestamp() - now

@@ -4,10 +4,12 @@ The loop tells this module which of three states it is in:
 
     interruptible   computing, weights unchanged: a signal raises StopRequested at once
     held            changing weights or files: a signal waits for the next `allow` or `check`
-    (deadline)      the main thread sits in one long torch call: a watchdog thread runs `last_resort` and exits
+    (deadline)      nothing has come of it, whatever the main thread sits in: a watchdog runs `last_resort` and exits
+    safe            nothing is left to lose: at the deadline the watchdog gives a second more, and exits
 
 A notice (`notice`, from any thread) acts as a first signal does, with a deadline of its own. A second signal exits at
-once; a first one after a notice, which is how the machine itself stops, only brings its deadline with it.
+once; a first one after a notice, which is how the machine itself stops, only brings its deadline with it. That
+StopRequested was raised means nothing to the watchdog: a `__del__` swallows it, and what is done after it may hang.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import socket
 import threading
 import time
 from _thread import interrupt_main
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 DEADLINE_S = 8.0
@@ -27,6 +30,10 @@ DEADLINE_S = 8.0
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 NOTICE = signal.SIGUSR1
 """What a notice reaches the main thread as; nothing of the system's is sent."""
+MORE_S = 1.0
+"""After the deadline, for who is safe already."""
+LAST_RESORT_S = 600.0
+"""Longest that the last resort may take: as long as a large state takes to write."""
 RESERVE_S = 2.0
 """Of a notice: to write what is under way, and for clocks that differ."""
 
@@ -40,11 +47,13 @@ class Stopper:
 
     def __init__(self, last_resort: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
+        self.advised = False
+        """This machine may well be taken back soon: a snapshot is due."""
         self._ends = math.inf
         self._signalled = False
         self._notice_s = deadline_s
         self._interruptible = False
-        self._reacted = False
+        self._safe = False
         self._last_resort = last_resort
         self._deadline_s = deadline_s
         self._left = threading.Event()
@@ -80,12 +89,24 @@ class Stopper:
         """From here on a signal only sets `requested`."""
         self._interruptible = False
 
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Within it, a signal raises StopRequested at any point."""
+        self.allow()
+        try:
+            yield
+        finally:
+            self.hold()
+
     def check(self) -> None:
         """Raise StopRequested if a signal came."""
         if self.requested:
             self._interruptible = False
-            self._reacted = True
             raise StopRequested
+
+    def safe(self) -> None:
+        """What there was to lose is on disk: no last resort is needed any more."""
+        self._safe = True
 
     def wait(self, seconds: float) -> None:
         """Sleep; a notice ends it, as a signal does."""
@@ -122,10 +143,23 @@ class Stopper:
                 _quit(128 + number)
             signalled |= number != NOTICE
             ends = min(ends, time.monotonic() + (self._notice_s if number == NOTICE else self._deadline_s))
-        if not self._reacted and not self._left.is_set():
-            try:
-                self._last_resort()
-            finally:  # whatever could not be saved has been said
+        if not self._left.is_set() and not self._safe:
+            threading.Thread(target=self._resort, name="last-resort", daemon=True).start()
+            until = time.monotonic() + LAST_RESORT_S
+            while (number := self._signal_before(until)) is not None:
+                if number != NOTICE and signalled:
+                    _quit(128 + number)
+                signalled |= number != NOTICE
+        elif not self._left.is_set():
+            self._left.wait(MORE_S)
+        if not self._left.is_set():
+            _quit(0)
+
+    def _resort(self) -> None:
+        try:
+            self._last_resort()
+        finally:  # whatever could not be saved has been said
+            if not self._left.is_set():
                 _quit(0)
 
     def _signal_before(self, ends: float) -> int | None:

@@ -27,7 +27,7 @@ class JsonLines:
     """Writes one file; safe to use from several threads.
 
     A full disk does not stop the run: it is reported once, the lines wait in memory and follow as soon as
-    there is room. `close` raises UserError if some never found room.
+    there is room. `close` raises UserError if some never found room; what is appended after it is dropped.
     """
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
@@ -44,6 +44,8 @@ class JsonLines:
         """Write `record` as one line; floats that are not finite become null."""
         line = json.dumps(tidy(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with self._lock:
+            if self._descriptor < 0:
+                return
             self._waiting.append(line)
             error = self._write_waiting()
             problem = explain(error, self._path) if error else None
@@ -65,8 +67,11 @@ class JsonLines:
     def close(self) -> None:
         """Raises UserError if lines are left that the disk had no room for."""
         with self._lock:
+            if self._descriptor < 0:
+                return
             error = self._write_waiting()
             os.close(self._descriptor)
+            self._descriptor = -1  # threads that end late still append: the number may be another file's by then
         if error:
             raise UserError(explain(error, self._path)) from error
 

@@ -1,22 +1,27 @@
-"""How a run looks while it goes: a live bar on a terminal, plain lines otherwise.
+"""How a run looks while it goes: a few lines that stay on a terminal, plain lines otherwise.
 
-On a terminal:
+On a terminal, below the sentences that have scrolled by:
 
-    round 120/200 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  60%  1:02 left
+    round 120/200 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  60% 1:02 left
     reward 0.412 ▁▁▂▂▃▃▄▅▅▆▆▇▇█  2,310 tok/s
+    3 others, 1 of the crew, 4.0 of their groups a round
+    12 kB/s in, 9.0 kB/s out, 2.1 MB in all  averaged 12 times, last with bob
+    40 s ago: averaging: 2 of this node's cohort are here: alice, bob
 
-or, while it waits, what for instead of the speed; and, of a node that averages weights, a line `averaged 12 times, last
-with bob`.
+While it waits, what for stands in place of the speed. A narrow terminal gets shorter words, never a second line of the
+same. What a run alone has none of is left out.
 
 Plain, at each tenth of the run, but at least five seconds and at most a minute apart:
 
-    round 120/200  reward 0.412  2,310 tok/s  0.78 s/round  1:02 left
+    round 120/200  reward 0.412  2,310 tok/s  3 others, 4.0 of their groups a round  12 kB/s in, 9.0 kB/s out  1:02 left
 """
 
 from __future__ import annotations
 
+import io
 import math
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +30,7 @@ from statistics import fmean
 from typing import TextIO
 
 from rich import box
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -35,7 +41,13 @@ SMOOTHED = 10  # rounds behind the reward shown: one round's reward is mostly no
 SPEED_OVER = 32  # rounds behind seconds per round, so that the estimate follows a change
 BAR_WIDTH = 40
 SPARK_WIDTH = 24
+LEAST_SPARK = 4
 BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = ".:-=+*#@"
+TRAFFIC_OVER_S = 10.0
+"""Behind bytes a second."""
+MAX_PLAIN = 120
+"""A plain line does without traffic rather than be longer."""
 PLAIN_WIDTH = 200  # files and pipes have no width; only tables look at it
 LEAST_S, MOST_S = 5.0, 60.0  # between plain lines
 
@@ -52,6 +64,8 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream or (sys.stderr if json_output else sys.stdout)
+        if isinstance(self._stream, io.TextIOWrapper):  # where it cannot show a character, that is no fault of a run
+            self._stream.reconfigure(errors="backslashreplace")
         self._console = Console(file=self._stream, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._on_terminal = self._stream.isatty() and not self._console.is_dumb_terminal and not json_output
@@ -60,15 +74,21 @@ class Progress:
         self._clock = clock
         self.waiting: Callable[[], str] = str
         """What the run waits for, in words; empty = it goes on. Asked whenever the live bar is drawn, on its thread."""
+        self.crew: Callable[[], int | None] = _nobody
+        """Others of this node's crew; None = it is in none. Asked as `waiting` is."""
         self._total = total_rounds
         self._of = "" if math.isinf(total_rounds) else f"/{total_rounds}"
         self._limit_s = math.inf if minutes is None else minutes * 60
         self._round = 0
         self._rewards: list[float] = []
         self._tokens_per_s: float | None = None
-        self._peers: float | None = None
+        self._others: float | None = None
         self._used: deque[float] = deque(maxlen=SPEED_OVER)
+        self._traffic: deque[tuple[float, float, float]] = deque()
+        """(when, bytes in, bytes out), both totals."""
         self._averaged = ""
+        self._last: tuple[float, str] | None = None
+        """When something was said that matters, and what."""
         self._started_at = 0.0
         self._ended: deque[float] = deque(maxlen=SPEED_OVER + 1)
         self._printed_round: int | None = None
@@ -78,6 +98,7 @@ class Progress:
     def start(self, round: int = 0) -> None:
         """Begin, with `round` rounds already done (a resumed run)."""
         self._round = round
+        self._last = None  # preparations
         self._started_at = self._clock()
         self._ended.append(self._started_at)
         if self._on_terminal:
@@ -85,41 +106,66 @@ class Progress:
             self._live.start()
 
     def update(self, round: int, metrics: Mapping[str, float | None], averaged: str = "") -> None:
-        """`round` rounds are done and the last one measured `metrics` (`reward`, `perf/generated_tok_s`, `swarm/…`);
+        """`round` rounds are done and the last one measured `metrics` (`reward`, `step_time`, `swarm/…`);
         `averaged` says what came of averaging, if this node averages."""
         self._round = round
+        if len(self._ended) == 1 and (took := metrics.get("step_time")) is not None:  # not what came before the rounds
+            self._ended[0] = max(self._ended[0], self._clock() - took)
         self._ended.append(self._clock())
         reward = metrics.get("reward")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
         self._tokens_per_s = metrics.get("perf/generated_tok_s")
-        self._peers = metrics.get("swarm/trainers")
+        self._others = metrics.get("swarm/trainers")
         self._averaged = averaged
+        self._count_traffic(metrics.get("swarm/bytes_in"), metrics.get("swarm/bytes_out"))
         self._used.append(metrics.get("swarm/groups_used") or 0.0)
         if not self._on_terminal and self._line_due():
             self._print_line()
 
-    def say(self, text: str) -> None:
-        """Print a line of its own, whole and at once; may be called from any thread."""
+    def say(self, text: str, lasting: bool = True) -> None:
+        """Print a line of its own, whole and at once; may be called from any thread. The last `lasting` one stays in
+        view on a terminal."""
+        if lasting:
+            self._last = self._clock(), text
         if self._on_terminal:
             self._console.print(Text(text), soft_wrap=True)
         else:
             self._plain(text)
 
+    def paragraphs(self, lines: Sequence[str], indent: int) -> None:
+        """Print lines; on a terminal they are broken between words, and go on `indent` columns from its left."""
+        for line in lines:
+            if self._on_terminal:
+                wide = max(indent + 10, self._console.width)
+                line = textwrap.fill(
+                    line, wide, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+                )
+            self.say(line, lasting=False)
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
-        """Print a table: first column left, the others right, floats with three digits."""
+        """Print a table: first column left, the others right, floats with three digits. Where there is no room for
+        it, its rows as sentences."""
+        cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+        widths = [max(map(cell_len, [*column.split(), *(row[n] for row in cells)])) for n, column in enumerate(columns)]
+        if sum(widths) + 3 * len(widths) + 1 > self._console.width:  # the space between, and lines
+            named = ([f"{column} {cell}" for column, cell in zip(columns, row, strict=True)] for row in cells)
+            self.say(f"{title}:", lasting=False)
+            self.paragraphs([", ".join(words) for words in named], indent=2)
+            return
         heading = Text(title, style="bold")
         table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for number, column in enumerate(columns):
-            table.add_column(Text(column), justify="right" if number else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*(Text(f"{cell:.3f}" if isinstance(cell, float) else str(cell)) for cell in row))
+        for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
+            table.add_column(Text(column), justify="right" if number else "left", no_wrap=not number, min_width=width)
+        for row in cells:
+            table.add_row(*map(Text, row))
         with suppress(OSError):  # as in _plain
             self._console.print(table)
             self._stream.flush()
 
     def stop(self) -> None:
         """End, leaving the last state on the screen."""
+        self._last = None  # it stands above, and its age would be wrong in a moment
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -144,65 +190,159 @@ class Progress:
         self._printed_round, self._printed_at = self._round, self._ended[-1]
         self._printed_tenth = self._tenth()
         speed = f"{self._seconds_per_round():.2f} s/round"
-        parts = [f"round {self._round}{self._of}", *self._numbers(), self._averaged, speed, self._time_left()]
-        self._plain("  ".join(filter(None, parts)))
+        figures = [f"round {self._round}{self._of}", *self._reward_and_speed(), *self._peers()[:1]]
+        rest = [self._averaged, speed, self._time_left()]
+        lines = ["  ".join(filter(None, [*figures, *traffic, *rest])) for traffic in (self._rates(), [])]
+        self._plain(lines[0] if len(lines[0]) <= MAX_PLAIN else lines[1])
 
     def _plain(self, line: str) -> None:
         with suppress(OSError):  # the log's disk is full or its reader has gone: the run matters more
             print(line, file=self._stream, flush=True)
 
     def _render(self) -> Group:
-        waiting = self.waiting()
-        head = Table.grid(padding=(0, 1))
-        width = max(1, min(BAR_WIDTH, self._console.width - 45))  # the rest of the line takes up to 45
-        bar = ProgressBar(total=1.0, completed=self._share(), width=width)
-        left = "" if waiting else self._time_left()
-        head.add_row(f"round {self._round}{self._of}", bar, f"{self._share():4.0%}", left)
-        parts = self._numbers(waiting)
-        if parts and not self._console.options.ascii_only:
-            parts[0] += " " + sparkline(self._rewards)
-        lines = filter(None, ["  ".join(parts), self._averaged])
-        return Group(head, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
+        width, waiting = self._console.width, self.waiting()
+        traffic, averaged = self._fitting(self._traffic_words(waiting)), self._averaged
+        both = "  ".join(filter(None, [traffic, averaged]))
+        below = [both] if cell_len(both) <= width else [traffic, averaged]
+        lines = [self._reward_line(waiting), self._fitting(self._peers()), *below, self._last_event()]
+        shown = (Text(self._cut(line), no_wrap=True) for line in lines if line)
+        return Group(self._head("" if waiting else self._time_left()), *shown)
 
-    def _numbers(self, waiting: str = "") -> list[str]:
-        numbers = [f"reward {fmean(self._rewards[-SMOOTHED:]):.3f}"] if self._rewards else []
-        if waiting:  # other figures are of before that
-            return [*numbers, waiting]
-        if self._tokens_per_s is not None:
-            numbers.append(f"{self._tokens_per_s:,.0f} tok/s")
-        if self._peers is not None:
-            others = "1 other" if self._peers == 1 else f"{self._peers:.0f} others"
-            numbers.append(f"{others}, {fmean(self._used):.1f} of their groups a round")
-        return numbers
+    def _head(self, left: str) -> Table | Text:
+        round, share = f"round {self._round}{self._of}", f"{self._share():4.0%}"
+        rest = self._console.width - len(round) - len(share) - len(left) - 2 - bool(left)
+        if rest < LEAST_SPARK:
+            return Text(self._cut(self._fitting([f"{round} {share} {left}".rstrip(), f"{round} {share}", round])))
+        head = Table.grid(padding=(0, 1))
+        head.add_row(round, ProgressBar(total=1.0, completed=self._share(), width=min(BAR_WIDTH, rest)), share, left)
+        return head
+
+    def _reward_line(self, waiting: str) -> str:
+        figures = [waiting] if waiting else self._speed()  # the speed is of before that
+        reward = self._reward()
+        ascii_only = self._console.options.ascii_only
+        rest = self._console.width - cell_len("  ".join([*reward, *figures])) - 1
+        spark = sparkline(self._rewards, min(SPARK_WIDTH, rest), ascii_only) if rest >= LEAST_SPARK and reward else ""
+        if spark:
+            reward = [f"{reward[0]} {spark}"]
+        return self._fitting(["  ".join([*reward, *figures]), *figures])
+
+    def _reward(self) -> list[str]:
+        return [f"reward {fmean(self._rewards[-SMOOTHED:]):.3f}"] if self._rewards else []
+
+    def _speed(self) -> list[str]:
+        return [] if self._tokens_per_s is None else [f"{self._tokens_per_s:,.0f} tok/s"]
+
+    def _reward_and_speed(self) -> list[str]:
+        return [*self._reward(), *self._speed()]
+
+    def _peers(self) -> list[str]:
+        """Who else trains, and what this node makes of it: ever shorter."""
+        crew, used_lately = self.crew(), list(self._used)
+        if self._others is None:
+            return [] if crew is None else [f"crew of {crew + 1}"]
+        if not self._others and not any(used_lately):
+            return ["nobody else trains"]
+        others = "1 other" if self._others == 1 else f"{self._others:.0f} others"
+        if crew is not None and crew >= self._others > 0:
+            return [f"{others}, {'all ' if crew > 1 else ''}of the crew", others]
+        who = others if crew is None else f"{others}, {crew} of the crew"
+        used = f"{fmean(used_lately):.1f}"
+        return [f"{who}, {used} of their groups a round", f"{who}, {used} groups a round", f"{others}, {used} groups"]
+
+    def _count_traffic(self, inward: float | None, outward: float | None) -> None:
+        if inward is None or outward is None:
+            return
+        now, points = self._clock(), self._traffic
+        points.append((now, inward, outward))
+        while len(points) > 2 and points[1][0] <= now - TRAFFIC_OVER_S:
+            points.popleft()
+
+    def _rates(self) -> list[str]:
+        if not self._traffic or (seconds := self._traffic[-1][0] - self._traffic[0][0]) <= 0:
+            return []
+        (_, in_0, out_0), (_, in_1, out_1) = self._traffic[0], self._traffic[-1]
+        return [f"{volume((in_1 - in_0) / seconds)}/s in, {volume((out_1 - out_0) / seconds)}/s out"]
+
+    def _traffic_words(self, waiting: str) -> list[str]:
+        if not self._traffic:
+            return []
+        rates = [] if waiting else self._rates()
+        _, inward, outward = self._traffic[-1]
+        if not rates:
+            return [f"{volume(inward)} in, {volume(outward)} out"]
+        return [f"{rates[0]}, {volume(inward + outward)} in all", *rates]
+
+    def _last_event(self) -> str:
+        if self._last is None:
+            return ""
+        when, text = self._last
+        words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return f"{_age(self._clock() - when)} ago: {words}"
+
+    def _fitting(self, texts: Sequence[str]) -> str:
+        """The first that fits, or the last."""
+        return next((text for text in texts if cell_len(text) <= self._console.width), texts[-1] if texts else "")
+
+    def _cut(self, text: str) -> str:
+        """As much as fits on a line."""
+        encoding, width = self._stream.encoding or "utf-8", self._console.width
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        if cell_len(text) <= width:
+            return text
+        end = "..." if self._console.options.ascii_only else "…"
+        return set_cell_size(text, max(0, width - len(end))) + end[:width]
 
     def _seconds_per_round(self) -> float:
         return (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1)
 
     def _time_left(self) -> str:
         if self._round >= self._total:
-            return f"took {_clock_face(self._ended[-1] - self._started_at)}"
+            return f"took {clock_face(self._ended[-1] - self._started_at)}"
         now = self._clock()
         left = self._limit_s - (now - self._started_at)
         if len(self._ended) > 1:
             since_last = now - self._ended[-1]
             left = min(left, (self._total - self._round) * self._seconds_per_round() - since_last)
-        return "" if math.isinf(left) else f"{_clock_face(left)} left"
+        return "" if math.isinf(left) else f"{clock_face(left)} left"
 
 
-def _clock_face(seconds: float) -> str:
+def _nobody() -> None:
+    return None
+
+
+def _age(seconds: float) -> str:
+    """In the greatest whole unit: 150.0 -> 2 min"""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def clock_face(seconds: float) -> str:
     """3725.0 -> 1:02:05"""
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
+def volume(size: float) -> str:
+    """Bytes with two or three digits: 9120.0 -> 9.1 kB"""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.1f} {unit}" if size < 9.95 and unit != "B" else f"{size:.0f} {unit}"
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, ascii_only: bool = False) -> str:
     """`values` as at most `width` blocks, each the mean of an equal share of them, from least to greatest."""
+    blocks = ASCII_BLOCKS if ascii_only else BLOCKS
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)] if count else []
     means = [fmean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
     if not means:
         return ""
     low, high = min(means), max(means)
-    step = (high - low) / (len(BLOCKS) - 1) or 1.0
-    return "".join(BLOCKS[round((mean - low) / step)] for mean in means)
+    step = (high - low) / (len(blocks) - 1) or 1.0
+    return "".join(blocks[round((mean - low) / step)] for mean in means)

@@ -65,6 +65,9 @@ class FakeTransport:
 
     def announce(self, card: PeerCard) -> None: ...
 
+    def too_new(self) -> str:
+        return ""
+
     def stats(self) -> Mapping[str, float]:
         return {}
 

@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, parse_link, parse_manifest
 from protocol.messages import PeerCard
 from protocol.topics import rollout_topic
 from swarm_node import bootstrap
 from swarm_node.bootstrap import run_bootstrap
+from swarm_node.cli import app
 from swarm_node.config import NetworkConfig, NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.guest import pause
 from swarm_node.manifests import make_manifest, write_manifest
+from swarm_node.rundir import RunDir
 from tests.swarm_node.fake_transport import FakeTransport, address, card, peer_id
 
 QUESTIONS = (
@@ -136,3 +141,47 @@ def test_it_loads_no_model_and_no_task() -> None:
     script = f"import swarm_node.bootstrap, sys; print([m for m in ({heavy}) if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_cpu", 50), ("quiet_hours", "22:00-07:00"), ("pause_on", ["hot"])])
+def test_it_is_not_held_up(key: str, value: Any) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    config = NodeConfig.model_validate({"swarm": "sums.toml", "run_dir": "hub", "guest": {key: value}})
+    with pytest.raises(UserError, match=f"guest.{key} is not for a bootstrap"):
+        run_bootstrap(config)
+
+
+def test_it_leaves_if_it_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    hub = Hub()
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: hub)
+    config = NodeConfig.model_validate({"swarm": "sums.toml", "run_dir": "hub", "guest": {"max_memory_gb": 0.01}})
+    with pytest.raises(UserError, match=r"the bootstrap took .* GiB, more than --max-memory 0.01: lower network.max"):
+        run_bootstrap(config)
+    assert hub.closed
+
+
+def test_it_is_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: Hub())
+    monkeypatch.setattr(bootstrap, "LOOK_S", 0.01)
+    monkeypatch.setattr(bootstrap, "STATUS_S", 0.0)
+    assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
+    run = RunDir("hub")
+    with pytest.raises(UserError, match="is a bootstrap, which others join by at any time"):
+        pause(run, None, now=0.0)
+    assert not run.paused.exists()
+    run.write_paused(None)
+    with pytest.raises(UserError, match=r"which a bootstrap cannot be: `swarm-node resume hub` first"):
+        run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub"))
+
+
+def test_its_limits_reach_the_network_and_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[NodeConfig] = []
+    monkeypatch.setattr(bootstrap, "run_bootstrap", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr("swarm_node.guest.be_nice", lambda guest: seen.append(guest))
+    options = ["--max-upload", "5", "--max-download", "20", "--nice", "10", "--max-memory", "1"]
+    assert CliRunner().invoke(app, ["bootstrap", "sums.toml", *options]).exit_code == 0
+    guest, config = seen
+    assert guest is config.guest and (guest.nice, guest.max_memory_gb) == (10, 1.0)
+    assert (config.network.max_upload_mbit, config.network.max_download_mbit) == (5.0, 20.0)

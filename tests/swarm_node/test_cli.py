@@ -15,7 +15,7 @@ import swarm_node
 from protocol.identity import Identity
 from protocol.manifest import parse_manifest
 from swarm_node.cli import app
-from swarm_node.config import COMMAND_VARIABLES, FLAGS, NodeConfig, _variables, load_config
+from swarm_node.config import COMMAND_VARIABLES, FLAGS, NodeConfig, all_variables, load_config
 from swarm_node.rundir import RunDir
 
 
@@ -81,7 +81,7 @@ def variable(option: str) -> str:
 
 
 def test_every_option_has_an_environment_variable() -> None:
-    variables, known = set(), _variables()
+    variables, known = set(), all_variables()
     for words, command in commands():
         for parameter in command.params:
             name = parameter.opts[0].removeprefix("--")

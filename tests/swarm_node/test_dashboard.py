@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import socket
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from swarm_node.errors import UserError
+from swarm_node.observability.dashboard import app as answering
+from swarm_node.observability.dashboard import gallery as finding
 from swarm_node.observability.dashboard import tail as tailing
 from swarm_node.observability.dashboard.app import HEADERS, STATIC, make_app
 from swarm_node.observability.dashboard.curves import MAX_NAMES, POINTS, Curves
 from swarm_node.observability.dashboard.gallery import SHOWN, Gallery, Told, news
-from swarm_node.observability.dashboard.serve import LOCAL_NAMES, PORT, serve
+from swarm_node.observability.dashboard.serve import CONNECTIONS, LOCAL_NAMES, PORT, serve
 from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.dashboard.view import View
 from swarm_node.observability.jsonl import JsonLines
@@ -225,6 +228,21 @@ def test_the_state_of_a_run_is_told_from_its_files() -> None:
     assert view.state(1000.0) == "ended"
 
 
+def test_a_paused_run_is_paused_and_says_why() -> None:
+    run = make_run()
+    run.write_status({"time": 1100.0, "peer": "b", "sent": {}, "paused": "quiet hours, 22:00-07:00"})
+    assert seen(run).state(1101.0) == "ended"
+    with RunDir.open(run.path):
+        view = seen(run)
+        assert view.summary(1101.0)["state"] == "paused"
+        assert view.summary(1101.0)["paused"] == "quiet hours, 22:00-07:00"
+        assert view.state(1131.0) == "waiting"  # the sentence is stale
+        run.write_status({"time": 1100.0, "peer": "b", "sent": {}, "paused": ""})
+        view.refresh()
+        assert view.summary(1005.0)["state"] == "training"
+        assert view.summary(1005.0)["paused"] is None
+
+
 def test_the_lock_of_an_ended_run_is_not_touched_before_somebody_has_written_into_it() -> None:
     run = make_run()
     with RunDir.open(run.path):
@@ -382,6 +400,45 @@ def test_a_run_that_is_removed_while_it_is_shown_is_gone() -> None:
     assert "gone" not in dict(news(gallery, ["alice"], told))
 
 
+def test_a_run_that_comes_back_is_told_anew_and_may_go_again() -> None:
+    run, aside = make_run(), Path("aside")
+    run.write_status({"time": 1.0})
+    gallery, told = Gallery([Path("runs")]), Told()
+
+    def now() -> dict[str, Any]:
+        gallery._scanned = -math.inf, {}
+        return dict(news(gallery, ["alice"], told))
+
+    parts = {"summary", "curves", "status", "events"}
+    assert parts < now().keys()
+    for _ in range(2):
+        run.path.rename(aside)
+        assert "gone" in now()
+        assert "gone" not in now()
+        aside.rename(run.path)
+        back = now()
+        assert parts <= back.keys() and "gone" not in back
+        assert back["curves"]["first"] == 0
+        run.status.unlink(missing_ok=True)
+    assert back["status"]["status"] is None
+
+
+def test_however_many_runs_are_shown_they_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(SHOWN):
+        make_run(f"runs/r{i}")
+    gallery, told, scans = Gallery([]), Told(), []
+    runs = gallery.runs
+    monkeypatch.setattr(gallery, "runs", lambda: scans.append(1) or runs())
+    monkeypatch.setattr(finding, "AT_MOST_EACH_S", 1e6)
+    for _ in range(3):
+        gallery._list = 0.0, []
+        list(news(gallery, [f"r{i}" for i in range(SHOWN)], told))
+    assert len(scans) == 1
+    monkeypatch.setattr(finding, "AT_MOST_EACH_S", 0.0)
+    list(news(gallery, [], told))
+    assert len(scans) == 2
+
+
 # ----------------------------------------------------------------- HTTP
 
 
@@ -444,6 +501,23 @@ def test_who_has_the_token_sees_and_nobody_else() -> None:
     assert asking.get("/api/runs").status_code == 200  # by the cookie
 
 
+def test_a_page_that_there_is_nothing_new_for_hears_that_the_connection_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run()
+    monkeypatch.setattr(answering, "LOOK_S", 0.0)
+    monkeypatch.setattr(answering, "ALIVE_S", 0.0)
+    looks = iter([False, False, False, True])
+    app = make_app(Gallery([]), LOCAL_NAMES, None, stopping=lambda: next(looks))
+    lines = iter(TestClient(app, base_url="http://127.0.0.1").get("/api/stream?run=alice").text.splitlines())
+    assert list(events(lines))[-2:] == [("alive", {})] * 2
+
+
+def test_a_refusal_ends_the_connection() -> None:
+    make_run()
+    assert client().post("/api/runs").headers["connection"] == "close"
+    assert client(host="evil.example").get("/").headers["connection"] == "close"
+    assert client(token="secret-token").get("/").headers["connection"] == "close"
+
+
 # ----------------------------------------------------------------- the command
 
 
@@ -500,6 +574,41 @@ def test_elsewhere_than_on_this_machine_there_is_a_token() -> None:
         here = f"http://127.0.0.1:{match[1]}/api/runs"
         assert httpx.get(here).status_code == 401
         assert httpx.get(here, headers={"authorization": f"Bearer {match[2]}"}).status_code == 200
+
+
+def is_closed_while_bytes_come(connection: socket.socket) -> bool:
+    connection.settimeout(0.3)
+    for _ in range(200):
+        try:
+            connection.sendall(b"x")
+            if not connection.recv(1):
+                return True
+        except TimeoutError:
+            continue
+        except OSError:
+            return True
+    return False
+
+
+def test_connections_that_ask_nothing_are_closed_and_shut_nobody_out() -> None:
+    run, half = make_run(), b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\n"
+    with dashboard("--port", "0") as (url, _), httpx.stream("GET", f"{url}api/stream?run=alice", timeout=60) as answer:
+        told = events(answer.iter_lines())
+        address = "127.0.0.1", int(re.findall(r":(\d+)/", url)[0])
+        strangers = [socket.create_connection(address, timeout=60) for _ in range(CONNECTIONS + 6)]
+        for number, stranger in enumerate(strangers):
+            if number % 3:
+                stranger.sendall(half)
+        strangers[0].sendall(half + b"\r\n" + half)  # one whole request before
+        assert is_closed_while_bytes_come(strangers[1])
+        for stranger in strangers:
+            with suppress(ConnectionResetError):
+                while stranger.recv(1 << 16):
+                    pass
+            stranger.close()
+        assert httpx.get(f"{url}api/runs").status_code == 200
+        write(run.metrics, metrics(4))
+        assert next(message["rounds"] for kind, message in told if kind == "curves" and message["first"]) == 4
 
 
 def test_a_port_in_use_is_one_line_or_the_next_one_is_taken() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,11 +39,18 @@ def url(tmp_path: Path) -> Iterator[str]:
     """A dashboard of the runs of this test, which are there before it is asked for."""
     make_swarm_run()
     make_silo()
-    command = [sys.executable, "-m", "swarm_node", "dashboard", "--port", "0"]
+    with serving() as (url, _):
+        yield url
+
+
+@contextmanager
+def serving(port: str = "0", *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address that a dashboard prints, and its process."""
+    command = [sys.executable, "-m", "swarm_node", "dashboard", "--port", port, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().strip()
+            yield process.stdout.readline().strip(), process
         finally:
             process.kill()
 
@@ -264,3 +274,135 @@ def test_it_fits_a_phone_and_follows_the_dark(browser: Chromium, url: str) -> No
         assert browser.value("document.documentElement.scrollWidth") == 360
         backgrounds.add(browser.value("getComputedStyle(document.body).backgroundColor"))
     assert len(backgrounds) == 2
+
+
+CONNECTION = "document.getElementById('connection').textContent"
+
+
+def change_status(run: RunDir, **more: Any) -> None:
+    run.write_status(json.loads(run.status.read_text()) | more)
+
+
+def test_it_tries_again_until_it_is_let_in(browser: Chromium, tmp_path: Path) -> None:
+    make_swarm_run()
+    with serving() as (url, _):
+        port = url.rsplit(":", 1)[1].strip("/")
+        browser.open(f"{url}#alice")
+        browser.wait(READY)
+        browser.value("{ const later = setTimeout; setTimeout = (run, ms) => later(run, ms / 10); }")
+    browser.wait(f"{CONNECTION} === 'connection lost, trying again'")
+    with serving(port, "--host", "0.0.0.0") as (address, _):  # the same address, and now a token is asked for
+        browser.wait(f"{CONNECTION}.startsWith('no token: open the address that `swarm-node dashboard` printed')")
+        assert "token=" in address
+    browser.wait(f"{CONNECTION} === 'connection lost, trying again'")
+    with serving(port):
+        browser.wait(f"{CONNECTION} === 'live'")
+        write(Path("runs/alice/metrics.jsonl"), metrics(41))
+        browser.wait("document.querySelector('[data-figure=rounds]').textContent === '41'")
+
+
+def test_a_connection_on_which_nothing_is_heard_is_lost(browser: Chromium, tmp_path: Path) -> None:
+    run = make_swarm_run()
+    with serving() as (url, process):
+        browser.open(f"{url}#alice")
+        browser.wait(READY)
+        browser.value("{ const later = setTimeout; setTimeout = (run, ms) => later(run, ms / 10); }")
+        write(run.metrics, metrics(41))
+        browser.wait("document.querySelector('[data-figure=rounds]').textContent === '41'")
+        process.send_signal(signal.SIGSTOP)  # as when a tunnel has died: open, and silent
+        browser.wait(f"{CONNECTION} === 'connection lost, trying again'")
+        process.send_signal(signal.SIGCONT)
+        browser.wait(f"{CONNECTION} === 'live'")
+
+
+def test_news_take_neither_focus_nor_selection_nor_place(browser: Chromium, url: str) -> None:
+    run = RunDir("runs/alice")
+    browser.open(f"{url}#alice", width=660)
+    browser.wait(READY)
+    region = "document.querySelector('[role=region][aria-label=\"Peers of alice\"]')"
+    browser.value("document.adoptedStyleSheets = [new CSSStyleSheet()]")
+    browser.value("document.adoptedStyleSheets[0].replaceSync('.scroll { width: 300px }')")
+    browser.value("getSelection().selectAllChildren([...document.querySelectorAll('#event-list .text')].at(-1))")
+    browser.value(f"window.before = {region}; before.scrollLeft = 40; before.focus()")
+    peers = json.loads(run.status.read_text())["peers"]
+    peers["12D3KooWevilevil"]["used"] = 5000  # and is above bob now
+    del peers["12D3KooWbobbobbob"]["rejected"]
+    status = json.loads(run.status.read_text())
+    change_status(run, peers=peers, traffic={"bytes_in": 9e6, "bytes_out": 1.0}, averaging=None)
+    write(run.events, {"time": 3.0, "kind": "note", "text": "something new"})
+    browser.wait("document.querySelector('#event-list .text').textContent === 'something new'")
+    browser.wait("document.querySelector('[data-figure=bytes]').textContent === '9.00 MB in'")
+    assert [row[5] for row in rows(browser, "Peers of alice")] == ["5,000", "90"]
+    assert [row[6] for row in rows(browser, "Peers of alice")] == ["age 8", "none"]
+    assert not browser.value("!!document.querySelector('[aria-label=\"Averaging of weights of alice\"]')")
+    kept = f"[document.activeElement === window.before && {region} === window.before, {region}.scrollLeft]"
+    assert browser.value(kept) == [True, 40]
+    assert browser.value("getSelection().toString()") == "it begins"
+    run.write_status(status)
+    browser.wait("!!document.querySelector('[aria-label=\"Averaging of weights of alice\"]')")
+    assert browser.value(kept) == [True, 40]
+    widths = "[...document.querySelectorAll('.fill')].map(bar => bar.style.width)"
+    assert browser.value(widths) == ["100%", f"{100 * 30 / 90:.4f}%"]
+    assert browser.errors == []
+
+
+def test_a_new_round_leaves_the_table_of_a_curve_in_place(browser: Chromium, url: str) -> None:
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    browser.value("document.querySelector('#first details').open = true")
+    browser.wait("!!document.querySelector('#first details table')")
+    browser.value("document.querySelector('#first details [role=region]').focus()")
+    write(RunDir("runs/alice").metrics, metrics(41, **rewards(41)))
+    browser.wait("document.querySelector('#first details tbody tr:last-child th').textContent === '41'")
+    assert browser.value("document.activeElement.getAttribute('aria-label')") == "Values of Reward"
+
+
+def test_a_chosen_curve_is_called_by_its_metric_alone(browser: Chromium, url: str) -> None:
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    browser.value("window.figure = document.querySelector('[aria-label=\"Metric of curve 1\"]').closest('figure')")
+    browser.value("window.choice = figure.querySelector('select')")
+    browser.value("choice.value = 'entropy', choice.dispatchEvent(new Event('change'))")
+    browser.value("figure.querySelector('details').open = true")
+    browser.wait("figure.querySelector('.unseen').textContent.startsWith('entropy: 0.')")
+    browser.wait("figure.querySelector('thead')?.textContent === 'roundentropy'")
+    assert browser.value("figure.querySelector('[role=region]').getAttribute('aria-label')") == "Values of entropy"
+    assert browser.value("figure.querySelector('summary').textContent") == "Values of entropy"
+    assert browser.value("figure.querySelector('svg').getAttribute('aria-label')") == "entropy"
+
+
+def test_a_pause_and_its_reason_are_shown(browser: Chromium, url: str) -> None:
+    run = RunDir("runs/alice")
+    with RunDir.open(run.path):
+        change_status(run, time=time.time(), paused="quiet hours, 22:00-07:00")
+        browser.open(f"{url}#alice")
+        browser.wait(READY)
+        browser.wait("document.querySelector('[data-figure=state]').textContent === 'paused'")
+        assert "paused quiet hours, 22:00-07:00" in browser.value("document.querySelector('h2.run').textContent")
+        assert browser.value("document.title") == "alice: paused – swarm-node"
+
+
+def test_a_run_that_comes_back_is_there_again(browser: Chromium, url: str) -> None:
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    Path("runs/alice").rename("aside")
+    browser.wait("document.querySelector('.notice')?.textContent === 'alice is not there any more'")
+    Path("aside").rename("runs/alice")
+    browser.wait("document.querySelector('.notice') === null")
+    assert figure(browser, "rounds").startswith("Round 40 of 90")
+
+
+def test_what_a_run_has_cost_is_shown_where_there_is_a_price(browser: Chromium, url: str) -> None:
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    assert not browser.value("!!document.querySelector('[data-figure=cost]')")
+    cost = {"cost/spent": 1.5, "cost/groups": 7000, "cost/per_admitted_group": 1.5 / 7000}
+    write(RunDir("runs/alice").metrics, metrics(41, **cost))
+    browser.wait("!!document.querySelector('[data-figure=cost]')")
+    assert figure(browser, "cost") == "Spent 1.5 0.000214 a group"
+    write(RunDir("runs/alice").metrics, metrics(42, **cost, **{"cost/per_reward_point": 1234.5}))
+    browser.wait("document.querySelector('[data-figure=cost]').parentNode.textContent.includes('point')")
+    assert figure(browser, "cost") == "Spent 1.5 0.000214 a group 1,235 a point of reward"
+    browser.open(f"{url}#alice&silo")
+    browser.wait("document.querySelectorAll('[aria-label=\"Key figures of the runs\"] tbody tr').length === 2")
+    assert [row[-1] for row in rows(browser, "Key figures of the runs")] == ["1.5", "–"]

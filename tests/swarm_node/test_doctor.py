@@ -17,12 +17,13 @@ from msgspec.structs import replace
 
 from protocol.codec import in_version
 from protocol.errors import PeerUnreachable
-from protocol.limits import CARD_RENEWAL_S
+from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
 from protocol.messages import PROTOCOL_VERSION
 from swarm_node import doctor, memory
-from swarm_node.config import NetworkConfig, NodeConfig, PolicyConfig, dump_toml
+from swarm_node.config import NetworkConfig, NodeConfig, PolicyConfig, StagesConfig, dump_toml
 from swarm_node.doctor import (
     Check,
+    Way,
     begin,
     clock,
     compiler,
@@ -57,6 +58,9 @@ def listener() -> Iterator[int]:
 
 
 class Visitor(FakeTransport):
+    def made(self) -> dict[str, float]:
+        return {peer: card.created for peer, card in self.cards.items()}
+
     def dial_back(self, peer: str, ports: Sequence[int]) -> list[bool]:
         return [True] * len(ports)
 
@@ -241,6 +245,86 @@ def test_the_clock_is_compared_with_the_cards_of_others(off: float, verdict: str
     assert people(members).verdict == "ok"
 
 
+@pytest.mark.parametrize("off", [-3600.0, -300.0, -60.0, 70.0, 3600.0])
+def test_a_clock_by_which_nobody_is_a_member_is_a_failure(off: float) -> None:
+    now = 1e9
+    made = {peer_id(i): now - age - off for i, age in enumerate((1.0, CARD_RENEWAL_S / 2, CARD_RENEWAL_S - 1))}
+    check = clock({}, now, made)
+    assert (check.verdict, check.detail.split()[0]) == ("fail", f"{abs(off):.0f}")
+    assert ("ahead" in check.detail) == (off > 0)
+    assert "3" in people({}, made, True).detail and people({}, made, True).verdict == "warn"
+
+
+def test_those_who_are_left_by_this_machines_clock_do_not_decide() -> None:
+    now, off = 1e9, 50.0
+    made = {peer_id(i): now - CARD_RENEWAL_S * i / 8 - off for i in range(8)}
+    members = {peer: card(created=at) for peer, at in made.items() if at + CARD_TTL_S > now}
+    assert 0 < len(members) < len(made) and clock(members, now, made).verdict == "fail"
+
+
+def test_strangers_do_not_set_the_clock_where_there_are_members() -> None:
+    now = 1e9
+    members = {peer_id(i): card(created=now - 7.0) for i in range(2)}
+    strangers = {peer_id(i): now - 3600.0 for i in range(2, 20)}
+    made = strangers | {peer: each.created for peer, each in members.items()}
+    assert clock(members, now, made).verdict == "ok"
+
+
+def test_nobody_there_is_told_from_no_peer() -> None:
+    assert "none is a member of this swarm" in people({}, {}, True).detail
+    assert "not as a peer" in people({}, {}, False).detail
+
+
+LINK = f"swarm://{SWARM}?peer={address(1)}&peer={address(2)}"
+IN_THAT_RUN = Way("join", "sums.toml", "runs/my run")
+
+
+@pytest.mark.parametrize(
+    ("way", "started", "elsewhere"),
+    [
+        (Way(), "swarm-node join SWARM", "swarm-node join SWARM --run-dir DIR"),
+        (Way(swarm=LINK), f"swarm-node join '{LINK}'", f"swarm-node join '{LINK}' --run-dir DIR"),
+        (IN_THAT_RUN, "swarm-node join sums.toml --run-dir 'runs/my run'", "swarm-node join sums.toml --run-dir DIR"),
+        (Way("local", run_dir="runs/a"), "swarm-node local --run-dir runs/a", "swarm-node local --run-dir DIR"),
+    ],
+)
+def test_remedies_say_what_is_known(way: Way, started: str, elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert way.start() == started
+    network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
+    assert reachable(network, [], way).remedy == f"{started} --listen 0.0.0.0"
+    assert reachable(network, [PRIVATE], way).remedy == f"{started} --set network.nat_port_map=true"
+    away = network.model_copy(update={"listen": "203.0.113.1"})
+    assert ports(away, way=way).remedy.startswith(f"{started} --listen")
+    Path("file").touch()
+    assert directory(Path("file/run"), way).remedy == elsewhere
+    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    (tight, _) = room(NodeConfig(), Path("runs/new"), False, way)
+    assert tight.remedy == f"{started} --lora"
+    named = NodeConfig(policy=PolicyConfig(lora=True), stages=StagesConfig(count=2, crew="home"))
+    (tight, _) = room(named, Path("runs/new"), False, way)
+    assert tight.remedy == way.start("--stages 4 --crew home").replace(" local ", " join SWARM ")
+    (tight, _) = room(NodeConfig(policy=PolicyConfig(lora=True)), Path("runs/new"), False, way)
+    assert len(tight.remedy.rpartition("--stages 2 --crew ")[2]) == 12
+
+
+def test_whoever_has_nobody_to_begin_with_is_told_of_somebody() -> None:
+    dead = {address(1): False}
+    assert begin(dead, way=Way()).remedy == "swarm-node bootstrap MANIFEST"
+    assert begin(dead, way=Way(swarm="my swarm.toml")).remedy == "swarm-node bootstrap 'my swarm.toml'"
+    assert begin(dead, way=Way(swarm=LINK)).remedy == f"swarm-node join '{LINK}' --bootstrap ADDRESS"
+    assert begin(dead, way=Way("bootstrap", "a.toml", "hub")).remedy == "swarm-node bootstrap a.toml --run-dir hub"
+    some = {address(1): False, address(2): True}
+    members = {peer_id(3): replace(card(), addresses=[address(3)])}
+    found = begin(some, members, Way(swarm=LINK, run_dir="runs/a"))
+    assert found.verdict == "warn"
+    assert found.remedy == f"swarm-node join 'swarm://{SWARM}?peer={address(3)}' --run-dir runs/a"
+    assert people({}, {}, True, Way(swarm="a.toml")).remedy == "swarm-node bootstrap a.toml"
+
+
+def test_whoever_has_peers_with_an_older_version_is_told_what_they_need() -> None:
+    assert "pip install --upgrade swarm-node" in versions({peer_id(1): card()}, {"rejected/version": 1.0}).remedy
+
+
 def test_a_machine_is_examined_and_a_failure_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     config = NodeConfig(network=NetworkConfig(port=0, gossip_port=0))
     assert examine(None, config, json_output=True) == 0
@@ -284,3 +368,27 @@ def test_a_run_is_examined_with_its_own_settings_and_from_outside(
     assert checks["members"].verdict == checks["clock"].verdict == "ok"
     assert visited == [[mine, mine, other]]
     assert "bob" in checks["reachable"].detail and "203.0.113.9" not in checks["reachable"].detail
+
+
+@pytest.mark.parametrize("off", [-3600.0, 3600.0])
+def test_a_wrong_clock_is_exit_code_1(
+    off: float, listener: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Alone(Visitor):
+        def made(self) -> dict[str, float]:
+            return {peer_id(1): time.time() - off}
+
+        def stats(self) -> dict[str, float]:
+            return {"connections/dht": 1.0}
+
+    @contextmanager
+    def visitor(swarm: Any, network: NetworkConfig, say: Any) -> Iterator[FakeTransport]:
+        yield Alone()
+
+    monkeypatch.setattr(doctor, "visitor", visitor)
+    monkeypatch.setattr(doctor, "look_around", lambda transport: transport.members())
+    config = NodeConfig(network=NetworkConfig(port=0, gossip_port=0))
+    assert examine(f"swarm://{SWARM}?peer={address(1, listener)}", config, json_output=True) == 1
+    checks = {check["name"]: Check(**check) for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert [name for name, check in checks.items() if check.verdict == "fail"] == ["clock"]
+    assert "cards of 1" in checks["members"].detail

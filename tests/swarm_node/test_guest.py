@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ def test_hours_that_are_none_are_refused(text: str) -> None:
         load_config(flags={"quiet_hours": text})
 
 
+@pytest.mark.parametrize("text", ["22:00-22:00", "00:00-00:00"])
+def test_hours_that_never_end_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"guest\.quiet_hours.*must end at another time than they begin"):
+        load_config(flags={"quiet_hours": text})
+
+
 def test_less_than_a_megabit_is_refused_and_options_reach_their_keys() -> None:
     with pytest.raises(UserError, match="below that, peers give up waiting"):
         load_config(flags={"max_upload": 0.5})
@@ -125,6 +132,28 @@ def test_the_owner_is_asked_for_every_ten_seconds() -> None:
     assert signs.machine.busy() == "its owner is active" and signs.asked == 1
     signs.now = 11.0
     assert signs.machine.busy() == "" and signs.asked == 2
+
+
+def test_nobody_who_leaves_waits_for_what_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.guest.LOOK_S", 0.01)
+    asked, answers, said = threading.Event(), threading.Event(), list[str]()
+
+    def slow() -> bool:  # as `loginctl` while the system goes down
+        if threading.current_thread() is threading.main_thread():
+            return False
+        asked.set()
+        assert answers.wait(30)
+        return True
+
+    config = GuestConfig(pause_on=["owner"])
+    machine = Machine(config, said.append, owner_active=slow, clock=count(0, 60).__next__)
+    guest = Guest(config, made(tmp_path / "run"), said.append, machine=machine)
+    with guest.watching(Stop(0)):  # type: ignore[arg-type]
+        assert asked.wait(30)
+    [thread] = [each for each in threading.enumerate() if each.name == "guest"]
+    answers.set()
+    thread.join(30)
+    assert not thread.is_alive() and said == [] and guest.reason == ""
 
 
 def test_what_the_machine_does_not_tell_is_said_once() -> None:

@@ -15,10 +15,18 @@ from msgspec.structs import replace
 
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
-from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest, ManifestTask, parse_link
+from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest, ManifestModel, ManifestTask, parse_link
 from protocol.transports.base import Server, Transport
 from swarm_node import joining
-from swarm_node.config import NetworkConfig, NodeConfig, RewardsConfig, TaskConfig
+from swarm_node.config import (
+    AveragingConfig,
+    NetworkConfig,
+    NodeConfig,
+    RewardsConfig,
+    SharingConfig,
+    StagesConfig,
+    TaskConfig,
+)
 from swarm_node.download import download
 from swarm_node.enter import enter_swarm
 from swarm_node.errors import UserError
@@ -31,6 +39,7 @@ from swarm_node.joining import (
     keep,
     living,
     open_transport,
+    say_what_leaves,
     serve_swarm,
     settings_of,
     swarm_to_join,
@@ -420,6 +429,33 @@ def test_what_leaves_the_machine_is_said_before_it_does_once_for_each_swarm_and_
     relays = NodeConfig(network=NetworkConfig(serve_relay=True))
     (told,) = enter(Swarm("ab" * 32, None, [address(1)]), relays)
     assert "connections is on (--relay)" in told
+
+
+@pytest.mark.parametrize(
+    ("sections", "weights"),
+    [
+        ({}, False),
+        ({"averaging": AveragingConfig(method="noloco")}, True),
+        ({"stages": StagesConfig(count=2, crew="home")}, True),
+    ],
+)
+def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any], weights: bool) -> None:
+    def told(manifest: Manifest | None, trains: bool = True, give: bool = True) -> str:
+        said: list[str] = []
+        config = NodeConfig(**sections, sharing=SharingConfig(give_model=give))
+        say_what_leaves(Swarm(PLAIN.swarm_id, manifest, []), config, run, said.append, trains)
+        return said[0]
+
+    assert "its name and speed and the kind of its model" in told(PLAIN)
+    assert ("the weights it trains" in told(PLAIN)) == weights
+    bootstrap = told(PLAIN, trains=False)
+    assert "so does its name" in bootstrap and "weights" not in bootstrap and "speed" not in bootstrap
+    with_model = replace(PLAIN, model=ManifestModel("tiny", "ab" * 32, 1000))
+    given = "the files of the model that the swarm begins with"
+    assert f"{given} are given to members" in told(with_model)
+    assert f"{given} are given to members" in told(with_model, trains=False)
+    assert f"{given}, if it has one, are given" in told(None)
+    assert given not in told(with_model, give=False) and given not in told(PLAIN)
 
 
 def test_a_swarm_is_found_once_and_before_there_is_a_directory(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from swarm_node.run import last_exchange
+from swarm_node.parting import last_exchange
 from tests.swarm_node.averaging.cohort import PERIOD_S, Cohort
 
 

@@ -95,14 +95,17 @@ def look(server: Fake, now: float = NOW) -> Notice | None:
 
 
 def event(
-    kind: str = "Preempt", when: str = "Mon, 18 Sep 2017 08:20:25 GMT", machines: list[str] | None = None
+    kind: str = "Preempt",
+    when: str = "Mon, 18 Sep 2017 08:20:25 GMT",
+    machines: list[str] | None = None,
+    status: str = "Scheduled",
 ) -> Answer:
     listed = {
         "EventId": "f020ba2e-3bc0-4c40-a10b-86575a9eabd5",
         "EventType": kind,
         "ResourceType": "VirtualMachine",
         "Resources": ["FrontEnd_IN_0"] if machines is None else machines,
-        "EventStatus": "Scheduled",
+        "EventStatus": status,
         "NotBefore": when,
         "EventSource": "Platform",
     }
@@ -116,7 +119,7 @@ def event(
         ("aws", {ACTION: (200, b'{"action": "stop", "time": "2017-09-18T08:22:00Z"}')}, 120),
         ("aws", {ACTION: (200, b'{"action": "terminate", "time": "2017-09-18T08:20:31Z"}')}, 31),
         ("aws", {ACTION: (200, b'{"action": "terminate", "time": "2017-09-18T08:19:00Z"}')}, 10),
-        ("aws", {ACTION: (200, b'{"action": "terminate", "time": "soon"}')}, 120),
+        ("aws", {ACTION: (200, b'{"action": "terminate", "time": "soon"}')}, 10),
         ("aws", {REBALANCE: (200, b'{"noticeTime": "2017-09-18T08:19:00Z"}')}, math.inf),
         ("gcp", {PREEMPTED: (200, b"FALSE")}, None),
         ("gcp", {PREEMPTED: (200, b"TRUE")}, 30),
@@ -124,7 +127,8 @@ def event(
         ("azure", {EVENTS: event()}, 25),
         ("azure", {EVENTS: event("Terminate")}, 25),
         ("azure", {EVENTS: event("Reboot")}, None),
-        ("azure", {EVENTS: event(when="")}, 30),
+        ("azure", {EVENTS: event(when="")}, 10),  # blank for an event that has begun
+        ("azure", {EVENTS: event(status="Started")}, 10),
         ("azure", {EVENTS: event(machines=["FrontEnd_IN_1"])}, None),
     ],
 )
@@ -219,10 +223,10 @@ def test_advice_is_taken_once_and_a_notice_ends_the_asking() -> None:
         server.answers[ACTION] = 200, b'{"action": "terminate", "time": "no time"}'
         thread.join(10)
         assert not thread.is_alive()
-    assert noticed == [120.0]
+    assert noticed == [10.0]
     assert [sentence.partition(":")[0] for sentence in said] == [
         "aws says that it may well take this machine back soon",
-        "aws will terminate this machine in 120 s",
+        "aws will terminate this machine in 10 s",
     ]
 
 
@@ -237,6 +241,29 @@ def test_a_notice_stops_a_run_with_the_time_that_it_leaves() -> None:
                 stop.wait(20)
             assert 20 < stop.left_s <= 28
     assert said == ["gcp takes this machine back in 30 s: leaving"]
+
+
+class Silent:
+    """A service that answers when nobody wants to know any more."""
+
+    def __init__(self, ask: Any) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+    def look(self) -> Notice | None:
+        self.asked.set()
+        assert self.answers.wait(30)
+        return Notice("gcp takes this machine back", 30.0)
+
+
+def test_nobody_who_leaves_waits_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, said = Silent(None), list[str]()
+    monkeypatch.setitem(CLOUDS, "gcp", lambda ask: silent)
+    with stopper(SpotConfig(cloud="gcp"), lambda: None, said.append):
+        assert silent.asked.wait(30)
+    [thread] = [each for each in threading.enumerate() if each.name == "preemption"]
+    silent.answers.set()
+    thread.join(30)
+    assert not thread.is_alive() and said == []
 
 
 @pytest.mark.parametrize(

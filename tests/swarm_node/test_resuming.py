@@ -46,7 +46,7 @@ def test_a_run_that_no_longer_averages_says_so_and_what_else_is_not_as_it_was() 
         f"grpo.learning_rate = 0.5 (was {default.learning_rate})",
     }
     assert load_config(Path("run/config.toml")).averaging.method == "none"
-    assert len(changes(start(4))) == 1, "once: from then on it is a run that does not average"
+    assert len(changes(start(4, price_per_hour=0.5))) == 1, "once: from then on it is a run that does not average"
 
 
 def test_the_name_of_a_crew_is_not_for_dashboards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node import status
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
@@ -348,3 +348,62 @@ def test_on_a_terminal_it_says_that_it_looks(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     show_status(swarm, NetworkConfig(), False)
     assert capsys.readouterr().err == "looking for members, a few seconds\n"
+
+
+# --------------------------------------------------------------------- for programs
+
+
+def test_a_swarm_s_document_lists_members_and_adds_them_up(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int
+) -> None:
+    head = PROTOCOL_VERSION, SWARM, 0.0
+    cohort = "0123456789abcdef"
+    crew = CrewCard(id="1" * 16, architecture="2" * 16, count=2, seats=(1,))
+    cards = {
+        peer_id(1): PeerCard(*head, "boot", ["bootstrap"], [address(1)]),
+        peer_id(2): PeerCard(*head, "bob", ["trainer"], cohort=cohort, family="llama", policy_version=7, speed=100.0),
+        peer_id(3): PeerCard(*head, "carol", ["trainer", "relay"], speed=20.0, stages=(6, 11), crew=crew),
+        peer_id(4): PeerCard(*head, "dave", ["trainer"], cohort=cohort, speed=3.0),
+    }
+    visiting(monkeypatch, cards)
+    found = json.loads(shown(capsys, make_swarm(address(1, listening)), json_output=True))
+    assert (found["schema"], found["run"], found["answered"], found["connected"]) == (1, None, True, True)
+    members = {member["name"]: member for member in found["members"]}
+    assert [member["peer"] for member in found["members"]] == sorted(cards)
+    assert members["bob"] == {
+        "peer": peer_id(2),
+        "name": "bob",
+        "present": True,
+        "roles": ["trainer"],
+        "family": "llama",
+        "cohort": cohort,
+        "policy_version": 7,
+        "tokens_per_s": 100.0,
+        "layers": None,
+        "crew": None,
+        "stages": [],
+        "addresses": [],
+    }
+    carol = members["carol"]
+    assert (carol["layers"], carol["crew"], carol["stages"], carol["cohort"]) == ([6, 11], "1" * 16, [1], None)
+    assert members["boot"]["addresses"] == [address(1)] and members["boot"]["family"] is None
+    assert found["totals"] == {
+        "members": 4,
+        "trainers": 3,
+        "tokens_per_s": 123.0,
+        "cohorts": {cohort: {"members": 2, "trainers": 2, "tokens_per_s": 103.0}},
+    }
+
+
+def test_a_run_s_document_says_what_a_fleet_asks_first(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("runs/alice", paused="quiet hours", averaging={"method": "noloco"}, crew={"name": "home"})
+    run.metrics.write_text('{"round": 1, "reward": 0.1, "cost/spent": 0.5, "cost/groups": 4}\n')
+    with RunDir.open("runs/alice"):
+        found = json.loads(shown(capsys, str(run.path), json_output=True))
+    assert (found["schema"], found["in_use"], found["paused"]) == (1, True, "quiet hours")
+    assert (found["averaging"], found["crew"]) == ({"method": "noloco"}, {"name": "home"})
+    assert found["cost"] == {"spent": 0.5, "groups": 4}
+    run.status.unlink()
+    run.metrics.write_text('{"round": 1, "reward": 0.1}\n')
+    found = json.loads(shown(capsys, str(run.path), json_output=True))
+    assert [found[key] for key in ("in_use", "paused", "crew", "averaging", "cost", "swarm")] == [False] + [None] * 5

@@ -178,3 +178,93 @@ def test_a_last_resort_that_fails_is_the_end_all_the_same():
     out, _ = process.communicate(timeout=10)
     assert (out, process.returncode) == ("", 0)
     assert time.monotonic() - began < 8
+
+
+HANGS = """
+with Stopper(last_resort, deadline_s=0.5) as stop:
+    try:
+        stop.allow(); ready()
+        while True: sum(range(1000))
+    except StopRequested:
+        stop.hold()
+        SAFE
+        time.sleep(60)  # a disk or a network that does not answer
+"""
+
+
+@pytest.mark.parametrize(("safe", "said"), [("", "last resort\n"), ("stop.safe()", "")])
+def test_what_is_done_after_the_signal_has_no_longer_than_anything_else(safe, said):
+    process = start(HANGS.replace("SAFE", safe))
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert (out, process.returncode) == (said, 0)
+
+
+SWALLOWED = """
+class Slow:
+    def __del__(self):
+        ready()
+        end = time.monotonic() + 60
+        while time.monotonic() < end: sum(range(1000))  # Python swallows what is raised here
+with Stopper(last_resort, deadline_s=2.0) as stop:
+    stop.allow()
+    one = Slow()
+    del one
+    end = time.monotonic() + 60
+    while time.monotonic() < end: sum(range(1000))
+"""
+
+
+def test_a_stop_that_a_finalizer_swallows_still_has_its_deadline():
+    process = start(SWALLOWED)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("last resort\n", 0)
+
+
+def test_the_second_signal_also_ends_a_last_resort_that_hangs():
+    process = start("def last_resort(): print('saving', flush=True); time.sleep(60)\n" + STUCK)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "saving\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("", 143)
+
+
+LEAVES = """
+import threading
+hangs = threading.Event()
+def last_resort(): print("saving", flush=True); hangs.wait(60)
+with Stopper(last_resort, deadline_s=0.3) as stop:
+    ready()
+    while not stop.requested: time.sleep(0.01)
+    time.sleep(1)
+print("left after all", flush=True)
+hangs.set()
+"""
+
+
+def test_who_gets_through_meanwhile_needs_no_last_resort():
+    process = start(LEAVES)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("saving\nleft after all\n", 0)
+
+
+ALLOWED = """
+with Stopper(last_resort) as stop:
+    try:
+        with stop.allowed():
+            ready()
+            while True: sum(range(1000))
+    except StopRequested:
+        print("stopped", flush=True)
+    print("held" if not stop._interruptible else "not held", flush=True)
+"""
+
+
+def test_what_may_be_broken_off_is_at_once():
+    process = start(ALLOWED)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("stopped\nheld\n", 0)

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -15,16 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from protocol.codec import spoken_by, version_for
 from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import AVERAGE_METHOD, AverageHead, seal_head
+from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.tensors import AVERAGE_METHOD, AverageHead, open_average_head, open_weights_head, seal_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging import averager as averager_module
 from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import encoded_size, pieces
+from swarm_node.averaging.fetching import weights_head
 from swarm_node.averaging.pairs import PairAverager
 from swarm_node.errors import SnapshotError, UserError
+from swarm_node.installed import upgrade_command
 from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 
 
@@ -485,3 +488,33 @@ def test_the_probe_takes_back_what_does_harm() -> None:
     assert torch.equal(victim.flat, before)
     assert victim.averager.counts["skipped/probe"] >= 1 and victim.averager.counts["exchanges"] == 0
     assert other.averager.counts["exchanges"] >= 1
+
+
+# --------------------------------------------------------------------- versions of the protocol
+
+
+def test_halves_are_written_in_the_newest_version_that_both_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this node is the newer one, or its partner is."""
+    monkeypatch.setattr("protocol.tensors.SPOKEN", spoken_by(5))
+    cohort = Cohort(2)
+    averager = cohort.trainees[0].averager
+    cards = {
+        name: PeerCard(protocol=protocol, swarm=SWARM, created=0.0, name=name, roles=["trainer"], speaks=speaks)
+        for name, protocol, speaks in (("older", 4, 0), ("same", 4, 5), ("newer", 5, 6))
+    }
+    monkeypatch.setattr(averager.transport, "members", lambda: cards)
+    monkeypatch.setattr("swarm_node.averaging.averager.version_for", partial(version_for, spoken=spoken_by(5)))
+    monkeypatch.setattr("swarm_node.averaging.fetching.version_for", partial(version_for, spoken=spoken_by(5)))
+    for peer, version in (("older", 4), ("same", 5), ("newer", 5), ("unknown", 4)):
+        half = averager._sealed(peer, "float32", 0, lambda: iter(()), round=0, fragment=0)
+        assert open_average_head(half.head).protocol == version
+        assert open_weights_head(weights_head(averager.transport, peer, SWARM, COHORT, 1)).protocol == version
+
+
+def test_an_exchange_that_failed_for_its_version_says_how_to_upgrade() -> None:
+    trainee = Cohort(2).trainees[0]
+    for _ in range(2):
+        trainee.averager.skip("version", "protocol 7 is too new for a node that speaks 5 and 6")
+    [said] = [text for text in trainee.said if "too new" in text]
+    assert upgrade_command() in said
+    assert trainee.averager.metrics()["averaging/skipped/version"] == 2

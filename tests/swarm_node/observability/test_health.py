@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import re
 import socket
+import threading
 from http.client import HTTPConnection
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from swarm_node.errors import UserError
 from swarm_node.observability.health import MAX_REQUESTS, Health, main, metric_name, serving
 
-SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]* (-?[0-9.]+(e[+-]?[0-9]+)?|NaN|[+-]Inf)")
+SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*({reason=\"[a-z]+\"})? (-?[0-9.]+(e[+-]?[0-9]+)?|NaN|[+-]Inf)")
 
 
 class Clock:
@@ -68,13 +69,62 @@ def test_to_wait_for_others_of_the_crew_is_healthy_and_to_leave_is_not() -> None
     assert health.verdict() == (False, "leaving")
 
 
+def test_silence_is_counted_without_waits_and_no_wait_is_the_longest_round() -> None:
+    clock = Clock()
+    health = Health(clock=clock)
+    why = ""
+    health.waiting = lambda: why
+    rounds(health, clock, 5, 2.0)
+    why = "paused: quiet hours"
+    clock.now += 9 * 3600
+    assert health.verdict() == (True, "waiting: paused: quiet hours")
+    why = ""
+    assert health.verdict() == (True, "round 5 ended 32400 s ago")
+    clock.now += 120
+    assert health.verdict()[0]
+    clock.now += 1
+    assert health.verdict() == (False, "no round has ended for 121 s; before that, one took 2.0 s at most")
+    health.write(6, {})
+    clock.now += 24 * 3600
+    assert health.verdict() == (False, "no round has ended for 86400 s; before that, one took 121.0 s at most")
+
+
+def test_waits_are_noticed_also_if_nobody_asks() -> None:
+    clock = Clock()
+    health = Health(clock=clock)
+    rounds(health, clock, 2, 2.0)
+    looked, why = threading.Event(), "for the others of the crew"
+
+    def waiting() -> str:
+        looked.set()
+        return why
+
+    health.waiting = waiting
+    with serving(health, "127.0.0.1", 0) as port:
+        for _ in range(2):
+            looked.clear()
+            assert looked.wait(10)
+        clock.now += 3600
+        for _ in range(2):
+            looked.clear()
+            assert looked.wait(10)
+        why = ""
+        looked.clear()
+        assert looked.wait(10)
+        assert get(port, "/healthz")[2] == "round 2 ended 3600 s ago\n"
+
+
 def test_it_is_answered_over_http() -> None:
     health = Health()
     with serving(health, "127.0.0.1", 0) as port:
         status, kind, text = get(port, "/healthz")
         assert (status, kind) == (503, "text/plain; charset=utf-8") and "no round has ended yet" in text
-        assert get(port, "/metrics")[2] == "# TYPE swarm_node_training gauge\nswarm_node_training 0.0\n"
-        health.write(7, {"reward": 0.25, "swarm/rejected/age": 3, "kl": math.nan, "reward/gcd": -math.inf})
+        assert get(port, "/metrics")[2] == (
+            "# HELP swarm_node_training Whether it does what it is for, as /healthz says: 1 or 0.\n"
+            "# TYPE swarm_node_training gauge\nswarm_node_training 0.0\n"
+        )
+        rejected = {"swarm/rejected/size": 2, "swarm/rejected/age": 3}
+        health.write(7, {"reward": 0.25, "kl": math.nan, "reward/gcd": -math.inf, **rejected})
         assert get(port, "/healthz")[:1] == (200,)
         status, kind, text = get(port, "/metrics")
         assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
@@ -82,8 +132,13 @@ def test_it_is_answered_over_http() -> None:
     lines = text.splitlines()
     samples = [line for line in lines if not line.startswith("#")]
     assert all(SAMPLE.fullmatch(line) for line in samples)
-    assert [line.split()[2] for line in lines if line.startswith("# TYPE")] == [line.split()[0] for line in samples]
-    assert {"swarm_node_round 7.0", "swarm_node_reward 0.25", "swarm_node_swarm_rejected_age 3.0"} < set(samples)
+    families = list(dict.fromkeys(line.partition(" ")[0].partition("{")[0] for line in samples))
+    assert [line.split()[2] for line in lines if line.startswith("# TYPE")] == families
+    assert {"swarm_node_round 7.0", "swarm_node_reward 0.25"} < set(samples)
+    assert [line for line in samples if "rejected" in line] == [
+        'swarm_node_swarm_rejected{reason="age"} 3.0',
+        'swarm_node_swarm_rejected{reason="size"} 2.0',
+    ]
     assert {"swarm_node_kl NaN", "swarm_node_reward_gcd -Inf", "swarm_node_training 1.0"} < set(samples)
     with pytest.raises(OSError):
         get(port, "/healthz")
@@ -134,3 +189,30 @@ def test_the_check_of_a_container_asks_the_node_of_its_machine(
     assert main() == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("starting") and out[1].startswith("round 1 ended") and out[2].startswith("no answer")
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536", "-1", "31390.0", "\u0663"])
+def test_a_port_that_is_none_is_one_line(
+    port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWARM_NODE_HEALTH_PORT", port)
+    assert main() == 1
+    told = capsys.readouterr().out
+    assert told == f"SWARM_NODE_HEALTH_PORT = {port!r} is no TCP port: give a number from 1 to 65535\n"
+
+
+def test_the_check_asks_where_the_node_listens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    health = Health()
+    health.write(1, {})
+    with serving(health, "127.0.0.2", 0) as port:  # as an address of the local network
+        monkeypatch.setenv("SWARM_NODE_HEALTH_PORT", str(port))
+        assert main() == 1
+        monkeypatch.setenv("SWARM_NODE_HEALTH__LISTEN", "127.0.0.2")
+        assert main() == 0
+    with serving(health, "0.0.0.0", 0) as port:
+        monkeypatch.setenv("SWARM_NODE_HEALTH_PORT", str(port))
+        monkeypatch.setenv("SWARM_NODE_HEALTH__LISTEN", "0.0.0.0")
+        assert main() == 0
+    assert "127.0.0.1" in capsys.readouterr().out.splitlines()[0]

@@ -1,6 +1,8 @@
 import json
 import math
+import os
 import resource
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swarm_node.errors import UserError
+from swarm_node.observability.jsonl import JsonLines, read_jsonl
 from swarm_node.observability.metrics import EventLog, MetricsWriter, read_metrics
 from swarm_node.observability.sinks import open_sinks
 
@@ -187,6 +190,22 @@ def test_lines_that_never_found_room_are_an_error_at_the_end(path):
             writer.close()
 
 
+def test_what_is_appended_after_the_end_is_dropped_and_harms_no_other_file(tmp_path):
+    lines = JsonLines(tmp_path / "events.jsonl", print)
+    lines.append({"n": 1})
+    before = lines._descriptor
+    lines.close()
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    try:
+        assert other == before  # the number is in use again
+        lines.append({"n": 2})
+        lines.close()
+        assert os.fstat(other).st_size == 0
+    finally:
+        os.close(other)
+    assert read_jsonl(tmp_path / "events.jsonl") == [{"n": 1}]
+
+
 def test_events_are_sentences_with_a_time_and_survive_resuming_and_threads(tmp_path):
     path = tmp_path / "events.jsonl"
     for text in ("started", "resumed"):
@@ -236,7 +255,7 @@ def test_sinks_get_the_numbers_and_one_that_breaks_costs_nothing_but_itself(path
     assert rounds_in(path) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb", "trackio"])
 def test_a_sink_whose_package_is_missing_is_an_error_that_names_the_extra(tmp_path, monkeypatch, extra):
     monkeypatch.setitem(sys.modules, extra, None)  # what an import of a missing package looks like
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
@@ -267,3 +286,49 @@ def test_wandb_continues_its_run_offline(path, monkeypatch):
         writer.close()
     run_id = (path.parent / "wandb-id.txt").read_text()
     assert len(list((path.parent / "wandb").glob(f"offline-run-*-{run_id}*/*.wandb"))) == 2
+
+
+TRACKED = """
+import sys
+from pathlib import Path
+from swarm_node.observability.metrics import MetricsWriter
+from swarm_node.observability.sinks import open_sinks
+path, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+writer = MetricsWriter(path, print, open_sinks(["trackio"], path.parent, {"seed": 0}, first))
+for round in range(first, last + 1):
+    writer.write({"round": round, "reward": round / 10 if first == 1 else 9.0, "note": "text"})
+writer.close()
+"""
+
+
+def test_trackio_continues_its_run_on_this_machine_and_keeps_the_terminal_to_us(path, tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    for first, last in ((1, 4), (3, 6)):  # the snapshot was of round 2
+        command = [sys.executable, "-c", TRACKED, str(path), str(first), str(last)]
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    [database] = (tmp_path / "trackio").glob("swarm-node*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    run_id = (path.parent / "trackio-id.txt").read_text()
+    assert {name for name, _, _ in rows} == {f"{path.parent.name}-{run_id}"}
+    assert [(step, json.loads(metrics)["reward"]) for _, step, metrics in rows] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.3),
+        (4, 0.4),  # as it was at first
+        (5, 9.0),
+        (6, 9.0),
+    ]
+
+
+def test_trackio_never_asks_for_a_token(path, tmp_path, monkeypatch):
+    trackio = pytest.importorskip("trackio")
+    import huggingface_hub
+
+    monkeypatch.setattr(trackio, "init", lambda *_, **__: huggingface_hub.login(add_to_git_credential=False))
+    with pytest.raises(UserError, match="needs a token that may write: run `hf auth login`"):
+        open_sinks(["trackio"], path.parent, {}, 1)

@@ -9,9 +9,10 @@ import termios
 import threading
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
-from swarm_node.observability.progress import Progress, sparkline
+from swarm_node.observability.progress import Progress, sparkline, volume
 
 
 class Clock:
@@ -60,6 +61,19 @@ def test_time_left_obeys_the_minutes_and_counts_from_where_it_resumed():
     assert plain_lines(1000, 1.0, rounds=1, minutes=2)[0].endswith("1:59 left")
     assert plain_lines(1000, 1.0, rounds=901, start=900)[0].endswith("1:39 left")
     assert plain_lines(100_000, 1.0, rounds=1)[0].endswith("27:46:39 left")
+
+
+def test_what_came_before_the_first_round_is_not_taken_for_a_part_of_it():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(200, stream=stream, clock=clock)
+    progress.start()
+    clock.now += 10.0  # held-out questions
+    for round in (1, 2):
+        clock.now += 0.5
+        progress.update(round, {"reward": 0.5, "step_time": 0.5})
+    progress.stop()
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("  0.50 s/round  1:40 left") and second.endswith("  0.50 s/round  1:39 left")
 
 
 def test_a_round_without_a_reward_changes_nothing():
@@ -206,3 +220,181 @@ def test_what_came_of_averaging_ends_a_plain_line_s_figures_and_is_a_line_on_a_t
     console = Console(file=io.StringIO(), width=60)
     console.print(progress._render())
     assert console.file.getvalue().splitlines()[-1].rstrip() == "averaged 3 times, last with bob"  # type: ignore[attr-defined]
+
+
+# --- what stays in view, at any width
+
+
+def view(width, encoding="utf-8", rounds=20, others=3, crew=None, waiting="", averaged="", said="", **swarm):
+    """The lines of a terminal of `width` columns after `rounds` of 2000, a second each."""
+    clock = Clock()
+    progress = Progress(2000, stream=io.TextIOWrapper(io.BytesIO(), encoding=encoding), clock=clock)
+    progress._console = Console(file=progress._stream, width=width, highlight=False, markup=False, emoji=False)
+    progress.waiting, progress.crew = lambda: waiting, lambda: crew
+    progress.start()
+    for round in range(1, rounds + 1):
+        clock.now += 1
+        traffic = {"swarm/bytes_in": 12_000.0 * round, "swarm/bytes_out": 9_000.0 * round} if others is not None else {}
+        figures = {"swarm/trainers": others, "swarm/groups_used": 4.0} if others is not None else {}
+        progress.update(round, {"reward": round / 20, "perf/generated_tok_s": 2310.0} | figures | traffic, averaged)
+    if said:
+        progress.say(said)
+        clock.now += 90
+    before = len(progress._stream.buffer.getvalue())
+    progress._console.print(progress._render())
+    progress._stream.flush()
+    return progress._stream.buffer.getvalue()[before:].decode(encoding).splitlines()
+
+
+AVERAGED = "averaged 12 times, last with bob"
+SAID = "an exchange of weights with bob was skipped (late: round 9 is over); the next round tries again"
+
+
+def test_the_whole_view_at_80_columns():
+    head, *rest = view(80, averaged=AVERAGED, said=SAID)
+    assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
+    assert rest == [
+        f"reward 0.775 {sparkline(range(20))}  2,310 tok/s",
+        "3 others, 4.0 of their groups a round",
+        f"12 kB/s in, 9.0 kB/s out, 420 kB in all  {AVERAGED}",
+        "1 min ago: an exchange of weights with bob was skipped (late: round 9 is over);…",
+    ]
+
+
+def test_at_40_columns_it_says_the_same_in_fewer_words():
+    head, *rest = view(40, averaged=AVERAGED, said=SAID)
+    assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
+    assert rest == [
+        f"reward 0.775 {sparkline(range(20), 14)}  2,310 tok/s",
+        "3 others, 4.0 of their groups a round",
+        "12 kB/s in, 9.0 kB/s out, 420 kB in all",
+        AVERAGED,
+        "1 min ago: an exchange of weights with …",
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 5, 10, 20, 33, 40, 60, 80, 200])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+@pytest.mark.parametrize("waiting", ["", "paused: quiet hours, 22:00-07:00"])
+def test_no_line_is_ever_longer_than_the_terminal_is_wide(width, encoding, waiting):
+    for lines in (
+        view(
+            width, encoding, waiting=waiting, averaged=AVERAGED, said="名前 of\tpeer\x1b[2J\nsecond line " * 9, crew=1
+        ),
+        view(width, encoding, waiting=waiting, others=None, rounds=1),
+        view(width, encoding, waiting=waiting, others=None, rounds=0),
+    ):
+        assert len(lines) <= 6 and all(cell_len(line) <= width for line in lines), lines
+        assert not any(c in line for line in lines for c in "\t\x1b"), "nobody else moves the cursor"
+
+
+def test_where_only_ascii_can_be_shown_nothing_else_is():
+    lines = view(80, "ascii", averaged="averaged 3 times, last with bob", said="met Zoë " * 20)
+    assert lines[1] == "reward 0.775 ..:::--===+++**###@@  2,310 tok/s"
+    assert lines[-1].startswith(r"1 min ago: met Zo\xeb met") and lines[-1].endswith("...")
+
+
+def test_a_run_alone_shows_nothing_of_others():
+    assert len(view(80, others=None)) == 2
+    assert view(80, others=0)[2] == "0 others, 4.0 of their groups a round", "of those that have left"
+
+
+@pytest.mark.parametrize(
+    ("others", "crew", "words"),
+    [
+        (3, 1, "3 others, 1 of the crew, 4.0 of their groups a round"),
+        (3, 3, "3 others, all of the crew"),
+        (1, 1, "1 other, of the crew"),
+        (None, 2, "crew of 3"),
+    ],
+)
+def test_a_crew_is_told_from_the_others(others, crew, words):
+    assert view(80, others=others, crew=crew)[2] == words
+
+
+def test_nobody_there_is_said_as_such():
+    out = io.StringIO()
+    progress = Progress(2, stream=out)
+    progress.start()
+    progress.update(1, {"reward": 0.5, "swarm/trainers": 0.0, "swarm/groups_used": 0.0})
+    assert "nobody else trains" in out.getvalue()
+
+
+def test_while_it_waits_traffic_is_told_in_all_only():
+    assert view(80, waiting="paused: by `swarm-node pause`")[3] == "240 kB in, 180 kB out"
+
+
+def test_a_plain_line_has_traffic_where_it_stays_short():
+    def last_line(averaged):
+        out, clock = io.StringIO(), Clock()
+        progress = Progress(2, stream=out, clock=clock)
+        progress.start()
+        for round in (1, 2):
+            clock.now += 10
+            traffic = {"swarm/bytes_in": 1e5 * round, "swarm/bytes_out": 2e5 * round}
+            progress.update(round, {"reward": 0.5, "swarm/trainers": 1.0, "swarm/groups_used": 3.0} | traffic, averaged)
+        return out.getvalue().splitlines()[-1]
+
+    who = "round 2/2  reward 0.500  1 other, 3.0 of their groups a round"
+    assert last_line("") == f"{who}  10 kB/s in, 20 kB/s out  10.00 s/round  took 0:20"
+    assert last_line(f"{AVERAGED}, nobody of the cohort here") == (
+        f"{who}  {AVERAGED}, nobody of the cohort here  10.00 s/round  took 0:20"
+    )
+
+
+def test_only_what_matters_stays_in_view_and_not_beyond_the_end():
+    progress = Progress(3, stream=io.StringIO(), clock=Clock())
+    progress.say("loading")
+    progress.start()
+    assert progress._last_event() == "", "preparations"
+    progress.say("averaging: bob is here")
+    progress.say("swarm://...", lasting=False)
+    assert progress._last_event() == "0 s ago: averaging: bob is here"
+    progress.stop()
+    assert progress._last_event() == ""
+
+
+def test_a_table_without_room_becomes_sentences():
+    out = io.StringIO()
+    progress = Progress(3, stream=out)
+    progress._console.width = 40
+    progress.table("held-out", ["task", "pass@1 before", "pass@1 after", "pass@8 before"], [["a" * 20, 0.1, 0.2, 0.3]])
+    assert out.getvalue().splitlines() == [
+        "held-out:",
+        f"task {'a' * 20}, pass@1 before 0.100, pass@1 after 0.200, pass@8 before 0.300",
+    ]
+
+
+def test_paragraphs_are_broken_between_words_on_a_terminal_and_whole_in_a_pipe(monkeypatch):
+    line = "learned   reward 0.250 -> 0.500, first and last tenth of 20 rounds"
+    for on_terminal, shown in ((False, [line]), (True, [line[:32], " " * 10 + line[33:59], " " * 10 + line[60:]])):
+        out = io.StringIO()
+        progress = Progress(3, stream=out)
+        progress._on_terminal, progress._console.width = on_terminal, 36
+        progress.paragraphs([line], indent=10)
+        assert out.getvalue().splitlines() == shown
+
+
+def test_a_character_that_a_stream_cannot_show_does_not_end_a_run():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    progress = Progress(3, stream=stream)
+    progress.say("met Zoë")
+    progress.table("held-out…", ["task"], [["größter"]])
+    stream.flush()
+    assert b"met Zo" in stream.buffer.getvalue() and b"held-out" in stream.buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (9949, "9.9 kB"),
+        (9951, "10 kB"),
+        (999_600, "1.0 MB"),
+        (3e12, "3000 GB"),
+    ],
+)
+def test_volume(size, words):
+    assert volume(size) == words

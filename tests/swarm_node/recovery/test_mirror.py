@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,3 +182,263 @@ def test_a_place_that_cannot_be_written_is_said_once_and_costs_nothing(tmp_path:
     assert said[0].startswith(f"snapshots do not get to file://{tmp_path}/away (")
     assert said[1] == f"the last snapshot is not at file://{tmp_path}/away; there: none of this start"
     assert [path.name for path in (run / "snapshots").iterdir()] == ["round-00000001"]
+
+
+def test_a_place_that_does_not_answer_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, answered = mirror("memory://x", tmp_path / "run", []), threading.Event()
+
+    def find(*args: Any) -> list[str]:
+        answered.wait(30)
+        return []
+
+    monkeypatch.setattr(one._fs, "find", find)
+    monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 0.1)
+    with pytest.raises(UserError, match="no answer within 0 s.*leave out --snapshot-to to begin anew"):
+        one.restore()
+    answered.set()
+
+
+def test_who_may_write_there_but_not_remove_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, away, said = tmp_path / "run", tmp_path / "away", Says()
+    one = mirror(f"file://{away}", run, said)
+
+    def rm(*args: Any, **options: Any) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(one._fs, "rm", rm)
+    one.start()
+    there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
+    for round in (1, 2, 3, 4):
+        snapshot(run / "snapshots", round)
+        until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
+    one.finish(30)
+    assert len(said) == 1 and "old copies stay at" in said[0] and "not yours" in said[0]
+    assert len(list(there.iterdir())) == 4
+
+
+def sent(one: Mirror, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Files that `one` sends from now on."""
+    files, put = list[str](), one._fs.put_file
+
+    def put_file(source: str, target: str) -> None:
+        files.append("/".join(target.rsplit("/", 2)[1:]))
+        put(source, target)
+
+    monkeypatch.setattr(one._fs, "put_file", put_file)
+    return files
+
+
+def test_what_was_restored_is_not_sent_again_over_itself(url: str, tmp_path: Path) -> None:
+    run, said = tmp_path / "new", Says()
+    snapshot(tmp_path / "old" / "snapshots", 1)
+    assert copied(url, tmp_path / "old") == []
+    with pytest.MonkeyPatch.context() as patch:
+        one = mirror(url, run, said)
+        one.restore()
+        assert one._done == {"snapshots": ["round-00000001"]}
+        files = sent(one, patch)
+        one.start()
+        one.finish(30)
+        again = mirror(url, run, said)  # the same volume, later
+        again.start()
+        again.finish(30)
+        assert files == []
+        snapshot(run / "snapshots", 2)
+        assert copied(url, run) == []
+        assert {file.split("/")[0] for file in files} == {"round-00000002"}
+    assert len(said) == 1
+
+
+def test_what_another_peer_left_is_copied_as_ones_own(url: str, tmp_path: Path) -> None:
+    snapshot(tmp_path / "old" / "snapshots", 1)
+    copied(url, tmp_path / "old")
+    one = mirror(url, tmp_path / "new", [], peer="12D3KooWbbbbbbbb")
+    one.restore()
+    with pytest.MonkeyPatch.context() as patch:
+        files = sent(one, patch)
+        one.start()
+        one.finish(30)
+    assert files[-1] == "round-00000001/SHA256SUMS"
+
+
+def test_what_is_overwritten_is_not_there_until_it_is_whole(url: str, tmp_path: Path) -> None:
+    run, said = tmp_path / "run", Says()
+    snapshot(run / "snapshots", 1)
+    copied(url, run)
+    snapshot(run / "snapshots", 2)
+    copied(url, run)
+    snapshot(tmp_path / "other" / "snapshots", 2, model="n")
+    with pytest.MonkeyPatch.context() as patch:
+        one = mirror(url, tmp_path / "other", said)
+
+        def put_file(source: str, target: str) -> None:
+            raise OSError("the machine was taken back")
+
+        patch.setattr(one._fs, "put_file", put_file)
+        one.start()
+        one.finish(30)
+    assert "taken back" in said[0]
+    assert list(one._list()["a-aaaaaaaa"]["snapshots"]) == ["round-00000001"]
+
+
+def test_a_run_that_is_alone_goes_on_from_its_own_name_only(url: str, tmp_path: Path) -> None:
+    snapshot(tmp_path / "a" / "snapshots", 500)
+    copied(url, tmp_path / "a", "a", "")
+    said: Says = []
+    for name in ("b", "a"):
+        mirror(url, tmp_path / f"new-{name}", said, name, "").restore()
+    assert said == [f"going on from what a left at {url}: snapshots/round-00000500"]
+    assert not (tmp_path / "new-b").exists()
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("NoSuchKey"), OSError(errno.ESTALE, "Stale file handle")])
+def test_what_its_living_owner_removes_meanwhile_gives_way_to_what_is_there(
+    error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, there = f"file://{tmp_path}/away", tmp_path / "away" / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
+    snapshot(tmp_path / "old" / "snapshots", 2)
+    snapshot(tmp_path / "later" / "snapshots", 4)
+    copied(url, tmp_path / "old")
+    said: Says = []
+    one = mirror(url, tmp_path / "new", said)
+    get = one._fs.get_file
+
+    def get_file(source: str, target: str) -> None:
+        if "round-00000002" in source and source.endswith("policy.safetensors"):
+            shutil.rmtree(there)
+            shutil.copytree(tmp_path / "later" / "snapshots", there)
+            raise error
+        get(source, target)
+
+    monkeypatch.setattr(one._fs, "get_file", get_file)
+    one.restore()
+    assert said == [f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000004"]
+    assert [path.name for path in (tmp_path / "new" / "snapshots").iterdir()] == ["round-00000004"]
+
+
+def test_what_goes_each_time_it_is_read_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, said = f"file://{tmp_path}/away", Says()
+    snapshot(tmp_path / "old" / "snapshots", 1)
+    snapshot(tmp_path / "old" / "snapshots", 2)
+    snapshot(tmp_path / "old" / "stages" / "3", 7)
+    shutil.copytree(tmp_path / "old", tmp_path / "away" / SWARM[:16] / "a-aaaaaaaa")
+    one = mirror(url, tmp_path / "new", said)
+    get = one._fs.get_file
+
+    def get_file(source: str, target: str) -> None:
+        if "round-00000002" in source:
+            raise FileNotFoundError(source)
+        get(source, target)
+
+    monkeypatch.setattr(one._fs, "get_file", get_file)
+    one.restore(crew=True)
+    assert "a-aaaaaaaa/snapshots/round-00000002 is left alone: it was removed meanwhile" in said[0]
+    assert said[1].endswith("snapshots/round-00000001, stages/3/round-00000007") and len(said) == 2
+
+
+def test_a_list_read_again_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, said = f"file://{tmp_path}/away", Says()
+    snapshot(tmp_path / "old" / "snapshots", 2)
+    snapshot(tmp_path / "old" / "stages" / "3", 7)
+    copied(url, tmp_path / "old")
+    one, gone = mirror(url, tmp_path / "new", said), list[str]()
+    get = one._fs.get_file
+
+    def get_file(source: str, target: str) -> None:
+        if "/stages/" in source and not gone:
+            gone.append(source)
+            raise FileNotFoundError(source)
+        get(source, target)
+
+    monkeypatch.setattr(one._fs, "get_file", get_file)
+    one.restore(crew=True)
+    assert gone and len(said) == 1
+    assert said[0].endswith("snapshots/round-00000002, stages/3/round-00000007")
+
+
+def test_a_folder_that_cannot_be_read_does_not_end_the_copies_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 0.01)
+    monkeypatch.setattr("swarm_node.recovery.mirror.AGAIN_S", 0.0)
+    run, away, said = tmp_path / "run", tmp_path / "away", Says()
+    (run / "stages").mkdir(parents=True)
+    (run / "stages" / "3").write_text("a file, not a folder")
+    one = mirror(f"file://{away}", run, said)
+    looks, newest = list[Path](), one._newest
+
+    def look(folder: Path) -> Path | None:
+        looks.append(folder)
+        return newest(folder)
+
+    monkeypatch.setattr(one, "_newest", look)
+    one.start()
+    for round in (1, 2, 3):
+        snapshot(run / "snapshots", round)
+        until(
+            lambda round=round: (
+                (away / SWARM[:16] / f"a-aaaaaaaa/snapshots/round-{round:08}/SHA256SUMS").exists()
+                and looks.count(run / "stages" / "3") > 2 * round
+            )
+        )
+    one.finish(30)
+    assert len(said) == 2 and "(stages/3: NotADirectoryError" in said[0]
+    assert said[1] == f"the last snapshot is not at file://{away}; there: snapshots/round-00000003"
+
+
+def test_a_list_of_folders_that_fails_does_not_end_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 0.01)
+    run, said = tmp_path / "run", Says()
+    snapshot(run / "snapshots", 1)
+    one, looks = mirror(f"file://{tmp_path}/away", run, said), list[int]()
+    folders = one._folders
+    one.start()
+
+    def fail() -> list[Path]:
+        looks.append(1)
+        if len(looks) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return folders()
+
+    monkeypatch.setattr(one, "_folders", fail)
+    until(lambda: len(looks) > 3)
+    snapshot(run / "snapshots", 2)
+    one.finish(30)
+    assert len(said) == 1 and "Input/output error" in said[0]
+    assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000002/SHA256SUMS"))
+
+
+def test_a_copy_that_hangs_is_mentioned_while_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.recovery.mirror.SLOW_S", 0.05)
+    run, said, answered = tmp_path / "run", Says(), threading.Event()
+    snapshot(run / "snapshots", 1)
+    one = mirror(f"file://{tmp_path}/away", run, said)
+    put = one._fs.put_file
+
+    def put_file(source: str, target: str) -> None:
+        assert answered.wait(60)
+        put(source, target)
+
+    monkeypatch.setattr(one._fs, "put_file", put_file)
+    one.start()
+    until(lambda: said)
+    answered.set()
+    one.finish(30)
+    assert said == [
+        f"snapshots/round-00000001 is not at file://{tmp_path}/away after 0 minutes of copying, which go on"
+    ]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.EMLINK])
+def test_a_file_system_without_hard_links_is_copied_from(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise OSError(code, os.strerror(code), str(source), None, str(target))
+
+    monkeypatch.setattr("swarm_node.recovery.mirror.os.link", link)
+    run = tmp_path / "run"
+    snapshot(run / "snapshots", 1)
+    assert copied(f"file://{tmp_path}/away", run) == []
+    assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
+    assert not list(run.rglob(".*"))

@@ -1,0 +1,57 @@
+"""Configuration of a node: every option, its default and its reason; loading, writing, documenting it.
+
+    training swarm network machine      the sections
+        -> node                         all of them together: NodeConfig
+        -> keys                         every name under which something can be set
+        -> loading (explaining)         file, environment, flags -> NodeConfig, or one line that says what is wrong
+        -> writing                      NodeConfig -> TOML; the reference of all keys
+
+Loads no torch.
+"""
+
+from swarm_node.config.keys import COMMAND_VARIABLES, FLAGS, PREFIX, all_keys, all_variables
+from swarm_node.config.loading import load_config
+from swarm_node.config.machine import GuestConfig, HealthConfig, SnapshotsConfig, SpotConfig
+from swarm_node.config.network import NetworkConfig
+from swarm_node.config.node import DEFAULT_ROUNDS, NodeConfig
+from swarm_node.config.section import Section
+from swarm_node.config.swarm import AveragingConfig, SharingConfig, StagesConfig
+from swarm_node.config.training import (
+    EvalConfig,
+    GrpoConfig,
+    PolicyConfig,
+    RewardFunction,
+    RewardsConfig,
+    RolloutsConfig,
+    TaskConfig,
+)
+from swarm_node.config.writing import config_reference, dump_toml
+
+__all__ = [
+    "COMMAND_VARIABLES",
+    "DEFAULT_ROUNDS",
+    "FLAGS",
+    "PREFIX",
+    "AveragingConfig",
+    "EvalConfig",
+    "GrpoConfig",
+    "GuestConfig",
+    "HealthConfig",
+    "NetworkConfig",
+    "NodeConfig",
+    "PolicyConfig",
+    "RewardFunction",
+    "RewardsConfig",
+    "RolloutsConfig",
+    "Section",
+    "SharingConfig",
+    "SnapshotsConfig",
+    "SpotConfig",
+    "StagesConfig",
+    "TaskConfig",
+    "all_keys",
+    "all_variables",
+    "config_reference",
+    "dump_toml",
+    "load_config",
+]

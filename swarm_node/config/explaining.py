@@ -1,0 +1,78 @@
+"""One line about what is wrong with a configuration, naming key, value, source and the nearest known name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from textwrap import shorten
+
+from pydantic import ValidationError
+
+from swarm_node.config.keys import PREFIX, all_keys, subsections
+from swarm_node.config.section import Section
+
+
+def explain(error: ValidationError, source: str) -> str:
+    """One line about the most telling of the errors: a wrong name first, then the deepest wrong value."""
+    errors = error.errors(include_url=False)
+    problem = max(errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"]), e["type"] != "string_type"))
+    key = _dotted(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key} in {source}{did_you_mean(key, all_keys(), '.')}"
+    if problem["type"] == "missing":
+        return f"{key} is missing in {source}"
+    message = problem["msg"].replace("Input should be", "must be")
+    if problem["type"] in ("model_type", "dict_type"):
+        message = "must be a table"
+    if problem["type"] == "literal_error" and _is_alternative(problem["loc"][-1]):
+        names = re.findall(r"'[^']*'", problem["ctx"]["expected"])
+        message = f"must be {', '.join(names)} or package.module:function"
+        for match in difflib.get_close_matches(repr(problem["input"]), names, n=1):
+            message += f"; did you mean {match}?"
+    value, field = problem["input"], all_keys().get(key)
+    if isinstance(value, dict) and len(value) == 1 and field is not None and dict(subsections(field)):
+        ((name, value),) = value.items()  # all that was given of the section
+        key += f".{name}"
+    return f"{key} = {shorten(_shown(value), 80)} in {source}: {message}"
+
+
+def _shown(value: object) -> str:
+    """As it may be written in TOML."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{name} = {_shown(each)}" for name, each in value.items()) + " }"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """("tasks", 0, "TaskConfig", "weight") -> "tasks[0].weight": pydantic puts alternatives of a union in
+    between, named after a section or a type such as `str` and `list[str]`."""
+    alternatives = {"str", "list[str]", *(kind.__name__ for kind in Section.__subclasses__())}
+    key = ""
+    for part in location:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif part not in alternatives and not _is_alternative(part):
+            key += f".{part}" if key else part
+    return key
+
+
+def _is_alternative(part: int | str) -> bool:
+    """Whether pydantic put it into a location for a name among several, or for a text with a pattern."""
+    return isinstance(part, str) and part.startswith(("literal[", "constrained-str"))
+
+
+def did_you_mean(word: str, known: Iterable[str], separator: str) -> str:
+    """`; did you mean …?`: the nearest known name, those that end in the same way first."""
+    indices = re.findall(r"\[\d+\]", word)
+    word = re.sub(r"\[\d+\]", "[]", word)
+    last = word.rpartition(separator)[2]
+    alike = [name for name in known if name.removeprefix(PREFIX).rpartition(separator)[2] == last.removeprefix(PREFIX)]
+    match = difflib.get_close_matches(word, alike or known, n=1, cutoff=0.0 if alike else 0.6)
+    if not match:
+        return "; `swarm-node config reference` lists all"
+    for index in indices:
+        match[0] = match[0].replace("[]", index, 1)
+    return f"; did you mean {match[0]}?"

@@ -1,0 +1,146 @@
+"""From a file, the environment and flags to one checked configuration.
+
+defaults < TOML file < environment (SWARM_NODE_GRPO__LOSS=gspo) < flags (--seed 3) < --set grpo.loss=gspo
+"""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from swarm_node.config.explaining import did_you_mean, explain
+from swarm_node.config.keys import COMMAND_VARIABLES, FLAGS, PREFIX, all_keys, all_variables, alternatives
+from swarm_node.config.node import NodeConfig
+from swarm_node.config.training import TaskConfig
+from swarm_node.errors import UserError
+
+
+def load_config(
+    file: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+    sets: Sequence[str] = (),
+) -> NodeConfig:
+    """The configuration from, in rising precedence, a TOML file, `SWARM_NODE_*` variables among `env`,
+    `flags` (flag name to value, `None` = not given) and `section.key=value` texts.
+
+    Raises UserError with one line that names the key, the value and where it came from.
+    """
+    table: dict[str, Any] = {}
+    for source, layer in _layers(file, env or {}, flags or {}, sets):
+        try:
+            NodeConfig.model_validate(layer)
+        except ValidationError as error:
+            raise UserError(explain(error, source)) from None
+        table = _merge(table, layer)
+    config = NodeConfig.model_validate(table)
+    _check_together(config)
+    return config
+
+
+def _check_together(config: NodeConfig) -> None:
+    """What no key can say alone."""
+    for i, task in enumerate(config.tasks):
+        if isinstance(task, TaskConfig) and (task.env is None) == (task.file is None):
+            raise UserError(f"tasks[{i}] must have either `env` or `file`")
+        if isinstance(task, TaskConfig) and task.file is not None and task.config:
+            raise UserError(f"tasks[{i}] must not have `config`, which is for `env`")
+    if not config.rewards.checker_weight and not config.rewards.functions:
+        raise UserError("rewards.checker_weight = 0 leaves nothing to judge answers: add rewards.functions")
+    if config.stages.crew and not config.stages.count:
+        raise UserError("a crew needs to know in how many stages it holds its policy: --stages N")
+    if config.stages.stage != "auto" and not 0 <= config.stages.stage < config.stages.count:
+        raise UserError(
+            f"stages.stage = {config.stages.stage}: of {config.stages.count} stages the first is 0; say how many there "
+            "are with --stages"
+        )
+    if "{question}" not in config.policy.prompt_template:
+        raise UserError(f"policy.prompt_template = {config.policy.prompt_template!r} lacks {{question}}")
+
+
+def _layers(
+    file: Path | None, env: Mapping[str, str], flags: Mapping[str, object], sets: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(source, partial table) in rising precedence."""
+    if file is not None:
+        yield str(file), _read_toml(file)
+    variables = all_variables()
+    for name in sorted(name for name in env if name.startswith(PREFIX)):
+        if name in variables:
+            yield name, _nest(variables[name], _parse(env[name], all_keys()[variables[name]]))
+        elif name not in COMMAND_VARIABLES:
+            hint = did_you_mean(name, [*variables, *COMMAND_VARIABLES], "__")
+            raise UserError(f"unknown environment variable {name}{hint}")
+    for text in _split_sets(env.get(PREFIX + "SET", "")):
+        yield PREFIX + "SET", _parse_set(text, PREFIX + "SET")
+    for name, value in flags.items():
+        if value is not None:
+            yield "--" + name.replace("_", "-"), _nest(FLAGS.get(name, name), value)
+    for text in sets:
+        yield "--set", _parse_set(text, "--set")
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the configuration {file}: {error.strerror}") from None
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
+        raise UserError(f"{file} is not valid TOML: {error}") from None
+
+
+def _split_sets(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{PREFIX}SET: {error}; write it as on a command line: a.b=1 'c.d=two words'") from None
+
+
+def _parse_set(text: str, source: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"{source} {text}: write section.key=value, for example {source} grpo.loss=gspo")
+    field = all_keys().get(key)
+    return _nest(key, value if field is None else _parse(value, field))
+
+
+def _parse(text: str, field: FieldInfo) -> object:
+    """Text from outside a TOML file: a TOML value if it is one and the key is not for text anyway, `a,b` for
+    lists, nothing = unset."""
+    kinds = [get_origin(kind) or kind for kind in alternatives(field.annotation)]
+    if not text and NoneType in kinds:
+        return None
+    is_text, is_list = str in kinds or Literal in kinds, list in kinds or tuple in kinds
+    if is_text and not text.startswith(("[",) if is_list else ('"', "'")):
+        return text
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except ValueError:
+        document = {}
+    value = document["value"] if document.keys() == {"value"} else text
+    if is_list and not isinstance(value, list):
+        return [item for part in text.split(",") if (item := part.strip())]
+    return value
+
+
+def _nest(key: str, value: object) -> dict[str, Any]:
+    """("a.b", 1) -> {"a": {"b": 1}}."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value  # type: ignore[return-value]
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Sections key by key; everything else is replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged

@@ -1,0 +1,75 @@
+"""The machine that a node runs on: its snapshots, its cloud, its watchers, its owner."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from swarm_node.config.network import checked_ip
+from swarm_node.config.section import Section
+
+
+class SnapshotsConfig(Section):
+    """Resume state."""
+
+    every: PositiveInt = 10
+    """Rounds between snapshots."""
+    keep: PositiveInt = 2
+    """Snapshots kept."""
+    to: str = Field("", pattern=r"^([a-z][a-z0-9+]*://\S+)?$")
+    """URL of a directory to copy each snapshot to, and to begin from where there is none here: file://, s3://, gs://,
+    az:// (docker/spot.md). Empty = nowhere."""
+
+
+class SpotConfig(Section):
+    """Machines that their cloud takes back at short notice; docker/spot.md."""
+
+    cloud: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"
+    """Whose notices to ask for, at the cloud's metadata address on this machine; `auto` = of the cloud that the
+    firmware names, if it names one. A notice is as good as a first SIGTERM, with the time it leaves."""
+    endpoint: str = Field("", pattern=r"^([A-Za-z0-9.-]+(:[0-9]{1,5})?)?$")
+    """HOST:PORT of the metadata service; empty = the cloud's own."""
+    uplink_mbit: PositiveFloat = 100.0
+    """What this machine can send, in Mbit/s: the start says how much of the state that is in one notice."""
+
+
+class HealthConfig(Section):
+    """Whether this node trains, for those who watch over it: /healthz, and /metrics for Prometheus."""
+
+    port: int = Field(0, ge=0, lt=65536)
+    """TCP port; 0 = none."""
+    listen: Annotated[str, AfterValidator(checked_ip)] = "127.0.0.1"
+    """IP address to listen on. Nothing is asked of who comes: leave it, unless a firewall is in front."""
+
+
+def _checked_hours(text: str) -> str:
+    moment = "([01][0-9]|2[0-3]):[0-5][0-9]"
+    if text and not re.fullmatch(f"{moment}-{moment}", text):
+        raise PydanticCustomError("hours", "must be from when to when, as 22:00-07:00")
+    begin, _, end = text.partition("-")
+    if text and begin == end:
+        raise PydanticCustomError(
+            "hours", "must end at another time than they begin, or it is always paused: `swarm-node pause`"
+        )
+    return text
+
+
+class GuestConfig(Section):
+    """A good guest on somebody's machine; docs/guest.md. Not for stages, but for `nice`: a crew waits for each."""
+
+    max_cpu: float = Field(100.0, ge=1, le=100)
+    """Percent of this machine's CPU cores that the node takes, all its processes together, over some seconds."""
+    max_memory_gb: float = Field(0.0, ge=0)
+    """Most main memory (GiB) that its processes take together; a node that would take more saves and ends. 0 = no
+    limit."""
+    nice: int = Field(0, ge=0, le=19)
+    """Priority of its processes: 19 = only what nobody else wants."""
+    quiet_hours: Annotated[str, AfterValidator(_checked_hours)] = ""
+    """Paused between these, local time, for example 22:00-07:00; empty = never."""
+    pause_on: list[Literal["battery", "hot", "owner"]] = []
+    """Paused while the machine runs on its battery | is hot | is in use (where it tells: docs/guest.md)."""
+    hot_c: float = Field(85.0, gt=0)
+    """Degrees Celsius of its hottest sensor that are hot."""

@@ -1,0 +1,91 @@
+"""Where a node listens, what it tells others, how much it sends."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES
+from protocol.transports.gossip_pipe import MAX_CONNECTIONS, MAX_HOST_CHARS
+from protocol.transports.settings import endpoint
+from swarm_node.config.section import Section
+
+
+def _is_ip(text: str, version: str = "") -> bool:
+    """Whether `text` is an IP address, without a zone, of `version` 4 or 6 if given."""
+    try:
+        return "%" not in text and version in ("", str(ipaddress.ip_address(text).version))
+    except ValueError:
+        return False
+
+
+def _is_host(text: str) -> bool:
+    """Whether `text` is an IP address or may be a host name."""
+    label = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+    name = re.fullmatch(rf"({label}\.)*{label}\.?", text) and not re.fullmatch(r"[0-9.]+", text)
+    return len(text) <= MAX_HOST_CHARS and (_is_ip(text) or bool(name))
+
+
+def checked_ip(text: str) -> str:
+    if not _is_ip(text):
+        raise PydanticCustomError("ip", "must be an IP address")
+    return text
+
+
+def _checked_announcement(text: str) -> str:
+    """`text` if it is a host, or a multiaddress of a host and a TCP port, perhaps with a peer id."""
+    found = endpoint(text) if text.startswith("/") and len(text) <= MAX_ADDRESS_CHARS else None
+    if found is None:
+        good = _is_host(text)
+    else:
+        _, kind, host, _, port, *rest = text.split("/")
+        fits = _is_ip(host, kind[2:]) if kind in ("ip4", "ip6") else kind in ("dns", "dns4", "dns6") and _is_host(host)
+        good = fits and 0 < int(port) < 65536 and (not rest or (len(rest) == 2 and rest[0] == "p2p"))
+    if not good:
+        raise PydanticCustomError(
+            "announce", "must be an IP address, a host name, or a multiaddress such as /ip4/203.0.113.7/tcp/31330"
+        )
+    return text
+
+
+def _checked_rate(mbit: float) -> float:
+    if 0 < mbit < 1:
+        raise PydanticCustomError("rate", "must be 0 (no limit) or 1 and more: below that, peers give up waiting")
+    return mbit
+
+
+Rate = Annotated[float, Field(ge=0), AfterValidator(_checked_rate)]
+
+
+class NetworkConfig(Section):
+    """Where this node listens and what it tells others."""
+
+    listen: Annotated[str, AfterValidator(checked_ip)] = "0.0.0.0"
+    """IP address to listen on; 127.0.0.1 = this machine only."""
+    port: int = Field(31330, ge=0, lt=65536)
+    """TCP port of the DHT and of streams; the next free one if taken; 0 = any."""
+    gossip_port: int = Field(31331, ge=0, lt=65536)
+    """TCP port of the gossip process; likewise."""
+    announce: list[Annotated[str, AfterValidator(_checked_announcement)]] = Field([], max_length=MAX_ADDRESSES)
+    """Public IP addresses or host names that others reach this node under (port forwarding), or whole multiaddresses
+    of the DHT port."""
+    dial_only: bool = False
+    """Never listen: for machines that nobody can reach anyway."""
+    bootstrap: list[str] = []
+    """Multiaddresses of peers to begin with, besides those of the manifest."""
+    relay: bool = True
+    """Be reached through relays if nobody can reach this node directly."""
+    serve_relay: bool = False
+    """Relay streams for peers that cannot be reached directly (`--relay`): others' traffic over this connection."""
+    nat_port_map: bool = False
+    """Ask the router for a port by UPnP or NAT-PMP."""
+    max_connections: int = Field(64, ge=1, le=MAX_CONNECTIONS)
+    """Gossip connections kept."""
+    max_upload_mbit: Rate = 0.0
+    """Most that this node sends, in Mbit/s: half of it for gossip, half for weights and all else; 0 = no limit."""
+    max_download_mbit: Rate = 0.0
+    """Most that it receives, likewise."""

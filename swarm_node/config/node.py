@@ -1,0 +1,66 @@
+"""All sections together."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from swarm_node.config.machine import GuestConfig, HealthConfig, SnapshotsConfig, SpotConfig
+from swarm_node.config.network import NetworkConfig
+from swarm_node.config.section import Section
+from swarm_node.config.swarm import AveragingConfig, SharingConfig, StagesConfig
+from swarm_node.config.training import EvalConfig, GrpoConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
+
+DEFAULT_ROUNDS = 200
+
+
+class NodeConfig(Section):
+    """Everything a node can be told."""
+
+    swarm: str | None = None
+    """Swarm to join: a manifest file, its https address, or a swarm:// link; `local` ignores it."""
+    name: str | None = Field(None, max_length=32, pattern=r"^[A-Za-z0-9._-]+$")
+    """This node's name for people, and of its run directory; unset = `local`, or `node` in a swarm."""
+    run_dir: str | None = None
+    """Where this run lives: config, identity, metrics, snapshots, plots; unset = runs/<name>. Running again resumes
+    from it."""
+    seed: int | None = Field(None, ge=0)
+    """Root of all randomness; unset = 0, or in a swarm derived from the peer id (else all peers would do the same)."""
+    pace_s: float = Field(0.0, ge=0)
+    """A round takes at least this many seconds: leaves the machine to its owner in between."""
+    rounds: PositiveInt | None = None
+    """Rounds in total, counted over resumptions; unset = 200, or no limit in a swarm or if `minutes` is given."""
+    minutes: PositiveFloat | None = None
+    """Stop after this many minutes of training, whatever `rounds` says."""
+    tasks: list[str | TaskConfig] = ["small"]
+    """Tasks to train on: names, files, or tables with options."""
+    price_per_hour: PositiveFloat | None = None
+    """What this machine costs an hour, in any currency: `cost/*` of the metrics are made of it; unset = none."""
+    log: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Sinks besides metrics.jsonl, which is always written."""
+    policy: PolicyConfig = PolicyConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    sharing: SharingConfig = SharingConfig()
+    averaging: AveragingConfig = AveragingConfig()
+    stages: StagesConfig = StagesConfig()
+    network: NetworkConfig = NetworkConfig()
+    eval: EvalConfig = EvalConfig()
+    snapshots: SnapshotsConfig = SnapshotsConfig()
+    spot: SpotConfig = SpotConfig()
+    health: HealthConfig = HealthConfig()
+    guest: GuestConfig = GuestConfig()
+
+    @property
+    def total_rounds(self) -> float:
+        """Rounds after which the run is over; infinity if only `minutes` end it."""
+        return self.rounds or (math.inf if self.minutes or self.swarm else DEFAULT_ROUNDS)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.run_dir or f"runs/{self.name or ('node' if self.swarm else 'local')}")

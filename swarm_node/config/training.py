@@ -1,0 +1,154 @@
+"""What is trained, on which tasks, judged how, with which update rule."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from swarm_node.config.section import Outside, Section
+
+
+class PolicyConfig(Section):
+    """Which language model this node trains, and where."""
+
+    model: str = "starter"
+    """Local path or Hugging Face hub id of a causal language model; `starter` = the tiny one in this
+    package."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    lora: bool | None = None
+    """Train a LoRA adapter instead of all weights; unset = only above 100 million parameters."""
+    lora_rank: PositiveInt = 16
+    """Rank of the adapter."""
+    lora_alpha: PositiveInt = 32
+    """Scale of the adapter (alpha / rank multiplies its output)."""
+    lora_targets: str | list[str] = "all-linear"
+    """Modules that get an adapter (PEFT's `target_modules`)."""
+    device: str = "auto"
+    """`auto` = cuda, else mps, else cpu."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` = bfloat16 on a GPU that has it; on a CPU whichever a two-second measurement finds faster."""
+    threads: int = Field(0, ge=0)
+    """CPU threads for torch; 0 = one below 2 million parameters (a second gains nothing), else all cores."""
+    system_prompt: str = (
+        "Solve the problem. You may reason first. Then give only the final answer between <answer> and </answer>."
+    )
+    """System message for tokenizers whose chat template takes one; empty = none."""
+    prompt_template: str = "{question}\n"
+    """Prompt for tokenizers without a chat template; `{question}` is replaced."""
+
+
+class TaskConfig(Section):
+    """One source of tasks: either an environment (with its options) or a file."""
+
+    env: str | None = None
+    """Environment name from `swarm-node tasks`, for example `gcd`."""
+    config: dict[str, object] = {}
+    """Options of the environment."""
+    file: str | None = None
+    """JSONL file with a `question` and an `answer` on each line."""
+    weight: PositiveFloat = 1.0
+    """How often this source is drawn from, relative to the others."""
+
+
+class RewardFunction(Section):
+    """A reward function of the user's own."""
+
+    path: str
+    """`file.py:function` or `package.module:function`, with TRL's signature `f(prompts, completions,
+    **columns)`."""
+    weight: float = 1.0
+    """Its share in the sum."""
+
+
+class RewardsConfig(Section):
+    """How completions are judged."""
+
+    partial: bool = False
+    """Give partial credit where the task's checker has it; off = 1 for a fully right answer, else 0 (partial
+    credit was exploited in measurement: a short number contained in a long guess earned reward)."""
+    checker_weight: float = Field(1.0, ge=0)
+    """Weight of the task's own checker beside `functions`; 0 = only the functions count."""
+    functions: list[RewardFunction] = []
+    """Python reward functions, for this node only."""
+
+
+class RolloutsConfig(Section):
+    """How answers are sampled."""
+
+    groups: PositiveInt = 8
+    """Groups sampled in each round."""
+    group_size: int = Field(8, ge=2)
+    """Completions sampled for each task (G); at least two, since the baseline is the group's own mean."""
+    max_new_tokens: PositiveInt = 256
+    """Length limit of a completion, in tokens."""
+    max_prompt_tokens: PositiveInt = 2048
+    """Tasks with longer prompts are skipped and counted."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: keep the smallest set of tokens with this much probability."""
+    refill: float = Field(1.0, ge=1)
+    """Dynamic sampling: replace groups without a learning signal by sampling up to `refill` x `groups`
+    groups; 1 = off."""
+    engine: Literal["auto", "native", "transformers"] = "auto"
+    """Decode engine: `native` (fast, common architectures), `transformers` (any); `auto` = native where it
+    fits."""
+
+
+MomentDecay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class GrpoConfig(Section):
+    """The update rule. Defaults: DAPO's token mean and clip-higher, no KL term."""
+
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] | Outside = "dapo"
+    """Objective, or a function of your own, `package.module:function`; see docs/grpo.md."""
+    advantage: Literal["group_std", "batch_std", "none", "leave_one_out", "median"] | Outside = "group_std"
+    """Baseline and scale: (r-mean)/std of the group | (r-mean)/std of the batch | r-mean | leave-one-out mean
+    | median and MAD | a function of your own, `package.module:function`."""
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """With several rewards: normalise their sum, or normalise each and then sum (GDPO)."""
+    epsilon_low: float | None = Field(None, ge=0)
+    """Lower clip range; unset = 0.2 (gspo: 3e-4)."""
+    epsilon_high: float | None = Field(None, ge=0)
+    """Upper clip range; unset = 0.28 (gspo: 4e-4; cispo: 5.0, where it is the cap on the ratio itself)."""
+    delta: float | None = Field(None, gt=0)
+    """Two-sided clip: also cap the ratio at this value when the advantage is negative."""
+    importance_level: Literal["token", "sequence"] | None = None
+    """Ratio and clip of each token, or of each sequence (its geometric mean); unset = token (gspo:
+    sequence)."""
+    off_policy_mask: float | None = None
+    """Leave out sequences with a negative advantage that the policy has moved away from by more than this
+    mean log-probability a token (DeepSeek-V3.2); 0.5 is a good start."""
+    beta: float = Field(0.0, ge=0)
+    """Weight of the k3 KL penalty to the reference policy; 0 = no reference policy is kept."""
+    iterations: PositiveInt = 1
+    """Optimiser updates on each batch of groups."""
+    mask_truncated: bool = False
+    """Leave completions that hit the length limit out of the loss (DAPO's overlong filter)."""
+    learning_rate: PositiveFloat | None = None
+    """Adam's step size; unset = 2e-4 for full training below 20 million parameters, 2e-6 above, 2e-5 for
+    LoRA."""
+    betas: tuple[MomentDecay, MomentDecay] = (0.9, 0.95)
+    """Adam's moment decay rates."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest norm of the gradient."""
+    warmup: int = Field(0, ge=0)
+    """Updates over which the learning rate rises linearly."""
+    microbatch_tokens: PositiveInt = 8192
+    """Tokens (padding included) in one forward pass; halved when memory runs out."""
+    packing: bool = True
+    """Pack a group into one row that shares the prompt, where the architecture allows."""
+
+
+class EvalConfig(Section):
+    """The held-out table printed before and after a run."""
+
+    questions: int = Field(128, ge=0)
+    """Held-out questions, over all tasks; 0 = no table."""
+    samples: PositiveInt = 8
+    """Samples a question: pass@1 is their mean, pass@k whether any is right."""

@@ -1,0 +1,325 @@
+"""What came of a run, as numbers and in words.
+
+    records of metrics.jsonl --figures--> Figures --> the document of `--json`
+                                             |
+                                             +--summary--> lines for people
+
+Of a run that was resumed they are of all its starts. Totals of the swarm begin at 0 in each: where one falls, a start
+began, and what was counted before is kept (as `increase` of Prometheus does).
+
+Whether held-out pass@1 changed by more than noise is judged by the 95 % percentile interval of a paired bootstrap over
+questions (Miller 2024, arXiv 2411.00640, has why pairs, and why questions, not answers): the same questions before and
+after, so that easy and hard ones cancel; it is more if the interval leaves out 0. That is noise of questions and of
+sampling, not of another seed. Below 50 questions nothing is claimed: without a change, one in twelve such intervals of
+30 questions leaves out 0, of 50 and more about one in twenty, as it should be.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from swarm_node.observability.progress import clock_face, volume
+
+LEAST_QUESTIONS = 50
+RESAMPLES = 4000
+MAX_DRAWN = 10**6
+"""Numbers in memory at once: this is drawn while a node leaves."""
+INDENT = 10
+"""Columns before the words of a line."""
+MAX_REASONS = 4
+"""Told apart; the rest is one number."""
+REFUSED = {"swarm/rejected/": "", "averaging/refused/": "weights/", "stages/refused/": "crew/"}
+KINDS = {"weights": "weights", "crew": "the crew"}
+WHY = {
+    "age": "too old",
+    "assignment": "not the sender's task",
+    "cap": "over the swarm's limits",
+    "duplicate": "known already",
+    "length": "answers too long",
+    "muted": "sender muted",
+    "newer": "newer protocol",
+    "pool": "no room",
+    "prompt": "another question",
+    "quota": "over the sender's quota",
+    "rate": "too much of one peer",
+    "schema": "malformed",
+    "seen": "heard before",
+    "signature": "not signed",
+    "surplus": "more than could be examined",
+    "task": "task unknown here",
+    "version": "older protocol",
+    "zero": "all rewarded alike",
+}
+"""Of the frequent reasons; others stand for themselves."""
+COST = {
+    "spent": "spent by the end of the last round",
+    "per_admitted_group": "a group trained on",
+    "per_reward_point": "a point of reward",
+}
+
+
+class HeldOut(msgspec.Struct, frozen=True):
+    """Held-out figures of all tasks, before and after training."""
+
+    questions: int
+    samples: int
+    """Answers to each."""
+    pass_1: tuple[float, float]
+    pass_k: tuple[float, float]
+    interval: tuple[float, float] | None = None
+    """95 % of the change of pass@1; None: it cannot be told."""
+
+
+class Swarm(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What went to and came from other peers. Groups, but for the traffic, in bytes."""
+
+    received: int = 0
+    admitted: int = 0
+    used: int = 0
+    """Times that one was trained on."""
+    foreign_share: float = 0.0
+    """Of all groups trained on."""
+    sent: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class Averaging(msgspec.Struct, frozen=True):
+    """Exchanges of weights, each a giving and a taking."""
+
+    exchanges: int
+    bytes: int
+    """Sent."""
+
+
+class Stages(msgspec.Struct, frozen=True):
+    """What befell the crew that this node led."""
+
+    lost: int
+    built: dict[str, int]
+    """Way -> how often a stage was come by so, at first as well as after a loss."""
+
+
+class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A run in numbers; what did not happen is left out."""
+
+    rounds_recorded: int = 0
+    resumed_at: int = 0
+    """The last start went on after this round."""
+    reward_first_tenth: float | None = None
+    reward_last_tenth: float | None = None
+    seconds: float = 0.0
+    """In rounds; held-out questions and pauses come on top."""
+    num_tokens: int = 0
+    """Trained on."""
+    held_out: HeldOut | None = None
+    swarm: Swarm | None = None
+    averaging: Averaging | None = None
+    stages: Stages | None = None
+    refused: dict[str, int] = {}
+    cost: dict[str, float] = {}
+
+
+def interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean of `after` - `before`, one number for each question in the same order; None if there
+    are too few of them, or they are not the same."""
+    if len(before) != len(after) or len(before) < LEAST_QUESTIONS:
+        return None
+    changes = np.asarray(after) - np.asarray(before)
+    rng, means = np.random.default_rng(0), np.empty(RESAMPLES)
+    rows = max(1, MAX_DRAWN // len(changes))
+    for start in range(0, RESAMPLES, rows):
+        some = means[start : start + rows]
+        some[:] = changes[rng.integers(0, len(changes), (len(some), len(changes)))].mean(axis=1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def figures(metrics: Iterable[Mapping[str, Any]], resumed_at: int = 0, held_out: HeldOut | None = None) -> Figures:
+    """Of `metrics`, the records of metrics.jsonl in their order."""
+    rewards: list[float] = []
+    seconds, own, used = 0.0, 0.0, 0.0
+    totals: Counter[str] = Counter()
+    seen: dict[str, float] = {}
+    last: Mapping[str, Any] = {}
+    for last in metrics:
+        rewards.append(last["reward"])
+        seconds += last.get("step_time") or 0.0
+        own += last.get("swarm/groups_own") or 0.0
+        used += last.get("swarm/groups_used") or 0.0
+        now = {name: value for name, value in last.items() if name.startswith(("swarm/", "averaging/", "stages/"))}
+        for name, value in now.items():
+            before = seen.get(name, 0.0)
+            totals[name] += value - before if value >= before else value
+        seen = now
+    whole = {name: round(total) for name, total in totals.items() if total > 0}
+    tenth = max(1, len(rewards) // 10)
+    swarm = Swarm(
+        received=whole.get("swarm/groups_received", 0),
+        admitted=whole.get("swarm/groups_admitted", 0),
+        used=round(used),
+        foreign_share=used / (own + used) if used else 0.0,
+        sent=whole.get("swarm/groups_sent", 0),
+        bytes_in=whole.get("swarm/bytes_in", 0),
+        bytes_out=whole.get("swarm/bytes_out", 0),
+    )
+    exchanges = whole.get("averaging/exchanges", 0)
+    stages = Stages(whole.get("stages/lost", 0), _below("stages/recovered/", whole))
+    cost = {name: last[f"cost/{name}"] for name in COST if last.get(f"cost/{name}") is not None}
+    return Figures(
+        rounds_recorded=len(rewards),
+        resumed_at=resumed_at,
+        reward_first_tenth=fmean(rewards[:tenth]) if rewards else None,
+        reward_last_tenth=fmean(rewards[-tenth:]) if rewards else None,
+        seconds=seconds,
+        num_tokens=round(last.get("num_tokens") or 0),
+        held_out=held_out,
+        swarm=swarm if swarm != Swarm() else None,
+        averaging=Averaging(exchanges, whole.get("averaging/bytes", 0)) if exchanges else None,
+        stages=stages if stages.lost else None,
+        refused={
+            f"{kind}{reason}": n for prefix, kind in REFUSED.items() for reason, n in _below(prefix, whole).items()
+        },
+        cost=cost,
+    )
+
+
+def summary(run: Figures) -> list[str]:
+    """Lines of words, under a word each that says what they are about."""
+    parts = {
+        "learned": [*_reward(run), *_held_out(run.held_out)],
+        "received": [*_received(run.swarm), *_exchanges(run.averaging, "weights of others in"), *_stages(run.stages)],
+        "gave": [*_gave(run.swarm), *_exchanges(run.averaging, "its weights in", sent=True)],
+        "refused": _refused(run.refused),
+        "traffic": _traffic(run.swarm),
+        "rounds": _rounds(run),
+        "cost": [", ".join(f"{value:.4g} {COST[name]}" for name, value in run.cost.items())] if run.cost else [],
+    }
+    return _labelled(parts)
+
+
+def whereabouts(run_dir: str, files: Sequence[str]) -> list[str]:
+    """Where things are."""
+    return _labelled({"files": [f"{run_dir}: {', '.join(files)}"]})
+
+
+def next_steps(run_dir: str, crew: bool = False) -> list[str]:
+    """What to type, and what for. The weights of a crew's policy may be elsewhere, so it is not among them."""
+    run = shlex.quote(run_dir)
+    commands = {} if crew else {f"export {run} DIR": "a model that transformers loads"}
+    commands |= {} if crew else {f"eval {run}": "how it does on held-out questions"}
+    commands |= {f"dashboard {run}": "its curves and events"}
+    wide = max(map(len, commands))
+    return _labelled({"next": [f"swarm-node {each:{wide}}  # {what}" for each, what in commands.items()]})
+
+
+def _labelled(parts: Mapping[str, Sequence[str]]) -> list[str]:
+    return [
+        f"{'' if number else label:{INDENT}}{line}"
+        for label, lines in parts.items()
+        for number, line in enumerate(lines)
+    ]
+
+
+def _reward(run: Figures) -> list[str]:
+    n, first, last = run.rounds_recorded, run.reward_first_tenth, run.reward_last_tenth
+    if first is None or last is None:
+        return []
+    if n == 1:
+        return [f"reward {last:.3f} in its only round"]
+    return [f"reward {first:.3f} -> {last:.3f}, first and last tenth of {n:,} rounds"]
+
+
+def _held_out(held: HeldOut | None) -> list[str]:
+    if held is None:
+        return []
+    before, after = held.pass_1
+    change = f"held-out pass@1 {before:.3f} -> {after:.3f}, {after - before:+.3f}"
+    if held.interval is None:
+        return [f"{change}: {held.questions} questions are too few to tell it from noise", *_pass_k(held)]
+    low, high = held.interval
+    verdict = "more than noise" if low > 0 or high < 0 else "no more than noise"
+    return [
+        f"{change}: {verdict} (95 % interval {low:+.3f} to {high:+.3f}, {held.questions} questions)",
+        *_pass_k(held),
+    ]
+
+
+def _pass_k(held: HeldOut) -> list[str]:
+    before, after = held.pass_k
+    return [f"held-out pass@{held.samples} {before:.3f} -> {after:.3f}"] if held.samples > 1 else []
+
+
+def _received(swarm: Swarm | None) -> list[str]:
+    if swarm is None or not swarm.received:
+        return []
+    share = f": {swarm.foreign_share:.0%} of what it trained on" if swarm.used else ""
+    return [f"{_groups(swarm.received)} from others, {swarm.admitted:,} admitted, {swarm.used:,} used{share}"]
+
+
+def _gave(swarm: Swarm | None) -> list[str]:
+    return [] if swarm is None or not swarm.sent else [f"{_groups(swarm.sent)} published"]
+
+
+def _groups(n: int) -> str:
+    return f"{n:,} group{'' if n == 1 else 's'}"
+
+
+def _exchanges(averaging: Averaging | None, what: str, sent: bool = False) -> list[str]:
+    if averaging is None:
+        return []
+    n = averaging.exchanges
+    size = f", {volume(averaging.bytes)}" if sent else ""
+    return [f"{what} {n:,} exchange{'' if n == 1 else 's'}{size}"]
+
+
+def _stages(stages: Stages | None) -> list[str]:
+    if stages is None:
+        return []
+    ways = ", ".join(f"{n:,} by {way}" for way, n in stages.built.items())
+    return [f"of the crew's stages {stages.lost:,} lost" + (f"; built so far: {ways}" if ways else "")]
+
+
+def _refused(refused: Mapping[str, int]) -> list[str]:
+    if not refused:
+        return []
+    counts = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
+    words = [f"{n:,} {_why(name)}" for name, n in counts[:MAX_REASONS]]
+    if rest := sum(n for _, n in counts[MAX_REASONS:]):
+        words.append(f"{rest:,} for other reasons")
+    return [", ".join(words)]
+
+
+def _why(name: str) -> str:
+    """`weights/gates` -> of weights (gates)"""
+    kind, _, reason = name.rpartition("/")
+    words = WHY.get(reason, reason)
+    return f"of {KINDS[kind]} ({words})" if kind else words
+
+
+def _traffic(swarm: Swarm | None) -> list[str]:
+    return [] if swarm is None else [f"{volume(swarm.bytes_in)} in, {volume(swarm.bytes_out)} out, all told"]
+
+
+def _rounds(run: Figures) -> list[str]:
+    n = run.rounds_recorded
+    lines = []
+    if n and run.seconds and math.isfinite(run.seconds):
+        speed = f"; {run.num_tokens:,} tokens trained on, {run.num_tokens / run.seconds:,.0f} a second"
+        each = f", {run.seconds / n:.2f} s each" if n > 1 else ""
+        lines = [f"{n:,} in {clock_face(run.seconds)}{each}{speed if run.num_tokens else ''}"]
+    if run.resumed_at:
+        lines.append(f"in several starts; this one went on from round {run.resumed_at:,}")
+    return lines
+
+
+def _below(prefix: str, totals: Mapping[str, int]) -> dict[str, int]:
+    return {name.removeprefix(prefix): n for name, n in totals.items() if name.startswith(prefix)}

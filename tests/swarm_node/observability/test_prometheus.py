@@ -1,0 +1,123 @@
+"""/metrics as Prometheus reads it, and the dashboard that is made for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import swarm_node
+from swarm_node.observability.health import Health, metric_name
+from swarm_node.observability.metrics_reference import COUNTERS, METRICS, OF_BOOTSTRAPS, describe_metric, labelled
+
+parser = pytest.importorskip("prometheus_client.parser")
+
+ROOT = Path(swarm_node.__file__).parents[1]
+DASHBOARD = ROOT / "docker" / "grafana" / "swarm-node.json"
+EVERY = [*(name for section in METRICS.values() for name in section), *OF_BOOTSTRAPS]
+ROWS = ["Is it training?", "Reward", "Groups", "Averaging", "Stages", "Traffic", "Speed", "Cost"]
+
+
+def example(name: str) -> str:
+    return re.sub(r"<(\w+)>", r"some_\1", name)
+
+
+def families(name: str = "alice") -> dict[str, Any]:
+    """What a node that has every number says, by metric."""
+    health = Health()
+    health.identify(name, "0" * 64)
+    health.write(1, {example(each): 0.5 for each in EVERY})
+    found = {}
+    for family in parser.text_string_to_metric_families(health.metrics()):
+        assert family.name not in found
+        found[family.name] = family
+    return found
+
+
+def test_prometheus_reads_every_number_with_its_type_and_meaning() -> None:
+    found = families()
+    for each in EVERY:
+        name, labels = labelled(example(each))
+        assert bool(labels) == each.endswith("/<reason>")
+        family = found.pop(metric_name(name))
+        assert family.type == ("counter" if each in COUNTERS else "gauge"), each
+        assert family.documentation and "`" not in family.documentation and "](" not in family.documentation, each
+        assert [sample.labels for sample in family.samples] == [labels]
+    assert all(family.documentation for family in found.values())
+    assert set(found) == {"swarm_node_info", "swarm_node_training", "swarm_node_seconds_since_round"}
+    assert set(EVERY) >= COUNTERS
+
+
+def test_who_a_node_is_survives_any_name_of_a_directory() -> None:
+    name = 'a "quoted" \\ name\nof two lines'
+    [sample] = families(name)["swarm_node_info"].samples
+    assert sample.labels == {"name": name, "swarm": "0" * 64, "version": swarm_node.__version__}
+    assert sample.value == 1.0
+
+
+def test_what_a_resumed_run_takes_up_is_no_counter() -> None:
+    assert describe_metric("swarm/rejected/age") == describe_metric("swarm/rejected/seal")
+    assert describe_metric("swarm/bytes_in") == ("All traffic in, in bytes: a running total.", True)
+    for name in ("round", "num_tokens", "cost/spent", "averaging/exchanges"):
+        described = describe_metric(name)
+        assert described is not None and not described[1], name
+    assert describe_metric("nonsense") is None
+
+
+# --------------------------------------------------------------------- the dashboard
+
+
+def expressions() -> Iterator[str]:
+    board = json.loads(DASHBOARD.read_text())
+    for panel in board["panels"]:
+        for target in panel.get("targets", []):
+            yield target["expr"]
+    for variable in board["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["query"]["query"]
+
+
+def test_every_expression_names_what_a_node_can_say() -> None:
+    known = set(families())
+    used = set()
+    for expression in expressions():
+        for pattern in re.findall(r'__name__=~"([^"]+)"', expression):
+            assert any(re.fullmatch(pattern, name) for name in known), expression
+        for name in re.findall(r"\bswarm_node_\w+", re.sub(r'"[^"]*"', '""', expression)):
+            assert name in known, expression
+            used.add(name)
+        assert "swarm_node_" in expression
+    assert len(used) > 30
+
+
+def test_rates_are_of_counters_and_slopes_are_not() -> None:
+    counters = {metric_name(labelled(example(each))[0]) for each in COUNTERS}
+    rated = {name for each in expressions() for name in re.findall(r"(?:rate|increase)\((swarm_node_\w+)\[", each)}
+    sloped = {name for each in expressions() for name in re.findall(r"(?:deriv|delta)\((swarm_node_\w+)\[", each)}
+    assert "swarm_node_swarm_rejected" in rated and rated <= counters
+    assert sloped and not sloped & counters
+
+
+def test_the_dashboard_is_as_grafana_exports_them() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    assert board["id"] is None and board["schemaVersion"] >= 38 and board["uid"] == "swarm-node"
+    variables = {variable["name"]: variable["type"] for variable in board["templating"]["list"]}
+    assert variables == {"datasource": "datasource", "name": "query", "instance": "query"}
+    panels = board["panels"]
+    assert [panel["title"] for panel in panels if panel["type"] == "row"] == ROWS
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert {panel["type"] for panel in panels} - {"row"} <= {
+        need["id"] for need in board["__requires"] if need["type"] == "panel"
+    }
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
+        taken |= cells
+        for target in panel.get("targets", []):
+            assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}

@@ -1,0 +1,216 @@
+"""What is said of a run when it has ended, word for word, and the numbers behind it."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+
+from swarm_node.observability.summary import (
+    INDENT,
+    MAX_DRAWN,
+    RESAMPLES,
+    Averaging,
+    Figures,
+    HeldOut,
+    Stages,
+    Swarm,
+    figures,
+    interval,
+    next_steps,
+    summary,
+    whereabouts,
+)
+
+HELD = HeldOut(questions=128, samples=8, pass_1=(0.199, 0.355), pass_k=(0.578, 0.395), interval=(0.112, 0.201))
+
+
+def rounds(rewards: list[float], **columns: list[Any]) -> list[dict[str, Any]]:
+    """Records of metrics.jsonl; None in a column = the name is missing from that line."""
+    records = []
+    for i, reward in enumerate(rewards):
+        more = {name.replace("__", "/"): values[i] for name, values in columns.items() if values[i] is not None}
+        records.append({"round": i + 1, "reward": reward, "step_time": 0.5, "num_tokens": 1000 * (i + 1), **more})
+    return records
+
+
+def test_a_silo() -> None:
+    run = figures(rounds([i / 20 for i in range(20)]), held_out=HELD)
+    assert summary(run) == [
+        "learned   reward 0.025 -> 0.925, first and last tenth of 20 rounds",
+        "          held-out pass@1 0.199 -> 0.355, +0.156: more than noise (95 % interval +0.112 to +0.201, "
+        "128 questions)",
+        "          held-out pass@8 0.578 -> 0.395",
+        "rounds    20 in 0:10, 0.50 s each; 20,000 tokens trained on, 2,000 a second",
+    ]
+    assert run.swarm is None and run.averaging is None and run.stages is None, "nothing that did not happen"
+
+
+def test_a_member_that_averages_and_pays() -> None:
+    run = figures(
+        rounds(
+            [0.25, 0.5],
+            swarm__groups_received=[100, 1240],
+            swarm__groups_admitted=[50, 1000],
+            swarm__groups_own=[4, 4],
+            swarm__groups_used=[0, 4],
+            swarm__groups_sent=[4, 8],
+            swarm__bytes_in=[1e6, 2.5e6],
+            swarm__bytes_out=[1e5, 2e5],
+            swarm__rejected__zero=[None, 200],
+            swarm__rejected__age=[3, 20],
+            swarm__rejected__duplicate=[0, 15],
+            swarm__rejected__swarm=[1, 4],
+            swarm__rejected__quota=[1, 1],
+            averaging__exchanges=[0, 1],
+            averaging__bytes=[0, 1_750_000],
+            averaging__refused__gates=[None, 3],
+            cost__spent=[0.01, 0.0234],
+            cost__per_admitted_group=[0.0025, 0.00195],
+        )
+    )
+    assert summary(run) == [
+        "learned   reward 0.250 -> 0.500, first and last tenth of 2 rounds",
+        "received  1,240 groups from others, 1,000 admitted, 4 used: 33% of what it trained on",
+        "          weights of others in 1 exchange",
+        "gave      8 groups published",
+        "          its weights in 1 exchange, 1.8 MB",
+        "refused   200 all rewarded alike, 20 too old, 15 known already, 4 swarm, 4 for other reasons",
+        "traffic   2.5 MB in, 200 kB out, all told",
+        "rounds    2 in 0:01, 0.50 s each; 2,000 tokens trained on, 2,000 a second",
+        "cost      0.0234 spent by the end of the last round, 0.00195 a group trained on",
+    ]
+
+
+def test_a_crew_s_lead() -> None:
+    run = figures(
+        rounds(
+            [0.5, 0.5, 0.5],
+            stages__lost=[None, 1, 2],
+            stages__recovered__base=[2, 2, 2],
+            stages__recovered__replica=[None, 1, 1],
+            stages__recovered__neighbours=[None, None, 1],
+            stages__refused__stray=[None, None, 1],
+        )
+    )
+    assert run.stages == Stages(2, {"base": 2, "replica": 1, "neighbours": 1})
+    assert summary(run)[1:3] == [
+        "received  of the crew's stages 2 lost; built so far: 2 by base, 1 by replica, 1 by neighbours",
+        "refused   1 of the crew (stray)",
+    ]
+    assert figures(rounds([0.5], stages__recovered__base=[2])).stages is None, "so every crew begins"
+
+
+def test_after_a_signal_in_the_first_round_little_is_said_and_without_a_round_nothing() -> None:
+    assert summary(figures(rounds([0.5]))) == [
+        "learned   reward 0.500 in its only round",
+        "rounds    1 in 0:00; 1,000 tokens trained on, 2,000 a second",
+    ]
+    assert summary(figures([])) == [] and figures([]) == Figures()
+
+
+def test_a_resumed_run_is_told_as_a_whole() -> None:
+    sent, received, lost = [4, 8, 12, 2, 6], [10, 20, 30, None, 40], [None, 1, 1, None, 1]
+    exchanges = [0, 1, 2, 2, 3]  # these go on, being in the snapshot
+    run = figures(
+        rounds(
+            [0.0, 0.0, 0.0, 1.0, 1.0],
+            swarm__groups_sent=sent,
+            swarm__groups_received=received,
+            stages__lost=lost,
+            averaging__exchanges=exchanges,
+        ),
+        resumed_at=3,
+    )
+    assert run.swarm == Swarm(sent=12 + 6, received=30 + 40)
+    assert run.stages == Stages(2, {}) and run.averaging == Averaging(3, 0)
+    assert summary(run)[-1] == f"{'':{INDENT}}in several starts; this one went on from round 3"
+
+
+def test_what_is_in_json_is_what_is_said_and_leaves_out_what_was_not() -> None:
+    silo = msgspec.to_builtins(figures(rounds([0.5]), held_out=HELD))
+    assert silo.keys() == {
+        "rounds_recorded",
+        "reward_first_tenth",
+        "reward_last_tenth",
+        "seconds",
+        "num_tokens",
+        "held_out",
+    }
+    assert list(silo["held_out"]["interval"]) == [0.112, 0.201]
+    member = msgspec.to_builtins(figures(rounds([0.5], swarm__groups_sent=[3], swarm__rejected__age=[2])))
+    assert member["swarm"] == {"sent": 3} and member["refused"] == {"age": 2}
+
+
+# ------------------------------------------------------------------- more than noise?
+
+
+def questions(n: int, gain: float, seed: int = 0, samples: int = 8) -> tuple[list[float], list[float]]:
+    """Shares of right answers to `n` questions of all difficulties, before and after each got easier by `gain`."""
+    rng = random.Random(seed)
+    chances = [rng.betavariate(0.5, 2) for _ in range(n)]
+    now = [min(1.0, chance + gain) for chance in chances]
+    before, after = ([sum(rng.random() < p for _ in range(samples)) / samples for p in ps] for ps in (chances, now))
+    return before, after
+
+
+def test_a_gain_is_told_from_noise_and_noise_is_not_a_gain() -> None:
+    low, high = interval(*questions(128, gain=0.1)) or (0.0, 0.0)
+    assert 0 < low < 0.1 < high
+    outside = sum(low > 0 or high < 0 for seed in range(200) for low, high in [interval(*questions(64, 0.0, seed))])
+    assert 1 <= outside <= 20, "about one in twenty"
+
+
+def test_the_interval_is_that_of_pairs() -> None:
+    before = [float(i % 2) for i in range(100)]
+    after = [min(1.0, x + 0.5 * (i % 10 == 0)) for i, x in enumerate(before)]
+    low, high = interval(before, after) or (0.0, 0.0)
+    assert 0 < low < 0.05 < high < 0.12, "of unpaired ones it would be about -0.09 to +0.19"
+    assert interval(before, before) == (0.0, 0.0)
+
+
+def test_many_questions_take_no_more_memory_than_some() -> None:
+    before, after = questions(3000, gain=0.1)
+    tracemalloc.start()
+    try:
+        low, high = interval(before, after) or (0.0, 0.0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * MAX_DRAWN < 8 * RESAMPLES * 3000 and 0.07 < low < high < 0.12
+
+
+@pytest.mark.parametrize(("before", "after"), [(49, 49), (100, 99), (0, 128)])
+def test_few_questions_or_others_than_before_are_no_ground_for_a_claim(before: int, after: int) -> None:
+    assert interval([0.0] * before, [1.0] * after) is None
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        ((-0.01, 0.05), "+0.020: no more than noise (95 % interval -0.010 to +0.050, 128 questions)"),
+        ((0.0, 0.0), "+0.020: no more than noise (95 % interval +0.000 to +0.000, 128 questions)"),
+        (None, "+0.020: 128 questions are too few to tell it from noise"),
+    ],
+)
+def test_what_cannot_be_told_from_noise_is_called_that(interval: tuple[float, float] | None, words: str) -> None:
+    held = HeldOut(128, 1, (0.20, 0.22), (0.20, 0.22), interval)
+    assert summary(Figures(held_out=held)) == [f"learned   held-out pass@1 0.200 -> 0.220, {words}"]
+
+
+# ------------------------------------------------------------------- where things are, what to type
+
+
+def test_where_things_are_and_what_to_type() -> None:
+    assert whereabouts("runs/a", ["metrics.jsonl", "plots/reward.png"]) == [
+        "files     runs/a: metrics.jsonl, plots/reward.png"
+    ]
+    assert next_steps("runs/my run") == [
+        "next      swarm-node export 'runs/my run' DIR  # a model that transformers loads",
+        "          swarm-node eval 'runs/my run'        # how it does on held-out questions",
+        "          swarm-node dashboard 'runs/my run'   # its curves and events",
+    ]
+    assert next_steps("r", crew=True) == ["next      swarm-node dashboard r  # its curves and events"]

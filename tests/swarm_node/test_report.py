@@ -1,0 +1,60 @@
+"""What a run says of itself when it has ended, from a real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_node.config import NodeConfig
+from swarm_node.evaluate import Evaluation, Held
+from swarm_node.report import Report, compared
+from swarm_node.run import run_local
+from swarm_node.rundir import RunDir
+
+
+def start(rounds: int, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """The document and the words of a start in `run`."""
+    config = {
+        "run_dir": "run",
+        "rounds": rounds,
+        "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
+        "eval": {"questions": 56, "samples": 2},
+    }
+    assert run_local(NodeConfig.model_validate(config), json_output=True) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+def test_a_run_in_two_starts_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    first, words = start(1, capsys)
+    assert "resumed_at" not in first and "several starts" not in words
+    document, words = start(2, capsys)
+    assert (document["rounds"], document["rounds_recorded"], document["resumed_at"]) == (2, 2, 1)
+    assert document["held_out_before"] == first["held_out_before"]
+    held, before = document["held_out"], document["held_out_before"]["all"]
+    assert held["questions"] == before["questions"] == 56 and held["pass_1"][0] == before["pass_1"]
+    low, high = held["interval"]
+    assert low <= held["pass_1"][1] - held["pass_1"][0] <= high, "questions from before were kept in the snapshot"
+    assert "this one went on from round 1" in words and "swarm-node export run DIR" in words
+    assert not any(part in document for part in ("swarm", "averaging", "stages", "refused", "cost"))
+    last = json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])
+    assert last["kind"] == "summary" and last["text"].startswith("learned reward ")
+    assert Path("run/plots/reward.png").exists()
+
+
+def test_a_run_without_a_round_has_nothing_to_tell_and_no_picture(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    told = Report(RunDir(tmp_path), 0, Evaluation(), Evaluation(), 8)
+    told.draw()
+    assert told.metrics == [] and not (tmp_path / "plots").exists()
+
+
+def test_held_out_figures_are_compared_only_if_both_are_there_and_judged_only_if_by_question() -> None:
+    table = {"all": Held(128, 0.5, 0.75)}
+    assert compared(Evaluation(), Evaluation(table, [0.5] * 128), 8) is None
+    assert compared(Evaluation(table), Evaluation(), 8) is None
+    unjudged = compared(Evaluation(table), Evaluation(table, [0.5] * 128), 8)  # begun by an earlier version
+    assert unjudged is not None and unjudged.interval is None and unjudged.pass_k == (0.75, 0.75)
