@@ -20,7 +20,10 @@ from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.topics import rollout_topic
 from protocol.transports.base import Transport
+from swarm_node.base_weights.finding import give_what_is_here
 from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.errors import UserError
+from swarm_node.guest import BOOTSTRAP, MemoryLimit, refuse_on_a_bootstrap
 from swarm_node.installed import outdated
 from swarm_node.joining import (
     Swarm,
@@ -56,7 +59,8 @@ def run_bootstrap(config: NodeConfig) -> int:
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
         say = _speaker(run, stack)
-        say_what_leaves(swarm, config.network, run, say, trains=False)
+        refuse_on_a_bootstrap(config, run)
+        say_what_leaves(swarm, config, run, say, trains=False)
         run.write_config(dump_toml(config))
         health = Health(what="look", least_s=SILENT_S)
         if config.health.port:
@@ -65,6 +69,7 @@ def run_bootstrap(config: NodeConfig) -> int:
         try:
             stop.allow()
             manifest, transport = _enter(swarm, config, run, say, stop, stack)
+            health.identify(config.name or run.path.resolve().name, manifest.swarm_id)
             _watch(config, manifest, transport, run, say, health)
         except StopRequested:
             health.leaving = True
@@ -134,6 +139,7 @@ def _enter(
     serve_swarm(transport, manifest, files)  # answers at once, with the files as they come
     say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {transport.peer_id}")
     own = config.tasks if "tasks" in config.model_fields_set else []
+    give_what_is_here(config, manifest, transport, say)
     files |= gather_files(manifest, swarm, run, own, say, lambda: transport)
     return manifest, transport
 
@@ -149,6 +155,7 @@ def _watch(
     """Tell the link and who is there, until StopRequested."""
     told, link, there, line_at, status_at, looks, heard_newer = "", "", -1, 0.0, 0.0, 0, False
     others = [*config.network.bootstrap, *manifest.bootstrap]
+    memory = MemoryLimit(config.guest.max_memory_gb, "lower network.max_connections")
     while True:
         now, addresses = time.monotonic(), transport.addresses
         if addresses:
@@ -156,10 +163,12 @@ def _watch(
         if link != told:
             told = link
             _print(link, sys.stdout)
+        if exceeded := memory.exceeded():
+            raise UserError(f"the bootstrap took {exceeded}")
         status = _status(config, manifest, transport)
         if status["traffic"].get("rejected/newer") and not heard_newer:
             heard_newer = True
-            say(outdated("a peer"))
+            say(outdated(transport.too_new() or "a peer"))
         if addresses:
             looks += 1
             health.write(looks, {"swarm/peers": len(status["peers"]), **_named(status["traffic"])})
@@ -182,6 +191,7 @@ def _named(traffic: dict[str, float]) -> dict[str, float]:
 def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dict[str, Any]:
     """As `Member.status`, of a member that trains nothing."""
     return {
+        "role": BOOTSTRAP,
         "swarm": manifest.swarm_id,
         "swarm_name": manifest.name,
         "time": time.time(),

@@ -228,7 +228,7 @@ class CrewNode:
         self.progress = Progress(recalled, 0.0)
         """Of the crew, as last heard or told, or as it was at the newest snapshot here."""
         others = [*config.network.bootstrap, *manifest.bootstrap]
-        self.invitation = Invitation(self.transport.peer_id, swarm, config, others)
+        self.invitation = Invitation(self.transport.peer_id, swarm, config, others, entered.model)
         self._losses = 0.0
         """When the crew was last whole."""
         self._holders: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ import ipaddress
 import json
 import os
 import random
+import secrets
 import shlex
 import shutil
 import socket
@@ -31,6 +32,7 @@ import typer
 from protocol.codec import SPOKEN
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
+from protocol.manifest import LINK_SCHEME
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.peers import is_relayed, parse_cache, peer_of
 from protocol.transports.ports import read_ports
@@ -38,8 +40,9 @@ from protocol.transports.settings import free_port
 from swarm_node import __version__
 from swarm_node.config import NetworkConfig, NodeConfig, load_config
 from swarm_node.errors import UserError
-from swarm_node.installed import install_command, torch_command, upgrade_command
-from swarm_node.joining import Swarm, find_swarm, visitor
+from swarm_node.guest import BOOTSTRAP
+from swarm_node.installed import PACKAGE, install_command, reinstall_command, torch_command, upgrade_command
+from swarm_node.joining import Swarm, find_swarm, join_link, living, visitor
 from swarm_node.rundir import RunDir
 from swarm_node.status import FRESH_S, look_around, read_status
 
@@ -51,10 +54,12 @@ MAX_DIALS = 32
 ASKED = 5
 """Members asked to connect back, until `WITNESSES` have."""
 WITNESSES = 2
+CREW_BYTES = 6
+"""Of a name for a crew, which is its password."""
 TIGHT = 0.8
 """Part of the free memory that is full once sampling comes on top."""
 GIB = 2**30
-MAP_PORTS = "swarm-node join SWARM --set network.nat_port_map=true"
+MAP_PORTS = "--set network.nat_port_map=true"
 INSTALL_COMPILER = (
     "xcode-select --install; brew install gmp"
     if sys.platform == "darwin"
@@ -73,13 +78,44 @@ class Check(msgspec.Struct, frozen=True):
     """The command that mends it, where one can; empty if there is nothing to mend."""
 
 
+class Way(msgspec.Struct, frozen=True):
+    """How this node is started, for the remedies: whatever is known, and a word in capitals in place of what is not."""
+
+    verb: Literal["join", "bootstrap", "local"] = "join"
+    swarm: str = ""
+    """As it was named: a manifest's path or address, or a link."""
+    run_dir: str = ""
+
+    def start(self, options: str = "", elsewhere: bool = False) -> str:
+        """With more `options`; `elsewhere` = in another run directory."""
+        named = [] if self.verb == "local" else [shlex.quote(self.swarm) if self.swarm else "SWARM"]
+        there = ["--run-dir", "DIR" if elsewhere else shlex.quote(self.run_dir)] if elsewhere or self.run_dir else []
+        return " ".join(["swarm-node", self.verb, *named, *there, *([options] if options else [])])
+
+    def found(self, members: Mapping[str, PeerCard]) -> str:
+        """So that it has somebody to begin with: those of `members` who can be reached, else a bootstrap peer."""
+        swarm = next((card.swarm for card in members.values()), "")
+        others = [address for address in living(members, []) if not is_relayed(address)]
+        if swarm and others:
+            return msgspec.structs.replace(self, verb="join", swarm=join_link(swarm, [], others)).start()
+        if self.verb == "bootstrap":
+            return self.start()
+        if self.swarm.startswith(f"{LINK_SCHEME}:"):
+            return self.start("--bootstrap ADDRESS")
+        return f"swarm-node bootstrap {shlex.quote(self.swarm) if self.swarm else 'MANIFEST'}"
+
+
+ANY = Way()
+"""Of which nothing is known."""
+
+
 def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:
     """Print all checks; 1 if one failed, else 0. Raises UserError if `target` is no run and no swarm."""
     run = RunDir(target) if target and Path(target).is_dir() else None
     swarm = _swarm_of(run) if run else find_swarm(target or config.swarm) if target or config.swarm else None
     if run is not None and run.exists:
         config = load_config(run.config)
-    checks = list(_checks(config, run, swarm))
+    checks = list(_checks(config, run, swarm, _way(target, config, run, swarm)))
     if json_output:
         typer.echo(json.dumps({"checks": msgspec.to_builtins(checks)}, indent=2))
     else:
@@ -90,7 +126,18 @@ def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:
     return int(any(check.verdict == "fail" for check in checks))
 
 
-def _checks(config: NodeConfig, run: RunDir | None, swarm: Swarm | None) -> Iterator[Check]:
+def _way(target: str | None, config: NodeConfig, run: RunDir | None, swarm: Swarm | None) -> Way:
+    """With the `config` of the run, if `target` is one."""
+    if run is None:
+        return Way(swarm=target or config.swarm or "", run_dir=config.run_dir or "")
+    if swarm is None:
+        return Way("local" if run.exists else "join", run_dir=str(run.path))
+    status = read_status(run) or {}
+    verb: Literal["join", "bootstrap"] = "bootstrap" if status.get("role") == BOOTSTRAP else "join"
+    return Way(verb, config.swarm or str(run.swarm), str(run.path))
+
+
+def _checks(config: NodeConfig, run: RunDir | None, swarm: Swarm | None, way: Way) -> Iterator[Check]:
     status = read_status(run) if run else None
     mine = status["addresses"] if status else []
     running = status is not None and time.time() - status["time"] < FRESH_S
@@ -99,28 +146,30 @@ def _checks(config: NodeConfig, run: RunDir | None, swarm: Swarm | None) -> Iter
     yield compiler()
     yield packages()
     yield torch_and_device(nvidia_gpus())
-    yield from room(config, place, running)
-    yield directory(place)
-    yield ports(config.network, running)
+    yield from room(config, place, running, way)
+    yield directory(place, way)
+    yield ports(config.network, running, way)
     listens = _as_it_listens(config.network, run)
-    guess = reachable(listens, mine or [own_address()])
+    guess = reachable(listens, mine or [own_address()], way)
     answering: dict[str, bool] = {}
     if swarm is not None:
         answering = dial([address for address in [*swarm.peers, *config.network.bootstrap] if address not in mine])
     if swarm is None or not (any(answering.values()) or mine):
         yield guess
         if swarm is not None:
-            yield begin(answering)
+            yield begin(answering, way=way)
         yield versions({}, {})
         return
     through = msgspec.structs.replace(swarm, peers=[*mine, *swarm.peers])
     with visitor(through, config.network, lambda sentence: None) as transport:
         members = look_around(transport)
-        others = {peer: card for peer, card in members.items() if not status or peer != status["peer"]}
-        yield seen_from_others(transport.dial_back, others, listens, running, guess)
-        yield begin(answering, members)
-        yield people(members)
-        yield clock(members, time.time())
+        now, me = time.time(), status["peer"] if status else ""
+        made = {peer: at for peer, at in transport.made().items() if peer != me}
+        others = {peer: card for peer, card in members.items() if peer != me}
+        yield seen_from_others(transport.dial_back, others, listens, running, guess, way)
+        yield begin(answering, members, way)
+        yield people(members, made, transport.stats().get("connections/dht", 0) > 0, way)
+        yield clock(others, now, made)
         yield versions(members, transport.stats())
 
 
@@ -160,11 +209,11 @@ def packages() -> Check:
         except PackageNotFoundError:
             missing.append(name)
     if missing:
-        return Check("packages", "fail", f"missing: {', '.join(missing)}", install_command())
+        return Check("packages", "fail", f"missing: {', '.join(missing)}", reinstall_command())
     listed = ", ".join(f"{name} {number}" for name, number in found.items())
     if all(number == TESTED[name] or number.startswith(f"{TESTED[name]}.") for name, number in found.items()):
         return Check("packages", "ok", listed)
-    return Check("packages", "warn", f"{listed}: not all are tested", install_command())
+    return Check("packages", "warn", f"{listed}: not all are tested", reinstall_command())
 
 
 def nvidia_gpus(root: Path = Path("/")) -> list[str]:
@@ -177,7 +226,7 @@ def torch_and_device(gpus: Sequence[str]) -> Check:
     try:
         import torch
     except ImportError as error:
-        return Check("torch", "fail", f"cannot be loaded: {error}", install_command())
+        return Check("torch", "fail", f"cannot be loaded: {error}", reinstall_command())
     number = torch.__version__
     if torch.cuda.is_available():
         return Check("torch", "ok", f"{number} on {torch.cuda.get_device_name()}")
@@ -191,7 +240,7 @@ def torch_and_device(gpus: Sequence[str]) -> Check:
     return Check("torch", "ok", f"{number} on {device}")
 
 
-def room(config: NodeConfig, place: Path, running: bool) -> Iterator[Check]:
+def room(config: NodeConfig, place: Path, running: bool, way: Way = ANY) -> Iterator[Check]:
     """Memory and disk for the chosen model. Fetches its config, if need be, but no weights."""
     from swarm_node.memory import Memory, free_memory
     from swarm_node.policy.loading import prepare
@@ -212,7 +261,12 @@ def room(config: NodeConfig, place: Path, running: bool) -> Iterator[Check]:
         )
     free = free_memory()
     detail = f"{model} takes {_gib(needed)} before it samples, {_gib(free) if free else 'an unknown part'} is free"
-    remedy = "swarm-node join SWARM --stages 2 --crew NAME" if plan.lora else "swarm-node join SWARM --lora"
+    if plan.lora:
+        crew = config.stages.crew or secrets.token_hex(CREW_BYTES)  # a password
+        stages = f"--stages {2 * config.stages.count or 2} --crew {crew}"
+        remedy = (msgspec.structs.replace(way, verb="join") if way.verb == "local" else way).start(stages)
+    else:
+        remedy = way.start("--lora")
     if running:
         yield Check("memory", "ok", f"{model} takes {_gib(needed)} before it samples: the run has it")
     elif free and needed > TIGHT * free:
@@ -220,15 +274,15 @@ def room(config: NodeConfig, place: Path, running: bool) -> Iterator[Check]:
     else:
         yield Check("memory", "ok", detail)
     trained = needed - itemsize * plan.size * plan.lora
-    yield disk(config, place, (config.snapshots.keep + 1) * trained, _to_fetch(plan.base, itemsize * plan.size))
+    yield disk(config, place, (config.snapshots.keep + 1) * trained, _to_fetch(plan.base, itemsize * plan.size), way)
 
 
-def disk(config: NodeConfig, place: Path, kept: int, fetched: int) -> Check:
+def disk(config: NodeConfig, place: Path, kept: int, fetched: int, way: Way = ANY) -> Check:
     """Whether there is room for `kept` bytes of snapshots at `place` and `fetched` bytes of weights in the hub's
     cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    wanted = [(place, kept, "swarm-node join SWARM --run-dir DIR"), (Path(HF_HUB_CACHE), fetched, "export HF_HOME=DIR")]
+    wanted = [(place, kept, way.start(elsewhere=True)), (Path(HF_HUB_CACHE), fetched, "export HF_HOME=DIR")]
     needs: dict[int, int] = {}
     for path, size, remedy in wanted:
         there = _existing(path)
@@ -259,7 +313,7 @@ def _existing(path: Path) -> Path:
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
-def directory(path: Path) -> Check:
+def directory(path: Path, way: Way = ANY) -> Check:
     """Whether the run directory, or what it would be made in, can be written."""
     existing = _existing(path)
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
@@ -267,11 +321,11 @@ def directory(path: Path) -> Check:
     if existing.is_dir():
         remedy = f"sudo chown -R $(id -u) {shlex.quote(str(existing))}"
     else:
-        remedy = "swarm-node join SWARM --run-dir DIR"
+        remedy = way.start(elsewhere=True)
     return Check("directory", "fail", f"{existing} cannot be written", remedy)
 
 
-def ports(network: NetworkConfig, running: bool = False) -> Check:
+def ports(network: NetworkConfig, running: bool = False, way: Way = ANY) -> Check:
     """Whether the ports are free (or in use by the run itself)."""
     wanted = [network.port, network.gossip_port]
     if network.dial_only:
@@ -281,14 +335,14 @@ def ports(network: NetworkConfig, running: bool = False) -> Check:
     try:
         free = _free_ports(network)
     except LocalProtocolError as error:
-        return Check("ports", "fail", str(error), "swarm-node join SWARM --listen 0.0.0.0 --port 0 --gossip-port 0")
+        return Check("ports", "fail", str(error), way.start("--listen 0.0.0.0 --port 0 --gossip-port 0"))
     if all(port in (0, got) for port, got in zip(wanted, free, strict=True)):
         return Check("ports", "ok", f"{wanted[0]} and {wanted[1]} of {network.listen} are free")
     return Check(
         "ports",
         "warn",
         f"of {wanted[0]} and {wanted[1]} not both are free; a node would take {free[0]} and {free[1]}",
-        f"swarm-node join SWARM --port {free[0]} --gossip-port {free[1]}",
+        way.start(f"--port {free[0]} --gossip-port {free[1]}"),
     )
 
 
@@ -318,22 +372,23 @@ def own_address() -> str:
             return "/ip4/127.0.0.1/tcp/0"
 
 
-def reachable(network: NetworkConfig, addresses: Sequence[str]) -> Check:
+def reachable(network: NetworkConfig, addresses: Sequence[str], way: Way = ANY) -> Check:
     """Whether others are likely to reach a node at `addresses`, as far as can be told from here."""
-    name, remedy = "reachable", MAP_PORTS
+    name, remedy = "reachable", way.start(MAP_PORTS)
     if network.dial_only:
         return Check(name, "ok", "nobody can reach this node, as it was told: it only dials")
     if network.announce:
         return Check(name, "ok", f"announced as {', '.join(network.announce)}: check it from another machine")
     direct = [address for address in addresses if "/p2p-circuit" not in address]
     if any(_reach(address) == "public" for address in direct):
-        return Check(name, "ok", "listens on a public address: `swarm-node doctor LINK` has members connect to it")
+        asking = f"`swarm-node doctor {shlex.quote(way.swarm) if way.swarm else 'LINK'}` has members connect to it"
+        return Check(name, "ok", f"listens on a public address: {asking}")
     if len(direct) < len(addresses):
         return Check(name, "warn", "reached only through a relay", remedy)
     if any(_reach(address) == "private" for address in direct):
         return Check(name, "warn", "listens on private addresses only: nobody outside this network reaches it", remedy)
     if network.listen.startswith("127."):
-        return Check(name, "warn", "listens for this machine only", "swarm-node join SWARM --listen 0.0.0.0")
+        return Check(name, "warn", "listens for this machine only", way.start("--listen 0.0.0.0"))
     return Check(name, "warn", "has no address but this machine's own", "ping -c 1 1.1.1.1")
 
 
@@ -354,6 +409,7 @@ def seen_from_others(
     network: NetworkConfig,
     running: bool,
     guess: Check,
+    way: Way = ANY,
 ) -> Check:
     """Whether members that are asked for it connect to the ports that the run listens on or, unless it is `running`,
     that are listened on for as long as this takes. The `guess` if nobody can tell."""
@@ -383,7 +439,7 @@ def seen_from_others(
     if not all(connected):
         closed = " and ".join(str(port) for port, reached in zip(ports, connected, strict=True) if not reached)
         detail = f"not at port {closed}, as {named} found: forward it (TCP) in the router, or let this node ask it to"
-        return Check("reachable", "warn", detail, MAP_PORTS)
+        return Check("reachable", "warn", detail, way.start(MAP_PORTS))
     near = all(_reach(address) != "public" for peer in tried for address in members[peer].addresses if "/ip" in address)
     where = ", which only tells of this network" if near else ""
     return Check("reachable", "ok", f"{named} connected to ports {ports[0]} and {ports[1]}{where}")
@@ -405,39 +461,47 @@ def _answers(address: str) -> bool:
         return False
 
 
-def begin(answering: Mapping[str, bool], members: Mapping[str, PeerCard] | None = None) -> Check:
+def begin(answering: Mapping[str, bool], members: Mapping[str, PeerCard] | None = None, way: Way = ANY) -> Check:
     """Whether there is somebody to begin with: an address that answers and, if `members` are known, for one of them."""
     name, dead = "bootstrap", [address for address, answers in answering.items() if not answers]
+    remedy = way.found(members or {})
     if not answering:
-        return Check(name, "warn", "no address to begin with", "swarm-node bootstrap MANIFEST")
+        return Check(name, "warn", "no address to begin with", remedy)
     if len(dead) == len(answering):
-        detail = f"no address answers: {_listed(dead)}; a node keeps trying"
-        return Check(name, "fail", detail, "swarm-node doctor NEWER_LINK")
+        return Check(name, "fail", f"no address answers: {_listed(dead)}; a node keeps trying", remedy)
     strange = [] if members is None else [a for a in answering if a not in dead and peer_of(a) not in members]
     said = f"{len(answering) - len(dead)} of {len(answering)} addresses answer"
     said += f", not {_listed(dead)}" if dead else ""
     said += f", but not for members: {_listed(strange)}" if strange else ""
-    return Check(
-        name, "warn" if dead or strange else "ok", said, "swarm-node doctor NEWER_LINK" if dead or strange else ""
-    )
+    return Check(name, "warn", said, remedy) if dead or strange else Check(name, "ok", said)
 
 
 def _listed(addresses: Sequence[str]) -> str:
     return ", ".join(addresses[:3]) + (", …" if len(addresses) > 3 else "")
 
 
-def people(members: Mapping[str, PeerCard]) -> Check:
-    """Whether there are members."""
+def people(
+    members: Mapping[str, PeerCard], made: Mapping[str, float] | None = None, connected: bool = False, way: Way = ANY
+) -> Check:
+    """Whether there are members. `made`: when the cards of all were made that were seen, `connected`: whether peers
+    answer at all."""
+    name = "members"
     if members:
-        return Check("members", "ok", f"{len(members)} are there")
-    return Check("members", "warn", "something answers, but no member is seen: is it this swarm?", SET_CLOCK)
+        return Check(name, "ok", f"{len(members)} are there")
+    if made:
+        detail = f"none by this machine's clock, but cards of {len(made)} that are too old, or of times to come, by it"
+        return Check(name, "warn", detail, SET_CLOCK)
+    said = "peers answer, but none is a member of this swarm" if connected else "something answers, but not as a peer"
+    return Check(name, "warn", said, way.found({}))
 
 
-def clock(members: Mapping[str, PeerCard], now: float) -> Check:
-    """This machine's clock against the cards of others, which are up to a renewal old."""
-    if not members:
+def clock(members: Mapping[str, PeerCard], now: float, made: Mapping[str, float] | None = None) -> Check:
+    """This machine's clock against the cards of others, which are up to a renewal old: of `members`, and only where
+    this machine's clock leaves none, of all that `made` tells of, since anybody can sign cards of any time."""
+    dated = {peer: card.created for peer, card in members.items()} or dict(made or {})
+    if not dated:
         return Check("clock", "warn", "nobody to compare with", SET_CLOCK)
-    ahead = median(now - card.created for card in members.values()) - CARD_RENEWAL_S / 2
+    ahead = median(now - created for created in dated.values()) - CARD_RENEWAL_S / 2
     detail = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the other members'"
     if abs(ahead) <= CARD_RENEWAL_S:
         return Check("clock", "ok", f"agrees with the other members' within {CARD_RENEWAL_S:g} s")
@@ -452,7 +516,8 @@ def versions(members: Mapping[str, PeerCard], totals: Mapping[str, float]) -> Ch
         return Check("versions", "warn" if members else "fail", detail, upgrade_command())
     older = sum(max(card.protocol, card.speaks) < PROTOCOL_VERSION for card in members.values())
     if totals.get("rejected/version"):
-        return Check("versions", "warn", f"{mine}; there are peers with an older one, who are not heard")
+        detail = f"{mine}; there are peers with an older one, who are not heard"
+        return Check("versions", "warn", detail, f"pip install --upgrade {PACKAGE}  # on their machines")
     return Check("versions", "ok", f"{mine}" + (f"; {older} of the members speak the one before" if older else ""))
 
 

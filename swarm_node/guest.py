@@ -12,6 +12,7 @@ Loads no torch. Only one `Guest` in a process can limit CPU time, and only from 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -50,10 +51,18 @@ NAP_S, MOST_S = 0.25, 5.0
 """A sleep in one go, and in one look: even where other threads use all that is allowed, training goes on a little."""
 KIN_S = 5.0
 """Between two looks for new child processes."""
+JOIN_S = 0.1
+"""Whoever leaves does not wait for what the system is being asked."""
 LEAVE_S = 12.0
 """To save and leave in, for a node that takes too much memory."""
+LOWER = (
+    "lower grpo.microbatch_tokens, rollouts.groups, rollouts.group_size or rollouts.max_new_tokens, choose a smaller "
+    "--model"
+)
 NETWORK_BYTES = 2**28
 """What p2pd and the gossip process take, beside the estimate of a round."""
+BOOTSTRAP = "bootstrap"
+"""Role of a run in swarm.json."""
 _PARTS = re.compile(r"(?=.)(?:(\d{1,4})d)?(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s)?")
 
 
@@ -71,8 +80,7 @@ def cores() -> int:
 
 def refuse_in_a_crew(config: NodeConfig, run: RunDir) -> None:
     """Raises UserError for what would have a crew wait for one of its machines."""
-    guest, usual = config.guest, GuestConfig()
-    asked = [key for key in ("max_cpu", "max_memory_gb", "quiet_hours", "pause_on") if _differ(key, guest, usual)]
+    asked = _asked(config.guest, "max_cpu", "max_memory_gb", "quiet_hours", "pause_on")
     if asked:
         raise UserError(
             f"guest.{asked[0]} is not for --stages: a stage that is paused or slowed down holds its crew up. Stop the "
@@ -84,8 +92,25 @@ def refuse_in_a_crew(config: NodeConfig, run: RunDir) -> None:
         )
 
 
-def _differ(key: str, one: GuestConfig, other: GuestConfig) -> bool:
-    return bool(getattr(one, key) != getattr(other, key))
+def refuse_on_a_bootstrap(config: NodeConfig, run: RunDir) -> None:
+    """Raises UserError for what would have newcomers find nobody. It does not train, so what it takes is little."""
+    asked = _asked(config.guest, "max_cpu", "quiet_hours", "pause_on")
+    if asked:
+        raise UserError(
+            f"guest.{asked[0]} is not for a bootstrap, which others join by at any time; --nice, --max-memory, "
+            "--max-upload and --max-download work"
+        )
+    if run.paused.exists():
+        raise UserError(
+            f"{run.path} is paused, which a bootstrap cannot be: `swarm-node resume {run.path}` first, or stop it "
+            "instead"
+        )
+
+
+def _asked(guest: GuestConfig, *keys: str) -> list[str]:
+    """Those of `keys` that are not as usual."""
+    usual = GuestConfig()
+    return [key for key in keys if getattr(guest, key) != getattr(usual, key)]
 
 
 # --------------------------------------------------------------------- pause and resume, by the owner
@@ -129,6 +154,16 @@ def _check_run(run: RunDir, verb: str) -> None:
             f"{run.path} holds a stage of a crew, which would wait for it: stop the node instead (Ctrl-C or SIGTERM); "
             "it hands its stage over to another"
         )
+    if verb == "pause" and _is_bootstrap(run):
+        raise UserError(f"{run.path} is a bootstrap, which others join by at any time: stop it instead (Ctrl-C)")
+
+
+def _is_bootstrap(run: RunDir) -> bool:
+    try:
+        status = json.loads(run.status.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(status, dict) and status.get("role") == BOOTSTRAP
 
 
 def pause_asked(path: Path, now: float) -> str:
@@ -272,6 +307,26 @@ class Kin:
         return self._children
 
 
+class MemoryLimit:
+    """Whether a node takes more memory than it may."""
+
+    def __init__(self, gib: float, what_to_lower: str) -> None:
+        """0 = it may take any."""
+        self._most, self._kin = gib * 2**30, Kin()
+        self.too_much = f"more than --max-memory {gib:g}: {what_to_lower}, or allow more"
+
+    def __bool__(self) -> bool:
+        return self._most > 0
+
+    def exceeded_by(self, bytes: int) -> str:
+        """If it takes so much: how much, in words; else empty."""
+        return f"{bytes / 2**30:.2f} GiB, {self.too_much}" if self and bytes > self._most else ""
+
+    def exceeded(self) -> str:
+        """Likewise by what it takes now."""
+        return self.exceeded_by(self._kin.rss()) if self else ""
+
+
 class Allowance:
     """CPU seconds that may be taken: `rate` a second."""
 
@@ -343,6 +398,7 @@ class Guest:
         self._say = say
         self._member = member
         self._machine = machine or Machine(config, say)
+        self._memory = MemoryLimit(config.max_memory_gb, LOWER)
 
     def waiting(self) -> str:
         """For people, and empty if the node goes on."""
@@ -350,9 +406,8 @@ class Guest:
 
     def check_estimate(self, bytes: int) -> None:
         """Raises UserError if a round is going to take more memory than it may."""
-        needed, most = bytes + NETWORK_BYTES * self._member, self._config.max_memory_gb * 2**30
-        if most and needed > most:
-            raise UserError(f"a round takes about {needed / 2**30:.1f} GiB, {self._too_much()}")
+        if too_much := self._memory.exceeded_by(bytes + NETWORK_BYTES * self._member):
+            raise UserError(f"a round takes about {too_much}")
 
     @property
     def threads(self) -> int:
@@ -371,15 +426,18 @@ class Guest:
                 yield
         finally:
             ended.set()
-            watch.join()
+            watch.join(JOIN_S)
 
-    def look(self) -> None:
-        """Find out whether to pause, and say it if that has changed."""
+    def look(self, ended: threading.Event | None = None) -> None:
+        """Find out whether to pause, and say it if that has changed; not if the run has `ended` meanwhile."""
         before = self.reason
         asked = pause_asked(self._run.paused, time.time())
         hours = self._config.quiet_hours
         still = f"quiet hours, {hours}" if quiet(hours, datetime.now()) else ""
-        self.reason = asked or still or self._machine.busy()
+        reason = asked or still or self._machine.busy()
+        if ended is not None and ended.is_set():
+            return
+        self.reason = reason
         if self.reason and not before:
             stays = "; the node stays a member" if self._member else ""
             self._say(f"paused: {self.reason}{stays}")
@@ -395,16 +453,9 @@ class Guest:
         self.paused_s += time.monotonic() - began
 
     def _watch(self, stop: Stopper, ended: threading.Event) -> None:
-        kin, most = Kin(), self._config.max_memory_gb * 2**30
-        while not ended.wait(LOOK_S if not most else min(LOOK_S, STEP_S)):
-            self.look()
-            if most and not self.over and (taken := kin.rss()) > most:
-                self.over = f"the node took {taken / 2**30:.2f} GiB, {self._too_much()}; what it had learned is saved"
+        while not ended.wait(STEP_S if self._memory else LOOK_S):
+            self.look(ended)
+            if not self.over and (exceeded := self._memory.exceeded()) and not ended.is_set():
+                self.over = f"the node took {exceeded}; what it had learned is saved"
                 self._say(self.over)
                 stop.notice(LEAVE_S)
-
-    def _too_much(self) -> str:
-        return (
-            f"more than --max-memory {self._config.max_memory_gb:g}: lower grpo.microbatch_tokens, rollouts.groups, "
-            "rollouts.group_size or rollouts.max_new_tokens, choose a smaller --model, or allow more"
-        )

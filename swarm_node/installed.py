@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shlex
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from protocol.messages import PROTOCOL_VERSION
+
+PACKAGE = "swarm-node"
 
 
 def install_command() -> str:
     """Install swarm-node anew, with a Python it is tested with."""
     if _by() == "pipx":
         return "pipx reinstall swarm-node --python 3.12"
-    return "uv tool install --reinstall --python 3.12 swarm-node"
+    return f"uv tool install --reinstall --python 3.12 {_source()}"
+
+
+def reinstall_command() -> str:
+    """Replace what is missing or damaged in this installation, which keeps its Python."""
+    return pip(f"--force-reinstall {_source()}") if _by() == "" else install_command()
 
 
 def upgrade_command() -> str:
-    """Get the newest release."""
-    known = {"uv": "uv tool upgrade swarm-node", "pipx": "pipx upgrade swarm-node"}
-    return known.get(_by()) or pip("--upgrade swarm-node")
+    """Get the newest release; or into the clone, where this was installed from one, what is new, and from there."""
+    here = pip(f"--upgrade {_source()}")
+    if (clone := Path(_made_of()[0]) / ".git").is_absolute() and clone.exists():
+        return f"git -C {shlex.quote(str(clone.parent))} pull && {install_command() if _by() else here}"
+    return {"uv": "uv tool upgrade swarm-node", "pipx": "pipx upgrade swarm-node"}.get(_by(), here)
 
 
 def pip(arguments: str) -> str:
@@ -49,3 +62,21 @@ def outdated(who: str) -> str:
 def _by() -> str:
     parts = Path(sys.prefix).parts
     return "uv" if {"uv", "tools"} <= set(parts) else "pipx" if "pipx" in parts else ""
+
+
+def _source() -> str:
+    """What this installation was made of, as `pip` takes it."""
+    source, editable = _made_of()
+    return f"{'-e ' if editable else ''}{shlex.quote(source)}"
+
+
+def _made_of() -> tuple[str, bool]:
+    """(a directory, a file, a repository or the name in the package index, whether it is editable)."""
+    try:
+        told = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
+        url, editable = str(told.get("url", "")), bool(told.get("dir_info", {}).get("editable"))
+        repository = told.get("vcs_info", {}).get("vcs", "")
+    except (PackageNotFoundError, OSError, ValueError, AttributeError):  # of the index, as far as is known
+        return PACKAGE, False
+    path = url2pathname(urlsplit(url).path) if url.startswith("file:") else ""
+    return path or (f"{repository}+{url}" if repository else url) or PACKAGE, editable

@@ -14,8 +14,10 @@ from swarm_node.joining import join_link, living
 class Invitation:
     """`link` is made anew on one thread, told on another."""
 
-    def __init__(self, me: str, swarm: str, config: NodeConfig, bootstrap: Sequence[str]) -> None:
-        """`bootstrap`: addresses that this node began with."""
+    def __init__(
+        self, me: str, swarm: str, config: NodeConfig, bootstrap: Sequence[str], swarms_model: str | None = None
+    ) -> None:
+        """`bootstrap`: addresses that this node began with; `swarms_model`: a model that others get unnamed."""
         self.me = me
         self.swarm = swarm
         self.bootstrap = bootstrap
@@ -24,7 +26,7 @@ class Invitation:
         self.open = True
         """Others may come from elsewhere."""
         stages, model = config.stages, config.policy.model
-        named = [] if model == "starter" else ["--model", model]
+        named = [] if model in ("starter", swarms_model) else ["--model", model]
         self._options = shlex.join(["--stages", str(stages.count), "--crew", stages.crew, *named])
         self._now: tuple[Sequence[str], bool, str] = (), False, ""
         """This node's addresses in the link, whether all of the crew can be named in it, and the link; ..."""

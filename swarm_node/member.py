@@ -217,7 +217,7 @@ class Member:
         if figures.get("swarm/rejected/newer") and not self._outdated:
             self._outdated = True
             heard = (peer for peer, account in self.receiver.by_peer().items() if "newer" in account["rejected"])
-            self._say(outdated(next(heard, "a peer")))
+            self._say(outdated(next(heard, self.transport.too_new() or "a peer")))
         return figures
 
     def status(self) -> dict[str, Any]:
@@ -261,7 +261,8 @@ class Member:
 
     def _version(self) -> int:
         """Of the protocol, to write in."""
-        return common_version(self.transport.members().values(), self._spoken)
+        heard = self.transport.stats().get("rejected/newer", 0.0) > 0
+        return common_version(self.transport.members().values(), self._spoken, newer_heard=heard)
 
     def _assigned(self, epoch: int, slot: int) -> Task:
         """The task of a slot of this node's."""

@@ -48,7 +48,7 @@ RUN_FILES = {
 HALF_WRITTEN = re.compile(r"(config|swarm|paused)\.tmp|(peers|ports|identity\.[0-9]+)\.new")
 """Nor do these matter, of a process that was killed while it wrote."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+FORBIDDEN = {errno.EACCES, errno.EPERM}
 NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP}
 
@@ -223,6 +223,8 @@ def explain(error: OSError, path: Path) -> str:
     where = error.filename or path
     if error.errno in FULL:
         return f"disk full: cannot write {where}; free some space, or choose another directory"
+    if error.errno == errno.EROFS:
+        return f"{where} is on a file system that is read-only; mount a volume there, or choose another directory"
     if error.errno in FORBIDDEN:
         return f"no permission to write {where}; change its owner or mode, or choose another directory"
     if error.errno in NOT_A_DIRECTORY:

@@ -2,6 +2,8 @@
 
 run directory -> swarm.json (rewritten by the run every second or so), last line of metrics.jsonl -> table
 manifest | address | link -> dial in as a visitor, wait for the cards of members -> table; exit code 1 if nobody answers
+
+With --json, one document for programs: docs/fleet.md describes it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from swarm_node.joining import find_swarm, visitor
 from swarm_node.observability.metrics import read_metrics
 from swarm_node.rundir import RunDir
 
+SCHEMA = 1
+"""Of the JSON document. It rises when a field goes or means something else; new ones may come at any time."""
 LOOK_S = 20.0
 """How long to look for members of a swarm before calling it empty."""
 PATIENT_S = 40.0
@@ -99,7 +103,19 @@ def _of_run(run: RunDir) -> dict[str, Any]:
     metrics = read_metrics(run.metrics) if run.metrics.is_file() else []
     if status is None and not metrics:
         raise UserError(f"{run.path} is no run, or one that has just begun: there is nothing to show yet")
-    return {"run": str(run.path), "swarm": status, "metrics": metrics[-1] if metrics else None}
+    last = metrics[-1] if metrics else None
+    known = status or {}
+    return {
+        "schema": SCHEMA,
+        "run": str(run.path),
+        "in_use": run.in_use,
+        "paused": known.get("paused") or None,
+        "crew": known.get("crew"),
+        "averaging": known.get("averaging"),
+        "cost": {name.removeprefix("cost/"): n for name, n in (last or {}).items() if name.startswith("cost/")} or None,
+        "swarm": status,
+        "metrics": last,
+    }
 
 
 def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
@@ -127,7 +143,17 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
         "asked": addresses,
         "peers": {peer: _card(card) for peer, card in sorted(members.items())},
     }
-    return {"run": None, "swarm": status, "metrics": None}
+    listed = [_member(peer, card) for peer, card in sorted(members.items())]
+    return {
+        "schema": SCHEMA,
+        "run": None,
+        "swarm": status,
+        "metrics": None,
+        "answered": answered,
+        "connected": connected,
+        "members": listed,
+        "totals": _totals(listed) | {"cohorts": _by_cohort(listed)},
+    }
 
 
 def _answers(addresses: Sequence[str]) -> bool:
@@ -141,6 +167,41 @@ def _answers(addresses: Sequence[str]) -> bool:
 def _card(card: PeerCard) -> dict[str, Any]:
     every: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(card))  # with fields that have their defaults
     return every | {"present": True, "trains": "trainer" in card.roles}
+
+
+def _member(peer: str, card: PeerCard) -> dict[str, Any]:
+    """A member, for programs: what it says of itself."""
+    return {
+        "peer": peer,
+        "name": card.name,
+        "present": True,
+        "roles": list(card.roles),
+        "family": card.family or None,
+        "cohort": card.cohort or None,
+        "policy_version": card.policy_version,
+        "tokens_per_s": card.speed,
+        "layers": None if card.stages is None else list(card.stages),
+        "crew": None if card.crew is None else card.crew.id,
+        "stages": [] if card.crew is None else list(card.crew.seats),
+        "addresses": list(card.addresses),
+    }
+
+
+def _totals(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "members": len(members),
+        "trainers": sum("trainer" in member["roles"] for member in members),
+        "tokens_per_s": sum(member["tokens_per_s"] for member in members),
+    }
+
+
+def _by_cohort(members: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The totals of each cohort; members in none are in no entry."""
+    cohorts: dict[str, list[Mapping[str, Any]]] = {}
+    for member in members:
+        if member["cohort"]:
+            cohorts.setdefault(member["cohort"], []).append(member)
+    return {cohort: _totals(them) for cohort, them in sorted(cohorts.items())}
 
 
 # --------------------------------------------------------------------- for people

@@ -25,8 +25,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from protocol.codec import version_for
 from protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import AverageHead, Codec, seal_head
 from protocol.transports.base import Outgoing, Transport
 from swarm_node.averaging.company import Company
@@ -35,6 +35,7 @@ from swarm_node.averaging.reducers import find_reducer
 from swarm_node.averaging.robust import Robust
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import SnapshotError
+from swarm_node.installed import upgrade_command
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -312,7 +313,8 @@ class Averager(ABC):
                 yield piece
 
         place = self.place
-        head = AverageHead(PROTOCOL_VERSION, place.swarm, place.cohort, place.peer_id, peer, codec=codec, **rest)
+        version = version_for(peer, self.transport.members())
+        head = AverageHead(version, place.swarm, place.cohort, place.peer_id, peer, codec=codec, **rest)
         return Outgoing(seal_head(head), size, counted)
 
     def _belongs(self, head: AverageHead, peer: str) -> None:
@@ -355,6 +357,8 @@ class Averager(ABC):
             self._said.add(reason)
             partner = f" with {self.company.called(peer)}" if peer else ""
             why = f"{reason}: {detail}" if detail else reason
+            if reason == "version":
+                then = f"to upgrade this node, if it is the older one: {upgrade_command()}"
             self._say(f"an exchange of weights{partner} was skipped ({why}); {then}")
 
     def _went_well(self, *peers: str) -> None:

@@ -18,8 +18,8 @@ from functools import partial
 
 from torch import Tensor
 
+from protocol.codec import version_for
 from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import WEIGHTS_METHOD, WeightsHead, open_weights_head, seal_head
 from protocol.transports.base import Outgoing, Sink, Transport
 from swarm_node.averaging.averager import cohort_id, reason_of
@@ -82,7 +82,7 @@ def fetch(
         result.version = theirs.version
         return result.bodies.write
 
-    ours = Outgoing(weights_head(swarm, cohort, have))
+    ours = Outgoing(weights_head(transport, peer, swarm, cohort, have))
     limit = longest_s(result.bodies.size)
     result.done = transport.exchange(
         peer, WEIGHTS_METHOD, ours, answered, limit if seconds is None else min(seconds, limit)
@@ -90,9 +90,9 @@ def fetch(
     return result
 
 
-def weights_head(swarm: str, cohort: str, version: int) -> bytes:
-    """Of either side."""
-    return seal_head(WeightsHead(PROTOCOL_VERSION, swarm, cohort, version))
+def weights_head(transport: Transport, peer: str, swarm: str, cohort: str, version: int) -> bytes:
+    """To `peer`, of either side."""
+    return seal_head(WeightsHead(version_for(peer, transport.members()), swarm, cohort, version))
 
 
 def check_place(head: WeightsHead, swarm: str, cohort: str) -> None:

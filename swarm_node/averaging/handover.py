@@ -169,7 +169,8 @@ class Handover:
         except BaseException:
             self._end_turn(turn, peer)
             raise
-        ours = Outgoing(weights_head(place.swarm, place.cohort, version), whole, partial(self._body, copies, until))
+        reply = weights_head(self.averager.transport, peer, place.swarm, place.cohort, version)
+        ours = Outgoing(reply, whole, partial(self._body, copies, until))
 
         def over(error: Exception | None) -> None:
             self._end_turn(turn, peer, REST_S, max(COOL_S, self.averager.now() - now))

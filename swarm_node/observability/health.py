@@ -1,10 +1,13 @@
 """Whether this node trains, over HTTP, for container runtimes, load balancers and Prometheus.
 
     GET /healthz    200 and what it does, while rounds end or it waits for others of its crew; else 503 and why
-    GET /metrics    Prometheus text: `swarm_node_training`, and the numbers of the last round under sanitised names
+    GET /metrics    Prometheus text: `swarm_node_training`, who this is (`swarm_node_info`), and the numbers of the last
+                    round under sanitised names, with their meaning and type out of `metrics_reference`;
+                    `swarm/rejected/age` is `swarm_node_swarm_rejected{reason="age"}`
 
 A process that runs but trains nothing answers 503: before the first round, when one takes far longer than those before
-it, and while it leaves. `python -m swarm_node.observability.health` asks the node of this machine, for HEALTHCHECK.
+it, and while it leaves. To wait, rightly, is part of no round: not of the silence since the last one, nor of what the
+longest took. `python -m swarm_node.observability.health` asks the node of this machine, for HEALTHCHECK.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from swarm_node import __version__
 from swarm_node.errors import UserError
+from swarm_node.observability.metrics_reference import describe_metric, labelled
 
 LEAST_S = 120.0
 TIMES = 10
@@ -32,7 +37,16 @@ TIMES = 10
 REQUEST_S = 5.0
 MAX_REQUESTS = 16
 """At a time."""
+DEFAULT_PORT = "31390"
+"""Of the container image."""
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where to ask one that listens on all addresses."""
 PREFIX = "swarm_node_"
+OWN = {
+    "training": "Whether it does what it is for, as /healthz says: 1 or 0.",
+    "seconds_since_round": "Seconds since the last round ended, waiting included.",
+}
+"""What is said besides the numbers of a round."""
 CONTENT = {"/healthz": "text/plain; charset=utf-8", "/metrics": "text/plain; version=0.0.4; charset=utf-8"}
 
 
@@ -49,46 +63,103 @@ class Health:
         self._what = what
         self._least_s = least_s
         self._clock = clock
-        self._began = clock()
+        self._began = self._looked = clock()
+        self._waits = False
+        self._waited = 0.0
+        self._looking = threading.Lock()
+        self._last = 0.0
+        """When the last round ended."""
         self._ended: deque[float] = deque(maxlen=TIMES + 1)
+        """Likewise of the last rounds, by a clock that stands still while the node waits."""
         self._numbers: dict[str, float] = {}
+        self._info: dict[str, str] = {}
+
+    def identify(self, name: str, swarm: str) -> None:
+        """Who this is: its name for people, and the id of its swarm (empty = none)."""
+        self._info = {"name": name, "swarm": swarm, "version": __version__}
 
     def write(self, round: int, numbers: Mapping[str, float]) -> None:
         """`round` has ended."""
+        self.look()
         self._numbers = {"round": float(round), **numbers}
-        self._ended.append(self._clock())
+        self._last = self._clock()
+        self._ended.append(self._last - self._waited)
 
     def close(self) -> None:
         """Another run may go on after this one: a crew's node leads it now and then."""
 
+    def look(self) -> str:
+        """For whom it waits now; to be called often enough to know how long it waits."""
+        waiting = self.waiting()
+        with self._looking:
+            now = self._clock()
+            if waiting or self._waits:
+                self._waited += now - self._looked
+            self._looked, self._waits = now, bool(waiting)
+        return waiting
+
     def verdict(self) -> tuple[bool, str]:
         """(does it do what it is for, what it does or why not)."""
+        waiting = self.look()
         ended, now = list(self._ended), self._clock()
         if self.leaving:
             return False, "leaving"
-        if waiting := self.waiting():
+        if waiting:
             return True, f"waiting: {waiting}"
         if not ended:
             return False, f"starting for {now - self._began:.0f} s: no {self._what} has ended yet"
         longest = max((b - a for a, b in zip(ended, ended[1:], strict=False)), default=0.0)
-        silent = now - ended[-1]
+        silent = now - self._waited - ended[-1]
         if silent > max(self._least_s, TIMES * longest):
             return False, f"no {self._what} has ended for {silent:.0f} s; before that, one took {longest:.1f} s at most"
-        return True, f"{self._what} {self._numbers['round']:.0f} ended {silent:.0f} s ago"
+        return True, f"{self._what} {self._numbers['round']:.0f} ended {now - self._last:.0f} s ago"
 
     def metrics(self) -> str:
         """In Prometheus's text format, version 0.0.4."""
-        numbers, ended = self._numbers, list(self._ended)
         own = {"training": float(self.verdict()[0])}
-        if ended:
-            own["seconds_since_round"] = self._clock() - ended[-1]
-        figures = {metric_name(name): value for name, value in {**numbers, **own}.items()}
-        return "".join(f"# TYPE {name} gauge\n{name} {_number(value)}\n" for name, value in sorted(figures.items()))
+        if self._ended:
+            own["seconds_since_round"] = self._clock() - self._last
+        families: dict[str, dict[str, float]] = {}
+        described: dict[str, str] = {}
+        for key, value in {**self._numbers, **own}.items():
+            family, labels = labelled(key)
+            name = metric_name(family)
+            families.setdefault(name, {})[_labels(labels)] = value
+            described[name] = key
+        return self._who() + "".join(_family(name, described[name], families[name]) for name in sorted(families))
+
+    def _who(self) -> str:
+        if not self._info:
+            return ""
+        name = f"{PREFIX}info"
+        return f"# HELP {name} Who this is; always 1.\n# TYPE {name} gauge\n{name}{_labels(self._info)} 1.0\n"
 
 
 def metric_name(name: str) -> str:
-    """`swarm/rejected/age` -> `swarm_node_swarm_rejected_age`."""
+    """`swarm/bytes_in` -> `swarm_node_swarm_bytes_in`."""
     return PREFIX + re.sub("[^a-zA-Z0-9_]+", "_", name)
+
+
+def _family(name: str, key: str, samples: Mapping[str, float]) -> str:
+    """Numbers, by their labels, with what is known of them: they are such as `key`. Counters keep their names, without
+    `_total`: they are those of metrics.jsonl, whose totals are not all counters."""
+    meaning, is_counter = describe_metric(key) or (OWN.get(key, ""), False)
+    described = f"# HELP {name} {_escaped(meaning)}\n" if meaning else ""
+    numbers = "".join(f"{name}{labels} {_number(value)}\n" for labels, value in sorted(samples.items()))
+    return f"{described}# TYPE {name} {'counter' if is_counter else 'gauge'}\n{numbers}"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    text = ",".join(f'{name}="{_quoted(value)}"' for name, value in labels.items())
+    return f"{{{text}}}" if text else ""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")
+
+
+def _quoted(text: str) -> str:
+    return _escaped(text).replace('"', r"\"")
 
 
 def _number(value: float) -> str:
@@ -101,7 +172,7 @@ def _number(value: float) -> str:
 def serving(health: Health, listen: str, port: int) -> Iterator[int]:
     """Answer at that address, 0 being any free port, until the context is left; gives the port. Raises UserError."""
     family = socket.AF_INET6 if ":" in listen else socket.AF_INET
-    kind = type("_Family", (_Server,), {"address_family": family})
+    kind = type("_Family", (_Server,), {"address_family": family, "health": health})
     try:
         server = kind((listen, port), type("_Asked", (_Handler,), {"health": health}))
     except OSError as error:
@@ -119,12 +190,19 @@ def serving(health: Health, listen: str, port: int) -> Iterator[int]:
 
 
 class _Server(ThreadingHTTPServer):
+    health: Health
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 4 * MAX_REQUESTS
+    """Whoever is one too many is told so at once, rather than left in the system's queue."""
 
     def __init__(self, *args: Any) -> None:
         self._free = threading.BoundedSemaphore(MAX_REQUESTS)
         super().__init__(*args)
+
+    def service_actions(self) -> None:
+        """Ten times a second, so that no wait is missed."""
+        self.health.look()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):
@@ -157,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             text = self.health.metrics()
         else:
             code, text = 404, "/healthz or /metrics\n"
-        body = text.encode()
+        body = text.encode(errors="replace")  # a run directory may have any name
         self.send_response(code)
         self.send_header("Content-Type", CONTENT.get(self.path, CONTENT["/healthz"]))
         self.send_header("Content-Length", str(len(body)))
@@ -169,15 +247,20 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> int:
-    """Ask the node of this machine; 0 if it trains."""
-    port = os.environ.get("SWARM_NODE_HEALTH_PORT") or os.environ.get("SWARM_NODE_HEALTH__PORT") or "31390"
-    connection = HTTPConnection("127.0.0.1", int(port), timeout=REQUEST_S)
+    """Ask the node of this machine, where `health.listen` of its environment says; 0 if it trains."""
+    variables = ("SWARM_NODE_HEALTH_PORT", "SWARM_NODE_HEALTH__PORT")
+    variable, port = next(((name, text) for name in variables if (text := os.environ.get(name))), ("", DEFAULT_PORT))
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        print(f"{variable} = {port!r} is no TCP port: give a number from 1 to 65535")
+        return 1
+    listen = os.environ.get("SWARM_NODE_HEALTH__LISTEN") or "127.0.0.1"
+    connection = HTTPConnection(ANYWHERE.get(listen, listen), int(port), timeout=REQUEST_S)
     try:
         connection.request("GET", "/healthz")
         answer = connection.getresponse()
         print(answer.read(4096).decode(errors="replace").strip())
     except (OSError, HTTPException) as error:
-        print(f"no answer at port {port}: {error}")
+        print(f"no answer at {connection.host}, port {port}: {error}")
         return 1
     return 0 if answer.status == 200 else 1
 

@@ -1,4 +1,5 @@
-"""Every number of metrics.jsonl and what it means; `tests/swarm/test_metrics_reference.py` keeps it true.
+"""Every number of metrics.jsonl and of /metrics, and what it means; `tests/swarm/test_metrics_reference.py` keeps it
+true.
 
 `<…>` in a name stands for anything. Numbers that a round has not are left out of its line.
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 METRICS: dict[str, dict[str, str]] = {
     "The round": {
@@ -87,13 +89,71 @@ METRICS: dict[str, dict[str, str]] = {
         "stages/stray": "Records that had no place in what was going on.",
         "stages/refused/<reason>": "Messages and peers refused, by reason.",
     },
+    "Cost": {
+        "cost/spent": "`price_per_hour` times the hours that the run has run, resumptions included: a running total. "
+        "Pauses before the end of a round count; what comes after the last round of a start (held-out questions, the "
+        "hand-over, a pause that ends it) never does, nor the time in which no process ran. Missing without a price, "
+        "as all below.",
+        "cost/groups": "Groups trained on since there is a price, own and foreign, once for each time: a running "
+        "total.",
+        "cost/per_admitted_group": "Spent, for each of them. Missing while there is none.",
+        "cost/per_reward_point": "Spent, for 1.0 of `reward` gained: mean of the last tenth of the rounds less that of "
+        "the first (ten rounds each at least, as far as they have a price). Missing unless the gain is more than twice "
+        "its standard error.",
+    },
 }
 """Section -> name -> meaning, in Markdown with links as from a page in docs/reference."""
+
+OF_BOOTSTRAPS = {
+    "swarm/messages_in": "Messages of gossip that came.",
+    "swarm/messages_out": "Messages of gossip passed on.",
+    "swarm/dropped": "Messages dropped because a queue was full.",
+    "swarm/restarts/<process>": "How often that part of the network was started again.",
+    "swarm/connections/<process>": "Connections of that part of the network now.",
+    "swarm/loose_ends": "Failures in the network's thread that nobody waited for.",
+}
+"""What /metrics of a bootstrap has besides."""
+
+COUNTERS = frozenset(
+    "tasks/scorer_errors swarm/bytes_in swarm/bytes_out swarm/groups_sent swarm/bytes_sent swarm/unsent/<reason> "
+    "swarm/groups_received swarm/groups_admitted swarm/rejected/<reason> stages/lost stages/recovered/<way> "
+    "stages/given_up stages/unable stages/stuck stages/gave_way stages/late stages/unsent stages/stray "
+    "stages/refused/<reason> swarm/messages_in swarm/messages_out swarm/dropped swarm/restarts/<process> "
+    "swarm/loose_ends".split()
+)
+"""Running totals that begin at 0 with each process, so that they are counters to Prometheus. Those that a resumed run
+takes up are not: they fall by the rounds that a crash cost, and Prometheus would take that for a new beginning at 0 and
+add the whole total once more."""
+
+REASON = "/<reason>"
+_MEANINGS = {name: meaning for section in METRICS.values() for name, meaning in section.items()}
 
 
 def find_metric(key: str) -> str | None:
     """The name in METRICS that describes `key` of a record, or None: `reward/gcd` -> `reward/<task>`."""
-    for name in (name for section in METRICS.values() for name in section):
+    return _find(key, _MEANINGS)
+
+
+def describe_metric(key: str) -> tuple[str, bool] | None:
+    """(its meaning without Markdown, whether it is a counter) of `key` at /metrics; None if nothing is known of it."""
+    every = _MEANINGS | OF_BOOTSTRAPS
+    name = _find(key, every)
+    if name is None:
+        return None
+    return re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)|`", "", every[name]), name in COUNTERS
+
+
+def labelled(key: str) -> tuple[str, dict[str, str]]:
+    """The name and the label of `key` at /metrics: those that differ by a reason alone are one metric there."""
+    name = _find(key, _MEANINGS)
+    if name is None or not name.endswith(REASON):
+        return key, {}
+    stem = name.removesuffix(REASON)
+    return stem, {"reason": key.removeprefix(f"{stem}/")}
+
+
+def _find(key: str, names: Iterable[str]) -> str | None:
+    for name in names:
         if re.fullmatch(re.sub(r"<\w+>", "[^ ]+", re.escape(name)), key):
             return name
     return None

@@ -1,13 +1,15 @@
-"""Where metrics go besides metrics.jsonl, for those who asked: TensorBoard, Weights & Biases.
+"""Where metrics go besides metrics.jsonl, for those who asked: TensorBoard, Weights & Biases, Trackio.
 
 A sink that was asked for and cannot start is the user's to mend, at once (UserError).
 """
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,8 @@ def open_sinks(names: Sequence[str], run_dir: Path, config: dict[str, Any], firs
     for name in names:
         if name == "tensorboard":
             sinks.append(TensorBoard(run_dir, first_round))
+        elif name == "trackio":
+            sinks.append(Trackio(run_dir, config))
         else:
             sinks.append(WandB(run_dir, config))
     return sinks
@@ -91,6 +95,61 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Trackio:
+    """A run named after the run directory, continued on resuming, in Trackio's own database on this machine
+    (`TRACKIO_DIR`); `trackio show --project swarm-node` shows it. Obeys `TRACKIO_PROJECT`.
+
+    Never asks for a token on the terminal, and sends nothing of the run away unless `TRACKIO_SPACE_ID` or
+    `TRACKIO_SERVER_URL` is set. A round recorded again after a resume stays as it was at first.
+    """
+
+    name = "Trackio"
+
+    def __init__(self, run_dir: Path, config: dict[str, Any]) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise _missing("trackio") from error
+        run_id = run_dir / "trackio-id.txt"
+        if not run_id.exists():
+            run_id.write_text(secrets.token_hex(4))
+        name = f"{run_dir.resolve().name}-{run_id.read_text()}"  # one database for all runs, which it tells by name
+        project = os.environ.get("TRACKIO_PROJECT", "swarm-node")
+        own = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        try:
+            with redirect_stdout(io.StringIO()), _never_asking():  # the terminal is ours
+                self._run = trackio.init(project, name, config=config, resume="allow", **own)
+            self._recorded = self._run._next_step - 1
+        except Exception as error:  # of its database, a server or the hub: it has no class of its own for them
+            raise UserError(f"Trackio: {error}; mend that, or leave it out of `log`") from error
+        self._finish = trackio.finish
+
+    def write(self, round: int, numbers: Mapping[str, float]) -> None:
+        if round > self._recorded:
+            self._run.log(dict(numbers), step=round)
+            self._recorded = round
+
+    def close(self) -> None:
+        with redirect_stdout(io.StringIO()):
+            self._finish()
+
+
+@contextmanager
+def _never_asking() -> Iterator[None]:
+    """Where a Space refuses the token there is, Trackio asks for one on the terminal; nobody may be there to answer."""
+    import huggingface_hub
+
+    def refuse(**_: object) -> None:
+        raise PermissionError("TRACKIO_SPACE_ID needs a token that may write: run `hf auth login`")
+
+    ask = huggingface_hub.login
+    huggingface_hub.login = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        huggingface_hub.login = ask
 
 
 def _missing(extra: str) -> UserError:

@@ -25,12 +25,14 @@ FILES = {
     "/dashboard.css": ("dashboard.css", "text/css"),
     "/dashboard.js": ("dashboard.js", "text/javascript"),
     "/chart.js": ("chart.js", "text/javascript"),
+    "/nodes.js": ("nodes.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 LOOK_S = 0.5
 """Between two looks at the files for a page."""
 ALIVE_S = 10.0
-"""A page hears something at least this often, or would take the connection for lost."""
+"""A page hears something about this often, and takes the connection for lost if it does not (SILENT_MS in
+dashboard.js). It must be an event: the browser keeps comment lines to itself."""
 COOKIE = "swarm_node_dashboard"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -41,6 +43,9 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+CLOSE = {"Connection": "close"}
+"""Of a refusal, or strangers could ask on and on without reading the answers, and keep the connection."""
 
 
 def make_app(
@@ -75,7 +80,7 @@ def make_app(
                 if told_now:
                     yield told_now
                 elif quiet >= ALIVE_S:
-                    yield b": still here\n\n"
+                    yield _sent_event(("alive", {}))
                 quiet = 0.0 if told_now or quiet >= ALIVE_S else quiet + LOOK_S
                 await anyio.sleep(LOOK_S)
 
@@ -112,9 +117,9 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("the dashboard only shows\n", 405, {"Allow": "GET, HEAD"})
+            return PlainTextResponse("the dashboard only shows\n", 405, {"Allow": "GET, HEAD"} | CLOSE)
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
-            return PlainTextResponse("unknown host: open the address that `swarm-node dashboard` printed\n", 403)
+            return PlainTextResponse("unknown host: open the address that `swarm-node dashboard` printed\n", 403, CLOSE)
         if self._token is None:
             return None
         name = f"{COOKIE}_{(scope.get('server') or ('', 0))[1]}"  # cookies do not tell ports apart
@@ -128,7 +133,7 @@ class Guard:
         if self._is_token(cookie) or (scheme.lower() == "bearer" and self._is_token(bearer.strip())):
             return None
         return PlainTextResponse(
-            "no token: open the address that `swarm-node dashboard` printed, with all that follows the ?\n", 401
+            "no token: open the address that `swarm-node dashboard` printed, with all that follows the ?\n", 401, CLOSE
         )
 
     def _is_token(self, given: str | None) -> bool:

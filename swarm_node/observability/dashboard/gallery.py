@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ class Gallery:
         self._glances: dict[Path, Glance] = {}
         self._lock = threading.Lock()
         self._list: tuple[float, list[dict[str, Any]]] = (0.0, [])
+        self._scanned: tuple[float, dict[str, RunDir]] = (-math.inf, {})
         for path in self._paths:
             if not _is_run(path) and not any(_runs_below(path)):
                 raise UserError(_no_run(path, named=bool(paths)))
@@ -51,7 +54,7 @@ class Gallery:
                 number = 1
                 while (id := name if number == 1 else f"{name} ({number})") in found:
                     number += 1
-                found[id] = RunDir(each)
+                found[id] = _run(each)
         return found
 
     def list(self) -> list[dict[str, Any]]:
@@ -61,20 +64,21 @@ class Gallery:
             looked, known = self._list
             if 0 <= now - looked < AT_MOST_EACH_S:
                 return known
-            listed = []
-            for id, run in self.runs().items():
-                glance = self._glances.setdefault(run.path, Glance(run))
-                listed.append({"id": id, "path": str(run.path), **glance.look()})
+            runs, listed = self._runs_lately(), []
+            self._glances = {run.path: self._glances.get(run.path) or Glance(run) for run in runs.values()}
+            for id, run in runs.items():
+                listed.append({"id": id, "path": str(run.path), **self._glances[run.path].look()})
             listed.sort(key=lambda each: (-each["in_use"], -each["started"]))
             self._list = now, listed[:LISTED]
             return self._list[1]
 
     def view(self, id: str) -> View | None:
         """The run of that id, as its files are now; None if there is none."""
-        run = self.runs().get(id)
-        if run is None:
-            return None
         with self._lock:
+            run = self._runs_lately().get(id)
+            if run is None or not _is_run(run.path):
+                self._views.pop(id, None)
+                return None
             view = self._views.get(id)
             if view is None or view.run.path != run.path:
                 view = self._views[id] = View(id, run)
@@ -89,6 +93,14 @@ class Gallery:
                 self._looked[id] = time.monotonic()
         return view
 
+    def _runs_lately(self) -> dict[str, RunDir]:
+        """`runs`, looked for no more often than each AT_MOST_EACH_S. To be called with the lock."""
+        at, runs = self._scanned
+        if time.monotonic() - at >= AT_MOST_EACH_S:
+            runs = self.runs()
+            self._scanned = time.monotonic(), runs
+        return runs
+
 
 @dataclass
 class Told:
@@ -97,6 +109,11 @@ class Told:
     parts: dict[tuple[str, str], Any] = field(default_factory=dict)
     rows: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """By run: reading, rounds a row, complete rows."""
+
+    def forget(self, id: str) -> None:
+        """All of that run: if it comes back, it is another one."""
+        self.parts = {(of, part): digest for (of, part), digest in self.parts.items() if of != id}
+        self.rows.pop(id, None)
 
 
 def news(gallery: Gallery, ids: Sequence[str], told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -110,9 +127,12 @@ def news(gallery: Gallery, ids: Sequence[str], told: Told) -> Iterator[tuple[str
     for id in ids[:SHOWN]:
         view = gallery.view(id)
         if view is None:
-            if _changed(told, id, "gone", True):
+            if (id, "gone") not in told.parts:
+                told.forget(id)
+                told.parts[id, "gone"] = True
                 yield "gone", {"id": id}
             continue
+        told.parts.pop((id, "gone"), None)
         with view.lock:
             messages = list(_news_of(view, told))
         yield from messages
@@ -145,9 +165,13 @@ def _changed(told: Told, id: str, part: str, value: Any) -> bool:
     return True
 
 
+_run = lru_cache(4096)(RunDir)
+"""All runs are looked for twice a second: making their paths anew would be most of the work."""
+
+
 def _is_run(path: Path) -> bool:
     """Whether a run is there, or has just begun to be."""
-    run = RunDir(path)
+    run = _run(path)
     return run.exists or any(file.is_file() for file in (run.metrics, run.status, path / "lock"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import secrets
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.app import make_app
@@ -20,6 +22,9 @@ PORT = 31380
 TRIED = 20
 """Ports from PORT on, if none is asked for."""
 CONNECTIONS = 64
+UNASKED_S = 5.0
+"""A connection may be without a whole request this long: uvicorn sets no limit to that, and CONNECTIONS strangers who
+each send half a request would shut everybody out."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -36,7 +41,7 @@ def serve(paths: Sequence[Path], host: str, port: int | None, say: Callable[[str
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=Brisk,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
@@ -50,6 +55,37 @@ def serve(paths: Sequence[Path], host: str, port: int | None, say: Callable[[str
         say(f"http://{_shown(host)}:{bound}/" + (f"?token={token}" if token else ""))
         with suppress(KeyboardInterrupt):  # which uvicorn raises again once it has ended
             server.run(sockets=[listener])
+
+
+class Brisk(H11Protocol):
+    """Closes a connection on which nothing has been asked for UNASKED_S, however many bytes of a request come."""
+
+    _unasked: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._unasked is not None:
+            self._unasked.cancel()
+
+    def _watch(self) -> None:
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and self._unasked is not None:
+            self._unasked.cancel()
+            self._unasked = None
+        elif not answering and self._unasked is None:
+            self._unasked = self.loop.call_later(UNASKED_S, self.transport.close)
 
 
 def _is_local(host: str) -> bool:

@@ -36,7 +36,8 @@ LATELY = 10
 """Rounds behind the speed shown."""
 
 State = str
-"""training | waiting | serving (trains nothing itself) | starting | ended."""
+"""training | paused (by its owner or for the machine's sake) | waiting | serving (trains nothing itself) | starting |
+ended."""
 
 
 class Lock:
@@ -106,11 +107,12 @@ class View:
         """Key figures."""
         last = self._lately[-1] if self._lately else {}
         first_tenth, last_tenth = self.curves.tenths("reward")
-        config = self._config
+        config, state = self._config, self.state(now)
         return {
             "id": self.id,
             "path": str(self.run.path),
-            "state": self.state(now),
+            "state": state,
+            "paused": self._paused() if state == "paused" else None,
             "rounds": last.get("round"),
             "of": config.get("rounds") if isinstance(config.get("rounds"), int) else None,
             "last_at": _time(last) or None,
@@ -135,6 +137,8 @@ class View:
         if not self._in_use:
             return "ended"
         status_fresh = self.status is not None and now - _time(self.status) < FRESH_S
+        if status_fresh and self._paused():
+            return "paused"
         if self._lately:
             quiet = now - _time(self._lately[-1])
             if quiet < max(FRESH_S, 4 * (self._mean("step_time") or 0.0)):
@@ -145,6 +149,11 @@ class View:
         if self.status.get("crew"):
             return "serving" if self._follows() else "waiting"
         return "starting" if "sent" in self.status else "serving"
+
+    def _paused(self) -> str:
+        """Why, as it says itself; empty: it is not."""
+        reason = _within(self.status, "paused")
+        return _text(reason) if isinstance(reason, str) else ""
 
     def _follows(self) -> bool:
         """Whether it holds stages of a whole crew that another leads."""

@@ -1,24 +1,6 @@
 // A line chart in SVG: lines with faint raw values, a cursor for pointer and keyboard, and the same as a table.
-// Nothing here ever parses text as HTML.
 
-const SVG = "http://www.w3.org/2000/svg";
-
-export function element(name, attributes = {}, ...children) {
-  return filled(document.createElement(name), attributes, children);
-}
-
-function shape(name, attributes = {}, ...children) {
-  return filled(document.createElementNS(SVG, name), attributes, children);
-}
-
-function filled(node, attributes, children) {
-  for (const [key, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) continue;
-    node.setAttribute(key, value === true ? "" : value);
-  }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
-  return node;
-}
+import { element, put, shape } from "./nodes.js";
 
 export function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -96,12 +78,13 @@ export class Chart {
     this.cursor = null;
     const id = `chart-${count++}`;
     const words = title.split(/(?<=[_/])/); // may be broken there
-    this.title = element("span", { class: "title", id }, ...words.flatMap((word, i) => (i ? [element("wbr"), word] : [word])));
+    this.title = element("span", { class: "title" }, ...words.flatMap((word, i) => (i ? [element("wbr"), word] : [word])));
     this.legend = element("span", { class: "legend" });
-    this.svg = shape("svg", { tabindex: "0", role: "img", "aria-labelledby": `${id} ${id}-text` });
+    this.svg = shape("svg", { tabindex: "0", role: "img", "aria-describedby": `${id}-text` });
     this.text = element("span", { class: "unseen", id: `${id}-text` });
     this.readout = element("div", { class: "readout", role: "status", hidden: true });
-    this.values = element("details", {}, element("summary", {}, "Values", element("span", { class: "unseen" }, ` of ${title}`)));
+    this.whose = element("span", { class: "unseen" });
+    this.values = element("details", {}, element("summary", {}, "Values", this.whose), this.table = element("div"));
     this.plot = element("div", { class: "plot" }, this.svg, this.readout);
     this.node = element("figure", { class: small ? "chart small" : "chart" },
       element("figcaption", {}, this.title, note ? element("small", {}, note) : null, this.legend), this.text, this.plot, small ? null : this.values);
@@ -112,6 +95,14 @@ export class Chart {
     this.svg.addEventListener("blur", () => this.move(null));
     this.svg.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(this.plot);
+    this.call(title);
+  }
+
+  // What the chart is of, in words, where its title cannot say it: the title may hold a select with all its options.
+  call(name) {
+    this.name = name;
+    this.whose.textContent = ` of ${name}`;
+    this.svg.setAttribute("aria-label", name);
   }
 
   show(lines, { axis = "round", zero = true, raw = true, top = null, format = number, whole = false } = {}) {
@@ -199,11 +190,11 @@ export class Chart {
     this.svg.setAttribute("height", height);
     this.svg.replaceChildren(...drawn, this.marks);
     const legend = lines.filter((line) => line.label && !line.plain);
-    this.legend.replaceChildren(...(small ? [] : legend.map((line) =>
+    put(this.legend, ...(small ? [] : legend.map((line) =>
       element("span", { class: `key ${line.color} ${line.dash ? "dash" : ""}` }, line.label))));
     this.text.textContent = lines.map((line) => {
       const known = line.y.filter((value) => value !== null);
-      return `${line.label || this.title.textContent}: ${this.format(known[0])} at first, ${this.format(known[known.length - 1])} now`;
+      return `${line.label || this.name}: ${this.format(known[0])} at first, ${this.format(known[known.length - 1])} now`;
     }).join("; ");
     this.mark();
   }
@@ -270,19 +261,18 @@ export class Chart {
   }
 
   tabulate() {
-    for (const table of this.values.querySelectorAll(".scroll")) table.remove();
-    if (!this.values.open || !this.lines.length) return;
+    if (!this.values.open || !this.lines.length) return put(this.table);
     const places = this.places(), shown = 10;
     const chosen = [...new Set(Array.from({ length: shown + 1 }, (_, i) => places[Math.round((i * (places.length - 1)) / shown)]))];
     const head = element("tr", {}, element("th", { scope: "col" }, this.axis === "time" ? "after" : "round"),
-      ...this.lines.map((line) => element("th", { scope: "col" }, line.label || this.title.textContent)));
+      ...this.lines.map((line) => element("th", { scope: "col" }, line.label || this.name)));
     const rows = chosen.map((x) => element("tr", {},
       element("th", { scope: "row" }, this.axis === "time" ? duration(x) : Math.round(x).toLocaleString("en")),
       ...this.lines.map((line) => {
         const i = closest(line.x, x), inside = x >= line.x[0] && x <= line.x[line.x.length - 1];
         return element("td", {}, inside ? this.format((line.value ?? line.y)[i]) : "–");
       })));
-    this.values.append(element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Values of ${this.title.textContent}` },
+    put(this.table, element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Values of ${this.name}` },
       element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows))));
   }
 }

@@ -1,18 +1,26 @@
 // The page: which runs are shown, what the server says of them, and how that looks.
 // Names and sentences come from strangers: they are only ever set as text.
 
-import { Chart, duration, element, number, smooth } from "./chart.js";
+import { Chart, duration, number, smooth } from "./chart.js";
+import { element, put } from "./nodes.js";
 
 const MOST = 8;
+const SILENT_MS = 25000; // the server says something every ten seconds: a connection that says nothing is dead
+const ANSWER_MS = 5000;
+const AGAIN_MS = [2000, 4000, 8000, 15000];
+const LOST = "connection lost, trying again";
 const find = (id) => document.getElementById(id);
 const COLORS = 8;
 
 let listed = [];
 let selected = [];
 let source = null;
+let silence = 0; // timers
+let retry = 0;
+let failures = 0; // in a row
 let drawing = false;
 let allEvents = false;
-const runs = new Map(); // id -> {summary, status, events, columns, perRow, rounds}
+const runs = new Map(); // id -> {summary, status, events, columns, perRow, rounds, gone}
 
 // ------------------------------------------------------------------ what the server says
 
@@ -21,7 +29,10 @@ const takes = {
     listed = message.runs;
     drawRuns();
   },
-  summary(message, run) { run.summary = message.summary; },
+  summary(message, run) {
+    run.summary = message.summary;
+    run.gone = false;
+  },
   status(message, run) { run.status = message.status; },
   events(message, run) { run.events = message.events; },
   gone(message, run) { run.gone = true; },
@@ -43,12 +54,18 @@ const takes = {
 };
 
 function open() {
-  source?.close();
   runs.clear();
-  for (const id of selected) runs.set(id, { columns: new Map(), events: [], status: null, summary: null, perRow: 1, rounds: 0 });
+  for (const id of selected) runs.set(id, { columns: new Map(), events: [], status: null, summary: null, perRow: 1, rounds: 0, gone: false });
+  connect();
+}
+
+function connect() {
+  close();
+  heard();
   source = new EventSource("api/stream?" + selected.map((id) => "run=" + encodeURIComponent(id)).join("&"));
   for (const [kind, take] of Object.entries(takes)) {
     source.addEventListener(kind, (event) => {
+      heard();
       const message = JSON.parse(event.data);
       const run = runs.get(message.id);
       if (kind !== "list" && !run) return;
@@ -56,11 +73,54 @@ function open() {
       redraw();
     });
   }
-  source.onopen = () => connection("live", "live");
-  source.onerror = () => connection("lost", "connection lost, trying again");
+  source.addEventListener("alive", heard);
+  source.onopen = () => {
+    failures = 0;
+    heard();
+    connection("live", "live");
+  };
+  source.onerror = lost; // for good, if the answer was not 200: so trying again is not left to the browser
+}
+
+function close() {
+  clearTimeout(retry);
+  clearTimeout(silence);
+  source?.close();
+  source = null;
+}
+
+function heard() {
+  clearTimeout(silence);
+  silence = setTimeout(lost, SILENT_MS);
+}
+
+async function lost() {
+  close();
+  retry = setTimeout(connect, again());
+  const said = () => find("connection").className === "lost";
+  if (!said()) connection("lost", LOST);
+  const why = await ask().then(() => LOST, (error) => (error instanceof Refused ? error.message : LOST));
+  if (said()) connection("lost", why);
+}
+
+function again() {
+  return AGAIN_MS[Math.min(failures++, AGAIN_MS.length - 1)];
+}
+
+class Refused extends Error {}
+
+// The runs that there are. An event source does not tell why it was refused: this does.
+async function ask() {
+  const answer = await fetch("api/runs", { signal: AbortSignal.timeout(ANSWER_MS) });
+  if (!answer.ok) {
+    const said = (await answer.text()).trim().slice(0, 200) || `answer ${answer.status}`;
+    throw new Refused(answer.status === 401 ? said : `${said}, trying again`); // 401 says what to do
+  }
+  return (await answer.json()).runs;
 }
 
 function connection(state, text) {
+  if (find("connection").textContent === text) return; // or a screen reader would say it again and again
   find("connection").className = state;
   find("connection").textContent = text;
 }
@@ -145,12 +205,6 @@ function draw() {
   document.title = known.length === 1 ? `${known[0].id}: ${known[0].summary.state} – swarm-node` : "swarm-node";
 }
 
-// What has not changed stays, with what is selected or focused in it.
-function put(parent, ...nodes) {
-  if (parent.children.length === nodes.length && nodes.every((node, i) => node.isEqualNode(parent.children[i]))) return;
-  parent.replaceChildren(...nodes);
-}
-
 function drawNotices(shown) {
   const texts = shown.flatMap((run) => (run.gone ? [`${run.id} is not there any more`] : run.summary?.problems ?? []));
   const box = find("notices"), now = texts.join("\n");
@@ -161,6 +215,7 @@ function drawNotices(shown) {
 
 const fixed = (value) => (value === null || value === undefined ? "–" : value.toFixed(3));
 const bytes = (value) => (value === undefined || value === null ? "–" : value < 1e6 ? `${(value / 1e3).toFixed(1)} kB` : value < 1e9 ? `${(value / 1e6).toFixed(2)} MB` : `${(value / 1e9).toFixed(2)} GB`);
+const money = (value) => (value === undefined ? null : value >= 100 ? number(value) : value.toLocaleString("en", { maximumSignificantDigits: 3 }));
 const ago = (time) => duration(Date.now() / 1000 - time) + " ago";
 
 function change(run) {
@@ -171,7 +226,9 @@ function change(run) {
 }
 
 function state(run) {
-  return element("span", { class: `state ${run.summary.state}`, "data-figure": "state" }, run.summary.state);
+  const { state, paused } = run.summary;
+  const badge = element("span", { class: `state ${state}`, "data-figure": "state" }, state);
+  return paused ? element("span", {}, badge, " ", element("small", {}, paused)) : badge;
 }
 
 function figure(name, key, value, ...more) {
@@ -207,6 +264,8 @@ function tiles(run) {
     list.append(figure("Network", "bytes", `${bytes(moved.in)} in`, `${bytes(moved.out)} out`));
   }
   if (run.status?.averaging) list.append(figure("Weights averaged", "exchanges", counted(run.status.averaging.exchanges ?? 0, "time"), `with ${counted(Object.keys(run.status.averaging.partners ?? {}).length, "partner")} here`));
+  const cost = money(last["cost/spent"]), group = money(last["cost/per_admitted_group"]), point = money(last["cost/per_reward_point"]);
+  if (cost) list.append(figure("Spent", "cost", cost, group && `${group} a group`, point && `${point} a point of reward`));
   const named = run.status?.swarm_name ? `swarm ${run.status.swarm_name}` : run.status ? "in a swarm" : "alone";
   const said = [summary.settings.model, named, summary.last_at && `last round ${ago(summary.last_at)}`].filter(Boolean).join(" · ");
   return [element("h2", { class: "run" }, run.id, " ", state(run), " ", element("small", { title: summary.path }, said)), list];
@@ -227,15 +286,18 @@ function comparison(known) {
     ["Out", (run) => bytes(traffic(run).out)],
     ["Tokens/s", (run) => number(run.summary.tok_s)],
   ];
-  return table("Key figures of the runs", columns.map(([title]) => title), known.map((run) => columns.map(([, cell]) => cell(run))));
+  const spent = (run) => money(run.summary.last["cost/spent"]);
+  if (known.some(spent)) columns.push(["Spent", (run) => spent(run) ?? "–"]);
+  return table("Key figures of the runs", columns.map(([title]) => title), known.map((run) => columns.map(([, cell]) => cell(run))), known.map((run) => run.id));
 }
 
 // The first cell of each row is its header; on a narrow screen rows become cards.
-function table(label, titles, rows) {
+// `keys` say which row is which when their order changes.
+function table(label, titles, rows, keys = []) {
   const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
-  const body = rows.map((cells) => element("tr", {}, ...cells.map((cell, i) =>
+  const body = rows.map((cells, row) => element("tr", { "data-key": keys[row] }, ...cells.map((cell, i) =>
     i ? element("td", { "data-label": titles[i] }, cell) : element("th", { scope: "row" }, cell))));
-  return element("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" },
+  return element("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0", "data-key": label },
     element("table", { class: "cards" }, element("thead", {}, head), element("tbody", {}, ...body)));
 }
 
@@ -340,6 +402,7 @@ function drawCharts(shown) {
       choice.replaceChildren(...names.map((each) => element("option", { selected: each === now }, each)));
       choice.dataset.names = names.join();
     }
+    chart.call(choice.value);
     drawChart(chart, { series: [[choice.value]], zero: false }, shown);
   }
 }
@@ -364,7 +427,7 @@ function drawTasks(shown) {
     const chart = taskCharts.get(name);
     const lines = shown.map((run) => line(run, name, { label: one ? "" : run.id })).filter(Boolean);
     chart.show(lines, { axis, raw: false, top: 1, format: fixed });
-    chart.ends.replaceChildren(...lines.map((each) => {
+    put(chart.ends, ...lines.map((each) => {
       const known = each.y.filter((value) => value !== null), first = known[0], last = known[known.length - 1];
       return element("span", { class: `key ${each.color}` }, one ? `${first.toFixed(2)} → ${last.toFixed(2)}` : last.toFixed(2));
     }));
@@ -374,7 +437,7 @@ function drawTasks(shown) {
 // ------------------------------------------------------------------ peers, averaging, stages, events
 
 function section(run, known, title, ...children) {
-  return element("section", { "aria-label": `${title} of ${run.id}` },
+  return element("section", { "aria-label": `${title} of ${run.id}`, "data-key": `${title} of ${run.id}` },
     element("h2", {}, title, known.length > 1 ? element("span", { class: `key ${run.color}` }, run.id) : null), ...children);
 }
 
@@ -421,7 +484,7 @@ function peers(run, known) {
       (peer.muted ? "muted; " : "") + (reasons(peer.rejected) || "none")] : []),
   ]);
   return section(run, known, "Peers", sums.length ? element("p", {}, sums.join(" ")) : null,
-    table(`Peers of ${run.id}`, ["Peer", "Now", "Version", ...(counts ? figures : [])], rows));
+    table(`Peers of ${run.id}`, ["Peer", "Now", "Version", ...(counts ? figures : [])], rows, all.map(([id]) => id)));
 }
 
 function terms(pairs) {
@@ -471,7 +534,8 @@ function drawEvents(known) {
   const all = known.flatMap((run) => run.events.map((event) => ({ ...event, run }))).sort((a, b) => b.time - a.time);
   const shown = allEvents ? all : all.slice(0, 30);
   find("events").hidden = !all.length;
-  put(find("event-list"), ...shown.map((event) => element("li", { class: event.kind },
+  const key = ({ run, time, text }) => JSON.stringify([run.id, time, text]);
+  put(find("event-list"), ...shown.map((event) => element("li", { class: event.kind, "data-key": key(event) },
     element("time", { datetime: new Date(event.time * 1000).toISOString() }, clock(event.time)),
     known.length > 1 ? element("span", { class: `key ${event.run.color}` }, event.run.id) : null,
     element("span", { class: "text" }, event.text))));
@@ -505,12 +569,10 @@ setInterval(redraw, 5000); // "… ago"
 
 async function begin() {
   try {
-    const answer = await fetch("api/runs");
-    if (!answer.ok) throw new Error(await answer.text());
-    listed = (await answer.json()).runs;
+    listed = await ask();
   } catch (error) {
-    connection("lost", `no answer, trying again (${error.message.trim()})`);
-    setTimeout(begin, 2000);
+    connection("lost", error instanceof Refused ? error.message : "no answer, trying again");
+    setTimeout(begin, again());
     return;
   }
   const there = new Set(listed.map((run) => run.id)), asked = fromAddress().filter((id) => there.has(id));
