@@ -141,6 +141,9 @@ class Transport(Protocol):
     def members(self) -> Mapping[str, PeerCard]:
         """Peer id -> card of those whose card has not run out, this node left out. As last looked up; never waits."""
 
+    def too_new(self) -> str:
+        """What a peer calls itself whose card is of a newer protocol than this node reads; empty = there was none."""
+
     def stats(self) -> Mapping[str, float]:
         """Running totals and levels: `peers`, `bytes_in`, `bytes_out`, `messages_in`, `messages_out`, `dropped`,
         `restarts/gossip`, `restarts/dht`, and `rejected/<reason>` for what never reached a handler."""

@@ -3,38 +3,68 @@
     asker --count, ports (2 bytes each)--> peer: connects to where the asker's own connection comes from, nowhere else
           <--a byte for each: 1 = connected--
 
-Nothing is sent over these connections. A peer can have nobody connected to but itself.
+Nothing is sent over these connections. Where the connection comes from is the asker itself or, behind a translator of
+addresses or a proxy, whoever that is: so strangers may look at a few ports of the peer's own surroundings. Hence no
+ports of the system, few a minute, and no address that is not public, but in a net in which the peer itself is found,
+and there not the router, from which a container sees all connections come.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import ipaddress
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
+
+import psutil
 
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.transports.settings import endpoint
 
 MAX_PORTS = 4
+FIRST_PORT = 1024
+"""Those below are the system's: no node listens there by default."""
 MAX_ASKED = 4
 """Askers at a time."""
+PORTS_A_MINUTE, PORTS_A_MINUTE_EACH = 64, 8
+"""Connected to, of all askers and of those from one address: a doctor asks for two, of up to five peers."""
 CONNECT_S = 3.0
 ANSWER_S = CONNECT_S + 2.0
+NEAR_PREFIX = {4: 24, 6: 64}
+"""Length of the prefix of a net that is not on one of this machine's interfaces, by version of IP."""
+BLOCKS = [
+    ipaddress.ip_network(block)
+    for block in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+]
+"""Of which networks make theirs whose interfaces have an address without a net: tunnels."""
+PROC_NET = Path("/proc/net")
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Net = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class DialBack:
     """Connects back to who asks for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[], Sequence[str]], clock: Callable[[], float] = time.monotonic) -> None:
+        """`told`: the multiaddresses under which this node is found by others."""
+        self._told = told
+        self._clock = clock
         self._asked = 0
+        self._looked: deque[tuple[float, str, int]] = deque()
+        """When, at which address and at how many ports, in the last minute."""
 
     async def serve(self, came_from: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the one question on a stream of a peer at the multiaddress `came_from`, and close it; without an
-        answer if that leads through a relay, or too many ask."""
+        answer if that leads through a relay or to where strangers have no business, or too much is asked."""
         self._asked += 1
         try:
             target = endpoint(came_from)
-            if target is None or self._asked > MAX_ASKED:
+            if target is None or self._asked > MAX_ASKED or not may_look_at(target[0], self._told()):
                 return
             with suppress(TimeoutError, EOFError, OSError):
                 async with asyncio.timeout(ANSWER_S):
@@ -43,11 +73,68 @@ class DialBack:
                         return
                     data = await reader.readexactly(2 * count)
                     ports = [int.from_bytes(data[i : i + 2], "big") for i in range(0, len(data), 2)]
+                    if min(ports) < FIRST_PORT or not self._take(target[0], count):
+                        return
                     writer.write(bytes(await asyncio.gather(*(_connects(target[0], port) for port in ports))))
                     await writer.drain()
         finally:
             self._asked -= 1
             writer.close()
+
+    def _take(self, host: str, count: int) -> bool:
+        """Whether so many ports of `host` may be looked at now; they count if so."""
+        now = self._clock()
+        while self._looked and self._looked[0][0] <= now - 60.0:
+            self._looked.popleft()
+        total = sum(looked for _, _, looked in self._looked)
+        there = sum(looked for _, at, looked in self._looked if at == host)
+        if total + count > PORTS_A_MINUTE or there + count > PORTS_A_MINUTE_EACH:
+            return False
+        self._looked.append((now, host, count))
+        return True
+
+
+def may_look_at(host: str, told: Sequence[str]) -> bool:
+    """Whether this node, told to others as `told`, may connect to the IP address `host` because it came from there."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    if ip.is_global:
+        return not ip.is_multicast
+    found = [way[0] for way in map(endpoint, told) if way is not None]
+    return any(ip in net for net in map(_net_of, found) if net is not None) and str(ip) not in _routers(PROC_NET)
+
+
+def _net_of(host: str) -> Net | None:
+    """That `host` is in, if it is an address that is not public: its interface's or, if it is on none, a small one."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return None
+    if ip.is_global:
+        return None
+    for each in (each for interface in psutil.net_if_addrs().values() for each in interface):
+        if each.family in (socket.AF_INET, socket.AF_INET6) and each.address.partition("%")[0] == host and each.netmask:
+            prefix = int(ipaddress.ip_address(each.netmask)).bit_count()
+            if prefix == ip.max_prefixlen:
+                return next((block for block in BLOCKS if ip in block), ipaddress.ip_network(host))
+            return ipaddress.ip_network((host, prefix), strict=False)
+    return ipaddress.ip_network((host, NEAR_PREFIX[ip.version]), strict=False)
+
+
+def _routers(proc_net: Path) -> list[str]:
+    """Addresses of this machine's ways out; none where the system does not list them so."""
+    found = []
+    with suppress(OSError, IndexError, ValueError):
+        for row in map(str.split, (proc_net / "route").read_text().splitlines()[1:]):
+            if row[1] == row[7] == "0" * 8:
+                found.append(str(ipaddress.IPv4Address(struct.pack("=I", int(row[2], 16)))))
+    with suppress(OSError, IndexError, ValueError):
+        for row in map(str.split, (proc_net / "ipv6_route").read_text().splitlines()):
+            if row[0] == "0" * 32 and row[1] == "00":
+                found.append(str(ipaddress.IPv6Address(bytes.fromhex(row[4]))))
+    return found
 
 
 async def ask_back(ports: Sequence[int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> list[bool]:
@@ -58,7 +145,9 @@ async def ask_back(ports: Sequence[int], reader: asyncio.StreamReader, writer: a
         async with asyncio.timeout(ANSWER_S):
             answer = await reader.readexactly(len(ports))
     except (TimeoutError, EOFError, OSError) as error:
-        raise PeerUnreachable("does not connect back: of another version, busy, or reached through a relay") from error
+        raise PeerUnreachable(
+            "does not connect back: of another version, busy, not in this network, or reached through a relay"
+        ) from error
     if not set(answer) <= {0, 1}:
         raise RemoteProtocolError("schema", "neither connected nor not")
     return [bool(byte) for byte in answer]

@@ -47,6 +47,7 @@ class Gate:
 
     def __init__(self, limits: GossipSettings) -> None:
         self.limits = limits
+        self._spoken = limits.spoken or codec.SPOKEN
         messages, size = limits.messages_per_minute, limits.bytes_per_minute
         newcomers = min(SHARD_AUTHORS * limits.shards, MAX_NEWCOMERS)
         self._seen: OrderedDict[bytes, None] = OrderedDict()
@@ -70,7 +71,7 @@ class Gate:
         if origin == forwarder and not self._said.take(forwarder, now, *cost):
             return "flood"
         try:
-            author, batch = codec.open_batch(data, self.limits.swarm)
+            author, batch = codec.open_batch(data, self.limits.swarm, self._spoken)
         except RemoteProtocolError as error:
             return error.reason
         if topics.rollout_topic(self.limits.swarm, topics.shard_of(author, self.limits.shards)) != topic:

@@ -69,6 +69,9 @@ class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Most that all connections send together; 0 = no limit."""
     download_bytes_s: Annotated[float, Meta(ge=0)] = 0.0
     """Likewise received."""
+    spoken: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
+    """Protocol versions that the node understands: the process may be started anew from files that were upgraded
+    meanwhile. Empty = those of its own code."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -107,7 +107,7 @@ class HivemindPlane:
         self._exchange_protocol = f"/swarm-node/{swarm[:16]}/exchange/1"
         self._channel_protocol = f"/swarm-node/{swarm[:16]}/channel/1"
         self._dial_back_protocol = f"/swarm-node/{swarm[:16]}/dial-back/1"
-        self._dial_back = DialBack()
+        self._dial_back = DialBack(lambda: self.addresses)
         self._answers = Answers(self.traffic, report)
         self._exchanges = Exchanges(self.traffic, report)
         self._paces = Paces(settings.max_upload_mbit, settings.max_download_mbit)
@@ -290,6 +290,16 @@ class HivemindPlane:
         """Peer ids with a connection to this node. Raises PeerUnreachable."""
         daemon = self._running()[0]
         return {str(peer.peer_id) for peer in await self._bounded(daemon.list_peers(), CALL_S)}
+
+    @property
+    def too_new(self) -> str:
+        """As `Transport.too_new`."""
+        return self._validator.too_new
+
+    @property
+    def made(self) -> dict[str, float]:
+        """As `P2PTransport.made`."""
+        return dict(self._validator.made)
 
     @property
     def daemon_pid(self) -> int | None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
-from protocol.codec import common_version, in_version
+from protocol.codec import SPOKEN, common_version, in_version
 from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.limits import MAX_ADDRESSES, MEMBERSHIP_BUCKETS
@@ -89,7 +89,8 @@ class P2PTransport:
         self._cache_file = cache_file
         self._report = Reports(report)
         self._wake = asyncio.Event()
-        self._gossip_settings = gossip_settings(swarm, shards, limits or ManifestLimits(), settings)
+        told = gossip_settings(swarm, shards, limits or ManifestLimits(), settings)
+        self._gossip_settings = replace(told, spoken=tuple(sorted(SPOKEN)))
         self._dht_port, self._gossip_port = choose_ports(settings, ports_file, self._report)
         self._gossip = self._new_gossip()
         self._plane: HivemindPlane | None = None
@@ -217,6 +218,12 @@ class P2PTransport:
         what that does."""
         return self._wait(self._dial_back(peer, ports), timeout)
 
+    def made(self) -> Mapping[str, float]:
+        """Peer id -> when its newest card was made (Unix seconds, by its own clock), of some of all whose cards were
+        seen, also of those that are no members by this machine's clock."""
+        plane = self._plane
+        return {} if plane is None else plane.made
+
     def announce(self, card: PeerCard) -> None:
         before, self._card = self._card, card
         if before is None or before.crew != card.crew:  # newcomers are to find whoever leads now
@@ -224,6 +231,10 @@ class P2PTransport:
 
     def members(self) -> Mapping[str, PeerCard]:
         return self._members
+
+    def too_new(self) -> str:
+        plane = self._plane
+        return "" if plane is None else plane.too_new
 
     def stats(self) -> Mapping[str, float]:
         stat, plane = self._stat, self._plane
@@ -558,16 +569,18 @@ class P2PTransport:
             self._report(f"{self._cache_file} cannot be written: {error.strerror}")
 
     async def _renew(self, plane: HivemindPlane) -> None:
-        """Store the own card anew when it is time, and at once when it would lead others to where nobody is."""
+        """Store the own card anew when it is time, and at once when it would lead others to where nobody is, or is
+        written in a version that they do not read."""
         if self._card is None:
             return
         await plane.look_around()
         gossip, addresses = self._gossip, plane.addresses or self._relayed()
         heard_at = self._gossip_addresses(addresses)
-        ways = (plane.restarts, gossip.gossip_id, *addresses, *heard_at)
+        card = self._dated(self._card)
+        ways = (plane.restarts, gossip.gossip_id, card.protocol, *addresses, *heard_at)
         if ways == self._told and time.monotonic() < self._renew_at:
             return
-        card = replace(self._dated(self._card), addresses=addresses[:MAX_ADDRESSES])
+        card = replace(card, addresses=addresses[:MAX_ADDRESSES])
         if gossip.gossip_id:
             card = replace(card, gossip=heard_at, gossip_id=gossip.gossip_id)
         await plane.store_card(card)
@@ -592,7 +605,10 @@ class P2PTransport:
     def _dated(self, card: PeerCard) -> PeerCard:
         """`card` as of now, for all members to understand, without ways to reach this node."""
         return replace(
-            in_version(card, common_version(self._members.values())),
+            in_version(
+                card,
+                common_version(self._members.values(), newer_heard=self._traffic.rejected["newer"] > 0),
+            ),
             swarm=self._swarm,
             created=time.time(),
             addresses=[],

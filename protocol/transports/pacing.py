@@ -20,6 +20,8 @@ BURST_S = 0.25
 PIECE_BYTES = 2**14
 OVERHEAD = 1.08
 """Bytes on the wire for one of ours: libp2p's encryption and multiplexing, TCP and IP."""
+LATENCY_S = 0.05
+"""Nobody waits for less: it adds up until it is more."""
 
 
 def bytes_s(mbit: float) -> float:
@@ -65,28 +67,38 @@ class PacedReader:
 
 
 class PacedWriter:
-    """An `asyncio.StreamWriter` whose `drain` sends, no faster than `pace` allows. What is short leaves at once."""
+    """An `asyncio.StreamWriter` whose `drain` sends, no faster than `pace` allows. What is short leaves at once; it is
+    the next that `drain` has wait."""
 
     def __init__(self, writer: asyncio.StreamWriter, pace: Pace) -> None:
         self._writer, self._pace = writer, pace
         self._queue: deque[memoryview] = deque()
+        self._owed_s = 0.0
+        """For what has left, and was not waited for yet."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
         if self._queue or len(view) > PIECE_BYTES:
             self._queue += (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
         else:
-            self._pace.take(len(view))
+            self._owed_s = self._pace.take(len(view))
             self._writer.write(view)
 
-    async def drain(self) -> None:
+    async def drain(self, deadline: asyncio.Timeout | None = None) -> None:
+        """Whatever it waits for `pace`, which all streams share, `deadline` is put off by."""
+        await self._send(deadline)
         while self._queue:
             piece = self._queue.popleft()
-            wait = self._pace.take(len(piece))
+            self._owed_s = self._pace.take(len(piece))
             self._writer.write(piece)
-            await self._writer.drain()
-            await asyncio.sleep(wait)
+            await self._send(deadline)
+
+    async def _send(self, deadline: asyncio.Timeout | None) -> None:
         await self._writer.drain()
+        wait, self._owed_s = self._owed_s, 0.0
+        if wait > LATENCY_S:
+            put_off(deadline, wait)
+            await asyncio.sleep(wait)
 
     def close(self) -> None:
         if self._queue:  # given up in the middle of it
@@ -96,6 +108,17 @@ class PacedWriter:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
+
+
+async def drain(writer: asyncio.StreamWriter, deadline: asyncio.Timeout) -> None:
+    """`writer.drain()`, where a limit of this node's own is not the other end's fault."""
+    paced: Any = writer
+    await (paced.drain(deadline) if isinstance(paced, PacedWriter) else paced.drain())
+
+
+def put_off(deadline: asyncio.Timeout | None, seconds: float) -> None:
+    if deadline is not None and (when := deadline.when()) is not None:
+        deadline.reschedule(when + seconds)
 
 
 class Paces:

@@ -25,6 +25,11 @@ MAX_BUCKET_CARDS = 1500
 """Cards of a bucket stored here: of the largest size they still fit into a reply of 4 MiB, beyond which hivemind 1.1.12
 answers nothing at all."""
 
+MAX_DATED = 256
+"""Peers whose clocks are told."""
+MAX_OFF_S = 86_400.0
+"""Whose card is of a time further off is not counted among these, nor is such a card opened for long."""
+
 _bytes_decoder = msgspec.msgpack.Decoder(bytes)
 _text_decoder = msgspec.msgpack.Decoder(str)
 
@@ -43,6 +48,10 @@ class CardValidator(RecordValidatorBase):  # type: ignore[misc]
         }
         self.open = lru_cache(4096)(partial(_open, swarm))
         """Sealed card -> (peer id, card); each is seen many times, from every replica."""
+        self.too_new = ""
+        """As `Transport.too_new`."""
+        self.made: dict[str, float] = {}
+        """Peer id -> when its newest card was made, by its own clock; also of those that are refused for it."""
 
     def validate(self, record: DHTRecord) -> bool:
         try:
@@ -64,13 +73,24 @@ class CardValidator(RecordValidatorBase):  # type: ignore[misc]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteProtocolError("schema", str(error)) from error
         now = time.time()
-        if not record.expiration_time <= now + self._ttl_s + MAX_CLOCK_SKEW_S:  # not <=: NaN too
+        if not abs(record.expiration_time - now) <= MAX_OFF_S:  # not >: NaN too
             raise RemoteProtocolError("expiration", f"{record.expiration_time - now:.0f} s ahead")
-        peer, card = self.open(sealed)
+        try:
+            peer, card = self.open(sealed)
+        except RemoteProtocolError as error:
+            if error.reason == "newer" and not self.too_new and named.isascii() and named.isalnum():
+                self.too_new = named  # not longer than its record
+            raise
         if peer != named or bucket_of(peer) != bucket:
             raise RemoteProtocolError("peer", f"a card of {peer} under the name of {named!r}")
-        if not record.expiration_time <= card.created + self._ttl_s:
+        if not record.expiration_time <= card.created + self._ttl_s:  # not >: NaN too
             raise RemoteProtocolError("expiration", f"{record.expiration_time - card.created:.0f} s after its making")
+        if card.created > now + MAX_OFF_S:
+            raise RemoteProtocolError("expiration", f"made {card.created - now:.0f} s from now")
+        if peer in self.made or len(self.made) < MAX_DATED:
+            self.made[peer] = max(card.created, self.made.get(peer, 0.0))
+        if record.expiration_time > now + self._ttl_s + MAX_CLOCK_SKEW_S:
+            raise RemoteProtocolError("expiration", f"{record.expiration_time - now:.0f} s ahead")
 
     def keep_valid(self, key: bytes, cards: DictionaryDHTValue) -> bool:
         """Remove what is not valid from a dictionary, rather than refuse it whole for one bad entry (always True)."""

@@ -24,6 +24,7 @@ from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
 from protocol.manifest import FILE_METHOD
 from protocol.transports.base import Server
+from protocol.transports.pacing import drain, put_off
 
 LARGE_METHODS = frozenset({FILE_METHOD})
 """Their answers have up to `MAX_RESPONSE_BYTES`; all others' `MAX_SHORT_BYTES`."""
@@ -34,7 +35,7 @@ MAX_ANSWERS, MAX_ANSWERS_PER_PEER = 64, 4
 MAX_LARGE, MAX_LARGE_PER_PEER = 4, 1
 """Of which large: 256 MiB in memory at most."""
 ANSWER_S = 180.0
-"""Longest that one request may occupy a place, whatever happens."""
+"""Longest until an answer is there, whatever happens; that it is taken in time is seen to by `write_frame`."""
 GRACE_S, MIN_BYTES_PER_S = 10.0, 2**19
 """Who takes less than this, ten seconds not counted, is dropped: 64 MiB at 4 Mbit/s take two minutes."""
 REQUEST_S = 10.0
@@ -95,8 +96,8 @@ class Answers:
         try:
             async with asyncio.timeout(ANSWER_S):
                 status, answer = await self._answer(peer, reader, places)
-                writer.write(status)
-                await write_frame(writer, answer, self._traffic)
+            writer.write(status)
+            await write_frame(writer, answer, self._traffic)
         except RemoteProtocolError as error:
             self._traffic.rejected[error.reason] += 1
         except (TimeoutError, EOFError, OSError):
@@ -164,15 +165,17 @@ def refused(status: bytes, answer: bytes) -> ProtocolError:
 
 
 async def write_frame(writer: asyncio.StreamWriter, payload: bytes, traffic: Traffic) -> None:
-    """Raises TimeoutError if the other end takes it too slowly."""
+    """Raises TimeoutError if the other end takes it too slowly; what a limit of this node's own holds up does not
+    count."""
     long = len(payload) > MAX_CHUNK_BYTES
     digest = (await asyncio.to_thread(hashlib.sha256, payload) if long else hashlib.sha256(payload)).digest()
     writer.write(len(payload).to_bytes(8, "big") + digest)
-    view, began = memoryview(payload), asyncio.get_running_loop().time()
-    for start in range(0, len(payload) or 1, MAX_CHUNK_BYTES):
-        writer.write(view[start : start + MAX_CHUNK_BYTES])
-        async with asyncio.timeout_at(began + GRACE_S + start / MIN_BYTES_PER_S):
-            await writer.drain()
+    view = memoryview(payload)
+    async with asyncio.timeout_at(asyncio.get_running_loop().time() + GRACE_S) as deadline:
+        for start in range(0, len(payload) or 1, MAX_CHUNK_BYTES):
+            writer.write(view[start : start + MAX_CHUNK_BYTES])
+            await drain(writer, deadline)
+            put_off(deadline, MAX_CHUNK_BYTES / MIN_BYTES_PER_S)
     traffic.bytes_out += len(payload) + 40
 
 

@@ -679,6 +679,7 @@ async def only_cards_are_valid() -> None:
     ahead = seal_card(msgspec.structs.replace(card, created=now + 500), peer)
     foreign = seal_card(msgspec.structs.replace(card, swarm="cd" * 32), peer)
     unknown = seal_card(msgspec.structs.replace(card, protocol=7), peer)
+    far = seal_card(msgspec.structs.replace(card, created=now + 1e6), peer)
     bad = {
         "signature": [_record(bytes(forged), peer.peer_id, now + 60)],
         "swarm": [_record(foreign, peer.peer_id, now + 60)],
@@ -703,13 +704,20 @@ async def only_cards_are_valid() -> None:
         "expiration": [
             _record(sealed, peer.peer_id, expiration) for expiration in (now + 61, now + 1e9, math.inf, math.nan)
         ]
-        + [_record(oldest, peer.peer_id, now + 60), _record(ahead, peer.peer_id, now + 560)],
+        + [
+            _record(oldest, peer.peer_id, now + 60),
+            _record(ahead, peer.peer_id, now + 560),
+            _record(far, peer.peer_id, now + 60),
+            _record(bytes(forged), peer.peer_id, now + 1e6),  # no signature is looked at for that
+            _record(bytes(forged), peer.peer_id, now - 1e6),
+        ],
     }
     for reason, records in bad.items():
         for record in records:
             before = rejected[reason]
             assert not validator.validate(record), (reason, record)
             assert rejected[reason] == before + 1, (reason, rejected, record)
+    assert validator.made == {peer.peer_id: now + 500}, validator.made  # signed: it is early, or we are late
 
 
 async def a_bad_entry_does_not_hide_the_good_ones() -> None:

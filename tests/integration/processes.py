@@ -55,11 +55,17 @@ class NodeProcess:
     """One `swarm-node` process, its output in a file."""
 
     def __init__(
-        self, *arguments: str, run_dir: Path, sets: tuple[str, ...] = (), prefix: tuple[str, ...] = ()
+        self,
+        *arguments: str,
+        run_dir: Path,
+        sets: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
+        program: tuple[str, ...] = ("swarm_node",),
     ) -> None:
+        """`prefix` comes before Python, `program` is its module and what comes first of its arguments."""
         self.run_dir = run_dir
         self.log = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}.log")
-        command = [*prefix, sys.executable, "-m", "swarm_node", *arguments, "--run-dir", str(run_dir)]
+        command = [*prefix, sys.executable, "-m", *program, *arguments, "--run-dir", str(run_dir)]
         for pair in sets:
             command += ["--set", pair]
         self.file = self.log.open("w")
@@ -143,10 +149,8 @@ def nodes() -> Iterator[Callable[..., NodeProcess]]:
     """A starter of processes, all of which are gone at the end."""
     started: list[NodeProcess] = []
 
-    def start(
-        *arguments: str, run_dir: Path, sets: tuple[str, ...] = QUICK, prefix: tuple[str, ...] = ()
-    ) -> NodeProcess:
-        started.append(NodeProcess(*arguments, run_dir=run_dir, sets=sets, prefix=prefix))
+    def start(*arguments: str, run_dir: Path, sets: tuple[str, ...] = QUICK, **rest: tuple[str, ...]) -> NodeProcess:
+        started.append(NodeProcess(*arguments, run_dir=run_dir, sets=sets, **rest))
         return started[-1]
 
     try:

@@ -55,7 +55,7 @@ def ask(door: Gate, data: bytes, origin: str = "origin", forwarder: str = "hub",
 def unsealed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages as of `plain`, all on one shard: their authors are believed, which makes thousands of them cheap."""
     record = msgspec.structs.replace(batch(SWARM, 100), created=NOW)
-    monkeypatch.setattr(codec, "open_batch", lambda data, swarm: (data[:52].decode().strip(), record))
+    monkeypatch.setattr(codec, "open_batch", lambda data, swarm, spoken: (data[:52].decode().strip(), record))
     monkeypatch.setattr(topics, "shard_of", lambda peer, shards: 0)
 
 
@@ -294,3 +294,10 @@ def test_arbitrary_bytes_from_the_pipe(data: bytes) -> None:
         frames.feed(data)
     except RemoteProtocolError as error:
         assert error.reason in ("size", "schema")
+
+
+@pytest.mark.parametrize(("spoken", "reason"), [((5, 6), None), ((6, 7), "version"), ((3, 4), "newer")])
+def test_versions_are_those_that_the_node_speaks_whatever_this_process_is_of(
+    spoken: tuple[int, ...], reason: str | None
+) -> None:
+    assert ask(gate(spoken=spoken), sealed(protocol=5)) == reason

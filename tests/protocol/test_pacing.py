@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import selectors
 import socket
+from collections.abc import Coroutine
+from typing import Any, cast
 
 import pytest
 
 from protocol.limits import MAX_CHUNK_BYTES
+from protocol.manifest import FILE_METHOD
 from protocol.transports.pacing import BURST_S, PIECE_BYTES, Pace, PacedReader, PacedWriter, Paces, bytes_s
-from protocol.transports.streams import Traffic, read_frame, write_frame
+from protocol.transports.streams import ANSWER_S, GRACE_S, Answers, Traffic, read_frame, write_frame
 
 
 class Clock:
@@ -93,3 +98,166 @@ def test_what_is_given_up_in_the_middle_does_not_leave_at_once() -> None:
         return len(got)
 
     assert asyncio.run(go()) <= 100 + PIECE_BYTES
+
+
+@pytest.mark.parametrize("size", [40, 12_000, PIECE_BYTES])
+def test_many_small_writes_keep_to_the_limit(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    slept = Slept(monkeypatch)
+    count, rate = 200, bytes_s(1.0)
+
+    async def go() -> int:
+        (_, writer), (reader, other) = await streams()
+        paced = PacedWriter(writer, Pace(rate, slept.clock))
+        paced.write(b"x")  # one alone does not wait
+        await paced.drain()
+        assert slept.seconds == 0.0
+        got = 0
+        for _ in range(count):
+            paced.write(b"x" * size)
+            await paced.drain()
+            got += len(await reader.read(2**20))
+        for each in (writer, other):
+            each.close()
+            await each.wait_closed()
+        return got
+
+    assert asyncio.run(go()) == count * size + 1
+    assert slept.seconds == pytest.approx(count * size / rate, abs=BURST_S)
+
+
+def test_short_answers_keep_to_the_limit_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, payload, count = Slept(monkeypatch), b"x" * 1000, 100
+    pace = Pace(1000.0, slept.clock)
+
+    async def go() -> None:
+        for _ in range(count):  # each on a stream of its own, as requests are
+            (_, writer), (reader, other) = await streams()
+            await write_frame(PacedWriter(writer, pace), payload, Traffic())  # type: ignore[arg-type]
+            assert await read_frame(reader, 2**20, Traffic()) == payload
+            for each in (writer, other):
+                each.close()
+                await each.wait_closed()
+
+    asyncio.run(go())
+    assert slept.seconds == pytest.approx(count * (1000 + 40) / 1000, abs=BURST_S)
+
+
+def test_what_its_own_limit_holds_up_is_not_the_takers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, deadlines = Clock(), []
+
+    class Deadline(asyncio.Timeout):
+        def __init__(self, when: float | None) -> None:
+            super().__init__(when)
+            deadlines.append(0.0)
+            self.note()
+
+        def reschedule(self, when: float | None) -> None:
+            super().reschedule(when)
+            self.note()
+
+        def note(self) -> None:
+            deadlines[-1] = (self.when() or 0.0) - asyncio.get_running_loop().time()
+
+    async def go() -> None:
+        (_, writer), (_, other) = await streams()
+        paced = PacedWriter(writer, Pace(1000.0, clock))
+        paced._pace.take(60_000)  # for other streams
+        Slept(monkeypatch)
+        monkeypatch.setattr("protocol.transports.streams.asyncio.timeout_at", Deadline)
+        await write_frame(paced, b"short", Traffic())  # type: ignore[arg-type]
+        await write_frame(paced, bytes(2 * PIECE_BYTES), Traffic())  # type: ignore[arg-type]
+        for each in (writer, other):
+            each.close()
+            await each.wait_closed()
+
+    asyncio.run(go())
+    short, long = deadlines
+    assert short > GRACE_S + 50
+    assert long > GRACE_S + 50 + 2 * PIECE_BYTES / 1000
+
+
+class Jumping(selectors.DefaultSelector):
+    """Instead of waiting, puts the clock on."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(timeout and 0)
+        if not ready and timeout:
+            self._clock.now += timeout
+        return ready
+
+
+def run(clock: Clock, what: Coroutine[Any, Any, Any]) -> Any:
+    """On a loop whose time is that of `clock`."""
+    loop = asyncio.SelectorEventLoop(Jumping(clock))
+    loop.time = clock  # type: ignore[method-assign]
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(what)
+
+
+class Taker:
+    """A stream whose other end takes all at once, or nothing."""
+
+    def __init__(self, takes: bool = True) -> None:
+        self.got = 0
+        self.aborted = False
+        self.transport = self
+        self._takes = takes
+
+    def write(self, data: bytes) -> None:
+        self.got += len(data)
+
+    async def drain(self) -> None:
+        if not self._takes:
+            await asyncio.get_running_loop().create_future()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_who_shares_a_limit_with_others_is_not_dropped_for_it(count: int) -> None:
+    clock, rate, takers = Clock(), bytes_s(1.0), [Taker() for _ in range(count)]
+    pace = Pace(rate, clock)
+
+    async def go() -> None:
+        paced: list[Any] = [PacedWriter(cast("Any", taker), pace) for taker in takers]
+        await asyncio.gather(*(write_frame(writer, bytes(MAX_CHUNK_BYTES), Traffic()) for writer in paced))
+
+    run(clock, go())
+    assert [taker.got for taker in takers] == [MAX_CHUNK_BYTES + 40] * count
+    assert clock.now - Clock.now == pytest.approx(count * MAX_CHUNK_BYTES / rate, rel=0.05)
+
+
+def test_who_takes_nothing_is_dropped_under_a_limit_as_well() -> None:
+    clock = Clock()
+    asleep: Any = PacedWriter(cast("Any", Taker(takes=False)), Pace(bytes_s(1.0), clock))
+    with pytest.raises(TimeoutError):
+        run(clock, write_frame(asleep, bytes(MAX_CHUNK_BYTES), Traffic()))
+    assert clock.now - Clock.now == pytest.approx(GRACE_S)
+
+
+def test_a_large_answer_takes_as_long_as_the_limit_has_it_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, taker, answer = Clock(), Taker(), bytes(12 * MAX_CHUNK_BYTES)
+    assert len(answer) / bytes_s(1.0) > ANSWER_S
+    answers = Answers(Traffic(), print)
+    answers.servers[FILE_METHOD] = lambda peer, payload: answer
+
+    async def at_once(what: Any, *arguments: Any) -> Any:
+        return what(*arguments)
+
+    monkeypatch.setattr("protocol.transports.streams.asyncio.to_thread", at_once)
+
+    async def go() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(bytes([len(FILE_METHOD)]) + FILE_METHOD.encode() + bytes(8) + hashlib.sha256().digest())
+        await answers.serve("peer", reader, cast("Any", PacedWriter(cast("Any", taker), Pace(bytes_s(1.0), clock))))
+
+    run(clock, go())
+    assert taker.got == 1 + 40 + len(answer) and not taker.aborted
+    assert clock.now - Clock.now > ANSWER_S

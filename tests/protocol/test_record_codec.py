@@ -26,6 +26,8 @@ from protocol.codec import (
     seal_batch,
     seal_card,
     spoken_by,
+    unspoken,
+    version_for,
 )
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import (
@@ -161,10 +163,19 @@ def test_all_write_what_all_understand() -> None:
     assert common_version([card(5, 6), card(6)], spoken) == 6
     assert common_version([card(6, 7)], spoken) == 6
     assert common_version([card(3)], spoken) == 5
+    assert common_version([], spoken, newer_heard=True) == 6  # those who are there do not read anything older
+    assert common_version([card(5)], spoken, newer_heard=True) == 5
+    members = {"older": card(5), "same": card(5, 6), "newer": card(6, 7)}
+    assert [version_for(peer, members, spoken) for peer in (*members, "unknown")] == [5, 6, 6, 5]
     for version, speaks in ((5, 6), (6, 0)):
         written = in_version(CARD, version, spoken)
         assert (written.protocol, written.speaks) == (version, speaks)
         assert open_card(seal_card(written, IDENTITY), SWARM, spoken)[1] == written
+
+
+def test_a_version_that_is_not_spoken_is_explained_to_both_ends() -> None:
+    assert unspoken(7, spoken_by(6)) == "protocol 7 is too new for a node that speaks 5 and 6"
+    assert unspoken(4, spoken_by(6)) == "protocol 4 is too old for a node that speaks 5 and 6"
 
 
 # --------------------------------------------------------------------- what is refused

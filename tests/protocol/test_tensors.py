@@ -20,9 +20,11 @@ from protocol.limits import MAX_HEAD_BYTES
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import (
     AverageHead,
+    BlobHead,
     KeepHead,
     WeightsHead,
     open_average_head,
+    open_blob_head,
     open_keep_head,
     open_weights_head,
     seal_head,
@@ -64,7 +66,8 @@ AVERAGE = Kind(
 )
 WEIGHTS = Kind(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT, version=42), "weights_head_v1.msgpack", open_weights_head)
 KEEP = Kind(KeepHead(PROTOCOL_VERSION, SWARM, COHORT, stage=3, updates=42), "keep_head_v1.msgpack", open_keep_head)
-each = pytest.mark.parametrize("kind", [AVERAGE, WEIGHTS, KEEP], ids=["average", "weights", "keep"])
+BLOB = Kind(BlobHead(PROTOCOL_VERSION, SWARM, sha256=COHORT * 4), "blob_head_v1.msgpack", open_blob_head)
+each = pytest.mark.parametrize("kind", [AVERAGE, WEIGHTS, KEEP, BLOB], ids=["average", "weights", "keep", "blob"])
 
 
 def sealed(kind: Kind, **changes: object) -> bytes:
@@ -172,7 +175,13 @@ BAD_AVERAGES: dict[str, dict[str, Any]] = {
 }
 
 
-ALL_BAD = (AVERAGE, BAD_AVERAGES), (WEIGHTS, BAD), (KEEP, BAD_KEEPS)
+BAD_BLOBS: dict[str, dict[str, Any]] = {
+    "swarm": {"swarm": "5a" * 31},
+    "sha256": {"sha256": "0" * 63},
+    "sha256 and a line break": {"sha256": COHORT * 4 + "\n"},
+    "sha256 of bytes": {"sha256": bytes(32)},
+}
+ALL_BAD = (AVERAGE, BAD_AVERAGES), (WEIGHTS, BAD), (KEEP, BAD_KEEPS), (BLOB, BAD_BLOBS)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""What `swarm-node doctor` finds on a machine whose clock is an hour off, in a swarm of a real bootstrap peer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import QUICK, make_manifest, nodes
+
+WITH_A_CLOCK_OFF = (
+    "import sys, time; right = time.time; off = float(sys.argv.pop(1)); time.time = lambda: right() + off; "
+    "from swarm_node.cli import app; app()"
+)
+
+
+@pytest.fixture(scope="module")
+def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("clock")
+    with nodes() as start:
+        hub = start("bootstrap", str(make_manifest(folder)), run_dir=folder / "hub")
+        yield hub.link(60.0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("off", "side"), [(3600, "ahead of"), (-3600, "behind")])
+def test_a_clock_that_is_an_hour_off(link: str, off: int, side: str, tmp_path: Path) -> None:
+    sets = [word for pair in QUICK for word in ("--set", pair)]
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_A_CLOCK_OFF, str(off), "doctor", link, "--json", *sets],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    told = checks["clock"]["detail"]
+    assert (done.returncode, checks["clock"]["verdict"]) == (1, "fail"), done.stdout
+    assert side in told and abs(int(told.split()[0]) - 3600) < 60
+    assert "cards of 1" in checks["members"]["detail"]
