@@ -70,3 +70,7 @@ def test_nothing_but_what_the_image_is_made_of_is_sent_to_the_builder() -> None:
     copied = set(re.findall(r"^COPY (?!--from)(.*) \S+$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE))
     assert "*" in lines
     assert kept == {name for names in copied for name in names.split()}
+
+
+def test_compose_has_no_key_that_an_older_compose_refuses() -> None:
+    assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "volumes"}
