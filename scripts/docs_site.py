@@ -1,7 +1,7 @@
 """What `mkdocs build` needs besides docs/: the references, made from code, and files elsewhere that pages link to.
 
-Nothing is written into docs/. A link such as `../configs/swarm.toml` works where the repository is browsed and, by
-`MOVED`, on the site.
+Nothing is written into docs/. A link such as `../configs/swarm.toml` works where the repository is browsed and on the
+site, to which the file is copied.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from swarm_node.config import config_reference
 from swarm_node.observability.metrics_reference import metrics_reference
@@ -33,9 +34,9 @@ MOVED = {
     "docker/spot.md": "spot.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/results/recovery/report.md": "recovery.md",
-    "configs/swarm.toml": "configs/swarm.toml",
 }
 """File of the repository -> its place on the site."""
+ELSEWHERE = re.compile(r"\]\(\.\./([^)#]+)")
 TITLES = {"recovery.md": "# Losing a stage: all figures\n\n"}
 
 
@@ -52,13 +53,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/configuration.md": CONFIGURATION + as_page(config_reference()),
         "reference/metrics.md": METRICS + metrics_reference(),
     }
-    for source, place in MOVED.items():
-        pages[place] = TITLES.get(place, "") + (ROOT / source).read_text()
+    for source in {*MOVED, *linked()}:
+        pages[place_of(source)] = TITLES.get(place_of(source), "") + (ROOT / source).read_text()
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Links to what lies elsewhere in the repository, as they are on the site."""
-    return re.sub(r"\]\(\.\./([^)#]+)", lambda link: f"]({MOVED.get(link[1], '../' + link[1])}", markdown)
+def linked() -> set[str]:
+    """Files elsewhere in the repository that pages link to."""
+    return {source for page in (ROOT / "docs").glob("*.md") for source in ELSEWHERE.findall(page.read_text())}
+
+
+def place_of(source: str) -> str:
+    """On the site; where it is in the repository unless `MOVED` says otherwise."""
+    return MOVED.get(source, source)
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Links from docs/ to what lies elsewhere in the repository, as they are on the site."""
+    if "/" in page.file.src_uri:  # in a folder of the site, where `..` is the site
+        return markdown
+    return ELSEWHERE.sub(lambda link: f"]({place_of(link[1])}", markdown)
