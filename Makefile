@@ -1,7 +1,7 @@
 # make demo    set up and watch a policy learn         make test    set up and run the tests
 # make install set up only                             make check   lint, format, types, import rules
 # make format  rewrite the code in the house style     make bench   the benchmarks (figures to benchmarks/results)
-# make docs    the documentation as a site (site/)
+# make docs    the documentation as a site (site/)     make test-long   the tests that take minutes each
 #
 # PYTHON=python3.12                                       which Python makes the virtual environment
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu        torch without CUDA: smaller, for machines without a GPU
@@ -15,7 +15,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: install dev demo test check format bench docs
+.PHONY: install dev demo test test-long check format bench docs
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
@@ -44,6 +44,9 @@ demo: install
 
 test: dev # in order of names: tests/integration, which waits most and has the longest files, comes first
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-long: dev
+	$(BIN)/python -m pytest -m long
 
 check: dev
 	$(BIN)/ruff check .

@@ -238,6 +238,7 @@ def ask(*words: str) -> str:
     return done.output
 
 
+@pytest.mark.long
 def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypatch: pytest.MonkeyPatch) -> None:
     (meeting, *trainers), told = blocks("link.txt"), terminals.folder / "link.txt"
     terminals.type(meeting)
@@ -271,6 +272,7 @@ def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypat
     assert [terminals.press_ctrl_c(shell) for shell in shells] == [0, 0], terminals.outputs
 
 
+@pytest.mark.long
 def test_the_two_terminals_of_the_readme_hold_one_policy(terminals: Terminals) -> None:
     first, second = blocks("--crew", "--name")
     a = terminals.type(first)

@@ -27,6 +27,7 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield hub.link(60.0)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("off", "side"), [(3600, "ahead of"), (-3600, "behind")])
 def test_a_clock_that_is_an_hour_off(link: str, off: int, side: str, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_a_swarm_is_upgraded_node_by_node(start: Start, tmp_path: Path) -> None:
     assert "newer protocol" not in a.output + b.output
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_node_that_is_one_version_behind_all_others_is_heard_when_it_comes(start: Start) -> None:
     """What it writes to strangers, the version before its own, none of them reads."""

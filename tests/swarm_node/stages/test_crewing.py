@@ -880,7 +880,7 @@ def test_what_was_under_way_is_void_when_neighbours_lose_touch():
     assert any(link.method == STAGE_METHOD and link.peer == broken.peer for link in world.far)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_crew_is_whole_only_when_neighbours_can_talk(seed):
     world = crew(5, "a", "b", "c", "d", "e", seed=seed)
     world.builds_s, world.opens_s = (0.0, 0.1), 2.0
@@ -923,14 +923,14 @@ def test_neighbours_that_cannot_reach_each_other_do_not_stop_the_crew(fails_s):
     world.run(3.0)
     world.start(before[2])
     lead, whole = world.machines[before[0]].crew, []
-    for _ in range(600):
-        world.run(2.0)
+    for _ in range(300):
+        world.run(4.0)
         whole.append(lead.whole)
     assert lead.counts["given_up"] and sum(whole) > 0.7 * len(whole), f"{sum(whole)}\n{world.story()}"
     assert any("again and again" in text for text in world.machines[before[0]].said)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_how_a_stage_was_come_by_is_told_to_whoever_leads_next(seed):
     world = crew(5, "a", "b", "c", "d", "e", seed=seed)
     world.builds_s, world.opens_s = (0.0, 0.1), 4.0
