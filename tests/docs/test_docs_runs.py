@@ -138,7 +138,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
     @cache
     def made(adapter: bool) -> Path:
         path = tmp_path_factory.mktemp("base") / "run"
-        demo = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        demo = subprocess.check_output(["make", "-n", "demo"], cwd=ROOT, env=alone, text=True)
         [words] = split(demo.strip().splitlines()[-1])
         words += ["--run-dir", str(path), *(["--lora"] if adapter else [])]
         words[words.index("--config") + 1] = str(ROOT / words[words.index("--config") + 1])
