@@ -130,6 +130,7 @@ def test_nodes_average_although_one_dies_and_another_comes_late(start: Start, ma
     assert [node.stop() for node in again] == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_every_outer_round_draws_four_nodes_together_whoever_is_killed(
     start: Start, manifest: Path, tmp_path: Path

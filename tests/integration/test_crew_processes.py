@@ -124,6 +124,7 @@ def test_either_terminal_may_be_killed_and_a_fresh_one_goes_on(start: Start, tmp
     assert times(lead, r"stage \d rebuilt from the snapshot after update \d+; nothing is lost") == 2, lead.output
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_lead_that_waits_for_a_stage_can_be_stopped_and_loses_nothing(start: Start, tmp_path: Path) -> None:
     crew = Crew(start, tmp_path, 2, 100_000, "stages.replica=off", "stages.spare_wait_s=600", "snapshots.every=1000")
@@ -149,6 +150,7 @@ def test_a_lead_that_waits_for_a_stage_can_be_stopped_and_loses_nothing(start: S
     a.until_rounds(2, 60)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_when_terminals_are_stopped_one_after_the_other(start: Start, tmp_path: Path) -> None:
     crew = Crew(start, tmp_path, 2, 100_000, "stages.replica=off", "snapshots.every=1000")

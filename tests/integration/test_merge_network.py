@@ -56,6 +56,7 @@ def merge(folder: Path, *arguments: str) -> tuple[dict[str, Any], str, dict[str,
     return json.loads(done.stdout), done.stderr, {path.stem: load_file(path) for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_members_are_merged_while_they_train_although_one_dies(start: Start, tmp_path: Path) -> None:
     manifest = make_manifest(tmp_path, "--averaging-period-s", "3")
