@@ -930,23 +930,6 @@ def test_neighbours_that_cannot_reach_each_other_do_not_stop_the_crew(fails_s):
     assert any("again and again" in text for text in world.machines[before[0]].said)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_how_a_stage_was_come_by_is_told_to_whoever_leads_next(seed):
-    world = crew(5, "a", "b", "c", "d", "e", seed=seed)
-    world.builds_s, world.opens_s = (0.0, 0.1), 4.0
-    before = holders(world)
-    world.kill(before[2])
-    world.run(1.0)
-    world.start(before[2])
-    while not world.machines[before[2]].crew._unsaid:
-        world.run(0.25)
-    world.kill(before[0])
-    world.run(60.0)
-    assert world.settled(), world.story()
-    leads = next(m.crew for m in world.machines.values() if m.crew.role == "leads")
-    assert sum(n for name, n in leads.counts.items() if name.startswith("recovered/")) == 2, "stage 2, and stage 0"
-
-
 def test_what_cannot_be_sent_is_told_to_the_lead():
     world = crew(4, "a", "b", "c", "d")
     before, number = holders(world), world.plan().number
