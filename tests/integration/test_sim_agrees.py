@@ -37,6 +37,7 @@ def figures(metrics: list[list[dict[str, Any]]], begin: float) -> dict[str, floa
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_four_real_processes_and_four_simulated_ones_agree(tmp_path: Path) -> None:
     manifest = make_manifest(tmp_path)
     with nodes() as start:
