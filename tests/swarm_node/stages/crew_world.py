@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from protocol.crew import (
     CREW_METHOD,
+    STAGE_METHOD,
     Holding,
     Kept,
     Plan,
@@ -145,7 +146,7 @@ class World:
         self.builds_s = 0.2, 2.0
         """A stage takes between these."""
         self.opens_s = 0.0
-        """A channel takes up to this much longer than a message."""
+        """A channel between stages takes up to this much longer than a message."""
 
     # ----------------------------------------------------------------- who is there
 
@@ -367,7 +368,8 @@ class World:
             return
         far = Link(peer, link.method)
         self.far[link], self.far[far] = (link.peer, far), (peer, link)
-        self.arrives[far] = self.now + (self.opens_s and self.rng.uniform(0.0, self.opens_s))
+        if self.opens_s and link.method == STAGE_METHOD:
+            self.arrives[far] = self.now + self.rng.uniform(0.0, self.opens_s)
         self.at(self.delay(far), partial(self.tell_opened, link.peer, far))
 
     def send(self, peer: str, link: Link, record: Record) -> None:

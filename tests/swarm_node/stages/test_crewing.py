@@ -1482,3 +1482,24 @@ def test_waiting_times_fit_together():
     """A new lead waits for its crew until everyone has noticed that the old one is gone, and asked it once more."""
     assert SILENCE_S + DIAL_S < GATHER_S and FIND_S < AVOID_S
     assert max(STRANGER_S, DIAL_FAILS_S) + AGAIN_S + REDIAL_S < CALM_S
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_how_a_stage_was_come_by_is_told_to_whoever_leads_next(seed):
+    world = crew(5, "a", "b", "c", "d", "e", seed=seed)
+    world.builds_s, world.opens_s = (0.0, 0.1), 4.0
+    before = holders(world)
+    world.kill(before[2])
+    world.run(1.0)
+    machine = world.start(before[2])
+    for _ in range(80):
+        if machine.crew._unsaid:
+            break
+        world.run(0.25)
+    assert machine.crew._unsaid, "it was ready before its neighbours could be talked to"
+    world.kill(before[0])
+    world.run(60.0)
+    assert world.settled(), world.story()
+    said = next(m.said for m in world.machines.values() if m.crew.role == "leads")
+    told = {text[:8] for text in said if "rebuilt" in text or "begins with" in text}
+    assert {"stage 0 ", "stage 2 "} <= told, world.story()
