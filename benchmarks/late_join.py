@@ -160,7 +160,14 @@ def _event(path: Path) -> Row | None:
 
 def _after(path: Path, time_: float, version: int) -> Row | None:
     """The first update made with the weights of version `version`."""
-    return next((line for line in metrics(path) if line["time"] > time_ and line["step"] > version), None)
+    return next(
+        (
+            line
+            for line in metrics(path)
+            if line["time"] > time_ and line["step"] > version and "perf/trained_tok_s" in line
+        ),
+        None,
+    )
 
 
 def _trained(path: Path, updates: int) -> bool:

@@ -179,14 +179,14 @@ def commands() -> Iterator[tuple[Path, Callable[..., subprocess.Popen[str]]]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
 
-        def run(*arguments: str) -> subprocess.Popen[str]:
+        def run(*arguments: str, **variables: str) -> subprocess.Popen[str]:
             log = (path / f"{len(running)}.log").open("w")
             process = subprocess.Popen(
                 [sys.executable, "-m", "swarm_node", *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
             )
             running.append(process)
             return process

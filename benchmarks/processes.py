@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.common import machine
+
 SAMPLE_S = 0.5
 """How often connections are read. A connection counts by its last reading: what it carries between that and its end is
 missed, and so is all of one that lives shorter."""
@@ -181,7 +183,6 @@ def other_load() -> str:
 
 
 def merged(path: Path, part: str, figures: object) -> dict[str, Any]:
-    """What a results file holds, with one part of it replaced."""
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    kept.pop("machine", None)
-    return {**kept, part: figures}
+    """What a results file holds, with one part of it replaced, and on which machine and when each part was measured."""
+    kept = json.loads(path.read_text()) if path.exists() else {"machine": {}}
+    return {**kept, "machine": {**kept["machine"], part: machine()}, part: figures}

@@ -8,6 +8,15 @@ ProtocolError
 
 from __future__ import annotations
 
+MAX_DETAIL_CHARS = 400
+"""Of what is said about a peer's mistake."""
+
+
+def printable(text: str) -> str:
+    """`text`, which a stranger may have written, in one line, without what a terminal takes for a command or for
+    another direction of writing."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
 
 class ProtocolError(Exception):
     """Base of everything this package raises on purpose."""
@@ -21,11 +30,12 @@ class RemoteProtocolError(ProtocolError):
     """A peer broke the protocol."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
+        detail = printable(detail[:MAX_DETAIL_CHARS])
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         """Short slug that rejections are counted by, for example `size`, `schema`, `task`."""
         self.detail = detail
-        """What exactly was wrong, for people."""
+        """What exactly was wrong, for people; the peer may have chosen the words."""
 
 
 class PeerUnreachable(ProtocolError):

@@ -107,6 +107,8 @@ def open_listing(data: bytes, digest: str | None = None) -> ModelListing:
         listing = msgspec.json.decode(data, type=ModelListing)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError("schema", str(error)) from error
+    if seal_listing(listing) != data:  # whoever seals it again, to hand it on, would name another digest
+        raise RemoteProtocolError("schema", "not in the canonical form")
     _check([file.name for file in listing.files])
     for file in listing.files:
         if len(file.pieces) != len(file.lengths()):

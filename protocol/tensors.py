@@ -60,6 +60,8 @@ class AverageHead(msgspec.Struct, frozen=True):
     """Blocks of a lattice codec that are sent in float32 besides."""
     version: Count = 0
     """Optimiser updates behind these weights."""
+    parting: bool = False
+    """The sender leaves: between pairs, whoever is asked takes part although it is not its partner, nor due."""
 
 
 class WeightsHead(msgspec.Struct, frozen=True):

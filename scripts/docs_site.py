@@ -34,6 +34,7 @@ MOVED = {
     "docker/spot.md": "spot.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/results/recovery/report.md": "recovery.md",
+    "swarm_node/observability/metrics_reference.py": "reference/metrics.md",
 }
 """File of the repository -> its place on the site."""
 ELSEWHERE = re.compile(r"\]\(\.\./([^)#]+)")
@@ -54,7 +55,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/metrics.md": METRICS + metrics_reference(),
     }
     for source in {*MOVED, *linked()}:
-        pages[place_of(source)] = TITLES.get(place_of(source), "") + (ROOT / source).read_text()
+        pages.setdefault(place_of(source), TITLES.get(place_of(source), "") + (ROOT / source).read_text())
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
     return files
@@ -66,8 +67,8 @@ def linked() -> set[str]:
 
 
 def place_of(source: str) -> str:
-    """On the site; where it is in the repository unless `MOVED` says otherwise."""
-    return MOVED.get(source, source)
+    """On the site; where it is in the repository, seen from docs/, unless `MOVED` says otherwise."""
+    return MOVED.get(source, source.removeprefix("docs/"))
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:

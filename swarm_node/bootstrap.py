@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,9 +63,11 @@ def run_bootstrap(config: NodeConfig) -> int:
         say_what_leaves(swarm, config, run, say, trains=False)
         run.write_config(dump_toml(config))
         health = Health(what="look", least_s=SILENT_S)
-        if config.health.port:
-            stack.enter_context(serving(health, config.health.listen, config.health.port))
-        stop = stack.enter_context(stopper(config.spot, lambda: None, say))
+        listen, port = config.health.listen, config.health.port
+        if port:
+            stack.enter_context(serving(health, listen, port))
+        stack.enter_context(run.answering(listen, port))
+        stop = stack.enter_context(stopper(config.spot, lambda: None, say, advice=""))
         try:
             stop.allow()
             manifest, transport = _enter(swarm, config, run, say, stop, stack)
@@ -163,8 +165,9 @@ def _watch(
         if link != told:
             told = link
             _print(link, sys.stdout)
-        if exceeded := memory.exceeded():
-            raise UserError(f"the bootstrap took {exceeded}")
+        with suppress(OSError):  # too many open files: it is looked at again
+            if exceeded := memory.exceeded():
+                raise UserError(f"the bootstrap took {exceeded}")
         status = _status(config, manifest, transport)
         if status["traffic"].get("rejected/newer") and not heard_newer:
             heard_newer = True

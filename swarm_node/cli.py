@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from protocol.errors import printable
 from swarm_node import __version__
 from swarm_node.errors import SwarmNodeError
 
@@ -47,9 +48,10 @@ identity_app = typer.Typer(help="The key that a node is known by.", no_args_is_h
 app.add_typer(identity_app, name="identity", rich_help_panel="Swarm")
 
 
-def option(name: str, help: str, **settings: Any) -> Any:
-    """An option that is no key of the configuration, so that its environment variable is read here."""
-    variable = PREFIX + name.removeprefix("--").replace("-", "_").upper()
+def option(name: str, help: str, variable: str = "", **settings: Any) -> Any:
+    """An option that is no key of the configuration, so that its environment variable is read here: `variable`, by
+    default named after it."""
+    variable = PREFIX + (variable or name).removeprefix("--").replace("-", "_").upper()
     return typer.Option(name, envvar=variable, show_envvar=False, help=help, **settings)
 
 
@@ -83,11 +85,17 @@ def user_errors(json_output: bool = False) -> Iterator[None]:
     try:
         yield
     except SwarmNodeError as error:
-        message = " ".join(str(error).split())
+        message = printable(str(error))
         typer.echo(f"swarm-node: {message}", err=True)
         if json_output:
             typer.echo(json.dumps({"error": message}))
         raise typer.Exit(USER_ERROR) from None
+
+
+def typed(context: typer.Context, parameter: str) -> bool:
+    """Whether it was given on the command line, not by an environment variable."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def show_version(wanted: bool) -> None:
@@ -198,6 +206,13 @@ HealthPort = Annotated[
     int | None,
     typer.Option(help="TCP port of /healthz and, for Prometheus, /metrics; 0 = none.", rich_help_panel=CLOUD),
 ]
+Log = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="tensorboard|wandb|trackio",
+        help="Send each round's numbers there too, besides metrics.jsonl. Repeatable.",
+    ),
+]
 PricePerHour = Annotated[
     float | None,
     typer.Option(
@@ -209,7 +224,11 @@ PricePerHour = Annotated[
 GUEST = "Good guest"
 MaxCpu = Annotated[
     float | None,
-    typer.Option(metavar="PERCENT", help="Most CPU, in percent of all of this machine's cores.", rich_help_panel=GUEST),
+    typer.Option(
+        metavar="PERCENT",
+        help="Most CPU, in percent of the cores that the node may use (a container's quota counts).",
+        rich_help_panel=GUEST,
+    ),
 ]
 MaxMemory = Annotated[
     float | None,
@@ -264,6 +283,7 @@ def local(
     snapshot_to: SnapshotTo = None,
     health_port: HealthPort = None,
     price_per_hour: PricePerHour = None,
+    log: Log = None,
     max_cpu: MaxCpu = None,
     max_memory: MaxMemory = None,
     nice: Nice = None,
@@ -288,6 +308,7 @@ def local(
             "snapshot_to": snapshot_to,
             "health_port": health_port,
             "price_per_hour": price_per_hour,
+            "log": split_names(log),
             "max_cpu": max_cpu,
             "max_memory": max_memory,
             "nice": nice,
@@ -345,6 +366,7 @@ def join(
     snapshot_to: SnapshotTo = None,
     health_port: HealthPort = None,
     price_per_hour: PricePerHour = None,
+    log: Log = None,
     max_cpu: MaxCpu = None,
     max_memory: MaxMemory = None,
     max_upload: MaxUpload = None,
@@ -385,6 +407,7 @@ def join(
             "snapshot_to": snapshot_to,
             "health_port": health_port,
             "price_per_hour": price_per_hour,
+            "log": split_names(log),
             "max_cpu": max_cpu,
             "max_memory": max_memory,
             "max_upload": max_upload,
@@ -594,6 +617,7 @@ def status(
 
 @app.command(rich_help_panel="Swarm")
 def doctor(
+    context: typer.Context,
     target: Annotated[
         str | None, typer.Argument(metavar="RUN|SWARM", help="Run directory or swarm; by default this machine.")
     ] = None,
@@ -604,7 +628,11 @@ def doctor(
     """Find out what keeps this machine from being a good member, and what to do. Exit code 1 if something does."""
     with user_errors(json_output):
         from swarm_node.doctor import examine
+        from swarm_node.errors import UserError
+        from swarm_node.rundir import RunDir
 
+        if target and RunDir(target).exists and (sets or typed(context, "config")):
+            raise UserError(f"--config and --set are not for a run: {target} is examined with its own config.toml")
         raise typer.Exit(examine(target, resolve(config, sets, {}), json_output))
 
 
@@ -664,6 +692,7 @@ def export(
 
 @app.command(rich_help_panel="Use")
 def merge(
+    context: typer.Context,
     sources: Annotated[
         list[str],
         typer.Argument(metavar="RUN…|SWARM", help="Run directories, two or more; or a swarm, as `join` takes it."),
@@ -734,9 +763,11 @@ def merge(
         from swarm_node.errors import UserError
         from swarm_node.sources import check_sources, is_swarm
 
-        if not any(map(is_swarm, sources)) and (cohort or without or model or sets):
+        of_a_swarm = cohort or without or model or sets or typed(context, "config")
+        if of_a_swarm and not any(map(is_swarm, sources)):
             raise UserError(
-                "--cohort, --without, --model and --set are for merging a swarm: a run has its own settings"
+                "--cohort, --without, --model and --set are for merging a swarm, and so is --config: a run has its own "
+                "settings"
             )
         check_sources(sources, out)
         if is_swarm(sources[0]):
@@ -776,7 +807,14 @@ def dashboard(
         typer.Argument(metavar="RUN…", help="Run directories, or one that holds runs; by default those below runs/."),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="TCP port; by default the first free one from 31380; 0 = any.", min=0, max=65535)
+        int | None,
+        option(
+            "--port",
+            "TCP port; by default the first free one from 31380; 0 = any. Its variable is SWARM_NODE_DASHBOARD_PORT.",
+            "DASHBOARD_PORT",
+            min=0,
+            max=65535,
+        ),
     ] = None,
     host: Annotated[
         str, option("--host", "Address to listen on; any but 127.0.0.1 gets a token.", metavar="IP")

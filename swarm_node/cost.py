@@ -1,7 +1,7 @@
 """What training costs, from what the machine costs an hour (`price_per_hour`, in any currency).
 
     spent            = spent before + price * (now - began) / 3600
-    per group        = spent / groups trained on, own and foreign; a group trained on twice counts twice
+    per group        = spent / groups admitted to training, own and foreign; one trained on twice counts twice
     per reward point = spent / gain
 
     gain = mean(last k) - mean(first k)       k = max(10, n // 10) of the n rewards so far, once n >= 2 k

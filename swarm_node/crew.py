@@ -60,8 +60,8 @@ LOOK_S = 0.5
 LAST_WORD_S = 5.0
 """The others hear that the run is over, and leave."""
 GATHER_S = 20.0
-"""How long a node that leaves waits until others have its stages, and a lead for the weights of theirs; after a signal,
-as long as is left, ..."""
+"""How long a node that leaves waits until others have its stages, and a lead for the weights of theirs; for the former,
+after a signal or a notice, as long as is left, ..."""
 SAVE_S = 4.0
 """... but for so much, in which this one and those that it has started save what they hold."""
 SETTLE_S = 1.0
@@ -256,6 +256,9 @@ class CrewNode:
         told, self._stop = "", stop
         while True:
             stop.check()
+            if stop.advised:
+                stop.advised = False
+                self._save()
             self._obey()
             if self.mates.whole and not self._leads and (whole := self.words.whole()) != told:
                 told = whole
@@ -297,6 +300,12 @@ class CrewNode:
             self.seats.updated(plan)
             self.mates.report(self.seats.holding())
             self.announce()
+
+    def _save(self) -> None:
+        """This machine may well be taken back soon: snapshots of the stages here."""
+        for stage in self.seats.workers:
+            self.seats.save(stage)
+        self.mates.report(self.seats.holding())
 
     def _obey(self) -> None:
         """Do what is to be done about stages. Deposed if this node does not lead any more."""
@@ -407,6 +416,8 @@ class CrewNode:
         self.seats.round = round
         self.mates.tell(self.progress)
         self._after_update()
+        if self._stop is not None and self._stop.advised:  # which the run takes back once it has saved as well
+            self._save()
         self.mates.at_rest()
 
     def _join_ends(self, averaged: bool) -> None:
@@ -470,7 +481,12 @@ class CrewNode:
         if plan is None or self._is_over or not self.invitation.open:
             return
         until = time.monotonic() + GATHER_S
-        found = self.seats.hand_over(plan, lambda: min(until - time.monotonic(), stop.left_s - SAVE_S))
+
+        def left_s() -> float:
+            told = stop.left_s
+            return until - time.monotonic() if math.isinf(told) else told - SAVE_S
+
+        found = self.seats.hand_over(plan, left_s)
         for stage, (peer, why) in sorted(found.items()):
             if peer:
                 self.say(f"{self.words.called(peer)} keeps stage {stage} for whoever holds it next")

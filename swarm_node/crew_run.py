@@ -26,6 +26,7 @@ from swarm_node.screen import Screen
 from swarm_node.stopping import Stopper, StopRequested
 
 STOPPING = "stopping; the same command takes a stage again"
+ADVICE = "saving the stages that are held here"
 
 Beside = Callable[[Callable[[], str], Callable[[str], None]], AbstractContextManager[None]]
 """(the join link, empty while there is none; what says a sentence) -> what runs beside a node in a crew."""
@@ -48,7 +49,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
         screen = Screen(config, run, json_output, stack)
-        stop = stack.enter_context(stopper(config.spot, last_resort, screen.say))
+        stop = stack.enter_context(stopper(config.spot, last_resort, screen.say, ADVICE))
         with ExitStack() as inner:
             try:
                 crew, mirror = _enter(config, run, screen, swarm, stop, inner)

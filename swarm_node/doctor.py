@@ -30,7 +30,7 @@ import msgspec
 import typer
 
 from protocol.codec import SPOKEN
-from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError, printable
 from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
 from protocol.manifest import LINK_SCHEME
 from protocol.messages import PROTOCOL_VERSION, PeerCard
@@ -78,6 +78,15 @@ class Check(msgspec.Struct, frozen=True):
     """The command that mends it, where one can; empty if there is nothing to mend."""
 
 
+class Seen(msgspec.Struct, frozen=True):
+    """What is needed of swarm.json."""
+
+    role: str = ""
+    time: float = 0.0
+    peer: str = ""
+    addresses: list[str] = []
+
+
 class Way(msgspec.Struct, frozen=True):
     """How this node is started, for the remedies: whatever is known, and a word in capitals in place of what is not."""
 
@@ -97,7 +106,7 @@ class Way(msgspec.Struct, frozen=True):
         swarm = next((card.swarm for card in members.values()), "")
         others = [address for address in living(members, []) if not is_relayed(address)]
         if swarm and others:
-            return msgspec.structs.replace(self, verb="join", swarm=join_link(swarm, [], others)).start()
+            return msgspec.structs.replace(self, swarm=join_link(swarm, [], others)).start()
         if self.verb == "bootstrap":
             return self.start()
         if self.swarm.startswith(f"{LINK_SCHEME}:"):
@@ -110,44 +119,65 @@ ANY = Way()
 
 
 def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:
-    """Print all checks; 1 if one failed, else 0. Raises UserError if `target` is no run and no swarm."""
+    """Print each check as it is made, or all of them as JSON; 1 if one failed, else 0. Raises UserError if `target` is
+    no run and no swarm."""
     run = RunDir(target) if target and Path(target).is_dir() else None
     swarm = _swarm_of(run) if run else find_swarm(target or config.swarm) if target or config.swarm else None
     if run is not None and run.exists:
         config = load_config(run.config)
-    checks = list(_checks(config, run, swarm, _way(target, config, run, swarm)))
-    if json_output:
-        typer.echo(json.dumps({"checks": msgspec.to_builtins(checks)}, indent=2))
-    else:
-        for check in checks:
+    checks = []
+    for check in _as_far_as_possible(_checks(target, config, run, swarm)):
+        checks.append(check)
+        if not json_output:
             typer.echo(f"{check.verdict:<4}  {check.name:<10}  {check.detail}")
             if check.remedy:
                 typer.echo(f"{'':18}-> {check.remedy}")
+    if json_output:
+        typer.echo(json.dumps({"checks": msgspec.to_builtins(checks)}, indent=2))
     return int(any(check.verdict == "fail" for check in checks))
 
 
-def _way(target: str | None, config: NodeConfig, run: RunDir | None, swarm: Swarm | None) -> Way:
+def _as_far_as_possible(checks: Iterator[Check]) -> Iterator[Check]:
+    """What was found is not lost to what nobody foresaw."""
+    try:
+        yield from checks
+    except UserError as error:
+        yield Check("doctor", "fail", f"no further check can be made: {error}")
+    except Exception as error:
+        why = printable(f"{type(error).__name__}: {error}")
+        yield Check("doctor", "fail", f"no further check can be made: {why}", upgrade_command())
+
+
+def _way(target: str | None, config: NodeConfig, run: RunDir | None, swarm: Swarm | None, seen: Seen) -> Way:
     """With the `config` of the run, if `target` is one."""
     if run is None:
         return Way(swarm=target or config.swarm or "", run_dir=config.run_dir or "")
+    alone = config.swarm is None and (swarm is None or config.stages.count > 0)  # a crew of its own is a swarm, too
+    if run.exists and alone:
+        return Way("local", run_dir=str(run.path))
     if swarm is None:
-        return Way("local" if run.exists else "join", run_dir=str(run.path))
-    status = read_status(run) or {}
-    verb: Literal["join", "bootstrap"] = "bootstrap" if status.get("role") == BOOTSTRAP else "join"
-    return Way(verb, config.swarm or str(run.swarm), str(run.path))
+        return Way(run_dir=str(run.path))
+    return Way("bootstrap" if seen.role == BOOTSTRAP else "join", config.swarm or str(run.swarm), str(run.path))
 
 
-def _checks(config: NodeConfig, run: RunDir | None, swarm: Swarm | None, way: Way) -> Iterator[Check]:
-    status = read_status(run) if run else None
-    mine = status["addresses"] if status else []
-    running = status is not None and time.time() - status["time"] < FRESH_S
+def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: Swarm | None) -> Iterator[Check]:
+    seen, damage = _seen(run)
+    way = _way(target, config, run, swarm, seen)
+    mine = seen.addresses
+    running = time.time() - seen.time < FRESH_S or (run is not None and run.in_use)
     place = run.path if run else config.directory
     yield python()
     yield compiler()
     yield packages()
     yield torch_and_device(nvidia_gpus())
-    yield from room(config, place, running, way)
+    if way.verb != "bootstrap":  # which has no model
+        yield from room(config, place, running, way)
     yield directory(place, way)
+    if damage:
+        yield Check("status", "warn", f"{damage}; a node that runs there writes it anew", way.start())
+    if way.verb == "local":
+        yield versions({}, {})
+        return
     yield ports(config.network, running, way)
     listens = _as_it_listens(config.network, run)
     guess = reachable(listens, mine or [own_address()], way)
@@ -163,7 +193,7 @@ def _checks(config: NodeConfig, run: RunDir | None, swarm: Swarm | None, way: Wa
     through = msgspec.structs.replace(swarm, peers=[*mine, *swarm.peers])
     with visitor(through, config.network, lambda sentence: None) as transport:
         members = look_around(transport)
-        now, me = time.time(), status["peer"] if status else ""
+        now, me = time.time(), seen.peer
         made = {peer: at for peer, at in transport.made().items() if peer != me}
         others = {peer: card for peer, card in members.items() if peer != me}
         yield seen_from_others(transport.dial_back, others, listens, running, guess, way)
@@ -171,6 +201,17 @@ def _checks(config: NodeConfig, run: RunDir | None, swarm: Swarm | None, way: Wa
         yield people(members, made, transport.stats().get("connections/dht", 0) > 0, way)
         yield clock(others, now, made)
         yield versions(members, transport.stats())
+
+
+def _seen(run: RunDir | None) -> tuple[Seen, str]:
+    """What the run last wrote of its swarm, and what is wrong with that, if something is."""
+    try:
+        found = None if run is None else read_status(run)
+        return Seen() if found is None else msgspec.convert(found, Seen), ""
+    except UserError as error:
+        return Seen(), str(error)
+    except msgspec.ValidationError as error:
+        return Seen(), f"{run.status if run else ''} is damaged: {error}"
 
 
 # --------------------------------------------------------------------- this machine
@@ -392,11 +433,14 @@ def reachable(network: NetworkConfig, addresses: Sequence[str], way: Way = ANY) 
     return Check(name, "warn", "has no address but this machine's own", "ping -c 1 1.1.1.1")
 
 
-def _reach(address: str) -> Literal["public", "private", "own"]:
-    _, kind, host, *_ = address.split("/")
-    if not kind.startswith("ip"):
+def _reach(address: str) -> Literal["public", "private", "own", "unknown"]:
+    _, kind, host, *_ = [*address.split("/"), "", ""]
+    if kind.startswith("dns"):
         return "public"
-    ip = ipaddress.ip_address(host)
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:  # members say what they like of themselves
+        return "unknown"
     return "own" if ip.is_loopback else "public" if ip.is_global else "private"
 
 
@@ -457,7 +501,7 @@ def _answers(address: str) -> bool:
     try:
         with socket.create_connection((host, int(port)), DIAL_S):
             return True
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         return False
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import psutil
 
+from swarm_node.cgroups import cpu_quotas
 from swarm_node.config import GuestConfig, NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.rundir import RunDir, os_errors_explained
@@ -74,8 +75,13 @@ def be_nice(config: GuestConfig) -> None:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """That this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def cpus(root: Path = Path("/")) -> float:
+    """CPU seconds a second that this process may take: one for each of its cores, or less by its container's quota."""
+    return min([float(cores()), *cpu_quotas(root)])
 
 
 def refuse_in_a_crew(config: NodeConfig, run: RunDir) -> None:
@@ -133,7 +139,7 @@ def pause(run: RunDir, for_s: float | None, now: float) -> str:
     with os_errors_explained(run.paused):
         run.write_paused(until)
     how_long = "" if until is None else f" until {_moment(until)}"
-    then = "it stays a member and loses nothing" if run.in_use else "no node runs there now: it will be when it starts"
+    then = "it loses nothing" if run.in_use else "no node runs there now: it will be when it starts"
     return f"paused {run.path}{how_long}; {then}; `swarm-node resume {run.path}` goes on"
 
 
@@ -205,13 +211,19 @@ def quiet(hours: str, now: datetime) -> bool:
 
 def on_battery() -> bool | None:
     """None = the system does not tell, or has no battery."""
-    battery = getattr(psutil, "sensors_battery", lambda: None)()
+    try:
+        battery = getattr(psutil, "sensors_battery", lambda: None)()
+    except OSError:  # no /sys/class/power_supply, in some containers
+        return None
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 
 
 def hottest() -> float | None:
     """Degrees Celsius of the hottest sensor; None = the system tells of none."""
-    sensors: Mapping[str, Sequence[Any]] = getattr(psutil, "sensors_temperatures", dict)()
+    try:
+        sensors: Mapping[str, Sequence[Any]] = getattr(psutil, "sensors_temperatures", dict)()
+    except OSError:
+        return None
     return max((each.current for found in sensors.values() for each in found if each.current), default=None)
 
 
@@ -285,14 +297,16 @@ class Kin:
         self._look_at = -math.inf
 
     def cpu_s(self) -> float:
-        """CPU seconds so far, also of children that ended, as far as they were seen."""
-        for child in self._look():
-            with suppress(psutil.Error):
-                self._cpu_s[child] = sum(child.cpu_times()[:2])
+        """CPU seconds so far, also of children that ended, as far as they were seen. Raises nothing: a signal's
+        handler asks."""
+        with suppress(OSError):  # too many open files: what was seen last
+            for child in self._look():
+                with suppress(psutil.Error):
+                    self._cpu_s[child] = sum(child.cpu_times()[:2])
         return time.process_time() + sum(self._cpu_s.values())
 
     def rss(self) -> int:
-        """Bytes of memory; pages that they share count for each."""
+        """Bytes of memory; pages that they share count for each. Raises OSError if the system does not tell."""
         total = 0
         for process in (self._me, *self._look()):
             with suppress(psutil.Error):
@@ -346,12 +360,12 @@ class Allowance:
 @contextmanager
 def cpu_limit(percent: float, stop: Stopper) -> Iterator[None]:
     """Have the main thread sleep as often as needed for this process and its children to take no more than `percent` of
-    the machine's cores. Not when `stop` has been asked for. From the main thread."""
+    the `cpus`. Not when `stop` has been asked for. From the main thread."""
     if percent >= 100:
         yield
         return
     kin, napping = Kin(), False
-    allowance = Allowance(percent / 100 * cores(), kin.cpu_s(), time.monotonic())
+    allowance = Allowance(percent / 100 * cpus(), kin.cpu_s(), time.monotonic())
 
     def tick(number: int, frame: FrameType | None) -> None:
         nonlocal napping
@@ -391,8 +405,8 @@ class Guest:
         """Why the node is paused, in words; empty = it is not."""
         self.over = ""
         """Why it had to leave: it took too much memory."""
-        self.paused_s = 0.0
-        """Spent paused so far."""
+        self._paused_s = 0.0
+        self._waits_since: float | None = None
         self._config = config
         self._run = run
         self._say = say
@@ -412,7 +426,13 @@ class Guest:
     @property
     def threads(self) -> int:
         """Most that are of use to torch."""
-        return max(1, math.ceil(self._config.max_cpu / 100 * cores()))
+        return max(1, math.ceil(self._config.max_cpu / 100 * cpus()))
+
+    @property
+    def paused_s(self) -> float:
+        """Spent paused so far, the present pause included. From any thread."""
+        since = self._waits_since
+        return self._paused_s + (0.0 if since is None else time.monotonic() - since)
 
     @contextmanager
     def watching(self, stop: Stopper) -> Iterator[None]:
@@ -438,6 +458,8 @@ class Guest:
         if ended is not None and ended.is_set():
             return
         self.reason = reason
+        if reason != before:
+            self._run.write_waits(reason)
         if self.reason and not before:
             stays = "; the node stays a member" if self._member else ""
             self._say(f"paused: {self.reason}{stays}")
@@ -446,16 +468,28 @@ class Guest:
 
     def wait(self, stop: Stopper) -> None:
         """Sleep while paused. For where weights are whole: raises StopRequested if that comes."""
-        began = time.monotonic()
-        while self.reason:
-            stop.allow()
-            stop.wait(STEP_S)
-        self.paused_s += time.monotonic() - began
+        self._waits_since = began = time.monotonic()
+        try:
+            while self.reason:
+                stop.allow()
+                stop.wait(STEP_S)
+        finally:
+            self._waits_since = None
+            self._paused_s += time.monotonic() - began
 
     def _watch(self, stop: Stopper, ended: threading.Event) -> None:
+        told = False
         while not ended.wait(STEP_S if self._memory else LOOK_S):
-            self.look(ended)
-            if not self.over and (exceeded := self._memory.exceeded()) and not ended.is_set():
-                self.over = f"the node took {exceeded}; what it had learned is saved"
-                self._say(self.over)
-                stop.notice(LEAVE_S)
+            try:
+                self._check(stop, ended)
+            except OSError as error:  # too many open files, for one
+                if not told:
+                    told = True
+                    self._say(f"limits and pauses wait until this machine can be looked at again: {error}")
+
+    def _check(self, stop: Stopper, ended: threading.Event) -> None:
+        self.look(ended)
+        if not self.over and (exceeded := self._memory.exceeded()) and not ended.is_set():
+            self.over = f"the node took {exceeded}; what it had learned is saved"
+            stop.notice(LEAVE_S)
+            self._say(self.over)

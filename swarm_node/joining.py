@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError, printable
 from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
 from protocol.manifest import (
     FILE_METHOD,
@@ -209,7 +209,8 @@ def gather_files(
 
     Looked for there, among the user's `own` tasks, beside the manifest, at the source that the manifest names and, if
     all that fails, with members (`connect` is called only then). Sources and members together are given `GATHER_S`. A
-    file that cannot be had now is left out: said, not raised. Raises UserError if the run directory cannot be used.
+    file that cannot be had now is left out: said, not raised. Raises UserError if the run directory, or a file among
+    `own`, cannot be used.
     """
     files: dict[str, Path] = {}
     given: dict[str, bytes] | None = None
@@ -222,7 +223,7 @@ def gather_files(
             at_hand = path.exists() and _is(task, path.read_bytes())
         if not at_hand:
             given = _given(own) if given is None else given
-            data = given.get(task.sha256) or _beside(task, swarm) or _from_source(task, say, until)
+            data = given.get(task.sha256) or _beside(task, swarm, say) or _from_source(task, say, until)
             if data is None:
                 look_until = look_until or time.monotonic() + FILE_WAIT_S
                 data = _from_members(task, swarm, connect(), say, min(look_until, until), until)
@@ -243,11 +244,15 @@ def _given(own: Sequence[str | TaskConfig]) -> dict[str, bytes]:
     return {hashlib.sha256(data).hexdigest(): data for data in found}
 
 
-def _beside(task: ManifestTask, swarm: Swarm) -> bytes | None:
-    path = None if swarm.folder is None else swarm.folder / f"{task.name}.jsonl"
-    if path is None or not path.is_file():
+def _beside(task: ManifestTask, swarm: Swarm, say: Say) -> bytes | None:
+    if swarm.folder is None:
         return None
-    data = read_questions(str(path))
+    path = swarm.folder / f"{task.name}.jsonl"
+    try:
+        data = read_questions(str(path)) if path.is_file() else b""
+    except (UserError, OSError) as error:  # of that name, but perhaps not this one
+        say(f"{error}; looking elsewhere for {_called(task)}")
+        return None
     return data if _is(task, data) else None
 
 
@@ -257,10 +262,10 @@ def _from_source(task: ManifestTask, say: Say, until: float) -> bytes | None:
     try:
         data = download(task.source, task.bytes, _seconds_for(task, until), public=True)
     except UserError as error:
-        say(f"{error}; asking members for {_called(task)}")
+        say(f"{printable(str(error))}; asking members for {_called(task)}")
         return None
     if not _is(task, data):
-        say(f"{task.source} is not what the manifest says; asking members for {_called(task)}")
+        say(f"{printable(task.source)} is not what the manifest says; asking members for {_called(task)}")
         return None
     return data
 

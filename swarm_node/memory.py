@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from swarm_node.cgroups import control_groups
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.seats import keeper, replicated, shapes
@@ -84,27 +85,15 @@ def free_main_memory(root: Path = Path("/")) -> int:
 
 def _cgroups_left(root: Path) -> Iterator[int]:
     """Of each control group, version 1 or 2, that bounds the memory of this process; caches can be given up."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # another system
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        limit, used, cache = names
-        group = top / path.strip("/")  # a container may see only the top, which is its own then
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(top) and (folder / limit).exists():
-                most = (folder / limit).read_text().strip()
-                if most != "max":
-                    cached = _numbers((folder / "memory.stat").read_text()).get(cache, 0)
-                    yield max(1, int(most) - int((folder / used).read_text()) + cached)
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    for version, folder in control_groups("memory", root):
+        limit, used, cache = names[version]
+        if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
+            cached = _numbers((folder / "memory.stat").read_text()).get(cache, 0)
+            yield max(1, int(most) - int((folder / used).read_text()) + cached)
 
 
 def _numbers(text: str) -> dict[str, int]:

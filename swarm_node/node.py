@@ -87,11 +87,14 @@ class Node:
             member.announce()
         self._best: deque[Group] = deque(maxlen=PROBED)
         self.round = 0
+        self.collected = Collected()
+        """What has been sampled and scored of this round, until it is shared."""
 
     # ----------------------------------------------------------------- a round
 
     def collect(self) -> Collected:
         """Sample and score the groups of the next round. UserError if no task fits the model."""
+        self.collected = collected = Collected()
         name = f"{self.config.seed or 0}/{self.round}"
         rng = random.Random(name)
         random.seed(rng.getrandbits(63))  # for users' reward functions: nothing of ours draws from global generators
@@ -99,10 +102,10 @@ class Node:
         torch.manual_seed(rng.getrandbits(63))
         rollouts = self.config.rollouts
         if self.member is None:
-            collected = collect(self.policy, lambda n: self.tasks.sample(rng, n), self.tasks.score, rollouts, name)
+            collect(self.policy, lambda n: self.tasks.sample(rng, n), self.tasks.score, rollouts, name, collected)
         else:
             rollouts = rollouts.model_copy(update={"groups": self.member.wanted()})
-            collected = collect(self.policy, self.member.draw, self.tasks.score, rollouts, name)
+            collect(self.policy, self.member.draw, self.tasks.score, rollouts, name, collected)
         if not collected.groups:
             raise UserError(
                 f"none of {collected.too_long} tasks fits: prompts are longer than rollouts.max_prompt_tokens or "
@@ -116,6 +119,7 @@ class Node:
             for group in collected.groups:
                 group.created = self.now()
             self.member.publish(collected.groups)
+        self.collected = Collected()
 
     def choose(self, collected: Collected) -> list[Group]:
         """The groups to train on: own ones and, in a swarm, foreign ones."""

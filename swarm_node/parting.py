@@ -25,11 +25,12 @@ COPY_S = 600.0
 
 
 def last_exchange(averager: Averager, average: Callable[[], object], left_s: Callable[[], float]) -> bool:
-    """Have `average` go on until the exchange that is due, or under way, is over, while there is time: whether it came
-    about."""
+    """Have `average` go on until the exchange that is due, or under way, is over, and what was learned since is handed
+    over, while there is time: whether any exchange came about."""
     exchanges = averager.counts["exchanges"]
+    averager.leave()
     average()
-    while averager.under_way() and averager.counts["exchanges"] == exchanges and left_s() > PART_S:
+    while averager.under_way() and left_s() > PART_S:
         averager.woken.wait(WAIT_S)
         averager.woken.clear()
         average()

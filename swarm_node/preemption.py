@@ -38,6 +38,8 @@ LOOK_S = 2.0
 TIMEOUT_S = 1.0
 JOIN_S = 0.1
 """Whoever leaves does not wait for an answer that nobody needs any more."""
+SAID_S = 1.0
+"""Longest that a sentence is waited for: a terminal may be stopped, a pipe be full."""
 MAX_BYTES = 1 << 18
 """Of an answer; Azure tells of up to a hundred machines in one."""
 MAX_NOTICE_S = 120.0
@@ -115,27 +117,38 @@ def _size(size: float) -> str:
 
 
 @contextmanager
-def stopper(config: SpotConfig, last_resort: Callable[[], None], say: Callable[[str], None]) -> Iterator[Stopper]:
-    """A `Stopper` that hears the cloud's notices as well."""
+def stopper(
+    config: SpotConfig,
+    last_resort: Callable[[], None],
+    say: Callable[[str], None],
+    advice: str = "saving at the end of this round",
+) -> Iterator[Stopper]:
+    """A `Stopper` that hears the cloud's notices as well. `advice` is what is done when it is `advised`."""
     with Stopper(last_resort) as stop:
         name = cloud_of(config)
         if name is None:
             yield stop
             return
         cloud = CLOUDS[name](service(config.endpoint or ADDRESS))
-        ended = threading.Event()
+        ended, heard = threading.Event(), threading.Event()
+
+        def noticed(left_s: float) -> None:
+            heard.set()
+            stop.notice(left_s)
 
         def advised() -> None:
             stop.advised = True
 
-        work = (name, cloud, ended, stop.notice, advised, say)
-        watch = threading.Thread(target=watch_cloud, args=work, name="preemption", daemon=True)
+        work = (name, cloud, ended, noticed, advised, say)
+        watch = threading.Thread(
+            target=watch_cloud, args=work, kwargs={"advice": advice}, name="preemption", daemon=True
+        )
         watch.start()
         try:
             yield stop
         finally:
             ended.set()
-            watch.join(JOIN_S)
+            watch.join(SAID_S if heard.is_set() else JOIN_S)
 
 
 def watch_cloud(
@@ -146,8 +159,9 @@ def watch_cloud(
     advised: Callable[[], None],
     say: Callable[[str], None],
     look_s: float = LOOK_S,
+    advice: str = "",
 ) -> None:
-    """Ask until there is a notice, or `ended`."""
+    """Ask until there is a notice, or `ended`. What is heard is passed on before it is said."""
     since, told, told_advice = None, False, False
     while not ended.is_set():
         try:
@@ -158,23 +172,31 @@ def watch_cloud(
             since = time.monotonic() if since is None else since
             if not told and time.monotonic() - since >= PATIENCE_S[name]:
                 told = True
-                say(
+                aside(
+                    say,
                     f"no notices can be had of {name} ({error or type(error).__name__}); asked for again and again all "
-                    "the same, unless with --spot off. docker/spot.md says what a container needs"
+                    "the same, unless with --spot off. docker/spot.md says what a container needs",
                 )
         else:
             if ended.is_set():
                 return
             since = None
             if notice is not None and notice.left_s < math.inf:
-                say(f"{notice.text}: leaving")
                 noticed(notice.left_s)
+                say(f"{notice.text}: leaving")
                 return
             if notice is not None and not told_advice:
                 told_advice = True
-                say(f"{notice.text}: saving at the end of this round")
                 advised()
+                aside(say, f"{notice.text}: {advice}" if advice else notice.text)
         ended.wait(look_s)
+
+
+def aside(say: Callable[[str], None], sentence: str) -> None:
+    """Say it, but go on if that takes long."""
+    saying = threading.Thread(target=say, args=(sentence,), daemon=True)
+    saying.start()
+    saying.join(SAID_S)
 
 
 def service(endpoint: str) -> Ask:

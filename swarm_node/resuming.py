@@ -55,9 +55,9 @@ class RunState:
         """The round of the last snapshot."""
 
     def save(self, anew: bool = False) -> None:
-        """Snapshot of the state after `round` rounds, unless there is one (`anew`: also then); written in the
-        background."""
-        if self.saved == self.node.round and not anew:
+        """Snapshot of the state after `round` rounds, unless there is one, or one is being written (`anew`: also
+        then); written in the background."""
+        if self.saved == self.node.round and not anew and not self.snapshots.failed:
             return
         optimizer, numbers = self.node.trainer.state_dict()
         tensors = {"policy": self.policy.trainable_state(), "optimizer": optimizer}

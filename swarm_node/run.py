@@ -30,7 +30,7 @@ from swarm_node.observability.sinks import open_sinks
 from swarm_node.parting import COPY_S, GOODBYE_S, WAIT_S, last_exchange, mirror_of, say_reach
 from swarm_node.policy.estimate import estimate
 from swarm_node.policy.loading import load_policy
-from swarm_node.preemption import stopper
+from swarm_node.preemption import aside, stopper
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.report import Report
 from swarm_node.resuming import RunState, say_what_changed
@@ -81,7 +81,7 @@ def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> i
 
     def last_resort() -> None:
         if whole is None:
-            screen.leave(NOT_BEGUN)
+            aside(screen.leave, NOT_BEGUN)
         else:
             whole.last_resort()
 
@@ -147,6 +147,7 @@ class Run:
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.guest.threads))
             self.progress.waiting = self.screen.health.waiting = self.guest.waiting
+            self.progress.paused_s = lambda: self.guest.paused_s
         self._mirror = mirror_of(config, run, swarm, self.say) if crew is None else None
         self.finished = False
         """All rounds are over."""
@@ -234,6 +235,9 @@ class Run:
         finally:
             self.progress.stop()
         self.snapshots.wait()
+        if self.snapshots.failed and not self._changing:  # there may be room by now
+            self.state.save()
+            self.snapshots.wait()
         if self.crew is None:
             stop.safe()
         if self._mirror is not None:
@@ -266,6 +270,7 @@ class Run:
         if node.round >= config.total_rounds:
             self.say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
         started = time.monotonic() - self.guest.paused_s
+        saved_at = time.monotonic()
         while node.round < config.total_rounds:
             self.guest.wait(stop)
             over = config.minutes and time.monotonic() - started - self.guest.paused_s > 60 * config.minutes
@@ -274,7 +279,11 @@ class Run:
                 break
             stop.allow()
             began = time.perf_counter()
-            collected = node.collect()
+            try:
+                collected = node.collect()
+            except StopRequested:
+                node.share(node.collected)  # what is finished of it
+                raise
             stop.hold()
             node.share(collected)
             groups = node.choose(collected)
@@ -295,8 +304,10 @@ class Run:
             without_reward = 0 if record["reward"] else without_reward + 1
             if without_reward == ZERO_REWARD_ROUNDS:
                 self._show_completions(collected.groups)
-            if (node.round % config.snapshots.every == 0 or stop.advised) and node.round < config.total_rounds:
-                stop.advised = False
+            long_ago = time.monotonic() - saved_at >= 60 * config.snapshots.every_minutes
+            due = long_ago or stop.advised or node.round % config.snapshots.every == 0
+            if due and node.round < config.total_rounds:
+                stop.advised, saved_at = False, time.monotonic()
                 self.state.save()
             if (rest := config.pace_s - (time.perf_counter() - began)) > 0:
                 stop.allow()

@@ -10,6 +10,8 @@
         plots/           pictures
         lock             process id of the holder
         paused           there while its owner has it paused, with the Unix time until when, if that is known
+        waits            why it is paused just now, whatever for; there while it is
+        health.json      where it answers /healthz; there while it runs
 
     and, of a node in a swarm,
 
@@ -32,6 +34,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,15 +45,17 @@ from swarm_node.errors import UserError
 RUN_FILES = {
     *("lock", "metrics.jsonl", "events.jsonl", "snapshots", "stages", "export", "plots"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
-    *("peers", "paused"),
+    *("peers", "paused", "waits", "health.json"),
 }
 """What a directory may hold in which a run began but did not get as far as its config.toml."""
-HALF_WRITTEN = re.compile(r"(config|swarm|paused)\.tmp|(peers|ports|identity\.[0-9]+)\.new")
+HALF_WRITTEN = re.compile(r"(config|swarm|paused|waits|health)\.tmp|(peers|ports|identity\.[0-9]+)\.new")
 """Nor do these matter, of a process that was killed while it wrote."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM}
 NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP}
+LOOK_S = 0.2
+"""Longer than somebody who looks whether a run is in use keeps its lock."""
 
 
 class RunDir:
@@ -71,6 +76,8 @@ class RunDir:
         self.ports = self.path / "ports.json"
         self.files = self.path / "files"
         self.paused = self.path / "paused"
+        self.waits = self.path / "waits"
+        self.health = self.path / "health.json"
         self._lock: int | None = None
 
     @property
@@ -109,6 +116,7 @@ class RunDir:
             if not run.exists and others:
                 raise UserError(f"{run.path} holds other things than a run; choose another --run-dir")
             run._take_lock()
+        run.write_waits("")  # of a process that was killed
         try:
             with os_errors_explained(run.path):
                 for folder in (run.snapshots, run.export, run.plots):
@@ -124,7 +132,7 @@ class RunDir:
         """The kernel drops the lock with the process, however it dies: a leftover file is no obstacle."""
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_soon(lock)
             os.ftruncate(lock, 0)
             os.write(lock, f"{os.getpid()}\n".encode())
         except BlockingIOError as error:
@@ -157,6 +165,40 @@ class RunDir:
         """Ask whoever runs here to pause. Raises OSError."""
         _replace(self.paused, "" if until is None else f"{until:.0f}\n", safely=False)
 
+    def write_waits(self, why: str) -> None:
+        """Say why the run is paused; empty = it is not. Only for looking at, as `write_status`."""
+        with suppress(OSError):
+            if why:
+                _replace(self.waits, f"{why}\n", safely=False)
+            else:
+                self.waits.unlink(missing_ok=True)
+
+    def read_waits(self) -> str:
+        """Why the run is paused, in its own words; empty = it is not. Of one that is `in_use`."""
+        try:
+            return self.waits.read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    @contextmanager
+    def answering(self, listen: str, port: int) -> Iterator[None]:
+        """Say meanwhile where the node answers /healthz; port 0 = nowhere. As `write_status`."""
+        with suppress(OSError):
+            _replace(self.health, json.dumps({"listen": listen, "port": port}) + "\n", safely=False)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self.health.unlink(missing_ok=True)
+
+    def read_health(self) -> tuple[str, int] | None:
+        """(IP address that its node listens on, port or 0); None if that is not known."""
+        try:
+            said = json.loads(self.health.read_bytes())
+            return str(said["listen"]), int(said["port"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
     def close(self) -> None:
         """Let go of the lock; its file stays (removing it would race with the next holder)."""
         if self._lock is not None:
@@ -168,6 +210,19 @@ class RunDir:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _lock_soon(lock: int) -> None:
+    """Lock a file for this process alone. Raises BlockingIOError if another holds it for longer than `in_use` does."""
+    until = time.monotonic() + LOOK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(LOOK_S / 20)
 
 
 def _replace(path: Path, text: str, safely: bool) -> None:

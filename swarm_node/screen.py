@@ -28,8 +28,10 @@ class Screen:
         self.events = EventLog(run.events, self.progress.say)
         stack.callback(self.events.close)
         self.health = Health()
-        if config.health.port:
-            stack.enter_context(serving(self.health, config.health.listen, config.health.port))
+        listen, port = config.health.listen, config.health.port
+        if port:
+            stack.enter_context(serving(self.health, listen, port))
+        stack.enter_context(run.answering(listen, port))
         self._saying = threading.Lock()
         if goes_with_container(run.path):
             self.say(f"no volume: {run.path} goes when this container goes; mount one there (docker run -v NAME:DIR)")

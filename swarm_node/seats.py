@@ -49,6 +49,8 @@ from swarm_node.stages.worker import Worker
 MANY_STAGES, EVERY = 4, 20
 """With so many stages, all weights trained, a copy of them is due every so many updates; else after each."""
 WAIT_S = 0.1
+SLOWER, MOST_S = 1.05, 1.0
+"""Whoever is asked whether it has a stage by now is asked ever less often: not MAX_ASKS times in two minutes."""
 AGAIN_S = 0.5
 ASK_S = 2.0
 """A peer that is asked to keep a stage answers within so long, or another is asked."""
@@ -371,10 +373,10 @@ class Seats:
 
     def save(self, stage: int) -> None:
         """Snapshot of a stage, written in the background."""
-        worker = self.workers[stage]
-        if not worker.updates or self._saved.get(stage) == worker.updates:
+        worker, store = self.workers[stage], self._store(stage)
+        if not worker.updates or (self._saved.get(stage) == worker.updates and not store.failed):
             return
-        optimizer, store = self._optimizers[stage], self._store(stage)
+        optimizer = self._optimizers[stage]
         store.wait()
         with optimizer.still():  # this may be another thread than that which trains
             tensors = {"policy": optimizer.weights(), "optimizer": optimizer.state_dict()}
@@ -394,6 +396,8 @@ class Seats:
 
     def save_all(self) -> None:
         """Snapshots of all stages here; they are on disk when it returns. UserError if one of them could not be."""
+        for store in list(self._stores.values()):
+            store.wait()  # if that fails, it is written again
         for stage in list(self.workers):
             self.save(stage)
         stores = list(self._stores.values())
@@ -407,6 +411,7 @@ class Seats:
         nobody, and why not. `left_s` says how much longer it may take."""
         asked = {stage: takers(plan, stage, self._me) for stage, worker in self.workers.items() if worker.updates}
         found = {stage: ("", "there is no time") for stage, peers in asked.items() if peers}
+        pause = WAIT_S
         while asked and left_s() > 0:
             for stage, peers in list(asked.items())[:PER_PEER]:  # no peer is given more at a time
                 if not peers:
@@ -420,7 +425,8 @@ class Seats:
                 except (ProtocolError, NotYet) as error:
                     found[stage] = "", str(error) or "no answer"
                     del peers[0]
-            time.sleep(WAIT_S)
+            time.sleep(min(pause, max(0.0, left_s())))
+            pause = min(SLOWER * pause, MOST_S)
         return found
 
     def gather(self, plan: Plan, seconds: float) -> dict[int, str]:

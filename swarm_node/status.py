@@ -1,6 +1,6 @@
 """What a node sees of its swarm, for people: `swarm-node status`.
 
-run directory -> swarm.json (rewritten by the run every second or so), last line of metrics.jsonl -> table
+run directory -> swarm.json (rewritten by the run every two seconds), last line of metrics.jsonl -> table
 manifest | address | link -> dial in as a visitor, wait for the cards of members -> table; exit code 1 if nobody answers
 
 With --json, one document for programs: docs/fleet.md describes it.
@@ -104,18 +104,24 @@ def _of_run(run: RunDir) -> dict[str, Any]:
     if status is None and not metrics:
         raise UserError(f"{run.path} is no run, or one that has just begun: there is nothing to show yet")
     last = metrics[-1] if metrics else None
-    known = status or {}
+    known, in_use = status or {}, run.in_use
     return {
         "schema": SCHEMA,
         "run": str(run.path),
-        "in_use": run.in_use,
-        "paused": known.get("paused") or None,
+        "in_use": in_use,
+        "paused": _paused(run, known) if in_use else None,
         "crew": known.get("crew"),
         "averaging": known.get("averaging"),
         "cost": {name.removeprefix("cost/"): n for name, n in (last or {}).items() if name.startswith("cost/")} or None,
         "swarm": status,
         "metrics": last,
     }
+
+
+def _paused(run: RunDir, status: Mapping[str, Any]) -> str | None:
+    """Why a run in use is paused, as it says itself; one that ended in a pause left that in its `status`."""
+    fresh = time.time() - status.get("time", 0.0) < FRESH_S
+    return run.read_waits() or (status.get("paused") if fresh else None) or None
 
 
 def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
@@ -212,8 +218,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     reward = (metrics or {}).get("reward")
     if found["run"]:
         yield f"run        {found['run']}{_when(RunDir(found['run']), status)}"
-    if status and status.get("paused"):
-        yield f"paused     {status['paused']}"
+    if found.get("paused"):
+        yield f"paused     {found['paused']}"
     if metrics:
         yield f"round      {metrics['round']}" + ("" if reward is None else f", reward {reward:.3f}")
     if status is None:

@@ -1,4 +1,4 @@
-"""Stop on SIGINT, SIGTERM or a cloud's notice: cleanly where that is possible, within the deadline in any case.
+"""Stop on SIGINT, SIGTERM, SIGHUP or a cloud's notice: cleanly where that is possible, within the deadline in any case.
 
 The loop tells this module which of three states it is in:
 
@@ -28,6 +28,9 @@ from types import FrameType, TracebackType
 DEADLINE_S = 8.0
 """From the signal to the last resort; spot instances and `docker stop` give ten seconds at the least."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+HANGUP = signal.SIGHUP
+"""The terminal was closed. The shell and the kernel may both say so, and a SIGTERM follow: it is no first signal. Who
+has it ignored (nohup) goes on."""
 NOTICE = signal.SIGUSR1
 """What a notice reaches the main thread as; nothing of the system's is sent."""
 MORE_S = 1.0
@@ -43,7 +46,7 @@ class StopRequested(BaseException):
 
 
 class Stopper:
-    """Context manager that owns SIGINT and SIGTERM. Use it from the main thread."""
+    """Context manager that owns SIGINT, SIGTERM and SIGHUP. Use it from the main thread."""
 
     def __init__(self, last_resort: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
@@ -63,7 +66,8 @@ class Stopper:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._old = {s: signal.signal(s, self._handle) for s in (*STOPPING, NOTICE)}
+        heard = [*STOPPING, NOTICE, *([HANGUP] if signal.getsignal(HANGUP) == signal.SIG_DFL else [])]
+        self._old = {number: signal.signal(number, self._handle) for number in heard}
         self._watchdog = threading.Thread(target=self._watch, name="stop-watchdog", daemon=True)
         self._watchdog.start()
         return self
@@ -127,6 +131,8 @@ class Stopper:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == NOTICE:
             left_s = self._notice_s
+        elif number == HANGUP:
+            left_s = self._deadline_s
         elif self._signalled:
             _quit(128 + number)
         else:
@@ -139,17 +145,17 @@ class Stopper:
         """Python runs `_handle` between bytecodes only; the wake-up socket is written from C at once."""
         ends, signalled = math.inf, False
         while (number := self._signal_before(ends)) is not None:
-            if number != NOTICE and signalled:
+            if number in STOPPING and signalled:
                 _quit(128 + number)
-            signalled |= number != NOTICE
+            signalled |= number in STOPPING
             ends = min(ends, time.monotonic() + (self._notice_s if number == NOTICE else self._deadline_s))
         if not self._left.is_set() and not self._safe:
             threading.Thread(target=self._resort, name="last-resort", daemon=True).start()
             until = time.monotonic() + LAST_RESORT_S
             while (number := self._signal_before(until)) is not None:
-                if number != NOTICE and signalled:
+                if number in STOPPING and signalled:
                     _quit(128 + number)
-                signalled |= number != NOTICE
+                signalled |= number in STOPPING
         elif not self._left.is_set():
             self._left.wait(MORE_S)
         if not self._left.is_set():
@@ -172,7 +178,11 @@ class Stopper:
                 return None
             if not received:
                 return None
-            if received[0] in (*STOPPING, NOTICE):  # others' signals, such as a reward function's alarm, come here too
+            if received[0] in (
+                *STOPPING,
+                HANGUP,
+                NOTICE,
+            ):  # others' signals, such as a reward function's alarm, come here too
                 return received[0]
 
 

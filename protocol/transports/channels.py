@@ -26,6 +26,7 @@ from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, 
 from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
 from protocol.transports.base import Channel, Listener
 from protocol.transports.exchanges import PIECE_S
+from protocol.transports.pacing import drain
 from protocol.transports.streams import (
     ANSWER,
     MAX_REFUSAL_BYTES,
@@ -240,13 +241,14 @@ class StreamChannel:
             await self._wake.wait()
 
     async def _send_frame(self, writer: asyncio.StreamWriter, frame: tuple[memoryview, ...]) -> int:
-        """Its bytes. Raises TimeoutError if the other end takes them too slowly."""
+        """Its bytes. Raises TimeoutError if the other end takes them too slowly; what a limit of this node's own holds
+        up does not count."""
         for part in frame:
             for start in range(0, len(part), MAX_CHUNK_BYTES):
                 piece = part[start : start + MAX_CHUNK_BYTES]
                 writer.write(piece)
-                async with asyncio.timeout(PIECE_S):
-                    await writer.drain()
+                async with asyncio.timeout(PIECE_S) as deadline:
+                    await drain(writer, deadline)
                 self._traffic.bytes_out += len(piece)
         return sum(map(len, frame))
 

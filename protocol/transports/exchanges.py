@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_HEAD_BYTES
 from protocol.transports.base import Accepted, Acceptor, Outgoing, Sink
+from protocol.transports.pacing import drain
 from protocol.transports.streams import (
     ANSWER,
     MAX_REFUSAL_BYTES,
@@ -46,7 +47,8 @@ MAX_OPENINGS, MAX_OPENINGS_PER_PEER = 64, 4
 """Streams at once, with those on which an exchange is only being asked for."""
 PIECE_S = 60.0
 """Who takes longer over MAX_CHUNK_BYTES is given up. That is 140 kbit/s: a seventh of a home uplink of 1 Mbit/s, which
-gossip and another exchange may share, on a machine that is busy training."""
+gossip and another exchange may share, on a machine that is busy training. Time that this node's own upload
+limit takes does not count."""
 MAX_IN_FLIGHT = 16
 """Pieces that may have left here and not have arrived there: as much as a stream's window (yamux) can grow."""
 EXCHANGE_S = 7200.0
@@ -257,8 +259,8 @@ class Exchanges:
         self._traffic.bytes_out += 32
 
     async def _drain(self, writer: asyncio.StreamWriter) -> None:
-        async with _within(self.piece_s):
-            await writer.drain()
+        async with _within(self.piece_s) as deadline:
+            await drain(writer, deadline)
 
     async def _receive(self, reader: asyncio.StreamReader, method: str, size: int, sink: Sink) -> None:
         hashed = hashlib.sha256()
@@ -391,11 +393,11 @@ async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> t
 
 
 @asynccontextmanager
-async def _within(seconds: float) -> AsyncIterator[None]:
+async def _within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
     """Raises PeerUnreachable if it takes longer."""
     try:
-        async with asyncio.timeout(seconds):
-            yield
+        async with asyncio.timeout(seconds) as deadline:
+            yield deadline
     except TimeoutError as error:
         raise PeerUnreachable(f"took longer than {seconds:g} s") from error
 

@@ -215,10 +215,12 @@ class GossipClient:
                 task.cancel()
             assert process.stdin is not None
             process.stdin.close()
+            rest = [stderr, asyncio.create_task(_drain(process, reading=work[0]))]
             code = await _end(process, patience=2.0 if self._closing else 0.2)
             errors = await asyncio.gather(*work, return_exceptions=True)
-            await asyncio.wait([stderr], timeout=1.0)
-            stderr.cancel()
+            await asyncio.wait(rest, timeout=1.0)
+            for task in rest:
+                task.cancel()
         for error in errors:
             if isinstance(error, RemoteProtocolError):
                 self._log.append(f"unreadable: {error}")
@@ -330,6 +332,14 @@ class GossipClient:
             dropped=before.dropped + now.dropped,
             rejected=reasons,
         )
+
+
+async def _drain(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
+    """Throw away what is still on stdout: a pipe that nobody reads is never closed, and `wait` waits for that."""
+    assert process.stdout is not None
+    await asyncio.wait([reading])
+    while await process.stdout.read(CHUNK):
+        pass
 
 
 async def _end(process: asyncio.subprocess.Process, patience: float) -> int:

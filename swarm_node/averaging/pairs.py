@@ -11,6 +11,9 @@ differing views cost a round, never a wrong pair. A callee answers in the middle
 take part. When both call at once, the lower peer id's call counts. An exchange that did not end well teaches nothing
 about the partner; after three of a partner's calls that did not, the round is over for it.
 
+A node that leaves asks one after the other, its partner first, until somebody has taken part in an exchange of what it
+has learned since the last one. Each node takes part in one such exchange of a fragment in each round, besides its own.
+
 What does not touch weights is done on the transport's worker threads, while training goes on. Beside the weights, their
 slow copy and momentum, an exchange takes twice the memory of its fragment: our copy and the partner's values, in which
 everything after that is worked out in place.
@@ -58,6 +61,10 @@ GRACE_S = 5.0
 """The transport gives up our own calls by itself, about when they end."""
 CLOCKS_S = 5.0
 """Clocks may differ by as much, or by a quarter of the period if that is less."""
+MOST_ASKED = 8
+"""In vain, by a node that leaves."""
+BUSY_S = 0.25
+"""After who was busy, the next is asked."""
 ATTEMPTS = 3
 """Calls of a partner that are accepted in one round, if they come to nothing: each costs a copy of the weights."""
 FARTHEST = 1e18
@@ -85,6 +92,8 @@ class _Exchange:
     """When it is given up."""
     ours: bool
     """We called."""
+    parting: bool = False
+    """Who called leaves."""
     replaced: int = 0
     """How often weights had been replaced."""
     generation: int = 0
@@ -151,6 +160,13 @@ class PairAverager(Averager):
         self._tried: dict[int, tuple[str, str]] = {}
         """Round -> why it did not come about, and with whom, as long as it has not."""
         self._call_at = 0.0
+        self._leaving = False
+        self._asked: set[str] = set()
+        """Since it leaves, in vain."""
+        self._busy: dict[str, float] = {}
+        """Those of the cohort who were busy -> when."""
+        self._parted: set[tuple[int, int]] = set()
+        """Rounds and fragments in which a node that leaves has called."""
         self.transport.accept(AVERAGE_METHOD, self.counted(self._accept))
 
     # ----------------------------------------------------------------- for training
@@ -168,9 +184,17 @@ class PairAverager(Averager):
             self._settled = {r for r in self._settled if r >= round - 1}
             self._accepted = Counter({call: n for call, n in self._accepted.items() if call[0] >= round - 1})
             self._waits = {r: end for r, end in self._waits.items() if r >= round - 1 or now < end}
-            idle = self._under_way is None and round not in self._settled
-        if idle and self._due(round) and now >= self._call_at:
+            self._parted = {(r, fragment) for r, fragment in self._parted if r >= round - 1}
+            idle = self._under_way is None
+        if idle and round not in self._settled and self._due(round) and now >= self._call_at:
             self._call(round, now)
+        with self._guard:
+            idle = self._under_way is None
+        if self._leaving and idle and now >= max(self._busy.values(), default=0.0) + BUSY_S:
+            self._hand_over(round)
+
+    def leave(self) -> None:
+        self._leaving = True
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, numbers = super().state_dict()
@@ -192,7 +216,9 @@ class PairAverager(Averager):
 
     def under_way(self) -> bool:
         with self._guard:
-            return self._under_way is not None
+            if self._under_way is not None or self._failures:  # of the latter `step` has yet to hear
+                return True
+        return self._leaving and bool(self._learned() and self._heirs())
 
     # ----------------------------------------------------------------- a round
 
@@ -224,11 +250,46 @@ class PairAverager(Averager):
             self._settle(round)
             self.skip(error.reason, error.detail, peer)
             return
+        self._call_at = now + AGAIN * self.place.period_s
+        self._ask(exchange)
+
+    def _hand_over(self, round: int) -> None:
+        """Ask the next of the cohort to take part in an exchange of what was learned since the last one."""
+        learned, heirs = self._learned(), self._heirs()
+        if not learned or not heirs:
+            return
+        mine, partner, members = self.place.peer_id, self._partner(round), self.transport.members()
+
+        def last(peer: str) -> tuple[float, ...]:
+            relayed = peer in members and all(map(is_relayed, members[peer].addresses))
+            return self._busy.get(peer, 0.0), peer != partner, relayed, peer < mine  # so not all ask the same one
+
+        peer = min(heirs, key=last)
+        try:
+            exchange = self._exchange(round, learned[0], peer, ours=True, parting=True)
+        except RemoteProtocolError as error:
+            self._leaving = False
+            self.skip(error.reason, error.detail, peer, then="what was learned since the last one stays here")
+        else:
+            self._ask(exchange)
+
+    def _learned(self) -> list[int]:
+        """Fragments with updates since they were last exchanged."""
+        return [i for i, updates in enumerate(self._exchanged_at) if updates < self._updates]
+
+    def _heirs(self) -> list[str]:
+        """Whom a node that leaves may yet ask."""
+        if len(self._asked) >= MOST_ASKED:
+            return []
+        return [peer for peer in self._cohort() if peer not in self._asked]
+
+    def _ask(self, exchange: _Exchange) -> None:
         with self._guard:
             if self._under_way is not None:  # it was quicker
+                exchange.forget()
                 return
             self._begin(exchange)
-        self._call_at = now + AGAIN * self.place.period_s
+        peer = exchange.partner
         answered = self.counted(partial(self._answered, exchange))
         timeout = self.config.timeout_s
         future = self.transport.exchange(peer, AVERAGE_METHOD, self._half(exchange), answered, timeout)
@@ -246,41 +307,59 @@ class PairAverager(Averager):
         self._end(exchange, CancelledError() if future.cancelled() else future.exception())
 
     def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
-        """A peer calls: take part if it is whom we would call in this round, and we are due as well."""
+        """A peer calls: take part if it is whom we would call in this round, and we are due as well; or if it leaves,
+        and is the first that does."""
         theirs = open_average_head(head)
         self._check(theirs, peer, size)
-        round = theirs.round
+        round, fragment = theirs.round, theirs.fragment
         self._is_now(round)
-        if theirs.fragment != self._fragment(round):
-            raise RemoteProtocolError("fragment", f"{theirs.fragment} in round {round}")
-        if round in self._settled or self._accepted[round, peer] >= ATTEMPTS:
-            raise RemoteProtocolError("late", f"round {round} is over")
-        if not self._due(round):
-            raise RemoteProtocolError("early", "not enough updates since the last exchange")
-        if peer not in self._cohort() or self._partner(round) != peer:  # a stranger is not worth the work of pairing
-            raise RemoteProtocolError("partner", f"another is this node's in round {round}")
+        self._not_over(theirs, peer)
+        if theirs.parting:
+            if peer not in self._cohort():
+                raise RemoteProtocolError("partner", "not of this node's cohort")
+        else:
+            if fragment != self._fragment(round):
+                raise RemoteProtocolError("fragment", f"{fragment} in round {round}")
+            if not self._due(round):
+                raise RemoteProtocolError("early", "not enough updates since the last exchange")
+            if (
+                peer not in self._cohort() or self._partner(round) != peer
+            ):  # a stranger is not worth the work of pairing
+                raise RemoteProtocolError("partner", f"another is this node's in round {round}")
         with self._guard:
             mine = self._make_way(peer)
-            fits = mine is not None and mine.round == round and self._fits(mine)
-            exchange = replace(mine, ours=False) if mine is not None and fits else None  # one copy serves both calls
+            exchange = None
+            if mine is not None and (mine.round, mine.fragment) == (round, fragment) and self._fits(mine):
+                exchange = replace(mine, ours=False, parting=theirs.parting)  # one copy serves both calls
         if exchange is None:
-            exchange = self._exchange(round, theirs.fragment, peer, ours=False)
+            exchange = self._exchange(round, fragment, peer, ours=False, parting=theirs.parting)
         sink = self._sink(exchange, theirs)
         try:
             with self._guard:
                 mine = self._make_way(peer)
-                if round in self._settled or self._accepted[round, peer] >= ATTEMPTS:
-                    raise RemoteProtocolError("late", f"round {round} is over")
+                self._not_over(theirs, peer)
                 if not self._fits(exchange):
                     raise RemoteProtocolError("busy", "weights were averaged, or replaced, meanwhile")
                 if mine is not None:
                     mine.drop()
                 self._accepted[round, peer] += 1
+                if theirs.parting:
+                    self._parted.add((round, fragment))
                 self._begin(exchange)
         except RemoteProtocolError:
             exchange.forget()
             raise
         return Accepted(self._half(exchange), sink, partial(self._end, exchange))
+
+    def _not_over(self, call: AverageHead, peer: str) -> None:
+        """Raises RemoteProtocolError if no call such as this is accepted in its round any more."""
+        round = call.round
+        if self._accepted[round, peer] >= ATTEMPTS:
+            raise RemoteProtocolError("late", f"round {round} is over")
+        if call.parting and (self._leaving or (round, call.fragment) in self._parted):
+            raise RemoteProtocolError("late", "this node leaves as well, or another has handed it its weights")
+        if not call.parting and round in self._settled:
+            raise RemoteProtocolError("late", f"round {round} is over")
 
     def _is_now(self, round: int) -> None:
         """Raises RemoteProtocolError unless it may be the present round by the caller's clock: early (it is the next
@@ -307,7 +386,7 @@ class PairAverager(Averager):
             raise RemoteProtocolError("crossed", "this node's call counts")
         return mine
 
-    def _exchange(self, round: int, fragment: int, peer: str, ours: bool) -> _Exchange:
+    def _exchange(self, round: int, fragment: int, peer: str, ours: bool, parting: bool = False) -> _Exchange:
         """RemoteProtocolError: busy; diverged if there is nothing here that anybody would want. On a worker thread,
         weights may be averaged meanwhile: whether it `_fits` shows when it begins."""
         updates, replaced, generation = self._updates, self.replaced, self._generations[fragment]
@@ -319,7 +398,7 @@ class PairAverager(Averager):
         written_out = failed.nonzero()[: most_written_out(len(fast)), 0]
         ends = self.now() + self.config.timeout_s
         return _Exchange(
-            round, fragment, peer, updates, fast, slow, reach, written_out, ends, ours, replaced, generation
+            round, fragment, peer, updates, fast, slow, reach, written_out, ends, ours, parting, replaced, generation
         )
 
     def _fits(self, exchange: _Exchange) -> bool:
@@ -343,6 +422,7 @@ class PairAverager(Averager):
             reach=exchange.reach,
             written_out=len(exchange.written_out),
             version=exchange.updates,
+            parting=exchange.parting and exchange.ours,
         )
 
     def _pieces(self, exchange: _Exchange) -> Iterator[memoryview]:
@@ -518,16 +598,25 @@ class PairAverager(Averager):
             raise RemoteProtocolError("probe", "this node's own best answers became less likely")
         slow.add_(momentum)
         self.momentum[fragment] = momentum
-        self._exchanged_at[fragment] = exchange.updates
+        if exchange.ours or not exchange.parting:  # the round of who takes over what another leaves is not over
+            self._exchanged_at[fragment] = exchange.updates
+            self._settle(exchange.round)
         self._generations[fragment] += 1  # last: whoever reads this number, and what it copies after that, has all
-        self._settle(exchange.round)
         self.spread = self._apart[fragment] = exchange.apart
         self.robust.accept(fragment, exchange.verdict)
         self._went_well(exchange.partner)
 
     def _failed(self, exchange: _Exchange, reason: str, detail: str) -> None:
         """Nothing was applied. What may yet come about in this round is tried again."""
-        if reason in FINAL:
+        if exchange.parting:
+            if exchange.ours and reason == "busy":
+                self._busy[exchange.partner] = self.now()
+            elif exchange.ours:
+                self._asked.add(exchange.partner)
+                self.skip(reason, detail, exchange.partner, then="somebody else is asked")
+            else:
+                self.skip(reason, detail, exchange.partner, then="it leaves")
+        elif reason in FINAL:
             self._settle(exchange.round)
             self.skip(reason, detail, exchange.partner)
         else:

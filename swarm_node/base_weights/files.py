@@ -3,6 +3,7 @@
     HF_HOME/swarm-node/<digest>/            the model's files, whole and checked, and listing.json
     HF_HOME/swarm-node/<digest>.partial/    on their way: `have` counts the pieces that are in, one number a line
     HF_HOME/swarm-node/<digest>.json        the listing of a model that lies elsewhere
+    HF_HOME/swarm-node/<digest>.checked     likewise, and what its files were like when they were read and found right
     HF_HOME/swarm-node/<digest>.lock        held by the process that fetches it
 
 All runs on a machine share them. Nothing in here is ever removed: that is up to the user, as with the hub's own cache.
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+
+import msgspec
 
 from protocol.errors import RemoteProtocolError
 from protocol.model_listing import (
@@ -35,6 +39,11 @@ STARTER = "starter"
 """As `policy.model` calls the model that is in this package."""
 SPARE_BYTES = 256 * 2**20
 """Of the disk, left for the run itself."""
+MUCH_BYTES = 64 * 2**20
+"""To read more than that takes a moment: it is said, and what was found is remembered."""
+Mark = tuple[int, int, int]
+"""Bytes of a file, when it was changed last [ns] and its inode: while they stay the same, so does what is in it."""
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,13 @@ class Model:
     digest: str
     folder: Path
     listing: ModelListing
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """A model somewhere on this machine that was read, whole, and was right."""
+
+    listing: ModelListing
+    files: dict[str, Mark]
 
 
 def cache() -> Path:
@@ -131,18 +147,35 @@ def holds(folder: Path, listing: ModelListing) -> bool:
         return False
 
 
-def as_model(folder: Path, digest: str, size: int, listing: ModelListing | None) -> Model | None:
+def as_model(
+    folder: Path, digest: str, size: int, listing: ModelListing | None, say: Say = lambda sentence: None
+) -> Model | None:
     """The model of that digest, which has `size` bytes, if `folder` holds it. Reads all of it, unless its size alone
-    tells that it is another. `listing` is that of the digest, if it is known."""
+    tells that it is another, or its files are those that were read before. `listing` is that of the digest, if it is
+    known."""
     try:
-        if listing is not None:
-            return Model(digest, folder, listing) if holds(folder, listing) else None
-        if not folder.is_dir() or size_of(folder) != size:
+        names = names_of(os.listdir(folder)) if listing is None else [file.name for file in listing.files]
+        marks = _marks(folder, names)
+        there = sum(mark[0] for mark in marks.values())
+        if there != (size if listing is None else listing.size):
             return None
-        found = list_model(folder)
+        before = _checked(digest)
+        if before is not None and before.files == marks:
+            return Model(digest, folder, before.listing)
+        if there > MUCH_BYTES:
+            say(f"reading {there / 2**30:.1f} GiB in {folder}, to check that they are the swarm's model")
+        if listing is None:
+            found = list_model(folder)
+            right = digest_of(seal_listing(found)) == digest
+        else:
+            found, right = listing, holds(folder, listing)
+        if not right:
+            return None
+        if there > MUCH_BYTES and _marks(folder, names) == marks:
+            _note(digest, Checked(found, marks))
     except (OSError, UserError):  # somebody's directory: it is not this one
         return None
-    return Model(digest, folder, found) if digest_of(seal_listing(found)) == digest else None
+    return Model(digest, folder, found)
 
 
 # --------------------------------------------------------------------- the cache
@@ -178,6 +211,35 @@ def cached_model(digest: str) -> Model | None:
     except OSError:
         return None
     return Model(digest, folder, listing)
+
+
+def _marks(folder: Path, names: Iterable[str]) -> dict[str, Mark]:
+    """Of these files, by their paths. Raises OSError."""
+    found = [(str(folder.absolute() / name), (folder / name).stat()) for name in names]
+    return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in found}
+
+
+def _checked(digest: str) -> Checked | None:
+    """What is remembered of the model of that digest."""
+    try:
+        with (cache() / f"{digest}.checked").open("rb") as file:
+            before = msgspec.json.decode(file.read(2 * MAX_LISTING_BYTES), type=Checked)
+        open_listing(seal_listing(before.listing), digest)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RemoteProtocolError):  # none, or damaged: read again
+        return None
+    return before
+
+
+def _note(digest: str, checked: Checked) -> None:
+    """Remember it, if there is room: without, the files are read again next time."""
+    new = cache() / f"{digest}.{os.getpid()}.new"
+    with suppress(OSError, UnicodeEncodeError):  # of a path that is no text
+        cache().mkdir(parents=True, exist_ok=True)
+        try:
+            new.write_bytes(msgspec.json.encode(checked))
+            new.replace(cache() / f"{digest}.checked")
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def _hashes(path: Path) -> Iterator[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from protocol.manifest import Manifest, ManifestModel
 from protocol.transports.base import Transport
 from swarm_node.base_weights.fetching import PATIENCE_S, Members, fetch_model
-from swarm_node.base_weights.files import STARTER, Model, as_model, cached_model, known_listing, starter_folder
+from swarm_node.base_weights.files import STARTER, Model, Say, as_model, cached_model, known_listing, starter_folder
 from swarm_node.base_weights.giving import Giver
 from swarm_node.base_weights.hub import HubFailed, download_from_hub, in_hub_cache, is_offline
 from swarm_node.config import NodeConfig, PolicyConfig
@@ -23,8 +23,6 @@ from swarm_node.errors import UserError
 
 HUB_SLOW_PATIENCE_S = 60.0
 """How long members are asked where the hub has the model as well, but slowly."""
-
-Say = Callable[[str], None]
 
 
 def choose_model(
@@ -67,14 +65,14 @@ def names_another(policy: PolicyConfig, model: ManifestModel) -> bool:
 
 def find_model(model: ManifestModel, members: Members, say: Say) -> Model:
     """On this machine, else on the hub, else with members. Raises UserError."""
-    found = at_hand(model)
+    found = at_hand(model, say=say)
     if found is not None:
         return found
     slow = False
     if model.revision and not is_offline():
         say(f"asking the hub for model {model.name}")
         try:
-            found = _from_hub(model, patient=False)
+            found = _from_hub(model, False, say)
         except HubFailed as failure:
             slow = failure.slow
             say(f"the hub {failure}: asking members for model {model.name}")
@@ -88,12 +86,12 @@ def find_model(model: ManifestModel, members: Members, say: Say) -> Model:
             raise
         say(f"{error}; going on with the hub, slow as it is")
     try:
-        return _from_hub(model, patient=True)
+        return _from_hub(model, True, say)
     except HubFailed as failure:
         raise UserError(f"neither members nor the hub give model {model.name}: the hub {failure}") from failure
 
 
-def at_hand(model: ManifestModel, near: Sequence[Path] = ()) -> Model | None:
+def at_hand(model: ManifestModel, near: Sequence[Path] = (), say: Say = lambda sentence: None) -> Model | None:
     """On this machine: in the cache, in one of the directories `near`, or where the hub's library keeps it."""
     found = cached_model(model.digest)
     if found is not None:
@@ -102,15 +100,15 @@ def at_hand(model: ManifestModel, near: Sequence[Path] = ()) -> Model | None:
     fetched = in_hub_cache(model.name, model.revision)
     listing = known_listing(model.digest)
     for folder in [*places, *([fetched] if fetched is not None else [])]:
-        found = as_model(folder, model.digest, model.bytes, listing)
+        found = as_model(folder, model.digest, model.bytes, listing, say)
         if found is not None:
             return found
     return None
 
 
-def _from_hub(model: ManifestModel, patient: bool) -> Model:
+def _from_hub(model: ManifestModel, patient: bool, say: Say) -> Model:
     folder = download_from_hub(model, patient)
-    found = as_model(folder, model.digest, model.bytes, known_listing(model.digest))
+    found = as_model(folder, model.digest, model.bytes, known_listing(model.digest), say)
     if found is None:
         raise HubFailed("has something else of that name")
     return found
@@ -118,7 +116,7 @@ def _from_hub(model: ManifestModel, patient: bool) -> Model:
 
 def _give_own(config: NodeConfig, model: ManifestModel, swarm: str, transport: Transport, say: Say) -> None:
     own = Path(config.policy.model).expanduser()
-    found = at_hand(model, [own] if own.is_dir() else [])
+    found = at_hand(model, [own] if own.is_dir() else [], say)
     if found is not None:
         _give(config, found, swarm, transport, say)
 

@@ -8,15 +8,16 @@ from collections.abc import Iterable
 from textwrap import shorten
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from swarm_node.config.keys import PREFIX, all_keys, subsections
-from swarm_node.config.section import Section
+from swarm_node.config.section import TOGETHER, Section
 
 
 def explain(error: ValidationError, source: str) -> str:
     """One line about the most telling of the errors: a wrong name first, then the deepest wrong value."""
     errors = error.errors(include_url=False)
-    problem = max(errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"]), e["type"] != "string_type"))
+    problem = max(errors, key=_tells)
     key = _dotted(problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key} in {source}{did_you_mean(key, all_keys(), '.')}"
@@ -35,6 +36,12 @@ def explain(error: ValidationError, source: str) -> str:
         ((name, value),) = value.items()  # all that was given of the section
         key += f".{name}"
     return f"{key} = {shorten(_shown(value), 80)} in {source}: {message}"
+
+
+def _tells(error: ErrorDetails) -> tuple[bool, bool, int, bool]:
+    """How much one of several errors says."""
+    kind = error["type"]
+    return kind != TOGETHER, kind == "extra_forbidden", len(error["loc"]), kind != "string_type"
 
 
 def _shown(value: object) -> str:

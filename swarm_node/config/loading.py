@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from swarm_node.config.explaining import did_you_mean, explain
 from swarm_node.config.keys import COMMAND_VARIABLES, FLAGS, PREFIX, all_keys, all_variables, alternatives
 from swarm_node.config.node import NodeConfig
+from swarm_node.config.section import TOGETHER
 from swarm_node.config.training import TaskConfig
 from swarm_node.errors import UserError
 
@@ -34,13 +35,21 @@ def load_config(
     Raises UserError with one line that names the key, the value and where it came from.
     """
     table: dict[str, Any] = {}
+    given: dict[str, list[str]] = {}
     for source, layer in _layers(file, env or {}, flags or {}, sets):
         try:
             NodeConfig.model_validate(layer)
         except ValidationError as error:
-            raise UserError(explain(error, source)) from None
+            if any(each["type"] != TOGETHER for each in error.errors()):
+                raise UserError(explain(error, source)) from None
         table = _merge(table, layer)
-    config = NodeConfig.model_validate(table)
+        for name in layer:
+            given.setdefault(name, []).append(source)
+    try:
+        config = NodeConfig.model_validate(table)
+    except ValidationError as error:  # each layer is right by itself
+        sources = given.get(str(error.errors()[0]["loc"][0]), [])
+        raise UserError(explain(error, " and ".join(dict.fromkeys(sources)))) from None
     _check_together(config)
     return config
 

@@ -17,11 +17,14 @@ class SnapshotsConfig(Section):
 
     every: PositiveInt = 10
     """Rounds between snapshots."""
+    every_minutes: PositiveFloat = 1.0
+    """Where rounds are slow: a snapshot also after the round that ends so long after the last one. Not of a crew's
+    stages."""
     keep: PositiveInt = 2
     """Snapshots kept."""
     to: str = Field("", pattern=r"^([a-z][a-z0-9+]*://\S+)?$")
     """URL of a directory to copy each snapshot to, and to begin from where there is none here: file://, s3://, gs://,
-    az:// (docker/spot.md). Empty = nowhere."""
+    az:// (docker/spot.md). The bucket, or the folder above it, has to be there. Empty = nowhere."""
 
 
 class SpotConfig(Section):
@@ -61,7 +64,8 @@ class GuestConfig(Section):
     """A good guest on somebody's machine; docs/guest.md. Not for stages, but for `nice`: a crew waits for each."""
 
     max_cpu: float = Field(100.0, ge=1, le=100)
-    """Percent of this machine's CPU cores that the node takes, all its processes together, over some seconds."""
+    """Most CPU, in percent of the cores that the node may use (a container's quota counts), all its processes together,
+    over some seconds."""
     max_memory_gb: float = Field(0.0, ge=0)
     """Most main memory (GiB) that its processes take together; a node that would take more saves and ends. 0 = no
     limit."""

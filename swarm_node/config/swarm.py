@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from protocol.limits import MAX_NAME_CHARS, MAX_STAGES
-from swarm_node.config.section import Outside, Section
+from swarm_node.config.section import TOGETHER, Outside, Section
 
 
 class StagesConfig(Section):
@@ -128,7 +128,7 @@ class AveragingConfig(Section):
         limit = 2 * (1 - self.alpha**2)
         if self.gamma >= limit:
             raise PydanticCustomError(
-                "gamma",
+                TOGETHER,
                 "gamma must be less than 2 (1 - alpha^2) = {limit}: with more, differences between peers grow",
                 {"limit": f"{limit:.3g}"},
             )

@@ -7,7 +7,8 @@
 
 A process that runs but trains nothing answers 503: before the first round, when one takes far longer than those before
 it, and while it leaves. To wait, rightly, is part of no round: not of the silence since the last one, nor of what the
-longest took. `python -m swarm_node.observability.health` asks the node of this machine, for HEALTHCHECK.
+longest took. `python -m swarm_node.observability.health` asks the node of this machine, for HEALTHCHECK: where its run
+directory (SWARM_NODE_RUN_DIR) says that it listens, whatever that was set by.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 from swarm_node import __version__
 from swarm_node.errors import UserError
 from swarm_node.observability.metrics_reference import describe_metric, labelled
+from swarm_node.rundir import RunDir
 
 LEAST_S = 120.0
 TIMES = 10
@@ -44,6 +46,7 @@ ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 PREFIX = "swarm_node_"
 OWN = {
     "training": "Whether it does what it is for, as /healthz says: 1 or 0.",
+    "waiting": "Whether it is paused, or waits for others of its crew: 1 or 0. While it does, training is 1 as well.",
     "seconds_since_round": "Seconds since the last round ended, waiting included.",
 }
 """What is said besides the numbers of a round."""
@@ -100,23 +103,30 @@ class Health:
 
     def verdict(self) -> tuple[bool, str]:
         """(does it do what it is for, what it does or why not)."""
+        good, _, text = self._found()
+        return good, text
+
+    def _found(self) -> tuple[bool, bool, str]:
+        """As `verdict`, and between its two whether it waits."""
         waiting = self.look()
         ended, now = list(self._ended), self._clock()
         if self.leaving:
-            return False, "leaving"
+            return False, False, "leaving"
         if waiting:
-            return True, f"waiting: {waiting}"
+            return True, True, f"waiting: {waiting}"
         if not ended:
-            return False, f"starting for {now - self._began:.0f} s: no {self._what} has ended yet"
+            return False, False, f"starting for {now - self._began:.0f} s: no {self._what} has ended yet"
         longest = max((b - a for a, b in zip(ended, ended[1:], strict=False)), default=0.0)
         silent = now - self._waited - ended[-1]
         if silent > max(self._least_s, TIMES * longest):
-            return False, f"no {self._what} has ended for {silent:.0f} s; before that, one took {longest:.1f} s at most"
-        return True, f"{self._what} {self._numbers['round']:.0f} ended {now - self._last:.0f} s ago"
+            before = f"before that, one took {longest:.1f} s at most"
+            return False, False, f"no {self._what} has ended for {silent:.0f} s; {before}"
+        return True, False, f"{self._what} {self._numbers['round']:.0f} ended {now - self._last:.0f} s ago"
 
     def metrics(self) -> str:
         """In Prometheus's text format, version 0.0.4."""
-        own = {"training": float(self.verdict()[0])}
+        training, waiting, _ = self._found()
+        own = {"training": float(training), "waiting": float(waiting)}
         if self._ended:
             own["seconds_since_round"] = self._clock() - self._last
         families: dict[str, dict[str, float]] = {}
@@ -247,14 +257,16 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> int:
-    """Ask the node of this machine, where `health.listen` of its environment says; 0 if it trains."""
-    variables = ("SWARM_NODE_HEALTH_PORT", "SWARM_NODE_HEALTH__PORT")
-    variable, port = next(((name, text) for name in variables if (text := os.environ.get(name))), ("", DEFAULT_PORT))
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        print(f"{variable} = {port!r} is no TCP port: give a number from 1 to 65535")
+    """Ask the node of this machine; 0 if it trains, or answers nobody because it was told to."""
+    try:
+        listen, port = _where()
+    except ValueError as error:
+        print(error)
         return 1
-    listen = os.environ.get("SWARM_NODE_HEALTH__LISTEN") or "127.0.0.1"
-    connection = HTTPConnection(ANYWHERE.get(listen, listen), int(port), timeout=REQUEST_S)
+    if port == 0:
+        print("health.port is 0: nobody is answered")
+        return 0
+    connection = HTTPConnection(ANYWHERE.get(listen, listen), port, timeout=REQUEST_S)
     try:
         connection.request("GET", "/healthz")
         answer = connection.getresponse()
@@ -263,6 +275,19 @@ def main() -> int:
         print(f"no answer at {connection.host}, port {port}: {error}")
         return 1
     return 0 if answer.status == 200 else 1
+
+
+def _where() -> tuple[str, int]:
+    """(IP address, port) that the node listens on: as its run directory says, or else its environment."""
+    folder = os.environ.get("SWARM_NODE_RUN_DIR")
+    said = RunDir(folder).read_health() if folder else None
+    if said is not None:
+        return said
+    variables = ("SWARM_NODE_HEALTH__PORT", "SWARM_NODE_HEALTH_PORT")  # which of them wins for the node does here
+    variable, port = next(((name, text) for name in variables if (text := os.environ.get(name))), ("", DEFAULT_PORT))
+    if not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ValueError(f"{variable} = {port!r} is no TCP port: give a number from 1 to 65535")
+    return os.environ.get("SWARM_NODE_HEALTH__LISTEN") or "127.0.0.1", int(port)
 
 
 if __name__ == "__main__":

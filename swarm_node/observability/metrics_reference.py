@@ -94,9 +94,10 @@ METRICS: dict[str, dict[str, str]] = {
         "Pauses before the end of a round count; what comes after the last round of a start (held-out questions, the "
         "hand-over, a pause that ends it) never does, nor the time in which no process ran. Missing without a price, "
         "as all below.",
-        "cost/groups": "Groups trained on since there is a price, own and foreign, once for each time: a running "
-        "total.",
-        "cost/per_admitted_group": "Spent, for each of them. Missing while there is none.",
+        "cost/groups": "Groups admitted to training since there is a price, own (`swarm/groups_own`) and foreign "
+        "(`swarm/groups_used`), once for each time that one is trained on: a running total.",
+        "cost/per_admitted_group": "`cost/spent` / `cost/groups`: spent, for each group admitted to training. Not for "
+        "each of `swarm/groups_admitted`, which may wait and never be trained on. Missing while there is none.",
         "cost/per_reward_point": "Spent, for 1.0 of `reward` gained: mean of the last tenth of the rounds less that of "
         "the first (ten rounds each at least, as far as they have a price). Missing unless the gain is more than twice "
         "its standard error.",
@@ -118,8 +119,8 @@ COUNTERS = frozenset(
     "tasks/scorer_errors swarm/bytes_in swarm/bytes_out swarm/groups_sent swarm/bytes_sent swarm/unsent/<reason> "
     "swarm/groups_received swarm/groups_admitted swarm/rejected/<reason> stages/lost stages/recovered/<way> "
     "stages/given_up stages/unable stages/stuck stages/gave_way stages/late stages/unsent stages/stray "
-    "stages/refused/<reason> swarm/messages_in swarm/messages_out swarm/dropped swarm/restarts/<process> "
-    "swarm/loose_ends".split()
+    "stages/refused/<reason> averaging/refused/<reason> swarm/messages_in swarm/messages_out swarm/dropped "
+    "swarm/restarts/<process> swarm/loose_ends".split()
 )
 """Running totals that begin at 0 with each process, so that they are counters to Prometheus. Those that a resumed run
 takes up are not: they fall by the rounds that a crash cost, and Prometheus would take that for a new beginning at 0 and

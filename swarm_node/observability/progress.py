@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
@@ -52,6 +52,28 @@ PLAIN_WIDTH = 200  # files and pipes have no width; only tables look at it
 LEAST_S, MOST_S = 5.0, 60.0  # between plain lines
 
 
+class Lasting:
+    """A stream that may end before the run (a terminal that is closed, a full disk, a pipe that nobody reads any more):
+    what cannot be written is lost, since the run matters more. From any thread, Rich's own among them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """All of `text`, as far as the caller sees."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Raises no OSError, either."""
+        with suppress(OSError):
+            self._stream.flush()
+
+
 class Progress:
     """Shows one run. With `json_output` standard output stays silent and plain lines go to standard error."""
 
@@ -63,9 +85,10 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream = stream or (sys.stderr if json_output else sys.stdout)
-        if isinstance(self._stream, io.TextIOWrapper):  # where it cannot show a character, that is no fault of a run
-            self._stream.reconfigure(errors="backslashreplace")
+        stream = stream or (sys.stderr if json_output else sys.stdout)
+        if isinstance(stream, io.TextIOWrapper):  # where it cannot show a character, that is no fault of a run
+            stream.reconfigure(errors="backslashreplace")
+        self._stream = cast(TextIO, Lasting(stream))
         self._console = Console(file=self._stream, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._on_terminal = self._stream.isatty() and not self._console.is_dumb_terminal and not json_output
@@ -76,6 +99,9 @@ class Progress:
         """What the run waits for, in words; empty = it goes on. Asked whenever the live bar is drawn, on its thread."""
         self.crew: Callable[[], int | None] = _nobody
         """Others of this node's crew; None = it is in none. Asked as `waiting` is."""
+        self.paused_s: Callable[[], float] = float
+        """Seconds of this run so far in which it stood still by intent: no part of its minutes. Asked as `waiting`
+        is."""
         self._total = total_rounds
         self._of = "" if math.isinf(total_rounds) else f"/{total_rounds}"
         self._limit_s = math.inf if minutes is None else minutes * 60
@@ -89,8 +115,11 @@ class Progress:
         self._averaged = ""
         self._last: tuple[float, str] | None = None
         """When something was said that matters, and what."""
-        self._started_at = 0.0
+        self._started_at = self._updated_at = 0.0
+        self._rounds_at: float | None = None
+        """When the first round began, by `_now`: what came before is no part of its minutes either."""
         self._ended: deque[float] = deque(maxlen=SPEED_OVER + 1)
+        """Likewise, when the last rounds ended."""
         self._printed_round: int | None = None
         self._printed_at = -math.inf
         self._printed_tenth = 0
@@ -99,8 +128,9 @@ class Progress:
         """Begin, with `round` rounds already done (a resumed run)."""
         self._round = round
         self._last = None  # preparations
-        self._started_at = self._clock()
-        self._ended.append(self._started_at)
+        self._started_at = self._updated_at = self._clock()
+        self._ended.append(self._now())
+        self._rounds_at = None
         if self._on_terminal:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
@@ -109,9 +139,12 @@ class Progress:
         """`round` rounds are done and the last one measured `metrics` (`reward`, `step_time`, `swarm/…`);
         `averaged` says what came of averaging, if this node averages."""
         self._round = round
-        if len(self._ended) == 1 and (took := metrics.get("step_time")) is not None:  # not what came before the rounds
-            self._ended[0] = max(self._ended[0], self._clock() - took)
-        self._ended.append(self._clock())
+        now, took = self._now(), metrics.get("step_time")
+        if self._rounds_at is None:
+            self._rounds_at = self._ended[-1] if took is None else max(self._ended[-1], now - took)
+            self._ended[-1] = self._rounds_at
+        self._ended.append(now)
+        self._updated_at = self._clock()
         reward = metrics.get("reward")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
@@ -159,9 +192,8 @@ class Progress:
             table.add_column(Text(column), justify="right" if number else "left", no_wrap=not number, min_width=width)
         for row in cells:
             table.add_row(*map(Text, row))
-        with suppress(OSError):  # as in _plain
-            self._console.print(table)
-            self._stream.flush()
+        self._console.print(table)
+        self._stream.flush()
 
     def stop(self) -> None:
         """End, leaving the last state on the screen."""
@@ -174,8 +206,15 @@ class Progress:
 
     def _share(self) -> float:
         """How much of the run is done, in [0, 1], by rounds or by minutes, whichever ends it first."""
-        elapsed = self._clock() - self._started_at
-        return min(1.0, max(self._round / self._total, elapsed / self._limit_s))
+        return min(1.0, max(self._round / self._total, self._elapsed() / self._limit_s))
+
+    def _now(self) -> float:
+        """By a clock that stands still in pauses."""
+        return self._clock() - self.paused_s()
+
+    def _elapsed(self) -> float:
+        """Of its minutes, in seconds."""
+        return 0.0 if self._rounds_at is None else self._now() - self._rounds_at
 
     def _tenth(self) -> int:
         return int(10 * self._share() + 1e-9)
@@ -196,8 +235,7 @@ class Progress:
         self._plain(lines[0] if len(lines[0]) <= MAX_PLAIN else lines[1])
 
     def _plain(self, line: str) -> None:
-        with suppress(OSError):  # the log's disk is full or its reader has gone: the run matters more
-            print(line, file=self._stream, flush=True)
+        print(line, file=self._stream, flush=True)
 
     def _render(self) -> Group:
         width, waiting = self._console.width, self.waiting()
@@ -298,11 +336,10 @@ class Progress:
 
     def _time_left(self) -> str:
         if self._round >= self._total:
-            return f"took {clock_face(self._ended[-1] - self._started_at)}"
-        now = self._clock()
-        left = self._limit_s - (now - self._started_at)
+            return f"took {clock_face(self._updated_at - self._started_at)}"
+        left = self._limit_s - self._elapsed()
         if len(self._ended) > 1:
-            since_last = now - self._ended[-1]
+            since_last = self._now() - self._ended[-1]
             left = min(left, (self._total - self._round) * self._seconds_per_round() - since_last)
         return "" if math.isinf(left) else f"{clock_face(left)} left"
 

@@ -4,9 +4,11 @@
                                         stages/<k>/round-…         likewise, of stages held for a crew
 
 Each snapshot is copied once it is whole on disk, in the background, the newest first; one that has no SHA256SUMS, which
-leaves last and is removed before anything is overwritten, is not there. A run directory without snapshots is filled
-from the newest copy: of its own peer, else of a peer of its name, else (unless of a crew, whose machines hold different
-things) of any that trained the same. A run that is alone, whose <swarm> is `local`, has nothing but those of its name.
+leaves last and is removed before anything is overwritten, is not there. What is torn here is not copied. A run
+directory without a whole snapshot is filled from the newest copy: of its own peer, else of a peer of its name, else
+(unless of a crew, whose machines hold different things) of any that trained the same. Of the stages of a crew all
+copies come, since its machines can only go on together from an update of which there are files of each. A run that is
+alone, whose <swarm> is `local`, has nothing but those of its name.
 
 The URL is any that fsspec knows; what is copied is as trustworthy as who can write there, and is checked as snapshots
 on disk are. There is no secret in it: the identity stays on the machine.
@@ -23,10 +25,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.recovery.snapshots import MAX_STATE_BYTES, NAME, check_files, order
@@ -34,13 +37,18 @@ from swarm_node.rundir import explain
 
 LOOK_S = 1.0
 TICK_S = 0.2
-"""Between two looks at how long a last copy may take."""
+"""Between two looks at how far something is that is waited for."""
+SAY_S = 2.0
+"""What is waited for longer is said."""
 AGAIN_S = 30.0
 """After a copy that failed."""
 SLOW_S = 600.0
 """A copy that takes longer is mentioned: drivers may hang for ever."""
 ANSWER_S = 60.0
-"""For a list of what is there, at the start; drivers by themselves wait for up to half an hour."""
+"""At the start, for a list of what is there, and for anything more of a file; drivers by themselves wait for up to half
+an hour."""
+MOST = 3
+"""Copies of a stage that are looked at: two are kept, and the third is there until the first is removed."""
 FILE = re.compile(
     r"([^/]+)/(snapshots|stages/[0-9]{1,5})/(round-[0-9]{8,}(?:-[0-9]+)?)/([a-z0-9_-]+\.safetensors|state\.json|SHA256SUMS)"
 )
@@ -53,14 +61,17 @@ Accept = Callable[[dict[str, Any]], str | None]
 """(state) -> why a snapshot is not one to go on from, or None."""
 Copies = dict[str, dict[str, dict[str, set[str]]]]
 """Owner -> folder -> round's name -> files."""
+T = TypeVar("T")
 
 
 class Mirror:
     """The copies of one run, and those of its swarm."""
 
     def __init__(self, url: str, swarm: str, name: str, peer: str, run: Path, say: Callable[[str], None]) -> None:
-        """`peer` is empty for a run that is alone. Raises UserError if nothing here speaks the URL's protocol."""
+        """`peer` is empty for a run that is alone. Raises UserError if nothing here speaks the URL's protocol, or the
+        folder above a local one is not there."""
         import fsspec
+        from fsspec.implementations.local import LocalFileSystem
 
         scheme = url.partition(":")[0]
         # Else gcsfs asks by gRPC what kind of bucket it is, for a minute each time where nobody answers that.
@@ -73,6 +84,14 @@ class Mirror:
             raise UserError(f"--snapshot-to {url} needs a package: pip install {package}") from error
         except ValueError as error:
             raise UserError(f"--snapshot-to {url}: {error}; use file://, s3://, gs:// or az://") from error
+        self._local = isinstance(self._fs, LocalFileSystem)
+        above = os.path.dirname(root)
+        try:
+            there = not self._local or _in_time(partial(os.path.isdir, above))
+        except TimeoutError as error:
+            raise UserError(f"--snapshot-to {url}: {error}") from error
+        if not there:  # a share that is not mounted yet: all would seem lost, and copies would fill the disk beneath
+            raise UserError(f"--snapshot-to {url}: there is no folder {above}; make it, or mount what it is on")
         self._url = url
         self._bucket = scheme in EXTRAS
         self._root = f"{root.rstrip('/')}/{swarm[:16]}"
@@ -87,6 +106,10 @@ class Mirror:
         """Folder whose last copy failed -> when."""
         self._told: set[str] = set()
         """What is said once, until it is over."""
+        self._torn: set[Path] = set()
+        """Rounds here that are not copied."""
+        self._seen: dict[Path, dict[Path, tuple[float, float]]] = {}
+        """Folder -> round here -> at which look it was first there, and when it says that it was made."""
         self._last = threading.Event()
         self._over = False
         self._thread: threading.Thread | None = None
@@ -94,9 +117,10 @@ class Mirror:
     # ----------------------------------------------------------------- from there
 
     def restore(self, accept: Accept = lambda state: None, crew: bool = False) -> None:
-        """Fill the run directory from a copy, if it has no snapshot and there is one. Raises UserError."""
+        """Fill the run directory from a copy, if it has no whole snapshot and there is one. Raises UserError."""
         try:
-            if any(self._newest(folder) for folder in self._folders()):
+            self._sweep()
+            if self._is_filled():
                 return
         except OSError as error:
             raise UserError(explain(error, self._run)) from error
@@ -110,27 +134,45 @@ class Mirror:
                 f"cannot read {self._url} ({_what(error)}): mend that, or leave out --snapshot-to to begin anew"
             ) from error
 
+    def _is_filled(self) -> bool:
+        """Whether any snapshot here is whole; what is wrong with the newest, if there are none but torn ones, is said.
+        Raises OSError, and UserError for one that may not be read."""
+        torn = []
+        for folder in self._folders():
+            for path in self._rounds(folder):
+                try:
+                    check_files(path)
+                    return True
+                except SnapshotError as error:
+                    torn.append(f"{path.relative_to(self._run)}: {error}")
+        if torn:
+            self._say(f"no snapshot in {self._run} is whole ({torn[0]}): looking for one at {self._url}")
+        return False
+
     def _fill(self, accept: Accept, crew: bool, again: bool) -> None:
         """Raises FileNotFoundError, unless `again`, if one goes while it is read."""
-        copies = _in_time(self._list, ANSWER_S)
+        with self._said_if_slow(f"looking for snapshots at {self._url}"):
+            copies = _in_time(self._list)
         for owner in sorted(copies, key=lambda owner: self._rank(owner, copies[owner])):
             if self._rank(owner, {})[0] > (0 if self._alone else 1 if crew else 2):
                 continue
-            folders = [folder for folder in copies[owner] if crew or folder == "snapshots"]
-            found = {folder: name for folder in folders if (name := self._fetch(owner, folder, copies, accept, again))}
+            found: dict[str, list[str]] = {}
+            for folder, rounds in copies[owner].items():
+                if crew or folder == "snapshots":
+                    most = 1 if folder == "snapshots" else MOST
+                    found[folder] = self._fetch(f"{owner}/{folder}", rounds, accept, again, most)
+            names = ", ".join(f"{folder}/{name}" for folder, names in found.items() for name in reversed(names))
             if owner == self._owner:
-                self._done = {folder: [name] for folder, name in found.items()}
-            if found:
-                names = ", ".join(f"{folder}/{name}" for folder, name in found.items())
+                self._done = found
+            if names:
                 self._say(f"going on from what {owner} left at {self._url}: {names}")
                 return
 
     def _list(self) -> Copies:
         """Whole ones."""
-        self._fs.invalidate_cache()
         copies: Copies = {}
         try:
-            paths = self._fs.find(self._root)
+            paths = self._paths()
         except FileNotFoundError:
             return {}
         for path in paths:
@@ -142,50 +184,76 @@ class Mirror:
                 folders[folder] = {name: files for name, files in rounds.items() if files >= NEEDED}
         return copies
 
+    def _paths(self) -> list[str]:
+        """Of all files there. Raises FileNotFoundError if there is no such place, OSError or what else the driver has
+        for one that cannot be read."""
+        if not self._local:
+            self._fs.invalidate_cache()
+            return list(self._fs.find(self._root))
+
+        def failed(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):  # of what whoever lives removes
+                raise error
+
+        # fsspec's own driver takes a folder that cannot be read for an empty one.
+        found = os.walk(self._root, onerror=failed)
+        return sorted(f"{folder}/{file}" for folder, _, files in found for file in files)
+
     def _rank(self, owner: str, folders: dict[str, dict[str, set[str]]]) -> tuple[int, int, str]:
         """Least first."""
         kin = 0 if owner == self._owner else 1 if re.fullmatch(re.escape(self._name) + "(-[^-]{8})?", owner) else 2
         newest = max((order(Path(name))[0] for rounds in folders.values() for name in rounds), default=0)
         return kin, -newest, owner
 
-    def _fetch(self, owner: str, folder: str, copies: Copies, accept: Accept, again: bool) -> str | None:
-        """The newest good round of `folder` into the run directory; its name."""
-        rounds = copies[owner][folder]
+    def _fetch(self, place: str, rounds: dict[str, set[str]], accept: Accept, again: bool, most: int) -> list[str]:
+        """The newest good rounds of OWNER/FOLDER, so many of them at most, into the run directory; their names, oldest
+        first."""
+        folder, got = self._run / place.partition("/")[2], list[str]()
         for name in sorted(rounds, key=lambda name: order(Path(name)), reverse=True):
-            source, target = f"{self._root}/{owner}/{folder}/{name}", self._run / folder / name
+            if len(got) == most:
+                break
+            target = folder / name
             arriving = target.with_name(f".arriving-{name}")
             shutil.rmtree(arriving, ignore_errors=True)
             arriving.mkdir(parents=True)
             try:
-                if self._fs.info(f"{source}/state.json")["size"] > MAX_STATE_BYTES:
-                    raise SnapshotError("state.json is too large")
-                for file in sorted(rounds[name], key=lambda file: file != "state.json"):
-                    self._fs.get_file(f"{source}/{file}", str(arriving / file))
-                    if file == "state.json" and (reason := accept(_state(arriving / file))):
-                        raise SnapshotError(reason)
+                self._get(f"{place}/{name}", rounds[name], arriving, accept)
                 check_files(arriving)
-                shutil.rmtree(target, ignore_errors=True)  # from before the list was read again
+                shutil.rmtree(target, ignore_errors=True)  # torn, or from before the list was read again
                 arriving.rename(target)
-                return name
+                got.append(name)
             except (SnapshotError, OSError) as error:
                 gone = isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE
                 if gone and not again:
-                    raise FileNotFoundError(source) from error
+                    raise FileNotFoundError(name) from error
                 if not gone and not isinstance(error, SnapshotError):
                     raise
                 why = "it was removed meanwhile" if gone else error
-                self._say(f"{self._url}: {owner}/{folder}/{name} is left alone: {why}")
+                self._say(f"{self._url}: {place}/{name} is left alone: {why}")
             finally:
                 shutil.rmtree(arriving, ignore_errors=True)
-        return None
+        return sorted(got, key=lambda name: (_made(folder / name), order(Path(name))))
+
+    def _get(self, place: str, files: set[str], arriving: Path, accept: Accept) -> None:
+        """The files of OWNER/FOLDER/ROUND. Raises SnapshotError for one that is not accepted, and what the driver does;
+        TimeoutError if nothing more comes."""
+        source = f"{self._root}/{place}"
+        sizes = _in_time(lambda: {file: int(self._fs.info(f"{source}/{file}")["size"] or 0) for file in files})
+        if sizes["state.json"] > MAX_STATE_BYTES:
+            raise SnapshotError("state.json is too large")
+        with self._said_if_slow(f"fetching {place} from {self._url}: {sum(sizes.values()) / 1e6:.1f} MB"):
+            for file in sorted(files, key=lambda file: file != "state.json"):
+                here = arriving / file
+                get = partial(self._fs.get_file, f"{source}/{file}", str(here))
+                _in_time(get, partial(_size, here), f"nothing more of {place}/{file}")
+                if file == "state.json" and (reason := accept(_state(here))):
+                    raise SnapshotError(reason)
 
     # ----------------------------------------------------------------- to there
 
     def start(self) -> None:
         """Copy what comes, from now on."""
-        for folder in self._folders():
-            for leftover in folder.glob(".leaving-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        self._sweep()
         self._thread = threading.Thread(target=self._watch, name="mirror", daemon=True)
         self._thread.start()
 
@@ -196,8 +264,13 @@ class Mirror:
             return
         self._last.set()
         until = time.monotonic() + seconds
-        while thread.is_alive() and (left := min(until - time.monotonic(), left_s())) > 0:
-            thread.join(min(left, TICK_S))
+        most = min(seconds, left_s())
+        waiting = (
+            f"waiting until the last snapshot is at {self._url}, {most:.0f} s at most; a signal cuts that to seconds"
+        )
+        with self._said_if_slow(waiting):
+            while thread.is_alive() and (left := min(until - time.monotonic(), left_s())) > 0:
+                thread.join(min(left, TICK_S))
         if thread.is_alive() or self._failed:
             newest = [f"{folder}/{names[-1]}" for folder, names in list(self._done.items()) if names]
             self._over = True  # a driver whose process ends under it fails
@@ -234,11 +307,16 @@ class Mirror:
             self._say(sentence)
 
     def _copy_newest(self, folder: Path, where: str) -> None:
-        newest = self._newest(folder)
         done = self._done.setdefault(where, [])
-        if newest is None or newest.name in done:
-            return
-        leaving, slow = folder / f".leaving-{newest.name}", f"{where} slow"
+        for path in self._rounds(folder):
+            if path.name in done:
+                return
+            if path not in self._torn and self._copy_whole(path, where, done):
+                return
+
+    def _copy_whole(self, newest: Path, where: str, done: list[str]) -> bool:
+        """Copy it, unless it is torn: whether it is not."""
+        leaving, slow = newest.with_name(f".leaving-{newest.name}"), f"{where} slow"
         sentence = (
             f"{where}/{newest.name} is not at {self._url} after {SLOW_S / 60:.0f} minutes of copying, which go on"
         )
@@ -247,6 +325,12 @@ class Mirror:
         timer.start()
         try:
             _link(newest, leaving)
+            try:
+                check_files(leaving)
+            except SnapshotError as error:
+                self._torn.add(newest)
+                self._tell(f"{where}/{newest.name}", f"{where}/{newest.name} is not copied to {self._url}: {error}")
+                return False
             there = f"{self._root}/{self._owner}/{where}"
             self._copy(leaving, f"{there}/{newest.name}")
             done.append(newest.name)
@@ -255,6 +339,7 @@ class Mirror:
                 self._prune(there, done)
             if timer.is_alive():
                 self._told.discard(slow)
+            return True
         finally:
             timer.cancel()
             shutil.rmtree(leaving, ignore_errors=True)
@@ -290,17 +375,38 @@ class Mirror:
         stages = sorted(path for path in (self._run / "stages").glob("*") if path.name.isdecimal())
         return [self._run / "snapshots", *stages]
 
-    def _newest(self, folder: Path) -> Path | None:
+    def _rounds(self, folder: Path) -> list[Path]:
+        """Whole ones, that first which was written last: numbers may begin again, where a run goes back to an older
+        one, and clocks be set. Of those that were all there at the first look, it is as they say."""
         try:
-            whole = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+            paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
         except FileNotFoundError:
-            return None
-        return max(whole, key=order, default=None)
+            return []
+        before, now = self._seen.get(folder, {}), time.monotonic()
+        seen = self._seen[folder] = {path: before.get(path) or (now, _made(path)) for path in paths}
+        return sorted(paths, key=lambda path: (*seen[path], order(path)), reverse=True)
+
+    def _sweep(self) -> None:
+        """What a process that was killed has left."""
+        for folder in self._folders():
+            for leftover in (*folder.glob(".leaving-*"), *folder.glob(".arriving-*")):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    @contextmanager
+    def _said_if_slow(self, sentence: str) -> Iterator[None]:
+        timer = threading.Timer(SAY_S, self._say, (sentence,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
-def _in_time(work: Callable[[], Copies], seconds: float) -> Copies:
-    """Its result. Raises what it raises, or TimeoutError; then it goes on in a thread that holds up nobody."""
-    done: Future[Copies] = Future()
+def _in_time(work: Callable[[], T], grown: Callable[[], int] = lambda: 0, late: str = "no answer") -> T:
+    """Its result. Raises what it raises, or TimeoutError if `grown` says the same for ANSWER_S; then it goes on in a
+    thread that holds up nobody."""
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -308,11 +414,31 @@ def _in_time(work: Callable[[], Copies], seconds: float) -> Copies:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="mirror-list", daemon=True).start()
+    threading.Thread(target=run, name="mirror-read", daemon=True).start()
+    size, until = grown(), time.monotonic() + ANSWER_S
+    while not done.done() and (left := until - time.monotonic()) > 0:
+        wait({done}, min(left, TICK_S))
+        if (now := grown()) != size:
+            size, until = now, time.monotonic() + ANSWER_S
+    if not done.done():
+        raise TimeoutError(f"{late} within {ANSWER_S:.0f} s")
+    return done.result()
+
+
+def _size(path: Path) -> int:
     try:
-        return done.result(seconds)
-    except TimeoutError as error:
-        raise error if done.done() else TimeoutError(f"no answer within {seconds:.0f} s") from error
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _made(path: Path) -> float:
+    """When a snapshot says that it was made, in seconds since the Unix epoch; 0 = it does not."""
+    try:
+        made = _state(path / "state.json").get("time")
+    except (SnapshotError, OSError):
+        return 0.0
+    return float(made) if isinstance(made, (int, float)) else 0.0
 
 
 def _link(snapshot: Path, leaving: Path) -> None:

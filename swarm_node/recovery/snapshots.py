@@ -92,6 +92,11 @@ class SnapshotStore:
         """Whether one is being written."""
         return self._writing is not None and not self._writing.done()
 
+    @property
+    def failed(self) -> bool:
+        """Whether the last write is over and has failed."""
+        return not self.busy and self._failure is not None
+
     def wait(self) -> None:
         """Return when nothing is being written."""
         if self._writing is not None:

@@ -41,14 +41,21 @@ class Collected:
         return sum(len(r.token_ids) for g in self.groups for r in g.rollouts)
 
 
-def collect(policy: Policy, draw: DrawTasks, score: ScoreCompletions, config: RolloutsConfig, seed: str) -> Collected:
+def collect(
+    policy: Policy,
+    draw: DrawTasks,
+    score: ScoreCompletions,
+    config: RolloutsConfig,
+    seed: str,
+    collected: Collected | None = None,
+) -> Collected:
     """Sample `config.groups` groups with `policy`; with `refill` > 1, up to that many times as many, until
     `groups` of them carry a signal (DAPO's dynamic sampling, arXiv 2503.14476, with a cap).
 
     `draw(n)` gives n tasks; `seed` names this round's randomness: the same seed, tasks and weights give the same
-    groups.
+    groups. A `collected` of the caller's has the groups that are scored also if this is interrupted.
     """
-    collected = Collected()
+    collected = Collected() if collected is None else collected
     budget = round(config.groups * config.refill)
     wanted = config.groups
     live: list[Group] = []

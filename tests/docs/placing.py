@@ -87,6 +87,7 @@ def parse(words: Sequence[str], complete: bool) -> dict[str, Any] | None:
         assert known is not None, f"there is no command {rest[0]!r}"
         command, rest = known, rest[1:]
     context = command.make_context(command.name, [], resilient_parsing=True)
+    context.resilient_parsing = False  # or its parser is silent about options that there are not
     try:
         given, _, _ = command.make_parser(context).parse_args(list(rest))
         for parameter in command.params:

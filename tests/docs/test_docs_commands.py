@@ -37,6 +37,7 @@ def test_the_shell_can_read_it_and_its_variables_set_something(page: Path) -> No
         ("swarm-node joyn swarm.toml", "joyn"),
         ("swarm-node join swarm.toml --rounds many", "'many' is not a valid int"),
         ("swarm-node join swarm.toml --set sharing.onw=4", "unknown key sharing.onw"),
+        ("swarm-node doctor --fxi", "No such option: --fxi"),
         ("swarm-node export", "Missing argument 'RUN…'"),
         ("make dmeo", "No rule to make target 'dmeo'"),
         ("make demo TROCH_INDEX=x", "knows no variable TROCH_INDEX"),

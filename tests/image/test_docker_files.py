@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -62,6 +63,29 @@ def test_the_script_of_the_guide_is_one() -> None:
     script = re.search(r"```sh\n(#!/bin/sh\n.*?)```", (DOCKER / "spot.md").read_text(), re.DOTALL)
     assert script is not None
     subprocess.run(["sh", "-n"], input=script[1], text=True, check=True)
+
+
+def test_the_script_of_the_guide_keeps_what_is_secret(tmp_path: Path) -> None:
+    script = re.search(r"```sh\n(#!/bin/sh\n.*?)```", (DOCKER / "spot.md").read_text(), re.DOTALL)
+    assert script is not None
+    etc, commands = tmp_path / "etc", tmp_path / "bin"
+    (etc / "systemd" / "system").mkdir(parents=True)
+    commands.mkdir()
+    for name in ("docker", "systemctl", "apt-get"):
+        (commands / name).symlink_to("/bin/true")
+    (etc / "swarm-node.env").touch(0o644)
+    text = script[1].replace("/etc/", f"{etc}/")
+    env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
+    for start in range(2):  # a cloud runs it again at each boot
+        subprocess.run(["sh"], input=text, text=True, check=True, env=env)
+        its = {path.name: path for path in etc.glob("swarm-node.*")}
+        assert {path.stat().st_mode & 0o777 for path in its.values()} == {0o600}
+        assert "SWARM_NODE_SWARM=" in its["swarm-node.env"].read_text()
+        if not start:
+            its["swarm-node.keys"].write_text("AWS_SECRET_ACCESS_KEY=x\n")
+    assert its["swarm-node.keys"].read_text() == "AWS_SECRET_ACCESS_KEY=x\n"
+    unit = (etc / "systemd" / "system" / "swarm-node.service").read_text()
+    assert all(f"--env-file {path} " in unit for path in its.values())
 
 
 def test_nothing_but_what_the_image_is_made_of_is_sent_to_the_builder() -> None:

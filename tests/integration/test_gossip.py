@@ -438,6 +438,31 @@ def test_a_sidecar_ends_with_its_parent(root: Path) -> None:
     asyncio.run(run())
 
 
+CHATTY = """
+import sys
+from protocol.transports.gossip_pipe import Ready, frame
+sys.stdout.buffer.write(frame(Ready("an-id", [], 0)))
+sys.stdout.buffer.flush()
+sys.stdin.buffer.read()
+sys.stdout.buffer.write(bytes(2**22))
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_still_has_much_to_say_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than fits into the pipe and what is read ahead: nobody wants it any more, but somebody has to read it."""
+    (tmp_path / "chatty.py").write_text(CHATTY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gossip_client, "SIDECAR", "chatty")
+
+    async def run() -> None:
+        peer = Peer(0)
+        await peer.start()
+        await asyncio.wait_for(peer.close(), 20)
+
+    asyncio.run(run())
+
+
 @needs_proc
 @pytest.mark.slow
 def test_a_parent_that_does_not_read_loses_the_oldest() -> None:

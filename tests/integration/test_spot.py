@@ -51,7 +51,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 @pytest.mark.timeout(240)
 def test_after_a_notice_a_node_leaves_and_nobody_waits_for_it(start: Start, tmp_path: Path) -> None:
-    manifest = make_manifest(tmp_path, "--averaging-period-s", "2")
+    manifest = make_manifest(tmp_path, "--averaging-period-s", "15")  # no next turn comes soon
     link, port = bootstrap(start, manifest, tmp_path / "hub"), free_port()
     with fake("gcp") as cloud:
         cloud.answers = {PREEMPTED: (200, b"FALSE")}
@@ -62,12 +62,15 @@ def test_after_a_notice_a_node_leaves_and_nobody_waits_for_it(start: Start, tmp_
         for node in (a, b):
             node.until(lambda node=node: node.last("averaging/exchanges") > 0 or None, 90)  # type: ignore[misc]
         assert get(port, "/healthz")[0] == 200
+        a.until_rounds(2)
         assert re.search(r"^swarm_node_averaging_exchanges [1-9]", get(port, "/metrics")[1], re.MULTILINE)
         cloud.answers = {PREEMPTED: (200, b"TRUE")}
         until(lambda: a.process.poll() is not None or None, 40, lambda: a.output[-2000:])
     assert a.process.returncode == 0, a.output[-2000:]
     assert "gcp gives 30 s of notice" in a.output
     assert "gcp takes this machine back in 30 s: leaving" in a.output
+    assert "averaged a last time" in a.output
+    b.until(lambda: b.last("averaging/exchanges") > 1 or None, 20)
     assert get(port, "/healthz")[0] == 0
     assert any((tmp_path / "a" / "snapshots").glob(f"round-{a.rounds:08}*/SHA256SUMS"))
     b.until(lambda: b.last("swarm/trainers") == 0 or None, 20)  # it has said goodbye: its card runs for a minute

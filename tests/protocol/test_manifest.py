@@ -12,7 +12,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import RemoteProtocolError
+from protocol.errors import MAX_DETAIL_CHARS, RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import MAX_DOTS, MAX_FILES_BYTES, Link, Manifest, ManifestTask, parse_link, parse_manifest
 from tests.protocol.wire import SWARM, mutations, refused
@@ -107,6 +107,15 @@ def test_bad_manifests_are_refused(text: str) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         parse_manifest(text.encode())
     assert caught.value.reason == "schema"
+
+
+@pytest.mark.parametrize("evil", ["\\u001b]0;title\\u0007", "\\u202e", "\\u009b2J", "a\\nb"])
+def test_what_is_said_of_a_bad_manifest_moves_no_cursor_and_is_short(evil: str) -> None:
+    for bad in (f'name = "x"\n"{evil}" = 1', HEAD + f'"{evil}{"x" * 9000}" = 1'):
+        with pytest.raises(RemoteProtocolError) as caught:
+            parse_manifest(bad.encode())
+        assert caught.value.detail and caught.value.detail.isprintable() and str(caught.value).isprintable()
+        assert len(caught.value.detail) <= MAX_DETAIL_CHARS
 
 
 @pytest.mark.parametrize("name", ["key of 30,000 parts", "header of 30,000 parts"])

@@ -41,7 +41,7 @@ DIGEST = "42e2ac40bdc848fdd3a619c2059587e60534ebda7957333c2c483d1f9e3d8913"
 
 
 def opened(document: Any, digest: str | None = None) -> ModelListing:
-    return open_listing(json.dumps(document).encode(), digest)
+    return open_listing(json.dumps(document, separators=(",", ":"), sort_keys=True).encode(), digest)
 
 
 def document() -> dict[str, Any]:
@@ -64,6 +64,26 @@ def test_another_listing_than_was_asked_for() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         open_listing(GOLDEN + b" ", digest_of(GOLDEN))
     assert caught.value.reason == "digest"
+
+
+SPELT = {
+    "blanks": GOLDEN.replace(b",", b", "),
+    "a newline": GOLDEN + b"\n",
+    "another order": GOLDEN.replace(
+        b'"name":"config.json","pieces":["' + A.encode() + b'"],',
+        b'"pieces":["' + A.encode() + b'"],"name":"config.json",',
+    ),
+    "an escape": GOLDEN.replace(b"config", b"\\u0063onfig"),
+    "said twice": GOLDEN.replace(b'"size":700', b'"size":701,"size":700'),
+}
+
+
+@pytest.mark.parametrize("data", SPELT.values(), ids=SPELT)
+def test_a_listing_has_one_form_so_that_whoever_hands_it_on_gives_the_same(data: bytes) -> None:
+    assert data != GOLDEN and msgspec.json.decode(data, type=ModelListing) == LISTING
+    with pytest.raises(RemoteProtocolError) as caught:
+        open_listing(data, digest_of(data))
+    assert caught.value.reason == "schema"
 
 
 def test_only_what_loading_reads_belongs_to_a_model() -> None:

@@ -11,8 +11,12 @@ from typing import Any, cast
 
 import pytest
 
+from protocol.errors import PeerUnreachable
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.manifest import FILE_METHOD
+from protocol.transports.base import Outgoing
+from protocol.transports.channels import StreamChannel
+from protocol.transports.exchanges import PIECE_S, Exchanges
 from protocol.transports.pacing import BURST_S, PIECE_BYTES, Pace, PacedReader, PacedWriter, Paces, bytes_s
 from protocol.transports.streams import ANSWER_S, GRACE_S, Answers, Traffic, read_frame, write_frame
 
@@ -261,3 +265,47 @@ def test_a_large_answer_takes_as_long_as_the_limit_has_it_take(monkeypatch: pyte
     run(clock, go())
     assert taker.got == 1 + 40 + len(answer) and not taker.aborted
     assert clock.now - Clock.now > ANSWER_S
+
+
+@pytest.mark.parametrize("what", ["exchange", "channel"])
+def test_bodies_that_share_a_limit_are_not_given_up_for_it(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, rate, takers = Clock(), bytes_s(1.0), [Taker() for _ in range(4)]
+    assert len(takers) * MAX_CHUNK_BYTES / rate > PIECE_S
+    pace, exchanges = Pace(rate, clock), Exchanges(Traffic(), print)
+
+    async def at_once(method: str, callback: Any, *arguments: Any) -> Any:
+        return callback(*arguments)
+
+    monkeypatch.setattr(exchanges, "_in_thread", at_once)
+
+    def send(writer: Any) -> Coroutine[Any, Any, Any]:
+        body = bytes(MAX_CHUNK_BYTES)
+        if what == "exchange":
+            return exchanges._send(writer, "weights", Outgoing(b"", len(body), lambda: iter([memoryview(body)])))
+        channel = StreamChannel("peer", asyncio.get_running_loop(), Traffic(), print)
+        return channel._send_frame(writer, (memoryview(body),))
+
+    async def go() -> None:
+        await asyncio.gather(*(send(PacedWriter(cast("Any", taker), pace)) for taker in takers))
+
+    run(clock, go())
+    assert {taker.got - MAX_CHUNK_BYTES for taker in takers} == {32 if what == "exchange" else 0}
+    assert clock.now - Clock.now > PIECE_S
+
+
+@pytest.mark.parametrize("what", ["exchange", "channel"])
+def test_who_takes_nothing_of_a_body_is_given_up_under_a_limit_as_well(what: str) -> None:
+    clock = Clock()
+    asleep: Any = PacedWriter(cast("Any", Taker(takes=False)), Pace(bytes_s(1.0), clock))
+
+    async def go() -> None:
+        asleep.write(bytes(MAX_CHUNK_BYTES))
+        if what == "exchange":
+            await Exchanges(Traffic(), print)._drain(asleep)
+        else:
+            channel = StreamChannel("peer", asyncio.get_running_loop(), Traffic(), print)
+            await channel._send_frame(asleep, (memoryview(b"x"),))
+
+    with pytest.raises((TimeoutError, PeerUnreachable)):
+        run(clock, go())
+    assert clock.now - Clock.now == pytest.approx(PIECE_S)

@@ -54,6 +54,7 @@ class Stop:
     """As `Stopper`, without signals."""
 
     requested = False
+    advised = False
     left_s = 8.0
 
     def check(self) -> None:

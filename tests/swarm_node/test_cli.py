@@ -92,7 +92,10 @@ def test_every_option_has_an_environment_variable() -> None:
             if is_key and parameter.envvar is None:  # load_config reads it
                 assert variable(name) in known
             elif name != "set":
-                assert parameter.envvar == variable(name)
+                read = "dashboard-port" if (words, name) == (("dashboard",), "port") else name  # not the node's port
+                assert parameter.envvar == variable(read)
+                variables.add(parameter.envvar)
+                load_config(env={parameter.envvar: "3"})  # nobody takes it for a mistyped key
             assert not (is_key and words[0] in CONFIGURED and parameter.envvar), f"{name} would be read twice"
             variables.add(variable(name))
     assert variables >= COMMAND_VARIABLES
@@ -203,6 +206,34 @@ def test_export_and_eval_name_a_run_that_is_not_there() -> None:
         assert not Path("runs").exists()
 
 
+def test_log_sends_metrics_elsewhere_too() -> None:
+    assert json.loads(run("local", "--log", "trackio,wandb", "--dry-run", "--json").stdout)["log"] == [
+        "trackio",
+        "wandb",
+    ]
+    wrong = run("local", "--log", "wandbb", "--dry-run")
+    assert wrong.exit_code == 2 and "in --log: must be" in wrong.stderr
+
+
+@pytest.mark.parametrize("of_the_run", [["--set", "policy.lora=true"], ["--config", "x.toml"]])
+def test_settings_that_would_not_count_are_refused(of_the_run: list[str]) -> None:
+    Path("x.toml").touch()
+    for name in ("a", "b"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.toml").touch()
+    for args in (["doctor", "runs/a"], ["merge", "runs/a", "runs/b", "--out", "out"]):
+        result = run(*args, *of_the_run, "--json")
+        assert result.exit_code == 2 and of_the_run[0] in json.loads(result.stdout)["error"]
+    assert not Path("out").exists()
+
+
+def test_what_a_stranger_wrote_moves_no_cursor() -> None:
+    Path("evil.toml").write_text('name = "x"\n"\\u001b]0;title\\u0007\\u202e" = 1\n[[tasks]]\nenv = "gcd"\n')
+    result = run("join", "evil.toml")
+    assert result.exit_code == 2 and "]0;title" in result.stderr
+    assert result.stderr.removesuffix("\n").isprintable()
+
+
 # --------------------------------------------------------------------- swarm
 
 
@@ -237,6 +268,7 @@ def test_join_takes_the_options_of_local_and_its_own() -> None:
         "join s.toml --name alice --model m --tasks gcd --rounds 3 --minutes 2 --seed 1 --no-lora --own 3 --foreign 5"
     )
     words += " --listen 127.0.0.1 --announce a.example,b.example --port 1 --gossip-port 2 --bootstrap /x --dial-only"
+    words += " --log trackio --log wandb"
     config = json.loads(run(*words.split(), "--dry-run", "--json").stdout)
     assert config["swarm"] == "s.toml"
     assert (config["name"], config["rounds"], config["seed"]) == ("alice", 3, 1)
@@ -246,6 +278,7 @@ def test_join_takes_the_options_of_local_and_its_own() -> None:
     assert network["announce"] == ["a.example", "b.example"]
     assert network["bootstrap"] == ["/x"]
     assert network["dial_only"] is True
+    assert config["log"] == ["trackio", "wandb"]
     options = {words: {p.opts[0] for p in command.params} for words, command in commands()}
     assert options["local",] <= options["join",]
 

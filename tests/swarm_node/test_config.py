@@ -245,3 +245,23 @@ def test_the_reference_explains_every_key() -> None:
     assert meanings["rewards.functions[].path"][1] == "required"
     assert meanings["tasks[].weight"][0] == "number > 0"
     assert all(len(meaning) > 5 for _, _, meaning in meanings.values())
+
+
+def test_values_that_go_together_may_come_from_anywhere_in_any_order() -> None:
+    Path("x.toml").write_text("[averaging]\ngamma = 1.4\n")
+    for sets in (["averaging.gamma=0.5", "averaging.alpha=0.8"], ["averaging.alpha=0.8", "averaging.gamma=0.5"]):
+        for file in (None, Path("x.toml")):
+            averaging = load_config(file, sets=sets).averaging
+            assert (averaging.alpha, averaging.gamma) == (0.8, 0.5)
+    assert load_config(sets=["averaging.gamma=2.5", "averaging.gamma=0.5"]).averaging.gamma == 0.5
+
+
+def test_values_that_do_not_go_together_are_named_with_where_they_came_from() -> None:
+    Path("x.toml").write_text("[averaging]\ngamma = 1.4\n")
+    message = (
+        "averaging = { gamma = 1.4, alpha = 0.6 } in x.toml and --set: gamma must be less than 2 (1 - alpha^2) = 1.28"
+    )
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config(Path("x.toml"), {"SWARM_NODE_ROUNDS": "3"}, sets=["averaging.alpha=0.6"])
+    with pytest.raises(UserError, match="^rounds = 0 in --set: must be greater than 0"):
+        load_config(sets=["averaging.gamma=2.5", "rounds=0"])

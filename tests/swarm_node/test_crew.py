@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
+import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,13 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.crew import Holding, Kept, Progress
+from protocol.crew import Holding, Kept, Plan, Progress
 from protocol.errors import RemoteProtocolError
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig, PolicyConfig, StagesConfig
 from swarm_node.crew import Ear
 from swarm_node.memory import Memory
 from swarm_node.policy.loading import prepare
+from swarm_node.recovery.mirror import Mirror
+from swarm_node.stage_files import stage_files
 from swarm_node.stages.partition import UNKNOWN
 from swarm_node.stages.pipeline import Lead
 from swarm_node.stages.ports import Message
@@ -321,3 +325,75 @@ def test_a_node_that_leads_twice_hears_everything_once() -> None:
             clock.run_until(clock.now() + 5.0)
             ear.subscribe("topic", second.append)
     assert (first, second) == ([b"1"], [b"2"])
+
+
+def written(machine: Machine) -> set[tuple[int, int]]:
+    """Stage and updates of its snapshots."""
+    return {(file.stage, file.updates) for file in stage_files(machine.node.run.path / "stages")}
+
+
+def test_whoever_may_well_be_taken_back_soon_saves_its_stage(form: Callable[..., CrewWorld]) -> None:
+    world = form("llama", 2)
+    a, b = world.machines["a"], world.machines["b"]
+    world.train(2)
+    world.until(lambda: b.updates == {1: 2})
+    assert written(a) == written(b) == set()
+    a.stop.advised = b.stop.advised = True
+    world.until(lambda: written(b) == {(1, 2)})
+    world.train(1)
+    world.until(lambda: written(a) == {(0, 3)})
+
+
+@pytest.mark.parametrize(("left_s", "least", "most"), [(118.0, 100.0, 118.0), (8.0, 0.0, 8.0), (math.inf, 10.0, 20.0)])
+def test_a_stage_is_handed_over_for_as_long_as_the_notice_leaves(
+    form: Callable[..., CrewWorld], monkeypatch: pytest.MonkeyPatch, left_s: float, least: float, most: float
+) -> None:
+    world, given = form("llama", 2), list[float]()
+    world.train(1)
+    b = world.machines.pop("b")
+
+    def hand_over(plan: Plan, left_s: Callable[[], float]) -> dict[int, tuple[str, str]]:
+        given.append(left_s())
+        return {}
+
+    monkeypatch.setattr(b.node.seats, "hand_over", hand_over)
+    b.stop.left_s = left_s
+    b.end()
+    assert len(given) == 1 and least < given[0] < most
+
+
+def test_a_crew_goes_on_from_the_newest_copies_of_one_update(form: Callable[..., CrewWorld], tmp_path: Path) -> None:
+    world, url, said = form("llama", 2), f"file://{tmp_path}/away", list[str]()
+
+    def mirror(name: str) -> Mirror:
+        return Mirror(url, SWARM, name, "", tmp_path / name, said.append)
+
+    weights = {}
+    for updates, names in ((2, "ab"), (3, "a")):  # the last copy of b's stage does not arrive
+        world.train(updates - world.done)
+        for stage, name in enumerate("ab"):
+            machine = world.machines[name]
+            made = {stage: updates}
+            world.until(lambda machine=machine, made=made: machine.updates == made)
+            weights[name, updates] = machine.weights()[stage]
+            machine.node.seats.save(stage)
+            machine.node.seats._store(stage).wait()
+        for name in names:
+            copies = mirror(name)
+            copies.start()
+            copies.finish(30)
+    for machine in [world.kill(name) for name in "ab"]:
+        machine.end(politely=False)
+        shutil.rmtree(machine.node.run.path)
+    for stage, name in enumerate("ab"):
+        mirror(name).restore(crew=True)
+        world.start(name, stage=stage)
+    world.lead()
+    for stage, name in enumerate("ab"):
+        machine = world.machines[name]
+        assert machine.updates == {stage: 2}
+        assert all(torch.equal(*pair) for pair in zip(machine.weights()[stage], weights[name, 2], strict=True))
+    assert {line.rpartition(": ")[2] for line in said} == {
+        "stages/0/round-00000003, stages/0/round-00000002",
+        "stages/1/round-00000002",
+    }

@@ -243,6 +243,19 @@ def test_a_paused_run_is_paused_and_says_why() -> None:
         assert view.summary(1005.0)["paused"] is None
 
 
+def test_a_paused_run_that_is_in_no_swarm_is_paused_and_says_why() -> None:
+    run = make_run()
+    with RunDir.open(run.path) as held:
+        view = seen(run)
+        assert view.state(1005.0) == "training"
+        held.write_waits("quiet hours, 22:00-07:00")
+        view.refresh()
+        assert view.summary(1005.0)["state"] == "paused"
+        assert view.summary(1005.0)["paused"] == "quiet hours, 22:00-07:00"
+    view.refresh()
+    assert view.state(1005.0) == "ended"
+
+
 def test_the_lock_of_an_ended_run_is_not_touched_before_somebody_has_written_into_it() -> None:
     run = make_run()
     with RunDir.open(run.path):

@@ -382,6 +382,28 @@ def test_a_pause_and_its_reason_are_shown(browser: Chromium, url: str) -> None:
         assert browser.value("document.title") == "alice: paused – swarm-node"
 
 
+def test_a_lost_stage_is_not_its_last_holder_s_and_who_held_it_is_silent(browser: Chromium, url: str) -> None:
+    run = RunDir("runs/alice")
+    bob = "12D3KooWbobbobbob"
+    crew = json.loads(run.status.read_text())["crew"] | {"whole": False, "absent": [bob]}
+    crew["stages"][1]["missing"] = {"since": time.time() - 3600, "taker": {"peer": "me", "name": HOSTILE}}
+    change_status(run, crew=crew)
+    browser.open(f"{url}#alice")
+    browser.wait(READY)
+    [_, [_, layers, holder, _]] = rows(browser, "Stages of alice")
+    assert (layers, holder) == ("1–3", f"lost 60 min ago, being rebuilt by {HOSTILE} …me")
+    assert [row[1] for row in rows(browser, "Peers of alice")] == ["silent", "here"]
+    assert "2 stages, not whole" in browser.value("document.body.innerText")
+    crew["stages"][1]["missing"]["taker"] = None
+    change_status(run, crew=crew)
+    held = "document.querySelector('[aria-label=\"Stages of alice\"] tbody tr:last-child').children[2].textContent"
+    browser.wait(f"{held} === 'lost 60 min ago, held by nobody'")
+    crew["stages"][1]["missing"], crew["absent"] = None, []
+    change_status(run, crew=crew)
+    browser.wait(f"{held} === 'bob …obbobbob'")
+    assert rows(browser, "Peers of alice")[0][1] == "here" and browser.errors == []
+
+
 def test_a_run_that_comes_back_is_there_again(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)

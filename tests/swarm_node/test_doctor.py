@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -45,6 +46,7 @@ from swarm_node.doctor import (
 from swarm_node.installed import upgrade_command
 from swarm_node.policy.loading import prepare
 from swarm_node.rundir import RunDir
+from tests.docs.placing import parse
 from tests.swarm_node.fake_transport import SWARM, FakeTransport, address, card, peer_id
 
 PRIVATE, PUBLIC = "/ip4/192.168.1.5/tcp/31330/p2p/x", "/ip4/8.8.8.8/tcp/31330/p2p/x"
@@ -55,6 +57,26 @@ RELAYED = f"{PUBLIC}/p2p-circuit/p2p/y"
 def listener() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def usable_remedies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever these tests find, the command line takes each command of its own that is to mend it."""
+    wrong: list[str] = []
+
+    def checked(*arguments: Any, **named: Any) -> Check:
+        check = Check(*arguments, **named)
+        words = shlex.split(check.remedy, comments=True)
+        try:
+            if words[:1] == ["swarm-node"]:
+                parse(words[1:], complete=True)
+        except AssertionError as error:
+            wrong.append(f"{check.remedy}: {error}")
+        return check
+
+    monkeypatch.setattr(doctor, "Check", checked)
+    yield
+    assert not wrong
 
 
 class Visitor(FakeTransport):
@@ -290,11 +312,6 @@ IN_THAT_RUN = Way("join", "sums.toml", "runs/my run")
 )
 def test_remedies_say_what_is_known(way: Way, started: str, elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert way.start() == started
-    network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
-    assert reachable(network, [], way).remedy == f"{started} --listen 0.0.0.0"
-    assert reachable(network, [PRIVATE], way).remedy == f"{started} --set network.nat_port_map=true"
-    away = network.model_copy(update={"listen": "203.0.113.1"})
-    assert ports(away, way=way).remedy.startswith(f"{started} --listen")
     Path("file").touch()
     assert directory(Path("file/run"), way).remedy == elsewhere
     monkeypatch.setattr(memory, "free_memory", lambda: 1)
@@ -307,6 +324,16 @@ def test_remedies_say_what_is_known(way: Way, started: str, elsewhere: str, monk
     assert len(tight.remedy.rpartition("--stages 2 --crew ")[2]) == 12
 
 
+@pytest.mark.parametrize("way", [Way(), Way(swarm=LINK), IN_THAT_RUN, Way("bootstrap", "sums.toml", "hub")])
+def test_remedies_of_the_network_say_what_is_known(way: Way) -> None:
+    started = way.start()
+    network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
+    assert reachable(network, [], way).remedy == f"{started} --listen 0.0.0.0"
+    assert reachable(network, [PRIVATE], way).remedy == f"{started} --set network.nat_port_map=true"
+    away = network.model_copy(update={"listen": "203.0.113.1"})
+    assert ports(away, way=way).remedy.startswith(f"{started} --listen")
+
+
 def test_whoever_has_nobody_to_begin_with_is_told_of_somebody() -> None:
     dead = {address(1): False}
     assert begin(dead, way=Way()).remedy == "swarm-node bootstrap MANIFEST"
@@ -315,6 +342,8 @@ def test_whoever_has_nobody_to_begin_with_is_told_of_somebody() -> None:
     assert begin(dead, way=Way("bootstrap", "a.toml", "hub")).remedy == "swarm-node bootstrap a.toml --run-dir hub"
     some = {address(1): False, address(2): True}
     members = {peer_id(3): replace(card(), addresses=[address(3)])}
+    hub = begin(some, members, Way("bootstrap", LINK, "hub"))
+    assert hub.remedy == f"swarm-node bootstrap 'swarm://{SWARM}?peer={address(3)}' --run-dir hub"
     found = begin(some, members, Way(swarm=LINK, run_dir="runs/a"))
     assert found.verdict == "warn"
     assert found.remedy == f"swarm-node join 'swarm://{SWARM}?peer={address(3)}' --run-dir runs/a"
@@ -392,3 +421,85 @@ def test_a_wrong_clock_is_exit_code_1(
     checks = {check["name"]: Check(**check) for check in json.loads(capsys.readouterr().out)["checks"]}
     assert [name for name, check in checks.items() if check.verdict == "fail"] == ["clock"]
     assert "cards of 1" in checks["members"].detail
+
+
+def names(capsys: pytest.CaptureFixture[str]) -> dict[str, Check]:
+    return {check["name"]: Check(**check) for check in json.loads(capsys.readouterr().out)["checks"]}
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+def test_a_run_that_trains_alone_needs_no_network_and_its_memory_is_its_own(
+    stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    crew = StagesConfig(count=stages, crew="local" if stages else "")
+    with RunDir.open("runs/alone") as run:
+        run.write_config(dump_toml(NodeConfig(run_dir="runs/alone", stages=crew)))
+        if stages:  # in a swarm of its own processes
+            run.swarm.write_text('name = "local"\ntasks = [{env = "gcd"}]\n')
+        assert examine("runs/alone", NodeConfig(), json_output=True) == 0
+        checks = names(capsys)
+        assert [*checks] == "python compiler packages torch memory disk directory versions".split()
+        assert "the run has it" in checks["memory"].detail
+    assert examine("runs/alone", NodeConfig(), json_output=True) == 1
+    assert names(capsys)["memory"].remedy == "swarm-node local --run-dir runs/alone --lora"
+
+
+def a_member_run(role: str = "") -> RunDir:
+    """Of a swarm in which nobody answers."""
+    run = RunDir("runs/alice")
+    run.path.mkdir(parents=True)
+    network = NetworkConfig(port=0, gossip_port=0, listen="127.0.0.1")
+    run.write_config(dump_toml(NodeConfig(swarm="sums.toml", network=network)))
+    run.write_status({"swarm": SWARM, "time": 0.0, "role": role, "peer": peer_id(0), "addresses": []})
+    run.swarm.write_text(f'name = "sums"\nbootstrap = ["{address(1, closed_port())}"]\ntasks = [{{env = "gcd"}}]\n')
+    return run
+
+
+def test_a_bootstrap_needs_no_room_for_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    monkeypatch.setattr(doctor, "own_address", lambda: PRIVATE)
+    a_member_run("bootstrap")
+    examine("runs/alice", NodeConfig(), json_output=True)
+    checks = names(capsys)
+    assert not {"memory", "disk"} & checks.keys()
+    started = "swarm-node bootstrap sums.toml --run-dir runs/alice"
+    assert checks["reachable"].remedy == f"{started} --set network.nat_port_map=true"
+    assert checks["bootstrap"].remedy == started
+
+
+@pytest.mark.parametrize("text", ["{", "\xff", '{"time": "now"}', '{"addresses": [1]}'])
+def test_a_damaged_status_is_a_finding_among_the_others(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_member_run()
+    run.status.write_bytes(text.encode("latin-1"))
+    examine("runs/alice", NodeConfig(), json_output=True)
+    checks = names(capsys)
+    assert checks["status"].verdict == "warn" and "swarm.json" in checks["status"].detail
+    assert {"python", "memory", "ports", "bootstrap", "versions"} <= checks.keys()
+
+
+@pytest.mark.parametrize("claimed", ["/ip4", "/ip4/999.1.1.1/tcp/1", "/ip6/1/tcp/x", "/"])
+def test_what_a_member_says_of_its_address_breaks_nothing(claimed: str, listener: int) -> None:
+    network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
+    members = {peer_id(1): replace(card(), addresses=[claimed])}
+    guess = Check("reachable", "warn", "as it seems")
+    check = seen_from_others(lambda peer, ports: [True, True], members, network, False, guess)
+    assert check.verdict == "ok"
+    assert reachable(NetworkConfig(), [claimed]).verdict == "warn"
+    assert dial([f"/ip4/127.0.0.1/tcp/{number}" for number in (-1, 70_000, 2**70)]).keys()
+
+
+@pytest.mark.parametrize("json_output", [True, False])
+def test_what_was_found_is_shown_whatever_comes_after_it(
+    json_output: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: Any) -> Check:
+        raise ZeroDivisionError("\x1b[2J by a stranger")
+
+    monkeypatch.setattr(doctor, "ports", broken)
+    assert examine(None, NodeConfig(), json_output) == 1
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "ZeroDivisionError: ?[2J by a stranger" in shown
+    assert all(name in shown for name in ("python", "memory", "directory")) and "versions" not in shown

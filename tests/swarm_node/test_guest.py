@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,15 +13,30 @@ from collections.abc import Callable
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
 from swarm_node.config import GuestConfig, NodeConfig, dump_toml, load_config
 from swarm_node.errors import UserError
-from swarm_node.guest import Allowance, Guest, Kin, Machine, pause, pause_asked, quiet, resume, seconds_of
+from swarm_node.guest import (
+    Allowance,
+    Guest,
+    Kin,
+    Machine,
+    cpus,
+    hottest,
+    on_battery,
+    pause,
+    pause_asked,
+    quiet,
+    resume,
+    seconds_of,
+)
 from swarm_node.observability.metrics import read_metrics
 from swarm_node.run import run_local
 from swarm_node.rundir import RunDir, goes_with_container
@@ -163,6 +179,50 @@ def test_what_the_machine_does_not_tell_is_said_once() -> None:
     assert len(signs.said) == 3 and all("has no effect now" in text for text in signs.said)
 
 
+@pytest.mark.parametrize(("sensor", "ask"), [("sensors_battery", on_battery), ("sensors_temperatures", hottest)])
+def test_a_sensor_that_cannot_be_read_does_not_tell(
+    sensor: str, ask: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container without /sys/class/power_supply, of which psutil makes a list."""
+
+    def fails() -> None:
+        os.listdir("/sys/class/no_such_class")
+
+    monkeypatch.setattr(f"psutil.{sensor}", fails, raising=False)
+    assert ask() is None
+
+
+def test_what_the_system_fails_to_tell_ends_neither_the_watch_nor_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_node.guest.STEP_S", 0.01)
+    failing, again, said = threading.Event(), threading.Event(), list[str]()
+
+    def children(me: psutil.Process, recursive: bool) -> list[psutil.Process]:
+        failing.set()
+        if again.is_set():
+            return []
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil.Process, "children", children)
+    assert Kin().cpu_s() > 0, "a signal's handler asks it"
+    run = made(tmp_path / "run")
+    guest = Guest(GuestConfig(max_memory_gb=1000.0), run, said.append)
+    failing.clear()
+    with guest.watching(Stop(0)):  # type: ignore[arg-type]
+        for _ in range(3):
+            assert failing.wait(30)
+            failing.clear()
+        again.set()
+        pause(run, None, time.time())
+        for _ in range(3000):
+            if guest.reason:
+                break
+            time.sleep(0.01)
+        assert guest.reason
+    assert [text for text in said if "Too many open files" in text] == said[:1]
+
+
 # --------------------------------------------------------------------- pause and resume
 
 
@@ -250,6 +310,26 @@ def test_a_paused_node_waits_where_it_can_be_stopped(tmp_path: Path) -> None:
     assert stop.allowed == 1 and guest.waiting() == "" and said[1:] == ["no longer paused"]
 
 
+def test_the_time_of_a_pause_is_known_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = made(tmp_path / "run"), [100.0]
+    monkeypatch.setattr("swarm_node.guest.time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0))
+    guest, known = Guest(GuestConfig(), run, print), list[float]()
+    pause(run, None, 0.0)
+    guest.look()
+
+    def wait() -> None:
+        now[0] += 60.0
+        known.append(guest.paused_s)
+        if len(known) == 2:
+            resume(run)
+            guest.look()
+
+    guest.wait(Stop(10, wait))  # type: ignore[arg-type]
+    assert known == [60.0, 120.0]
+    now[0] += 60.0
+    assert guest.paused_s == 120.0
+
+
 def test_a_run_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
     """Paused at its start and resumed: as many rounds, with the same figures, as one that never was."""
     paused, plain = tmp_path / "paused", tmp_path / "plain"
@@ -291,22 +371,83 @@ def test_an_allowance_is_spent_and_earned_again() -> None:
 
 LOAD = """
 import time
-from swarm_node.guest import Kin, cores, cpu_limit
+from swarm_node.guest import Kin, cpu_limit
 from swarm_node.stopping import Stopper
 with Stopper(lambda: None) as stop, cpu_limit({percent}, stop):
     kin, began = Kin(), time.monotonic()
     taken = kin.cpu_s()
     while time.monotonic() - began < 4:
         sum(range(10000))
-    print((kin.cpu_s() - taken) / (time.monotonic() - began) / cores() * 100)
+    print((kin.cpu_s() - taken) / (time.monotonic() - began) * 100)
 """
 
 
 def test_a_busy_process_keeps_to_its_share_of_cpu() -> None:
-    """As `cpu_limit` measures it: how much it was slowed down by others does not matter."""
-    done = subprocess.run([sys.executable, "-c", LOAD.format(percent=10)], capture_output=True, text=True, timeout=60)
+    """As `cpu_limit` measures it: how much it was slowed down by others does not matter. In percent of one core, which
+    is what this process would take, whatever the machine has."""
+    command = [sys.executable, "-c", LOAD.format(percent=20 / cpus())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert 0 < float(done.stdout) < 10 * 1.25 + 5, "a quarter more for what may be made up for, and the last tick"
+    assert 0 < float(done.stdout) < 20 * 1.25 + 10, "a quarter more for what may be made up for, and the last tick"
+
+
+@pytest.mark.parametrize(
+    ("files", "allowed"),
+    [
+        ({}, 64.0),
+        ({"proc/self/cgroup": "0::/\n"}, 64.0),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 64.0),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "9900000 100000\n"}, 64.0),
+        (
+            {
+                "proc/self/cgroup": "0::/job/step\n",
+                "sys/fs/cgroup/job/cpu.max": "50000 100000\n",  # of all steps
+                "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
+            },
+            0.5,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/docker/ab\n3:memory:/docker/ab\n0::/\n",  # seen from inside
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            1.5,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            64.0,
+        ),
+    ],
+)
+def test_a_container_has_less_cpu_than_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], allowed: float
+) -> None:
+    monkeypatch.setattr("swarm_node.guest.cores", lambda: 64)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpus(tmp_path) == allowed
+
+
+def test_a_limit_is_of_what_the_container_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.guest.cpus", lambda: 8.0)
+    rates: list[float] = []
+
+    class Noted(Allowance):
+        def __init__(self, rate: float, used: float, now: float) -> None:
+            rates.append(rate)
+            super().__init__(rate, used, now)
+
+    monkeypatch.setattr("swarm_node.guest.Allowance", Noted)
+    guest = Guest(GuestConfig(max_cpu=25.0), made(tmp_path / "run"), print)
+    with guest.watching(Stop(0)):  # type: ignore[arg-type]
+        assert rates == [2.0] and guest.threads == 2
 
 
 NICE = """

@@ -251,6 +251,33 @@ def test_question_files_may_lie_beside_the_manifest(run: RunDir) -> None:
     assert [path.read_bytes() for path in files.values()] == [QUESTIONS]
 
 
+@pytest.mark.parametrize("unusable", [b"x" * 500, None])
+def test_a_file_that_merely_has_the_name_is_no_obstacle(
+    run: RunDir, unusable: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = with_questions()
+    Path("shared").mkdir()
+    Path("shared/sums.toml").write_bytes(render(manifest))
+    monkeypatch.setattr("swarm_node.manifests.MAX_FILE_BYTES", 400)
+    if unusable is None:  # unreadable, also for root
+        monkeypatch.setattr(Path, "is_file", lambda path: True)
+        Path("shared/q.jsonl").mkdir()
+    else:
+        Path("shared/q.jsonl").write_bytes(unusable)
+    transport = FakeTransport({peer_id(2): {FILE_METHOD: lambda caller, payload: QUESTIONS}})
+    files, said = gather(manifest, run, [], lambda: transport, named="shared/sums.toml")
+    assert [path.read_bytes() for path in files.values()] == [QUESTIONS]
+    assert "shared/q.jsonl" in said[0] and "looking elsewhere" in said[0]
+
+
+def test_what_a_manifest_calls_a_source_moves_no_cursor(run: RunDir) -> None:
+    manifest = with_questions()
+    task = replace(manifest.tasks[0], source="http://\x1b]0;title\x07\u202e")
+    transport = FakeTransport({peer_id(2): {FILE_METHOD: lambda caller, payload: QUESTIONS}})
+    files, said = gather(replace(manifest, tasks=[task]), run, [], lambda: transport)
+    assert files and "]0;title" in said[0] and all(sentence.isprintable() for sentence in said)
+
+
 @pytest.mark.parametrize("bad", [QUESTIONS[:-1] + b" ", QUESTIONS[:-1], b""])
 def test_members_give_question_files_and_forged_ones_are_not_believed(run: RunDir, bad: bytes) -> None:
     manifest = with_questions()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from protocol.transports.memory import LinkModel
+from swarm_node.averaging.pairing import partner
 from swarm_node.parting import last_exchange
-from tests.swarm_node.averaging.cohort import PERIOD_S, Cohort
+from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, Cohort, Trainee
 
 
 class Pair:
@@ -52,3 +57,127 @@ def test_nothing_is_due_without_an_update() -> None:
     turns = pair.turns
     assert not last_exchange(pair.a, pair.average, lambda: math.inf)
     assert pair.turns == turns + 1
+
+
+class Leaver:
+    """The first of a cohort in the middle of an outer round in which it has averaged; then it learned something."""
+
+    def __init__(self, n: int, **options: Any) -> None:
+        self.cohort = Cohort(n, every=5, **PLAIN_MEAN, **options)
+        for trainee in self.cohort.trainees:
+            trainee.dead = True
+        self.cohort.clock.run_until(1010.3 * PERIOD_S)
+        self.averagers = [trainee.averager for trainee in self.cohort.trainees]
+        self.updates = dict.fromkeys(self.averagers, 5)
+        for _ in range(20):
+            self.turn()
+        self.mine, *self.others = self.cohort.trainees
+        self.counts = [averager.counts["exchanges"] for averager in self.averagers]
+        for tensor in self.mine.weights.values():
+            tensor += 1.0
+        self.updates[self.mine.averager] = 7  # not enough to be due
+
+    def turn(self) -> None:
+        """Of everybody."""
+        for averager in self.averagers:
+            averager.step(self.updates[averager])
+        self.cohort.run(0.2)
+
+    def leaves(self) -> bool:
+        came_about = last_exchange(self.mine.averager, self.turn, lambda: math.inf)
+        self.turn()
+        return came_about
+
+
+PLAIN_MEAN = {"alpha": 0.0, "beta": 1.0, "gamma": 1.0}
+
+
+def heirs(leaver: Leaver) -> list[Trainee]:
+    """Who has half of what it learned."""
+    return [trainee for trainee in leaver.others if torch.allclose(trainee.flat, torch.tensor(0.5), atol=1e-3)]
+
+
+def test_what_was_learned_since_goes_to_one_whose_turn_it_is_not() -> None:
+    leaver = Leaver(4)
+    assert leaver.leaves()
+    assert len(heirs(leaver)) == 1
+    after = [averager.counts["exchanges"] for averager in leaver.averagers]
+    assert sum(after) - sum(leaver.counts) == 2
+    assert torch.allclose(leaver.mine.flat, torch.tensor(0.5), atol=1e-3)
+
+
+def test_of_every_fragment() -> None:
+    leaver = Leaver(2, fragments=2)
+    assert leaver.leaves()
+    assert heirs(leaver) == leaver.others
+
+
+def test_who_cannot_is_passed_over() -> None:
+    leaver = Leaver(4)
+    gone, *there = leaver.others
+    gone.transport.close()
+    there[0].averager.leave()
+    assert leaver.leaves()
+    assert heirs(leaver) == there[1:]
+
+
+def test_no_more_than_one_is_taken_over_in_a_round() -> None:
+    leaver = Leaver(3)
+    assert leaver.leaves()
+    first = heirs(leaver)
+    second = next(trainee for trainee in leaver.others if trainee not in first)
+    for tensor in second.weights.values():
+        tensor += 8.0
+    leaver.updates[second.averager] = 8
+    leaver.mine.transport.close()
+    assert not last_exchange(second.averager, leaver.turn, lambda: math.inf)
+    assert heirs(leaver) == first and first[0].averager.refused["late"] == 1
+
+
+def test_a_strangers_weights_are_nobodys_inheritance() -> None:
+    leaver = Leaver(3)
+    for trainee in leaver.others:
+        trainee.averager.place = replace(trainee.averager.place, cohort="d" * 16)
+        leaver.cohort.announce(trainee)
+    leaver.cohort.run(2 * PERIOD_S)
+    assert not leaver.leaves()
+    assert heirs(leaver) == []
+
+
+class LeftOver(Leaver):
+    """Of three, in a round in which the two others are each other's partners."""
+
+    def __init__(self) -> None:
+        super().__init__(3, link=LinkModel(latency_s=0.02, bandwidth_bytes_s=2000.0))
+        a, b = (trainee.transport.peer_id for trainee in self.others)
+        everybody = a, b, self.mine.transport.peer_id
+        round = next(r for r in range(1011, 1040) if partner(a, everybody, r, COHORT) == b)
+        self.cohort.clock.run_until((round + 0.1) * PERIOD_S)
+        self.before = self.of_others()
+
+    def of_others(self) -> int:
+        """Exchanges."""
+        return sum(trainee.averager.counts["exchanges"] for trainee in self.others)
+
+    def others_are_due(self) -> None:
+        for trainee in self.others:
+            self.updates[trainee.averager] = 10
+        self.turn()
+
+
+def test_who_is_busy_is_asked_again() -> None:
+    leaver = LeftOver()
+    leaver.others_are_due()
+    assert leaver.others[0].averager.under_way()
+    assert leaver.leaves()
+    assert leaver.of_others() == leaver.before + 3
+
+
+def test_who_has_taken_over_goes_on_in_its_round() -> None:
+    leaver = LeftOver()
+    assert leaver.leaves()
+    assert leaver.of_others() == leaver.before + 1
+    leaver.others_are_due()
+    for _ in range(15):
+        leaver.turn()
+    assert leaver.of_others() == leaver.before + 3

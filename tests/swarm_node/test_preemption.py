@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,3 +303,36 @@ def test_what_fits_a_notice_is_said() -> None:
     assert reach("aws", 8.0) == "aws gives 120 s of notice: at 8 Mbit/s at most 118.0 MB can be handed over in it"
     assert "only what left before" in reach("gcp", 100.0, 350_000_001)
     assert "only what left before" not in reach("gcp", 100.0, 350_000_000)
+
+
+@pytest.mark.parametrize(("advice", "first"), [("saving", "aws says so: saving"), ("", "aws says so")])
+def test_what_is_done_on_advice_is_said_with_it(advice: str, first: str) -> None:
+    said, heard = list[str](), list[object]()
+    told = [Notice("aws says so", math.inf), None, Notice("aws says so", math.inf), Notice("it ends", 10.0)]
+    cloud: Any = SimpleNamespace(look=iter(told).__next__)
+    work = ("aws", cloud, threading.Event(), heard.append, lambda: heard.append("advised"), said.append, 0.0)
+    watch_cloud(*work, advice=advice)
+    assert said == [first, "it ends: leaving"] and heard == ["advised", 10.0]
+
+
+def test_a_terminal_that_is_stopped_keeps_no_notice_from_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.preemption.SAID_S", 0.01)
+    goes_on, noticed, said = threading.Event(), threading.Event(), list[str]()
+
+    def look() -> Iterator[Notice | None]:
+        yield None
+        yield Notice("aws says so", math.inf)
+        yield Notice("it ends", 10.0)
+
+    def say(sentence: str) -> None:
+        assert goes_on.wait(60)
+        said.append(sentence)
+
+    cloud: Any = SimpleNamespace(look=look().__next__)
+    work = ("aws", cloud, threading.Event(), lambda left_s: noticed.set(), lambda: None, say, 0.0)
+    thread = threading.Thread(target=watch_cloud, args=work)
+    thread.start()
+    assert noticed.wait(20) and said == []
+    goes_on.set()
+    thread.join(60)
+    assert "it ends: leaving" in said

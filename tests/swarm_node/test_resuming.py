@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from swarm_node import run
 from swarm_node.config import NodeConfig, load_config
+from swarm_node.recovery.snapshots import SnapshotStore
+from swarm_node.resuming import RunState
 from swarm_node.run import run_local
+from swarm_node.rundir import RunDir
 
 
 def start(rounds: int, **sections: Any) -> list[str]:
@@ -61,3 +65,24 @@ def test_a_configuration_of_another_version_says_nothing() -> None:
     path = Path("run/config.toml")
     path.write_text("made_up = 1\n" + path.read_text())
     assert changes(start(2, grpo={"learning_rate": 0.5})) == []
+
+
+def test_a_state_that_could_not_be_written_is_written_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = tmp_path / "snapshots"
+    store = SnapshotStore(folder, 2, said.append)
+    policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
+    trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
+    node = SimpleNamespace(round=3, trainer=trainer, policy=policy, averager=None, tasks=SimpleNamespace(names=[]))
+    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, said.append, None)
+    folder.write_text("a file, not a folder")
+    state.save()
+    store.wait()
+    assert len(said) == 1 and "snapshot of round 3" in said[0]
+    folder.unlink()
+    state.save()
+    store.wait()
+    [written] = folder.glob("round-*")
+    state.save()
+    store.close()
+    assert list(folder.glob("round-*")) == [written], "once is enough"

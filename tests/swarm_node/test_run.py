@@ -82,3 +82,33 @@ def test_a_signal_before_training_has_begun_is_one_sentence(tmp_path: Path, what
     assert "never" not in out and "Traceback" not in out
     left = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert left <= {"lock", "events.jsonl"}
+
+
+SCORES_SLOWLY = """
+import sys as s
+module = s.modules["swarm_node.rollouts.collect"]
+judge, judged = module._judge, []
+
+def slowly(*arguments):
+    judged.append(judge(*arguments))
+    if len(judged) == 2: hangs("scoring")()
+
+module._judge = slowly
+run.Node.share = lambda node, collected: print("shared", len(collected.groups), flush=True)
+"""
+
+
+@pytest.mark.timeout(240)
+def test_what_is_finished_of_a_round_is_shared_when_a_signal_ends_it(tmp_path: Path) -> None:
+    out, code = stopped_at(SCORES_SLOWLY, "scoring", tmp_path / "run")
+    assert code == 0, out
+    assert "shared 1\n" in out
+
+
+@pytest.mark.timeout(240)
+def test_slow_rounds_are_saved_by_the_clock(tmp_path: Path) -> None:
+    patch = 'config |= {"rounds": 3, "snapshots": {"every": 1000, "every_minutes": 1e-9}}'
+    program = [sys.executable, "-c", PROGRAM.replace("PATCH", patch), str(tmp_path / "run")]
+    subprocess.run(program, check=True, timeout=120, capture_output=True)
+    names = sorted(path.name for path in (tmp_path / "run/snapshots").glob("round-*"))
+    assert names == ["round-00000002", "round-00000003"]

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import signal
 import subprocess
@@ -131,3 +132,11 @@ def test_directory_that_may_not_be_written(tmp_path, read_only):
 def test_loads_no_torch():
     command = "import swarm_node.rundir, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0
+
+
+def test_a_look_at_a_run_that_starts_is_no_obstacle(tmp_path, monkeypatch):
+    RunDir.open(tmp_path).close()
+    look = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as `in_use` for a moment
+    monkeypatch.setattr("swarm_node.rundir.time.sleep", lambda seconds: os.close(look))
+    RunDir.open(tmp_path).close()

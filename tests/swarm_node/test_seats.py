@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.seats import kept_for, replica_every, replicated, takers
 from swarm_node.stage_files import StageFile, newest, stage_files
 from swarm_node.stages.cut import load_stage
-from swarm_node.stages.handing import State, layer_of
+from swarm_node.stages.handing import MAX_ASKS, State, layer_of
 from tests.swarm_node.stages.harness import save
 from tests.swarm_node.stages.seats_world import ARCHITECTURE, RUN, SWARM, World, same
 from tests.swarm_node.stages.test_cut import MODELS
@@ -655,3 +656,43 @@ def test_a_stage_goes_by_what_its_crew_has_agreed(saved: Saved, tmp_path: Path, 
     if reference is not None:
         named = reference.named(trainable=False)
         assert all(torch.equal(tensor, named[name]) for name, tensor in before.items())
+
+
+def test_a_snapshot_that_could_not_be_written_is_written_again(saved: Saved, tmp_path: Path) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, stages = world.peer("a"), tmp_path / "a" / "stages"
+    a.take(1)
+    a.train(1, seed=1, updates=3)
+    stages.parent.mkdir()
+    stages.write_text("a file, not a folder")
+    a.seats.save(1)
+    a.seats._store(1).wait()
+    stages.unlink()
+    a.seats.save_all()
+    assert a.seats.holding().snapshots == (Kept(1, 3),)
+    assert any("snapshot of round 3" in line for line in a.said)
+
+
+def test_a_notice_of_minutes_is_used_and_a_keeper_not_asked_too_often(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, now, asks = World(saved("llama"), 2, tmp_path), [0.0], list[float]()
+    a, b = world.peer("a"), world.peer("b")
+    a.take(0), b.take(1)
+    a.train(0, seed=1, updates=3)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def offer(peer: str, stage: int, updates: int, timeout: float) -> Future[int]:
+        asks.append(now[0])
+        kept: Future[int] = Future()
+        kept.set_result(updates if now[0] > 110.0 else 0)
+        return kept
+
+    monkeypatch.setattr(seats_module, "WAIT_S", 0.1)
+    monkeypatch.setattr(seats_module.time, "sleep", sleep)
+    monkeypatch.setattr(a.handing, "offer", offer)
+    assert a.seats.hand_over(world.plan(a, b), lambda: 114.0 - now[0]) == {0: (b.transport.peer_id, "")}
+    assert len(asks) <= MAX_ASKS
+    assert [at for at in asks if at < 2.0][5] < 1.0, "what is small is there soon"

@@ -15,8 +15,9 @@ import typer
 
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node import status
-from swarm_node.config import NetworkConfig
+from swarm_node.config import GuestConfig, NetworkConfig
 from swarm_node.errors import UserError
+from swarm_node.guest import Guest, pause, resume
 from swarm_node.rundir import RunDir
 from swarm_node.status import look_around, show_status
 from tests.swarm_node.fake_transport import SWARM, FakeTransport, address, card, peer_id
@@ -393,6 +394,38 @@ def test_a_swarm_s_document_lists_members_and_adds_them_up(
         "tokens_per_s": 123.0,
         "cohorts": {cohort: {"members": 2, "trainers": 2, "tokens_per_s": 103.0}},
     }
+
+
+@pytest.mark.parametrize("swarm_age", [None, 3600.0])
+def test_a_pause_of_a_run_that_trains_alone_is_told(
+    swarm_age: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a run was a member once, whose last words are of then."""
+    run = make_run("runs/alice", age=swarm_age or 0.0, paused="on battery")
+    run.config.touch()
+    if swarm_age is None:
+        run.status.unlink()
+
+    def paused() -> str | None:
+        found: str | None = json.loads(shown(capsys, "runs/alice", json_output=True))["paused"]
+        return found
+
+    with RunDir.open("runs/alice") as held:
+        guest = Guest(GuestConfig(), held, lambda sentence: None)
+        guest.look()
+        assert paused() is None
+        pause(run, None, time.time())
+        guest.look()
+        assert paused() == "by `swarm-node pause`"
+        assert "paused     by `swarm-node pause`" in shown(capsys, "runs/alice").splitlines()
+        resume(run)
+        guest.look()
+        assert paused() is None
+        pause(run, None, time.time())
+        guest.look()
+    assert paused() is None, "it has ended"
+    with RunDir.open("runs/alice"):
+        assert paused() is None, "what another process left is not of this one"
 
 
 def test_a_run_s_document_says_what_a_fleet_asks_first(capsys: pytest.CaptureFixture[str]) -> None:

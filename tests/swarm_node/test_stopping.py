@@ -50,7 +50,7 @@ def start(body: str) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_computation_ends_at_once(number):
     process = start(INTERRUPTIBLE)
     process.send_signal(number)
@@ -98,6 +98,25 @@ def test_the_second_signal_quits_at_once():
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=5)
     assert (out, process.returncode) == ("", 130)
+
+
+def test_a_terminal_that_is_closed_may_say_so_twice_and_a_signal_follow():
+    process = start(HELD)
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.1)
+    out, _ = process.communicate(timeout=5)
+    assert (out, process.returncode) == ("bookkeeping done\nstopped\n", 0)
+
+
+def test_who_does_not_want_to_hear_of_a_closed_terminal_goes_on():
+    process = start("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + INTERRUPTIBLE)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=5)
+    assert (out, process.returncode) == ("stopped\n", 0)
 
 
 def test_leaving_restores_the_handlers():

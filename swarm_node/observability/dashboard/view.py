@@ -78,6 +78,7 @@ class View:
         self._events = Tail(run.events, EVENT_BYTES)
         self._held = Lock(run)
         self._in_use = False
+        self._waits = ""
         self._config: dict[str, Any] = {}
         self._stamps: dict[Path, tuple[int, ...]] = {}
         self._problems: dict[str, str] = {}
@@ -86,6 +87,7 @@ class View:
         """Read what has come since the last time."""
         with self.lock:
             self._in_use = self._held.held()
+            self._waits = _text(self.run.read_waits()) if self._in_use else ""
             self._problems = {}
             if (config := self._changed(self.run.config, CONFIG_BYTES, tomllib.loads)) is not None:
                 self._config = config
@@ -112,7 +114,7 @@ class View:
             "id": self.id,
             "path": str(self.run.path),
             "state": state,
-            "paused": self._paused() if state == "paused" else None,
+            "paused": self._paused(now) if state == "paused" else None,
             "rounds": last.get("round"),
             "of": config.get("rounds") if isinstance(config.get("rounds"), int) else None,
             "last_at": _time(last) or None,
@@ -136,9 +138,9 @@ class View:
         """What it does, as far as its files show."""
         if not self._in_use:
             return "ended"
-        status_fresh = self.status is not None and now - _time(self.status) < FRESH_S
-        if status_fresh and self._paused():
+        if self._paused(now):
             return "paused"
+        status_fresh = self._status_fresh(now)
         if self._lately:
             quiet = now - _time(self._lately[-1])
             if quiet < max(FRESH_S, 4 * (self._mean("step_time") or 0.0)):
@@ -150,10 +152,13 @@ class View:
             return "serving" if self._follows() else "waiting"
         return "starting" if "sent" in self.status else "serving"
 
-    def _paused(self) -> str:
+    def _status_fresh(self, now: float) -> bool:
+        return self.status is not None and now - _time(self.status) < FRESH_S
+
+    def _paused(self, now: float) -> str:
         """Why, as it says itself; empty: it is not."""
-        reason = _within(self.status, "paused")
-        return _text(reason) if isinstance(reason, str) else ""
+        reason = _within(self.status, "paused") if self._status_fresh(now) else None
+        return self._waits or (_text(reason) if isinstance(reason, str) else "")
 
     def _follows(self) -> bool:
         """Whether it holds stages of a whole crew that another leads."""

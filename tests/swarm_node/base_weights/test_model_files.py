@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,51 @@ def test_a_directory_is_the_model_if_it_holds_it_byte_for_byte(tmp_path: Path) -
     data[PIECE + 1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     assert as_model(folder, digest, size, listing) is None
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_directory_that_has_not_changed_is_not_read_again(
+    tmp_path: Path, cached: Path, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MUCH_BYTES", 1000)
+    folder, said = make_model(tmp_path / "m"), list[str]()
+    listing = list_model(folder)
+    digest, weights = digest_of(seal_listing(listing)), folder / "model.safetensors"
+
+    def found() -> bool:
+        model = as_model(folder, digest, listing.size, listing if is_known else None, said.append)
+        assert model is None or model == files.Model(digest, folder, listing)
+        return model is not None
+
+    assert found() and len(said) == 1 and str(folder) in said[0]
+    assert found() and len(said) == 1
+    (memory,) = cached.glob("*.checked")
+    for damage in (b"", b"{}", b"\xff", memory.read_bytes().replace(b'"size":', b'"size":1'), memory.read_bytes()[:-1]):
+        memory.write_bytes(damage)
+        said.clear()
+        assert found() and len(said) == 1
+    times, data = weights.stat(), bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    assert not found()
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert found()  # nobody has looked
+    (tmp_path / "new").write_bytes(data)
+    os.utime(tmp_path / "new", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "new").replace(weights)
+    assert not found()
+
+
+def test_what_cannot_be_remembered_is_read_again(tmp_path: Path, cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MUCH_BYTES", 1000)
+    folder, said = make_model(tmp_path / "m"), list[str]()
+    listing = list_model(folder)
+    cached.parent.mkdir(parents=True)
+    cached.touch()  # in the way
+    for times in (1, 2):
+        assert as_model(folder, digest_of(seal_listing(listing)), listing.size, None, said.append) is not None
+        assert len(said) == times
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])

@@ -4,12 +4,17 @@ import math
 import re
 import socket
 import threading
+from contextlib import ExitStack
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 
+from swarm_node.config import load_config
 from swarm_node.errors import UserError
 from swarm_node.observability.health import MAX_REQUESTS, Health, main, metric_name, serving
+from swarm_node.rundir import RunDir
+from swarm_node.screen import Screen
 
 SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*({reason=\"[a-z]+\"})? (-?[0-9.]+(e[+-]?[0-9]+)?|NaN|[+-]Inf)")
 
@@ -69,6 +74,22 @@ def test_to_wait_for_others_of_the_crew_is_healthy_and_to_leave_is_not() -> None
     assert health.verdict() == (False, "leaving")
 
 
+def test_who_waits_is_told_from_who_trains() -> None:
+    health, why = Health(), ""
+    health.waiting = lambda: why
+    health.write(1, {})
+
+    def gauges() -> list[str]:
+        lines = health.metrics().splitlines()
+        return [line for line in lines if line.startswith(("swarm_node_training", "swarm_node_waiting"))]
+
+    assert gauges() == ["swarm_node_training 1.0", "swarm_node_waiting 0.0"]
+    why = "paused: quiet hours, 22:00-07:00"
+    assert gauges() == ["swarm_node_training 1.0", "swarm_node_waiting 1.0"]
+    health.leaving = True
+    assert gauges() == ["swarm_node_training 0.0", "swarm_node_waiting 0.0"]
+
+
 def test_silence_is_counted_without_waits_and_no_wait_is_the_longest_round() -> None:
     clock = Clock()
     health = Health(clock=clock)
@@ -122,6 +143,8 @@ def test_it_is_answered_over_http() -> None:
         assert get(port, "/metrics")[2] == (
             "# HELP swarm_node_training Whether it does what it is for, as /healthz says: 1 or 0.\n"
             "# TYPE swarm_node_training gauge\nswarm_node_training 0.0\n"
+            "# HELP swarm_node_waiting Whether it is paused, or waits for others of its crew: 1 or 0. While it does, "
+            "training is 1 as well.\n# TYPE swarm_node_waiting gauge\nswarm_node_waiting 0.0\n"
         )
         rejected = {"swarm/rejected/size": 2, "swarm/rejected/age": 3}
         health.write(7, {"reward": 0.25, "kl": math.nan, "reward/gcd": -math.inf, **rejected})
@@ -191,7 +214,7 @@ def test_the_check_of_a_container_asks_the_node_of_its_machine(
     assert out[0].startswith("starting") and out[1].startswith("round 1 ended") and out[2].startswith("no answer")
 
 
-@pytest.mark.parametrize("port", ["http", "0", "65536", "-1", "31390.0", "\u0663"])
+@pytest.mark.parametrize("port", ["http", "65536", "-1", "31390.0", "\u0663"])
 def test_a_port_that_is_none_is_one_line(
     port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +222,47 @@ def test_a_port_that_is_none_is_one_line(
     assert main() == 1
     told = capsys.readouterr().out
     assert told == f"SWARM_NODE_HEALTH_PORT = {port!r} is no TCP port: give a number from 1 to 65535\n"
+
+
+@pytest.mark.parametrize("variable", ["SWARM_NODE_HEALTH_PORT", "SWARM_NODE_HEALTH__PORT"])
+def test_a_node_that_was_told_to_answer_nobody_is_healthy(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "0")
+    assert main() == 0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("way", ["--health-port", "SWARM_NODE_HEALTH__PORT", "SWARM_NODE_SET"])
+def test_the_check_asks_where_the_node_of_its_run_directory_listens_whatever_set_it(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    image = {"SWARM_NODE_RUN_DIR": str(tmp_path / "run"), "SWARM_NODE_HEALTH_PORT": str(free_port())}
+    more = {"SWARM_NODE_HEALTH__PORT": str(port), "SWARM_NODE_SET": f"health.port={port}"}
+    env = image | {name: value for name, value in more.items() if name == way}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    config = load_config(env=env, flags={"health_port": port if way == "--health-port" else None})
+    assert config.health.port == port
+    with ExitStack() as stack:
+        screen = Screen(config, stack.enter_context(RunDir.open(config.directory)), True, stack)
+        assert main() == 1
+        screen.health.write(1, {})
+        assert main() == 0
+    off = load_config(env=image, flags={"health_port": 0})
+    with ExitStack() as stack:
+        Screen(off, stack.enter_context(RunDir.open(off.directory)), True, stack)
+        assert main() == 0
+    assert not (tmp_path / "run/health.json").exists()
+    (tmp_path / "run/health.json").write_text('{"listen": "127.0.0.1"}')  # as of another version
+    assert main() == 1, "the environment's, where nobody answers"
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("starting") and told[1].startswith("round 1 ended")
+    assert told[2] == "health.port is 0: nobody is answered" and "no answer at 127.0.0.1" in told[3]
 
 
 def test_the_check_asks_where_the_node_listens(

@@ -1,5 +1,7 @@
+import errno
 import fcntl
 import io
+import math
 import os
 import re
 import struct
@@ -74,6 +76,41 @@ def test_what_came_before_the_first_round_is_not_taken_for_a_part_of_it():
     progress.stop()
     first, second = stream.getvalue().splitlines()
     assert first.endswith("  0.50 s/round  1:40 left") and second.endswith("  0.50 s/round  1:39 left")
+
+
+def test_minutes_are_those_of_rounds_without_what_came_before_them_and_without_pauses():
+    stream, clock, paused = io.StringIO(), Clock(), [0.0]
+    progress = Progress(math.inf, minutes=10, stream=stream, clock=clock)
+    progress.paused_s = lambda: paused[0]
+    progress.start()
+    clock.now += 300.0  # held-out questions
+    assert (progress._share(), progress._time_left()) == (0.0, "10:00 left")
+    for round in (1, 2):
+        clock.now += 60.0
+        progress.update(round, {"reward": 0.5, "step_time": 60.0})
+    assert (progress._share(), progress._time_left()) == (pytest.approx(0.2), "8:00 left")
+    clock.now += 3600.0
+    paused[0] += 3600.0
+    assert (progress._share(), progress._time_left()) == (pytest.approx(0.2), "8:00 left")
+    clock.now += 60.0
+    progress.update(3, {"reward": 0.5, "step_time": 60.0})
+    assert stream.getvalue().splitlines()[-1].endswith("60.00 s/round  7:00 left")
+
+
+def test_after_a_pause_the_rounds_left_take_as_long_as_those_before():
+    stream, clock, paused = io.StringIO(), Clock(), [0.0]
+    progress = Progress(10, stream=stream, clock=clock)
+    progress.paused_s = lambda: paused[0]
+    progress.start()
+    clock.now += 60.0
+    progress.update(1, {"reward": 0.5})
+    clock.now += 3600.0
+    paused[0] += 3600.0
+    assert progress._time_left() == "9:00 left"
+    for round in range(2, 11):
+        clock.now += 60.0
+        progress.update(round, {"reward": 0.5})
+    assert stream.getvalue().splitlines()[-1].endswith("60.00 s/round  took 1:10:00"), "by the clock on the wall"
 
 
 def test_a_round_without_a_reward_changes_nothing():
@@ -200,6 +237,73 @@ def test_on_a_terminal_the_bar_stays_below_what_is_said(monkeypatch, columns, wa
     assert re.fullmatch(rf"round 20/20 ━+ +100%{' took 0:20' * (not waiting)}", shown[2])
     assert shown[3] == f"reward 0.775 {sparkline(range(20))}  {waiting or '2,310 tok/s'}", "no speed while it waits"
     assert shown[4] == "THE END"
+
+
+class Vanished(io.StringIO):
+    """A terminal that is closed after so many writes."""
+
+    encoding = "utf-8"
+
+    def __init__(self, writes=0):
+        super().__init__()
+        self.writes = writes
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.writes -= 1
+        if self.writes < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("writes", range(6))
+def test_a_terminal_that_vanishes_does_not_end_the_run(monkeypatch, writes):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    before = sys.stdout
+    progress = Progress(3, stream=Vanished(writes))
+    progress.start()
+    progress.say("round 1")
+    progress._live.refresh()
+    progress.update(1, {"reward": 0.5})
+    progress.paragraphs(["learned   reward 0.250 -> 0.500"], indent=10)
+    progress.table("held-out", ["task", "pass@1"], [["gcd", 0.1]])
+    progress.stop()
+    progress.say("saved")
+    assert failed == [] and sys.stdout is before
+
+
+REALLY = """
+import sys
+from swarm_node.observability.progress import Progress
+progress = Progress(3)
+progress.start()
+progress.say("round 1")
+sys.stdin.readline()
+for round in range(1, 4):
+    progress.update(round, {"reward": 0.5})
+    progress.say("after")
+progress.stop()
+progress.table("held-out", ["task", "pass@1"], [["gcd", 0.1]])
+"""
+
+
+def test_a_run_whose_terminal_is_closed_ends_as_it_should():
+    master, slave = os.openpty()
+    environment = os.environ | {"TERM": "xterm-256color"}
+    with subprocess.Popen(
+        [sys.executable, "-c", REALLY], stdin=subprocess.PIPE, stdout=slave, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        os.close(slave)
+        shown = b""
+        while b"round 1" not in shown:
+            shown += os.read(master, 4096)
+        os.close(master)
+        _, said = process.communicate(b"\n", timeout=60)
+    assert (process.returncode, said) == (0, b"")
 
 
 def test_in_a_swarm_lines_say_who_is_there_and_what_was_used_of_them() -> None:

@@ -48,7 +48,8 @@ def test_prometheus_reads_every_number_with_its_type_and_meaning() -> None:
         assert family.documentation and "`" not in family.documentation and "](" not in family.documentation, each
         assert [sample.labels for sample in family.samples] == [labels]
     assert all(family.documentation for family in found.values())
-    assert set(found) == {"swarm_node_info", "swarm_node_training", "swarm_node_seconds_since_round"}
+    own = {"swarm_node_info", "swarm_node_training", "swarm_node_waiting", "swarm_node_seconds_since_round"}
+    assert set(found) == own
     assert set(EVERY) >= COUNTERS
 
 
@@ -92,6 +93,15 @@ def test_every_expression_names_what_a_node_can_say() -> None:
             used.add(name)
         assert "swarm_node_" in expression
     assert len(used) > 30
+
+
+def test_every_panel_is_of_the_nodes_that_were_chosen() -> None:
+    """By name and by instance: an instance alone is any, unless one is chosen."""
+    chosen = 'on (job, instance) group_left (name) swarm_node_info{name=~"$name", instance=~"$instance"}'
+    panels = [each for each in expressions() if not each.startswith("label_values(")]
+    assert len(panels) > 40
+    for expression in panels:
+        assert chosen in expression and "$instance" not in expression.replace(chosen, ""), expression
 
 
 def test_rates_are_of_counters_and_slopes_are_not() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from swarm_node.errors import UserError
-from swarm_node.recovery.mirror import Mirror
+from swarm_node.recovery.mirror import Mirror, _in_time
 from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
 
 SWARM = "5" * 64
@@ -47,6 +47,11 @@ def until(what: Callable[[], Any]) -> None:
     while not what():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.recovery.mirror.SAY_S", 600.0)
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -106,6 +111,8 @@ def test_who_has_snapshots_of_its_own_reads_nothing_there(tmp_path: Path) -> Non
     snapshot(run / "snapshots", 1)
     mirror("file:///proc/1/mem", run, []).restore()
     assert [path.name for path in (run / "snapshots").iterdir()] == ["round-00000001"]
+    with pytest.raises(UserError, match="cannot read"):
+        mirror("file:///proc/1/mem", tmp_path / "other", []).restore()
 
 
 def test_what_is_torn_unfinished_or_of_another_model_is_left_alone(tmp_path: Path) -> None:
@@ -365,13 +372,13 @@ def test_a_folder_that_cannot_be_read_does_not_end_the_copies_of_others(
     (run / "stages").mkdir(parents=True)
     (run / "stages" / "3").write_text("a file, not a folder")
     one = mirror(f"file://{away}", run, said)
-    looks, newest = list[Path](), one._newest
+    looks, rounds = list[Path](), one._rounds
 
-    def look(folder: Path) -> Path | None:
+    def look(folder: Path) -> list[Path]:
         looks.append(folder)
-        return newest(folder)
+        return rounds(folder)
 
-    monkeypatch.setattr(one, "_newest", look)
+    monkeypatch.setattr(one, "_rounds", look)
     one.start()
     for round in (1, 2, 3):
         snapshot(run / "snapshots", round)
@@ -442,3 +449,171 @@ def test_a_file_system_without_hard_links_is_copied_from(
     assert copied(f"file://{tmp_path}/away", run) == []
     assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
     assert not list(run.rglob(".*"))
+
+
+def test_of_a_crews_stages_all_that_is_there_comes_back(url: str, tmp_path: Path) -> None:
+    run, new, said = tmp_path / "run", tmp_path / "new", Says()
+    for round in (39, 40):
+        for folder in ("snapshots", "stages/0"):
+            snapshot(run / folder, round)
+            assert copied(url, run) == []
+    one = mirror(url, new, said)
+    one.restore(crew=True)
+    assert said == [
+        f"going on from what a-aaaaaaaa left at {url}: "
+        "snapshots/round-00000040, stages/0/round-00000040, stages/0/round-00000039"
+    ]
+    assert {path.name for path in (new / "stages" / "0").iterdir()} == {"round-00000039", "round-00000040"}
+    assert one._done["stages/0"] == ["round-00000039", "round-00000040"]
+
+
+@pytest.mark.parametrize("there", ["a file", "a loop", "a file in it"])
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(there: str, tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    if there == "a file":
+        away.write_text("not a folder")
+    elif there == "a loop":
+        away.symlink_to(away)
+    else:
+        away.mkdir()
+        (away / SWARM[:16]).write_text("not a folder")
+    with pytest.raises(UserError, match="cannot read file:.*leave out --snapshot-to to begin anew"):
+        mirror(f"file://{away}", tmp_path / "run", []).restore()
+
+
+def test_a_folder_in_no_folder_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"there is no folder {tmp_path}/share; make it, or mount what it is on"):
+        mirror(f"file://{tmp_path}/share/away", tmp_path / "run", [])
+    (tmp_path / "share").mkdir()
+    mirror(f"file://{tmp_path}/share/away", tmp_path / "run", []).restore()
+
+
+def tear(round: Path) -> None:
+    with (round / "policy.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+
+
+def test_what_is_torn_here_does_not_take_the_place_of_what_is_whole_there(url: str, tmp_path: Path) -> None:
+    run, said = tmp_path / "run", Says()
+    snapshot(run / "snapshots", 1)
+    snapshot(run / "snapshots", 2)
+    assert copied(url, run) == []
+    tear(run / "snapshots" / "round-00000002")
+    said += copied(url, run)
+    assert len(said) == 1 and said[0].startswith(f"snapshots/round-00000002 is not copied to {url}: policy.safetensors")
+    one = mirror(url, tmp_path / "new", said)
+    one.restore()
+    assert said[1:] == [f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000002"]
+    assert sorted(one._list()["a-aaaaaaaa"]["snapshots"]) == ["round-00000001", "round-00000002"]
+
+
+def test_what_was_written_last_is_copied_whatever_its_number(tmp_path: Path) -> None:
+    run, away, said = tmp_path / "run", tmp_path / "away", Says()
+    there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
+    snapshot(run / "snapshots", 50)
+    one = mirror(f"file://{away}", run, said)
+    one.start()
+    for round in (50, 31, 32):  # gone back to 30
+        if round < 50:
+            store = SnapshotStore(run / "snapshots", 3, print)
+            store.save(round, {"policy": {"w": torch.full((3,), float(round))}}, {"model": "m"})
+            store.close()
+        until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
+    one.finish(30)
+    assert sorted(path.name for path in there.iterdir()) == ["round-00000031", "round-00000032"]
+    assert said == []
+
+
+@pytest.mark.parametrize(("times", "newest"), [((5.0, 9.0), 31), ((9.0, 5.0), 50)])
+def test_of_what_was_there_before_that_comes_first_which_was_made_last(
+    times: tuple[float, float], newest: int, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    store = SnapshotStore(run / "snapshots", 3, print)
+    for round, made in zip((50, 31), times, strict=True):
+        store.save(round, {"policy": {"w": torch.zeros(3)}}, {"model": "m", "time": made})
+    store.close()
+    assert copied(f"file://{tmp_path}/away", run) == []
+    [there] = tmp_path.glob("away/*/a-aaaaaaaa/snapshots/*")
+    assert there.name == f"round-{newest:08}"
+
+
+def test_who_has_nothing_but_torn_snapshots_goes_on_from_the_copies(url: str, tmp_path: Path) -> None:
+    run, said = tmp_path / "run", Says()
+    snapshot(run / "snapshots", 1)
+    assert copied(url, run) == []
+    snapshot(run / "snapshots", 2)
+    for round in (1, 2):
+        tear(run / "snapshots" / f"round-{round:08}")
+    mirror(url, run, said).restore()
+    assert said == [
+        f"no snapshot in {run} is whole (snapshots/round-00000002: policy.safetensors does not have the digest in "
+        f"SHA256SUMS): looking for one at {url}",
+        f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000001",
+    ]
+    read_snapshot(run / "snapshots" / "round-00000001", lambda state: None)
+
+
+def test_a_file_that_does_not_come_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, said, answered = f"file://{tmp_path}/away", Says(), threading.Event()
+    snapshot(tmp_path / "old" / "snapshots", 7)
+    assert copied(url, tmp_path / "old") == []
+    one = mirror(url, tmp_path / "new", said)
+    get = one._fs.get_file
+
+    def get_file(source: str, target: str) -> None:
+        if source.endswith("policy.safetensors"):
+            answered.wait(60)
+        get(source, target)
+
+    monkeypatch.setattr(one._fs, "get_file", get_file)
+    monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 1.0)
+    monkeypatch.setattr("swarm_node.recovery.mirror.SAY_S", 0.05)
+    with pytest.raises(UserError, match=r"nothing more of \S+/round-00000007/policy.safetensors within 1 s.*leave out"):
+        one.restore()
+    answered.set()
+    assert f"fetching a-aaaaaaaa/snapshots/round-00000007 from {url}: 0.0 MB" in said
+    assert not list((tmp_path / "new").rglob("round-*"))
+
+
+def test_what_comes_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 0.2)
+    monkeypatch.setattr("swarm_node.recovery.mirror.TICK_S", 0.05)
+    sizes, whole = iter(range(1, 1000)), threading.Event()
+
+    def grown() -> int:
+        size = next(sizes)
+        if size == 20:
+            whole.set()
+        return size
+
+    assert _in_time(lambda: whole.wait(60), grown)
+
+
+def test_what_a_process_that_was_killed_left_is_swept(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for leftover in (".arriving-round-00000005", ".leaving-round-00000004"):
+        for folder in ("snapshots", "stages/3"):
+            (run / folder / leftover).mkdir(parents=True)
+    mirror(f"file://{tmp_path}/away", run, []).restore()
+    assert not list(run.rglob(".*"))
+
+
+def test_what_is_waited_for_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.recovery.mirror.SAY_S", 0.05)
+    run, said = tmp_path / "run", Says()
+    snapshot(run / "snapshots", 1)
+    one = mirror(f"file://{tmp_path}/away", run, said)
+    put = one._fs.put_file
+
+    def put_file(source: str, target: str) -> None:
+        until(lambda: said)
+        put(source, target)
+
+    monkeypatch.setattr(one._fs, "put_file", put_file)
+    one.start()
+    one.finish(30)
+    assert said == [
+        f"waiting until the last snapshot is at file://{tmp_path}/away, 30 s at most; a signal cuts that to seconds"
+    ]

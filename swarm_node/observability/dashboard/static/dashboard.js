@@ -248,6 +248,11 @@ function counted(n, one, many = one + "s") {
   return `${number(n)} ${n === 1 ? one : many}`;
 }
 
+function present(status) {
+  const absent = absentFrom(status);
+  return Object.entries(status.peers ?? {}).filter(([id, peer]) => peer.present && !absent.has(id)).length;
+}
+
 function tiles(run) {
   const { summary } = run, { last } = summary, moved = traffic(run), inSwarm = run.status !== null || summary.peers !== null;
   const list = element("dl", { class: "tiles" },
@@ -255,7 +260,7 @@ function tiles(run) {
     figure("Round", "rounds", number(summary.rounds), summary.of ? `of ${number(summary.of)}` : null, summary.step_s ? `${duration(summary.step_s)} each` : null),
     figure("Tokens a second", "tok_s", number(summary.tok_s), "sampled", summary.trained_tok_s ? `${number(summary.trained_tok_s)} trained` : null));
   if (inSwarm) {
-    const others = summary.peers ?? Object.values(run.status?.peers ?? {}).filter((peer) => peer.present).length;
+    const others = summary.peers ?? present(run.status);
     list.append(figure("Other members", "peers", number(others), last["swarm/trainers"] === undefined ? null : `${number(last["swarm/trainers"])} of them training`));
     if (summary.foreign !== null) {
       const own = summary.own === null ? "" : `${number(summary.own)} + `;
@@ -458,6 +463,15 @@ function bar(value, most) {
   return element("span", { class: "bar", "aria-hidden": "true" }, inner);
 }
 
+// Peers of its crew of whom nothing is heard, though their cards may still be there.
+const absentFrom = (status) => new Set(status.crew?.absent ?? []);
+
+function presence(peer, absent) {
+  if (!peer.present) return element("span", { class: "away" }, "gone");
+  if (absent) return element("span", { class: "away" }, "silent");
+  return element("span", { class: "here" }, peer.trains === false ? "here, trains nothing" : "here");
+}
+
 function peers(run, known) {
   const { status } = run;
   if (!status?.peers) return null;
@@ -473,11 +487,12 @@ function peers(run, known) {
     sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent}` : ""}.`);
   }
   if (!all.length) return section(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)));
+  const absent = absentFrom(status);
   const counts = all.some(([, peer]) => "received" in peer), most = Math.max(...all.map(([, peer]) => peer.used ?? 0));
   const figures = ["Received", "Admitted", "Used", "Refused, by reason"];
   const rows = all.map(([id, peer]) => [
     named(peer.name, id),
-    element("span", { class: peer.present ? "here" : "away" }, peer.present ? (peer.trains === false ? "here, trains nothing" : "here") : "gone"),
+    presence(peer, absent.has(id)),
     number(peer.policy_version),
     ...(counts ? [number(peer.received ?? 0), number(peer.admitted ?? 0),
       element("span", { class: "barred" }, number(peer.used ?? 0), bar(peer.used ?? 0, most)),
@@ -508,13 +523,18 @@ function averaging(run, known) {
   ]));
 }
 
+function missingStage({ since, taker }) {
+  const by = taker ? ["being rebuilt by ", named(taker.name, taker.peer)] : ["held by nobody"];
+  return element("span", { class: "down" }, `lost ${ago(since)}, `, ...by);
+}
+
 function crew(run, known) {
   const figures = run.status?.crew;
   if (!figures) return null;
   const held = new Set(figures.held ?? []);
   const rows = (figures.stages ?? []).map((seat, stage) => [
     `Stage ${stage}`, seat.layers?.[0] === seat.layers?.[1] ? String(seat.layers?.[0]) : (seat.layers ?? []).join("–"),
-    held.has(stage) ? element("span", {}, "this node") : named(seat.name, seat.peer),
+    seat.missing ? missingStage(seat.missing) : held.has(stage) ? element("span", {}, "this node") : named(seat.name, seat.peer),
     number(figures.replicas?.[stage]),
   ]);
   return section(run, known, "Stages",

@@ -1,0 +1,42 @@
+"""What the container or job that this process is in may take of the machine, as Linux's control groups bound it.
+
+Loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """(1 or 2, folder) for each control group of this process and all above it that may have a limit of `controller`
+    ("memory", "cpu"), version 1 or 2. A container may see only the top, which is its own then."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # another system
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            version, top = 2, root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            version, top = 1, root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        group = top / path.strip("/")
+        yield from ((version, folder) for folder in (group, *group.parents) if folder.is_relative_to(top))
+
+
+def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
+    """CPU seconds a second that each control group of this process allows, of those that have a limit."""
+    for version, folder in control_groups("cpu", root):
+        if version == 2 and (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        elif version == 1 and (folder / "cpu.cfs_quota_us").exists():
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        else:
+            continue
+        if quota not in ("max", "-1"):
+            yield int(quota) / int(period)
