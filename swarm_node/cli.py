@@ -438,7 +438,7 @@ def pause(
         str | None, option("--for", "For so long, as 2h, 90m or 1d12h; by default until `resume`.", metavar="TIME")
     ] = None,
 ) -> None:
-    """Pause a run: its node finishes what it computes just now, then waits. It stays a member and loses nothing."""
+    """Pause a run: its node finishes what it computes just now, then waits. In a swarm it stays a member."""
     with user_errors():
         import time
 

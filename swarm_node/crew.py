@@ -238,6 +238,8 @@ class CrewNode:
         """Of the stages here, when that was last told."""
         self._whole_since = math.inf
         """When the crew was first whole, `time.monotonic`."""
+        self._advised = False
+        """Snapshots are due, since this machine may well be taken back soon."""
         self._averaged = 0
         """Changes that others' weights made to stage 0 while this node led."""
         self._announced: Any = None
@@ -257,8 +259,8 @@ class CrewNode:
         while True:
             stop.check()
             if stop.advised:
-                stop.advised = False
-                self._save()
+                stop.advised, self._advised = False, True
+            self._heed()
             self._obey()
             if self.mates.whole and not self._leads and (whole := self.words.whole()) != told:
                 told = whole
@@ -301,11 +303,11 @@ class CrewNode:
             self.mates.report(self.seats.holding())
             self.announce()
 
-    def _save(self) -> None:
-        """This machine may well be taken back soon: snapshots of the stages here."""
-        for stage in self.seats.workers:
-            self.seats.save(stage)
-        self.mates.report(self.seats.holding())
+    def _heed(self) -> None:
+        """If they are due: snapshots of the stages here, as soon as the last are written."""
+        if self._advised and self.seats.save_soon():
+            self._advised = False
+            self.mates.report(self.seats.holding())
 
     def _obey(self) -> None:
         """Do what is to be done about stages. Deposed if this node does not lead any more."""
@@ -417,7 +419,8 @@ class CrewNode:
         self.mates.tell(self.progress)
         self._after_update()
         if self._stop is not None and self._stop.advised:  # which the run takes back once it has saved as well
-            self._save()
+            self._advised = True
+        self._heed()
         self.mates.at_rest()
 
     def _join_ends(self, averaged: bool) -> None:

@@ -299,15 +299,16 @@ class Run:
             self.metrics.write(record)
             self.progress.update(node.round, record, "" if node.averager is None else node.averager.brief())
             self._average(stop)
+            advised = stop.advised  # what comes from here on is of the next round
             if self.crew is not None:
                 self.crew.round_over(node.round, record["reward"], node.averager)
             without_reward = 0 if record["reward"] else without_reward + 1
             if without_reward == ZERO_REWARD_ROUNDS:
                 self._show_completions(collected.groups)
             long_ago = time.monotonic() - saved_at >= 60 * config.snapshots.every_minutes
-            due = long_ago or stop.advised or node.round % config.snapshots.every == 0
+            due = (long_ago and not self.snapshots.busy) or advised or node.round % config.snapshots.every == 0
             if due and node.round < config.total_rounds:
-                stop.advised, saved_at = False, time.monotonic()
+                stop.advised, saved_at = stop.advised and not advised, time.monotonic()
                 self.state.save()
             if (rest := config.pace_s - (time.perf_counter() - began)) > 0:
                 stop.allow()

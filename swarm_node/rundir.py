@@ -116,7 +116,9 @@ class RunDir:
             if not run.exists and others:
                 raise UserError(f"{run.path} holds other things than a run; choose another --run-dir")
             run._take_lock()
-        run.write_waits("")  # of a process that was killed
+        for left in (run.waits, run.health):  # by a process that was killed
+            with suppress(OSError):
+                left.unlink(missing_ok=True)
         try:
             with os_errors_explained(run.path):
                 for folder in (run.snapshots, run.export, run.plots):
@@ -192,7 +194,9 @@ class RunDir:
                 self.health.unlink(missing_ok=True)
 
     def read_health(self) -> tuple[str, int] | None:
-        """(IP address that its node listens on, port or 0); None if that is not known."""
+        """(IP address that its node listens on, port or 0); None if that is not known, or nobody holds it."""
+        if not self.in_use:  # a file that is there was left by a process that was killed
+            return None
         try:
             said = json.loads(self.health.read_bytes())
             return str(said["listen"]), int(said["port"])

@@ -383,6 +383,14 @@ class Seats:
             store.save(worker.updates, tensors, self._kept_state(worker.stage.span, worker.omega))
         self._saved[stage] = worker.updates
 
+    def save_soon(self) -> bool:
+        """Snapshots of the stages here, but of none whose last one is not written yet: nobody waits for a slow disk.
+        Whether that was all."""
+        idle = [stage for stage in self.workers if not self._store(stage).busy]
+        for stage in idle:
+            self.save(stage)
+        return len(idle) == len(self.workers)
+
     def _kept_state(self, span: Span, omega: float) -> dict[str, object]:
         return {
             "run": self.run,
@@ -493,7 +501,9 @@ class Seats:
 
     def _store(self, stage: int) -> SnapshotStore:
         if stage not in self._stores:
-            self._stores[stage] = SnapshotStore(self._folder / str(stage), self.config.snapshots.keep, self._say)
+            # One made at a time of its own must not cost the update that the others of the crew have as well.
+            keep = self.config.snapshots.keep + 1
+            self._stores[stage] = SnapshotStore(self._folder / str(stage), keep, self._say)
         return self._stores[stage]
 
     def _files(self) -> list[StageFile]:

@@ -26,7 +26,7 @@ from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, 
 from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
 from protocol.transports.base import Channel, Listener
 from protocol.transports.exchanges import PIECE_S
-from protocol.transports.pacing import drain
+from protocol.transports.pacing import drain, put_off, read, read_exactly
 from protocol.transports.streams import (
     ANSWER,
     MAX_REFUSAL_BYTES,
@@ -215,18 +215,20 @@ class StreamChannel:
         self._tell(self.listener.received, head, await self._take(reader, size))
 
     async def _take(self, reader: asyncio.StreamReader, size: int) -> bytearray:
-        """The next bytes. Raises TimeoutError if they come too slowly, EOFError if they do not come."""
-        taken, got, began = bytearray(size), 0, self._loop.time()
-        while got < size:
-            async with asyncio.timeout_at(began + PIECE_S * (1 + got // MAX_CHUNK_BYTES)):
-                piece = await reader.read(size - got)
-            if not piece:
-                self._traffic.rejected["torn"] += 1
-                raise EOFError
-            self._quiet = 0
-            taken[got : got + len(piece)] = piece
-            got += len(piece)
-            self._traffic.bytes_in += len(piece)
+        """The next bytes. Raises TimeoutError if they come too slowly, EOFError if they do not come; what a limit of
+        this node's own holds up does not count."""
+        taken, got = bytearray(size), 0
+        async with asyncio.timeout(PIECE_S) as deadline:
+            while got < size:
+                piece = await read(reader, size - got, deadline)
+                if not piece:
+                    self._traffic.rejected["torn"] += 1
+                    raise EOFError
+                self._quiet = 0
+                taken[got : got + len(piece)] = piece
+                put_off(deadline, PIECE_S * ((got + len(piece)) // MAX_CHUNK_BYTES - got // MAX_CHUNK_BYTES))
+                got += len(piece)
+                self._traffic.bytes_in += len(piece)
         return taken
 
     async def _transmit(self, writer: asyncio.StreamWriter) -> str:
@@ -282,11 +284,11 @@ class Channels:
         async def life() -> str:
             reader, writer = await dial()
             try:
-                async with asyncio.timeout(REQUEST_S):
+                async with asyncio.timeout(REQUEST_S) as deadline:
                     writer.write(bytes([len(method.encode())]) + method.encode())
-                    status = await reader.readexactly(1)
+                    status = await read_exactly(reader, 1, deadline)
                     if status != ANSWER:
-                        why = refused(status, await read_frame(reader, MAX_REFUSAL_BYTES, self.traffic))
+                        why = refused(status, await read_frame(reader, MAX_REFUSAL_BYTES, self.traffic, deadline))
                         raise PeerUnreachable(f"refused: {why}")
                 return await channel.live(reader, writer)
             finally:
@@ -299,8 +301,8 @@ class Channels:
         channel = self.new(peer, asyncio.get_running_loop())
 
         async def life() -> str:
-            async with asyncio.timeout(REQUEST_S):
-                status, why = await self._open(channel, reader)
+            async with asyncio.timeout(REQUEST_S) as deadline:
+                status, why = await self._open(channel, reader, deadline)
             writer.write(status)
             if status == ANSWER:
                 return await channel.live(reader, writer)
@@ -323,14 +325,16 @@ class Channels:
         finally:
             self._tasks.discard(task)
 
-    async def _open(self, channel: StreamChannel, reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    async def _open(
+        self, channel: StreamChannel, reader: asyncio.StreamReader, deadline: asyncio.Timeout
+    ) -> tuple[bytes, bytes]:
         """Status, and why it is refused if it is."""
         rejected = self.traffic.rejected
         if self._taken.total() > MAX_CHANNELS or self._taken[channel.peer] > MAX_CHANNELS_PER_PEER:
             rejected["busy"] += 1
             return UNAVAILABLE, b"busy"
-        length = (await reader.readexactly(1))[0]
-        method = (await reader.readexactly(length)).decode(errors="replace")
+        length = (await read_exactly(reader, 1, deadline))[0]
+        method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
         opened = self.openings.get(method)
         if opened is None:
             rejected["method"] += 1

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_HEAD_BYTES
 from protocol.transports.base import Accepted, Acceptor, Outgoing, Sink
-from protocol.transports.pacing import drain
+from protocol.transports.pacing import drain, read, read_exactly
 from protocol.transports.streams import (
     ANSWER,
     MAX_REFUSAL_BYTES,
@@ -47,8 +47,8 @@ MAX_OPENINGS, MAX_OPENINGS_PER_PEER = 64, 4
 """Streams at once, with those on which an exchange is only being asked for."""
 PIECE_S = 60.0
 """Who takes longer over MAX_CHUNK_BYTES is given up. That is 140 kbit/s: a seventh of a home uplink of 1 Mbit/s, which
-gossip and another exchange may share, on a machine that is busy training. Time that this node's own upload
-limit takes does not count."""
+gossip and another exchange may share, on a machine that is busy training. Time that this node's own limits
+take does not count."""
 MAX_IN_FLIGHT = 16
 """Pieces that may have left here and not have arrived there: as much as a stream's window (yamux) can grow."""
 EXCHANGE_S = 7200.0
@@ -119,7 +119,7 @@ class Exchanges:
         if status != ANSWER:
             raise refused(status, head)
         with self._judged(method):
-            size = await self._read_size(reader)
+            size = await self._read_size(reader, None)
             sink = await self._in_thread(method, answered, head, size)
             await self._swap(reader, writer, method, ours, size, sink)
 
@@ -147,11 +147,11 @@ class Exchanges:
             return self._busy()
         try:
             with self._judged("a call"):
-                async with _within(REQUEST_S):
-                    length = (await reader.readexactly(1))[0]
-                    method = (await reader.readexactly(length)).decode(errors="replace")
-                    head = await read_frame(reader, MAX_HEAD_BYTES, self._traffic)
-                    size = await self._read_size(reader)
+                async with _within(REQUEST_S) as deadline:
+                    length = (await read_exactly(reader, 1, deadline))[0]
+                    method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
+                    head = await read_frame(reader, MAX_HEAD_BYTES, self._traffic, deadline)
+                    size = await self._read_size(reader, deadline)
         except RemoteProtocolError as error:
             return REFUSAL, refusal(error)
         acceptor = self.acceptors.get(method)
@@ -217,8 +217,8 @@ class Exchanges:
         await write_frame(writer, ours.head, self._traffic)
         writer.write(ours.size.to_bytes(8, "big"))
 
-    async def _read_size(self, reader: asyncio.StreamReader) -> int:
-        size = int.from_bytes(await reader.readexactly(8), "big")
+    async def _read_size(self, reader: asyncio.StreamReader, deadline: asyncio.Timeout | None) -> int:
+        size = int.from_bytes(await read_exactly(reader, 8, deadline), "big")
         if size > MAX_BODY_BYTES:
             raise RemoteProtocolError("size", f"{size} bytes, allowed are {MAX_BODY_BYTES}")
         return size
@@ -236,8 +236,9 @@ class Exchanges:
         await _both(self._receive(reader, method, size, sink), self._send(writer, method, ours))
         writer.write(_ARRIVED)
         in_flight = min(ours.size // MAX_CHUNK_BYTES, MAX_IN_FLIGHT)
-        async with _within(self.piece_s * (1 + in_flight)):  # no drain: whoever has said the last word may have left
-            if await reader.readexactly(1) != _ARRIVED:
+        patience_s = self.piece_s * (1 + in_flight)
+        async with _within(patience_s) as deadline:  # no drain: whoever has said the last word may have left
+            if await read_exactly(reader, 1, deadline) != _ARRIVED:
                 raise RemoteProtocolError("schema", f"{method}: what came after the body")
 
     async def _send(self, writer: asyncio.StreamWriter, method: str, ours: Outgoing) -> None:
@@ -276,8 +277,8 @@ class Exchanges:
             _, piece = await _both(self._in_thread(method, take, piece), self._read(reader, left, next_))
             left -= len(piece)
             taken, next_ = next_, taken
-        async with _within(self.piece_s):
-            digest = await reader.readexactly(32)
+        async with _within(self.piece_s) as deadline:
+            digest = await read_exactly(reader, 32, deadline)
         self._traffic.bytes_in += 32
         if digest != hashed.digest():
             raise RemoteProtocolError("hash", f"{method}: {size} bytes that are not what their hash says")
@@ -286,9 +287,9 @@ class Exchanges:
         """The next piece of a body of which `left` bytes are missing, in `buffer`."""
         piece = memoryview(buffer)[:left]
         missing = piece
-        async with _within(self.piece_s):
+        async with _within(self.piece_s) as deadline:
             while missing:
-                part = await reader.read(len(missing))
+                part = await read(reader, len(missing), deadline)
                 if not part:
                     raise RemoteProtocolError("torn", f"{left - len(piece) + len(missing)} bytes are missing")
                 missing[: len(part)] = part

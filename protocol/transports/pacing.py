@@ -47,20 +47,31 @@ class Pace:
 
 
 class PacedReader:
-    """An `asyncio.StreamReader` that takes no more than `pace` allows; the sender feels it as a slow network."""
+    """An `asyncio.StreamReader` that takes no more than `pace` allows; the sender feels it as a slow network. Whatever
+    a reading waits for `pace`, which all streams share, its `deadline` is put off by."""
 
     def __init__(self, reader: asyncio.StreamReader, pace: Pace) -> None:
         self._reader, self._pace = reader, pace
+        self._unpaid_s = LATENCY_S
+        """For what this stream took since it last waited: little, as beats are, does not wait for all others again."""
 
-    async def read(self, n: int = -1) -> bytes:
+    async def read(self, n: int = -1, deadline: asyncio.Timeout | None = None) -> bytes:
         data = await self._reader.read(min(n, PIECE_BYTES) if n >= 0 else PIECE_BYTES)
-        await asyncio.sleep(self._pace.take(len(data)))
+        await self._wait(len(data), deadline)
         return data
 
-    async def readexactly(self, n: int) -> bytes:
+    async def readexactly(self, n: int, deadline: asyncio.Timeout | None = None) -> bytes:
         data = await self._reader.readexactly(n)
-        await asyncio.sleep(self._pace.take(len(data)))
+        await self._wait(len(data), deadline)
         return data
+
+    async def _wait(self, size: int, deadline: asyncio.Timeout | None) -> None:
+        wait = self._pace.take(size)
+        self._unpaid_s += size / self._pace.bytes_s
+        if self._unpaid_s > LATENCY_S:
+            self._unpaid_s = 0.0
+            put_off(deadline, wait)
+            await asyncio.sleep(wait)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -114,6 +125,20 @@ async def drain(writer: asyncio.StreamWriter, deadline: asyncio.Timeout) -> None
     """`writer.drain()`, where a limit of this node's own is not the other end's fault."""
     paced: Any = writer
     await (paced.drain(deadline) if isinstance(paced, PacedWriter) else paced.drain())
+
+
+async def read(reader: asyncio.StreamReader, n: int, deadline: asyncio.Timeout | None) -> bytes:
+    """`reader.read(n)`, likewise."""
+    paced: Any = reader
+    data: bytes = await (paced.read(n, deadline) if isinstance(paced, PacedReader) else paced.read(n))
+    return data
+
+
+async def read_exactly(reader: asyncio.StreamReader, n: int, deadline: asyncio.Timeout | None) -> bytes:
+    """`reader.readexactly(n)`, likewise."""
+    paced: Any = reader
+    data: bytes = await (paced.readexactly(n, deadline) if isinstance(paced, PacedReader) else paced.readexactly(n))
+    return data
 
 
 def put_off(deadline: asyncio.Timeout | None, seconds: float) -> None:

@@ -24,7 +24,7 @@ from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
 from protocol.manifest import FILE_METHOD
 from protocol.transports.base import Server
-from protocol.transports.pacing import drain, put_off
+from protocol.transports.pacing import drain, put_off, read, read_exactly
 
 LARGE_METHODS = frozenset({FILE_METHOD})
 """Their answers have up to `MAX_RESPONSE_BYTES`; all others' `MAX_SHORT_BYTES`."""
@@ -39,7 +39,7 @@ ANSWER_S = 180.0
 GRACE_S, MIN_BYTES_PER_S = 10.0, 2**19
 """Who takes less than this, ten seconds not counted, is dropped: 64 MiB at 4 Mbit/s take two minutes."""
 REQUEST_S = 10.0
-"""Longest that a request may take to arrive."""
+"""Longest that a request may take to arrive; what a limit of this node's own holds up does not count."""
 MAX_DETAIL_CHARS = 200
 MAX_REFUSAL_BYTES = 2 * MAX_DETAIL_CHARS
 ANSWER, REFUSAL, UNAVAILABLE = b"\0", b"\1", b"\2"
@@ -114,12 +114,12 @@ class Answers:
         cannot be read."""
         if self._running.total() > MAX_ANSWERS or self._running[peer] > MAX_ANSWERS_PER_PEER:
             return self._busy()
-        async with asyncio.timeout(REQUEST_S):
-            length = (await reader.readexactly(1))[0]
-            method = (await reader.readexactly(length)).decode(errors="replace")
+        async with asyncio.timeout(REQUEST_S) as deadline:
+            length = (await read_exactly(reader, 1, deadline))[0]
+            method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
             server = self.servers.get(method)
             try:
-                payload = await read_frame(reader, MAX_REQUEST_BYTES, self._traffic)
+                payload = await read_frame(reader, MAX_REQUEST_BYTES, self._traffic, deadline)
             except RemoteProtocolError as error:
                 self._traffic.rejected[error.reason] += 1
                 return REFUSAL, refusal(error)
@@ -179,15 +179,18 @@ async def write_frame(writer: asyncio.StreamWriter, payload: bytes, traffic: Tra
     traffic.bytes_out += len(payload) + 40
 
 
-async def read_frame(reader: asyncio.StreamReader, limit: int, traffic: Traffic) -> bytes:
-    """Raises RemoteProtocolError: size (before anything is allocated), torn or hash."""
-    head = await reader.readexactly(40)
+async def read_frame(
+    reader: asyncio.StreamReader, limit: int, traffic: Traffic, deadline: asyncio.Timeout | None = None
+) -> bytes:
+    """Raises RemoteProtocolError: size (before anything is allocated), torn or hash. `deadline` is put off by what a
+    limit of this node's own holds up."""
+    head = await read_exactly(reader, 40, deadline)
     size, digest = int.from_bytes(head[:8], "big"), head[8:]
     if size > limit:
         raise RemoteProtocolError("size", f"{size} bytes, allowed are {limit}")
     payload, hashed = bytearray(), hashlib.sha256()
     while len(payload) < size:
-        piece = await reader.read(min(MAX_CHUNK_BYTES, size - len(payload)))
+        piece = await read(reader, min(MAX_CHUNK_BYTES, size - len(payload)), deadline)
         if not piece:
             raise RemoteProtocolError("torn", f"{len(payload)} of {size} bytes")
         payload += piece

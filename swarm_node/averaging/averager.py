@@ -156,9 +156,9 @@ class Averager(ABC):
     def under_way(self) -> bool:
         """Whether an exchange has begun and is not over."""
 
-    def leave(self) -> None:  # noqa: B027 - groups have nobody else to ask
+    def leave(self, seconds: float) -> None:  # noqa: B027 - groups have nobody else to ask
         """Have `step` hand what was learned since the last exchange to somebody of the cohort, whose turn it need not
-        be; it is `under_way` until it has come about, or nobody is left to ask."""
+        be; it is `under_way` until it has come about, or nobody is left to ask. There are about so many seconds."""
 
     @contextmanager
     def changing(self) -> Iterator[None]:

@@ -12,7 +12,8 @@ take part. When both call at once, the lower peer id's call counts. An exchange 
 about the partner; after three of a partner's calls that did not, the round is over for it.
 
 A node that leaves asks one after the other, its partner first, until somebody has taken part in an exchange of what it
-has learned since the last one. Each node takes part in one such exchange of a fragment in each round, besides its own.
+has learned since the last one. Each node does so for one peer in each round, and for each peer once an hour; its own call,
+or its partner's, breaks off what a leaving peer began.
 
 What does not touch weights is done on the transport's worker threads, while training goes on. Beside the weights, their
 slow copy and momentum, an exchange takes twice the memory of its fragment: our copy and the partner's values, in which
@@ -65,6 +66,12 @@ MOST_ASKED = 8
 """In vain, by a node that leaves."""
 BUSY_S = 0.25
 """After who was busy, the next is asked."""
+ANSWER_S = 1.0, 10.0
+"""Shortest and longest that a node which leaves waits for an answer before it asks the next; a third of its time."""
+PARTING_S = 15.0
+"""Longest that an exchange with a peer that leaves may take, here; or a quarter of the round."""
+LEFT_S = 3600.0
+"""Between two exchanges of a fragment with a peer that leaves: nobody's weights count much more by saying so."""
 ATTEMPTS = 3
 """Calls of a partner that are accepted in one round, if they come to nothing: each costs a copy of the weights."""
 FARTHEST = 1e18
@@ -99,6 +106,8 @@ class _Exchange:
     generation: int = 0
     """How often those of this fragment had been averaged."""
     theirs: AverageHead | None = None
+    answer_by: float = field(default=math.inf, init=False)
+    """When the next is asked, by a node that leaves."""
     readers: list[Reader] = field(default_factory=list, init=False)
     """What reads the partner's body: its fast weights, and slow ones if they travel."""
     apart: float = field(default=0.0, init=False)
@@ -151,8 +160,8 @@ class PairAverager(Averager):
         self._under_way: _Exchange | None = None
         self._failures: list[tuple[_Exchange, BaseException]] = []
         """Exchanges that failed, and have not been counted."""
-        self._accepted: Counter[tuple[int, str]] = Counter()
-        """Calls, by round and partner."""
+        self._accepted: Counter[tuple[int, str, int]] = Counter()
+        """Calls, by round, peer and, of those that leave, fragment (else -1)."""
         self._waits: dict[int, float] = {}
         """Round -> until when training waits for exchanges of it."""
         self._settled: set[int] = set()
@@ -161,12 +170,15 @@ class PairAverager(Averager):
         """Round -> why it did not come about, and with whom, as long as it has not."""
         self._call_at = 0.0
         self._leaving = False
+        self._answer_s = 0.0
         self._asked: set[str] = set()
         """Since it leaves, in vain."""
         self._busy: dict[str, float] = {}
         """Those of the cohort who were busy -> when."""
-        self._parted: set[tuple[int, int]] = set()
-        """Rounds and fragments in which a node that leaves has called."""
+        self._left: dict[tuple[str, int], float] = {}
+        """Who has left and which fragment it handed over -> when."""
+        self._parted: dict[int, str] = {}
+        """Round -> who has left in it."""
         self.transport.accept(AVERAGE_METHOD, self.counted(self._accept))
 
     # ----------------------------------------------------------------- for training
@@ -184,17 +196,27 @@ class PairAverager(Averager):
             self._settled = {r for r in self._settled if r >= round - 1}
             self._accepted = Counter({call: n for call, n in self._accepted.items() if call[0] >= round - 1})
             self._waits = {r: end for r, end in self._waits.items() if r >= round - 1 or now < end}
-            self._parted = {(r, fragment) for r, fragment in self._parted if r >= round - 1}
+            self._parted = {r: peer for r, peer in self._parted.items() if r >= round - 1}
+            self._left = {handed: at for handed, at in self._left.items() if now - at < LEFT_S}
+            if self._own_turn(round) and now >= self._call_at:
+                self._break_off()
+            mine = self._under_way
+            if mine is not None and mine.ours and mine.theirs is None and now > mine.answer_by:
+                self._give_up(mine, f"no answer within {self._answer_s:.1f} s")
             idle = self._under_way is None
-        if idle and round not in self._settled and self._due(round) and now >= self._call_at:
+        if idle and self._own_turn(round) and now >= self._call_at:
             self._call(round, now)
         with self._guard:
             idle = self._under_way is None
         if self._leaving and idle and now >= max(self._busy.values(), default=0.0) + BUSY_S:
             self._hand_over(round)
 
-    def leave(self) -> None:
+    def leave(self, seconds: float) -> None:
         self._leaving = True
+        self._answer_s = min(max(ANSWER_S[0], seconds / 3), ANSWER_S[1])
+        with self._guard:
+            if self._under_way is not None:
+                self._under_way.answer_by = self.now() + self._answer_s
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, numbers = super().state_dict()
@@ -227,6 +249,17 @@ class PairAverager(Averager):
 
     def _due(self, round: int) -> bool:
         return self._updates - self._exchanged_at[self._fragment(round)] >= self.config.every
+
+    def _own_turn(self, round: int) -> bool:
+        """Whether there is an exchange with this round's partner to come."""
+        return round not in self._settled and self._due(round)
+
+    def _break_off(self) -> None:
+        """What a peer that leaves began here; with `_guard` held."""
+        mine = self._under_way
+        if mine is not None and mine.parting and not mine.ours and not mine.done:
+            self._under_way = None
+            mine.drop()
 
     def _partner(self, round: int) -> str | None:
         """Of this node in that round, as far as it knows the cohort."""
@@ -284,6 +317,8 @@ class PairAverager(Averager):
         return [peer for peer in self._cohort() if peer not in self._asked]
 
     def _ask(self, exchange: _Exchange) -> None:
+        if self._leaving:
+            exchange.answer_by = self.now() + self._answer_s
         with self._guard:
             if self._under_way is not None:  # it was quicker
                 exchange.forget()
@@ -327,6 +362,8 @@ class PairAverager(Averager):
             ):  # a stranger is not worth the work of pairing
                 raise RemoteProtocolError("partner", f"another is this node's in round {round}")
         with self._guard:
+            if not theirs.parting:
+                self._break_off()
             mine = self._make_way(peer)
             exchange = None
             if mine is not None and (mine.round, mine.fragment) == (round, fragment) and self._fits(mine):
@@ -342,9 +379,7 @@ class PairAverager(Averager):
                     raise RemoteProtocolError("busy", "weights were averaged, or replaced, meanwhile")
                 if mine is not None:
                     mine.drop()
-                self._accepted[round, peer] += 1
-                if theirs.parting:
-                    self._parted.add((round, fragment))
+                self._accepted[round, peer, fragment if theirs.parting else -1] += 1
                 self._begin(exchange)
         except RemoteProtocolError:
             exchange.forget()
@@ -353,13 +388,17 @@ class PairAverager(Averager):
 
     def _not_over(self, call: AverageHead, peer: str) -> None:
         """Raises RemoteProtocolError if no call such as this is accepted in its round any more."""
-        round = call.round
-        if self._accepted[round, peer] >= ATTEMPTS:
+        round, now = call.round, self.now()
+        if self._accepted[round, peer, call.fragment if call.parting else -1] >= ATTEMPTS:
             raise RemoteProtocolError("late", f"round {round} is over")
-        if call.parting and (self._leaving or (round, call.fragment) in self._parted):
+        if not call.parting:
+            if round in self._settled:
+                raise RemoteProtocolError("late", f"round {round} is over")
+            return
+        if self._leaving or self._parted.get(round, peer) != peer:
             raise RemoteProtocolError("late", "this node leaves as well, or another has handed it its weights")
-        if not call.parting and round in self._settled:
-            raise RemoteProtocolError("late", f"round {round} is over")
+        if now - self._left.get((peer, call.fragment), -math.inf) < LEFT_S:
+            raise RemoteProtocolError("late", "this peer has left within the last hour")
 
     def _is_now(self, round: int) -> None:
         """Raises RemoteProtocolError unless it may be the present round by the caller's clock: early (it is the next
@@ -397,6 +436,8 @@ class PairAverager(Averager):
         failed = self._failed_blocks[fragment] if self._codec in BITS else torch.zeros(0, dtype=torch.bool)
         written_out = failed.nonzero()[: most_written_out(len(fast)), 0]
         ends = self.now() + self.config.timeout_s
+        if parting and not ours:
+            ends = min(ends, self.now() + min(PARTING_S, self.place.period_s / 4))
         return _Exchange(
             round, fragment, peer, updates, fast, slow, reach, written_out, ends, ours, parting, replaced, generation
         )
@@ -408,7 +449,8 @@ class PairAverager(Averager):
     def _begin(self, exchange: _Exchange) -> None:
         """With `_guard` held."""
         self._under_way = exchange
-        self._waits.setdefault(exchange.round, exchange.ends)
+        if not exchange.parting:
+            self._waits.setdefault(exchange.round, exchange.ends)
 
     def _half(self, exchange: _Exchange) -> Outgoing:
         """Our half of an exchange."""
@@ -551,10 +593,11 @@ class PairAverager(Averager):
                 exchange.forget()
         self.woken.set()
 
-    def _give_up(self, exchange: _Exchange) -> None:
+    def _give_up(self, exchange: _Exchange, why: str = "") -> None:
         """What is under way; with `_guard` held."""
         self._under_way = None
-        self._failures.append((exchange, RemoteProtocolError("slow", f"more than {self.config.timeout_s:g} s")))
+        why = why or f"more than {self.config.timeout_s:g} s"
+        self._failures.append((exchange, RemoteProtocolError("slow", why)))
         exchange.drop()
 
     def _finish(self) -> None:
@@ -573,9 +616,10 @@ class PairAverager(Averager):
         if exchange is None:
             return
         try:
-            if exchange.failed is not None:
-                self._failed_blocks[exchange.fragment] = exchange.failed
-            self.robust.remember(exchange.fragment, exchange.verdict)
+            if not exchange.parting:  # what is usual is learned from those whose turn it is
+                if exchange.failed is not None:
+                    self._failed_blocks[exchange.fragment] = exchange.failed
+                self.robust.remember(exchange.fragment, exchange.verdict)
             if exchange.refused is not None:
                 raise exchange.refused
             if not self._fits(exchange):
@@ -602,8 +646,12 @@ class PairAverager(Averager):
             self._exchanged_at[fragment] = exchange.updates
             self._settle(exchange.round)
         self._generations[fragment] += 1  # last: whoever reads this number, and what it copies after that, has all
-        self.spread = self._apart[fragment] = exchange.apart
-        self.robust.accept(fragment, exchange.verdict)
+        if exchange.parting and not exchange.ours:
+            self._parted[exchange.round] = exchange.partner
+            self._left[exchange.partner, fragment] = self.now()
+        if not exchange.parting:
+            self.spread = self._apart[fragment] = exchange.apart
+            self.robust.accept(fragment, exchange.verdict)
         self._went_well(exchange.partner)
 
     def _failed(self, exchange: _Exchange, reason: str, detail: str) -> None:

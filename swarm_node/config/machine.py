@@ -21,10 +21,10 @@ class SnapshotsConfig(Section):
     """Where rounds are slow: a snapshot also after the round that ends so long after the last one. Not of a crew's
     stages."""
     keep: PositiveInt = 2
-    """Snapshots kept."""
+    """Snapshots kept; of each of a crew's stages one more."""
     to: str = Field("", pattern=r"^([a-z][a-z0-9+]*://\S+)?$")
     """URL of a directory to copy each snapshot to, and to begin from where there is none here: file://, s3://, gs://,
-    az:// (docker/spot.md). The bucket, or the folder above it, has to be there. Empty = nowhere."""
+    az:// (docker/spot.md). The bucket, or the folder, has to be there. Empty = nowhere."""
 
 
 class SpotConfig(Section):

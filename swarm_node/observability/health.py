@@ -8,7 +8,8 @@
 A process that runs but trains nothing answers 503: before the first round, when one takes far longer than those before
 it, and while it leaves. To wait, rightly, is part of no round: not of the silence since the last one, nor of what the
 longest took. `python -m swarm_node.observability.health` asks the node of this machine, for HEALTHCHECK: where its run
-directory (SWARM_NODE_RUN_DIR) says that it listens, whatever that was set by.
+directory (SWARM_NODE_RUN_DIR) says that it listens, whatever that was set by; while nobody holds that directory, where
+the environment says.
 """
 
 from __future__ import annotations

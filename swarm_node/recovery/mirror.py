@@ -7,8 +7,9 @@ Each snapshot is copied once it is whole on disk, in the background, the newest 
 leaves last and is removed before anything is overwritten, is not there. What is torn here is not copied. A run
 directory without a whole snapshot is filled from the newest copy: of its own peer, else of a peer of its name, else
 (unless of a crew, whose machines hold different things) of any that trained the same. Of the stages of a crew all
-copies come, since its machines can only go on together from an update of which there are files of each. A run that is
-alone, whose <swarm> is `local`, has nothing but those of its name.
+copies come, since its machines can only go on together from an update of which there are files of each; where some
+stages are here whole, the others come from its own peer's. A run that is alone, whose <swarm> is `local`, has nothing
+but those of its name.
 
 The URL is any that fsspec knows; what is copied is as trustworthy as who can write there, and is checked as snapshots
 on disk are. There is no secret in it: the identity stays on the machine.
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import threading
 import time
@@ -32,7 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from swarm_node.errors import SnapshotError, UserError
-from swarm_node.recovery.snapshots import MAX_STATE_BYTES, NAME, check_files, order
+from swarm_node.recovery.snapshots import MAX_STATE_BYTES, NAME, ForeignSnapshot, check_files, order
 from swarm_node.rundir import explain
 
 LOOK_S = 1.0
@@ -47,13 +49,15 @@ SLOW_S = 600.0
 ANSWER_S = 60.0
 """At the start, for a list of what is there, and for anything more of a file; drivers by themselves wait for up to half
 an hour."""
-MOST = 3
-"""Copies of a stage that are looked at: two are kept, and the third is there until the first is removed."""
+KEPT, STAGES_KEPT = 2, 3
+"""Copies of a folder; of a stage one more, since one that was made at a time of its own must not take the place of the
+update of which there are copies of all stages."""
 FILE = re.compile(
     r"([^/]+)/(snapshots|stages/[0-9]{1,5})/(round-[0-9]{8,}(?:-[0-9]+)?)/([a-z0-9_-]+\.safetensors|state\.json|SHA256SUMS)"
 )
 UNLINKABLE = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 """What file systems answer that have no hard links, or no more of them."""
+SNAPSHOTS = "snapshots"
 NEEDED = {"state.json", "SHA256SUMS"}
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 
@@ -68,8 +72,8 @@ class Mirror:
     """The copies of one run, and those of its swarm."""
 
     def __init__(self, url: str, swarm: str, name: str, peer: str, run: Path, say: Callable[[str], None]) -> None:
-        """`peer` is empty for a run that is alone. Raises UserError if nothing here speaks the URL's protocol, or the
-        folder above a local one is not there."""
+        """`peer` is empty for a run that is alone. Raises UserError if nothing here speaks the URL's protocol, or a
+        local folder is not there."""
         import fsspec
         from fsspec.implementations.local import LocalFileSystem
 
@@ -85,13 +89,16 @@ class Mirror:
         except ValueError as error:
             raise UserError(f"--snapshot-to {url}: {error}; use file://, s3://, gs:// or az://") from error
         self._local = isinstance(self._fs, LocalFileSystem)
-        above = os.path.dirname(root)
+        self._place = root
         try:
-            there = not self._local or _in_time(partial(os.path.isdir, above))
+            there = _in_time(self._is_there)
         except TimeoutError as error:
             raise UserError(f"--snapshot-to {url}: {error}") from error
-        if not there:  # a share that is not mounted yet: all would seem lost, and copies would fill the disk beneath
-            raise UserError(f"--snapshot-to {url}: there is no folder {above}; make it, or mount what it is on")
+        if not there:
+            raise UserError(
+                f"--snapshot-to {url}: there is no such folder; mount the share that it is on, or make it there: "
+                f"mkdir {shlex.quote(root)}"
+            )
         self._url = url
         self._bucket = scheme in EXTRAS
         self._root = f"{root.rstrip('/')}/{swarm[:16]}"
@@ -101,7 +108,7 @@ class Mirror:
         self._run = run
         self._say = say
         self._done: dict[str, list[str]] = {}
-        """Folder -> rounds that are there as they are here, oldest first; two at most."""
+        """Folder -> rounds that are there as they are here, oldest first; as many as are kept."""
         self._failed: dict[str, float] = {}
         """Folder whose last copy failed -> when."""
         self._told: set[str] = set()
@@ -117,50 +124,71 @@ class Mirror:
     # ----------------------------------------------------------------- from there
 
     def restore(self, accept: Accept = lambda state: None, crew: bool = False) -> None:
-        """Fill the run directory from a copy, if it has no whole snapshot and there is one. Raises UserError."""
+        """Fill those folders of the run directory from copies that have no whole snapshot: `snapshots`, and of a crew's
+        member all stages. Raises UserError."""
         try:
             self._sweep()
-            if self._is_filled():
-                return
+            whole, torn = self._state_here(crew)
         except OSError as error:
             raise UserError(explain(error, self._run)) from error
+        if whole and not crew:
+            return
+        # There may be more stages of which nothing is left here. Where nothing says so, a place that cannot be read
+        # must not keep this machine from the crew.
+        surely = bool(torn - {SNAPSHOTS}) or not whole - {SNAPSHOTS}
         try:
             try:
-                self._fill(accept, crew, again=False)
+                self._fill(accept, crew, whole, surely, again=False)
             except FileNotFoundError:  # whoever lives removes old copies, also while they are read
-                self._fill(accept, crew, again=True)
+                self._fill(accept, crew, whole, surely, again=True)
+        except UserError:
+            raise
         except Exception as error:  # each driver has its own; to begin anew silently would be the loss of everything
             raise UserError(
                 f"cannot read {self._url} ({_what(error)}): mend that, or leave out --snapshot-to to begin anew"
             ) from error
 
-    def _is_filled(self) -> bool:
-        """Whether any snapshot here is whole; what is wrong with the newest, if there are none but torn ones, is said.
-        Raises OSError, and UserError for one that may not be read."""
-        torn = []
-        for folder in self._folders():
+    def _state_here(self, crew: bool) -> tuple[set[str], set[str]]:
+        """Folders with a whole snapshot, and those with none but torn ones; what is wrong with the newest of these is
+        said. Raises OSError, and UserError for one that may not be read."""
+        whole, torn = set[str](), dict[str, str]()
+        for folder in self._folders() if crew else [self._run / SNAPSHOTS]:
+            where = folder.relative_to(self._run).as_posix()
             for path in self._rounds(folder):
                 try:
                     check_files(path)
-                    return True
                 except SnapshotError as error:
-                    torn.append(f"{path.relative_to(self._run)}: {error}")
+                    torn.setdefault(where, f"{where}/{path.name}: {error}")
+                else:
+                    whole.add(where)
+                    torn.pop(where, None)
+                    break
         if torn:
-            self._say(f"no snapshot in {self._run} is whole ({torn[0]}): looking for one at {self._url}")
-        return False
+            where = ", ".join(str(self._run / folder) for folder in torn) if whole else str(self._run)
+            wrong = next(iter(torn.values()))
+            self._say(f"no snapshot in {where} is whole ({wrong}): looking for one at {self._url}")
+        return whole, set(torn)
 
-    def _fill(self, accept: Accept, crew: bool, again: bool) -> None:
-        """Raises FileNotFoundError, unless `again`, if one goes while it is read."""
-        with self._said_if_slow(f"looking for snapshots at {self._url}"):
-            copies = _in_time(self._list)
+    def _fill(self, accept: Accept, crew: bool, whole: set[str], surely: bool, again: bool) -> None:
+        """All folders but those that are `whole`. Raises FileNotFoundError, unless `again`, if one goes while it is
+        read. A place that cannot be listed is no more than said, unless something is `surely` to be had from there."""
+        try:
+            with self._said_if_slow(f"looking for snapshots at {self._url}"):
+                copies = _in_time(self._list)
+        except Exception as error:  # each driver has its own
+            if surely:
+                raise
+            self._say(f"cannot read {self._url} ({_what(error)}): going on with the stages that are here")
+            return
+        farthest = 0 if self._alone or whole - {SNAPSHOTS} else 1 if crew else 2
         for owner in sorted(copies, key=lambda owner: self._rank(owner, copies[owner])):
-            if self._rank(owner, {})[0] > (0 if self._alone else 1 if crew else 2):
+            if self._rank(owner, {})[0] > farthest:
                 continue
             found: dict[str, list[str]] = {}
             for folder, rounds in copies[owner].items():
-                if crew or folder == "snapshots":
-                    most = 1 if folder == "snapshots" else MOST
-                    found[folder] = self._fetch(f"{owner}/{folder}", rounds, accept, again, most)
+                if folder not in whole and (crew or folder == SNAPSHOTS):
+                    most = 1 if folder == SNAPSHOTS else STAGES_KEPT
+                    found[folder] = self._fetch(owner, folder, rounds, accept, again, most)
             names = ", ".join(f"{folder}/{name}" for folder, names in found.items() for name in reversed(names))
             if owner == self._owner:
                 self._done = found
@@ -205,10 +233,14 @@ class Mirror:
         newest = max((order(Path(name))[0] for rounds in folders.values() for name in rounds), default=0)
         return kin, -newest, owner
 
-    def _fetch(self, place: str, rounds: dict[str, set[str]], accept: Accept, again: bool, most: int) -> list[str]:
+    def _fetch(
+        self, owner: str, where: str, rounds: dict[str, set[str]], accept: Accept, again: bool, most: int
+    ) -> list[str]:
         """The newest good rounds of OWNER/FOLDER, so many of them at most, into the run directory; their names, oldest
-        first."""
-        folder, got = self._run / place.partition("/")[2], list[str]()
+        first. UserError if they are this owner's and there is none, but one of another run: new ones would take the
+        place of those."""
+        folder, place, got = self._run / where, f"{owner}/{where}", list[str]()
+        foreign = ""
         for name in sorted(rounds, key=lambda name: order(Path(name)), reverse=True):
             if len(got) == most:
                 break
@@ -228,15 +260,22 @@ class Mirror:
                     raise FileNotFoundError(name) from error
                 if not gone and not isinstance(error, SnapshotError):
                     raise
+                if isinstance(error, ForeignSnapshot):
+                    foreign = foreign or f"{place}/{name}: {error}"
                 why = "it was removed meanwhile" if gone else error
                 self._say(f"{self._url}: {place}/{name} is left alone: {why}")
             finally:
                 shutil.rmtree(arriving, ignore_errors=True)
+        if foreign and not got and owner == self._owner:
+            raise UserError(
+                f"what is at {self._url} under this name belongs to another run ({foreign}): give another name (--set "
+                f"name=NAME) or another --snapshot-to, or remove {self._root.rpartition('/')[2]}/{owner} there"
+            )
         return sorted(got, key=lambda name: (_made(folder / name), order(Path(name))))
 
     def _get(self, place: str, files: set[str], arriving: Path, accept: Accept) -> None:
-        """The files of OWNER/FOLDER/ROUND. Raises SnapshotError for one that is not accepted, and what the driver does;
-        TimeoutError if nothing more comes."""
+        """The files of OWNER/FOLDER/ROUND. Raises ForeignSnapshot for one that is not accepted, and what the driver
+        does; TimeoutError if nothing more comes."""
         source = f"{self._root}/{place}"
         sizes = _in_time(lambda: {file: int(self._fs.info(f"{source}/{file}")["size"] or 0) for file in files})
         if sizes["state.json"] > MAX_STATE_BYTES:
@@ -247,7 +286,7 @@ class Mirror:
                 get = partial(self._fs.get_file, f"{source}/{file}", str(here))
                 _in_time(get, partial(_size, here), f"nothing more of {place}/{file}")
                 if file == "state.json" and (reason := accept(_state(here))):
-                    raise SnapshotError(reason)
+                    raise ForeignSnapshot(reason)
 
     # ----------------------------------------------------------------- to there
 
@@ -271,10 +310,21 @@ class Mirror:
         with self._said_if_slow(waiting):
             while thread.is_alive() and (left := min(until - time.monotonic(), left_s())) > 0:
                 thread.join(min(left, TICK_S))
-        if thread.is_alive() or self._failed:
+        if thread.is_alive() or self._failed or self._lacks_newest():
             newest = [f"{folder}/{names[-1]}" for folder, names in list(self._done.items()) if names]
             self._over = True  # a driver whose process ends under it fails
             self._say(f"the last snapshot is not at {self._url}; there: {', '.join(newest) or 'none of this start'}")
+
+    def _lacks_newest(self) -> bool:
+        """Whether the newest of a folder here is not there; of those that are torn it was said."""
+        try:
+            for folder in self._folders():
+                names = [path.name for path in self._rounds(folder) if path not in self._torn]
+                if names and names[0] not in self._done.get(folder.relative_to(self._run).as_posix(), []):
+                    return True
+        except OSError:
+            return True
+        return False
 
     def _watch(self) -> None:
         last, folders = False, list[Path]()
@@ -334,9 +384,10 @@ class Mirror:
             there = f"{self._root}/{self._owner}/{where}"
             self._copy(leaving, f"{there}/{newest.name}")
             done.append(newest.name)
-            del done[:-2]
+            kept = KEPT if where == SNAPSHOTS else STAGES_KEPT
+            del done[:-kept]
             if len(done) > 1:
-                self._prune(there, done)
+                self._prune(there, done, kept)
             if timer.is_alive():
                 self._told.discard(slow)
             return True
@@ -354,17 +405,37 @@ class Mirror:
             self._fs.rm_file(f"{there}/SHA256SUMS")
         except FileNotFoundError:
             pass  # nothing is there
+        if not self._is_there():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._place)
         if not self._bucket:  # in which there are no folders, and whose owner may not let us make or see buckets
             self._fs.makedirs(there, exist_ok=True)
         for file in sorted(leaving.iterdir(), key=lambda file: file.name == "SHA256SUMS"):
             self._fs.put_file(str(file), f"{there}/{file.name}")
 
-    def _prune(self, there: str, keep: list[str]) -> None:
+    def _is_there(self) -> bool:
+        """Whether there is such a folder, if it is a local one. What is not may be on a share that is not mounted: all
+        would seem lost, and copies would fill the disk beneath."""
+        if not self._local:
+            return True
+        try:
+            os.stat(self._place)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            pass  # reading or writing says what
+        return True
+
+    def _prune(self, there: str, done: list[str], kept: int) -> None:
+        """All but what is `done`, and as much of what earlier starts left, newest first, as makes `kept` of it."""
         try:
             self._fs.invalidate_cache()
-            for old in self._fs.ls(there, detail=False):
-                if (stem := old.rstrip("/").rpartition("/")[2]) not in keep and NAME.fullmatch(stem):
-                    self._fs.rm(old, recursive=True)
+            names = {path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(there, detail=False)} - {*done}
+            room = kept - len(done)
+            for name in sorted(filter(NAME.fullmatch, names), key=lambda name: order(Path(name)), reverse=True):
+                if room and self._fs.exists(f"{there}/{name}/SHA256SUMS"):
+                    room -= 1
+                else:
+                    self._fs.rm(f"{there}/{name}", recursive=True)
         except Exception as error:  # each driver has its own; whoever may only write there writes on
             why = _what(error)
             self._tell("old", f"old copies stay at {self._url} ({why}): have whoever keeps it remove them")
@@ -373,7 +444,7 @@ class Mirror:
 
     def _folders(self) -> list[Path]:
         stages = sorted(path for path in (self._run / "stages").glob("*") if path.name.isdecimal())
-        return [self._run / "snapshots", *stages]
+        return [self._run / SNAPSHOTS, *stages]
 
     def _rounds(self, folder: Path) -> list[Path]:
         """Whole ones, that first which was written last: numbers may begin again, where a run goes back to an older

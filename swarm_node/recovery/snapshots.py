@@ -22,7 +22,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +40,8 @@ from swarm_node.rundir import explain
 FORMAT = 1
 NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
 MAX_STATE_BYTES = 64 << 20  # counters and random states take kilobytes; more is not ours
+NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+"""What reading answers for good where a file of a snapshot should be."""
 
 TensorFiles = Mapping[str, Mapping[str, Tensor]]
 Copies = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # stem -> distinct tensors, alias -> name
@@ -209,13 +211,16 @@ def read_snapshot(path: Path, accept: Callable[[dict[str, Any]], str | None]) ->
 
 
 @contextmanager
-def _torn() -> Iterator[None]:
-    """Whatever goes wrong in reading becomes a SnapshotError; a file that may not be read is not torn."""
+def _torn(codes: Collection[int] | None = None) -> Iterator[None]:
+    """Whatever goes wrong in reading becomes a SnapshotError, if of the system's errors it is one of `codes` (`None` =
+    any); a file that may not be read is not torn."""
     try:
         yield
     except PermissionError as error:
         raise UserError(f"no permission to read {error.filename}; change its owner or mode") from error
     except OSError as error:
+        if codes is not None and error.errno not in codes:
+            raise
         raise SnapshotError(f"{Path(error.filename or '').name}: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         raise SnapshotError(f"malformed ({type(error).__name__}: {error})") from error
@@ -267,8 +272,9 @@ def _check(path: Path, sums: dict[str, str]) -> None:
 
 
 def check_files(path: Path) -> None:
-    """Check, without parsing it, a snapshot directory that came from elsewhere. Raises SnapshotError."""
-    with _torn():
+    """Check, without parsing it, a snapshot directory that came from elsewhere. Raises SnapshotError if it is torn,
+    UserError if it may not be read, and OSError for what may pass: nothing is known then."""
+    with _torn(NOT_THERE):
         lines = (path / "SHA256SUMS").read_text().splitlines()
         sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
         for name in {"state.json", *sums}:

@@ -80,6 +80,7 @@ def test_after_a_notice_a_node_leaves_and_nobody_waits_for_it(start: Start, tmp_
 @pytest.mark.timeout(240)
 def test_a_fleet_that_is_lost_all_at_once_goes_on_from_its_copies(start: Start, tmp_path: Path) -> None:
     manifest, away = make_manifest(tmp_path), tmp_path / "away"
+    away.mkdir()
 
     def fleet(era: str) -> list[NodeProcess]:
         link = bootstrap(start, manifest, tmp_path / era / "hub")

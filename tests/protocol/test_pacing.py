@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from protocol.errors import PeerUnreachable
+from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.manifest import FILE_METHOD
 from protocol.transports.base import Outgoing
-from protocol.transports.channels import StreamChannel
+from protocol.transports.channels import Channels, StreamChannel
 from protocol.transports.exchanges import PIECE_S, Exchanges
-from protocol.transports.pacing import BURST_S, PIECE_BYTES, Pace, PacedReader, PacedWriter, Paces, bytes_s
-from protocol.transports.streams import ANSWER_S, GRACE_S, Answers, Traffic, read_frame, write_frame
+from protocol.transports.pacing import BURST_S, LATENCY_S, PIECE_BYTES, Pace, PacedReader, PacedWriter, Paces, bytes_s
+from protocol.transports.streams import ANSWER_S, GRACE_S, REQUEST_S, Answers, Traffic, read_frame, write_frame
 
 
 class Clock:
@@ -180,6 +180,36 @@ def test_what_its_own_limit_holds_up_is_not_the_takers_fault(monkeypatch: pytest
     assert long > GRACE_S + 50 + 2 * PIECE_BYTES / 1000
 
 
+async def take_in(pace: Pace, sizes: list[int], others: int = 0) -> None:
+    """One stream's readings; before each, `others` bytes are taken on other streams."""
+    reader = asyncio.StreamReader()
+    reader.feed_data(bytes(sum(sizes)))
+    paced = PacedReader(reader, pace)
+    for size in sizes:
+        pace.take(others)
+        assert len(await paced.readexactly(size)) == size
+
+
+def test_beats_do_not_queue_behind_the_bodies_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, pieces = Slept(monkeypatch), 100
+    pace = Pace(bytes_s(1.0), slept.clock)
+    asyncio.run(take_in(pace, [1] * pieces, PIECE_BYTES))
+    assert slept.seconds < 2 * PIECE_BYTES / pace.bytes_s, "for one of them"
+    assert pace.take(0) > (pieces - 2) * PIECE_BYTES / pace.bytes_s, "the others wait for what they took"
+
+
+def test_short_requests_keep_to_the_limit_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, count, sizes = Slept(monkeypatch), 100, [1, 7, 40, 952]
+    pace = Pace(1000.0, slept.clock)
+
+    async def go() -> None:
+        for _ in range(count):
+            await take_in(pace, sizes)
+
+    asyncio.run(go())
+    assert slept.seconds == pytest.approx(count * sum(sizes) / 1000, abs=BURST_S + LATENCY_S)
+
+
 class Jumping(selectors.DefaultSelector):
     """Instead of waiting, puts the clock on."""
 
@@ -309,3 +339,111 @@ def test_who_takes_nothing_of_a_body_is_given_up_under_a_limit_as_well(what: str
     with pytest.raises((TimeoutError, PeerUnreachable)):
         run(clock, go())
     assert clock.now - Clock.now == pytest.approx(PIECE_S)
+
+
+@pytest.mark.parametrize("what", ["exchange", "channel"])
+def test_bodies_that_arrive_within_one_limit_are_not_given_up_for_it(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, rate, count, got = Clock(), bytes_s(1.0), 4, []
+    body = bytes(range(256)) * (MAX_CHUNK_BYTES // 256)
+    assert count * len(body) / rate > PIECE_S
+    pace, exchanges = Pace(rate, clock), Exchanges(Traffic(), print)
+
+    async def at_once(method: str, callback: Any, *arguments: Any) -> Any:
+        return callback(*arguments)
+
+    monkeypatch.setattr(exchanges, "_in_thread", at_once)
+
+    async def take() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(body + hashlib.sha256(body).digest())
+        paced: Any = PacedReader(reader, pace)
+        if what == "exchange":
+            await exchanges._receive(paced, "weights", len(body), lambda piece: got.append(bytes(piece)))
+        else:
+            channel = StreamChannel("peer", asyncio.get_running_loop(), Traffic(), print)
+            got.append(bytes(await channel._take(paced, len(body))))
+
+    async def go() -> None:
+        await asyncio.gather(*(take() for _ in range(count)))
+
+    run(clock, go())
+    assert got == [body] * count
+    assert clock.now - Clock.now > PIECE_S
+
+
+@pytest.mark.parametrize("what", ["exchange", "channel"])
+def test_who_sends_no_more_of_a_body_is_given_up_under_a_limit_as_well(what: str) -> None:
+    clock = Clock()
+    pace, part = Pace(bytes_s(1.0), clock), bytes(PIECE_BYTES)
+
+    async def go() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(part)
+        paced: Any = PacedReader(reader, pace)
+        if what == "exchange":
+            await Exchanges(Traffic(), print)._read(paced, MAX_CHUNK_BYTES, bytearray(MAX_CHUNK_BYTES))
+        else:
+            await StreamChannel("peer", asyncio.get_running_loop(), Traffic(), print)._take(paced, MAX_CHUNK_BYTES)
+
+    with pytest.raises((TimeoutError, PeerUnreachable)):
+        run(clock, go())
+    assert clock.now - Clock.now == pytest.approx(PIECE_S + len(part) / pace.bytes_s - BURST_S, abs=BURST_S)
+
+
+def test_a_channel_has_a_minute_for_each_piece_of_a_body() -> None:
+    clock, size = Clock(), 3 * MAX_CHUNK_BYTES
+    piece_s = 0.9 * PIECE_S
+
+    async def go() -> bytearray:
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        for i in range(3):
+            loop.call_later((i + 1) * piece_s, reader.feed_data, bytes(MAX_CHUNK_BYTES))
+        return await StreamChannel("peer", loop, Traffic(), print)._take(reader, size)
+
+    assert len(run(clock, go())) == size
+    assert clock.now - Clock.now == pytest.approx(3 * piece_s)
+
+
+@pytest.mark.parametrize("what", ["request", "exchange", "channel"])
+def test_what_is_asked_while_others_have_used_up_the_limit_is_not_late_for_it(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, traffic, taker = Clock(), Traffic(), Taker()
+    pace, asked = Pace(bytes_s(1.0), clock), []
+    pace.take(int((REQUEST_S + 5) * pace.bytes_s))  # by others
+
+    async def at_once(what: Any, *arguments: Any) -> Any:
+        return what(*arguments)
+
+    monkeypatch.setattr("protocol.transports.streams.asyncio.to_thread", at_once)
+
+    async def go() -> None:
+        reader = asyncio.StreamReader()
+        frame = bytes(8) + hashlib.sha256().digest()
+        reader.feed_data(b"\x03ask" + (b"" if what == "channel" else frame) + (bytes(8) if what == "exchange" else b""))
+        reader.feed_eof()
+        ends = cast("Any", PacedReader(reader, pace)), cast("Any", taker)
+        if what == "request":
+            answers = Answers(traffic, print)
+            answers.servers["ask"] = lambda peer, payload: asked.append(peer) or b""
+            await answers.serve("peer", *ends)
+        elif what == "exchange":
+            exchanges = Exchanges(traffic, print)
+            exchanges.acceptors["ask"] = lambda peer, head, size: asked.append(peer) or refuse()
+            monkeypatch.setattr(exchanges, "_in_thread", lambda method, callback, *args: at_once(callback, *args))
+            await exchanges.serve("peer", *ends)
+        else:
+            channels = Channels(traffic, print)
+            channels.openings["ask"] = lambda channel: asked.append(channel.peer) or refuse()
+            await channels.serve("peer", *ends)
+
+    run(clock, go())
+    assert asked == ["peer"]
+    assert clock.now - Clock.now > REQUEST_S
+
+
+def refuse() -> Any:
+    raise RemoteProtocolError("busy", "later")

@@ -8,6 +8,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -344,6 +345,24 @@ def test_whoever_may_well_be_taken_back_soon_saves_its_stage(form: Callable[...,
     world.until(lambda: written(a) == {(0, 3)})
 
 
+def test_a_crew_does_not_wait_for_a_disk_that_writes_when_it_is_to_save(form: Callable[..., CrewWorld]) -> None:
+    world = form("llama", 2)
+    a, b = world.machines["a"], world.machines["b"]
+    writes = {machine: Future[None]() for machine in (a, b)}
+    for stage, machine in enumerate((a, b)):
+        machine.node.seats._store(stage)._writing = writes[machine]
+        machine.stop.advised = True
+    world.train(2)
+    a.stop.advised = False  # the run has saved
+    world.until(lambda: not b.stop.advised and b.updates == {1: 2})
+    assert written(a) == written(b) == set()
+    for write in writes.values():
+        write.set_result(None)
+    world.train(1)
+    world.until(lambda: written(a) == {(0, 3)} and written(b) > set())
+    assert {stage for stage, _ in written(b)} == {1}
+
+
 @pytest.mark.parametrize(("left_s", "least", "most"), [(118.0, 100.0, 118.0), (8.0, 0.0, 8.0), (math.inf, 10.0, 20.0)])
 def test_a_stage_is_handed_over_for_as_long_as_the_notice_leaves(
     form: Callable[..., CrewWorld], monkeypatch: pytest.MonkeyPatch, left_s: float, least: float, most: float
@@ -364,6 +383,7 @@ def test_a_stage_is_handed_over_for_as_long_as_the_notice_leaves(
 
 def test_a_crew_goes_on_from_the_newest_copies_of_one_update(form: Callable[..., CrewWorld], tmp_path: Path) -> None:
     world, url, said = form("llama", 2), f"file://{tmp_path}/away", list[str]()
+    (tmp_path / "away").mkdir()
 
     def mirror(name: str) -> Mirror:
         return Mirror(url, SWARM, name, "", tmp_path / name, said.append)

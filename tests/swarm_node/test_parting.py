@@ -11,7 +11,7 @@ import torch
 
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging.pairing import partner
-from swarm_node.parting import last_exchange
+from swarm_node.parting import PART_S, last_exchange
 from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, Cohort, Trainee
 
 
@@ -106,8 +106,9 @@ def test_what_was_learned_since_goes_to_one_whose_turn_it_is_not() -> None:
     assert torch.allclose(leaver.mine.flat, torch.tensor(0.5), atol=1e-3)
 
 
-def test_of_every_fragment() -> None:
-    leaver = Leaver(2, fragments=2)
+@pytest.mark.parametrize("fragments", [2, 3])
+def test_of_every_fragment(fragments: int) -> None:
+    leaver = Leaver(2, fragments=fragments)
     assert leaver.leaves()
     assert heirs(leaver) == leaver.others
 
@@ -116,9 +117,56 @@ def test_who_cannot_is_passed_over() -> None:
     leaver = Leaver(4)
     gone, *there = leaver.others
     gone.transport.close()
-    there[0].averager.leave()
+    there[0].averager.leave(1.0)
     assert leaver.leaves()
     assert heirs(leaver) == there[1:]
+
+
+def test_who_does_not_answer_costs_a_third_of_the_time() -> None:
+    leaver = Leaver(4)
+    clock, mute = leaver.cohort.clock, []
+    mine, members = leaver.mine.averager, [trainee.transport.peer_id for trainee in leaver.cohort.trainees]
+    first = partner(mine.place.peer_id, members, 1010, COHORT)
+    for trainee in leaver.others:
+        if trainee.transport.peer_id == first:
+            trainee.transport.link = LinkModel(latency_s=30.0)
+            mute.append(trainee)
+    end = clock.now() + PART_S + 3.0
+    assert last_exchange(mine, leaver.turn, lambda: end - clock.now())
+    leaver.turn()
+    assert len(mute) == 1 and len(heirs(leaver)) == 1 and heirs(leaver) != mute
+
+
+def test_a_liar_that_says_it_leaves_again_and_again_is_heard_once_an_hour() -> None:
+    leaver = Leaver(2)
+    (heir,) = leaver.others
+    for hours, heard in ((0, True), (0, False), (1, True)):
+        leaver.cohort.run(hours * 3600.0)
+        leaver.updates[leaver.mine.averager] += 1
+        for tensor in leaver.mine.weights.values():
+            tensor += 1.0
+        before = heir.flat.clone()
+        mine = leaver.mine.averager
+        mine._asked.clear()  # type: ignore[attr-defined]
+        assert last_exchange(mine, leaver.turn, lambda: math.inf) == heard
+        leaver.turn()
+        assert bool((heir.flat - before).abs().max() > 0.1) == heard
+    assert heir.averager.refused["late"] == 1
+
+
+def test_who_leaves_and_stalls_keeps_nobody_from_whose_turn_it_is() -> None:
+    leaver = LeftOver()
+    leaver.mine.transport.link = LinkModel(latency_s=0.02, bandwidth_bytes_s=50.0)  # a minute for its weights
+    leaver.mine.averager.leave(1.0)
+    for _ in range(5):
+        leaver.turn()
+    assert any(trainee.averager.under_way() for trainee in leaver.others)
+    for averager in (trainee.averager for trainee in leaver.others):
+        assert not averager.waiting()
+    leaver.others_are_due()
+    for _ in range(15):
+        leaver.turn()
+    assert leaver.of_others() == leaver.before + 2
 
 
 def test_no_more_than_one_is_taken_over_in_a_round() -> None:
@@ -148,7 +196,7 @@ class LeftOver(Leaver):
     """Of three, in a round in which the two others are each other's partners."""
 
     def __init__(self) -> None:
-        super().__init__(3, link=LinkModel(latency_s=0.02, bandwidth_bytes_s=2000.0))
+        super().__init__(3, link=LinkModel(latency_s=0.02, bandwidth_bytes_s=2000.0), overlap=False)
         a, b = (trainee.transport.peer_id for trainee in self.others)
         everybody = a, b, self.mine.transport.peer_id
         round = next(r for r in range(1011, 1040) if partner(a, everybody, r, COHORT) == b)

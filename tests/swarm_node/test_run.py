@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from swarm_node import run
 from swarm_node.config import NodeConfig
@@ -41,6 +41,7 @@ config = {
     "eval": {"questions": 0},
     "snapshots": {"to": f"file://{sys.argv[1]}-away"},
 }
+os.mkdir(f"{sys.argv[1]}-away")
 PATCH
 sys.exit(run.run_local(NodeConfig.model_validate(config)))
 """

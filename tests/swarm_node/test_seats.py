@@ -310,6 +310,24 @@ def test_snapshots_come_every_few_updates(saved: Saved, tmp_path: Path) -> None:
     assert a.seats.holding().snapshots == (Kept(0, 12), Kept(0, 10))
 
 
+def test_a_snapshot_at_a_time_of_its_own_does_not_cost_the_update_that_all_stages_have(
+    saved: Saved, tmp_path: Path
+) -> None:
+    world = World(saved("llama"), 2, tmp_path)
+    a, b = world.peer("a"), world.peer("b")
+    for stage, peer in enumerate((a, b)):
+        peer.take(stage)
+        for updates in (10, 10, 7, 3):
+            peer.train(stage, seed=1, updates=updates)
+            if peer.seats.updates < 30 or peer is a:  # the other has not made this one yet
+                peer.seats.updated(world.plan(a, b))
+            if peer.seats.updates == 27 and peer is a:
+                assert a.seats.save_soon()
+            peer.seats._store(stage).wait()
+    assert a.seats.holding().snapshots == (Kept(0, 30), Kept(0, 27), Kept(0, 20))
+    assert b.seats.holding().snapshots == (Kept(1, 20), Kept(1, 10))
+
+
 def test_snapshots_tell_which_layers_all_stages_had(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     a = world.peer("a")

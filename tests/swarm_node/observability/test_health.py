@@ -265,6 +265,26 @@ def test_the_check_asks_where_the_node_of_its_run_directory_listens_whatever_set
     assert told[2] == "health.port is 0: nobody is answered" and "no answer at 127.0.0.1" in told[3]
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_what_a_killed_node_said_is_not_believed(
+    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health = Health()
+    health.write(1, {})
+    monkeypatch.setenv("SWARM_NODE_RUN_DIR", str(tmp_path))
+    file = tmp_path / "health.json"
+    with serving(health, "127.0.0.1", 0) as port:
+        with RunDir.open(tmp_path) as run, run.answering("127.0.0.1", port if answers else 0):
+            said = file.read_text()
+            assert main() == 0
+        file.write_text(said)  # as if it had been killed
+        monkeypatch.setenv("SWARM_NODE_HEALTH_PORT", str(free_port()))
+        assert main() == 1, "nobody runs: the environment's"
+        with RunDir.open(tmp_path):
+            assert not file.exists()
+            assert main() == 1, "the next one has not said anything yet: likewise"
+
+
 def test_the_check_asks_where_the_node_listens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from swarm_node.errors import UserError
+from swarm_node.recovery import snapshots
 from swarm_node.recovery.mirror import Mirror, _in_time
 from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
 
@@ -52,6 +53,14 @@ def until(what: Callable[[], Any]) -> None:
 @pytest.fixture(autouse=True)
 def nothing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.recovery.mirror.SAY_S", 600.0)
+
+
+@pytest.fixture(autouse=True)
+def away(tmp_path: Path) -> Path:
+    """The share."""
+    folder = tmp_path / "away"
+    folder.mkdir()
+    return folder
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -182,6 +191,7 @@ def test_a_protocol_that_nothing_speaks_is_the_users_to_mend(url: str, message: 
 
 def test_a_place_that_cannot_be_written_is_said_once_and_costs_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
+    (tmp_path / "away").rmdir()
     (tmp_path / "away").write_text("a file, not a folder")
     snapshot(run / "snapshots", 1)
     said = copied(f"file://{tmp_path}/away", run)
@@ -470,22 +480,42 @@ def test_of_a_crews_stages_all_that_is_there_comes_back(url: str, tmp_path: Path
 @pytest.mark.parametrize("there", ["a file", "a loop", "a file in it"])
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(there: str, tmp_path: Path) -> None:
     away = tmp_path / "away"
+    if there != "a file in it":
+        away.rmdir()
     if there == "a file":
         away.write_text("not a folder")
     elif there == "a loop":
         away.symlink_to(away)
     else:
-        away.mkdir()
         (away / SWARM[:16]).write_text("not a folder")
     with pytest.raises(UserError, match="cannot read file:.*leave out --snapshot-to to begin anew"):
         mirror(f"file://{away}", tmp_path / "run", []).restore()
 
 
-def test_a_folder_in_no_folder_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"there is no folder {tmp_path}/share; make it, or mount what it is on"):
-        mirror(f"file://{tmp_path}/share/away", tmp_path / "run", [])
-    (tmp_path / "share").mkdir()
-    mirror(f"file://{tmp_path}/share/away", tmp_path / "run", []).restore()
+@pytest.mark.parametrize("place", ["share/runs", "file/runs"])
+def test_a_folder_that_is_not_there_is_refused_at_the_start(place: str, tmp_path: Path) -> None:
+    (tmp_path / "share").mkdir()  # where nothing is mounted
+    (tmp_path / "file").write_text("")
+    said = f"there is no such folder; mount the share that it is on, or make it there: mkdir {tmp_path}/{place}"
+    with pytest.raises(UserError, match=said):
+        mirror(f"file://{tmp_path}/{place}", tmp_path / "run", [])
+
+
+def test_a_share_that_goes_is_not_copied_to_beneath(
+    away: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 0.01)
+    monkeypatch.setattr("swarm_node.recovery.mirror.AGAIN_S", 0.0)
+    run, said = tmp_path / "run", Says()
+    one = mirror(f"file://{away}", run, said)
+    away.rmdir()
+    one.start()
+    snapshot(run / "snapshots", 1)
+    until(lambda: said)
+    assert not away.exists() and "FileNotFoundError" in said[0]
+    away.mkdir()
+    one.finish(30)
+    assert len(said) == 1 and list(away.glob("*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
 
 
 def tear(round: Path) -> None:
@@ -617,3 +647,162 @@ def test_what_is_waited_for_at_the_end_is_said(tmp_path: Path, monkeypatch: pyte
     assert said == [
         f"waiting until the last snapshot is at file://{tmp_path}/away, 30 s at most; a signal cuts that to seconds"
     ]
+
+
+def test_of_a_stage_three_are_kept_there_also_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 0.01)
+    run, away = tmp_path / "run", tmp_path / "away"
+    there = away / SWARM[:16] / "a-aaaaaaaa" / "stages" / "0"
+
+    def updates(*ones: int) -> list[int]:
+        one = mirror(f"file://{away}", run, [])
+        one.start()
+        for update in ones:
+            snapshot(run / "stages" / "0", update)
+            until((there / f"round-{update:08}" / "SHA256SUMS").exists)
+        one.finish(30)
+        return sorted(int(path.name[6:]) for path in there.iterdir())
+
+    assert updates(80, 100, 120, 127) == [100, 120, 127]
+    assert 120 in updates(140)
+    (there / "round-00000150").mkdir()  # an upload that was broken off
+    assert updates(160, 180) == [140, 160, 180]
+
+
+def test_copies_of_another_run_under_this_very_name_are_not_to_be_lost(url: str, tmp_path: Path) -> None:
+    for round in (10, 20):
+        snapshot(tmp_path / "old" / "snapshots", round)
+        assert copied(url, tmp_path / "old", peer="") == []
+    said: Says = []
+    one = mirror(url, tmp_path / "new", said, peer="")
+
+    def accept(state: dict[str, Any]) -> str | None:
+        return None if state["model"] == "other" else "its base model is not other"
+
+    message = rf"another run \(a/snapshots/round-00000020: its base model is not other\).*remove {SWARM[:16]}/a there"
+    with pytest.raises(UserError, match=message):
+        one.restore(accept)
+    assert len(said) == 2 and sorted(one._list()["a"]["snapshots"]) == ["round-00000010", "round-00000020"]
+    snapshot(tmp_path / "third" / "snapshots", 5, model="other")
+    copied(url, tmp_path / "third", peer="")
+    one.restore(accept)
+    assert said[-1] == f"going on from what a left at {url}: snapshots/round-00000005"
+
+
+def test_copies_of_another_run_under_anothers_name_are_left_alone(tmp_path: Path) -> None:
+    url, said = f"file://{tmp_path}/away", Says()
+    for peer in ("12D3KooWaaaaaaaa", "12D3KooWcccccccc"):
+        snapshot(tmp_path / peer / "snapshots", 10)
+        copied(url, tmp_path / peer, peer=peer)
+    mirror(url, tmp_path / "new", said, peer="12D3KooWbbbbbbbb").restore(lambda state: "another model")
+    assert len(said) == 2 and all("is left alone: another model" in line for line in said)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE])
+def test_a_snapshot_that_could_not_be_read_once_is_not_torn(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 0.01)
+    monkeypatch.setattr("swarm_node.recovery.mirror.AGAIN_S", 0.0)
+    run, said, failed = tmp_path / "run", Says(), list[Path]()
+    digest = snapshots._digest
+
+    def fail(path: Path) -> str:
+        if path.parent.name == ".leaving-round-00000001" and len(failed) < 3:
+            failed.append(path)
+            raise OSError(code, os.strerror(code), str(path))
+        return digest(path)
+
+    snapshot(run / "snapshots", 1)
+    monkeypatch.setattr(snapshots, "_digest", fail)
+    one = mirror(f"file://{tmp_path}/away", run, said)
+    one.start()
+    until(lambda: len(failed) == 3)
+    one.finish(30)
+    assert len(said) == 1 and os.strerror(code) in said[0]
+    assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
+
+
+def test_a_snapshot_that_nobody_looked_at_any_more_is_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, said = tmp_path / "run", Says()
+    snapshot(run / "snapshots", 1)
+    one = mirror(f"file://{tmp_path}/away", run, said)
+    one.start()
+    until(lambda: list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS")))
+    copy = one._copy_newest
+
+    def and_then(folder: Path, where: str) -> None:
+        copy(folder, where)
+        snapshot(run / "snapshots", 2)
+
+    monkeypatch.setattr(one, "_copy_newest", and_then)
+    monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 600.0)
+    one.finish(30)
+    assert said == [f"the last snapshot is not at file://{tmp_path}/away; there: snapshots/round-00000001"]
+
+
+def test_of_a_crews_stages_those_come_back_that_are_not_here_whole(url: str, tmp_path: Path) -> None:
+    run, said = tmp_path / "run", Says()
+    for stage in (0, 1, 2):
+        snapshot(run / "stages" / str(stage), 40)
+    snapshot(run / "snapshots", 20)
+    assert copied(url, run) == []
+    shutil.rmtree(run / "stages" / "1")
+    tear(run / "stages" / "2" / "round-00000040")
+    snapshot(run / "stages" / "0", 60)
+    mirror(url, run, said).restore(crew=True)
+    torn = (
+        f"{run}/stages/2 is whole (stages/2/round-00000040: policy.safetensors does not have the digest in SHA256SUMS)"
+    )
+    assert said == [
+        f"no snapshot in {torn}: looking for one at {url}",
+        f"going on from what a-aaaaaaaa left at {url}: stages/1/round-00000040, stages/2/round-00000040",
+    ]
+    for stage in (1, 2):
+        read_snapshot(run / "stages" / str(stage) / "round-00000040", lambda state: None)
+    assert len(list((run / "stages" / "0").iterdir())) == 2
+
+
+def test_a_leads_rounds_are_not_its_stages(url: str, tmp_path: Path) -> None:
+    run, said = tmp_path / "run", Says()
+    snapshot(run / "snapshots", 20)
+    snapshot(run / "stages" / "0", 40)
+    assert copied(url, run) == []
+    shutil.rmtree(run / "stages")
+    mirror(url, run, said, peer="12D3KooWbbbbbbbb").restore(crew=True)
+    assert said == [f"going on from what a-aaaaaaaa left at {url}: stages/0/round-00000040"]
+
+
+def test_whoever_has_stages_takes_no_others_of_a_namesake(tmp_path: Path) -> None:
+    url, said = f"file://{tmp_path}/away", Says()
+    snapshot(tmp_path / "a" / "stages" / "0", 40)
+    copied(url, tmp_path / "a")
+    run = tmp_path / "b"
+    snapshot(run / "stages" / "1", 40)
+    mirror(url, run, said, peer="12D3KooWbbbbbbbb").restore(crew=True)
+    assert said == [] and [path.name for path in (run / "stages").iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_place_that_cannot_be_read_keeps_only_those_from_a_crew_who_miss_something(
+    torn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, said = tmp_path / "run", Says()
+    for stage in (0, 1):
+        snapshot(run / "stages" / str(stage), 40)
+    one = mirror("memory://x", run, said)
+
+    def find(*args: Any) -> list[str]:
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(one._fs, "find", find)
+    if torn:
+        tear(run / "stages" / "1" / "round-00000040")
+        with pytest.raises(UserError, match="no credentials"):
+            one.restore(crew=True)
+    else:
+        one.restore(crew=True)
+        [line] = said
+        assert line == "cannot read memory://x (RuntimeError: no credentials): going on with the stages that are here"
