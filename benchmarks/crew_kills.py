@@ -69,7 +69,7 @@ WAYS = {
 """How a sentence about a stage that came back begins (`recovery.paths.tell`) -> `protocol.crew.Source.way`."""
 LOST = re.compile(r"(?:the lead|stage \d+) of crew \S+ is lost \((\S+?)[ :]")
 BACK = re.compile(r"stage [\d, ]+ is back after [\d.]+ s, held by (.*)")
-WHOLE = re.compile(r"crew \S+ is whole: stage ([^;]*)")
+WHOLE = re.compile(r"crew \S+ is whole: (?:stage ([^;]*)|all stages with ([^;]*))")
 
 
 # --------------------------------------------------------------------- what terminals say
@@ -92,6 +92,8 @@ def holders_of(text: str, stages: Sequence[int]) -> set[str] | None:
     if found := BACK.match(text):
         return set(found[1].split(", "))
     if found := WHOLE.match(text):
+        if found[2]:
+            return {found[2]}
         holders = dict(part.split(" ", 1) for part in found[1].split(", "))
         return {holders[str(stage)] for stage in stages}
     return None

@@ -24,6 +24,7 @@ from protocol.messages import Address, Hash64
 from protocol.model_listing import MAX_MODEL_BYTES
 
 LINK_SCHEME = "swarm"
+ID_CHARS = 64
 MAX_TASK_SOURCES = 64
 MAX_FILES_BYTES = 128 * 2**20
 """All question files of a manifest together: whoever joins waits for them and keeps them."""
@@ -151,6 +152,12 @@ def parse_link(text: str) -> Link:
         parts = urlsplit(text)
         if parts.scheme != LINK_SCHEME or parts.path or parts.fragment:
             raise ValueError("a link looks like swarm://<64 hex digits>?peer=/ip4/…/p2p/…")
+        if len(parts.netloc) != ID_CHARS:
+            raise ValueError(
+                f"the id in this link has {len(parts.netloc)} characters instead of {ID_CHARS}: copy the whole link"
+            )
+        if strange := set(parts.netloc) - set("0123456789abcdef"):
+            raise ValueError(f"the id in this link is of 0-9 and a-f, and has no {min(strange)!r}: copy it again")
         peers = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         if peers.keys() - {"peer"}:
             raise ValueError(f"unknown field {min(peers.keys() - {'peer'})!r}")

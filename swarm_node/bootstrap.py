@@ -16,12 +16,16 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
+
+from protocol.errors import LocalProtocolError
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.topics import rollout_topic
 from protocol.transports.base import Transport
+from protocol.transports.ports import lost_port
 from swarm_node.base_weights.finding import give_what_is_here
-from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.config import NetworkConfig, NodeConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.guest import BOOTSTRAP, MemoryLimit, refuse_on_a_bootstrap
 from swarm_node.installed import outdated
@@ -121,7 +125,8 @@ def _enter(
     if manifest is None:
         with visitor(swarm, config.network, say) as visit:
             manifest = fetch_manifest(visit, swarm, say)
-    keep(manifest, run)
+    keep(manifest, run, swarm.named)
+    _say_lost_port(config.network, run, say)
     stop.hold()
     transport = open_transport(config.network, manifest, swarm.peers, run, say)
     stack.callback(transport.close)
@@ -144,6 +149,32 @@ def _enter(
     give_what_is_here(config, manifest, transport, say)
     files |= gather_files(manifest, swarm, run, own, say, lambda: transport)
     return manifest, transport
+
+
+def _say_lost_port(network: NetworkConfig, run: RunDir, say: Callable[[str], None]) -> None:
+    """Links name the port, and those that were handed out cannot be called back."""
+    if network.dial_only:
+        return
+    try:
+        lost = lost_port(network.listen, network.port, run.ports)
+    except LocalProtocolError as error:
+        raise UserError(str(error)) from error
+    if lost:
+        say(
+            f"port {lost}, where this bootstrap was last time, is taken{_holder(lost)}: links handed out before lead "
+            f"nowhere until it has it back (free it, then start this again with --port {lost})"
+        )
+
+
+def _holder(port: int) -> str:
+    """Who listens there, in brackets; empty if this system does not tell."""
+    try:
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
+                return f" (by {psutil.Process(one.pid).name()}, process {one.pid})"
+    except (psutil.Error, OSError):
+        pass
+    return ""
 
 
 def _watch(

@@ -52,6 +52,8 @@ class CrewWords:
         """That nothing is missing."""
         holders = ", ".join(f"{stage} {self.called(peer)}" for stage, peer in enumerate(self.holders))
         spare = "" if self.mates.seats else "; this node waits until one is free"
+        if len(set(self.holders)) == 1:
+            return f"crew {self.crew} is whole: all stages with {self.called(self.holders[0])}{spare}"
         return f"crew {self.crew} is whole: stage {holders}{spare}"
 
     def missing(self) -> str:

@@ -74,7 +74,7 @@ def enter_swarm(
         say(f"asking for the manifest of swarm {swarm.id[:16]}")
         with waiting(), visitor(swarm, config.network, say) as visit:
             manifest = fetch_manifest(visit, swarm, say)
-    keep(manifest, run)
+    keep(manifest, run, swarm.named)
     try:
         with os_errors_explained(run.identity):
             identity = Identity.load_or_create(run.identity)

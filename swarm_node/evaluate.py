@@ -27,6 +27,12 @@ from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.types import Group, Task
 
 QUESTIONS_PER_BATCH = 32
+NONE_HELD_OUT = (
+    "no question is held out of training, so there are no held-out figures: one in five is, chosen by a hash of its "
+    "text, and the tasks have too few; 20 different questions nearly always give one, about 250 give the 50 that it "
+    "takes to tell learning from noise"
+)
+NONE_FITS = "no held-out question fits rollouts.max_prompt_tokens and the model"
 
 
 class Held(msgspec.Struct):
@@ -112,12 +118,14 @@ def main(target: str, tasks: list[str] | None, samples: int, questions: int | No
         lora = None if adapter_base(target) else False  # nothing is trained here: no new adapter
         config = NodeConfig(policy=PolicyConfig(model=target, lora=lora))
         policy = load_policy(config.policy, config.rollouts, say)
-    rollouts = fit_length(config.rollouts, policy, say)
     task_set = load_tasks(tasks or config.tasks, config.rewards)
+    if not task_set.held_out(1):
+        raise UserError(NONE_HELD_OUT)
+    rollouts = fit_length(config.rollouts, policy, say)
     asked = questions or config.eval.questions or EvalConfig().questions
     table = evaluate(policy, task_set, rollouts, asked, samples).table
     if not table:
-        raise UserError("these tasks have no held-out question that fits rollouts.max_prompt_tokens and the model")
+        raise UserError(NONE_FITS)
     if json_output:
         json.dump({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}, sys.stdout)
         sys.stdout.write("\n")

@@ -13,15 +13,16 @@ from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.rundir import RunDir, check_new_directory, os_errors_explained
 
 
-def policy_of_run(path: Path, report: Callable[[str], None]) -> tuple[Policy, NodeConfig]:
-    """The policy of the newest good snapshot in a run directory, and the run's configuration.
+def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = True) -> tuple[Policy, NodeConfig]:
+    """The policy of the newest good snapshot in a run directory, and the run's configuration. Not `samples` = it will
+    answer nothing.
 
     UserError if there is no run or no snapshot yet. Reads only: the run may be going on.
     """
     run = RunDir(path)
     _check_runs([run])
     config = load_config(run.config)
-    policy = load_policy(config.policy, config.rollouts, report)
+    policy = load_policy(config.policy, config.rollouts, report, samples)
     if config.stages.count:
         from swarm_node.staged import find_stages
 
@@ -59,13 +60,19 @@ def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], N
             save_staged(staged, out)
         is_lora = staged.plan.lora
     else:
-        policy, _ = policy_of_run(runs[0].path, report)
+        policy, _ = policy_of_run(runs[0].path, report, samples=False)
         with os_errors_explained(out):
             policy.save(out)
         is_lora = policy.is_lora
-    kind = "PeftModel.from_pretrained(base, …)" if is_lora else "AutoModelForCausalLM.from_pretrained(…)"
-    report(f"exported to {out}; load it with {kind}")
+    report(f"exported to {out}; load it with {loaded_with(out, is_lora)}")
     return out
+
+
+def loaded_with(path: Path, is_lora: bool) -> str:
+    """The Python that loads what lies at `path`."""
+    if is_lora:
+        return f"PeftModel.from_pretrained(base, {str(path)!r})"
+    return f"AutoModelForCausalLM.from_pretrained({str(path)!r})"
 
 
 def _check_runs(runs: Sequence[RunDir]) -> None:

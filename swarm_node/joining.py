@@ -10,7 +10,9 @@ the run directory, so a restart needs nobody.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
+import shlex
 import sys
 import tempfile
 import time
@@ -34,7 +36,7 @@ from protocol.manifest import (
     parse_manifest,
 )
 from protocol.messages import PeerCard
-from protocol.peers import peer_of
+from protocol.peers import parse_cache, peer_of
 from protocol.transports.base import Transport
 from protocol.transports.settings import NetworkSettings
 from swarm_node.config import NetworkConfig, NodeConfig, TaskConfig
@@ -78,13 +80,16 @@ class Swarm(msgspec.Struct, frozen=True):
     """Addresses to begin with: those of the link, else of the manifest."""
     folder: Path | None = None
     """Where the manifest was read: question files may lie beside it."""
+    named: str = ""
+    """How it was named; empty = nobody did, it was made here."""
 
 
 # --------------------------------------------------------------------- which swarm
 
 
 def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda sentence: None) -> Swarm:
-    """The swarm named by a path, an address or a link. Asks no peer; what `run` keeps helps out. Raises UserError."""
+    """The swarm named by a path, an address or a link. Asks no peer; what `run` keeps helps out, if it is what was
+    named: an address that cannot be had only if `run` was joined by it last time. Raises UserError."""
     if not named:
         raise UserError(
             "which swarm? name a manifest file, its https address or a swarm:// link, or set SWARM_NODE_SWARM"
@@ -96,38 +101,76 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
             check_addresses(link.peers)
             if kept is not None and kept.swarm_id == link.swarm:
                 kept = _begun_with(kept, link.peers)
-                return Swarm(link.swarm, kept, kept.bootstrap)
-            return Swarm(link.swarm, None, link.peers)
+                return Swarm(link.swarm, kept, kept.bootstrap, named=named)
+            return Swarm(link.swarm, None, link.peers, named=named)
         if is_url(named):
             try:
                 manifest = parse_manifest(download(named, MAX_MANIFEST_BYTES))
             except UserError as error:
-                if kept is None:
-                    raise
+                if run is None or kept is None or not named.startswith("https:") or _joined_by(run) != named:
+                    raise  # what is kept may be another swarm, where text becomes public, too
                 say(f"{error}; going on with the swarm this run was in, {kept.name} {kept.swarm_id[:16]}")
                 manifest = kept
-            return Swarm(manifest.swarm_id, manifest, manifest.bootstrap)
+            return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, named=named)
         manifest = parse_manifest(_read(Path(named).expanduser()))
-        return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, Path(named).expanduser().parent)
+        return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, Path(named).expanduser().parent, named)
     except RemoteProtocolError as error:
         raise UserError(f"{named} is no swarm that can be joined: {error.detail}") from error
 
 
 def swarm_to_join(config: NodeConfig) -> Swarm:
-    """The swarm that `config` names, if there is any way into it; touches no disk. Raises UserError."""
+    """The swarm that `config` names, if there is any way into it; says so if nobody can be asked. Touches no disk.
+    Raises UserError."""
+
+    def say(sentence: str) -> None:
+        print(sentence, file=sys.stderr, flush=True)
+
     run = RunDir(config.directory)
-    swarm = find_swarm(config.swarm, run, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+    swarm = find_swarm(config.swarm, run, say)
     if swarm.manifest is None and not swarm.peers and not config.network.bootstrap:
         raise UserError(
             "this link names no peer to ask for the manifest: use one that `swarm-node bootstrap` or a member prints, "
             "the manifest itself, or --bootstrap ADDRESS"
         )
+    if not (swarm.peers or config.network.bootstrap or cached_addresses(run)):
+        say(f"{no_address(swarm.named)}; until somebody joins through this node, it is alone")
     return swarm
 
 
-def keep(manifest: Manifest, run: RunDir) -> None:
-    """Have it at hand when this run is started again."""
-    run.write_swarm(render(manifest).decode())
+def no_address(named: str) -> str:
+    """What to do about a manifest that leads to nobody."""
+    return (
+        f"{named} has no address to ask: use a link that `swarm-node bootstrap` or a member prints, or put one of "
+        "its addresses into `bootstrap` of the manifest"
+    )
+
+
+def cached_addresses(run: RunDir) -> list[str]:
+    """Of peers that this run has seen."""
+    try:
+        return [address for peer in parse_cache(run.peers.read_bytes()) for address in peer.addresses]
+    except (OSError, RemoteProtocolError):  # none yet, or damaged: a run starts without it, too
+        return []
+
+
+def keep(manifest: Manifest, run: RunDir, named: str = "") -> None:
+    """Have it at hand when this run is started again, and how it was `named`: in one file, so that no crash parts
+    them."""
+    run.write_swarm(f"{_first_line(named) if named else ''}{render(manifest).decode()}")
+
+
+def _first_line(named: str) -> str:
+    return f"# joined by {json.dumps(named)}\n"
+
+
+def _joined_by(run: RunDir) -> str:
+    """How the swarm that `run` keeps was named; empty if that is not known."""
+    try:
+        with run.swarm.open("rb") as file:
+            line = file.readline(MAX_MANIFEST_BYTES)
+        return str(json.loads(line.removeprefix(b"# joined by ")))
+    except (OSError, ValueError):  # never kept, or without such a line
+        return ""
 
 
 def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, trains: bool = True) -> None:
@@ -313,6 +356,7 @@ def _ask_around(
     began = time.monotonic()
     said = began + FIRST_WORD_S - PATIENCE_S
     refused: dict[str, str] = {}
+    answered = False
     while True:
         known = _different([*map(peer_of, swarm.peers), *transport.members()])
         peers = [peer for peer in known if peer != transport.peer_id]
@@ -325,14 +369,19 @@ def _ask_around(
             except PeerUnreachable:
                 continue
             except RemoteProtocolError as error:
-                refused[peer] = str(error)
+                refused[peer], answered = str(error), True
+        failure = f"none of {len(peers)} members gives {wanted}"
+        if peers and not answered:
+            where = ", ".join(swarm.peers[:NAMED]) or f"the addresses of {len(peers)} members"
+            failure = f"nobody answers at {where}, to give {wanted}"
         now = time.monotonic()
         if wait_s is not None and now - began > wait_s:
-            raise PeerUnreachable(f"none of {len(peers)} members gives {wanted}")
+            raise PeerUnreachable(failure)
         if now - said > PATIENCE_S:
             said = now
             why = f" ({next(iter(refused.values()))})" if refused else ""
-            say(f"none of {len(peers)} members gives {wanted}{why}: still trying; `swarm-node doctor` may say why")
+            link = shlex.quote(swarm.named or join_link(swarm.id, swarm.peers, []))
+            say(f"{failure}{why}: still trying; `swarm-node doctor {link}` may say why")
         if peers and len(refused) == len(peers):
             refused.clear()
         time.sleep(min(MAX_RETRY_S, RETRY_S + (now - began) / 10))
@@ -347,6 +396,7 @@ def settings_of(config: NetworkConfig, peers: Sequence[str]) -> NetworkSettings:
     table = config.model_dump()
     table["bootstrap"] = tuple(_different([*config.bootstrap, *peers]))
     table["announce"] = tuple(config.announce)
+    table["named_ports"] = tuple(sorted({"port", "gossip_port"} & config.model_fields_set))
     return NetworkSettings(**table)
 
 

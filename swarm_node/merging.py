@@ -28,6 +28,7 @@ from swarm_node.averaging.merge import State, check_alike, clip_factors, task_ar
 from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.evaluate import Held, evaluate_on
+from swarm_node.export import loaded_with
 from swarm_node.policy.loading import adapter_base, load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.recovery.snapshots import Snapshot, SnapshotStore
@@ -137,7 +138,7 @@ def merge_and_show(
         sys.stdout.write("\n")
     else:
         _show(result, Console())
-    kind = "PeftModel.from_pretrained(base, …)" if cohort.policy.is_lora else "AutoModelForCausalLM.from_pretrained(…)"
+    kind = loaded_with(out, cohort.policy.is_lora)
     say(f"merged {len(cohort.weights)} {'runs' if cohort.rounds else 'members'} into {out}; load it with {kind}")
     if result.better:
         figures = f"pass@1 {result.runs[result.better]['all'].pass_1:.3f} against {result.merged['all'].pass_1:.3f}"

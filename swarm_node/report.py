@@ -32,8 +32,8 @@ class Report:
         self.metrics = read_metrics(run.metrics)
         self.figures = figures(self.metrics, resumed_at, compared(before, after, samples))
 
-    def tell(self, screen: Screen, crew: bool) -> None:
-        """In words."""
+    def tell(self, screen: Screen, crew: bool, held_out: bool = True) -> None:
+        """In words; `held_out`: whether its tasks have held-out questions."""
         path = str(self.run.path)
         if self.before.table and self.after.table:
             columns, table = rows(self.before.table, self.after.table, self.samples)
@@ -43,7 +43,7 @@ class Report:
         files = [file.relative_to(self.run.path) for file in (self.run.metrics, self.run.events, self._plot)]
         words = [*summary(self.figures), *whereabouts(path, list(map(str, files)))]
         screen.progress.paragraphs(words, INDENT)
-        for line in next_steps(path, crew):
+        for line in next_steps(path, crew, held_out):
             screen.progress.say(line, lasting=False)
         screen.events.write("summary", "; ".join(" ".join(line.split()) for line in words))
 

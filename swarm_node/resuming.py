@@ -109,6 +109,8 @@ class RunState:
             try:
                 if state["policy_version"] > upto:
                     raise SnapshotError("the snapshot is of another branch of the crew's run")
+                if not state["averaging"]:
+                    raise SnapshotError("this run has not averaged until now")
                 self.node.averager.load_state_dict(snapshot.tensors.get("averaging", {}), state["averaging"])
             except (SnapshotError, KeyError) as error:
                 self.say(f"averaging begins anew: {error}")

@@ -20,7 +20,7 @@ from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.cost import CostMeter
 from swarm_node.enter import EnteredSwarm, enter_swarm
 from swarm_node.errors import UserError
-from swarm_node.evaluate import Evaluation, evaluate
+from swarm_node.evaluate import NONE_HELD_OUT, Evaluation, evaluate
 from swarm_node.guest import Guest, refuse_in_a_crew
 from swarm_node.joining import Swarm, join_link
 from swarm_node.node import Node, fitted
@@ -372,6 +372,10 @@ class Run:
         settings = self.config.eval
         if settings.questions == 0:
             return Evaluation()
+        if not self.tasks.held_out(1):
+            if when == "before":
+                self.say(NONE_HELD_OUT, "held_out")
+            return Evaluation()
         self.progress.say(f"held-out questions, {when} training", lasting=False)
         return evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
 
@@ -391,7 +395,7 @@ class Run:
         """What came of it, when it has ended: in words, and with --json on standard output. A picture is to be
         drawn."""
         told = Report(self.run, self.began_at, self.state.before, self.after, self.config.eval.samples)
-        told.tell(self.screen, crew=self.crew is not None)
+        told.tell(self.screen, crew=self.crew is not None, held_out=bool(self.tasks.held_out(1)))
         if self.json_output:
             told.dump(self.node.round)
         return told

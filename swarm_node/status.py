@@ -22,7 +22,7 @@ from protocol.messages import PeerCard
 from protocol.transports.base import Transport
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
-from swarm_node.joining import find_swarm, visitor
+from swarm_node.joining import find_swarm, no_address, visitor
 from swarm_node.observability.metrics import read_metrics
 from swarm_node.rundir import RunDir
 
@@ -128,10 +128,7 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
     swarm = find_swarm(named)
     addresses = [*network.bootstrap, *swarm.peers]
     if not addresses:
-        raise UserError(
-            f"{named} has no address to ask: use a link that `swarm-node bootstrap` or a member prints, or put one of "
-            "its addresses into `bootstrap` of the manifest"
-        )
+        raise UserError(no_address(named))
     if sys.stderr.isatty():
         typer.echo("looking for members, a few seconds", err=True)
     members: Mapping[str, PeerCard] = {}
@@ -225,7 +222,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     if status is None:
         yield "swarm      none: this run trains alone"
         return
-    yield f"swarm      {status.get('swarm_name') or 'without a known name'} {status['swarm'][:16]}"
+    named = [status.get("swarm_name"), status["swarm"][:16]]
+    yield f"swarm      {' '.join(filter(None, named))}"
     if "peer" in status:
         yield f"node       {status.get('name') or 'node'}, peer {status['peer']}"
         yield f"reached at {', '.join(status['addresses']) or 'no address: this node only dials'}"
@@ -262,11 +260,11 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     of_them = "" if training == len(here) else f", {training or 'none'} of them training"
     yield f"members    {len(here)}{others}{of_them}"
     if peers and found["run"]:
-        titles = ["here", "version", "received", "admitted", "used", "refused, by reason"]
+        titles = ["here", "updates", "received", "admitted", "used", "refused, by reason"]
         yield from _table(peers, titles, _what_became)
     elif peers:
         averaged = ["cohort"] if any(peer["cohort"] for peer in peers.values()) else []
-        titles = ["roles", "model", "version", "tokens/s", *averaged, "address"]
+        titles = ["roles", "model", "updates", "tokens/s", *averaged, "address"]
         yield from _table(peers, titles, _who_averages if averaged else _who)
 
 

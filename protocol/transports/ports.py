@@ -10,6 +10,7 @@ claim a port before they use it.
 
     ports.json = {"31330": 31332}        wanted -> got; 0 and -1 = any was wanted; others have the address written down
     the wanted port -> if it is taken, or any will do: the one got last time -> if that is taken: the next free one
+    a default that nobody asked for -> the one got last time goes before it: it may be another's, who is down just now
 """
 
 from __future__ import annotations
@@ -34,13 +35,19 @@ class Port:
     machine, until `release` or the end of this process."""
 
     def __init__(
-        self, ip: str, wanted: int, last: int = 0, report: Callable[[str], None] = lambda sentence: None
+        self,
+        ip: str,
+        wanted: int,
+        last: int = 0,
+        report: Callable[[str], None] = lambda sentence: None,
+        named: bool = True,
     ) -> None:
-        """To listen on `ip`; `wanted` may be 0 = any; `last` = what was got instead last time, or 0. `report` is told
-        if it is not the wanted one."""
+        """To listen on `ip`; `wanted` may be 0 = any, and unless `named` nobody asked for it; `last` = what was got
+        last time, or 0. `report` is told if it is not the wanted one."""
         self.number = 0
         """What was taken; 0 before."""
-        self._ip, self._wanted, self._last = ip, wanted, last
+        self._ip, self._wanted, self._named = ip, wanted, named
+        self._last = last if 1024 <= last < 65536 else 0
         self._report = report
         self._claim: socket.socket | None = None
 
@@ -54,8 +61,11 @@ class Port:
         if held is not None:
             held.close()
         if hoped and self.number != hoped:
-            how = ", as last time" if self.number == self._last else ""
-            self._report(f"port {hoped} is taken: listening on {self.number}{how}")
+            again = self.number == self._last
+            if again and not self._named and held is None:
+                self._report(f"listening on port {self.number}, as last time")
+            else:
+                self._report(f"port {hoped} is taken: listening on {self.number}{', as last time' if again else ''}")
         return self.number
 
     def is_shared(self) -> bool:
@@ -84,10 +94,8 @@ class Port:
         raise LocalProtocolError(f"{tried} of {self._ip} are all taken: name another one")
 
     def _candidates(self) -> Iterator[int]:
-        if self._wanted:
-            yield self._wanted
-        if 1024 <= self._last < 65536:
-            yield self._last
+        first = [self._wanted, self._last] if self._named else [self._last, self._wanted]
+        yield from filter(None, first)
         if self._wanted:
             yield from range(self._wanted + 1, min(self._wanted + PORTS_TRIED, 65536))
         else:
@@ -117,8 +125,9 @@ def choose_ports(
         return None, None
     got = {} if file is None else read_ports(file)
     keys = settings.port, settings.gossip_port or -1
-    dht = Port(settings.listen, settings.port, got.get(keys[0], 0), report)
-    gossip = Port(settings.listen, settings.gossip_port, got.get(keys[1], 0), report)
+    named = ["port" in settings.named_ports, "gossip_port" in settings.named_ports]
+    dht = Port(settings.listen, settings.port, got.get(keys[0], 0), report, named[0])
+    gossip = Port(settings.listen, settings.gossip_port, got.get(keys[1], 0), report, named[1])
     try:
         dht.take()
         gossip.take()
@@ -126,6 +135,21 @@ def choose_ports(
         dht.release()
         raise
     return dht, gossip
+
+
+def lost_port(listen: str, wanted: int, file: Path) -> int:
+    """The port that was got last time, if somebody else has it now; else 0. Raises LocalProtocolError if `listen` is no
+    address of this machine."""
+    last = read_ports(file).get(wanted, 0)
+    if not 1024 <= last < 65536:
+        return 0
+    if not is_free(listen, last):
+        return last
+    claim = _claim(last)
+    if claim is None:
+        return last
+    claim.close()
+    return 0
 
 
 def read_ports(file: Path) -> dict[int, int]:

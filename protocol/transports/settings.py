@@ -25,6 +25,8 @@ class NetworkSettings:
     """TCP port of the DHT and of streams; the next free one if taken; 0 = any."""
     gossip_port: int = 31331
     """TCP port of the gossip process; likewise."""
+    named_ports: tuple[str, ...] = ("port", "gossip_port")
+    """Those of these two that the user asked for. The others are but a default: what was got last time goes before."""
     announce: tuple[str, ...] = ()
     """Public IP addresses or host names (port forwarding), or whole multiaddresses of the DHT port."""
     dial_only: bool = False

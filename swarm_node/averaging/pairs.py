@@ -12,8 +12,8 @@ take part. When both call at once, the lower peer id's call counts. An exchange 
 about the partner; after three of a partner's calls that did not, the round is over for it.
 
 A node that leaves asks one after the other, its partner first, until somebody has taken part in an exchange of what it
-has learned since the last one. Each node does so for one peer in each round, and for each peer once an hour; its own call,
-or its partner's, breaks off what a leaving peer began.
+has learned since the last one. Each node does so for one peer in each round, and for each peer once an hour; its own
+call, or its partner's, breaks off what a leaving peer began.
 
 What does not touch weights is done on the transport's worker threads, while training goes on. Beside the weights, their
 slow copy and momentum, an exchange takes twice the memory of its fragment: our copy and the partner's values, in which

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from swarm_node.config.keys import PREFIX, all_keys, subsections
-from swarm_node.config.section import TOGETHER, Section
+from swarm_node.config.section import IN_WORDS, TOGETHER, Section
 
 
 def explain(error: ValidationError, source: str) -> str:
@@ -23,7 +23,10 @@ def explain(error: ValidationError, source: str) -> str:
         return f"unknown key {key} in {source}{did_you_mean(key, all_keys(), '.')}"
     if problem["type"] == "missing":
         return f"{key} is missing in {source}"
-    message = problem["msg"].replace("Input should be", "must be")
+    message = problem["msg"].replace("Input should be", "must be").replace("String should have", "must have")
+    message = message.partition(", unable to parse")[0]
+    if problem["type"] == "string_pattern_mismatch":
+        message = IN_WORDS.get(problem["ctx"]["pattern"], message)
     if problem["type"] in ("model_type", "dict_type"):
         message = "must be a table"
     if problem["type"] == "literal_error" and _is_alternative(problem["loc"][-1]):

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from swarm_node.config.network import checked_ip
-from swarm_node.config.section import Section
+from swarm_node.config.section import HOST_OR_NONE, URL_OR_NONE, Section
 
 
 class SnapshotsConfig(Section):
@@ -22,7 +22,7 @@ class SnapshotsConfig(Section):
     stages."""
     keep: PositiveInt = 2
     """Snapshots kept; of each of a crew's stages one more."""
-    to: str = Field("", pattern=r"^([a-z][a-z0-9+]*://\S+)?$")
+    to: str = Field("", pattern=URL_OR_NONE)
     """URL of a directory to copy each snapshot to, and to begin from where there is none here: file://, s3://, gs://,
     az:// (docker/spot.md). The bucket, or the folder, has to be there. Empty = nowhere."""
 
@@ -33,7 +33,7 @@ class SpotConfig(Section):
     cloud: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"
     """Whose notices to ask for, at the cloud's metadata address on this machine; `auto` = of the cloud that the
     firmware names, if it names one. A notice is as good as a first SIGTERM, with the time it leaves."""
-    endpoint: str = Field("", pattern=r"^([A-Za-z0-9.-]+(:[0-9]{1,5})?)?$")
+    endpoint: str = Field("", pattern=HOST_OR_NONE)
     """HOST:PORT of the metadata service; empty = the cloud's own."""
     uplink_mbit: PositiveFloat = 100.0
     """What this machine can send, in Mbit/s: the start says how much of the state that is in one notice."""

@@ -8,9 +8,10 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from protocol.limits import MAX_NAME_CHARS
 from swarm_node.config.machine import GuestConfig, HealthConfig, SnapshotsConfig, SpotConfig
 from swarm_node.config.network import NetworkConfig
-from swarm_node.config.section import Section
+from swarm_node.config.section import NAME, Section
 from swarm_node.config.swarm import AveragingConfig, SharingConfig, StagesConfig
 from swarm_node.config.training import EvalConfig, GrpoConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
 
@@ -22,7 +23,7 @@ class NodeConfig(Section):
 
     swarm: str | None = None
     """Swarm to join: a manifest file, its https address, or a swarm:// link; `local` ignores it."""
-    name: str | None = Field(None, max_length=32, pattern=r"^[A-Za-z0-9._-]+$")
+    name: str | None = Field(None, max_length=MAX_NAME_CHARS, pattern=NAME)
     """This node's name for people, and of its run directory; unset = `local`, or `node` in a swarm."""
     run_dir: str | None = None
     """Where this run lives: config, identity, metrics, snapshots, plots; unset = runs/<name>. Running again resumes

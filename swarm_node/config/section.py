@@ -6,6 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from protocol.limits import MAX_NAME_CHARS
+
 
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors, a field's docstring is its documentation."""
@@ -16,5 +18,19 @@ class Section(BaseModel):
 TOGETHER = "together"
 """Kind of error that only a whole configuration can have: of keys whose values do not go together."""
 
-Outside = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$")]
+NAME = r"^[A-Za-z0-9._-]+$"
+NAME_OR_NONE = r"^[A-Za-z0-9._-]*$"
+CODE = r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$"
+URL_OR_NONE = r"^([a-z][a-z0-9+]*://\S+)?$"
+HOST_OR_NONE = r"^([A-Za-z0-9.-]+(:[0-9]{1,5})?)?$"
+IN_WORDS = {
+    NAME: f"must be letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}",
+    NAME_OR_NONE: f"must be letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}",
+    CODE: "must be package.module:function or file.py:function",
+    URL_OR_NONE: "must be a URL such as s3://bucket/folder",
+    HOST_OR_NONE: "must be HOST or HOST:PORT",
+}
+"""What is said of a text that does not fit a pattern."""
+
+Outside = Annotated[str, Field(pattern=CODE)]
 """`package.module:function` or `file.py:function`: code of the user's own."""

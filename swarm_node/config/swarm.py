@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from protocol.limits import MAX_NAME_CHARS, MAX_STAGES
-from swarm_node.config.section import TOGETHER, Outside, Section
+from swarm_node.config.section import NAME_OR_NONE, TOGETHER, Outside, Section
 
 
 class StagesConfig(Section):
@@ -16,7 +16,7 @@ class StagesConfig(Section):
 
     count: int = Field(0, ge=0, le=MAX_STAGES)
     """Stages that the policy is cut into, one for each machine; 0 = this machine holds all of it, as usual."""
-    crew: str = Field("", max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]*$")
+    crew: str = Field("", max_length=MAX_NAME_CHARS, pattern=NAME_OR_NONE)
     """Name that the machines have in common which hold one policy together, and their password: who is in the swarm and
     knows it can take part, so choose one that nobody guesses. `local` needs none."""
     stage: int | Literal["auto"] = "auto"

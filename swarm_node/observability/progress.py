@@ -48,6 +48,7 @@ TRAFFIC_OVER_S = 10.0
 """Behind bytes a second."""
 MAX_PLAIN = 120
 """A plain line does without traffic rather than be longer."""
+LINK = "swarm://"
 PLAIN_WIDTH = 200  # files and pipes have no width; only tables look at it
 LEAST_S, MOST_S = 5.0, 60.0  # between plain lines
 
@@ -157,24 +158,16 @@ class Progress:
             self._print_line()
 
     def say(self, text: str, lasting: bool = True) -> None:
-        """Print a line of its own, whole and at once; may be called from any thread. The last `lasting` one stays in
-        view on a terminal."""
+        """Print a line of its own, at once; may be called from any thread. On a terminal it is broken between words,
+        and the last `lasting` one stays in view."""
         if lasting:
             self._last = self._clock(), text
-        if self._on_terminal:
-            self._console.print(Text(text), soft_wrap=True)
-        else:
-            self._plain(text)
+        self._print(text)
 
     def paragraphs(self, lines: Sequence[str], indent: int) -> None:
         """Print lines; on a terminal they are broken between words, and go on `indent` columns from its left."""
         for line in lines:
-            if self._on_terminal:
-                wide = max(indent + 10, self._console.width)
-                line = textwrap.fill(
-                    line, wide, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-                )
-            self.say(line, lasting=False)
+            self._print(line, indent)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
         """Print a table: first column left, the others right, floats with three digits. Where there is no room for
@@ -234,6 +227,20 @@ class Progress:
         lines = ["  ".join(filter(None, [*figures, *traffic, *rest])) for traffic in (self._rates(), [])]
         self._plain(lines[0] if len(lines[0]) <= MAX_PLAIN else lines[1])
 
+    def _print(self, text: str, indent: int = 0) -> None:
+        if self._on_terminal:
+            lines = [self._broken(line, indent) for line in text.split("\n")]
+            self._console.print(Text("\n".join(lines)), soft_wrap=True)
+        else:
+            self._plain(text)
+
+    def _broken(self, line: str, indent: int) -> str:
+        """`line` broken between words, unless it holds a link: that is there to be copied, with its command."""
+        wide = max(indent + 10, self._console.width)
+        if LINK in line or cell_len(line) <= wide:
+            return line
+        return textwrap.fill(line, wide, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
     def _plain(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
 
@@ -247,7 +254,10 @@ class Progress:
         return Group(self._head("" if waiting else self._time_left()), *shown)
 
     def _head(self, left: str) -> Table | Text:
-        round, share = f"round {self._round}{self._of}", f"{self._share():4.0%}"
+        round = f"round {self._round}{self._of}"
+        if math.isinf(self._total) and math.isinf(self._limit_s):  # a run without end has no share of it
+            return Text(self._cut(round))
+        share = f"{self._share():4.0%}"
         rest = self._console.width - len(round) - len(share) - len(left) - 2 - bool(left)
         if rest < LEAST_SPARK:
             return Text(self._cut(self._fitting([f"{round} {share} {left}".rstrip(), f"{round} {share}", round])))

@@ -29,6 +29,8 @@ import numpy as np
 from swarm_node.observability.progress import clock_face, volume
 
 LEAST_QUESTIONS = 50
+LEAST_ROUNDS = 20
+"""Below these a change of reward is one round against another."""
 RESAMPLES = 4000
 MAX_DRAWN = 10**6
 """Numbers in memory at once: this is drawn while a node leaves."""
@@ -195,7 +197,7 @@ def figures(metrics: Iterable[Mapping[str, Any]], resumed_at: int = 0, held_out:
 def summary(run: Figures) -> list[str]:
     """Lines of words, under a word each that says what they are about."""
     parts = {
-        "learned": [*_reward(run), *_held_out(run.held_out)],
+        "learned" if _has_learned(run) else "outcome": [*_reward(run), *_held_out(run.held_out)],
         "received": [*_received(run.swarm), *_exchanges(run.averaging, "weights of others in"), *_stages(run.stages)],
         "gave": [*_gave(run.swarm), *_exchanges(run.averaging, "its weights in", sent=True)],
         "refused": _refused(run.refused),
@@ -211,11 +213,12 @@ def whereabouts(run_dir: str, files: Sequence[str]) -> list[str]:
     return _labelled({"files": [f"{run_dir}: {', '.join(files)}"]})
 
 
-def next_steps(run_dir: str, crew: bool = False) -> list[str]:
-    """What to type, and what for. The weights of a crew's policy may be elsewhere, so it is not among them."""
+def next_steps(run_dir: str, crew: bool = False, held_out: bool = True) -> list[str]:
+    """What to type, and what for. The weights of a crew's policy may be elsewhere, so it is not among them; without
+    `held_out` questions there is nothing to evaluate on."""
     run = shlex.quote(run_dir)
     commands = {} if crew else {f"export {run} DIR": "a model that transformers loads"}
-    commands |= {} if crew else {f"eval {run}": "how it does on held-out questions"}
+    commands |= {} if crew or not held_out else {f"eval {run}": "how it does on held-out questions"}
     commands |= {f"dashboard {run}": "its curves and events"}
     wide = max(map(len, commands))
     return _labelled({"next": [f"swarm-node {each:{wide}}  # {what}" for each, what in commands.items()]})
@@ -227,6 +230,14 @@ def _labelled(parts: Mapping[str, Sequence[str]]) -> list[str]:
         for label, lines in parts.items()
         for number, line in enumerate(lines)
     ]
+
+
+def _has_learned(run: Figures) -> bool:
+    """Whether its reward rose, over more than a few rounds, and held-out pass@1 did not fall."""
+    first, last, held = run.reward_first_tenth, run.reward_last_tenth, run.held_out
+    if first is None or last is None or run.rounds_recorded < LEAST_ROUNDS:
+        return False
+    return last > first and (held is None or held.pass_1[1] >= held.pass_1[0])
 
 
 def _reward(run: Figures) -> list[str]:
@@ -244,7 +255,8 @@ def _held_out(held: HeldOut | None) -> list[str]:
     before, after = held.pass_1
     change = f"held-out pass@1 {before:.3f} -> {after:.3f}, {after - before:+.3f}"
     if held.interval is None:
-        return [f"{change}: {held.questions} questions are too few to tell it from noise", *_pass_k(held)]
+        few = "1 question is" if held.questions == 1 else f"{held.questions} questions are"
+        return [f"{change}: {few} too few to tell it from noise", *_pass_k(held)]
     low, high = held.interval
     verdict = "more than noise" if low > 0 or high < 0 else "no more than noise"
     return [

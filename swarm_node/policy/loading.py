@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import is_offline_mode
+from huggingface_hub import logging as hub_logging
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,13 +40,16 @@ LORA_ABOVE = 100_000_000
 """Parameters above which an adapter is trained unless told otherwise."""
 ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
-ONLY_THE_SWARMS = "where the hub is closed, give a directory; of members only a model that their manifest names is had"
-"""What is said of a hub id that leads nowhere."""
+ONLY_THE_SWARMS = "of members only a model that their manifest names is had"
+"""What is said besides of a hub id that leads nowhere."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_policy(config: PolicyConfig, rollouts: RolloutsConfig, report: Callable[[str], None] = print) -> Policy:
-    """Load the policy that `config` names and say what was chosen through `report`.
+def load_policy(
+    config: PolicyConfig, rollouts: RolloutsConfig, report: Callable[[str], None] = print, samples: bool = True
+) -> Policy:
+    """Load the policy that `config` names and say what was chosen through `report`; not `samples` = nothing of how it
+    answers and is trained, which it will not be.
 
     UserError if the model cannot be found or read, or is not a causal language model in safetensors.
     """
@@ -73,6 +79,8 @@ def load_policy(config: PolicyConfig, rollouts: RolloutsConfig, report: Callable
     trained = f"LoRA: {policy.num_parameters(trainable=True):,} of them trained" if plan.lora else "all trained"
     report(f"policy {config.model}: {policy.num_parameters():,} parameters ({trained})")
     report(plan.where)
+    if not samples:
+        return policy
     report(
         f"decoding with the {'native engine' if policy.native else 'transformers engine (slower)'}, "
         f"{'packed' if policy.packing else 'plain'} rows in updates"
@@ -183,7 +191,11 @@ def model_file(plan: Plan, name: str) -> Path | None:
 
 @contextmanager
 def refusing(what: str, path: str) -> Iterator[None]:
-    """Whatever a stranger's files make the libraries raise, they cannot be used: UserError, in one line."""
+    """Whatever a stranger's files make the libraries raise, they cannot be used: UserError, in one line. What the hub's
+    library logs meanwhile of its tries is not shown: the last one says it all."""
+    usual = hub_logging.get_verbosity()
+    if usual == hub_logging.WARNING:  # who asked for more gets it
+        hub_logging.set_verbosity_error()
     try:
         yield
     except UserError:
@@ -192,8 +204,27 @@ def refusing(what: str, path: str) -> Iterator[None]:
         if is_out_of_memory(exc):
             raise UserError(f"not enough memory to load {path}") from exc
         detail = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
-        members = "" if Path(path).is_dir() else f"; {ONLY_THE_SWARMS}"
-        raise UserError(f"cannot load {what} from {path}: {detail}{members}") from exc
+        if Path(path).is_dir():
+            raise UserError(f"cannot load {what} from {path}: {detail}") from exc
+        nowhere = "" if "/" in path else f"there is no directory {path}; taken as a name on the hub: "
+        if _is_out_of_reach(exc):
+            detail = f"the hub cannot be reached{' (HF_HUB_OFFLINE is set)' if is_offline_mode() else ''}"
+        raise UserError(
+            f"{nowhere}cannot load {what} from {path}: {detail}; give a directory with the model (--model ./DIR); "
+            f"{ONLY_THE_SWARMS}"
+        ) from exc
+    finally:
+        hub_logging.set_verbosity(usual)
+
+
+def _is_out_of_reach(error: BaseException) -> bool:
+    """Whether it was raised because the hub was not asked, or did not answer, for what its cache lacks."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, LocalEntryNotFoundError):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def _at(revision: str | None) -> dict[str, str]:

@@ -275,7 +275,7 @@ def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypat
 
 @pytest.mark.long
 def test_the_two_terminals_of_the_readme_hold_one_policy(terminals: Terminals) -> None:
-    first, second = blocks("--crew", "--name")
+    first, second = blocks("--stages 2")
     a = terminals.type(first)
     printed = terminals.folder / "terminal-0.txt"
     link = terminals.until(lambda: (m := re.search(r"join '(swarm://\S+)' --stages", printed.read_text())) and m[1])

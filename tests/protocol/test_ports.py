@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import LocalProtocolError
-from protocol.transports.ports import Port, choose_ports, note_ports
+from protocol.transports.ports import Port, choose_ports, lost_port, note_ports
 from protocol.transports.settings import PORTS_TRIED, NetworkSettings
 
 LOOPBACK = "127.0.0.1"
@@ -162,3 +162,43 @@ def test_who_wants_any_gets_what_was_got(tmp_path: Path, ports: tuple[int, int, 
     note_ports(NetworkSettings(port=0, gossip_port=0), one, other, file)
     port, gossip_port, said = choose(0, 0, file)
     assert port not in (0, one, other) and gossip_port == other and said == []
+
+
+def test_a_default_gives_way_to_what_was_got(
+    tmp_path: Path, ports: tuple[int, int, int, int], stack: ExitStack
+) -> None:
+    taken, _, free, other = ports
+    said: list[str] = []
+
+    def got(last: int) -> int:
+        port = Port(LOOPBACK, free, last, said.append, named=False)
+        stack.callback(port.release)
+        port.take()
+        port.release()
+        return port.number
+
+    assert got(other) == other  # `free` may be that of a bootstrap that is down
+    assert said == [f"listening on port {other}, as last time"]
+    assert got(taken) == got(0) == got(free) == free
+    assert len(said) == 1
+    file = tmp_path / "ports.json"
+    settings = NetworkSettings(listen=LOOPBACK, port=free, gossip_port=0, named_ports=("gossip_port",))
+    note_ports(settings, other, 0, file)
+    dht, gossip = choose_ports(settings, file, said.append)
+    assert dht is not None and gossip is not None and dht.number == other
+    stack.callback(dht.release)
+    stack.callback(gossip.release)
+
+
+def test_a_port_that_another_has_now_is_noticed(
+    tmp_path: Path, ports: tuple[int, int, int, int], stack: ExitStack
+) -> None:
+    taken, _, free, other = ports
+    file = tmp_path / "ports.json"
+    assert lost_port(LOOPBACK, free, file) == 0
+    for last, lost in ((taken, taken), (other, 0), (80, 0), (70000, 0)):
+        note_ports(NetworkSettings(port=free), last, 0, file)
+        assert lost_port(LOOPBACK, free, file) == lost
+    note_ports(NetworkSettings(port=free), other, 0, file)
+    take(stack, other)  # by a node that does not listen yet
+    assert lost_port(LOOPBACK, free, file) == other

@@ -185,3 +185,19 @@ def test_its_limits_reach_the_network_and_its_priority(monkeypatch: pytest.Monke
     guest, config = seen
     assert guest is config.guest and (guest.nice, guest.max_memory_gb) == (10, 1.0)
     assert (config.network.max_upload_mbit, config.network.max_download_mbit) == (5.0, 20.0)
+
+
+def test_a_bootstrap_that_lost_its_port_says_that_links_are_dead(tmp_path: Path) -> None:
+    run, said = RunDir(tmp_path), []
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        run.ports.write_text(json.dumps({31330: port}))
+        bootstrap._say_lost_port(NetworkConfig(listen="127.0.0.1"), run, said.append)
+        bootstrap._say_lost_port(NetworkConfig(listen="127.0.0.1", dial_only=True), run, said.append)
+    (told,) = said
+    assert told.startswith(f"port {port}, where this bootstrap was last time, is taken")
+    assert "links handed out before lead nowhere until it has it back" in told and f"--port {port}" in told
+    bootstrap._say_lost_port(NetworkConfig(listen="127.0.0.1"), run, said.append)
+    assert len(said) == 1

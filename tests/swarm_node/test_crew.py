@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig, PolicyConfig, StagesConfig
 from swarm_node.crew import Ear
+from swarm_node.crew_words import CrewWords
 from swarm_node.memory import Memory
 from swarm_node.policy.loading import prepare
 from swarm_node.recovery.mirror import Mirror
@@ -305,6 +308,17 @@ def room_for_one(policy: PolicyConfig) -> float:
     config = NodeConfig(policy=policy, stages=StagesConfig(count=3, crew="home", replica="off"))
     memory = Memory(config, prepare(policy))
     return (memory.costs(memory.divide([UNKNOWN] * 3))[0] + 1) / 2**30
+
+
+@pytest.mark.parametrize(
+    ("holders", "words"),
+    [("aa", "all stages with this node"), ("bb", "all stages with peer …b"), ("ab", "stage 0 this node, 1 peer …b")],
+)
+def test_stages_that_one_node_holds_are_not_listed(holders: str, words: str) -> None:
+    transport = SimpleNamespace(peer_id="a", members=dict)
+    plan = SimpleNamespace(seats=[SimpleNamespace(peer=peer) for peer in holders])
+    mates = SimpleNamespace(plan=plan, seats=(0,), name_of=lambda peer: "")
+    assert CrewWords(cast(Any, transport), cast(Any, mates), "home", "a").whole() == f"crew home is whole: {words}"
 
 
 def test_a_node_that_leads_twice_hears_everything_once() -> None:

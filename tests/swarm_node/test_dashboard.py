@@ -20,6 +20,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from swarm_node.errors import UserError
+from swarm_node.guest import BOOTSTRAP
 from swarm_node.observability.dashboard import app as answering
 from swarm_node.observability.dashboard import gallery as finding
 from swarm_node.observability.dashboard import tail as tailing
@@ -350,6 +351,29 @@ def test_runs_are_found_below_runs_those_that_run_first_then_the_newest() -> Non
     late = make_run("runs/late")
     os.utime(late.config, (2000, 2000))
     assert set(gallery.runs()) == {"a", "b", "c", "late"}
+
+
+def test_the_list_has_a_bootstrap_after_what_trains_and_knows_a_pause() -> None:
+    make_run("runs/alice")
+    boot = make_run("runs/bootstrap", rounds=0)
+    boot.write_status({"role": BOOTSTRAP, "time": 1100.0, "peers": {}})
+    with RunDir.open("runs/alice") as alice, RunDir.open(boot.path):
+        os.utime(alice.path / "lock", (1000, 1000))
+        alice.write_waits("quiet hours, 22:00-07:00")
+        listed = Gallery([]).list()
+        assert [(each["id"], each["trains"], each["paused"]) for each in listed] == [
+            ("alice", True, True),
+            ("bootstrap", False, False),
+        ]
+    assert not any(each["paused"] for each in Gallery([]).list())
+
+
+def test_a_bootstrap_has_no_model() -> None:
+    run = make_run(rounds=0, config='[policy]\nmodel = "starter"\n')
+    assert seen(run).summary(1.0)["settings"]["model"] == "starter"
+    run.write_status({"role": BOOTSTRAP, "time": 1.0, "peers": {}})
+    summary = seen(run).summary(1.0)
+    assert (summary["trains"], summary["settings"]["model"]) == (False, "")
 
 
 def test_runs_of_one_name_are_told_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -247,6 +248,37 @@ def test_running_totals_go_on_over_a_restart(browser: Chromium, url: str) -> Non
     browser.wait(READY)
     texts = "[...document.querySelectorAll('figure:not([hidden]) > .unseen')].map(text => text.textContent)"
     assert "received: 2 at first, 1,101 now" in browser.value(texts)
+
+
+def test_a_bootstrap_comes_last_and_shows_nothing_that_it_does_not_do(browser: Chromium, url: str) -> None:
+    boot = RunDir("runs/bootstrap")
+    boot.path.mkdir()
+    boot.config.write_text('[policy]\nmodel = "starter"\n')
+    boot.write_status({"role": "bootstrap", "swarm_name": "sums", "time": time.time(), "peers": {}})
+    with RunDir.open(boot.path), RunDir.open("runs/alice") as alice:
+        os.utime(alice.path / "lock", (1000, 1000))
+        alice.write_waits("quiet hours, 22:00-07:00")
+        browser.open(url)
+        browser.wait(READY)
+        assert browser.value("location.hash") == "#alice"
+        chips = "[...document.querySelectorAll('#runs label')].map(label => label.innerText.replace(/\\s+/g, ' '))"
+        assert browser.value(chips) == ["alice paused, round 40", "bootstrap running", "silo ended, round 30"]
+        browser.open("about:blank")
+        browser.open(f"{url}#bootstrap")
+        browser.wait("!!document.querySelector('[data-figure=peers]')")
+        shown = browser.value("document.getElementById('main').innerText")
+        assert shown.split("\n")[0].startswith("bootstrap") and "swarm sums" in shown
+        assert not [word for word in ("starter", "Reward", "Round", "Tokens", "Training", "Peers") if word in shown]
+        assert browser.value("document.querySelectorAll('figure:not([hidden])').length") == 0
+    assert browser.errors == []
+
+
+def test_a_round_shorter_than_a_second_has_two_digits(browser: Chromium, url: str) -> None:
+    RunDir("runs/quick").path.mkdir()
+    write(RunDir("runs/quick").metrics, metrics(1, step_time=0.0434))
+    browser.open(f"{url}#quick")
+    browser.wait(READY)
+    assert figure(browser, "rounds") == "Round 1 0.043 s each"
 
 
 def test_several_runs_are_shown_side_by_side(browser: Chromium, url: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import threading
 import types
@@ -142,7 +143,7 @@ def test_what_is_no_swarm(run: RunDir, named: str | None, message: str) -> None:
 
 
 def test_a_restart_needs_nobody(run: RunDir) -> None:
-    keep(PLAIN, run)
+    keep(PLAIN, run, "https://127.0.0.1:1/sums.toml")
     said: list[str] = []
     by_link = find_swarm(str(join_link(PLAIN.swarm_id, [address(2)], [])), run)
     assert by_link.manifest is not None
@@ -152,6 +153,43 @@ def test_a_restart_needs_nobody(run: RunDir) -> None:
     assert "going on with the swarm this run was in" in said[0]
     other = find_swarm(f"swarm://{'0' * 64}", run)
     assert other.manifest is None
+
+
+@pytest.mark.parametrize("before", ["", "https://127.0.0.1:1/other.toml", "sums.toml", 'https://a"\n'])
+def test_an_address_that_cannot_be_had_leads_to_no_other_swarm(run: RunDir, before: str) -> None:
+    keep(PLAIN, run, before)
+    assert find_swarm(f"swarm://{PLAIN.swarm_id}", run).manifest == PLAIN  # whatever is written above it
+    with pytest.raises(UserError, match="cannot get"):
+        find_swarm("https://127.0.0.1:1/sums.toml", run)
+
+
+def test_an_address_without_encryption_is_never_gone_on_from(run: RunDir) -> None:
+    for named, message in (("http://example.org/sums.toml", "use https"), ("http://127.0.0.1:1/x.toml", "cannot get")):
+        keep(PLAIN, run, named)
+        with pytest.raises(UserError, match=message):
+            find_swarm(named, run)
+
+
+def test_a_link_that_was_not_copied_whole_is_told_so(run: RunDir) -> None:
+    with pytest.raises(UserError, match="the id in this link has 63 characters instead of 64: copy the whole link"):
+        find_swarm(f"swarm://{PLAIN.swarm_id[:-1]}?peer={address(1)}", run)
+    with pytest.raises(UserError, match="and has no 'X'"):
+        find_swarm(f"swarm://X{PLAIN.swarm_id[1:]}", run)
+
+
+def test_a_manifest_that_leads_to_nobody_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("sums.toml").write_bytes(render(replace(PLAIN, bootstrap=[])))
+    Path("full.toml").write_bytes(render(PLAIN))
+    config = NodeConfig(swarm="sums.toml", run_dir="run")
+    swarm_to_join(config)
+    assert "sums.toml has no address to ask: use a link that" in capsys.readouterr().err
+    swarm_to_join(config.model_copy(update={"network": NetworkConfig(bootstrap=[address(2)])}))
+    swarm_to_join(config.model_copy(update={"swarm": "full.toml"}))
+    cached = {"addresses": [address(3)], "seen": 1.0}
+    run.peers.write_text(json.dumps([cached]))
+    assert joining.cached_addresses(run) == [address(3)]
+    swarm_to_join(config)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_damaged_copy_is_as_good_as_none(run: RunDir) -> None:
@@ -207,6 +245,10 @@ def test_waiting_for_the_manifest_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(PeerUnreachable):
         fetch_manifest(FakeTransport(), find_swarm(f"swarm://{PLAIN.swarm_id}"), said.append, wait_s=0.05)
     assert "still trying" in said[0]
+    link = f"swarm://{PLAIN.swarm_id}?peer={address(1)}"
+    with pytest.raises(PeerUnreachable, match=f"nobody answers at {address(1)}"):
+        fetch_manifest(FakeTransport(), find_swarm(link), said.append, wait_s=0.05)
+    assert f"nobody answers at {address(1)}" in said[-1] and f"`swarm-node doctor '{link}'`" in said[-1]
 
 
 def test_a_member_hands_on_the_manifest_and_its_files_and_nothing_else(run: RunDir) -> None:
@@ -540,5 +582,7 @@ def test_settings_are_those_of_the_configuration_and_the_swarm() -> None:
     assert settings.bootstrap == (address(1), address(2))
     assert settings.announce == ("a.example",)
     assert (settings.listen, settings.dial_only) == ("127.0.0.1", True)
+    assert settings.named_ports == ()
+    assert settings_of(NetworkConfig(port=31330), []).named_ports == ("port",)  # even if it is the default
     with pytest.raises(UserError, match="no address of a peer"):
         settings_of(NetworkConfig(bootstrap=["localhost:1"]), [])

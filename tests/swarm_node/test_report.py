@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
 from swarm_node.evaluate import Evaluation, Held
+from swarm_node.evaluate import main as evaluation
 from swarm_node.report import Report, compared
 from swarm_node.run import run_local
 from swarm_node.rundir import RunDir
@@ -41,8 +43,20 @@ def test_a_run_in_two_starts_is_told_as_one(capsys: pytest.CaptureFixture[str]) 
     assert "this one went on from round 1" in words and "swarm-node export run DIR" in words
     assert not any(part in document for part in ("swarm", "averaging", "stages", "refused", "cost"))
     last = json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])
-    assert last["kind"] == "summary" and last["text"].startswith("learned reward ")
+    assert last["kind"] == "summary" and last["text"].startswith("outcome reward ")
     assert Path("run/plots/reward.png").exists()
+
+
+def test_two_questions_are_too_few_to_hold_one_out_which_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("q.jsonl").write_text("".join(f'{{"question": "{n}+1?", "answer": "{n + 1}"}}\n' for n in (1, 2)))
+    rollouts = {"groups": 2, "group_size": 2, "max_new_tokens": 4}
+    config = {"run_dir": "run", "rounds": 1, "tasks": ["q.jsonl"], "rollouts": rollouts}
+    assert run_local(NodeConfig.model_validate(config)) == 0
+    words = "".join(capsys.readouterr()).replace("\n", " ")
+    assert words.count("no question is held out of training") == 1 and "20 different questions" in words
+    assert "held-out questions," not in words and "swarm-node eval" not in words and "swarm-node export" in words
+    with pytest.raises(UserError, match="no question is held out of training"):
+        evaluation("run", None, 2, None, False)
 
 
 def test_a_run_without_a_round_has_nothing_to_tell_and_no_picture(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_an_exported_crew_has_the_weights_of_its_stages(saved: Saved, tmp_path: 
     runs = Runs(saved(kind), tmp_path, stages)
     runs.train(updates=4)
     out = runs.export(tmp_path / "out")
+    assert runs.said[-1].endswith(f"load it with AutoModelForCausalLM.from_pretrained({str(out)!r})")
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert same({name: p.detach() for name, p in model.named_parameters()}, runs.weights)
     base = AutoModelForCausalLM.from_pretrained(runs.world.config.policy.model)

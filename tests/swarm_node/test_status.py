@@ -95,6 +95,11 @@ def test_a_run_shows_who_is_there_what_was_admitted_and_why_the_rest_was_not(
     assert "runs/alice, ended; as of 0 s ago" in shown(capsys, "runs/alice")
 
 
+def test_a_swarm_whose_name_is_not_known_goes_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("runs/alice", swarm_name="")
+    assert f"swarm      {SWARM[:16]}\n" in shown(capsys, "runs/alice")
+
+
 def test_without_a_target_the_newest_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     make_run("runs/new", age=100.0)
     old = make_run("runs/old", name="bob")
@@ -328,6 +333,7 @@ def test_a_swarm_s_members_are_shown_with_their_cohorts_if_there_are_any(
     visiting(monkeypatch, cards)
     text = shown(capsys, swarm)
     assert "members    2, 1 of them training\n" in text and "cohort" not in text
+    assert "updates" in text and "version" not in text
     cards[peer_id(3)] = PeerCard(PROTOCOL_VERSION, SWARM, 0.0, "carol", ["trainer"], cohort="0123456789abcdef")
     visiting(monkeypatch, cards)
     lines = shown(capsys, swarm).splitlines()

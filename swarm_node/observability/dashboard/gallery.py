@@ -58,7 +58,7 @@ class Gallery:
         return found
 
     def list(self) -> list[dict[str, Any]]:
-        """All runs in brief, the newest first."""
+        """All runs in brief: those in use first, of these a bootstrap after those that train; then the newest."""
         now = time.time()
         with self._lock:
             looked, known = self._list
@@ -68,7 +68,7 @@ class Gallery:
             self._glances = {run.path: self._glances.get(run.path) or Glance(run) for run in runs.values()}
             for id, run in runs.items():
                 listed.append({"id": id, "path": str(run.path), **self._glances[run.path].look()})
-            listed.sort(key=lambda each: (-each["in_use"], -each["started"]))
+            listed.sort(key=lambda each: (-each["in_use"], -each["trains"], -each["started"]))
             self._list = now, listed[:LISTED]
             return self._list[1]
 

@@ -34,6 +34,8 @@ FRESH_S = 30.0
 """A run that does nothing visible for longer than this, and for longer than four rounds, waits."""
 LATELY = 10
 """Rounds behind the speed shown."""
+BOOTSTRAP = "bootstrap"
+"""Role in swarm.json of a run that trains nothing."""
 
 State = str
 """training | paused (by its owner or for the machine's sake) | waiting | serving (trains nothing itself) | starting |
@@ -110,11 +112,13 @@ class View:
         last = self._lately[-1] if self._lately else {}
         first_tenth, last_tenth = self.curves.tenths("reward")
         config, state = self._config, self.state(now)
+        trains = bool(self._lately) or _within(self.status, "role") != BOOTSTRAP
         return {
             "id": self.id,
             "path": str(self.run.path),
             "state": state,
             "paused": self._paused(now) if state == "paused" else None,
+            "trains": trains,
             "rounds": last.get("round"),
             "of": config.get("rounds") if isinstance(config.get("rounds"), int) else None,
             "last_at": _time(last) or None,
@@ -128,7 +132,7 @@ class View:
             "foreign": self.curves.total("swarm/groups_used"),
             "last": {name: value for name, value in last.items() if isinstance(value, int | float)},
             "settings": {
-                "model": _text(_within(config, "policy", "model")),
+                "model": _text(_within(config, "policy", "model")) if trains else "",
                 "averaging": _text(_within(config, "averaging", "method")),
             },
             "problems": [*self._problems.values(), *self._left_out()],
@@ -240,6 +244,12 @@ class View:
         return parsed
 
 
+class Role(msgspec.Struct):
+    """Of all that swarm.json holds."""
+
+    role: str = ""
+
+
 class Glance:
     """What a list of runs shows of one, without reading all of it."""
 
@@ -248,17 +258,27 @@ class Glance:
         self._lock = Lock(run)
         self._stamp: tuple[int, ...] | None = None
         self._rounds: int | None = None
+        self._role_stamp: tuple[int, ...] | None = None
+        self._role = ""
 
     def look(self) -> dict[str, Any]:
         run = self._run
         known = (run.config, run.path / "lock", run.metrics, run.status)  # the first two are written when it starts
         started = next((stat.st_mtime for path in known if (stat := _stat(path)) is not None), 0.0)
-        stat = _stat(run.metrics)
-        stamp = None if stat is None else (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-        if stamp != self._stamp:
+        if (stamp := _stamp(run.metrics)) != self._stamp:
             self._stamp = stamp
             self._rounds = self._last_round()
-        return {"in_use": self._lock.held(), "rounds": self._rounds, "started": started}
+        if self._rounds is None and (stamp := _stamp(run.status)) != self._role_stamp:
+            self._role_stamp = stamp
+            self._role = self._last_role()
+        held = self._lock.held()
+        return {
+            "in_use": held,
+            "paused": held and bool(run.read_waits()),
+            "trains": self._rounds is not None or self._role != BOOTSTRAP,
+            "rounds": self._rounds,
+            "started": started,
+        }
 
     def _last_round(self) -> int | None:
         try:
@@ -267,6 +287,19 @@ class Glance:
             return None
         last = records[-1].get("round") if records else None
         return last if isinstance(last, int) else None
+
+    def _last_role(self) -> str:
+        try:
+            with open(self._run.status, "rb") as file:
+                text = file.read(STATUS_BYTES + 1)
+            return "" if len(text) > STATUS_BYTES else msgspec.json.decode(text, type=Role).role
+        except (OSError, ValueError, RecursionError):  # said by whoever opens it
+            return ""
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    stat = _stat(path)
+    return None if stat is None else (stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
 
 def _stat(path: Path) -> os.stat_result | None:

@@ -479,6 +479,27 @@ def test_paragraphs_are_broken_between_words_on_a_terminal_and_whole_in_a_pipe(m
         assert out.getvalue().splitlines() == shown
 
 
+def test_what_is_said_is_broken_between_words_on_a_terminal_unless_it_holds_a_link():
+    out = io.StringIO()
+    progress = Progress(3, stream=out)
+    progress._on_terminal, progress._console.width = True, 20
+    link = f"swarm-node join swarm://{'a' * 40} --name bob"
+    progress.say(f"averaging: bob is here\n{link}\n{'b' * 30}")
+    assert out.getvalue().splitlines() == ["averaging: bob is", "here", link, "b" * 30]
+
+
+def test_a_run_without_end_has_neither_bar_nor_share():
+    out = io.StringIO()
+    for minutes, head in ((None, r"round 7"), (10, r"round 7 [━╸╺]* +0% 10:00 left")):
+        progress = Progress(math.inf, minutes, stream=out, clock=Clock())
+        progress._console = Console(file=out, width=60)
+        progress.start()
+        progress._round = 7
+        before = len(out.getvalue())
+        progress._console.print(progress._render())
+        assert re.fullmatch(head, out.getvalue()[before:].splitlines()[0].rstrip())
+
+
 def test_a_character_that_a_stream_cannot_show_does_not_end_a_run():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     progress = Progress(3, stream=stream)

@@ -73,7 +73,7 @@ def test_a_member_that_averages_and_pays() -> None:
         )
     )
     assert summary(run) == [
-        "learned   reward 0.250 -> 0.500, first and last tenth of 2 rounds",
+        "outcome   reward 0.250 -> 0.500, first and last tenth of 2 rounds",
         "received  1,240 groups from others, 1,000 admitted, 4 used: 33% of what it trained on",
         "          weights of others in 1 exchange",
         "gave      8 groups published",
@@ -106,7 +106,7 @@ def test_a_crew_s_lead() -> None:
 
 def test_after_a_signal_in_the_first_round_little_is_said_and_without_a_round_nothing() -> None:
     assert summary(figures(rounds([0.5]))) == [
-        "learned   reward 0.500 in its only round",
+        "outcome   reward 0.500 in its only round",
         "rounds    1 in 0:00; 1,000 tokens trained on, 2,000 a second",
     ]
     assert summary(figures([])) == [] and figures([]) == Figures()
@@ -198,7 +198,22 @@ def test_few_questions_or_others_than_before_are_no_ground_for_a_claim(before: i
 )
 def test_what_cannot_be_told_from_noise_is_called_that(interval: tuple[float, float] | None, words: str) -> None:
     held = HeldOut(128, 1, (0.20, 0.22), (0.20, 0.22), interval)
-    assert summary(Figures(held_out=held)) == [f"learned   held-out pass@1 0.200 -> 0.220, {words}"]
+    assert summary(Figures(held_out=held)) == [f"outcome   held-out pass@1 0.200 -> 0.220, {words}"]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "n", "held"),
+    [(0.297, 0.266, 20, None), (0.2, 0.3, 19, None), (0.2, 0.3, 20, (0.5, 0.4))],
+    ids=["reward fell", "few rounds", "held-out fell"],
+)
+def test_a_fall_or_a_few_rounds_are_not_called_learned(
+    first: float, last: float, n: int, held: tuple[float, float] | None
+) -> None:
+    compared = None if held is None else HeldOut(50, 1, held, held)
+    words = summary(Figures(n, reward_first_tenth=first, reward_last_tenth=last, held_out=compared))
+    assert words[0].startswith("outcome   reward")
+    words = summary(Figures(20, reward_first_tenth=0.2, reward_last_tenth=0.3))
+    assert words[0].startswith("learned   reward"), "the other way about it is"
 
 
 # ------------------------------------------------------------------- where things are, what to type
@@ -213,4 +228,5 @@ def test_where_things_are_and_what_to_type() -> None:
         "          swarm-node eval 'runs/my run'        # how it does on held-out questions",
         "          swarm-node dashboard 'runs/my run'   # its curves and events",
     ]
+    assert not any(" eval " in line for line in next_steps("r", held_out=False)), "there is no question for it"
     assert next_steps("r", crew=True) == ["next      swarm-node dashboard r  # its curves and events"]

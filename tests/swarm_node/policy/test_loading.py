@@ -7,13 +7,15 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub import logging as hub_logging
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.policy import loading
-from swarm_node.policy.loading import bf16_slowdown, load_policy, prepare
+from swarm_node.policy.loading import bf16_slowdown, load_policy, prepare, refusing
 from swarm_node.types import Sampling
 from tests.swarm_node.policy.models import save
 
@@ -135,6 +137,20 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path):
             load(tmp_path / "good", **options)
     with pytest.raises(UserError, match="native"):
         load(save("gpt_neox", tmp_path / "neox"), RolloutsConfig(max_new_tokens=8, engine="native"))
+
+
+@pytest.mark.parametrize("name", ["some/model", "nosuch"])
+def test_a_hub_out_of_reach_is_one_sentence_and_none_of_its_librarys(name, caplog):
+    with pytest.raises(UserError) as refused, refusing("Config", name):
+        hub_logging.get_logger("huggingface_hub.utils._http").warning("Retrying in 1s")
+        try:
+            raise LocalEntryNotFoundError("no connection, and not in the cache")
+        except LocalEntryNotFoundError as error:
+            raise OSError("We couldn't connect") from error
+    assert f"{name}: the hub cannot be reached" in str(refused.value)
+    assert "; give a directory with the model (--model ./DIR)" in str(refused.value)
+    assert str(refused.value).startswith("there is no directory nosuch; ") is (name == "nosuch")
+    assert not caplog.records and hub_logging.get_verbosity() == hub_logging.WARNING
 
 
 def test_a_model_with_a_tensor_missing_is_refused(tmp_path):

@@ -47,6 +47,7 @@ def test_terminals_are_called_by_their_names() -> None:
 
 def test_holders_are_those_of_the_lost_stages() -> None:
     whole = "crew home is whole: stage 0 t0, 1 t0, 2 t2"
+    assert holders_of("crew home is whole: all stages with t0; this node waits until one is free", [1, 2]) == {"t0"}
     assert holders_of(whole, [0, 1]) == holders_of(f"{whole}; 3 updates so far", [1]) == {"t0"}
     assert holders_of("stage 1, 2 is back after 3.0 s, held by t0, t2", [1, 2]) == {"t0", "t2"}
     assert holders_of("stage 1 passed to t2", [1]) is None

@@ -16,6 +16,7 @@ export function number(value) {
 
 export function duration(seconds) {
   const s = Math.max(0, seconds);
+  if (s < 1) return `${+s.toPrecision(2)} s`;
   if (s < 9.95 && s % 1 > 0.05) return `${s.toFixed(1)} s`;
   if (s < 100) return `${Math.round(s)} s`;
   if (s < 6000) return `${Math.round(s / 60)} min`;
@@ -86,7 +87,7 @@ export class Chart {
     this.whose = element("span", { class: "unseen" });
     this.values = element("details", {}, element("summary", {}, "Values", this.whose), this.table = element("div"));
     this.plot = element("div", { class: "plot" }, this.svg, this.readout);
-    this.node = element("figure", { class: small ? "chart small" : "chart" },
+    this.node = element("figure", { class: small ? "chart small" : "chart", hidden: true },
       element("figcaption", {}, this.title, note ? element("small", {}, note) : null, this.legend), this.text, this.plot, small ? null : this.values);
     this.values.addEventListener("toggle", () => this.tabulate());
     this.svg.addEventListener("pointermove", (event) => this.point(event));

@@ -158,10 +158,10 @@ function item(id) {
 function drawRuns() {
   for (const run of listed) {
     const { box, name, state, label } = item(run.id), at = selected.indexOf(run.id);
-    const now = run.in_use ? "running" : "ended";
+    const now = !run.in_use ? "ended" : run.paused ? "paused" : "running";
     box.checked = at >= 0;
     box.disabled = at < 0 && selected.length >= MOST;
-    name.className = run.in_use ? "name running" : "name";
+    name.className = `name ${now}`;
     state.textContent = run.rounds === null ? now : `${now}, round ${number(run.rounds)}`;
     label.className = at >= 0 ? `c${at % COLORS} chosen` : "";
     label.title = run.path;
@@ -216,7 +216,7 @@ function drawNotices(shown) {
 const fixed = (value) => (value === null || value === undefined ? "–" : value.toFixed(3));
 const bytes = (value) => (value === undefined || value === null ? "–" : value < 1e6 ? `${(value / 1e3).toFixed(1)} kB` : value < 1e9 ? `${(value / 1e6).toFixed(2)} MB` : `${(value / 1e9).toFixed(2)} GB`);
 const money = (value) => (value === undefined ? null : value >= 100 ? number(value) : value.toLocaleString("en", { maximumSignificantDigits: 3 }));
-const ago = (time) => duration(Date.now() / 1000 - time) + " ago";
+const ago = (time) => duration(Math.round((Date.now() / 1000 - time) * 10) / 10) + " ago";
 
 function change(run) {
   const { reward_first: first, reward_last: last } = run.summary;
@@ -255,7 +255,8 @@ function present(status) {
 
 function tiles(run) {
   const { summary } = run, { last } = summary, moved = traffic(run), inSwarm = run.status !== null || summary.peers !== null;
-  const list = element("dl", { class: "tiles" },
+  const list = element("dl", { class: "tiles" });
+  if (summary.trains) list.append(
     figure("Reward", "reward", `${fixed(summary.reward_first)} → ${fixed(summary.reward_last)}`, change(run), "first to last tenth"),
     figure("Round", "rounds", number(summary.rounds), summary.of ? `of ${number(summary.of)}` : null, summary.step_s ? `${duration(summary.step_s)} each` : null),
     figure("Tokens a second", "tok_s", number(summary.tok_s), "sampled", summary.trained_tok_s ? `${number(summary.trained_tok_s)} trained` : null));
@@ -410,6 +411,7 @@ function drawCharts(shown) {
     chart.call(choice.value);
     drawChart(chart, { series: [[choice.value]], zero: false }, shown);
   }
+  find("training").hidden = [...find("charts").children].every((node) => node.hidden);
 }
 
 const taskCharts = new Map();
@@ -486,6 +488,7 @@ function peers(run, known) {
     const unsent = reasons(sent, "swarm/unsent/");
     sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent}` : ""}.`);
   }
+  if (!all.length && !sums.length) return null; // the tile says that nobody is here
   if (!all.length) return section(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)));
   const absent = absentFrom(status);
   const counts = all.some(([, peer]) => "received" in peer), most = Math.max(...all.map(([, peer]) => peer.used ?? 0));
@@ -499,7 +502,7 @@ function peers(run, known) {
       (peer.muted ? "muted; " : "") + (reasons(peer.rejected) || "none")] : []),
   ]);
   return section(run, known, "Peers", sums.length ? element("p", {}, sums.join(" ")) : null,
-    table(`Peers of ${run.id}`, ["Peer", "Now", "Version", ...(counts ? figures : [])], rows, all.map(([id]) => id)));
+    table(`Peers of ${run.id}`, ["Peer", "Now", "Updates", ...(counts ? figures : [])], rows, all.map(([id]) => id)));
 }
 
 function terms(pairs) {
