@@ -128,10 +128,11 @@ def test_stages_are_taken_after_the_same_update(saved: Saved, tmp_path: Path) ->
     assert same({name: p.detach() for name, p in model.named_parameters()}, expected)
     runs.train(updates=1, peers=runs.peers[1:], seed=6)
     runs.train(updates=1, peers=runs.peers[1:], seed=7)
-    runs.train(updates=3, peers=runs.peers[:1], seed=8)  # 7 and 4: no more than two are kept
+    runs.train(updates=3, peers=runs.peers[:1], seed=8)
     runs.export(tmp_path / "out2")
     assert "all 2 stages after update 4" in runs.said
-    runs.train(updates=4, peers=runs.peers[:1], seed=9)
+    runs.train(updates=3, peers=runs.peers[:1], seed=9)
+    runs.train(updates=1, peers=runs.peers[:1], seed=10)  # 11, 10 and 7: no more than three are kept
     runs.export(tmp_path / "out3")
     assert any("no update after which all stages are there: stage 0 after update 11" in line for line in runs.said)
 
