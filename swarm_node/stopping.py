@@ -178,11 +178,8 @@ class Stopper:
                 return None
             if not received:
                 return None
-            if received[0] in (
-                *STOPPING,
-                HANGUP,
-                NOTICE,
-            ):  # others' signals, such as a reward function's alarm, come here too
+            # Others' signals, such as a reward function's alarm, come here too.
+            if received[0] in (*STOPPING, HANGUP, NOTICE):
                 return received[0]
 
 

@@ -357,9 +357,8 @@ class PairAverager(Averager):
                 raise RemoteProtocolError("fragment", f"{fragment} in round {round}")
             if not self._due(round):
                 raise RemoteProtocolError("early", "not enough updates since the last exchange")
-            if (
-                peer not in self._cohort() or self._partner(round) != peer
-            ):  # a stranger is not worth the work of pairing
+            # A stranger is not worth the work of pairing.
+            if peer not in self._cohort() or self._partner(round) != peer:
                 raise RemoteProtocolError("partner", f"another is this node's in round {round}")
         with self._guard:
             if not theirs.parting:

@@ -45,8 +45,22 @@ with Stopper(last_resort, deadline_s=0.5) as stop:
 """
 
 
+started: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """Some of these compute for ever: not longer than their test, also if that fails."""
+    yield
+    while started:
+        process = started.pop()
+        process.kill()
+        process.wait()
+
+
 def start(body: str) -> subprocess.Popen:
     process = subprocess.Popen([sys.executable, "-c", PRELUDE + body], stdout=subprocess.PIPE, text=True)
+    started.append(process)
     assert process.stdout.readline() == "ready\n"
     return process
 
