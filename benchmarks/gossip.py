@@ -48,8 +48,11 @@ Row = dict[str, Any]
 
 
 @contextmanager
-def started(spec: Spec, others: Callable[[Spec], Spec] = lambda spec: spec) -> Iterator[list[Child]]:
-    """Nodes as `spec` says, the first as it stands, the others changed by `others`, ready; ended with the context."""
+def started(
+    spec: Spec, others: Callable[[Spec], Spec] = lambda spec: spec, checkout: Path | None = None
+) -> Iterator[list[Child]]:
+    """Nodes as `spec` says, the first as it stands, the others changed by `others`, ready; ended with the context. They
+    run from `checkout`, if given."""
     nodes: list[Child] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -60,7 +63,7 @@ def started(spec: Spec, others: Callable[[Spec], Spec] = lambda spec: spec) -> I
                     mine = Path(folder) / str(i)
                     mine.mkdir()
                     its = replace(spec, folder=str(mine), bootstrap=addresses)
-                    node = Child("benchmarks.gossip_nodes")
+                    node = Child("benchmarks.gossip_nodes", checkout=checkout)
                     nodes.append(node)
                     node.tell(asdict(others(its) if i else its))
                 for node in nodes[batch_of.start :]:

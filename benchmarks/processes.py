@@ -27,13 +27,16 @@ missed, and so is all of one that lives shorter."""
 class Child:
     """A Python module in a process of its own that says what it has to say in lines of JSON and is told likewise."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str, checkout: Path | None = None) -> None:
+        """`checkout` is a directory with another version of this project; by default the module is this version's."""
+        here = {} if checkout is None else {"PYTHONPATH": str(checkout)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            cwd=checkout,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | here,
         )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
