@@ -1,4 +1,4 @@
-"""The gossip addresses of all members that one node knows.
+"""The gossip addresses of all members that one node knows; the bootstrap is called `boot`.
 
 python -m benchmarks.attacks.look ADDRESS SWARM      -> JSON: name -> address
 """
@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 
+import hivemind.dht.storage  # noqa: F401  registers the type of what is found
 import msgspec
 from hivemind.dht.node import DHTID
 from hivemind.proto import dht_pb2
@@ -28,9 +29,10 @@ async def look(address: str, swarm: str) -> dict[str, str]:
         answer = await call(p2p, victim, "rpc_find", request, dht_pb2.FindResponse)
         for result in answer.results:
             if result.type == dht_pb2.FOUND_DICTIONARY:
-                for sealed, _ in MSGPackSerializer.loads(result.value).values():
+                for _, (sealed, _) in MSGPackSerializer.loads(result.value).items():
                     _, card = open_card(msgspec.msgpack.decode(sealed), swarm)
-                    found[card.name] = card.gossip[0] if card.gossip else ""
+                    name = "boot" if "bootstrap" in card.roles else card.name
+                    found[name] = card.gossip[0] if card.gossip else ""
     return found
 
 
