@@ -124,11 +124,11 @@ class _Search(Generic[Peer]):
 def direct(connected: Sequence[str], bootstrap: Collection[str], members: int, rng: random.Random) -> list[str]:
     """Some of the peers that are connected and keep a part of the DHT (longest connected first), to deal with directly
     while `members` others are known."""
-    if not members:
-        return list(connected[:BLIND])
-    proven, oldest = (BOOTSTRAP, OLDEST) if members <= SMALL else (LARGE_BOOTSTRAP, LARGE_OLDEST)
     first = [peer for peer in connected if peer in bootstrap]
+    if not members:
+        return list(dict.fromkeys([*first, *connected]))[:BLIND]
+    proven, oldest = (BOOTSTRAP, OLDEST) if members <= SMALL else (LARGE_BOOTSTRAP, LARGE_OLDEST)
     chosen = rng.sample(first, min(proven, len(first)))
     chosen += [peer for peer in connected if peer not in chosen][:oldest]
     rest = [peer for peer in connected if peer not in chosen]
-    return chosen + rng.sample(rest, min(RANDOM, len(rest)))
+    return chosen + rng.sample(rest, min(proven + oldest + RANDOM - len(chosen), len(rest)))
