@@ -294,7 +294,7 @@ async def hostile_answers_end_no_lookup() -> None:
             "a long peer id": near(bytes(20), b"\1" * 200_000),
             "no peer id": near(bytes(20), b""),
             "a long node id": near(b"\xff" * 100_000, b"\0$\x08\x01\x12 " + bytes(32)),
-            "many peers": near(bytes(20), b"\0$\x08\x01\x12 " + bytes(32), 5_000),
+            "many peers": near(bytes(20), b"\0$\x08\x01\x12 " + bytes(32), 3_000),
         }
         for name, answer in answers.items():
             peer.answer, before = answer, peer.asked["find"]
