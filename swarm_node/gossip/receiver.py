@@ -41,6 +41,9 @@ WAITING_BYTES = 16 * MAX_BATCH_BYTES
 """Bounds what was opened and waits to be examined; the oldest makes room."""
 MAX_SEEN = 2**16
 """Slots remembered with the groups that answered them: ten minutes of a hundred groups a second, in about 20 MB."""
+LATE_S = 60.0
+"""Groups made longer ago than this when they are opened wait behind all others: messages of before that somebody says
+again hold up no new ones, which arrive within seconds."""
 ADMIT_SHARE = 0.1
 """Part of the time since the last `admit` that the next may take of the training thread: a flood then slows training
 down by no more."""
@@ -175,9 +178,12 @@ class Receiver:
                 data = self._inbox.pop()
                 self._inbox_bytes -= len(data)
             opened.append(self._groups_in(data))
+        late = self._now() - LATE_S
         for groups in reversed(opened):
-            self._waiting += groups
-            self._waiting_bytes += sum(size for *_, size in groups)
+            self._waiting += [group for group in groups if group[2].created >= late]
+        for groups in opened:
+            self._waiting.extendleft(group for group in reversed(groups) if group[2].created < late)
+        self._waiting_bytes += sum(size for groups in opened for *_, size in groups)
         while len(self._waiting) > MAX_WAITING or self._waiting_bytes > WAITING_BYTES:
             peer, *_, size = self._waiting.popleft()
             self._waiting_bytes -= size

@@ -235,12 +235,17 @@ def test_messages_of_before_use_up_no_quota_of_now(world: World) -> None:
         said = fresh if minute == 8 else old
         said += [seal_batch(world.batch(*(world.group() for _ in range(5))), PEER) for _ in range(3)]
         world.time += EPOCH_SECONDS * (minute < 8)
+    world.time += 1
     receiver = world.receiver()
-    for data in [*old, *fresh]:
+    for data in [*fresh, *old]:
         receiver.take(data)
+    receiver.admit()
+    assert all(group.created == NOW + 8 * EPOCH_SECONDS for group in world.pool[:15])
     while receiver.admit():
         pass
     assert rejected(receiver) == {} and len(world.pool) == 9 * 15
+    created = [group.created for group in world.pool]
+    assert created == sorted(created, reverse=True)
     receiver.take(seal_batch(world.batch(*(world.group() for _ in range(7))), PEER))
     receiver.admit()
     assert rejected(receiver) == {"quota": 2.0}
