@@ -1,9 +1,9 @@
-"""The DHT and the streams of a node: hivemind's `P2P` and `DHTNode` in the caller's asyncio loop.
+"""The DHT and the streams of a node: hivemind's `P2P` (p2pd) and this project's `CardDHT` in the caller's asyncio loop.
 
     P2PTransport --coroutines--> HivemindPlane --unix sockets--> p2pd (go-libp2p) ==TCP==> other peers
                                      watch: p2pd gone -> fail the calls in flight, start it again: same key, same port
 
-Never `hivemind.DHT`, whose process dies of large messages. p2pd starts without bootstrap peers and dials them
+p2pd starts without bootstrap peers and dials them
 afterwards, so that dead ones cannot hold up a start. Every call is bounded in time.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-import math
 import os
 import shutil
 import signal
@@ -24,8 +23,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hivemind.dht.node import DHTID, DHTNode
+import msgspec
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
@@ -36,14 +36,17 @@ from protocol.identity import Identity
 from protocol.limits import MAX_CLOCK_SKEW_S, MAX_REQUEST_BYTES
 from protocol.messages import PeerCard
 from protocol.peers import peer_of
-from protocol.topics import bucket_of, membership_key
+from protocol.topics import bucket_of
 from protocol.transports.base import Acceptor, Outgoing, Server, Sink
 from protocol.transports.channels import Channels, StreamChannel, Streams
+from protocol.transports.dht import CardDHT
 from protocol.transports.dial_back import DialBack, ask_back
 from protocol.transports.exchanges import Exchanges
+from protocol.transports.p2pd_calls import keep_accounts
 from protocol.transports.pacing import Paces
 from protocol.transports.ports import Port
 from protocol.transports.records import CardStorage, CardValidator
+from protocol.transports.refusals import Refusals
 from protocol.transports.relay import RELAY_PROTOCOL, reserve
 from protocol.transports.settings import NetworkSettings, announced, best_first, endpoint, listen_address
 from protocol.transports.streams import Answers, Traffic, ask
@@ -64,8 +67,8 @@ STEADY_S = 10.0
 """A p2pd that lived this long did not die of its own start."""
 _FAILURES = (P2PDaemonError, P2PHandlerError, OSError, EOFError)
 """What calls to p2pd raise besides running into their time limit."""
-BEAM = 8
-"""Nodes asked for each bucket, more or less; five of them keep it."""
+MAX_ANSWER_BYTES = DEFAULT_MAX_MSG_SIZE - 2**16
+"""An answer to a call, and room for its envelope in a message to p2pd."""
 NEW_S = 60.0
 """A folder younger than this may belong to a process that has not locked it yet."""
 T = TypeVar("T")
@@ -95,6 +98,8 @@ class HivemindPlane:
         self.restarts = 0
         self._channels = channels or Channels(Traffic(), report)
         self.traffic = self._channels.traffic
+        self.refusals = Refusals(self.traffic.rejected)
+        """What peers were refused on the DHT."""
         self._identity = identity
         self._identity_path = identity_path
         self._swarm = swarm
@@ -111,15 +116,18 @@ class HivemindPlane:
         self._answers = Answers(self.traffic, report)
         self._exchanges = Exchanges(self.traffic, report)
         self._paces = Paces(settings.max_upload_mbit, settings.max_download_mbit)
-        self._validator = CardValidator(swarm, settings.card_ttl_s, self.traffic.rejected)
-        self._storage, self._cache = CardStorage(), CardStorage()
+        self._validator = CardValidator(swarm, settings.card_ttl_s)
+        self._storage = CardStorage()
+        self._bootstrap = {peer_of(address) for address in settings.bootstrap}
+        self._serving: dict[str, None] = {}
+        """Connected peers that keep a part of the DHT, longest connected first."""
         self._clock_offset = time.time() - time.monotonic()
         self._folder = ""
         self._folder_lock = -1
         self._panic = ""
         """Why p2pd died, if it said so before its last line."""
         self._daemon: P2P | None = None
-        self._node: DHTNode | None = None
+        self._dht: CardDHT | None = None
         self._ended: asyncio.Future[int] = asyncio.Future()
         """Exit code of the p2pd that runs now."""
         self._keeper: asyncio.Task[None] | None = None
@@ -209,21 +217,10 @@ class HivemindPlane:
         self._ended = asyncio.ensure_future(_end_of(daemon))
         if port and self._port.is_shared():  # with a program that claims none
             raise P2PDaemonError(f"port {port} was taken meanwhile")
-        node = await asyncio.wait_for(
-            DHTNode.create(
-                p2p=daemon,
-                node_id=DHTID.generate(self._identity.peer_id),
-                record_validator=self._validator,
-                client_mode=settings.dial_only,
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-                reuse_get_requests=False,
-            ),
-            CALL_S,
+        dht = CardDHT(
+            daemon, self._identity.peer_id, self._validator, self._storage, self.refusals, client=settings.dial_only
         )
-        node.protocol.storage, node.protocol.cache = self._storage, self._cache  # bounded, and outliving p2pd
-        node.protocol._validate_dictionary = self._validator.keep_valid
+        await asyncio.wait_for(dht.serve(), CALL_S)
         for protocol, handler in (
             (self._protocol, self._on_request),
             (self._exchange_protocol, self._on_exchange),
@@ -233,12 +230,13 @@ class HivemindPlane:
             await asyncio.wait_for(daemon.add_binary_stream_handler(protocol, handler), CALL_S)
         if not settings.serve_relay:  # without its relay service, p2pd still relays 128 KiB a connection
             await asyncio.wait_for(daemon.add_binary_stream_handler(RELAY_PROTOCOL, _hang_up), CALL_S)
-        self._node, self.port = node, port
+        self._dht, self.port = dht, port
         await self.look_around()
 
     async def _stop_daemon(self) -> None:
-        """End p2pd. Its DHT node is let go, not shut down: that would wait for a p2pd that is dead."""
-        daemon, self._daemon, self._node = self._daemon, None, None
+        """End p2pd."""
+        daemon, self._daemon, self._dht = self._daemon, None, None
+        self._serving.clear()
         if daemon is None:
             return
         try:
@@ -259,8 +257,9 @@ class HivemindPlane:
             self.addresses = best_first([str(address) for address in found])
 
     async def connect(self, peer: str, addresses: Sequence[str]) -> None:
-        """Dial a peer at all of these multiaddresses, and let both DHT tables know. Raises PeerUnreachable."""
-        daemon, node = self._running()
+        """Dial a peer at all of these multiaddresses, let both DHT tables know, and give it this node's card. Raises
+        PeerUnreachable."""
+        daemon, dht = self._running()
         if peer not in await self.connected():
             addresses = await _answering([address for address in addresses if peer_of(address) == peer])
         try:
@@ -269,9 +268,10 @@ class HivemindPlane:
         except (ValueError, MultiaddrError) as error:
             raise PeerUnreachable(f"{peer} at {addresses}: {error}") from error
         await self._bounded(daemon._client.connect(to, ways), DIAL_S)
-        if await self._bounded(node.protocol.call_ping(to), CALL_S) is None:
+        if not await self._bounded(dht.ping(to), CALL_S):
             return  # connected, but it only dials and keeps no part of the DHT
-        await self._bounded(node.find_nearest_nodes([node.node_id]), CALL_S)
+        self._serving.setdefault(peer)
+        await self._bounded(asyncio.gather(dht.give_own(to), dht.look_around()), CALL_S)
 
     async def take_place(self, relay: str) -> None:
         """Be reached through a peer that this node is connected to, for `PLACE_S` at least. Raises PeerUnreachable."""
@@ -289,7 +289,9 @@ class HivemindPlane:
     async def connected(self) -> set[str]:
         """Peer ids with a connection to this node. Raises PeerUnreachable."""
         daemon = self._running()[0]
-        return {str(peer.peer_id) for peer in await self._bounded(daemon.list_peers(), CALL_S)}
+        connected = {str(peer.peer_id) for peer in await self._bounded(daemon.list_peers(), CALL_S)}
+        self._serving = {peer: None for peer in self._serving if peer in connected}
+        return connected
 
     @property
     def too_new(self) -> str:
@@ -308,45 +310,31 @@ class HivemindPlane:
 
     # ---------------------------------------------------------------- cards
 
-    async def store_card(self, card: PeerCard) -> bool:
-        """Seal this node's card and store it. False if no peer took it; raises PeerUnreachable."""
-        node, peer = self._running()[1], self._identity.peer_id
-        self._mind_the_clock(node)
-        key = membership_key(self._swarm, bucket_of(peer))
-        return bool(
-            await self._bounded(
-                node.store(
-                    key,
-                    seal_card(card, self._identity),
-                    subkey=peer,
-                    expiration_time=card.created + self._settings.card_ttl_s,
-                ),
-                CALL_S,
-            )
-        )
+    async def store_card(self, card: PeerCard, members: int = 0) -> int:
+        """Seal this node's card and store it, while `members` others are known; by how many peers it was taken. Raises
+        PeerUnreachable."""
+        dht, peer = self._running()[1], self._identity.peer_id
+        self._mind_the_clock(dht)
+        value = msgspec.msgpack.encode(seal_card(card, self._identity))
+        record = peer, value, card.created + self._settings.card_ttl_s
+        key = self._validator.keys[bucket_of(peer)]
+        return await self._bounded(dht.store_card(key, record, members, self._bootstrap, list(self._serving)), CALL_S)
 
-    async def get_cards(self, buckets: Collection[int]) -> dict[str, PeerCard]:
-        """Peer id -> card of everyone in these buckets, this node too. Raises PeerUnreachable."""
-        node = self._running()[1]
-        self._mind_the_clock(node)
-        keys = [membership_key(self._swarm, bucket) for bucket in buckets]
-        # NaN: no expiration suffices to end the search early, not even the infinite one a hostile peer may claim
-        found = await self._bounded(node.get_many(keys, sufficient_expiration_time=math.nan, beam_size=BEAM), CALL_S)
-        cards, now = {}, time.time()
-        for bucket in found.values():
-            if bucket is not None and isinstance(bucket.value, dict):
-                for sealed, expiration in bucket.value.values():
-                    if expiration > now:
-                        peer, card = self._validator.open(sealed)
-                        cards[peer] = card
-        return cards
+    async def get_cards(self, buckets: Collection[int], members: int = 0) -> dict[str, PeerCard]:
+        """Peer id -> card of everyone in these buckets, this node too, while `members` others are known. Raises
+        PeerUnreachable."""
+        dht = self._running()[1]
+        self._mind_the_clock(dht)
+        keys = [self._validator.keys[bucket] for bucket in buckets]
+        search = dht.find_cards(keys, members, self._bootstrap, list(self._serving))
+        found, now = await self._bounded(search, CALL_S), time.time()
+        return dict(self._validator.card(value) for value, expiration in found.values() if expiration > now)
 
-    def _mind_the_clock(self, node: DHTNode) -> None:
+    def _mind_the_clock(self, dht: CardDHT) -> None:
         """Forget all cards stored here if the clock was set back: they would outlast, and keep out, newer ones."""
         before, self._clock_offset = self._clock_offset, time.time() - time.monotonic()
         if self._clock_offset < before - MAX_CLOCK_SKEW_S:
-            self._storage, self._cache = CardStorage(), CardStorage()
-            node.protocol.storage, node.protocol.cache = self._storage, self._cache
+            dht.storage = self._storage = CardStorage()
 
     # ---------------------------------------------------------------- requests, exchanges, channels
 
@@ -459,10 +447,10 @@ class HivemindPlane:
 
     # ---------------------------------------------------------------- calls to p2pd
 
-    def _running(self) -> tuple[P2P, DHTNode]:
-        if self._daemon is None or self._node is None or self._ended.done():
+    def _running(self) -> tuple[P2P, CardDHT]:
+        if self._daemon is None or self._dht is None or self._ended.done():
             raise PeerUnreachable("the network is not up")
-        return self._daemon, self._node
+        return self._daemon, self._dht
 
     async def _bounded(self, call: Awaitable[T], timeout: float) -> T:
         """The result of a call to p2pd. Raises PeerUnreachable if it takes too long, fails, or p2pd dies meanwhile:
@@ -501,6 +489,12 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
             super().__init__()
             plane._daemon, plane._panic = self, ""
 
+        @classmethod
+        async def create(cls, *arguments: Any, **options: Any) -> P2P:
+            daemon = await super().create(*arguments, **options)
+            keep_accounts(daemon._client.control)
+            return daemon
+
         @staticmethod
         def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
             return [sys.executable, "-ISc", IN_ITS_OWN_SESSION, *P2P._make_process_args(*arguments, **options)]
@@ -524,6 +518,8 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
                 traffic.bytes_in += request.ByteSize()
                 paces.download.take(request.ByteSize())
                 response = await handler(request, context)
+                if response.ByteSize() > MAX_ANSWER_BYTES:  # hivemind's own way of refusing it raises
+                    raise LocalProtocolError(f"an answer of {response.ByteSize()} bytes is too large")
                 traffic.bytes_out += response.ByteSize()
                 paces.upload.take(response.ByteSize())
                 return response

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 import socket
@@ -15,27 +14,19 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from hivemind.dht.node import DHTID
-from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.dht.validation import DHTRecord
 
-from protocol.codec import seal_card
 from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.identity import Identity
-from protocol.limits import MAX_CARD_BYTES
 from protocol.manifest import FILE_METHOD
 from protocol.messages import PeerCard
-from protocol.topics import bucket_of, membership_key
 from protocol.transports import hivemind_plane
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.hivemind_plane import NEW_S, HivemindPlane
-from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.settings import NetworkSettings
 
 SWARM = "ab" * 32
@@ -121,7 +112,7 @@ async def everybody_sees_everybody() -> None:
         for node in nodes:
             assert await node.plane.store_card(node.card())
         for node in nodes:
-            await until(lambda node=node: _same(node.names(), {"one", "two", "three"}))
+            await until(lambda node=node: same(node.names(), {"one", "two", "three"}))
             assert node.plane.traffic.bytes_in > 500 and node.plane.traffic.bytes_out > 500
             assert not node.plane.traffic.rejected
         assert nodes[0].id in await nodes[1].plane.connected()
@@ -139,7 +130,7 @@ async def a_dead_bootstrap_is_joined_when_it_appears() -> None:
         with tempfile.TemporaryDirectory() as folder:
             late = Node(Path(folder), "late", port=_unused_port())
             address = f"/ip4/127.0.0.1/tcp/{late.plane.port}/p2p/{late.id}"
-            assert await _fails(one.plane.connect(late.id, [address]), PeerUnreachable)
+            assert await fails(one.plane.connect(late.id, [address]), PeerUnreachable)
             await one.plane.store_card(one.card())
             assert await one.names() == {"one"}  # alone, and not held up
             try:
@@ -148,8 +139,8 @@ async def a_dead_bootstrap_is_joined_when_it_appears() -> None:
                 await one.plane.connect(late.id, [address])
                 await one.plane.store_card(one.card())
                 await late.plane.store_card(late.card())
-                await until(lambda: _same(late.names(), {"one", "late"}))
-                await until(lambda: _same(one.names(), {"one", "late"}))
+                await until(lambda: same(late.names(), {"one", "late"}))
+                await until(lambda: same(one.names(), {"one", "late"}))
             finally:
                 await late.plane.close()
 
@@ -164,8 +155,8 @@ async def a_dial_only_node_is_a_member() -> None:
                 await inside.plane.connect(hub.id, hub.plane.addresses)
                 await inside.plane.store_card(inside.card())
                 await hub.plane.store_card(hub.card())
-                await until(lambda: _same(hub.names(), {"hub", "inside"}))
-                await until(lambda: _same(inside.names(), {"hub", "inside"}))
+                await until(lambda: same(hub.names(), {"hub", "inside"}))
+                await until(lambda: same(inside.names(), {"hub", "inside"}))
                 inside.plane.serve("echo", lambda peer, payload: payload)
                 assert (
                     await hub.ask(inside, "echo", b"through the connection it made")
@@ -202,7 +193,7 @@ async def nobody_relays_unless_told_to() -> None:
                         async with started("other", dial_only=True, relay=True) as (other,):
                             assert await other.plane.request(hidden.id, "say", b"hi", 10.0, 100, ways) == b"hi"
                     else:
-                        await _fails(hidden.plane.take_place(hub.id), PeerUnreachable)
+                        await fails(hidden.plane.take_place(hub.id), PeerUnreachable)
                 finally:
                     await hidden.plane.close()
 
@@ -234,9 +225,9 @@ async def addresses_that_make_no_sense_are_unreachable() -> None:
             f"/ip4/127.0.0.1/tcp/5/p2p/zzz{circuit}",
             f"/junk/7/p2p/{peer}{circuit}",
         ):
-            assert await _fails(one.plane.connect(peer, [address]), PeerUnreachable), address
-            assert await _fails(one.plane.request(peer, "x", b"", 5.0, 9, [address]), PeerUnreachable), address
-        assert await _fails(one.plane.connect("?", [f"/ip4/127.0.0.1/tcp/{one.plane.port}/p2p/?"]), PeerUnreachable)
+            assert await fails(one.plane.connect(peer, [address]), PeerUnreachable), address
+            assert await fails(one.plane.request(peer, "x", b"", 5.0, 9, [address]), PeerUnreachable), address
+        assert await fails(one.plane.connect("?", [f"/ip4/127.0.0.1/tcp/{one.plane.port}/p2p/?"]), PeerUnreachable)
 
 
 async def cards_of_before_the_clock_was_set_back_give_way_to_new_ones() -> None:
@@ -372,7 +363,7 @@ async def settings_that_cannot_work_are_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
         node = Node(Path(folder), "one", listen="192.0.2.1")  # an address of nobody
         try:
-            assert "192.0.2.1" in str(await _fails(node.plane.start(), ProtocolError))
+            assert "192.0.2.1" in str(await fails(node.plane.start(), ProtocolError))
         finally:
             await node.plane.close()
 
@@ -461,8 +452,8 @@ async def requests_fail_in_time() -> None:
         assert await two.refused(one, "no such method") == "unreachable"
         assert await two.refused(two, "big") == "unreachable"  # itself
         nobody = Identity.generate().peer_id
-        assert isinstance(await _fails(two.plane.request(nobody, "big", b"", 5.0, 1), ProtocolError), PeerUnreachable)
-        assert isinstance(await _fails(two.plane.request("?", "big", b"", 5.0, 1), ProtocolError), PeerUnreachable)
+        assert isinstance(await fails(two.plane.request(nobody, "big", b"", 5.0, 1), ProtocolError), PeerUnreachable)
+        assert isinstance(await fails(two.plane.request("?", "big", b"", 5.0, 1), ProtocolError), PeerUnreachable)
         assert {"secret", "handler", "method"} <= one.plane.traffic.rejected.keys()
 
 
@@ -535,7 +526,7 @@ async def one_caller_cannot_take_all_places() -> None:
         assert one.plane.traffic.rejected["busy"] == 1
         for _, _, writer in held:
             writer.close()
-        await until(lambda: _same(two.refused(one, "echo"), "answered"))
+        await until(lambda: same(two.refused(one, "echo"), "answered"))
 
 
 # -------------------------------------------------------------------- exchanges
@@ -611,7 +602,7 @@ async def an_exchange_fails_with_its_p2pd_and_the_next_one_works() -> None:
             await until(lambda victim=victim: victim.plane.restarts == 1)
             ours, theirs = Body(2**20), Body(2**20)
             two.plane.accept("swap", theirs.accept)
-            await until(lambda ours=ours: _same(exchange(one, two, ours), "whole"))
+            await until(lambda ours=ours: same(exchange(one, two, ours), "whole"))
             await until(lambda theirs=theirs: None in theirs.outcomes)
             assert ours.got == theirs.sent and theirs.got == ours.sent
 
@@ -629,9 +620,9 @@ async def exchanges_end_in_time() -> None:
         nobody = Identity.generate().peer_id
         for peer in (nobody, one.id, "?"):
             call = one.plane.exchange(peer, "swap", ours.outgoing, ours.answered, 5.0)
-            assert isinstance(await _fails(call, ProtocolError), PeerUnreachable)
+            assert isinstance(await fails(call, ProtocolError), PeerUnreachable)
         call = one.plane.exchange(two.id, "swap", ours.outgoing, stuck, 0.5, two.plane.addresses)
-        assert "within 0.5 s" in str(await _fails(call, PeerUnreachable))
+        assert "within 0.5 s" in str(await fails(call, PeerUnreachable))
         stop.set()
         await until(lambda: len(theirs.outcomes) == 1)
 
@@ -657,166 +648,14 @@ async def closing_tells_acceptors() -> None:
         assert await asyncio.wait_for(running, 20.0) in ("torn", "unreachable")
 
 
-# -------------------------------------------------------------------- what may lie in the DHT
-
-
-def _record(card: bytes, peer: str, expiration: float, bucket: int | None = None) -> DHTRecord:
-    key = DHTID.generate(membership_key(SWARM, bucket_of(peer) if bucket is None else bucket)).to_bytes()
-    return DHTRecord(key, msgspec.msgpack.encode(peer), msgspec.msgpack.encode(card), expiration)
-
-
-async def only_cards_are_valid() -> None:
-    rejected: Counter[str] = Counter()
-    validator = CardValidator(SWARM, 60.0, rejected)
-    peer, other, now = Identity.generate(), Identity.generate(), time.time()
-    card = PeerCard(1, SWARM, now, "me", [])
-    sealed = seal_card(card, peer)
-    good = _record(sealed, peer.peer_id, now + 60.0)
-    assert validator.validate(good)
-    forged = bytearray(sealed)
-    forged[-1] ^= 1
-    oldest = seal_card(msgspec.structs.replace(card, created=now - 50), peer)
-    ahead = seal_card(msgspec.structs.replace(card, created=now + 500), peer)
-    foreign = seal_card(msgspec.structs.replace(card, swarm="cd" * 32), peer)
-    unknown = seal_card(msgspec.structs.replace(card, protocol=7), peer)
-    far = seal_card(msgspec.structs.replace(card, created=now + 1e6), peer)
-    bad = {
-        "signature": [_record(bytes(forged), peer.peer_id, now + 60)],
-        "swarm": [_record(foreign, peer.peer_id, now + 60)],
-        "newer": [_record(unknown, peer.peer_id, now + 60)],
-        "size": [
-            _record(b"x" * (MAX_CARD_BYTES + 1), peer.peer_id, now + 60),
-            DHTRecord(good.key, good.subkey, good.value * 100, now),
-            DHTRecord(good.key, good.subkey * 100, good.value, now),
-        ],
-        "schema": [
-            DHTRecord(good.key, good.subkey, sealed, now),
-            DHTRecord(good.key, good.subkey, good.value + b"\0", now),
-            DHTRecord(good.key, b"\xc0", good.value, now),  # a value without subkey
-            DHTRecord(good.key, b"", good.value, now),
-            DHTRecord(good.key, msgspec.msgpack.encode(peer.peer_id.encode()), good.value, now),
-        ],
-        "key": [DHTRecord(b"k" * 20, good.subkey, good.value, now), DHTRecord(b"", b"", b"", now)],
-        "peer": [
-            _record(sealed, other.peer_id, now + 60, bucket_of(other.peer_id)),
-            _record(sealed, peer.peer_id, now + 60, (bucket_of(peer.peer_id) + 1) % 16),
-        ],
-        "expiration": [
-            _record(sealed, peer.peer_id, expiration) for expiration in (now + 61, now + 1e9, math.inf, math.nan)
-        ]
-        + [
-            _record(oldest, peer.peer_id, now + 60),
-            _record(ahead, peer.peer_id, now + 560),
-            _record(far, peer.peer_id, now + 60),
-            _record(bytes(forged), peer.peer_id, now + 1e6),  # no signature is looked at for that
-            _record(bytes(forged), peer.peer_id, now - 1e6),
-        ],
-    }
-    for reason, records in bad.items():
-        for record in records:
-            before = rejected[reason]
-            assert not validator.validate(record), (reason, record)
-            assert rejected[reason] == before + 1, (reason, rejected, record)
-    assert validator.made == {peer.peer_id: now + 500}, validator.made  # signed: it is early, or we are late
-
-
-async def a_bad_entry_does_not_hide_the_good_ones() -> None:
-    rejected: Counter[str] = Counter()
-    validator = CardValidator(SWARM, 60.0, rejected)
-    peer, now = Identity.generate(), time.time()
-    sealed = msgspec.msgpack.encode(seal_card(PeerCard(1, SWARM, now, "me", []), peer))
-    key = DHTID.generate(membership_key(SWARM, bucket_of(peer.peer_id))).to_bytes()
-    cards: Any = DictionaryDHTValue("not a number")
-    with cards.freeze():
-        cards.store(peer.peer_id, sealed, now + 60)
-        cards.store("someone", sealed, now + 61)
-        cards.store(7, sealed, now + 62)
-    assert validator.keep_valid(key, cards)
-    assert list(cards.data) == [peer.peer_id] and cards.maxsize == math.inf
-    assert rejected == {"peer": 1, "schema": 1}
-
-
-async def storage_is_bounded_and_keeps_the_newest() -> None:
-    storage, key, now = CardStorage(), DHTID.generate("key"), time.time()
-    assert storage.store_subkey(key, "a", b"new", now + 50)
-    assert not storage.store_subkey(key, "a", b"old", now + 0.05)
-    await asyncio.sleep(0.1)
-    assert storage.get(key).value.get("a").value == b"new"  # plain hivemind forgets it by now
-    assert sum(storage.store_subkey(key, f"p{i}", b"card", now + 50) for i in range(2000)) == 1499
-    assert storage.store_subkey(key, "a", b"newer", now + 51)
-
-
-async def hostile_records_go_nowhere() -> None:
-    async with started("one", "two", "hostile") as (one, two, hostile):
-        hostile.plane._validator.validate = lambda record: True  # keeps no rules
-        node, now = hostile.plane._node, time.time()
-        for honest in (one, two):
-            await honest.plane.store_card(honest.card())
-        for honest in (one, two):
-            await until(lambda honest=honest: _same(honest.names(), {"one", "two"}))
-        key = membership_key(SWARM, bucket_of(one.id))
-        stolen = (await two.plane.get_cards(EVERYWHERE))[one.id]
-        sealed = seal_card(stolen, hostile.identity)
-        attacks: list[tuple[str, Any, str | None, float]] = [
-            (key, sealed, one.id, now + TTL_S),  # another's name
-            (key, b"x" * 100_000, one.id, now + TTL_S),
-            (key, b"x", "junk", now + TTL_S),
-            (key, {"not": "bytes"}, one.id, now + TTL_S),
-            (key, sealed, None, now + 1e9),  # would take the place of the whole bucket
-            (key, sealed, hostile.id, now + 1e9),
-            ("free/storage", b"x", None, now + 60),
-        ]
-        for name, value, subkey, expiration in attacks:
-            await asyncio.wait_for(node.store(name, value, subkey=subkey, expiration_time=expiration), 20.0)
-        assert one.plane.traffic.rejected.total() >= len(attacks)
-        for honest in (one, two):
-            assert await honest.names() == {"one", "two"}
-            assert len(honest.plane._storage.data) <= 3
-
-
-async def a_hostile_answer_does_not_end_a_lookup() -> None:
-    async with started("one", "two", "hostile") as (one, two, hostile):
-        await one.plane.store_card(one.card())
-        protocol = hostile.plane._node.protocol
-        find, asked = protocol.rpc_find, Counter[str]()
-
-        async def lie(request: Any, context: Any) -> Any:
-            asked["find"] += 1
-            response = await find(request, context)
-            for result in response.results:
-                empty: Any = DictionaryDHTValue()
-                empty.maxsize = "x"  # compared with a number, it would raise
-                result.type, result.value = 2, protocol.serializer.dumps(empty)
-                result.expiration_time = math.inf  # good enough to end any search
-            return response
-
-        daemon = hostile.plane._daemon
-        name = next(name for name in daemon._client.control.unary_handlers if name.endswith("rpc_find"))
-        handler = daemon._client.control.unary_handlers[name]
-        from hivemind.proto import dht_pb2
-
-        async def raw(data: bytes, peer: Any) -> bytes:
-            return bytes((await lie(dht_pb2.FindRequest.FromString(data), _Context(peer))).SerializeToString())
-
-        assert handler is not raw
-        daemon._client.control.unary_handlers[name] = raw
-        await until(lambda: _same(two.names(), {"one"}))
-        assert asked["find"] > 0
-
-
-class _Context:
-    def __init__(self, peer: Any) -> None:
-        self.remote_id = peer
-
-
 # -------------------------------------------------------------------- helpers, main
 
 
-async def _same(found: Awaitable[Any], wanted: Any) -> bool:
+async def same(found: Awaitable[Any], wanted: Any) -> bool:
     return bool(await found == wanted)
 
 
-async def _fails(call: Awaitable[Any], kind: type[Exception]) -> Exception:
+async def fails(call: Awaitable[Any], kind: type[Exception]) -> Exception:
     try:
         result = await call
     except kind as error:
@@ -844,11 +683,11 @@ async def _run(scenario: Scenario) -> None:
     await asyncio.wait_for(scenario(), 90.0)
 
 
-def main() -> None:
+def main(scenarios: dict[str, Any]) -> None:
     for line in sys.stdin:
         began = time.monotonic()
         try:
-            asyncio.run(_run(globals()[line.strip()]))
+            asyncio.run(_run(scenarios[line.strip()]))
             failure = ""
         except BaseException:
             failure = traceback.format_exc()
@@ -856,4 +695,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())
