@@ -41,8 +41,15 @@ MAX_TEXT_CHARS: Final = 32_768
 MAX_TOKENS: Final = 16_384
 """Token ids of a completion, where they ride along."""
 
+CHARS_PER_TOKEN: Final = 8
+"""Characters of an answer for each of its tokens, at most, in the mean: English prose and code have four or five."""
+
 SLOTS: Final = 4096
 """Task slots of a peer in an epoch. A slot decides the task, so this bounds how much a peer can choose among."""
+
+GROUPS_PER_SLOT: Final = 2
+"""Groups of answers that a peer may publish to the task of one slot. A second pass over the slots gives a fast machine
+8,192 tasks a minute, twice what any manifest lets it publish; more would let a peer repeat the task that suits it."""
 
 EPOCH_SECONDS: Final = 60
 """Length of an assignment epoch, counted from the Unix epoch."""

@@ -19,7 +19,14 @@ from msgspec import Meta
 from msgspec.structs import FieldInfo
 
 from protocol.errors import RemoteProtocolError
-from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES, MAX_SHARDS, MAX_TEXT_CHARS
+from protocol.limits import (
+    CHARS_PER_TOKEN,
+    MAX_ADDRESSES,
+    MAX_MANIFEST_BYTES,
+    MAX_SHARDS,
+    MAX_TEXT_CHARS,
+    MAX_TOKENS,
+)
 from protocol.messages import Address, Hash64
 from protocol.model_listing import MAX_MODEL_BYTES
 
@@ -79,6 +86,9 @@ class ManifestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     max_text_chars: Annotated[int, Meta(ge=1, le=MAX_TEXT_CHARS)] = 16_384
     """Longer completions are refused."""
+    max_answer_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 4096
+    """Longer completions are not sent; those with more than `CHARS_PER_TOKEN` characters for each of so many tokens are
+    refused. The default allows `MAX_TEXT_CHARS`, so a manifest without this limit allows what it allowed before."""
     max_rollouts: Annotated[int, Meta(ge=2, le=64)] = 16
     """Larger groups are refused."""
     groups_per_minute: Annotated[int, Meta(ge=1, le=4096)] = 1200
@@ -87,6 +97,11 @@ class ManifestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """What one peer may publish; the rest is refused."""
     max_age_s: Annotated[float, Meta(ge=10, le=86_400)] = 600.0
     """Older groups are refused."""
+
+    @property
+    def max_answer_chars(self) -> int:
+        """Characters of the longest completion that is not refused."""
+        return min(self.max_text_chars, CHARS_PER_TOKEN * self.max_answer_tokens)
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -503,6 +503,9 @@ def new(
     groups_per_minute: Annotated[
         int, option("--groups-per-minute", "What one peer may publish.", min=1, max=4096)
     ] = 1200,
+    max_answer_tokens: Annotated[
+        int, option("--max-answer-tokens", "Longer answers are not shared.", min=1, max=16_384)
+    ] = 4096,
     averaging_period_s: Annotated[
         float,
         option("--averaging-period-s", "Rounds of those that average weights last this long.", min=0.1, max=86_400),
@@ -526,7 +529,9 @@ def new(
 
             described = describe_model(model)
         path = out or Path(f"{name}.toml")
-        limits = ManifestLimits(max_age_s=max_age_s, groups_per_minute=groups_per_minute)
+        limits = ManifestLimits(
+            max_age_s=max_age_s, groups_per_minute=groups_per_minute, max_answer_tokens=max_answer_tokens
+        )
         manifest = make_manifest(
             name,
             resolved.tasks,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from protocol.codec import SPOKEN, common_version, in_version
 from protocol.identity import Identity
-from protocol.limits import SLOTS
+from protocol.limits import GROUPS_PER_SLOT, SLOTS
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
@@ -53,10 +53,11 @@ class Member:
         record: Callable[[dict[str, Any]], None] | None = None,
         subscribe: Callable[[str, Handler], None] | None = None,
         spoken: Collection[int] = SPOKEN,
+        spent: Callable[[], float] = time.thread_time,
     ) -> None:
         """`record` is told what was offered and chosen in each round (`sharing.record`). `subscribe` instead of the
         transport's, which is for good, if this member may end before that does. `spoken` are the protocol versions
-        that it understands."""
+        that it understands. `spent` gives the processor time of the calling thread, which bounds admission."""
         self.sharing = config.sharing
         self.manifest = manifest
         self.peer_id = identity.peer_id
@@ -98,6 +99,7 @@ class Member:
             now=now,
             say=say,
             spoken=spoken,
+            spent=spent,
         )
         self.averager: Averager | None = None
         self.handover: Handover | None = None
@@ -113,6 +115,8 @@ class Member:
         self._slots = self._count_slots()
         if config.rollouts.group_size > manifest.limits.max_rollouts:
             say(f"this swarm takes groups of at most {manifest.limits.max_rollouts}: nothing of this node's is shared")
+        if config.rollouts.max_new_tokens > (longest := manifest.limits.max_answer_tokens):
+            say(f"this swarm takes answers of at most {longest} tokens: groups with longer ones are not shared")
         for shard in self.shards:  # a node that uses nothing foreign still passes on what it hears
             heard = self.receiver.take if self.sharing.foreign else _ignore
             (subscribe or transport.subscribe)(rollout_topic(swarm, shard), heard)
@@ -264,20 +268,21 @@ class Member:
         heard = self.transport.stats().get("rejected/newer", 0.0) > 0
         return common_version(self.transport.members().values(), self._spoken, newer_heard=heard)
 
-    def _assigned(self, epoch: int, slot: int) -> Task:
-        """The task of a slot of this node's."""
+    def _assigned(self, epoch: int, slot: int, is_shared: bool) -> Task:
+        """The task of a slot of this node's, without the slot if answers to it are not to be shared."""
         which = self.swarm, self.peer_id, epoch, slot
         task = self.tasks.at(slot_place(*which), slot_key(*which))
-        return msgspec.structs.replace(task, slot=(epoch, slot))
+        return msgspec.structs.replace(task, slot=(epoch, slot) if is_shared else None)
 
-    def _count_slots(self) -> Iterator[tuple[int, int]]:
-        """(epoch, slot) of each task to come: from 0 in every epoch; a node that uses all of them up starts again,
-        which no honest reader of its answers minds, since they are new ones."""
-        epoch, slot = -1, 0
+    def _count_slots(self) -> Iterator[tuple[int, int, bool]]:
+        """(epoch, slot, whether answers may be shared) of each task to come: from slot 0 in every epoch. A node that
+        uses all slots up in one epoch starts again. It shares no more than `GROUPS_PER_SLOT` groups of a slot, because
+        receivers refuse more; it trains on the others alone, and counts them as `swarm/unsent/slot`."""
+        epoch, drawn = -1, 0
         while True:
             present = epoch_at(self.now())
-            epoch, slot = (epoch, (slot + 1) % SLOTS) if present == epoch else (present, 0)
-            yield epoch, slot
+            epoch, drawn = (epoch, drawn + 1) if present == epoch else (present, 0)
+            yield epoch, drawn % SLOTS, drawn < GROUPS_PER_SLOT * SLOTS
 
 
 def _ignore(data: bytes) -> None:

@@ -101,7 +101,9 @@ class Simulation:
                 transport = self.network.join(identity, manifest.swarm_id, link=peer.link, bootstrap=first)
                 first = first or transport.addresses[:1]
                 now, spoken = self.clock.now, spoken_by(peer.protocol)
-                member = Member(peer.config, manifest, identity, transport, *parts[1:], now, spoken=spoken)
+                member = Member(
+                    peer.config, manifest, identity, transport, *parts[1:], now, spoken=spoken, spent=_takes_no_time
+                )
             peer.node = peer.node_type(*parts, member, self.clock.now)
             self.clock.call_at(START + peer.starts_at, partial(self._begin, peer))
 
@@ -177,6 +179,11 @@ class Simulation:
             self.clock.call_at(self.clock.now() + WAIT_S, partial(self._average, peer))
         else:
             self._begin(peer)
+
+
+def _takes_no_time() -> float:
+    """Processor time for admission in a simulation, which must not depend on the machine's."""
+    return 0.0
 
 
 def manifest_for(config: NodeConfig, name: str = "simulation", **limits: Any) -> Manifest:

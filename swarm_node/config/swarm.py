@@ -68,7 +68,8 @@ class SharingConfig(Section):
     peer_share: float = Field(0.25, gt=0, le=1)
     """Largest part of that memory, and of the waiting groups, that one peer's may take."""
     admit: PositiveInt = 16
-    """Most foreign groups examined at a time, newest first (but at least `foreign`): half a millisecond each."""
+    """Most foreign groups examined at a time, newest first (but at least `foreign`): half a millisecond each where
+    answers are short. Examining them takes at most a tenth of the time; the rest waits."""
     listen_shards: PositiveInt = 4
     """Gossip shards that a node listens to, its own among them: bytes stay flat however large the swarm."""
     token_ids: bool = False

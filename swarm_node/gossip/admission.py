@@ -1,6 +1,6 @@
 """A stranger's group becomes one of this node's own making: its task regenerated, its texts encoded and judged here.
 
-    name -> own task (assigned to that slot?) -> caps -> own token ids -> own rewards -> signal?
+    name -> own task (assigned to that slot?) -> own token ids -> own rewards -> signal?
 
 Nothing the sender says of prompt, truth or reward is read. What is wrong is a `RemoteProtocolError`.
 """
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from protocol.errors import RemoteProtocolError
-from protocol.manifest import Manifest
+from protocol.manifest import Manifest, ManifestLimits
 from protocol.messages import RolloutBatch, SharedGroup, SharedRollout, TaskName
 from protocol.topics import slot_key
 from swarm_node.gossip.content import has_signal, prompt_digest
@@ -25,6 +25,18 @@ Assigned = Callable[[TaskName, str], Task]
 ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
 
 
+def check_caps(shared: SharedGroup, limits: ManifestLimits) -> None:
+    """Raises `RemoteProtocolError` with reason `cap` for more or longer rollouts than the swarm's manifest allows."""
+    if len(shared.rollouts) > limits.max_rollouts:
+        raise RemoteProtocolError("cap", f"{len(shared.rollouts)} rollouts")
+    longest = max(len(rollout.text) for rollout in shared.rollouts)
+    if longest > limits.max_answer_chars:
+        raise RemoteProtocolError("cap", f"a text of {longest} characters")
+    most = max(len(rollout.token_ids or ()) for rollout in shared.rollouts)
+    if most > limits.max_answer_tokens:
+        raise RemoteProtocolError("cap", f"an answer of {most} tokens")
+
+
 class Admission:
     """The checks that cost something, in the order in which they are made."""
 
@@ -32,19 +44,17 @@ class Admission:
         self, manifest: Manifest, policy: Policy, sampling: Sampling, assigned: Assigned, score: ScoreCompletions
     ) -> None:
         self._swarm = manifest.swarm_id
-        self._limits = manifest.limits
         self._policy = policy
         self._longest = sampling.max_new_tokens
         self._assigned = assigned
         self._score = score
 
     def rebuild(self, peer: str, batch: RolloutBatch, shared: SharedGroup) -> Group:
-        """The group to train on. Raises `RemoteProtocolError`: task, assignment, prompt, cap, length, text,
-        error or zero."""
+        """The group to train on; `shared` has passed `check_caps`. Raises `RemoteProtocolError`: task, assignment,
+        prompt, length, text, error or zero."""
         task = self._assigned(shared.task, slot_key(self._swarm, peer, shared.epoch, shared.slot))
         if prompt_digest(task.question) != shared.prompt:
             raise RemoteProtocolError("prompt", f"{task.name.environment} {task.name.index} is another question here")
-        self._check_caps(shared)
         try:
             prompt_ids = self._policy.encode(task.question)
             rollouts = self._encode(shared, len(prompt_ids), batch.tokenizer == self._policy.tokenizer_hash)
@@ -64,20 +74,15 @@ class Admission:
             created=batch.created,
         )
 
-    def _check_caps(self, shared: SharedGroup) -> None:
-        if len(shared.rollouts) > self._limits.max_rollouts:
-            raise RemoteProtocolError("cap", f"{len(shared.rollouts)} rollouts")
-        longest = max(len(rollout.text) for rollout in shared.rollouts)
-        if longest > self._limits.max_text_chars:
-            raise RemoteProtocolError("cap", f"a text of {longest} characters")
-
     def _encode(self, shared: SharedGroup, prompt: int, same_tokenizer: bool) -> list[Rollout]:
         """The rollouts that this policy could have sampled itself, in its own tokens."""
         room = min(self._longest, self._policy.max_positions - prompt)
         rollouts, impossible = [], 0
         for answer in shared.rollouts:
-            rollout = self._as_sampled(answer) if same_tokenizer else None
+            rollout = self._as_sampled(answer, room) if same_tokenizer else None
             if rollout is None:
+                if self._policy.is_surely_longer(answer.text, room):
+                    continue
                 ids = self._policy.encode_completion(answer.text, answer.finished)
                 if not ids:
                     impossible += 1
@@ -90,10 +95,11 @@ class Admission:
             raise RemoteProtocolError("text" if impossible else "length", f"{len(rollouts)} of {n} rollouts fit")
         return rollouts
 
-    def _as_sampled(self, answer: SharedRollout) -> Rollout | None:
-        """The answer in the tokens that its sender drew, if it sent them and they say the same as its text."""
+    def _as_sampled(self, answer: SharedRollout, room: int) -> Rollout | None:
+        """The answer in the tokens that its sender drew, if it sent at most `room` of them and they say the same as
+        its text."""
         ids, data = answer.token_ids, answer.logprobs or b""
-        if not ids or not self._policy.is_completion(ids, answer.text, answer.finished):
+        if not ids or len(ids) > room or not self._policy.is_completion(ids, answer.text, answer.finished):
             return None
         logprobs = np.frombuffer(data, dtype="<f2") if len(data) == 2 * len(ids) else np.empty(0)
         sound = bool((np.isfinite(logprobs) & (logprobs <= 0)).all())

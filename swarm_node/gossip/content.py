@@ -16,6 +16,11 @@ def prompt_digest(question: str) -> bytes:
     return hashlib.sha256(normalised.encode()).digest()[:16]
 
 
+def slot_id(peer: str, group: SharedGroup) -> bytes:
+    """16 bytes that tell the slots of all peers apart."""
+    return hashlib.sha256(f"{peer}/{group.epoch}/{group.slot}".encode()).digest()[:16]
+
+
 def content_id(peer: str, group: SharedGroup) -> bytes:
     """16 bytes that tell a group apart by its sender, its slot, its task and its texts, whatever batch it came in."""
     digest = hashlib.sha256(f"{peer}/{group.epoch}/{group.slot}/{group.task}".encode())

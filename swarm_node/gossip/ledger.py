@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol.manifest import ManifestLimits
-from swarm_node.gossip.quota import Quota
+from swarm_node.gossip.quota import Minutes
 
 REASONS = frozenset(
-    "size echo signature version newer schema swarm duplicate age future muted quota task assignment prompt cap "
+    "size echo signature version newer schema swarm duplicate slot age future muted quota cap task assignment prompt "
     "length text error zero pool surplus".split()
 )
 """All that a group or a message is ever rejected for; docs/sharing.md explains each."""
@@ -36,8 +36,7 @@ MAX_SAID = 200
 class Account:
     """One peer, as this node sees it."""
 
-    groups: Quota
-    bytes: Quota
+    minutes: Minutes
     received: int = 0
     """Groups, in batches with a valid signature."""
     received_bytes: int = 0
@@ -70,7 +69,7 @@ class Ledger:
         account = self.accounts.pop(peer, None)
         if account is None:
             limits = self._limits
-            account = Account(Quota(limits.groups_per_minute, now), Quota(limits.bytes_per_minute, now))
+            account = Account(Minutes(limits.groups_per_minute, limits.bytes_per_minute))
         self.accounts[peer] = account
         if len(self.accounts) > MAX_PEERS:
             del self.accounts[next(iter(self.accounts))]

@@ -1,25 +1,63 @@
-"""Token bucket: at most `limit` in any instant, and `limit` more in every minute after it.
+"""What one peer may publish: `Quota` is the sender's side of it, `Minutes` the receivers'.
 
-level <- min(limit, level + limit * elapsed / 60);   a cost is taken if the level covers it
+sender     level <- min(limit, level + limit * elapsed / 60), and at most `limit` in one minute of the clock
+receiver   at most `limit` of what was made in one minute of the sender's clock, whenever it arrives
 """
 
 from __future__ import annotations
 
+MINUTE_S = 60.0
+MAX_MINUTES = 32
+"""Minutes of a peer that are remembered: three times what is not too old by default, in 5 kB."""
+
 
 class Quota:
-    """What may pass in a minute, of groups or of bytes."""
+    """What a sender may publish, of groups or of bytes: a token bucket that holds what one minute allows."""
 
     def __init__(self, limit: float, now: float) -> None:
         self._limit = limit
         self._level = limit
         self._since = now
+        self._minute = int(now // MINUTE_S)
+        self._left = limit
 
     def level(self, now: float) -> float:
         """What could be taken at `now` (seconds)."""
-        self._level = min(self._limit, self._level + self._limit * max(0.0, now - self._since) / 60)
+        self._level = min(self._limit, self._level + self._limit * max(0.0, now - self._since) / MINUTE_S)
         self._since = now
-        return self._level
+        minute = int(now // MINUTE_S)
+        if minute != self._minute:
+            self._minute, self._left = minute, self._limit
+        return min(self._level, self._left)
 
     def take(self, cost: float) -> None:
         """Take `cost`, which `level` has covered."""
         self._level -= cost
+        self._left -= cost
+
+
+class Minutes:
+    """What a peer's groups took of its limits, by the minute in which they were made.
+
+    The minute of arrival does not count: an old message that somebody says again uses up an old minute.
+    """
+
+    def __init__(self, groups: int, size: int) -> None:
+        """`groups` and `size` (bytes) are what a minute allows."""
+        self._groups = groups
+        self._bytes = size
+        self._used: dict[int, tuple[int, float]] = {}  # minute -> (groups, bytes)
+
+    def take(self, created: float, size: float) -> bool:
+        """Count a group of `size` bytes made at `created` (Unix seconds); false if its minute has no room for it, or
+        is older than all that are remembered."""
+        minute = int(created // MINUTE_S)
+        if minute not in self._used and len(self._used) >= MAX_MINUTES:
+            oldest = min(self._used)
+            if minute < oldest:
+                return False
+            del self._used[oldest]
+        groups, used = self._used.get(minute, (0, 0.0))
+        fits = groups + 1 <= self._groups and used + size <= self._bytes
+        self._used[minute] = (groups + 1, used + size) if fits else (groups, used)
+        return fits

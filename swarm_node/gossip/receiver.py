@@ -2,17 +2,18 @@
 
     transport's thread   take:  size -> inbox (bounded; the oldest makes room)
     main thread          admit: newest first:  echo -> muted -> signature -> version -> schema -> swarm
-                                of each group: duplicate -> age -> quota -> waiting (bounded)
-                                some of these: task -> assignment -> prompt -> caps -> length, text -> score
-                                               -> signal -> pool
+                                of each group: duplicate -> slot -> age -> quota -> caps -> waiting (bounded)
+                                some of these: task -> assignment -> prompt -> length, text -> score -> signal -> pool
 
 Cheap before dear; a group changes nothing but its sender's account, and the memory of what was seen, before the last
-check passes. Every rejection is counted by reason and, where a signature proves one, by peer.
+check passes. Every rejection is counted by reason and, where a signature proves one, by peer. `admit` stops when its
+share of the training thread's time is used.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
@@ -20,12 +21,12 @@ from typing import Any
 from protocol.codec import HEAD_BYTES, SPOKEN, open_batch
 from protocol.errors import RemoteProtocolError
 from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
-from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
+from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
 from protocol.manifest import Manifest
 from protocol.messages import RolloutBatch, SharedGroup
 from swarm_node.config import SharingConfig
-from swarm_node.gossip.admission import Admission, Assigned, ScoreCompletions
-from swarm_node.gossip.content import content_id
+from swarm_node.gossip.admission import Admission, Assigned, ScoreCompletions, check_caps
+from swarm_node.gossip.content import content_id, slot_id
 from swarm_node.gossip.ledger import Account, Ledger
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Sampling
@@ -39,9 +40,20 @@ MAX_WAITING = 1024
 WAITING_BYTES = 16 * MAX_BATCH_BYTES
 """Bounds what was opened and waits to be examined; the oldest makes room."""
 MAX_SEEN = 2**16
-"""Groups remembered as dealt with: ten minutes of a hundred groups a second, in about 12 MB."""
+"""Slots remembered with the groups that answered them: ten minutes of a hundred groups a second, in about 20 MB."""
+LATE_S = 60.0
+"""Groups made longer ago than this when they are opened wait behind all others: messages of before that somebody says
+again hold up no new ones, which arrive within seconds."""
+ADMIT_SHARE = 0.1
+"""Part of the time since the last `admit` that the next may take of the training thread: a flood then slows training
+down by no more."""
+ADMIT_LEAST_S, ADMIT_MOST_S = 0.02, 1.0
+"""Bounds on that time: the least suffices for forty groups of short answers, and the most for those of a slow round."""
 PROVEN = frozenset({"version", "newer", "schema", "swarm"})
 """Reasons that `open_batch` gives after it has verified the signature."""
+
+_Waiting = tuple[str, Account, RolloutBatch, SharedGroup, float]
+"""Sender, its account, the batch, one group of it, and that group's part of the message in bytes."""
 
 
 class Receiver:
@@ -60,20 +72,26 @@ class Receiver:
         now: Callable[[], float],
         say: Callable[[str], None],
         spoken: Collection[int] = SPOKEN,
+        spent: Callable[[], float] = time.thread_time,
     ) -> None:
         """`add` takes an admitted group, or says why not; `say` is told the first of each kind of rejection; `spoken`
-        are the protocol versions that are understood."""
+        are the protocol versions that are understood; `spent` gives the seconds of processor time that the calling
+        thread has used."""
         self._spoken = spoken
         self._me = me
         self._swarm = manifest.swarm_id
+        self._limits = manifest.limits
         self._max_age = min(manifest.limits.max_age_s, config.max_age_s)
         self._budget = max(config.admit, config.foreign)
         self._add = add
         self._now = now
+        self._spent = spent
+        self._admitted_at = now()
         self._admission = Admission(manifest, policy, sampling, assigned, score)
         self._ledger = Ledger(manifest.limits, now, say)
-        self._seen: dict[bytes, float] = {}  # content id -> when, oldest first
-        self._waiting: deque[tuple[str, Account, RolloutBatch, SharedGroup, float]] = deque()  # newest last
+        self._seen: dict[bytes, tuple[float, tuple[bytes, ...]]] = {}
+        """Slot -> (when its last group came, content ids of its groups), oldest first."""
+        self._waiting: deque[_Waiting] = deque()  # newest last
         self._waiting_bytes = 0.0
         self._received = 0
         self._admitted = 0
@@ -100,12 +118,15 @@ class Receiver:
     # ----------------------------------------------------------------- main thread
 
     def admit(self) -> int:
-        """Examine groups that have arrived, newest first, at most `sharing.admit` of them; how many were admitted. The
-        others wait for the next time."""
+        """Examine groups that have arrived, newest first, at most `sharing.admit` of them and no longer than the
+        share of this thread's time allows; how many were admitted. The others wait for the next time."""
         self._tidy()
-        self._open_newest()
+        began, allowed = self._spent(), self._allowance()
+        self._open_newest(began + allowed / 2)
         before = self._admitted
-        for _ in range(min(self._budget, len(self._waiting))):
+        for i in range(min(self._budget, len(self._waiting))):
+            if i and self._spent() >= began + allowed:  # the first is examined in any case, so that some are
+                break
             peer, account, batch, group, size = self._waiting.pop()
             self._waiting_bytes -= size
             try:
@@ -140,33 +161,54 @@ class Receiver:
 
     # ----------------------------------------------------------------- one message
 
-    def _open_newest(self) -> None:
-        """Let the groups of the newest messages wait to be examined."""
-        with self._lock:
-            messages = [self._inbox.pop() for _ in range(min(OPENED, len(self._inbox)))]
-            self._inbox_bytes -= sum(map(len, messages))
-        for data in reversed(messages):
-            opened = self._open(data)
-            if opened is None:
-                continue
-            peer, batch = opened
-            account = self._ledger.account(peer)
-            account.received += len(batch.groups)
-            account.received_bytes += len(data)
-            self._received += len(batch.groups)
-            size = len(data) / len(batch.groups)
-            for group in batch.groups:
-                try:
-                    self._check(peer, account, batch, group, size)
-                except RemoteProtocolError as error:
-                    self._ledger.reject(error.reason, peer, error.detail)
-                else:
-                    self._waiting.append((peer, account, batch, group, size))
-                    self._waiting_bytes += size
+    def _allowance(self) -> float:
+        """Seconds of this thread's time that an `admit` may take now."""
+        now = self._now()
+        elapsed, self._admitted_at = now - self._admitted_at, now
+        return min(max(ADMIT_SHARE * elapsed, ADMIT_LEAST_S), ADMIT_MOST_S)
+
+    def _open_newest(self, stop: float) -> None:
+        """Let the groups of the newest messages wait to be examined: of at most `OPENED` messages, and of none after
+        `stop` but the first."""
+        opened: list[list[_Waiting]] = []
+        while len(opened) < OPENED and (not opened or self._spent() < stop):
+            with self._lock:
+                if not self._inbox:
+                    break
+                data = self._inbox.pop()
+                self._inbox_bytes -= len(data)
+            opened.append(self._groups_in(data))
+        late = self._now() - LATE_S
+        for groups in reversed(opened):
+            self._waiting += [group for group in groups if group[2].created >= late]
+        for groups in opened:
+            self._waiting.extendleft(group for group in reversed(groups) if group[2].created < late)
+        self._waiting_bytes += sum(size for groups in opened for *_, size in groups)
         while len(self._waiting) > MAX_WAITING or self._waiting_bytes > WAITING_BYTES:
             peer, *_, size = self._waiting.popleft()
             self._waiting_bytes -= size
             self._ledger.reject("surplus", peer)
+
+    def _groups_in(self, data: bytes) -> list[_Waiting]:
+        """What is worth examining of a message."""
+        opened = self._open(data)
+        if opened is None:
+            return []
+        peer, batch = opened
+        account = self._ledger.account(peer)
+        account.received += len(batch.groups)
+        account.received_bytes += len(data)
+        self._received += len(batch.groups)
+        size = len(data) / len(batch.groups)
+        waiting: list[_Waiting] = []
+        for group in batch.groups:
+            try:
+                self._check(peer, account, batch, group, size)
+            except RemoteProtocolError as error:
+                self._ledger.reject(error.reason, peer, error.detail)
+            else:
+                waiting.append((peer, account, batch, group, size))
+        return waiting
 
     def _open(self, data: bytes) -> tuple[str, RolloutBatch] | None:
         """(sender, batch) of a message; `None` if it is rejected as a whole."""
@@ -187,11 +229,14 @@ class Receiver:
             return None
 
     def _check(self, peer: str, account: Account, batch: RolloutBatch, group: SharedGroup, size: float) -> None:
-        """What can be told without the task: duplicate, age, future, quota."""
+        """What can be told without the task: duplicate, slot, age, future, quota, caps."""
         now = self._now()
-        key = content_id(peer, group)
-        if key in self._seen:
+        slot, content = slot_id(peer, group), content_id(peer, group)
+        _, answered = self._seen.get(slot, (now, ()))
+        if content in answered:
             raise RemoteProtocolError("duplicate")
+        if len(answered) >= GROUPS_PER_SLOT:
+            raise RemoteProtocolError("slot", f"answers to the task of slot {group.slot} for the third time")
         drawn = group.epoch * EPOCH_SECONDS
         if max(batch.created, drawn) > now + MAX_CLOCK_SKEW_S:
             raise RemoteProtocolError("future", f"{max(batch.created, drawn) - now:.0f} s ahead")
@@ -199,11 +244,11 @@ class Receiver:
             raise RemoteProtocolError("age", f"{now - batch.created:.0f} s old")
         if drawn + EPOCH_SECONDS + MAX_ROUND_S < batch.created:
             raise RemoteProtocolError("age", f"answers to a task of {batch.created - drawn:.0f} s before")
-        if account.groups.level(now) < 1 or account.bytes.level(now) < size:
+        if not account.minutes.take(batch.created, size):
             raise RemoteProtocolError("quota")
-        account.groups.take(1)
-        account.bytes.take(size)
-        self._seen[key] = now
+        self._seen.pop(slot, None)  # so that it is the newest
+        self._seen[slot] = now, (*answered, content)
+        check_caps(group, self._limits)  # last, so that an offence that somebody replays is a duplicate
 
     def _examine(self, peer: str, account: Account, batch: RolloutBatch, shared: SharedGroup) -> None:
         """Everything else; the group is in the pool unless this raises."""
@@ -229,6 +274,6 @@ class Receiver:
         forgotten = self._now() - (self._max_age + EPOCH_SECONDS + MAX_ROUND_S + 2 * MAX_CLOCK_SKEW_S)
         while self._seen:
             oldest = next(iter(self._seen))
-            if self._seen[oldest] > forgotten and len(self._seen) <= MAX_SEEN:
+            if self._seen[oldest][0] > forgotten and len(self._seen) <= MAX_SEEN:
                 break
             del self._seen[oldest]

@@ -55,6 +55,7 @@ WHY = {
     "schema": "malformed",
     "seen": "heard before",
     "signature": "not signed",
+    "slot": "answers to the same task for the third time",
     "surplus": "more than could be examined",
     "task": "task unknown here",
     "version": "older protocol",

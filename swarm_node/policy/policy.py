@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import Interrupted, SnapshotError, UserError
 from swarm_node.policy import decode_transformers
@@ -25,6 +26,11 @@ from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.memory import is_out_of_memory
 from swarm_node.policy.sampling import uniforms
 from swarm_node.types import Rollout, Sampling
+
+PIECE_CHARS = 128
+"""A text whose length in tokens is uncertain is encoded in pieces of so many characters, at most 0.2 ms each."""
+CUT_TOKENS = 8
+"""Tokens that a cut between two pieces may add: a token that is cut in two falls into no more in practice."""
 
 
 class Policy:
@@ -154,6 +160,29 @@ class Policy:
         if not special.isdisjoint(ids):
             return None
         return ids + [self.eos_id] if finished else ids
+
+    def is_surely_longer(self, text: str, tokens: int) -> bool:
+        """Whether `text` has clearly more than `tokens` tokens, read no further than it takes to tell.
+
+        By its characters first; then, where it has more bytes than `tokens`, its pieces are encoded and counted. A text
+        that is not surely longer takes little more than the time of `tokens` tokens to encode.
+        """
+        if len(text) > tokens * self._chars_per_token:
+            return True
+        if len(text.encode()) <= tokens:  # a token has at least one byte
+            return False
+        counted = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = self.tokenizer(text[start : start + PIECE_CHARS], add_special_tokens=False, verbose=False)
+            counted += len(piece["input_ids"]) - CUT_TOKENS
+            if counted > tokens:
+                return True
+        return False
+
+    @cached_property
+    def _chars_per_token(self) -> int:
+        """Characters that a text may have for each token: those of the longest token, or what a swarm allows."""
+        return min(CHARS_PER_TOKEN, max(map(len, self.tokenizer.get_vocab())))
 
     def is_completion(self, token_ids: list[int], text: str, finished: bool) -> bool:
         """Whether this policy could have sampled these very ids for `text`, so that they can be trained on as they

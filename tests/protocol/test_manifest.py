@@ -49,7 +49,7 @@ def test_the_id_depends_on_neither_bootstrap_nor_order_nor_spelling() -> None:
     backwards["tasks"] = [dict(reversed(task.items())) for task in document["tasks"]]
     backwards["tasks"][0]["config"] = dict(reversed(document["tasks"][0]["config"].items()))
     del backwards["bootstrap"]
-    backwards["limits"]["max_text_chars"] = 16_384  # the default, spelt out
+    backwards["limits"] |= {"max_text_chars": 16_384, "max_answer_tokens": 4096}  # the defaults, spelt out
     backwards["tasks"][0]["weight"] = 2.0
     assert parse(backwards).swarm_id == GOLDEN["swarm_id"]
     assert parse(document | {"bootstrap": ["/ip4/192.0.2.1/tcp/1/p2p/x"]}).swarm_id == GOLDEN["swarm_id"]
@@ -62,6 +62,7 @@ def test_the_id_depends_on_neither_bootstrap_nor_order_nor_spelling() -> None:
         {"created": "2026-11-22"},
         {"shards": 5},
         {"limits": {"max_rollouts": 8, "max_age_s": 301}},
+        {"limits": {"max_rollouts": 8, "max_age_s": 300, "max_answer_tokens": 2048}},
         {"tasks": [{"env": "gcd"}]},
         {"tasks": tomllib.loads(TOML.decode())["tasks"][::-1]},
     ],

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 
 from protocol.codec import BATCH_TAG, HEAD_BYTES, seal_batch
 from protocol.identity import Identity
-from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_ROUND_S
+from protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_ROUND_S
 from protocol.messages import RolloutBatch, SharedRollout
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingConfig
 from swarm_node.gossip import receiver as receiver_module
 from swarm_node.gossip.ledger import FORGIVE_S, MAX_PEERS, MAX_SAID, MUTE_AFTER, MUTE_S, REASONS
+from swarm_node.gossip.quota import MAX_MINUTES, Minutes
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
-from swarm_node.types import Score
+from swarm_node.policy.policy import PIECE_CHARS
+from swarm_node.types import Sampling, Score
 from tests.swarm_node.gossip.world import ME, NOW, OTHER, PEER, SAMPLING, World, edit, manifest, rejected, texts
 from tests.swarm_node.policy.models import save
 
@@ -144,12 +146,118 @@ def test_a_slow_machine_is_heard_but_not_for_ever(world: World) -> None:
     assert rejected(receiver) == {"age": 1.0}
 
 
-def test_other_answers_in_the_same_slot_are_another_group(world: World) -> None:
-    batch = world.batch()
+def test_a_slot_is_answered_twice_and_no_more(world: World) -> None:
+    """A fast machine may pass over its slots twice; one task is not repeated with ever new texts."""
+    receiver, batch, other = world.receiver(), world.batch(), world.batch()
     right = batch.groups[0].rollouts[0]
-    other = edit(batch, [right, SharedRollout("17", True)])
-    admit(world, seal_batch(batch, PEER), seal_batch(other, PEER))
-    assert len(world.pool) == 2
+    answers = [edit(batch, [right, SharedRollout(str(1000 + n), True)]) for n in range(20)]
+    for answer in answers:
+        receiver.take(seal_batch(answer, PEER))
+    for _ in range(3):
+        receiver.admit()
+        world.time += EPOCH_SECONDS
+    assert len(world.pool) == 2 and rejected(receiver) == {"slot": 18.0}
+    receiver.take(seal_batch(answers[-1], PEER))
+    receiver.take(seal_batch(other, PEER))
+    assert receiver.admit() == 1
+    assert rejected(receiver) == {"slot": 18.0, "duplicate": 1.0} and not receiver.by_peer()[PEER.peer_id]["muted"]
+
+
+STRANGE = {
+    "letters": lambda n: ("abcdefghijklmnopqrstuvwxyz " * n)[:n],
+    "digits": lambda n: "1" * n,
+    "hangul": lambda n: "한" * n,
+    "combining marks": lambda n: "e" + "\u0301" * (n - 1),
+    "a short beginning": lambda n: ("tĠasĠyourĠfinalĠanswer".replace("Ġ", " ") * n)[: n - 999] + "🙂" * 999,
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("size", [10_000, CHARS_PER_TOKEN * SAMPLING.max_new_tokens * 8])
+def test_long_texts_are_refused_before_they_are_encoded(world: World, monkeypatch, kind: str, size: int) -> None:
+    encoded = []
+
+    class Counted:
+        def __init__(self, tokenizer):
+            self.tokenizer = tokenizer
+
+        def __getattr__(self, name):
+            return getattr(self.tokenizer, name)
+
+        def __call__(self, text, **options):
+            encoded.append(len(text))
+            return self.tokenizer(text, **options)
+
+    data = seal_batch(edit(world.batch(), [SharedRollout(STRANGE[kind](size), True)] * 16), PEER)
+    monkeypatch.setattr(world.policy, "tokenizer", Counted(world.policy.tokenizer))
+    sampling = Sampling(SAMPLING.max_new_tokens * 8)
+    assert admit(world, data, sampling=sampling) == {"length": 1.0}
+    prompt, *answers = encoded
+    assert sum(answers) < 16 * 4 * PIECE_CHARS
+
+
+def test_an_answer_too_long_for_the_swarm_is_an_offence(world: World) -> None:
+    """An answer too long for this node alone is not: peers may sample longer ones than it does."""
+    world.manifest = manifest(max_answer_tokens=100)
+    receiver = world.receiver()
+    ids = [SharedRollout("1", True, [1] * n, bytes(2 * n)) for n in (100, 101)]
+    for identity, size, long, reason in ((OTHER, 800, ids[0], "length"), (PEER, 801, ids[1], "cap")):
+        for rollouts in ([SharedRollout("x" * size, True)] * 2, [long, SharedRollout("x" * 700, True)]):
+            for _ in range(MUTE_AFTER // 2):
+                receiver.take(seal_batch(edit(world.batch(identity=identity), rollouts), identity))
+        receiver.admit()
+        assert receiver.by_peer()[identity.peer_id]["rejected"] == {reason: MUTE_AFTER}
+    muted = {peer: account["muted"] for peer, account in receiver.by_peer().items()}
+    assert muted == {PEER.peer_id: True, OTHER.peer_id: False}
+
+
+def test_admission_stops_when_its_time_is_used(world: World) -> None:
+    """A flood of what is dear to examine takes a tenth of the time, and waits."""
+    clock = [0.0]
+
+    def score(*args):
+        clock[0] += 0.03
+        return world.tasks.score(*args)
+
+    receiver = world.receiver(score=score, spent=lambda: clock[0])
+    receiver.take(seal_batch(world.batch(*(world.group() for _ in range(10))), PEER))
+    for elapsed, admitted in ((0.1, 1), (0.6, 2), (0.0, 1), (3600, 6)):
+        world.time += elapsed
+        assert receiver.admit() == admitted
+    assert rejected(receiver) == {}
+
+
+def test_messages_of_before_use_up_no_quota_of_now(world: World) -> None:
+    """Somebody says an honest peer's last minutes again, to a node that has just started."""
+    world.manifest = manifest(groups_per_minute=20)
+    old, fresh = [], []
+    for minute in range(9):
+        said = fresh if minute == 8 else old
+        said += [seal_batch(world.batch(*(world.group() for _ in range(5))), PEER) for _ in range(3)]
+        world.time += EPOCH_SECONDS * (minute < 8)
+    world.time += 1
+    receiver = world.receiver()
+    for data in [*fresh, *old]:
+        receiver.take(data)
+    receiver.admit()
+    assert all(group.created == NOW + 8 * EPOCH_SECONDS for group in world.pool[:15])
+    while receiver.admit():
+        pass
+    assert rejected(receiver) == {} and len(world.pool) == 9 * 15
+    created = [group.created for group in world.pool]
+    assert created == sorted(created, reverse=True)
+    receiver.take(seal_batch(world.batch(*(world.group() for _ in range(7))), PEER))
+    receiver.admit()
+    assert rejected(receiver) == {"quota": 2.0}
+
+
+def test_minutes_remembered_of_a_peer_are_bounded() -> None:
+    minutes = Minutes(groups=2, size=1000)
+    for minute in range(3 * MAX_MINUTES):
+        assert [minutes.take(NOW + 60 * minute, 100) for _ in range(3)] == [True, True, False]
+    assert len(minutes._used) == MAX_MINUTES
+    assert not minutes.take(NOW, 100), "a minute that was forgotten would begin anew"
+    assert not minutes.take(NOW + 60 * 3 * MAX_MINUTES, 1001)
 
 
 def test_rewards_are_this_nodes_own(world: World) -> None:
@@ -260,10 +368,13 @@ def test_quotas_of_groups_and_bytes_are_each_peers_own(world: World) -> None:
     assert len(world.pool) == 15 and rejected(receiver) == {"quota": 5.0}
     world.time += 6
     send(PEER, 3)
-    assert len(world.pool) == 16 and rejected(receiver) == {"quota": 7.0}
+    assert len(world.pool) == 15 and rejected(receiver) == {"quota": 8.0}
+    world.time += 54
+    send(PEER, 3)
+    assert len(world.pool) == 18 and rejected(receiver) == {"quota": 8.0}
     world.time += 120
     send(PEER, 4, "x" * 9000)
-    assert rejected(receiver) == {"quota": 9.0, "length": 2.0}
+    assert rejected(receiver) == {"quota": 10.0, "length": 2.0}
 
 
 def test_the_newest_are_examined_first_and_few_at_a_time(world: World) -> None:

@@ -62,6 +62,7 @@ class World:
             add=self.pool.append,
             now=self.now,
             say=self.said.append,
+            spent=lambda: 0.0,
         )
         return Receiver(**options | changes)  # type: ignore[arg-type]
 
