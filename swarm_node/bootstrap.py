@@ -69,7 +69,7 @@ def run_bootstrap(config: NodeConfig) -> int:
         health = Health(what="look", least_s=SILENT_S)
         listen, port = config.health.listen, config.health.port
         if port:
-            stack.enter_context(serving(health, listen, port))
+            stack.enter_context(serving(health, listen, port, config.health.hosts))
         stack.enter_context(run.answering(listen, port))
         stop = stack.enter_context(stopper(config.spot, lambda: None, say, advice=""))
         try:

@@ -35,6 +35,7 @@ from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
 from protocol.manifest import LINK_SCHEME
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.peers import is_relayed, parse_cache, peer_of
+from protocol.public import is_public
 from protocol.transports.ports import read_ports
 from protocol.transports.settings import free_port
 from swarm_node import __version__
@@ -441,7 +442,7 @@ def _reach(address: str) -> Literal["public", "private", "own", "unknown"]:
         ip = ipaddress.ip_address(host)
     except ValueError:  # members say what they like of themselves
         return "unknown"
-    return "own" if ip.is_loopback else "public" if ip.is_global else "private"
+    return "own" if ip.is_loopback else "public" if is_public(ip) else "private"
 
 
 # --------------------------------------------------------------------- the swarm

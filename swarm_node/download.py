@@ -15,6 +15,7 @@ from http.client import HTTPException, HTTPResponse, HTTPSConnection
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from protocol.public import is_public
 from swarm_node.errors import UserError
 
 TIMEOUT_S = 10.0
@@ -92,10 +93,7 @@ def public_addresses(host: str, port: int) -> list[str]:
     """The IP addresses of `host`. Raises OSError if there is none, or if any is not of the public internet."""
     found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for text in found:
-        address = ipaddress.ip_address(text.partition("%")[0])
-        if isinstance(address, ipaddress.IPv6Address):
-            address = address.ipv4_mapped or address
-        if not address.is_global or address.is_multicast:
+        if not is_public(text.partition("%")[0]):
             raise OSError(f"{host} is {text}, which is not on the public internet")
     return found
 

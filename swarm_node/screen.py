@@ -30,7 +30,7 @@ class Screen:
         self.health = Health()
         listen, port = config.health.listen, config.health.port
         if port:
-            stack.enter_context(serving(self.health, listen, port))
+            stack.enter_context(serving(self.health, listen, port, config.health.hosts))
         stack.enter_context(run.answering(listen, port))
         self._saying = threading.Lock()
         if goes_with_container(run.path):

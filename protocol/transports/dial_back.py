@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from protocol.errors import PeerUnreachable, RemoteProtocolError
+from protocol.public import is_public
 from protocol.transports.settings import endpoint
 
 MAX_PORTS = 4
@@ -43,7 +44,6 @@ BLOCKS = [
 ]
 """Of which networks make theirs whose interfaces have an address without a net: tunnels."""
 PROC_NET = Path("/proc/net")
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Net = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -100,8 +100,8 @@ def may_look_at(host: str, told: Sequence[str]) -> bool:
         ip = ipaddress.ip_address(host)
     except ValueError:
         return False
-    if ip.is_global:
-        return not ip.is_multicast
+    if is_public(ip):
+        return True
     found = [way[0] for way in map(endpoint, told) if way is not None]
     return any(ip in net for net in map(_net_of, found) if net is not None) and str(ip) not in _routers(PROC_NET)
 
@@ -112,7 +112,7 @@ def _net_of(host: str) -> Net | None:
         ip = ipaddress.ip_address(host)
     except ValueError:  # a name
         return None
-    if ip.is_global:
+    if is_public(ip):
         return None
     for each in (each for interface in psutil.net_if_addrs().values() for each in interface):
         if each.family in (socket.AF_INET, socket.AF_INET6) and each.address.partition("%")[0] == host and each.netmask:

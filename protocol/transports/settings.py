@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from protocol.errors import LocalProtocolError
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
+from protocol.public import is_public
 
 PORTS_TRIED = 100
 """A port that is taken is looked for among this many above it."""
@@ -126,4 +127,4 @@ def _rank(address: str) -> int:
     if not kind.startswith("ip"):
         return 0
     ip = ipaddress.ip_address(host)
-    return 3 if ip.is_loopback else 0 if ip.is_global else 1
+    return 3 if ip.is_loopback else 0 if is_public(ip) else 1

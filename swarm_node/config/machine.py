@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from swarm_node.config.network import checked_ip
-from swarm_node.config.section import HOST_OR_NONE, URL_OR_NONE, Section
+from swarm_node.config.section import HOST_NAME, HOST_OR_NONE, URL_OR_NONE, Section
 
 
 class SnapshotsConfig(Section):
@@ -46,6 +46,9 @@ class HealthConfig(Section):
     """TCP port; 0 = none."""
     listen: Annotated[str, AfterValidator(checked_ip)] = "127.0.0.1"
     """IP address to listen on. Nothing is asked of who comes: leave it, unless a firewall is in front."""
+    hosts: list[Annotated[str, Field(pattern=HOST_NAME)]] = []
+    """Names, such as node1.lan, by which this machine may be asked. IP addresses and localhost need no entry; other
+    names are refused, so that no web page can read the figures by a name of its own. * = any name."""
 
 
 def _checked_hours(text: str) -> str:

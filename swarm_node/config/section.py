@@ -23,12 +23,14 @@ NAME_OR_NONE = r"^[A-Za-z0-9._-]*$"
 CODE = r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$"
 URL_OR_NONE = r"^([a-z][a-z0-9+]*://\S+)?$"
 HOST_OR_NONE = r"^([A-Za-z0-9.-]+(:[0-9]{1,5})?)?$"
+HOST_NAME = r"^([A-Za-z0-9._-]+|\*)$"
 IN_WORDS = {
     NAME: f"must be letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}",
     NAME_OR_NONE: f"must be letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}",
     CODE: "must be package.module:function or file.py:function",
     URL_OR_NONE: "must be a URL such as s3://bucket/folder",
     HOST_OR_NONE: "must be HOST or HOST:PORT",
+    HOST_NAME: "must be a name without a port, or *",
 }
 """What is said of a text that does not fit a pattern."""
 

@@ -10,6 +10,9 @@ it, and while it leaves. To wait, rightly, is part of no round: not of the silen
 longest took. `python -m swarm_node.observability.health` asks the node of this machine, for HEALTHCHECK: where its run
 directory (SWARM_NODE_RUN_DIR) says that it listens, whatever that was set by; while nobody holds that directory, where
 the environment says.
+
+Only requests that call this machine by an expected name are answered (`hosts`). A connection has REQUEST_S for its
+request and the answer; when MAX_REQUESTS are open, the oldest makes way for a new one.
 """
 
 from __future__ import annotations
@@ -23,14 +26,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from swarm_node import __version__
 from swarm_node.errors import UserError
+from swarm_node.observability.hosts import is_expected
 from swarm_node.observability.metrics_reference import describe_metric, labelled
 from swarm_node.rundir import RunDir
 
@@ -38,8 +42,9 @@ LEAST_S = 120.0
 TIMES = 10
 """Silence is a fault after so many times the longest of the last so many rounds, but not before LEAST_S."""
 REQUEST_S = 5.0
+"""Longest life of a connection: the request and the answer are a few kilobytes."""
 MAX_REQUESTS = 16
-"""At a time."""
+"""Connections, and so threads, at a time."""
 DEFAULT_PORT = "31390"
 """Of the container image."""
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -180,12 +185,14 @@ def _number(value: float) -> str:
 
 
 @contextmanager
-def serving(health: Health, listen: str, port: int) -> Iterator[int]:
-    """Answer at that address, 0 being any free port, until the context is left; gives the port. Raises UserError."""
+def serving(health: Health, listen: str, port: int, hosts: Collection[str] = ()) -> Iterator[int]:
+    """Answer at that address, 0 being any free port, until the context is left; gives the port. `hosts`: names that
+    requests may call this machine by, besides IP addresses and localhost. Raises UserError."""
     family = socket.AF_INET6 if ":" in listen else socket.AF_INET
     kind = type("_Family", (_Server,), {"address_family": family, "health": health})
+    names = frozenset(name.lower() for name in hosts)
     try:
-        server = kind((listen, port), type("_Asked", (_Handler,), {"health": health}))
+        server = kind((listen, port), type("_Asked", (_Handler,), {"health": health, "hosts": names}))
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
             raise
@@ -205,27 +212,42 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 4 * MAX_REQUESTS
-    """Whoever is one too many is told so at once, rather than left in the system's queue."""
 
     def __init__(self, *args: Any) -> None:
-        self._free = threading.BoundedSemaphore(MAX_REQUESTS)
+        self._changing = threading.Lock()
+        self._open: dict[socket.socket, float] = {}
+        """Connection -> when it began, the oldest first."""
         super().__init__(*args)
 
     def service_actions(self) -> None:
         """Ten times a second, so that no wait is missed."""
         self.health.look()
+        self._hang_up(before=time.monotonic() - REQUEST_S)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        self._hang_up(leaving=MAX_REQUESTS - 1)
+        with self._changing:
+            self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            with self._changing:
+                self._open.pop(request, None)
+
+    def _hang_up(self, leaving: int = MAX_REQUESTS, before: float = -math.inf) -> None:
+        """Hang up on the oldest connections until at most `leaving` are open, and on those that began `before`. Their
+        threads see the end and leave."""
+        with self._changing:
+            while self._open:
+                oldest, began = next(iter(self._open.items()))
+                if len(self._open) <= leaving and began > before:
+                    return
+                del self._open[oldest]
+                with suppress(OSError):  # its thread has closed it meanwhile
+                    oldest.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Of whoever hangs up in the middle."""
@@ -233,13 +255,16 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     health: Health
+    hosts: frozenset[str]
     timeout = REQUEST_S
     server_version = "swarm-node"
     sys_version = ""
 
     def do_GET(self) -> None:
         code, text = 200, ""
-        if self.path == "/healthz":
+        if not is_expected(self.headers.get("Host"), self.hosts):
+            code, text = 403, "unknown host: ask by an IP address, or list this name in health.hosts\n"
+        elif self.path == "/healthz":
             good, text = self.health.verdict()
             code, text = 200 if good else 503, f"{text}\n"
         elif self.path == "/metrics":

@@ -27,12 +27,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file
+from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
-from swarm_node.policy import decode
+from swarm_node.policy import decode, vetting
 from swarm_node.policy.memory import is_out_of_memory, keep_freed_memory
 from swarm_node.policy.policy import Policy
 
@@ -42,6 +42,11 @@ ONE_THREAD_BELOW = 2_000_000
 """Parameters below which a second CPU thread gains nothing (measured: 44 -> 43 ms a step at 0.44 million)."""
 ONLY_THE_SWARMS = "of members only a model that their manifest names is had"
 """What is said besides of a hub id that leads nowhere."""
+PLAIN = {"attn_implementation": None, "experts_implementation": None}
+"""How a model computes is transformers' own choice for this machine, whatever its config says: a config may name code
+on the hub."""
+MEASURED_WIDTH = 4096
+"""Widest layer that the speed of bfloat16 is measured with: a gigabyte or so."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -55,19 +60,23 @@ def load_policy(
     """
     plan = prepare(config)
     tokenizer = load_tokenizer(config)
+    vetting.check_declared(plan.base, plan.size, _vetted_weights(plan))
     model, found = _load(
         AutoModelForCausalLM,
         plan.base,
         plan.revision,
+        config=plan.config,
         dtype=plan.dtype,
         use_safetensors=True,
         output_loading_info=True,
+        **PLAIN,
     )
     if found["missing_keys"] or found["mismatched_keys"]:
         lacking = sorted([*found["missing_keys"], *(str(key[0]) for key in found["mismatched_keys"])])
         raise UserError(lacks(plan.base, lacking[0]))
     if plan.adapter is not None:
-        model = PeftModel.from_pretrained(model, plan.adapter, is_trainable=True)
+        with refusing("the adapter", plan.adapter):
+            model = PeftModel.from_pretrained(model, plan.adapter, is_trainable=True)
     elif plan.lora:
         model = with_adapter(model, lora_config(config), config)
         start_adapter(dict(model.named_parameters()), model.config)
@@ -86,7 +95,9 @@ def load_policy(
         f"{'packed' if policy.packing else 'plain'} rows in updates"
         + ("" if policy.split_head else ", full logits (this architecture alters its logits after the head)")
     )
-    if not tokenizer.chat_template:
+    if tokenizer.chat_template:
+        _ = policy.frame  # a template that is refused is refused now
+    else:
         report(f"no chat template in this tokenizer: prompts are {config.prompt_template!r} (policy.prompt_template)")
     return policy
 
@@ -127,7 +138,9 @@ def prepare(config: PolicyConfig, alone: bool = True) -> Plan:
     path = _path(config)
     adapter = adapter_base(path)
     base, revision = (path, config.revision) if adapter is None else (adapter, None)
-    model_config = _load(AutoConfig, base, revision)
+    if adapter is not None:
+        vetting.check_adapter(Path(path).expanduser())
+    model_config = _vetted_config(base, revision)
     size = sum(p.numel() for p in skeleton(model_config).parameters())
     lora = adapter is not None or (size > LORA_ABOVE if config.lora is None else config.lora)
     if config.lora is False and adapter is not None:
@@ -151,8 +164,10 @@ def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
 def skeleton(model_config: Any) -> PreTrainedModel:
     """The model that a config describes, without memory for its weights (all on the meta device)."""
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
+        with torch.device("meta"), vetting.bounded_modules("the model"):
+            return AutoModelForCausalLM.from_config(model_config, trust_remote_code=False, **PLAIN)
+    except UserError:
+        raise
     except Exception as exc:  # as in `refusing`: the config is a stranger's
         raise UserError(f"not a causal language model: {' '.join(str(exc).split())[:200]}") from exc
 
@@ -183,10 +198,52 @@ def _load(factory: Any, path: str, revision: str | None, **options: object) -> A
 
 def model_file(plan: Plan, name: str) -> Path | None:
     """One file of the model, fetched from the hub if need be; `None` if there is none of that name."""
-    path = _checked(plan.base)
+    return _file(plan.base, plan.revision, name)
+
+
+def _file(base: str, revision: str | None, name: str) -> Path | None:
+    path = _checked(base)
     with refusing(name, path):
-        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **_at(plan.revision))
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **_at(revision))
     return None if found is None else Path(found)
+
+
+def _vetted_config(base: str, revision: str | None) -> Any:
+    """The config of a model, after nothing was found in it, or beside it, that may not be read."""
+    path = _checked(base)
+    with refusing("Config", path):
+        vetting.check_no_adapter(path, find_adapter_config_file(path, **_at(revision)))
+    file = _file(base, revision, "config.json")
+    if file is not None:
+        vetting.check_config(file)
+    return _load(AutoConfig, base, revision)
+
+
+def weight_map(plan: Plan) -> dict[str, str]:
+    """Tensor -> safetensors file of a model, whose shards are not fetched for that. UserError if a pickle or a file
+    elsewhere is named, or if it has no weights that are read."""
+    whole = model_file(plan, vetting.WEIGHTS)
+    if whole is not None:
+        return dict.fromkeys(vetting.check_header(whole), vetting.WEIGHTS)
+    index = model_file(plan, vetting.INDEX)
+    if index is None:
+        if Path(_checked(plan.base)).is_dir():
+            vetting.check_not_pickled(plan.base, Path(_checked(plan.base)))
+        raise UserError(f"{plan.base} has no {vetting.WEIGHTS}: {vetting.CONVERT}")
+    found = vetting.weight_map_of(index)
+    vetting.check_weight_names(plan.base, found)
+    return found
+
+
+def _vetted_weights(plan: Plan) -> list[Path]:
+    """All files of weights, fetched from the hub if need be, of which each has a header that may be parsed."""
+    names = sorted(set(weight_map(plan).values()))
+    files = [file for name in names if (file := model_file(plan, name)) is not None]
+    if len(files) < len(names):
+        raise UserError(f"{plan.base} lacks a file that its index names: download or copy it again")
+    if names != [vetting.WEIGHTS] and sum(len(vetting.check_header(file)) for file in files) > vetting.MAX_TENSORS:
+        raise UserError(f"{plan.base} has more than {vetting.MAX_TENSORS} tensors")
+    return files
 
 
 @contextmanager
@@ -352,7 +409,7 @@ def _dtype(name: str, device: torch.device, lora: bool, model_config: Any, alone
         return torch.float32, "the safe choice on mps"
     if not alone:
         return torch.float32, "as on every machine of a crew without a GPU"
-    ratio = bf16_slowdown(model_config.get_text_config().hidden_size)
+    ratio = bf16_slowdown(min(MEASURED_WIDTH, model_config.get_text_config().hidden_size))
     if ratio < 0.9:
         return torch.bfloat16, f"measured {1 / ratio:.1f}x faster than float32 here"
     return torch.float32, f"bfloat16 measured {ratio:.1f}x slower here"

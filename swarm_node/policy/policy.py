@@ -21,10 +21,13 @@ from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import Interrupted, SnapshotError, UserError
 from swarm_node.policy import decode_transformers
+from swarm_node.policy.chat_frame import Frame
 from swarm_node.policy.decode import Decoder
+from swarm_node.policy.framing import framed
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.memory import is_out_of_memory
 from swarm_node.policy.sampling import uniforms
+from swarm_node.policy.starter import CHAT_TEMPLATE
 from swarm_node.types import Rollout, Sampling
 
 PIECE_CHARS = 128
@@ -128,20 +131,18 @@ class Policy:
     def encode(self, question: str) -> list[int]:
         """Prompt ids of a question: the tokenizer's chat template if it has one, else `prompt_template`."""
         if self.tokenizer.chat_template:
-            text = self._chat(question)
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return self.tokenizer(self.frame.around(question), add_special_tokens=False)["input_ids"]
         return self.tokenizer(self.config.prompt_template.replace("{question}", question))["input_ids"]
 
-    def _chat(self, question: str) -> str:
-        system, user = self.config.system_prompt, {"role": "user", "content": question}
-        messages = [{"role": "system", "content": system}, user] if system else [user]
+    @property
+    def frame(self) -> Frame:
+        """What the chat template puts around questions. UserError if the template is refused."""
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as exc:  # templates are programs and raise what they like at a role they do not know
-            if not system:
-                raise UserError(f"the chat template of {self.config.model} fails: {exc}") from exc
-            joined = {"role": "user", "content": f"{system}\n\n{question}"}
-            return self.tokenizer.apply_chat_template([joined], tokenize=False, add_generation_prompt=True)
+            template = self.tokenizer.get_chat_template()
+        except ValueError as exc:  # it has several, and none is the default
+            raise UserError(f"the chat template of {self.config.model} fails: {exc}") from exc
+        special = json.dumps(self.tokenizer.special_tokens_map, default=str)
+        return framed(template, self.config.system_prompt, special, self.config.model, template == CHAT_TEMPLATE)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -42,9 +41,11 @@ from swarm_node.policy.loading import (
     refusing,
     skeleton,
     start_adapter,
+    weight_map,
     with_adapter,
 )
 from swarm_node.policy.logprobs import additive
+from swarm_node.policy.vetting import ADAPTER_WEIGHTS, check_header
 from swarm_node.stages.partition import UNKNOWN, Parts, Span, partition, parts_of, sizes
 
 SAMPLED = 1024
@@ -268,7 +269,7 @@ class _Tensors:
         """`files`: name of a tensor -> name of the file that holds it; `locate` says where that is."""
         self._source = source
         self._files = files
-        self._locate = cache(locate)
+        self._locate = cache(lambda name: _vetted(locate(name)))
 
     def read(self, spellings: list[str], shape: torch.Size) -> Tensor:
         """The tensor that has one of these names; it may lie in the file itself, so copy it.
@@ -306,22 +307,15 @@ class _Tensors:
             return file.get_tensor(name)  # the file is opened each time: what was mapped of it is let go at once
 
 
+def _vetted(file: Path | None) -> Path | None:
+    if file is not None:
+        check_header(file)
+    return file
+
+
 def _weights(plan: Plan) -> _Tensors:
     """The tensors of a model; a shard is fetched from the hub when one of its tensors is read."""
-    single, index = "model.safetensors", "model.safetensors.index.json"
-    whole = model_file(plan, single)
-    listing = None if whole is not None else model_file(plan, index)
-    if whole is not None:
-        files = dict.fromkeys(_names(whole, plan.base), single)
-    elif listing is not None:
-        with refusing(index, plan.base):
-            files = {str(name): str(file) for name, file in json.loads(listing.read_text())["weight_map"].items()}
-    else:
-        raise UserError(f"{plan.base} has no {single}: to be cut into stages, a model must be in safetensors")
-    for file in files.values():
-        if Path(file).name != file:
-            raise UserError(f"{plan.base} has an index that names a file elsewhere: {file!r}")
-    return _Tensors(plan.base, files, lambda name: model_file(plan, name))
+    return _Tensors(plan.base, weight_map(plan), lambda name: model_file(plan, name))
 
 
 def weights_digest(plan: Plan) -> str:
@@ -344,11 +338,6 @@ def weights_digest(plan: Plan) -> str:
         tensors = _adapter_tensors(plan.adapter)
         add(tensors, [tensors.names[0], tensors.names[-1]], "")
     return found.hexdigest()
-
-
-def _names(file: Path, source: str) -> list[str]:
-    with refusing(file.name, source), safe_open(file, "pt") as opened:
-        return list(opened.keys())
 
 
 # --------------------------------------------------------------------- adapter
@@ -413,5 +402,5 @@ def _fill_adapter(stage: Stage, adapter: str) -> None:
 
 
 def _adapter_tensors(adapter: str) -> _Tensors:
-    file = Path(adapter) / "adapter_model.safetensors"
-    return _Tensors(adapter, dict.fromkeys(_names(file, adapter), file.name), lambda name: file)
+    file = Path(adapter) / ADAPTER_WEIGHTS
+    return _Tensors(adapter, dict.fromkeys(check_header(file), file.name), lambda name: file)

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarm_node.observability.dashboard.gallery import Gallery, Told, news
+from swarm_node.observability.hosts import host_of
 
 STATIC = Path(__file__).parent / "static"
 FILES = {
@@ -118,7 +119,7 @@ class Guard:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("the dashboard only shows\n", 405, {"Allow": "GET, HEAD"} | CLOSE)
-        if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
+        if self._hosts is not None and host_of(headers.get("host", "")) not in self._hosts:
             return PlainTextResponse("unknown host: open the address that `swarm-node dashboard` printed\n", 403, CLOSE)
         if self._token is None:
             return None
@@ -138,12 +139,6 @@ class Guard:
 
     def _is_token(self, given: str | None) -> bool:
         return bool(given and self._token) and hmac.compare_digest(str(given).encode(), str(self._token).encode())
-
-
-def _host(header: str) -> str:
-    """`Host` without its port; a tunnel may have given this another one."""
-    name, _, port = header.rpartition(":")
-    return (name if name and port.isdecimal() else header).strip("[]").lower()
 
 
 def _file(name: str, media_type: str) -> Callable[[Request], Response]:

@@ -4,7 +4,7 @@ import math
 import re
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -174,23 +174,66 @@ def test_names_that_differ_in_signs_only_are_one() -> None:
     assert health.metrics().count("\nswarm_node_a_b ") == 1
 
 
-def test_those_who_ask_and_then_say_nothing_do_not_keep_others_out_for_good() -> None:
-    with serving(Health(), "127.0.0.1", 0) as port:
-        silent = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(2 * MAX_REQUESTS)]
-        ended = 0
-        for connection in silent[MAX_REQUESTS:]:  # one more than may wait is turned away at once
-            ended += connection.recv(1) == b""
-        assert ended == MAX_REQUESTS
-        for connection in silent:
-            connection.close()
-        for _ in range(100):
-            try:
-                assert get(port, "/healthz")[0] == 503
-                break
-            except OSError:  # until the threads have seen that they are gone
-                continue
-        else:
-            raise AssertionError("nobody is answered any more")
+def test_idle_connections_keep_nobody_out() -> None:
+    with serving(Health(), "127.0.0.1", 0) as port, ExitStack() as stack:
+        idle = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            for _ in range(4 * MAX_REQUESTS)
+        ]
+        for _ in range(3):
+            assert get(port, "/healthz")[0] == 503
+        assert all(connection.recv(1) == b"" for connection in idle[: 3 * MAX_REQUESTS])  # the oldest made way
+
+
+def test_a_request_that_trickles_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.observability.health.REQUEST_S", 0.5)
+    with serving(Health(), "127.0.0.1", 0) as port, socket.create_connection(("127.0.0.1", port)) as slow:
+        slow.settimeout(0.1)
+        for _ in range(600):  # ten bytes a second: no single wait for a byte lasts half a second
+            with suppress(TimeoutError):
+                try:
+                    slow.sendall(b"G")
+                    ended = slow.recv(1) == b""
+                except ConnectionError:
+                    ended = True
+                if ended:
+                    return
+        raise AssertionError("it is still open")
+
+
+HOSTS = {
+    "127.0.0.1:31390": 200,
+    "localhost:80": 200,
+    "LOCALHOST": 200,
+    "[::1]:31390": 200,
+    "10.42.0.7": 200,
+    "node1.lan:31390": 200,
+    "page.example:31390": 403,
+    "localhost.page.example": 403,
+    "127.0.0.1.page.example": 403,
+    "node1": 403,
+    "": 403,
+}
+
+
+def test_only_expected_names_are_answered() -> None:
+    health = Health()
+    health.identify("alice", "ab" * 32)
+    health.write(1, {})
+
+    def asked(port: int, header: str, path: str) -> tuple[int, str]:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall(f"GET {path} HTTP/1.0\r\n{header}\r\n".encode())
+            text = connection.makefile().read()
+            return int(text.split()[1]), text
+
+    with serving(health, "127.0.0.1", 0, ["Node1.lan"]) as port:
+        for path in ("/metrics", "/healthz"):
+            assert {host: asked(port, f"Host: {host}\r\n", path)[0] for host in HOSTS} == HOSTS
+        assert "swarm_node_" not in asked(port, "Host: page.example\r\n", "/metrics")[1]
+        assert asked(port, "", "/healthz")[0] == 200, "a probe of HTTP/1.0 names no host, a browser always does"
+    with serving(health, "127.0.0.1", 0, ["*"]) as port:
+        assert asked(port, "Host: anything.example\r\n", "/healthz")[0] == 200
 
 
 def test_a_port_that_is_taken_is_the_users_to_mend() -> None:

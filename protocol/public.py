@@ -1,0 +1,42 @@
+"""Which IP addresses belong to hosts of the public internet.
+
+The standard library's `is_global` also accepts addresses that lead elsewhere: an IPv6 address may carry a private IPv4
+address for a translator or a tunnel, and some ranges were given up but never listed as private.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+"""A translator's prefix (RFC 6052): the last 32 bits are the IPv4 address that is reached. In a network that has IPv6
+alone, the names of all IPv4 hosts resolve to it."""
+UNICAST = ipaddress.IPv6Network("2000::/3")
+"""All IPv6 addresses that were ever given to hosts of the internet. Outside it lie, among others, ::/96 (carries IPv4),
+::ffff:0:0:0/96 and 64:ff9b:1::/48 (translators of one network), fec0::/10 (one site)."""
+NOT_PUBLIC = tuple(
+    ipaddress.ip_network(block)
+    for block in (
+        "192.88.99.0/24",  # relays of 6to4, given up (RFC 7526)
+        "2001::/32",  # Teredo: carries IPv4
+        "2002::/16",  # 6to4: carries IPv4
+        "3fff::/20",  # documentation (RFC 9637)
+    )
+)
+"""Ranges that `is_global` accepts in some versions of Python though no host of the internet is there."""
+
+
+def is_public(address: str | Address) -> bool:
+    """Whether a connection to `address` leads to one host of the public internet. Raises ValueError if it is no IP
+    address."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return is_public(ip.ipv4_mapped)
+        if ip in NAT64:
+            return is_public(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
+        if ip not in UNICAST:
+            return False
+    return ip.is_global and not ip.is_multicast and not any(ip in block for block in NOT_PUBLIC)

@@ -1,0 +1,33 @@
+"""By which name an HTTP request calls this machine.
+
+The owner of a web page can point the page's own name at 127.0.0.1 (DNS rebinding); the browser then lets the page's
+script read what a server here answers. The request still carries that name in its `Host` header, so a server that
+answers to expected names only is not read. No page can have an IP address or `localhost` for its name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+
+ANY = "*"
+"""In a list of names: every name is expected."""
+
+
+def host_of(header: str) -> str:
+    """The name in a `Host` header, in lower case, without brackets and without the port, which a tunnel may change."""
+    name, _, port = header.strip().rpartition(":")
+    return (name if name and port.isdecimal() else header.strip()).strip("[]").lower()
+
+
+def is_expected(header: str | None, names: Collection[str]) -> bool:
+    """Whether a request with this `Host` header may be answered: it has none (no browser leaves it out), an IP address,
+    `localhost`, or one of `names`, which are in lower case."""
+    if header is None or ANY in names:
+        return True
+    host = host_of(header)
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host in names
+    return True

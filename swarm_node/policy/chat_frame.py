@@ -1,0 +1,159 @@
+"""What a chat template puts around a question. Runs by itself, in a process with limits: `python chat_frame.py`.
+
+    standard input  --{"template", "system", "special"} as JSON--> frame --{"frame": …} | {"error": …} as JSON--> output
+
+A template is a program by a stranger, so it runs only here, once, and never on a question: it is rendered with a marker
+in the question's place, and what stands around the marker is the frame of all questions. Imports nothing but Jinja.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import secrets
+import sys
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+CPU_S = 5
+"""A frame takes 0.1 s, Python's start included."""
+MEMORY_BYTES = 2**30
+"""Address space of the process: Python and Jinja map a quarter of it."""
+MAX_CHARS = 2**18
+"""Of a frame: as long as a prompt of 65,536 tokens."""
+PADDING = " \n\t \n"
+"""Around the marker, to see whether the template strips the question."""
+PROBES = ("x", " two words,\n\n  two lines \n", "0123456789 " * 400)
+"""Questions of which a frame must make what the template itself makes of them."""
+SYSTEM = "{system}\n\n{question}"
+"""The question for a template that knows no system role."""
+
+
+class FrameError(Exception):
+    """Why the template has no frame."""
+
+
+class Frame:
+    """Text pieces; the question stands between each two of them."""
+
+    def __init__(self, pieces: list[str], lstrip: bool, rstrip: bool) -> None:
+        self.pieces = pieces
+        self.lstrip = lstrip
+        """Whether the question loses blanks at its beginning."""
+        self.rstrip = rstrip
+
+    def around(self, question: str) -> str:
+        question = question.lstrip() if self.lstrip else question
+        return (question.rstrip() if self.rstrip else question).join(self.pieces)
+
+
+def frame_of(template: str, system: str, special: dict[str, Any]) -> Frame:
+    """The frame of a chat template for one question, after the `system` prompt (empty = none); `special` are the
+    tokenizer's special tokens by name. Raises FrameError."""
+    compiled = _compiled(template)
+
+    def render(messages: list[dict[str, str]]) -> str:
+        text = compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **special)
+        if len(text) > MAX_CHARS:
+            raise FrameError(f"it makes {len(text)} characters of one question")
+        return text
+
+    def apart(question: str) -> str:
+        head = [{"role": "system", "content": system}] if system else []
+        return render([*head, {"role": "user", "content": question}])
+
+    def joined(question: str) -> str:
+        return render([{"role": "user", "content": SYSTEM.format(system=system, question=question)}])
+
+    try:
+        return _frame(apart)
+    except FrameError:
+        raise
+    except Exception:  # templates are programs and raise what they like at a role they do not know
+        if not system:
+            raise
+        return _frame(joined)
+
+
+def _frame(render: Any) -> Frame:
+    marker = f"question{secrets.token_hex(8)}"
+    pieces = render(PADDING + marker + PADDING).split(marker)
+    if len(pieces) < 2:
+        raise FrameError("it leaves the question out")
+    lstrip = not all(piece.endswith(PADDING) for piece in pieces[:-1])
+    rstrip = not all(piece.startswith(PADDING) for piece in pieces[1:])
+    if not lstrip:
+        pieces = [*(piece.removesuffix(PADDING) for piece in pieces[:-1]), pieces[-1]]
+    if not rstrip:
+        pieces = [pieces[0], *(piece.removeprefix(PADDING) for piece in pieces[1:])]
+    frame = Frame(pieces, lstrip, rstrip)
+    if any(frame.around(question) != render(question) for question in PROBES):
+        raise FrameError("it does more to a question than to put text around it")
+    return frame
+
+
+# --------------------------------------------------------------------- the environment that transformers renders in
+
+
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+        "namespace": Namespace,
+    }
+    return environment.from_string(template)
+
+
+class _Generation(Extension):
+    """{% generation %}: marks what the assistant says, which changes nothing here."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _tojson(
+    x: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def main() -> int:
+    """Limit this process, then read and answer."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    with suppress(ValueError, OSError):  # macOS does not have it
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    asked = json.load(sys.stdin)
+    try:
+        found = frame_of(asked["template"], asked["system"], asked["special"])
+        told: dict[str, Any] = {"frame": [found.pieces, found.lstrip, found.rstrip]}
+    except MemoryError:
+        told = {"error": "it takes more memory than a text needs"}
+    except Exception as error:  # whatever a stranger's program raises
+        told = {"error": " ".join(f"{error}".split())[:300] or type(error).__name__}
+    json.dump(told, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Refuse a model's files before the libraries read them.
+
+    config.json            nothing in it may fetch or run anything, or ask for endless work
+    weights                safetensors only: no pickle is opened; headers, tensors and declared sizes are bounded
+    adapter directory      likewise
+
+All functions raise UserError with the file's name and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from protocol.limits import MAX_LAYERS
+from swarm_node.errors import UserError
+
+MAX_JSON_BYTES = 16 * 2**20
+"""A config or an index: the longest index known, of a model of 91,991 tensors, has 9 MB."""
+MAX_LABELS = 2**16
+"""Classes of a classifier: the config library makes a name for each."""
+MAX_HEADER_BYTES = 32 * 2**20
+"""JSON before the tensors of a safetensors file: 2**17 entries of 250 bytes."""
+MAX_TENSORS = 2**17
+"""Tensors in all files of a model, and modules, parameters and buffers that its config makes: the largest mixture of
+experts known has 91,991. So many take some seconds."""
+MAX_VALUES = 2**42
+"""Values of all parameters: four times the largest open model."""
+MAX_BUFFER_VALUES = 2**28
+"""Values of all buffers, which are in no file: a causal mask of 16,384 positions."""
+VALUES_PER_BYTE = 4
+"""Most values that a byte of the files stands for: weights in 4 bits have two."""
+MAX_RANK = 4096
+"""Of an adapter; the largest in use are 256."""
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+CONVERT = "have it saved as safetensors (`model.save_pretrained(DIR)` writes it), or take a copy of it that is"
+PICKLED = re.compile(r"\.(bin|pt|pth|pkl|pickle|ckpt)$")
+COUNTED = re.compile(r"(^|_)(layers?|depths?|blocks?)$")
+"""Keys of a config whose numbers are loops of the library."""
+LOADED = {
+    "configuration_files": "names another config",
+    "transformers_weights": "names another file of weights",
+    "kernel_config": "names kernels to be fetched and run",
+    "use_kernels": "asks for kernels to be fetched and run",
+    "use_pretrained_backbone": "names another model to be fetched",
+    "use_timm_backbone": "names another model to be fetched",
+    "custom_generate": "names code to be run",
+    "megatron_config": "names a module to be imported",
+}
+"""Keys of a config that make the libraries load something besides the model's own files, and why they are refused."""
+QUANTISED = frozenset({"bitsandbytes"})
+"""Ways to quantise whose code is a package of the user's own. All others fetch kernels, or run what they compile."""
+
+
+# --------------------------------------------------------------------- configs
+
+
+def check_config(file: Path) -> None:
+    """The config of a model or of an adapter, as it lies on disk."""
+    for key, value in _entries(read_json(file)):
+        if value and key in LOADED:
+            raise UserError(f"{file}: {key} {LOADED[key]}, which is refused; remove it from the file")
+        if key.endswith(("_implementation", "_implementation_internal")):
+            if any(not re.fullmatch("[A-Za-z0-9_]*", text) for text in _texts(value)):
+                raise UserError(f"{file}: {key} names code to be fetched and run; remove it from the file")
+        if key == "quantization_config" and value:
+            method = value.get("quant_method") if isinstance(value, dict) else value
+            if method not in QUANTISED:
+                raise UserError(
+                    f"{file}: weights quantised by {method!r} need code that is fetched or compiled; give the model "
+                    "that it was made from"
+                )
+        most = MAX_LAYERS if COUNTED.search(key) else MAX_LABELS if key == "num_labels" else None
+        if most is not None and any(number > most for number in _numbers(value)):
+            raise UserError(f"{file}: {key} is more than {most}, which no model has")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file that is not too large."""
+    try:
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise UserError(f"{file} is larger than {MAX_JSON_BYTES // 2**20} MiB, which no config is")
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is no JSON object")
+    return found
+
+
+def _entries(value: object) -> Iterator[tuple[str, Any]]:
+    """(key, value) of all objects in `value`, at any depth."""
+    for key, each in value.items() if isinstance(value, dict) else ():
+        yield key, each
+        yield from _entries(each)
+    for each in value if isinstance(value, list) else ():
+        yield from _entries(each)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(each)
+
+
+def _numbers(value: object) -> Iterator[float]:
+    if isinstance(value, int | float):
+        yield value
+    for each in value if isinstance(value, list) else ():
+        yield from _numbers(each)
+
+
+@contextmanager
+def bounded_modules(source: str) -> Iterator[None]:
+    """Within it, no model may be made of more modules and values than any has, whatever its config says."""
+    made = values = buffered = 0
+
+    def count(numel: int, is_buffer: bool) -> None:
+        nonlocal made, values, buffered
+        made += 1
+        values, buffered = values + numel * (not is_buffer), buffered + numel * is_buffer
+        if made > MAX_TENSORS or values > MAX_VALUES or buffered > MAX_BUFFER_VALUES:
+            raise UserError(f"{source}: its config asks for a model larger than any that is known")
+
+    def of(tensor: Tensor | None) -> int:
+        return 0 if tensor is None else tensor.numel()
+
+    hooks = [
+        register_module_parameter_registration_hook(lambda module, name, tensor: count(of(tensor), False)),
+        register_module_buffer_registration_hook(lambda module, name, tensor: count(of(tensor), True)),
+        register_module_module_registration_hook(lambda module, name, made: count(0, False)),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --------------------------------------------------------------------- weights
+
+
+def check_weight_names(source: str, weight_map: Mapping[str, str]) -> None:
+    """What the index of a model names: tensor -> file."""
+    if len(weight_map) > MAX_TENSORS:
+        raise UserError(f"{source}: its index names {len(weight_map)} tensors, allowed are {MAX_TENSORS}")
+    for name in set(weight_map.values()):
+        if PICKLED.search(name):
+            raise UserError(f"{source}: its index names {name}, a pickle, which is not read; {CONVERT}")
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"{source} has an index that names a file elsewhere, or none of weights: {name!r}")
+
+
+def weight_map_of(file: Path) -> dict[str, str]:
+    """Tensor -> file, out of an index."""
+    found = read_json(file).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UserError(f"{file} has no weight_map")
+    return found
+
+
+def check_header(file: Path) -> list[str]:
+    """Names of the tensors in a safetensors file. Its header is bounded before it is parsed."""
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+        if size > MAX_HEADER_BYTES:
+            raise UserError(
+                f"{file} is no file of weights: its header has {size} bytes, allowed are {MAX_HEADER_BYTES}"
+            )
+        with safe_open(file, "pt") as tensors:
+            names = list(tensors.keys())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {file}: {error}; download or copy it again") from error
+    if len(names) > MAX_TENSORS:
+        raise UserError(f"{file} has {len(names)} tensors, allowed are {MAX_TENSORS}")
+    return names
+
+
+def check_declared(source: str, values: int, files: list[Path]) -> None:
+    """Whether `files` can hold the `values` of all parameters that the config declares."""
+    size = sum(file.stat().st_size for file in files)
+    if values > VALUES_PER_BYTE * size:
+        raise UserError(
+            f"{source}: its config asks for {values:,} parameters, but its weights have {size:,} bytes; the two do not "
+            "belong together"
+        )
+
+
+# --------------------------------------------------------------------- adapters
+
+
+def check_adapter(folder: Path) -> None:
+    """A directory with a saved adapter."""
+    file = folder / ADAPTER_WEIGHTS
+    if not file.is_file():
+        pickled = sorted(path.name for path in folder.glob("adapter_model*") if PICKLED.search(path.name))
+        if pickled:
+            raise UserError(f"{folder} has its adapter in {pickled[0]}, a pickle, which is not read; {CONVERT}")
+        raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}: no adapter was saved there")
+    check_config(folder / "adapter_config.json")
+    found = read_json(folder / "adapter_config.json")
+    if str(found.get("peft_type", "LORA")).upper() != "LORA":
+        raise UserError(f"{folder} is an adapter of type {found['peft_type']!r}: only LoRA is trained on")
+    pattern = found.get("rank_pattern")
+    ranks = [found.get("r"), *(pattern.values() if isinstance(pattern, dict) else [])]
+    if any(number > MAX_RANK for number in _numbers(ranks)):
+        raise UserError(f"{folder}: its adapter is of a rank above {MAX_RANK}, which none has")
+    check_header(file)
+
+
+def check_no_adapter(source: str, adapter_config: str | None) -> None:
+    """The directory or hub id of a model holds none, which transformers would put on by itself."""
+    if adapter_config is not None:
+        raise UserError(
+            f"{source} holds a model and an adapter: name a directory with the model alone, or one with the adapter "
+            "alone (adapter_config.json and adapter_model.safetensors)"
+        )
+
+
+def check_not_pickled(source: str, folder: Path) -> None:
+    """The directory of a model without safetensors; says so of pickles by name."""
+    pickled = sorted(path.name for path in folder.iterdir() if PICKLED.search(path.name))
+    if pickled:
+        raise UserError(f"{source} has its weights in {pickled[0]}, a pickle, which is not read; {CONVERT}")
