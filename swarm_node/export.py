@@ -32,7 +32,7 @@ def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = Tru
         staged = find_stages([run], report)
         policy.load_trainable_state({name: tensor for stage in staged.stages for name, tensor in stage.items()})
         policy.version = staged.updates
-        return policy, config
+        return policy, as_trained(config, None)
     snapshot, config = newest_of(run, config, report)
     policy = load_policy(config.policy, config.rollouts, report, samples)
     if snapshot.state["model"]["base"] != policy.base_digest:

@@ -27,6 +27,8 @@ GIVEN_ANEW = {
 """Settings that change nothing about what is learned: a change of one is not said, and keeps no earlier file."""
 SNAPSHOT_KEYS = {"tasks", "policy", "rollouts", "eval"}
 """Settings in a snapshot. None of them names code, since a snapshot may come back from a bucket."""
+OF_THE_MACHINE = {"model", "revision", "device", "threads"}
+"""Of `policy`, not in a snapshot: a run may move to another machine, and the digest says whether a model is the one."""
 MAX_CHANGES = 8
 """Changed settings in one sentence; more do not help."""
 MAX_VALUE_CHARS = 60
@@ -90,7 +92,7 @@ class OwnSettings:
 
     def _for_snapshots(self, config: NodeConfig) -> dict[str, Any]:
         """Of a member only the tasks that its user has chosen: all others are its swarm's."""
-        return config.model_dump(mode="json", include=SNAPSHOT_KEYS - self._without)
+        return config.model_dump(mode="json", include=SNAPSHOT_KEYS - self._without, exclude={"policy": OF_THE_MACHINE})
 
     def _changed(self) -> list[tuple[str, tuple[Any, Any]]]:
         if self._before is None:
@@ -115,12 +117,15 @@ def as_trained(config: NodeConfig, snapshot: Mapping[str, Any] | None) -> NodeCo
     theirs = {key: value for key, value in (snapshot or {}).items() if key in SNAPSHOT_KEYS}
     if config.swarm:
         theirs.setdefault("tasks", [])
+    policy = theirs.get("policy")
+    if isinstance(policy, dict):
+        theirs["policy"] = policy | config.policy.model_dump(mode="json", include=OF_THE_MACHINE)
     try:
-        return config.model_copy(update={key: getattr(NodeConfig.model_validate(theirs), key) for key in theirs})
+        read = NodeConfig.model_validate(theirs)
     except ValidationError as error:
-        raise UserError(
-            f"the snapshot has settings that this version does not know: {error.errors()[0]['loc']}"
-        ) from None
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise UserError(f"the snapshot has settings that this version does not know: {place}") from None
+    return config.model_copy(update={key: getattr(read, key) for key in theirs})
 
 
 def _shown(value: object) -> str:
