@@ -7,32 +7,21 @@ snapshot                       `SNAPSHOT_KEYS` of the settings behind its weight
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
-from textwrap import shorten
 from typing import Any
 
 from pydantic import ValidationError
 
 from swarm_node.config import NodeConfig, dump_own, read_own
-from swarm_node.config.own import flat
+from swarm_node.config.own import GIVEN_ANEW, flat, listed, shown
 from swarm_node.errors import UserError
 from swarm_node.rundir import RunDir
 
-GIVEN_ANEW = {
-    *("swarm", "name", "run_dir", "rounds", "minutes", "log", "price_per_hour"),
-    *("network", "guest", "snapshots", "spot", "health"),
-}
-"""Settings that change nothing about what is learned: a change of one is not said, and keeps no earlier file."""
 SNAPSHOT_KEYS = {"tasks", "policy", "rollouts", "eval"}
 """Settings in a snapshot. None of them names code, since a snapshot may come back from a bucket."""
 OF_THE_MACHINE = {"model", "revision", "device", "threads"}
 """Of `policy`, not in a snapshot: a run may move to another machine, and the digest says whether a model is the one."""
-MAX_CHANGES = 8
-"""Changed settings in one sentence; more do not help."""
-MAX_VALUE_CHARS = 60
-"""Of a value in that sentence: system prompts are long."""
 KEPT = re.compile(r"config-(\d{4,})\.toml")
 
 
@@ -68,9 +57,8 @@ class OwnSettings:
     def announce(self, when: str) -> None:
         """Say which settings will be others, `when` the next round is trained."""
         if changed := self._changed():
-            listed = ", ".join(f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in changed[:MAX_CHANGES])
-            more = f", and {len(changed) - MAX_CHANGES} more" if len(changed) > MAX_CHANGES else ""
-            self._say(f"changed: {listed}{more}, {when}; the earlier settings are kept in {self._kept_name()}")
+            words = [f"{key} {shown(key, old)} -> {shown(key, new)}" for key, (old, new) in changed]
+            self._say(f"changed: {listed(words)}, {when}; the earlier settings are kept in {self._kept_name()}")
 
     def trained(self) -> None:
         """A round was trained by this start. A disk that is full now is said once, and tried again after each round."""
@@ -108,13 +96,13 @@ class OwnSettings:
         return f"config-{max(numbers, default=0) + 1:04}.toml"
 
 
-def as_trained(config: NodeConfig, snapshot: Mapping[str, Any] | None) -> NodeConfig:
+def as_trained(config: NodeConfig, snapshot: object) -> NodeConfig:
     """`config` of a run with the settings in one of its snapshots; one of an earlier version has none. `tasks` of a
     member are those that its user has chosen of its swarm's: empty = all.
 
     Raises UserError if they are of another version.
     """
-    theirs = {key: value for key, value in (snapshot or {}).items() if key in SNAPSHOT_KEYS}
+    theirs = {key: snapshot[key] for key in SNAPSHOT_KEYS & snapshot.keys()} if isinstance(snapshot, dict) else {}
     if config.swarm:
         theirs.setdefault("tasks", [])
     policy = theirs.get("policy")
@@ -126,8 +114,3 @@ def as_trained(config: NodeConfig, snapshot: Mapping[str, Any] | None) -> NodeCo
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(f"the snapshot has settings that this version does not know: {place}") from None
     return config.model_copy(update={key: getattr(read, key) for key in theirs})
-
-
-def _shown(value: object) -> str:
-    text = "unset" if value is None else value if isinstance(value, str) and value else json.dumps(value)
-    return shorten(text, MAX_VALUE_CHARS, placeholder=" …")

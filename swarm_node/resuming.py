@@ -101,7 +101,8 @@ class RunState:
         if snapshot is None:
             return self.node.round > 0
         state = snapshot.state
-        self.settings = state.get("settings")
+        settings = state.get("settings")
+        self.settings = settings if isinstance(settings, dict) else None
         if self.crew is None:
             self.policy.load_trainable_state(snapshot.tensors["policy"])
             self.node.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])

@@ -162,7 +162,7 @@ class Run:
             self._mirror.start()
         resumed = self.state.resume()
         if crew is None:
-            self.own.begin(resumed or run.metrics.is_file(), self.state.settings)
+            self.own.begin(resumed or run.has_rounds, self.state.settings)
         if not resumed:
             self.state.set_aside(run.metrics)
         shown = config.model_dump(mode="json", exclude={"stages": {"crew"}})  # the crew's name is its password

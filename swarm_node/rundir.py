@@ -92,6 +92,11 @@ class RunDir:
         return any(self.snapshots.glob("round-*")) or any((self.path / "stages").glob("*/round-*"))
 
     @property
+    def has_rounds(self) -> bool:
+        """Whether there are metrics of a round, even if no snapshot was written after it."""
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
+
+    @property
     def in_use(self) -> bool:
         """Whether a process holds it."""
         try:

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from swarm_node.config.explaining import did_you_mean, explain
 from swarm_node.config.keys import COMMAND_VARIABLES, FLAGS, PREFIX, all_keys, all_variables, alternatives
 from swarm_node.config.node import NodeConfig
-from swarm_node.config.own import HOW_LONG, own_layer
+from swarm_node.config.own import HOW_LONG, own_layer, say_kept
 from swarm_node.config.section import TOGETHER
 from swarm_node.config.training import TaskConfig
 from swarm_node.errors import UserError
@@ -73,7 +73,9 @@ def load_run_config(
         own["swarm"] = str(kept_manifest)
     if HOW_LONG & table.keys():
         own = {key: value for key, value in own.items() if key not in HOW_LONG}
-    return _resolved([(str(there), own), *layers])
+    config = _resolved([(str(there), own), *layers])
+    say_kept(own, table, directory, say)
+    return config
 
 
 def _is_lost(swarm: str) -> bool:

@@ -10,9 +10,11 @@ not change a run.
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from pydantic import ValidationError
@@ -26,6 +28,17 @@ Table = dict[str, Any]
 GIVEN = "# given:"
 FROM_THE_SWARM = {"tasks", "policy.model", "policy.revision", "seed"}
 """What a member takes from its swarm unless its user has set it; the next start takes it from there again."""
+GIVEN_ANEW = {
+    *("swarm", "name", "run_dir", "rounds", "minutes", "log", "price_per_hour"),
+    *("network", "guest", "snapshots", "spot", "health"),
+}
+"""Settings that change nothing about what is learned: a change of one is not said, and keeps no earlier file."""
+SECRET = "stages.crew"
+"""The name of a crew is its password: it is on no screen."""
+MAX_LISTED = 8
+"""Settings in one sentence; more do not help."""
+MAX_VALUE_CHARS = 60
+"""Of a value in a sentence: system prompts are long."""
 HOW_LONG = {"rounds", "minutes"}
 """A start that gives one of these takes neither from the run: 60 rounds done must not end `--minutes 5` at once."""
 
@@ -58,6 +71,32 @@ def own_layer(file: Path, say: Callable[[str], None]) -> Table:
         or (value != usual.get(key) and (given is None or key not in FROM_THE_SWARM))
     }
     return _nested(kept)
+
+
+def say_kept(own: Table, above: Table, directory: Path, say: Callable[[str], None]) -> None:
+    """Say which settings of the run a start goes by without naming them: those that nothing `above` gives."""
+    named = flat(above)
+    words = [
+        f"{key} = {shown(key, value)}"
+        for key, value in flat(own).items()
+        if key not in named and key.partition(".")[0] not in GIVEN_ANEW
+    ]
+    if words:
+        say(f"{directory} goes on with its own settings: {listed(words)}")
+
+
+def listed(words: Sequence[str]) -> str:
+    """The first few of `words`, and how many more there are."""
+    more = f", and {len(words) - MAX_LISTED} more" if len(words) > MAX_LISTED else ""
+    return ", ".join(words[:MAX_LISTED]) + more
+
+
+def shown(key: str, value: object) -> str:
+    """The value of a setting in a sentence."""
+    if key == SECRET:
+        return "(hidden)"
+    text = "unset" if value is None else value if isinstance(value, str) and value else json.dumps(value)
+    return shorten(text, MAX_VALUE_CHARS, placeholder=" …")
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Table:

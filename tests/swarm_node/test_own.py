@@ -67,6 +67,17 @@ def test_own_settings_come_right_above_the_defaults(
     assert (config["rollouts"]["max_new_tokens"], config["rounds"]) == (16, 60)
 
 
+def test_a_start_says_which_settings_it_takes_over() -> None:
+    crew = {"count": 2, "crew": "secret-name"}
+    a_run(
+        {"grpo": {"loss": "gspo", "beta": 0.1}, "rounds": 9, "stages": crew, "policy": {"system_prompt": "word " * 30}}
+    )
+    said = CliRunner().invoke(app, [*LOCAL, "--set", "grpo.beta=0.2", "--dry-run"]).stderr
+    assert said.startswith("r goes on with its own settings: ") and said.count("\n") == 1
+    assert "grpo.loss = gspo" in said and "stages.crew = (hidden)" in said and "word …" in said
+    assert "secret" not in said and "beta" not in said and "rounds" not in said
+
+
 def test_a_file_that_names_its_directory_goes_on_there() -> None:
     a_run({"grpo": {"loss": "gspo"}, "rounds": 60})
     Path("x.toml").write_text("run_dir = 'r'\nrounds = 80\n")
@@ -92,7 +103,10 @@ def test_settings_of_another_version_are_left_out_aloud() -> None:
     file.write_text(file.read_text().replace("[grpo]", "[grpo]\nmade_up = 1"))
     result = CliRunner().invoke(app, [*LOCAL, "--dry-run"])
     assert tomllib.loads(result.stdout)["grpo"]["loss"] == "gspo"
-    assert result.stderr == "r/config.toml has settings that this version does not know; left out: grpo.made_up\n"
+    assert result.stderr.splitlines() == [
+        "r/config.toml has settings that this version does not know; left out: grpo.made_up",
+        "r goes on with its own settings: grpo.loss = gspo",
+    ]
     file.write_text(file.read_text().replace('"gspo"', '"nonsense"'))
     assert "grpo.loss = 'nonsense' in r/config.toml" in refused(*LOCAL)
 
