@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig
+from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.export import policy_of_run, tasks_of
 from swarm_node.policy.asking import read_asking
@@ -25,6 +25,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import collect, fit_length
 from swarm_node.rundir import RunDir
 from swarm_node.tasks import TaskSet, load_tasks
+from swarm_node.tasks.bounds import check_options
 from swarm_node.types import Group, Task
 
 QUESTIONS_PER_BATCH = 32
@@ -149,6 +150,19 @@ def _of_model(target: str, has_tasks: bool, say: Callable[[str], None]) -> NodeC
     config, files = found or (NodeConfig(), 0)
     if files and not has_tasks:
         say(f"{files} of the question files that {target} was trained on are not part of it: give them as --tasks")
+    if found is not None and not has_tasks:
+        config = config.model_copy(update={"tasks": [task for task in config.tasks if _is_harmless(task, say)]})
     lora = None if adapter_base(target) else False  # nothing is trained here: no new adapter
     policy = config.policy.model_copy(update={"model": target, "lora": lora})
     return config.model_copy(update={"policy": policy})
+
+
+def _is_harmless(task: str | TaskConfig, say: Callable[[str], None]) -> bool:
+    """Whether a task may be asked because a model's directory says so, which may be a stranger's."""
+    name, options = (task, {}) if isinstance(task, str) else (task.env or "", task.config)
+    try:
+        check_options(name, options)
+    except UserError as error:
+        say(f"left out, unless it is given as --tasks: {error}")
+        return False
+    return True

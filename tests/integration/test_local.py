@@ -150,6 +150,16 @@ def test_an_export_is_asked_as_its_run_was(own, tmp_path):
     assert "Answer." in (tmp_path / "out/README.md").read_text()
 
 
+def test_a_stranger_s_export_chooses_no_options_beyond_bounds(own, tmp_path):
+    export_run(own[0], tmp_path / "out", lambda text: None)
+    file = tmp_path / "out/swarm-node.json"
+    tasks = [{"env": "gcd", "config": {"max_numbers": 10**9}}, {"env": "products", "config": {"max_digits": 1}}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tasks": tasks}))
+    measured, said = swarm_node("eval", tmp_path / "out")
+    assert measured["held_out"].keys() == {"products", "all"}
+    assert "left out, unless it is given as --tasks" in said and "max_numbers" in said
+
+
 def test_changed_settings_come_with_their_first_round(own, tmp_path):
     run_dir = shutil.copytree(own[0], tmp_path / "run")
     before = (run_dir / "config.toml").read_bytes()
