@@ -11,8 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
-from swarm_node.config import NodeConfig, dump_own, dump_toml, load_config
+from swarm_node.config import NodeConfig, dump_own, dump_toml, load_config, load_run_config
+from swarm_node.errors import UserError
+from swarm_node.joining import swarm_to_join
 from swarm_node.manifests import make_manifest, write_manifest
+from swarm_node.own import OwnSettings, as_trained
+from swarm_node.rundir import RunDir
 
 RUN = Path("r")
 
@@ -118,16 +122,12 @@ def test_defaults_of_then_are_nothing_that_a_user_has_set(write: Any) -> None:
     RUN.mkdir()
     config, asked = NodeConfig.model_validate({**given, "seed": 5}), NodeConfig.model_validate(given)
     (RUN / "config.toml").write_text(write(config, asked))
-    from swarm_node.config import load_run_config
-
     again = load_run_config(None, {}, {"run_dir": "r"}, (), True, print)
     assert again.swarm == "swarm://x" and again.network.model_fields_set == {"port"}
     assert "tasks" not in again.model_fields_set
 
 
 def test_what_a_member_chose_is_kept_what_its_swarm_gave_is_not() -> None:
-    from swarm_node.config import load_run_config
-
     chosen = {"tasks": ["small"], "swarm": "swarm://x"}
     a_run(chosen, {"policy": {"model": "/cache/of/the/swarm"}})
     again = load_run_config(None, {}, {"run_dir": "r"}, (), True, print)
@@ -156,9 +156,6 @@ def test_join_of_another_swarm_leaves_a_trained_run_alone(trained: bool) -> None
     before = a_run({"swarm": "swarm.toml"}, trained=trained)
     a_manifest("swarm", ["small/gcd"], RUN)
     other = a_manifest("other", ["small/lcm"])
-    from swarm_node.errors import UserError
-    from swarm_node.joining import swarm_to_join
-
     config = load_config(flags={"run_dir": "r", "swarm": str(other)})
     if not trained:
         assert swarm_to_join(config).id
@@ -174,3 +171,22 @@ def test_json_says_why_a_start_is_refused() -> None:
     a_run({"swarm": "swarm://x"})
     result = CliRunner().invoke(app, [*LOCAL, "--json"])
     assert "goes on with it" in json.loads(result.stdout)["error"]
+
+
+@pytest.mark.parametrize("given", [{}, {"tasks": ["small/gcd"]}], ids=["all", "some"])
+def test_a_member_s_snapshot_names_the_tasks_it_chose(given: dict[str, Any]) -> None:
+    asked = NodeConfig.model_validate({"swarm": "swarm://x", **given})
+    config = NodeConfig.model_validate(asked.model_dump(exclude_none=True) | {"seed": 7})
+    behind = OwnSettings(RunDir("r"), config, asked, print).of_weights
+    assert as_trained(config, behind).tasks == given.get("tasks", []), "none = all of the swarm's"
+
+
+@pytest.mark.parametrize("settings", [None, [], "x", {"rewards": {"functions": [{"path": "evil.py:run"}]}}])
+def test_a_snapshot_s_settings_choose_no_code(settings: object) -> None:
+    assert as_trained(NodeConfig(), settings) == NodeConfig()
+
+
+@pytest.mark.parametrize("settings", [{"policy": []}, {"rollouts": {"made_up": 1}}, {"tasks": 3}])
+def test_settings_of_a_newer_snapshot_are_refused_in_one_line(settings: object) -> None:
+    with pytest.raises(UserError, match="the snapshot has settings that this version does not know"):
+        as_trained(NodeConfig(), settings)
