@@ -60,6 +60,8 @@ def run_bootstrap(config: NodeConfig) -> int:
     """Be there until a signal comes; returns the exit code. Raises UserError."""
     config = _resolved(config)
     swarm = find_swarm(config.swarm, RunDir(config.directory), _print)  # first: a mistake in it leaves nothing behind
+    if (run := RunDir(config.directory)).has_trained:
+        raise UserError(f"{run.path} is a run that trains, whose settings are kept: choose another --run-dir")
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
         say = _speaker(run, stack)

@@ -28,8 +28,8 @@ USER_ERROR = 2
 """Exit code when only the user can mend it; the same that a wrong option gets."""
 EPILOG = (
     "Every option is also an environment variable (SWARM_NODE_ROUNDS for --rounds), and so is every key of "
-    "the configuration (SWARM_NODE_GRPO__LOSS for grpo.loss). Later wins: defaults, file, environment, "
-    "options, --set."
+    "the configuration (SWARM_NODE_GRPO__LOSS for grpo.loss). Later wins: defaults, the settings that the run "
+    "in this directory has, file, environment, options, --set."
 )
 
 app = typer.Typer(
@@ -115,6 +115,13 @@ def resolve(file: Path | None, sets: list[str] | None, flags: Mapping[str, objec
     return load_config(file, os.environ, flags, sets or [])
 
 
+def resolve_run(file: Path | None, sets: list[str] | None, flags: Mapping[str, object], member: bool) -> NodeConfig:
+    """As `resolve`, for a start in a directory that may have a run, whose own settings come first."""
+    from swarm_node.config import load_run_config
+
+    return load_run_config(file, os.environ, flags, sets or [], member, lambda text: typer.echo(text, err=True))
+
+
 def print_config(config: NodeConfig, json_output: bool) -> None:
     from swarm_node.config import dump_toml
 
@@ -153,7 +160,7 @@ Lora = Annotated[
     bool | None,
     typer.Option(help="Train a LoRA adapter, or all weights; by default an adapter above 100M parameters."),
 ]
-SWARM_HELP = "Manifest file, its https address, or a swarm:// link; by default $SWARM_NODE_SWARM."
+SWARM_HELP = "Manifest file, its https address, or a swarm:// link; by default that of the run, or $SWARM_NODE_SWARM."
 SwarmName = Annotated[str | None, typer.Argument(metavar="SWARM", help=SWARM_HELP)]
 NETWORK = "Network"
 OF_A_SWARM = "Merging a swarm"
@@ -293,7 +300,8 @@ def local(
     dry_run: DryRun = False,
     json_output: Json = False,
 ) -> None:
-    """Train on this machine alone. Ctrl-C saves and leaves; the same command resumes."""
+    """Train on this machine alone. Ctrl-C saves and leaves; `swarm-node local --run-dir DIR` goes on, with the
+    settings that the run has, and with those that you give besides."""
     with user_errors(json_output):
         flags = {
             "model": model,
@@ -315,7 +323,7 @@ def local(
             "quiet_hours": quiet_hours,
             "pause_on": split_names(pause_on),
         }
-        resolved = resolve(config, sets, flags)
+        resolved = resolve_run(config, sets, flags, member=False)
         if dry_run:
             print_config(resolved, json_output)
             return
@@ -378,7 +386,9 @@ def join(
     dry_run: DryRun = False,
     json_output: Json = False,
 ) -> None:
-    """Train as a member of a swarm, on your own answers and on others'. Needs nobody: alone, it goes on alone."""
+    """Train as a member of a swarm, on your own answers and on others'. Needs nobody: alone, it goes on alone.
+
+    `swarm-node join --run-dir DIR` goes on with a run, in its swarm and with its settings."""
     with user_errors(json_output):
         flags = {
             "swarm": swarm,
@@ -416,7 +426,7 @@ def join(
             "quiet_hours": quiet_hours,
             "pause_on": split_names(pause_on),
         }
-        resolved = resolve(config, sets, flags)
+        resolved = resolve_run(config, sets, flags, member=True)
         if dry_run:
             print_config(resolved, json_output)
             return
@@ -668,7 +678,9 @@ def evaluate(
     tasks: Annotated[
         list[str] | None, option("--tasks", TASKS_HELP + " By default those of the run.", metavar="NAME|FILE")
     ] = None,
-    samples: Annotated[int, option("--samples", "Samples a question.", min=1)] = 8,
+    samples: Annotated[
+        int | None, option("--samples", "Samples a question. By default as many as the run; else 8.", min=1)
+    ] = None,
     questions: Annotated[
         int | None, option("--questions", "Held-out questions, over all tasks. By default as many as the run.", min=1)
     ] = None,
@@ -834,7 +846,7 @@ def dashboard(
 
 @config_app.command()
 def show(config: ConfigFile = None, sets: Sets = None, json_output: Json = False) -> None:
-    """Print the resolved configuration that `local` would use."""
+    """Print the resolved configuration that `local` would use for a new run."""
     with user_errors(json_output):
         print_config(resolve(config, sets, {}), json_output)
 

@@ -32,12 +32,13 @@ from protocol.transports.base import Handler, Transport
 from swarm_node.agreed import agreed, limits, settings_of
 from swarm_node.averaging import Averager
 from swarm_node.cohorts import MOST_S, StageCohort, leave_cohort
-from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.config import NodeConfig
 from swarm_node.crew_words import Aftermath, CrewWords
 from swarm_node.enter import EnteredSwarm
 from swarm_node.errors import SwarmNodeError, UserError
 from swarm_node.invitation import Invitation
 from swarm_node.memory import Memory, free_main_memory, free_memory
+from swarm_node.own import OwnSettings
 from swarm_node.policy.loading import ARCHITECTURE, Plan, is_windowed, load_tokenizer, prepare
 from swarm_node.recovery.paths import elsewhere, sources, tell
 from swarm_node.rundir import RunDir
@@ -114,9 +115,16 @@ class CrewNode:
     """This node's part in its crew."""
 
     def __init__(
-        self, config: NodeConfig, entered: EnteredSwarm, run: RunDir, say: Callable[..., None], stack: ExitStack
+        self,
+        config: NodeConfig,
+        entered: EnteredSwarm,
+        run: RunDir,
+        say: Callable[..., None],
+        stack: ExitStack,
+        asked: NodeConfig | None = None,
     ) -> None:
-        """UserError for a policy that cannot be cut so, or a stage that there is not."""
+        """`asked`: what its user asked for, in the fields that are set; by default `config`. UserError for a policy
+        that cannot be cut so, or a stage that there is not."""
         if not config.stages.crew:
             raise UserError("give the crew a name that its other machines are given too, and nobody else: --crew NAME")
         if config.seed is None:
@@ -130,8 +138,8 @@ class CrewNode:
         self.entered = entered
         self.run = run
         self.say = say
-        if not run.exists:  # as soon as there is a stage, its directory is that of a run
-            run.write_config(dump_toml(config))
+        self.own_settings = OwnSettings(run, config, asked or config, say)
+        self.own_settings.begin(trained=run.exists)  # as soon as there is a stage, its directory is that of a run
         self.loading = prepare(config.policy, alone=False)
         stages = config.stages
         manifest = entered.manifest
@@ -297,6 +305,8 @@ class CrewNode:
         plan = self.mates.plan
         updates = {stage: worker.updates for stage, worker in self.seats.workers.items()}
         if updates != self._updates and plan is not None:
+            if any(made > self._updates.get(stage, made) for stage, made in updates.items()):
+                self.own_settings.trained()
             self._updates = updates
             self.seats.round = max(self.seats.round, self.progress.round + (self.lead is None))
             self.seats.updated(plan)

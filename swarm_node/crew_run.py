@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
-from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.config import NodeConfig
 from swarm_node.crew import CrewNode, Deposed
 from swarm_node.enter import enter_swarm
 from swarm_node.guest import refuse_in_a_crew
@@ -19,7 +19,6 @@ from swarm_node.joining import Swarm
 from swarm_node.parting import COPY_S, GOODBYE_S, mirror_of, say_reach
 from swarm_node.preemption import stopper
 from swarm_node.recovery.mirror import Mirror
-from swarm_node.resuming import say_what_changed
 from swarm_node.run import Run
 from swarm_node.rundir import RunDir
 from swarm_node.screen import Screen
@@ -96,6 +95,7 @@ def _enter(
     config: NodeConfig, run: RunDir, screen: Screen, swarm: Swarm, stop: Stopper, stack: ExitStack
 ) -> tuple[CrewNode, Mirror | None]:
     """The swarm, and the crew. Raises StopRequested."""
+    asked = config
     try:
         run.path.chmod(0o700)
     except OSError as error:
@@ -108,9 +108,8 @@ def _enter(
         with stop.allowed():
             mirror.restore(crew=True)
         mirror.start()
-    crew = CrewNode(config, entered, run, screen.say, stack)
-    say_what_changed(run, crew.own, screen.say)
-    run.write_config(dump_toml(crew.own))
+    crew = CrewNode(config, entered, run, screen.say, stack, asked)
+    crew.own_settings.announce("from the next update of a stage here")
     screen.progress.waiting, screen.progress.crew = crew.waiting, partial(_others, crew)
     screen.health.waiting = lambda: crew.waiting() or ("" if crew.mates.whole else "for the others of the crew")
     say_reach(config, None, screen.say)

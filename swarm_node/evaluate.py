@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -16,14 +16,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from swarm_node.config import EvalConfig, NodeConfig, PolicyConfig, RolloutsConfig
+from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig
 from swarm_node.errors import UserError
-from swarm_node.export import policy_of_run
+from swarm_node.export import policy_of_run, tasks_of
+from swarm_node.policy.asking import read_asking
 from swarm_node.policy.loading import adapter_base, load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import collect, fit_length
 from swarm_node.rundir import RunDir
 from swarm_node.tasks import TaskSet, load_tasks
+from swarm_node.tasks.bounds import check_options
 from swarm_node.types import Group, Task
 
 QUESTIONS_PER_BATCH = 32
@@ -109,16 +111,21 @@ def rows(before: dict[str, Held], after: dict[str, Held], samples: int) -> tuple
     return columns, table
 
 
-def main(target: str, tasks: list[str] | None, samples: int, questions: int | None, json_output: bool) -> int:
-    """`swarm-node eval`: figures of a run's policy (with the run's own tasks and sampling) or of any model."""
+def main(target: str, tasks: list[str] | None, samples: int | None, questions: int | None, json_output: bool) -> int:
+    """`swarm-node eval`: figures of a run's policy (with the tasks and the sampling that it was trained with), of what
+    was exported of one (likewise), or of any model."""
     say = Console(stderr=True, highlight=False).print
-    if RunDir(target).exists:
+    run = RunDir(target)
+    if run.exists:
         policy, config = policy_of_run(Path(target), say)
+        task_set = load_tasks(tasks or tasks_of(run, config), config.rewards)
+        if config.swarm and config.tasks and not tasks:
+            task_set = task_set.only(config.tasks)
     else:
-        lora = None if adapter_base(target) else False  # nothing is trained here: no new adapter
-        config = NodeConfig(policy=PolicyConfig(model=target, lora=lora))
+        config = _of_model(target, bool(tasks), say)
         policy = load_policy(config.policy, config.rollouts, say)
-    task_set = load_tasks(tasks or config.tasks, config.rewards)
+        task_set = load_tasks(tasks or config.tasks, config.rewards)
+    samples = samples or config.eval.samples
     if not task_set.held_out(1):
         raise UserError(NONE_HELD_OUT)
     rollouts = fit_length(config.rollouts, policy, say)
@@ -135,3 +142,27 @@ def main(target: str, tasks: list[str] | None, samples: int, questions: int | No
         shown.add_row(label, str(held.questions), f"{held.pass_1:.3f}", f"{held.pass_k:.3f}")
     Console().print(shown)
     return 0
+
+
+def _of_model(target: str, has_tasks: bool, say: Callable[[str], None]) -> NodeConfig:
+    """How to ask a model that is no run: as its run did, if it says how. Raises UserError."""
+    found = read_asking(Path(target))
+    config, files = found or (NodeConfig(), 0)
+    if files and not has_tasks:
+        say(f"{files} of the question files that {target} was trained on are not part of it: give them as --tasks")
+    if found is not None and not has_tasks:
+        config = config.model_copy(update={"tasks": [task for task in config.tasks if _is_harmless(task, say)]})
+    lora = None if adapter_base(target) else False  # nothing is trained here: no new adapter
+    policy = config.policy.model_copy(update={"model": target, "lora": lora})
+    return config.model_copy(update={"policy": policy})
+
+
+def _is_harmless(task: str | TaskConfig, say: Callable[[str], None]) -> bool:
+    """Whether a task may be asked because a model's directory says so, which may be a stranger's."""
+    name, options = (task, {}) if isinstance(task, str) else (task.env or "", task.config)
+    try:
+        check_options(name, options)
+    except UserError as error:
+        say(f"left out, unless it is given as --tasks: {error}")
+        return False
+    return True

@@ -127,6 +127,7 @@ def swarm_to_join(config: NodeConfig) -> Swarm:
 
     run = RunDir(config.directory)
     swarm = find_swarm(config.swarm, run, say)
+    _check_same(swarm, run)
     if swarm.manifest is None and not swarm.peers and not config.network.bootstrap:
         raise UserError(
             "this link names no peer to ask for the manifest: use one that `swarm-node bootstrap` or a member prints, "
@@ -135,6 +136,16 @@ def swarm_to_join(config: NodeConfig) -> Swarm:
     if not (swarm.peers or config.network.bootstrap or cached_addresses(run)):
         say(f"{no_address(swarm.named)}; until somebody joins through this node, it is alone")
     return swarm
+
+
+def _check_same(swarm: Swarm, run: RunDir) -> None:
+    """Raises UserError if `run` has trained in another swarm: what it learned there is not to go on unnoticed here."""
+    kept = _kept(run)
+    if kept is not None and kept.swarm_id != swarm.id and run.has_trained:
+        raise UserError(
+            f"{run.path} is a run in swarm {kept.name} {kept.swarm_id[:16]}, not in {swarm.id[:16]}: choose another "
+            f"--run-dir; `swarm-node export {shlex.quote(str(run.path))} DIR` makes a model of it for --model"
+        )
 
 
 def no_address(named: str) -> str:

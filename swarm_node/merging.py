@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform
-from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig, load_config
+from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig, read_own
 from swarm_node.errors import UserError
 from swarm_node.evaluate import Held, evaluate_on
-from swarm_node.export import loaded_with
+from swarm_node.export import loaded_with, newest_of, tasks_of
+from swarm_node.policy.asking import write_asking
 from swarm_node.policy.loading import adapter_base, load_policy
 from swarm_node.policy.policy import Policy
-from swarm_node.recovery.snapshots import Snapshot, SnapshotStore
 from swarm_node.rollouts import fit_length
 from swarm_node.rundir import RunDir, check_new_directory, os_errors_explained
 from swarm_node.sources import runs_of
@@ -175,6 +175,7 @@ def merge(
     policy.load_trainable_state(merged)
     with os_errors_explained(out):
         policy.save(out)
+        write_asking(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora)
     _check_written(out, cohort)
     if exam is not None:
         say(f"{len(asked)} held-out questions to the merged model and to each of its {len(sources)} sources")
@@ -261,8 +262,12 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     UserError if one has none, or if they have no common mean: not of one base model, or of other shapes.
     """
     names = [str(run.path) for run in runs]
-    configs = [load_config(run.config) for run in runs]
-    snapshots = [_newest(run, config, say) for run, config in zip(runs, configs, strict=True)]
+    snapshots, configs = [], []
+    for run in runs:
+        snapshot, config = newest_of(run, read_own(run.config, say), say)
+        say(f"weights of {run.path} after round {snapshot.round}")
+        snapshots.append(snapshot)
+        configs.append(config)
     starts = [(snapshot.state["model"]["base"], snapshot.state["model"]["start"]) for snapshot in snapshots]
     weights = [snapshot.tensors["policy"] for snapshot in snapshots]
     for i in range(1, len(runs)):
@@ -279,22 +284,10 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
     return Cohort(
         policy,
         configs[0],
-        [task for run, config in zip(runs, configs, strict=True) for task in _tasks_of(run, config)],
+        [task for run, config in zip(runs, configs, strict=True) for task in tasks_of(run, config)],
         dict(zip(names, weights, strict=True)),
         rounds={name: snapshot.round for name, snapshot in zip(names, snapshots, strict=True)},
     )
-
-
-def _newest(run: RunDir, config: NodeConfig, say: Say) -> Snapshot:
-    def foreign(state: dict[str, Any]) -> str | None:
-        model = state.get("model")
-        return None if isinstance(model, dict) and {"base", "start"} <= model.keys() else "it names no model"
-
-    snapshot = SnapshotStore(run.snapshots, config.snapshots.keep, say).load_latest(foreign)
-    if snapshot is None:
-        raise UserError(f"{run.path} has no snapshot yet: the first comes after {config.snapshots.every} rounds")
-    say(f"weights of {run.path} after round {snapshot.round}")
-    return snapshot
 
 
 def _check_cohort(one: tuple[str, str, str, State], other: tuple[str, str, str, State]) -> None:
@@ -310,20 +303,6 @@ def _check_cohort(one: tuple[str, str, str, State], other: tuple[str, str, str, 
         raise UserError(
             f"{pair}: their LoRA adapters did not start alike, and factors A, B of different starts have no common mean"
         )
-
-
-def _tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
-    """A member's are those of its swarm, whatever its own configuration says."""
-    if not config.swarm or not run.swarm.is_file():
-        return config.tasks
-    from swarm_node.joining import find_swarm  # runs that trained alone need nothing of the network
-    from swarm_node.manifests import task_tables
-
-    manifest = find_swarm(str(run.swarm)).manifest
-    assert manifest is not None  # a file is a manifest, unlike a link
-    digests = [task.sha256 for task in manifest.tasks if task.sha256]
-    files = {digest: path for digest in digests for path in run.files.glob(f"{digest[:16]}/*.jsonl")}
-    return [*task_tables(manifest, files)]
 
 
 # --------------------------------------------------------------------- what comes out

@@ -1,4 +1,4 @@
-"""How a run goes on where its last start ended: what its snapshots hold, and what is said of changed settings."""
+"""How a run goes on where its last start ended: what its snapshots hold."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protocol.lineage import read_lineage, shared
-from swarm_node.config import NodeConfig, load_config
-from swarm_node.errors import SnapshotError, UserError
+from swarm_node.config import NodeConfig
+from swarm_node.errors import SnapshotError
 from swarm_node.evaluate import Evaluation, Held
 from swarm_node.node import Node
+from swarm_node.own import OwnSettings
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.rundir import RunDir
 
@@ -22,10 +23,6 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
 
 STALE_S = 600.0
 """A node whose snapshot is older than this looks for a peer of its cohort that is ahead."""
-GIVEN_ANEW = {"swarm", "name", "run_dir", "rounds", "minutes", "log", "network", "guest", "price_per_hour"}
-"""Settings that may well be others at each start."""
-MAX_CHANGES = 8
-"""Of the rest, in a sentence."""
 
 
 class RunState:
@@ -39,8 +36,10 @@ class RunState:
         snapshots: SnapshotStore,
         say: Callable[..., None],
         crew: CrewNode | None,
+        own: OwnSettings,
     ) -> None:
-        """`config` is `fitted` to the node's policy; `crew` the one that this node leads."""
+        """`config` is `fitted` to the node's policy; `crew` the one that this node leads; `own` knows the settings
+        behind the weights."""
         self.config = config
         self.run = run
         self.node = node
@@ -49,6 +48,9 @@ class RunState:
         self.snapshots = snapshots
         self.say = say
         self.crew = crew
+        self.own = own
+        self.settings: dict[str, Any] | None = None
+        """Those in the snapshot that this start went on from."""
         self.before = Evaluation()
         """Held-out figures from before training."""
         self.saved: int | None = None
@@ -76,6 +78,7 @@ class RunState:
                 "run": None if self.crew is None else self.crew.seats.run,
                 "trainer": numbers,
                 "policy_version": self.policy.version,
+                "settings": self.own.of_weights,
                 "before": {label: [h.questions, h.pass_1, h.pass_k] for label, h in self.before.table.items()},
                 "before_by_question": self.before.by_question,
                 "held_out": self._evaluation(),
@@ -98,6 +101,8 @@ class RunState:
         if snapshot is None:
             return self.node.round > 0
         state = snapshot.state
+        settings = state.get("settings")
+        self.settings = settings if isinstance(settings, dict) else None
         if self.crew is None:
             self.policy.load_trainable_state(snapshot.tensors["policy"])
             self.node.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
@@ -156,31 +161,3 @@ class RunState:
         if theirs != mine:
             return "it trains other weights of this model (other LoRA settings, adapter or dtype)"
         return None
-
-
-def say_what_changed(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> None:
-    """A start takes no setting over from the last one: say which were others then."""
-    try:
-        last = load_config(run.config)
-    except UserError:  # written by a version with other settings
-        return
-    before, after = (_flat(each.model_dump(mode="json", exclude=GIVEN_ANEW)) for each in (last, config))
-    changed = [key for key in after if after[key] != before.get(key)]
-    if last.averaging.method != "none" and config.averaging.method == "none":
-        say(
-            f"this run averaged weights ({last.averaging.method}) until now; without averaging.method it does not any "
-            "more"
-        )
-        changed = [key for key in changed if not key.startswith("averaging.")]
-    if changed:
-        listed = ", ".join(f"{key} = {after[key]} (was {before.get(key)})" for key in changed[:MAX_CHANGES])
-        more = len(changed) - MAX_CHANGES
-        say(f"not as when this run was last started: {listed}{f', and {more} more' if more > 0 else ''}")
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.config import NodeConfig
 from swarm_node.cost import CostMeter
 from swarm_node.enter import EnteredSwarm, enter_swarm
 from swarm_node.errors import UserError
@@ -27,13 +27,14 @@ from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import MetricsWriter, read_metrics
 from swarm_node.observability.sinks import open_sinks
+from swarm_node.own import OwnSettings
 from swarm_node.parting import COPY_S, GOODBYE_S, WAIT_S, last_exchange, mirror_of, say_reach
 from swarm_node.policy.estimate import estimate
 from swarm_node.policy.loading import load_policy
 from swarm_node.preemption import aside, stopper
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.report import Report
-from swarm_node.resuming import RunState, say_what_changed
+from swarm_node.resuming import RunState
 from swarm_node.rundir import RunDir
 from swarm_node.screen import Screen
 from swarm_node.stopping import Stopper, StopRequested
@@ -125,6 +126,7 @@ class Run:
         self.cost = CostMeter(config.price_per_hour, time.monotonic())
         self.progress, self.say = self.screen.progress, self.screen.say
         swarm = crew.entered if crew is not None else None
+        asked = config
         if found is not None:
             swarm = enter_swarm(found, config, run, self.say, stack, stop.allowed)
             config = swarm.with_model(config)
@@ -143,7 +145,8 @@ class Run:
         self.node = Node(self.config, self.policy, self.tasks, self.say, member, optimizer=optimizer, averaged=averaged)
         self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
         stack.callback(self.snapshots.close)
-        self.state = RunState(self.config, run, self.node, self.snapshots, self.say, crew)
+        self.own = OwnSettings(run, config, asked, self.say) if crew is None else crew.own_settings
+        self.state = RunState(self.config, run, self.node, self.snapshots, self.say, crew, self.own)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.guest.threads))
             self.progress.waiting = self.screen.health.waiting = self.guest.waiting
@@ -159,9 +162,7 @@ class Run:
             self._mirror.start()
         resumed = self.state.resume()
         if crew is None:
-            if resumed:
-                say_what_changed(run, config, self.say)
-            run.write_config(dump_toml(config))
+            self.own.begin(resumed or run.has_rounds, self.state.settings)
         if not resumed:
             self.state.set_aside(run.metrics)
         shown = config.model_dump(mode="json", exclude={"stages": {"crew"}})  # the crew's name is its password
@@ -269,6 +270,8 @@ class Run:
             self.state.before = self._held_out("before")
         if node.round >= config.total_rounds:
             self.say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
+        elif self.crew is None:
+            self.own.announce(f"from round {node.round + 1}")
         started = time.monotonic() - self.guest.paused_s
         saved_at = time.monotonic()
         while node.round < config.total_rounds:
@@ -297,6 +300,7 @@ class Run:
                 record |= self.crew.metrics()
             record |= self.cost.round(record["reward"], len(groups), time.monotonic())
             self.metrics.write(record)
+            self.own.trained()
             self.progress.update(node.round, record, "" if node.averager is None else node.averager.brief())
             self._average(stop)
             advised = stop.advised  # what comes from here on is of the next round

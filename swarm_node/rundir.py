@@ -2,6 +2,7 @@
 
     runs/<name>/
         config.toml      the resolved configuration, as asked for here: a crew may go by other options
+        config-0001.toml settings of earlier rounds, kept when the run went on with others; oldest first
         metrics.jsonl    one line per round
         events.jsonl     what happened, in sentences
         snapshots/       resume state
@@ -86,6 +87,16 @@ class RunDir:
         return self.config.is_file()
 
     @property
+    def has_trained(self) -> bool:
+        """Whether there are weights of this run, of a whole policy or of stages."""
+        return any(self.snapshots.glob("round-*")) or any((self.path / "stages").glob("*/round-*"))
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether there are metrics of a round, even if no snapshot was written after it."""
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
+
+    @property
     def in_use(self) -> bool:
         """Whether a process holds it."""
         try:
@@ -152,6 +163,11 @@ class RunDir:
         """Replace config.toml, all of it or nothing. Raises UserError."""
         with os_errors_explained(self.config):
             _replace(self.config, text, safely=True)
+
+    def keep_config(self, name: str, text: str) -> None:
+        """Write earlier settings beside config.toml, all of them or nothing. Raises UserError."""
+        with os_errors_explained(self.config):
+            _replace(self.path / name, text, safely=True)
 
     def write_swarm(self, text: str) -> None:
         """Replace swarm.toml, all of it or nothing. Raises UserError."""

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from swarm_node.config import NodeConfig, load_config
+from swarm_node.config import NodeConfig, read_own
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.policy.loading import (
     Plan,
@@ -59,7 +59,7 @@ class Staged:
 def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
     """All stages, after the same update if there is one. UserError if one of them is not there, or they are not of one
     policy."""
-    configs = [load_config(run.config) for run in runs]
+    configs = [read_own(run.config) for run in runs]
     config = configs[0]
     count = config.stages.count
     for run, other in zip(runs, configs, strict=True):

@@ -5,15 +5,17 @@
         -> keys                         every name under which something can be set
         -> loading (explaining)         file, environment, flags -> NodeConfig, or one line that says what is wrong
         -> writing                      NodeConfig -> TOML; the reference of all keys
+        -> own                          config.toml of a run, where its next start begins
 
 Loads no torch.
 """
 
 from swarm_node.config.keys import COMMAND_VARIABLES, FLAGS, PREFIX, all_keys, all_variables
-from swarm_node.config.loading import load_config
+from swarm_node.config.loading import load_config, load_run_config
 from swarm_node.config.machine import GuestConfig, HealthConfig, SnapshotsConfig, SpotConfig
 from swarm_node.config.network import NetworkConfig
 from swarm_node.config.node import DEFAULT_ROUNDS, NodeConfig
+from swarm_node.config.own import dump_own, read_own
 from swarm_node.config.section import Section
 from swarm_node.config.swarm import AveragingConfig, SharingConfig, StagesConfig
 from swarm_node.config.training import (
@@ -52,6 +54,9 @@ __all__ = [
     "all_keys",
     "all_variables",
     "config_reference",
+    "dump_own",
     "dump_toml",
     "load_config",
+    "load_run_config",
+    "read_own",
 ]

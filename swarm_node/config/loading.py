@@ -1,13 +1,14 @@
 """From a file, the environment and flags to one checked configuration.
 
-defaults < TOML file < environment (SWARM_NODE_GRPO__LOSS=gspo) < flags (--seed 3) < --set grpo.loss=gspo
+defaults < the run's own < TOML file < environment (SWARM_NODE_GRPO__LOSS=gspo) < flags (--seed 3)
+         < --set grpo.loss=gspo
 """
 
 from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_origin
@@ -18,6 +19,7 @@ from pydantic.fields import FieldInfo
 from swarm_node.config.explaining import did_you_mean, explain
 from swarm_node.config.keys import COMMAND_VARIABLES, FLAGS, PREFIX, all_keys, all_variables, alternatives
 from swarm_node.config.node import NodeConfig
+from swarm_node.config.own import HOW_LONG, own_layer, say_kept
 from swarm_node.config.section import TOGETHER
 from swarm_node.config.training import TaskConfig
 from swarm_node.errors import UserError
@@ -34,14 +36,68 @@ def load_config(
 
     Raises UserError with one line that names the key, the value and where it came from.
     """
+    return _resolved(list(_layers(file, env or {}, flags or {}, sets)))
+
+
+def load_run_config(
+    file: Path | None,
+    env: Mapping[str, str],
+    flags: Mapping[str, object],
+    sets: Sequence[str],
+    member: bool,
+    say: Callable[[str], None],
+) -> NodeConfig:
+    """As `load_config`, for a start of a run, a `member` of a swarm or one that trains alone: where its directory has a
+    run, that run's own settings come right above the defaults.
+
+    Raises UserError also for a start alone in the directory of a member.
+    """
+    layers = list(_layers(file, env, flags, sets))
+    table: dict[str, Any] = {}
+    for source, layer in layers:
+        _check(source, layer)
+        table = _merge(table, layer)
+    where = {key: table[key] for key in ("run_dir", "name") if key in table}
+    directory = NodeConfig.model_validate(where | {"swarm": "any" if member else None}).directory
+    there = directory / "config.toml"
+    if not there.is_file():
+        return _resolved(layers)
+    own = own_layer(there, say) | {"run_dir": str(directory)}
+    if not member and own.get("swarm"):
+        again = f"swarm-node join --run-dir {shlex.quote(str(directory))}"
+        raise UserError(
+            f"{directory} is a run in a swarm: `{again}` goes on with it; to train alone, choose another --run-dir"
+        )
+    kept_manifest = directory / "swarm.toml"
+    if _is_lost(own.get("swarm", "")) and kept_manifest.is_file():
+        own["swarm"] = str(kept_manifest)
+    if HOW_LONG & table.keys():
+        own = {key: value for key, value in own.items() if key not in HOW_LONG}
+    config = _resolved([(str(there), own), *layers])
+    say_kept(own, table, directory, say)
+    return config
+
+
+def _is_lost(swarm: str) -> bool:
+    """Whether a swarm was named by a manifest file that is not there now."""
+    return swarm != "" and "://" not in swarm and not Path(swarm).expanduser().is_file()
+
+
+def _check(source: str, layer: dict[str, Any]) -> None:
+    """Raises UserError for a value that is wrong by itself."""
+    try:
+        NodeConfig.model_validate(layer)
+    except ValidationError as error:
+        if any(each["type"] != TOGETHER for each in error.errors()):
+            raise UserError(explain(error, source)) from None
+
+
+def _resolved(layers: Sequence[tuple[str, dict[str, Any]]]) -> NodeConfig:
+    """The configuration from (source, partial table) in rising precedence."""
     table: dict[str, Any] = {}
     given: dict[str, list[str]] = {}
-    for source, layer in _layers(file, env or {}, flags or {}, sets):
-        try:
-            NodeConfig.model_validate(layer)
-        except ValidationError as error:
-            if any(each["type"] != TOGETHER for each in error.errors()):
-                raise UserError(explain(error, source)) from None
+    for source, layer in layers:
+        _check(source, layer)
         table = _merge(table, layer)
         for name in layer:
             given.setdefault(name, []).append(source)

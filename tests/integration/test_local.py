@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
-from swarm_node.config import NodeConfig
+from swarm_node.cli import app
+from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.evaluate import main as evaluate_main
 from swarm_node.export import export_run
@@ -102,6 +105,75 @@ def test_eval_takes_a_run_or_a_model(finished, tmp_path, capsys):
     assert run["held_out"] == model["held_out"] and run["held_out"]["all"]["questions"] == 7
 
 
+# --------------------------------------------------------------------- a run keeps its own settings
+
+
+def swarm_node(*words):
+    result = CliRunner().invoke(app, [*map(str, words), "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), result.stderr
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A finished run with settings of its own, and its held-out figures."""
+    run_dir = tmp_path_factory.mktemp("own") / "run"
+    sets = [
+        *("rollouts.groups=7", "rollouts.group_size=4", "rollouts.max_new_tokens=9", "rollouts.temperature=0.9"),
+        *("policy.system_prompt=Answer.", "eval.questions=21", "eval.samples=3"),
+    ]
+    words = [word for pair in sets for word in ("--set", pair)]
+    report, _ = swarm_node("local", "--run-dir", run_dir, "--rounds", 4, "--tasks", "small/gcd,small/products", *words)
+    return run_dir, report["held_out_after"]
+
+
+def test_a_finished_run_keeps_its_settings_and_its_figure(own):
+    run_dir, held_out = own
+    assert held_out["all"]["pass_1"] > 0
+    config = (run_dir / "config.toml").read_bytes()
+    other = "--set", "rollouts.max_new_tokens=1", "--set", "policy.system_prompt=", "--tasks", "small/lcm"
+    assert swarm_node("local", "--run-dir", run_dir, "--rounds", 4, *other)[0]["rounds"] == 4
+    assert (run_dir / "config.toml").read_bytes() == config
+    assert swarm_node("eval", run_dir, "--samples", 3)[0]["held_out"] == held_out
+    assert swarm_node("local", "--run-dir", run_dir)[0]["held_out_after"] == held_out, "a bare start"
+    (run_dir / "config.toml").write_text("rounds = 4\n[rollouts]\nmax_new_tokens = 1\n")
+    assert swarm_node("eval", run_dir)[0]["held_out"] == held_out, "as its snapshot was trained"
+    (run_dir / "config.toml").write_bytes(config)
+
+
+def test_an_export_is_asked_as_its_run_was(own, tmp_path):
+    run_dir, held_out = own
+    export_run(run_dir, tmp_path / "out", lambda text: None)
+    assert swarm_node("eval", tmp_path / "out")[0]["held_out"] == held_out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.generation_config.temperature, model.generation_config.max_new_tokens) == (0.9, 9)
+    assert "Answer." in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_stranger_s_export_chooses_no_options_beyond_bounds(own, tmp_path):
+    export_run(own[0], tmp_path / "out", lambda text: None)
+    file = tmp_path / "out/swarm-node.json"
+    tasks = [{"env": "gcd", "config": {"max_numbers": 10**9}}, {"env": "products", "config": {"max_digits": 1}}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tasks": tasks}))
+    measured, said = swarm_node("eval", tmp_path / "out")
+    assert measured["held_out"].keys() == {"products", "all"}
+    assert "left out, unless it is given as --tasks" in said and "max_numbers" in said
+
+
+def test_changed_settings_come_with_their_first_round(own, tmp_path):
+    run_dir = shutil.copytree(own[0], tmp_path / "run")
+    before = (run_dir / "config.toml").read_bytes()
+    more = "--rounds", 5, "--set", "rollouts.max_new_tokens=4", "--set", "eval.questions=0"
+    said = swarm_node("local", "--run-dir", run_dir, *more)[1]
+    sentence = "changed: rollouts.max_new_tokens 9 -> 4, eval.questions 21 -> 0, from round 5; the earlier settings are"
+    assert f"{sentence} kept in config-0001.toml" in " ".join(said.split())
+    assert (run_dir / "config-0001.toml").read_bytes() == before
+    config = load_config(run_dir / "config.toml")
+    assert (config.rollouts.max_new_tokens, config.rounds, config.rollouts.groups) == (4, 5, 7)
+    assert swarm_node("local", "--run-dir", run_dir)[0]["rounds"] == 5
+    assert len(list(run_dir.glob("config*"))) == 2
+
+
 def test_an_adapter_run_trains_and_exports_the_adapter(tmp_path):
     base = save("qwen2", tmp_path / "base")
     policy = {"model": str(base), "lora": True, "lora_rank": 4, "dtype": "float32"}
@@ -115,6 +187,7 @@ def test_an_adapter_run_trains_and_exports_the_adapter(tmp_path):
     export_run(tmp_path / "run", tmp_path / "out", lambda text: None)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
     trained = load_file(newest(tmp_path / "run") / "policy.safetensors")
+    assert "base_model" in (card := (tmp_path / "out/README.md").read_text()) and "## How to ask it" in card
     assert len(trained) == 28  # 2 layers x 7 matrices x (A, B)
     assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in trained.items())
     assert any("lora_B" in name and tensor.abs().max() > 0 for name, tensor in trained.items())

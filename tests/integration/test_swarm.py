@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -9,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from swarm_node.cli import app
 from tests.integration.processes import NodeProcess, make_manifest, nodes, until
 
 pytestmark = pytest.mark.slow
@@ -109,3 +112,21 @@ def test_a_dead_bootstrap_blocks_nobody_and_is_found_again(start: Start, manifes
     began = time.monotonic()
     a.until(lambda: a.last("swarm/peers") == 1 or None, 40)
     assert time.monotonic() - began < 40
+
+
+@pytest.mark.timeout(240)
+def test_a_member_goes_on_with_its_own_settings(start: Start, manifest: Path, tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    first = start("join", str(manifest), "--name", "alice", "--tasks", "small/gcd", "--rounds", "3", run_dir=run)
+    assert first.process.wait(120) == 0, first.output
+    config = (run / "config.toml").read_bytes()
+    done = start("join", run_dir=run, sets=())
+    assert done.process.wait(120) == 0 and "all 3 rounds are done" in done.output, done.output
+    alone = start("local", "--rounds", "5", run_dir=run, sets=())
+    assert alone.process.wait(60) == 2 and f"`swarm-node join --run-dir {run}` goes on" in alone.output
+    assert (run / "config.toml").read_bytes() == config
+    more = start("join", "--rounds", "4", run_dir=run, sets=("rollouts.max_new_tokens=4",))
+    assert more.process.wait(120) == 0 and "rollouts.max_new_tokens 8 -> 4, from round 4" in more.output, more.output
+    assert (run / "config-0001.toml").read_bytes() == config
+    measured = CliRunner().invoke(app, ["eval", str(run), "--questions", "6", "--json"], catch_exceptions=False)
+    assert json.loads(measured.stdout)["held_out"].keys() == {"gcd", "all"}, "what it chose of the swarm's tasks"

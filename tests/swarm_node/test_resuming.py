@@ -11,6 +11,9 @@ import pytest
 
 from swarm_node import run
 from swarm_node.config import NodeConfig, load_config
+from swarm_node.errors import UserError
+from swarm_node.observability.metrics import read_metrics
+from swarm_node.own import OwnSettings
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.resuming import RunState
 from swarm_node.run import run_local
@@ -32,25 +35,60 @@ def start(rounds: int, **sections: Any) -> list[str]:
 
 
 def changes(said: list[str]) -> list[str]:
-    return [text for text in said if text.startswith(("this run averaged", "not as when"))]
+    return [text for text in said if text.startswith("changed: ")]
 
 
-def test_a_run_that_no_longer_averages_says_so_and_what_else_is_not_as_it_was() -> None:
+def test_changed_settings_are_said_and_written_with_the_first_round() -> None:
+    folder = Path("run")
     averaging = {"averaging": {"method": "noloco", "fragments": 4}}
     assert changes(start(1, **averaging)) == []
+    first = (folder / "config.toml").read_bytes()
+    assert changes(start(1, seed=7)) == [] and (folder / "config.toml").read_bytes() == first, "no round was trained"
     assert changes(start(2, **averaging)) == [], "more rounds are what one resumes for"
-    said = start(3, grpo={"learning_rate": 0.5, "loss": "gspo"})
-    default = NodeConfig().grpo
-    until_now, not_as = changes(said)
-    assert until_now == "this run averaged weights (noloco) until now; without averaging.method it does not any more"
-    start_of_it, _, listed = not_as.partition(": ")
-    assert start_of_it == "not as when this run was last started"
-    assert set(listed.split(", ")) == {
-        f"grpo.loss = gspo (was {default.loss})",
-        f"grpo.learning_rate = 0.5 (was {default.learning_rate})",
-    }
-    assert load_config(Path("run/config.toml")).averaging.method == "none"
-    assert len(changes(start(4, price_per_hour=0.5))) == 1, "once: from then on it is a run that does not average"
+    [said] = changes(start(3, grpo={"learning_rate": 0.5, "loss": "gspo"}))
+    assert said == (
+        "changed: grpo.loss dapo -> gspo, grpo.learning_rate unset -> 0.5, averaging.method noloco -> none, "
+        "averaging.fragments 4 -> 1, from round 3; the earlier settings are kept in config-0001.toml"
+    )
+    assert load_config(folder / "config-0001.toml").averaging.method == "noloco"
+    assert load_config(folder / "config.toml").averaging.method == "none"
+    assert "config-0002.toml" in changes(start(4))[0]
+    assert changes(start(5, price_per_hour=0.5)) == [], "nothing about what is learned"
+    assert {path.name for path in folder.glob("config*")} == {"config-0001.toml", "config-0002.toml", "config.toml"}
+
+
+def test_a_full_disk_at_the_change_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    start(1)
+    first = Path("run/config.toml").read_bytes()
+    keep = RunDir.keep_config
+
+    def full(self: RunDir, name: str, text: str) -> None:
+        if len(read_metrics(self.metrics)) < 3:
+            raise UserError("disk full")
+        keep(self, name, text)
+
+    monkeypatch.setattr(RunDir, "keep_config", full)
+    said = start(3, grpo={"loss": "gspo"})
+    sentence = "run/config.toml has the settings of earlier rounds: disk full"
+    assert [text for text in said if "disk full" in text] == [sentence]
+    assert Path("run/config-0001.toml").read_bytes() == first
+    assert load_config(Path("run/config.toml")).grpo.loss == "gspo"
+
+
+def test_a_snapshot_has_the_settings_behind_its_weights() -> None:
+    start(2, policy={"system_prompt": "Answer."})
+    start(2, policy={"system_prompt": "Say nothing."})
+    assert newest_settings()["policy"]["system_prompt"] == "Answer."
+    start(3, policy={"system_prompt": "Say something."})
+    assert newest_settings()["policy"]["system_prompt"] == "Say something."
+    assert newest_settings().keys() == {"tasks", "policy", "rollouts", "eval"}, "nothing that names code or a password"
+    assert "model" not in newest_settings()["policy"], "which may lie elsewhere by then"
+
+
+def newest_settings() -> dict[str, Any]:
+    newest = max(Path("run/snapshots").iterdir(), key=lambda path: path.name)
+    settings: dict[str, Any] = json.loads((newest / "state.json").read_text())["state"]["settings"]
+    return settings
 
 
 def test_the_name_of_a_crew_is_not_for_dashboards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +98,12 @@ def test_the_name_of_a_crew_is_not_for_dashboards(monkeypatch: pytest.MonkeyPatc
     assert shown and "count" in shown[0]["stages"] and "crew" not in shown[0]["stages"]
 
 
-def test_a_configuration_of_another_version_says_nothing() -> None:
+def test_a_configuration_of_another_version_is_no_obstacle() -> None:
     start(1)
     path = Path("run/config.toml")
     path.write_text("made_up = 1\n" + path.read_text())
-    assert changes(start(2, grpo={"learning_rate": 0.5})) == []
+    [said] = changes(start(2, grpo={"learning_rate": 0.5}))
+    assert "made_up" not in said
 
 
 def test_a_state_that_could_not_be_written_is_written_again(tmp_path: Path) -> None:
@@ -74,7 +113,8 @@ def test_a_state_that_could_not_be_written_is_written_again(tmp_path: Path) -> N
     policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, averager=None, tasks=SimpleNamespace(names=[]))
-    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, said.append, None)
+    own = OwnSettings(RunDir(tmp_path), NodeConfig(), NodeConfig(), said.append)
+    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, said.append, None, own)
     folder.write_text("a file, not a folder")
     state.save()
     store.wait()

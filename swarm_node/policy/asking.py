@@ -1,0 +1,175 @@
+"""How a trained model wants to be asked, in files beside its weights.
+
+    chat_template.jinja      puts the system prompt of the training first where a conversation has none
+    generation_config.json   the sampling of the training: transformers and vLLM go by it
+    swarm-node.json          all of it, for `swarm-node eval DIR`
+    README.md                the same in words
+
+Weights that were trained under a system prompt answer worse without it, and nothing else in Hugging Face layout says
+what it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from swarm_node.config import EvalConfig, NodeConfig, PolicyConfig, RolloutsConfig, TaskConfig
+from swarm_node.errors import UserError
+
+ASKING = "swarm-node.json"
+FORMAT = 1
+MAX_BYTES = 1 << 20
+"""Of that file: prompts and names take kilobytes."""
+PROMPTS = ("system_prompt", "prompt_template")
+SAMPLING = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p")
+OF_A_SYSTEM_MESSAGE = (
+    "{% if not messages or messages[0]['role'] != 'system' %}"
+    "{% set messages = [{'role': 'system', 'content': SYSTEM}] + messages %}{% endif %}"
+)
+"""Before a chat template that takes a system message."""
+WITHIN_THE_QUESTION = (
+    "{% set system = SYSTEM %}{% if messages and messages[0]['role'] == 'system' %}"
+    "{% set system = messages[0]['content'] %}{% set messages = messages[1:] %}{% endif %}"
+    "{% if messages %}{% set messages = "
+    "[{'role': 'user', 'content': system + '\\n\\n' + messages[0]['content']}] + messages[1:] %}{% endif %}"
+)
+"""Before one that refuses system messages: `Policy` puts the text before the question then."""
+
+
+def write_asking(
+    out: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    config: NodeConfig,
+    tasks: Sequence[str | TaskConfig],
+    adapter: bool = False,
+) -> None:
+    """Write into `out`, a model or an `adapter` in Hugging Face layout, how a run with `config` and `tasks` asked it.
+    Question files and reward functions are paths on one machine, and are left out."""
+    prompt = config.policy.system_prompt
+    if prompt and tokenizer.chat_template:
+        shown = copy.copy(tokenizer)
+        shown.chat_template = with_system(tokenizer, prompt)
+        shown.save_pretrained(out)
+    _sampling(out, tokenizer, config.rollouts).save_pretrained(out)
+    public = [task for task in tasks if not _is_file(task)]
+    document = {
+        "format": FORMAT,
+        "policy": config.policy.model_dump(include=set(PROMPTS)),
+        "rollouts": config.rollouts.model_dump(include=set(SAMPLING)),
+        "tasks": [task if isinstance(task, str) else task.model_dump(mode="json") for task in public],
+        "question_files": len(tasks) - len(public),
+        "eval": config.eval.model_dump(),
+    }
+    (out / ASKING).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    card = out / "README.md"  # of an adapter, PEFT has begun one
+    begun = card.read_text(encoding="utf-8") if card.is_file() else _front(out, adapter)
+    card.write_text(f"{begun.rstrip()}\n\n{_words(config, bool(tokenizer.chat_template))}", encoding="utf-8")
+
+
+def read_asking(folder: Path) -> tuple[NodeConfig, int] | None:
+    """How an export in `folder` wants to be asked, and how many question files its run had besides; None if it does not
+    say. Takes texts, numbers and names of tasks: nothing that runs.
+
+    Raises UserError if the file is not one that this version reads.
+    """
+    file = folder / ASKING
+    if not file.is_file():
+        return None
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise ValueError("it is too large")
+        document: dict[str, Any] = json.loads(file.read_bytes())
+        if document["format"] != FORMAT:
+            raise ValueError(f"it has format {document['format']}, this version reads format {FORMAT}")
+        config = NodeConfig(
+            policy=PolicyConfig(**{key: document["policy"][key] for key in PROMPTS}),
+            rollouts=RolloutsConfig(**{key: document["rollouts"][key] for key in SAMPLING}),
+            eval=EvalConfig(**document["eval"]),
+            tasks=document["tasks"],
+        )
+        if any(map(_is_file, config.tasks)):
+            raise ValueError("it names question files")
+        return config, int(document["question_files"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise UserError(f"cannot use {file}: {' '.join(str(error).split())[:200]}") from error
+
+
+def with_system(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
+    """The chat template of `tokenizer` (one, or several by name), with `prompt` where a conversation has no system
+    message."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        return {name: _before(each, tokenizer, prompt) for name, each in template.items()}
+    return _before(template, tokenizer, prompt)
+
+
+def _before(template: str, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    messages = [{"role": "system", "content": prompt}, {"role": "user", "content": "?"}]
+    try:
+        tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
+        head = OF_A_SYSTEM_MESSAGE
+    except Exception:  # templates are programs and raise what they like at a role they do not know
+        head = WITHIN_THE_QUESTION
+    return head.replace("SYSTEM", _jinja(prompt)) + template
+
+
+def _jinja(text: str) -> str:
+    """As a string of Jinja's, which undoes Python's escapes."""
+    return '"' + text.encode("unicode_escape").decode("ascii").replace('"', '\\"') + '"'
+
+
+def _sampling(out: Path, tokenizer: PreTrainedTokenizerBase, rollouts: RolloutsConfig) -> GenerationConfig:
+    """Nothing of how its base model was to be sampled is left but the special tokens: training sampled without."""
+    there = (out / "generation_config.json").is_file()
+    before = GenerationConfig.from_pretrained(out) if there else GenerationConfig()
+    eos = before.eos_token_id if before.eos_token_id is not None else tokenizer.eos_token_id
+    pad = before.pad_token_id if before.pad_token_id is not None else tokenizer.pad_token_id
+    return GenerationConfig(
+        bos_token_id=before.bos_token_id,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        do_sample=True,
+        temperature=rollouts.temperature,
+        top_p=rollouts.top_p,
+        top_k=0,
+        max_new_tokens=rollouts.max_new_tokens,
+    )
+
+
+def _is_file(task: str | TaskConfig) -> bool:
+    return task.endswith(".jsonl") if isinstance(task, str) else task.file is not None
+
+
+def _front(out: Path, adapter: bool) -> str:
+    library = "peft" if adapter else "transformers"
+    return f"---\nlibrary_name: {library}\ntags:\n- swarm-node\n- grpo\n---\n\n# {out.name}\n"
+
+
+def _words(config: NodeConfig, has_template: bool) -> str:
+    policy, rollouts = config.policy, config.rollouts
+    text = policy.system_prompt if has_template else policy.prompt_template
+    fence = "````" if "```" in text else "```"
+    if not has_template:
+        how = (
+            f"The tokenizer has no chat template. The prompt was, with the question in it:\n\n{fence}\n{text}\n{fence}"
+        )
+    elif not text:
+        how = "It was trained without a system prompt of its own."
+    else:
+        how = (
+            f"It was trained under this system prompt, which the chat template adds to a conversation without one:\n\n"
+            f"{fence}\n{text}\n{fence}"
+        )
+    return (
+        f"## How to ask it\n\n{how}\n\n"
+        f"Answers were sampled at temperature {rollouts.temperature:g} and top_p {rollouts.top_p:g}, with up to "
+        f"{rollouts.max_new_tokens} tokens. `generation_config.json` says so, too; `{ASKING}` is for "
+        "`swarm-node eval DIR`, which asks in the same way.\n"
+    )

@@ -1,0 +1,94 @@
+"""How an exported model wants to be asked: as transformers reads it, and as `swarm-node eval` does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.policy.asking import ASKING, read_asking, write_asking
+from swarm_node.policy.loading import load_policy
+from tests.swarm_node.policy.models import save
+
+SHOWS_ALL = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + SHOWS_ALL
+USERS_ONLY = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+AWKWARD = 'Say "it",\nit\'s {{ 6 * 7 }} %} {% raw %} \\n é 🦆'
+
+
+@pytest.mark.parametrize("template", [SHOWS_ALL, REFUSES, USERS_ONLY])
+def test_a_conversation_without_system_prompt_reads_as_in_training(tmp_path: Path, template: str) -> None:
+    save("llama", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    config = NodeConfig.model_validate({"policy": {"model": str(tmp_path), "system_prompt": AWKWARD}})
+    policy = load_policy(config.policy, config.rollouts, lambda line: None)
+    trained = policy._chat("2 + 2?")
+    assert (AWKWARD in trained) == (template != USERS_ONLY)
+    write_asking(tmp_path, policy.tokenizer, config, config.tasks)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "2 + 2?"}], tokenize=False)
+    assert asked == trained
+    again = load_policy(config.policy, config.rollouts, lambda line: None)
+    assert again._chat("2 + 2?") == trained, "who gives a system prompt gets that one, once"
+
+
+def test_sampling_is_that_of_training_whatever_the_base_model_had(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    GenerationConfig(
+        eos_token_id=[2, 3], pad_token_id=0, do_sample=True, top_k=20, repetition_penalty=1.1
+    ).save_pretrained(tmp_path)
+    config = NodeConfig.model_validate({"rollouts": {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 12}})
+    write_asking(tmp_path, AutoTokenizer.from_pretrained(tmp_path), config, config.tasks)
+    sampling = GenerationConfig.from_pretrained(tmp_path)
+    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.7, 0.9, 12)
+    assert sampling.do_sample and sampling.top_k == 0 and sampling.repetition_penalty in (None, 1.0)
+    assert sampling.eos_token_id == [2, 3]
+
+
+def test_no_path_of_this_machine_leaves_with_an_export(tmp_path: Path) -> None:
+    save("llama", tmp_path, chat=False)
+    tasks = ["gcd", "/home/me/secret.jsonl", {"file": "/home/me/other.jsonl"}, {"env": "lcm", "weight": 2}]
+    config = NodeConfig.model_validate(
+        {"tasks": tasks, "policy": {"prompt_template": "Q {question} A", "model": "/home/me/model"}}
+    )
+    write_asking(tmp_path, AutoTokenizer.from_pretrained(tmp_path), config, config.tasks)
+    for name in (ASKING, "README.md", "generation_config.json"):
+        assert "/home/me" not in (tmp_path / name).read_text()
+    assert "Q {question} A" in (tmp_path / "README.md").read_text()
+    found = read_asking(tmp_path)
+    assert found is not None
+    again, files = found
+    assert again.tasks == [config.tasks[0], config.tasks[3]] and files == 2
+    assert again.policy.prompt_template == "Q {question} A"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tasks": ["/etc/passwd.jsonl"]},
+        {"tasks": [{"file": "/etc/passwd"}]},
+        {"format": 2},
+        {"policy": {}},
+        {"rollouts": {"temperature": "hot"}},
+        {"eval": {"questions": 1, "run": "x"}},
+    ],
+    ids=str,
+)
+def test_a_stranger_s_file_is_read_for_texts_and_numbers_alone(tmp_path: Path, change: dict[str, Any]) -> None:
+    save("llama", tmp_path)
+    write_asking(tmp_path, AutoTokenizer.from_pretrained(tmp_path), NodeConfig(), ["small"])
+    file = tmp_path / ASKING
+    rewards = {"rewards": {"functions": [{"path": "evil.py:run"}]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | rewards))
+    found = read_asking(tmp_path)
+    assert found is not None and found[0].rewards == NodeConfig().rewards
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=f"cannot use .*{ASKING}"):
+        read_asking(tmp_path)
