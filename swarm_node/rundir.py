@@ -48,7 +48,9 @@ RUN_FILES = {
     *("peers", "paused", "waits", "health.json"),
 }
 """What a directory may hold in which a run began but did not get as far as its config.toml."""
-HALF_WRITTEN = re.compile(r"(config|swarm|paused|waits|health)\.tmp|(peers|ports|identity\.[0-9]+)\.new")
+HALF_WRITTEN = re.compile(
+    r"(config|swarm|paused|waits|health|metrics|events|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
+)
 """Nor do these matter, of a process that was killed while it wrote."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM}

@@ -12,6 +12,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.evaluate import Evaluation, Held
 from swarm_node.evaluate import main as evaluation
+from swarm_node.observability.tally import Tally
 from swarm_node.report import Report, compared
 from swarm_node.run import run_local
 from swarm_node.rundir import RunDir
@@ -61,9 +62,9 @@ def test_two_questions_are_too_few_to_hold_one_out_which_is_said_once(capsys: py
 
 def test_a_run_without_a_round_has_nothing_to_tell_and_no_picture(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    told = Report(RunDir(tmp_path), 0, Evaluation(), Evaluation(), 8)
+    told = Report(RunDir(tmp_path), Tally(), 0, Evaluation(), Evaluation(), 8)
     told.draw()
-    assert told.metrics == [] and not (tmp_path / "plots").exists()
+    assert told.figures.rounds_recorded == 0 and not (tmp_path / "plots").exists()
 
 
 def test_held_out_figures_are_compared_only_if_both_are_there_and_judged_only_if_by_question() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from swarm_node import run
 from swarm_node.config import NodeConfig, load_config
+from swarm_node.cost import CostMeter
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.resuming import RunState
 from swarm_node.run import run_local
@@ -74,7 +75,7 @@ def test_a_state_that_could_not_be_written_is_written_again(tmp_path: Path) -> N
     policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, averager=None, tasks=SimpleNamespace(names=[]))
-    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, said.append, None)
+    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, said.append, None, CostMeter(None, 0.0))
     folder.write_text("a file, not a folder")
     state.save()
     store.wait()
