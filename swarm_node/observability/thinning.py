@@ -23,9 +23,10 @@ from swarm_node.observability.metrics_reference import has_last_value
 WHOLE = 2048
 """Newest rounds that keep a line each: all of most runs, and a plot of 700 columns needs no more."""
 EACH = 1024
-"""Rounds between two thinnings: each writes the whole file again, some 6 MB, so it must be rare."""
+"""Rounds between two thinnings: each writes the whole file again, some 8 MB, so it must be rare."""
 LEVEL = 512
-"""Most lines of equally many rounds, from 2 on; LEVEL / 2 stay, which is as fine as a plot can show."""
+"""Most lines of equally many rounds, from 2 on; LEVEL / 2 stay. So no line stands for more than a 500th of the run,
+which is as fine as a plot of it can show."""
 
 
 class _Line(msgspec.Struct):
