@@ -2,8 +2,8 @@
 
     runs/<name>/
         config.toml      the resolved configuration, as asked for here: a crew may go by other options
-        metrics.jsonl    one line per round
-        events.jsonl     what happened, in sentences
+        metrics.jsonl    one line per round; older rounds share lines
+        events.jsonl     what happened, in sentences; the newest ones
         snapshots/       resume state
         stages/          likewise of stages that it holds for its crew, by number
         export/          weights for others to load

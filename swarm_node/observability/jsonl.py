@@ -229,6 +229,7 @@ def _opened(path: Path) -> int:
 def _replaced(path: Path, lines: Iterable[bytes]) -> int:
     """A descriptor of the file that holds `lines` and is at `path` from now on, on disk as well. Raises OSError."""
     temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)
     descriptor = _opened(temporary)
     try:
         with open(descriptor, "wb", closefd=False) as file:

@@ -115,4 +115,6 @@ def test_the_summary_is_of_all_rounds(runs: dict[int, Path], capsys: pytest.Capt
     tenth = MANY // 10
     assert document["reward_first_tenth"] == pytest.approx(sum(rewards[:tenth]) / tenth, abs=1e-3)
     assert document["reward_last_tenth"] == pytest.approx(sum(rewards[-tenth:]) / tenth, abs=1e-3)
+    told = json.loads(RunDir(runs[MANY]).events.read_bytes().splitlines()[-1])
+    assert told["kind"] == "summary" and f"of {document['rounds']:,} rounds" in told["text"]
     assert MANY / 100 < document["cost"]["spent"] < MANY / 100 + 1

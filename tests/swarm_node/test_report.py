@@ -48,6 +48,16 @@ def test_a_run_in_two_starts_is_told_as_one(capsys: pytest.CaptureFixture[str]) 
     assert Path("run/plots/reward.png").exists()
 
 
+def test_a_round_that_a_crash_cost_is_in_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    first, _ = start(2, capsys)
+    with open("run/metrics.jsonl", "a") as file:  # recorded, but no snapshot of it was made
+        file.write('{"round": 3, "reward": 1e6, "step_time": 1e6, "num_tokens": 1}\n')
+    document, _ = start(3, capsys)
+    assert document["rounds_recorded"] == 3 and document["reward_last_tenth"] <= 1.0
+    assert first["seconds"] < document["seconds"] < 1e5
+    assert document["reward_first_tenth"] == first["reward_first_tenth"], "exactly, since the snapshot has the figures"
+
+
 def test_two_questions_are_too_few_to_hold_one_out_which_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     Path("q.jsonl").write_text("".join(f'{{"question": "{n}+1?", "answer": "{n + 1}"}}\n' for n in (1, 2)))
     rollouts = {"groups": 2, "group_size": 2, "max_new_tokens": 4}
