@@ -32,8 +32,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def start(path: Path, rounds: int) -> None:
-    config = NodeConfig.model_validate(SETTINGS | {"run_dir": str(path), "rounds": rounds})
+def start(path: Path, rounds: int, **settings: Any) -> None:
+    config = NodeConfig.model_validate(SETTINGS | {"run_dir": str(path), "rounds": rounds} | settings)
     assert running.run_local(config, json_output=True) == 0
 
 
@@ -63,6 +63,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         store.close()
         start(path, rounds + 1)  # the figures that its snapshot lacks are in the next one
     return paths
+
+
+def test_all_rounds_are_kept_only_on_request(runs: dict[int, Path], tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(runs[MANY], run.path)
+    newest = list(lines(MANY + 1))[-4000:]
+    run.metrics.write_text("".join(newest))
+    start(run.path, MANY + 2, metrics={"keep": "all"})
+    kept = run.metrics.read_text()
+    assert kept.startswith("".join(newest)) and kept.count("\n") == 4001
+    start(run.path, MANY + 3)
+    assert run.metrics.read_text().count("\n") < 3500
 
 
 @contextmanager
