@@ -84,13 +84,19 @@ class EventLog:
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self._path = path
+        self._report = report
+        self._bounded = True
         self._file = JsonLines(path, report)
 
     def write(self, kind: str, text: str, **details: Any) -> None:
         """`kind` is a word to filter by, for example `snapshot` or `signal`."""
         self._file.append({"time": time.time(), "kind": kind, "text": text, **details})
-        if self._file.size > EVENTS_BYTES:
-            self._file.replace(last_lines(self._path, EVENTS_BYTES // 2))
+        if self._bounded and self._file.size > EVENTS_BYTES:
+            try:
+                self._file.replace(last_lines(self._path, EVENTS_BYTES // 2))
+            except UserError as error:  # somebody has removed it: no reason to end the run
+                self._bounded = False
+                self._report(str(error))
 
     def close(self) -> None:
         self._file.close()

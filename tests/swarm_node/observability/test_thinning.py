@@ -197,6 +197,21 @@ def test_a_line_damaged_meanwhile_does_not_end_a_run(path: Path) -> None:
     assert said == [f"line 2 of {path} is not a record: delete that line; until then, old rounds are not thinned"]
 
 
+def test_files_removed_meanwhile_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.observability.metrics.EVENTS_BYTES", 1000)
+    said: list[str] = []
+    log, writer = EventLog(tmp_path / "events.jsonl", said.append), MetricsWriter(tmp_path / "m.jsonl", said.append)
+    writer.write(record(1))
+    for path in tmp_path.iterdir():
+        path.unlink()
+    for number in range(2, WHOLE + 2 * EACH):
+        writer.write(record(number))
+        log.write("note", f"event {number}")
+    log.close()
+    writer.close()
+    assert len(said) == 2 and all("No such file" in sentence for sentence in said)
+
+
 def test_of_many_events_the_newest_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.observability.metrics.EVENTS_BYTES", 10_000)
     log = EventLog(tmp_path / "events.jsonl", print)
