@@ -26,7 +26,8 @@ names the nearest known one. `swarm-node config reference` prints this page, `sw
 """
 METRICS = """# Metrics reference
 
-A run writes one line a round to `metrics.jsonl` in its directory. Names are TRL's where it has one. Numbers that a
+A run writes one line a round to `metrics.jsonl` in its directory; in a long run, [old rounds share
+lines](../dashboard.md#long-runs). Names are TRL's where it has one. Numbers that a
 round has not are left out of its line.
 
 """

@@ -1,6 +1,7 @@
 """What is left to say when a run has ended: the held-out table, the summary, what to type next, the plot.
 
-metrics.jsonl, held-out figures --> words on the screen, a JSON document with `--json`, plots/reward.png
+running figures, held-out figures --> words on the screen, a JSON document with `--json`
+metrics.jsonl                     --> plots/reward.png
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ from typing import Any
 from msgspec import to_builtins
 
 from swarm_node.evaluate import Evaluation, rows
-from swarm_node.observability.metrics import read_metrics
+from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.plots import plot_reward
 from swarm_node.observability.summary import INDENT, HeldOut, figures, interval, next_steps, summary, whereabouts
+from swarm_node.observability.tally import Tally
 from swarm_node.rundir import RunDir
 from swarm_node.screen import Screen
 
 
 class Report:
-    """Of a run that has ended, from its files."""
+    """Of a run that has ended."""
 
-    def __init__(self, run: RunDir, resumed_at: int, before: Evaluation, after: Evaluation, samples: int) -> None:
-        """The last start went on after round `resumed_at`; `samples` answers were given to each held-out question."""
+    def __init__(
+        self, run: RunDir, tally: Tally, resumed_at: int, before: Evaluation, after: Evaluation, samples: int
+    ) -> None:
+        """`tally` is of all its rounds. The last start went on after round `resumed_at`; `samples` answers were given
+        to each held-out question."""
         self.run = run
         self.before = before
         self.after = after
         self.samples = samples
-        self.metrics = read_metrics(run.metrics)
-        self.figures = figures(self.metrics, resumed_at, compared(before, after, samples))
+        self.figures = figures(tally, resumed_at, compared(before, after, samples))
 
     def tell(self, screen: Screen, crew: bool, held_out: bool = True) -> None:
         """In words; `held_out`: whether its tasks have held-out questions."""
@@ -38,7 +42,7 @@ class Report:
         if self.before.table and self.after.table:
             columns, table = rows(self.before.table, self.after.table, self.samples)
             screen.progress.table("held-out questions", columns, table)
-        if not self.metrics:
+        if not self.figures.rounds_recorded:
             return
         files = [file.relative_to(self.run.path) for file in (self.run.metrics, self.run.events, self._plot)]
         words = [*summary(self.figures), *whereabouts(path, list(map(str, files)))]
@@ -64,8 +68,13 @@ class Report:
     def draw(self) -> None:
         """The reward curve as a picture: what takes longest, and is missed least by whoever leaves."""
         held = self.figures.held_out
-        if self.metrics:
-            plot_reward(self.metrics, self._plot, title=str(self.run.path), held_out=held.pass_1 if held else None)
+        if last_record(self.run.metrics) is not None:
+            plot_reward(
+                each_record(self.run.metrics),
+                self._plot,
+                title=str(self.run.path),
+                held_out=held.pass_1 if held else None,
+            )
 
     @property
     def _plot(self) -> Path:

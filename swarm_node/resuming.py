@@ -9,11 +9,16 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from protocol.lineage import read_lineage, shared
 from swarm_node.config import NodeConfig
+from swarm_node.cost import CostMeter, Costs
 from swarm_node.errors import SnapshotError
 from swarm_node.evaluate import Evaluation, Held
 from swarm_node.node import Node
+from swarm_node.observability.jsonl import each_record, last_record
+from swarm_node.observability.tally import Tally
 from swarm_node.own import OwnSettings
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.rundir import RunDir
@@ -37,9 +42,10 @@ class RunState:
         say: Callable[..., None],
         crew: CrewNode | None,
         own: OwnSettings,
+        cost: CostMeter,
     ) -> None:
         """`config` is `fitted` to the node's policy; `crew` the one that this node leads; `own` knows the settings
-        behind the weights."""
+        behind the weights; `cost` goes on as well."""
         self.config = config
         self.run = run
         self.node = node
@@ -51,6 +57,9 @@ class RunState:
         self.own = own
         self.settings: dict[str, Any] | None = None
         """Those in the snapshot that this start went on from."""
+        self.cost = cost
+        self.tally = Tally()
+        """Of all rounds so far."""
         self.before = Evaluation()
         """Held-out figures from before training."""
         self.saved: int | None = None
@@ -77,6 +86,8 @@ class RunState:
                 "model": self._identity(),
                 "run": None if self.crew is None else self.crew.seats.run,
                 "trainer": numbers,
+                "tally": msgspec.to_builtins(self.tally),
+                "cost": msgspec.to_builtins(self.cost.costs),
                 "policy_version": self.policy.version,
                 "settings": self.own.of_weights,
                 "before": {label: [h.questions, h.pass_1, h.pass_k] for label, h in self.before.table.items()},
@@ -103,6 +114,7 @@ class RunState:
         state = snapshot.state
         settings = state.get("settings")
         self.settings = settings if isinstance(settings, dict) else None
+        self._take_figures(state)
         if self.crew is None:
             self.policy.load_trainable_state(snapshot.tensors["policy"])
             self.node.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
@@ -128,6 +140,27 @@ class RunState:
         else:
             self.say("tasks or evaluation settings are not those this run began with: no figures from before training")
         return True
+
+    def catch_up(self) -> None:
+        """Take what the running figures lack from metrics.jsonl, which ends with the round that the run goes on after:
+        all of it if the snapshot has none, being of an earlier version, or is of a later round. Raises UserError."""
+        if self.tally.round > self.node.round:
+            self.tally, self.cost.costs = Tally(), Costs()
+        last = last_record(self.run.metrics)
+        if last is None or last["round"] <= self.tally.round:
+            return
+        known = self.tally.round
+        for record in each_record(self.run.metrics):
+            if record["round"] > known:
+                self.tally.add(record)
+                self.cost.go_on(record)
+
+    def _take_figures(self, state: dict[str, Any]) -> None:
+        try:
+            tally, costs = msgspec.convert(state["tally"], Tally), msgspec.convert(state["cost"], Costs)
+        except (KeyError, msgspec.ValidationError):  # of another version: `catch_up` makes them anew
+            return
+        self.tally, self.cost.costs = tally, costs
 
     def _identity(self) -> dict[str, Any]:
         """What must agree for a snapshot to go on with this model."""

@@ -25,7 +25,7 @@ from swarm_node.guest import Guest, refuse_in_a_crew
 from swarm_node.joining import Swarm, join_link
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
-from swarm_node.observability.metrics import MetricsWriter, read_metrics
+from swarm_node.observability.metrics import MetricsWriter
 from swarm_node.observability.sinks import open_sinks
 from swarm_node.own import OwnSettings
 from swarm_node.parting import COPY_S, GOODBYE_S, WAIT_S, last_exchange, mirror_of, say_reach
@@ -146,7 +146,7 @@ class Run:
         self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
         stack.callback(self.snapshots.close)
         self.own = OwnSettings(run, config, asked, self.say) if crew is None else crew.own_settings
-        self.state = RunState(self.config, run, self.node, self.snapshots, self.say, crew, self.own)
+        self.state = RunState(self.config, run, self.node, self.snapshots, self.say, crew, self.own, self.cost)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.guest.threads))
             self.progress.waiting = self.screen.health.waiting = self.guest.waiting
@@ -167,11 +167,10 @@ class Run:
             self.state.set_aside(run.metrics)
         shown = config.model_dump(mode="json", exclude={"stages": {"crew"}})  # the crew's name is its password
         sinks = [*open_sinks(config.log, run.path, shown, self.node.round + 1), self.screen.health]
-        self.metrics = MetricsWriter(run.metrics, self.say, sinks)
+        self.metrics = MetricsWriter(run.metrics, self.say, sinks, keep_all=config.metrics.keep == "all")
         stack.callback(self.metrics.close)
         self.metrics.truncate_after(self.node.round)
-        if config.price_per_hour:
-            self.cost.go_on(read_metrics(run.metrics))
+        self.state.catch_up()
         self.began_at = self.node.round
         """The round after which this start went on."""
         if resumed:
@@ -301,6 +300,7 @@ class Run:
             record |= self.cost.round(record["reward"], len(groups), time.monotonic())
             self.metrics.write(record)
             self.own.trained()
+            self.state.tally.add(record)
             self.progress.update(node.round, record, "" if node.averager is None else node.averager.brief())
             self._average(stop)
             advised = stop.advised  # what comes from here on is of the next round
@@ -398,7 +398,9 @@ class Run:
     def report(self) -> Report:
         """What came of it, when it has ended: in words, and with --json on standard output. A picture is to be
         drawn."""
-        told = Report(self.run, self.began_at, self.state.before, self.after, self.config.eval.samples)
+        told = Report(
+            self.run, self.state.tally, self.began_at, self.state.before, self.after, self.config.eval.samples
+        )
         told.tell(self.screen, crew=self.crew is not None, held_out=bool(self.tasks.held_out(1)))
         if self.json_output:
             told.dump(self.node.round)

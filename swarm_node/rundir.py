@@ -3,8 +3,8 @@
     runs/<name>/
         config.toml      the resolved configuration, as asked for here: a crew may go by other options
         config-0001.toml settings of earlier rounds, kept when the run went on with others; oldest first
-        metrics.jsonl    one line per round
-        events.jsonl     what happened, in sentences
+        metrics.jsonl    one line per round; older rounds share lines
+        events.jsonl     what happened, in sentences; the newest ones
         snapshots/       resume state
         stages/          likewise of stages that it holds for its crew, by number
         export/          weights for others to load
@@ -49,7 +49,9 @@ RUN_FILES = {
     *("peers", "paused", "waits", "health.json"),
 }
 """What a directory may hold in which a run began but did not get as far as its config.toml."""
-HALF_WRITTEN = re.compile(r"(config|swarm|paused|waits|health)\.tmp|(peers|ports|identity\.[0-9]+)\.new")
+HALF_WRITTEN = re.compile(
+    r"(config|swarm|paused|waits|health|metrics|events|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
+)
 """Nor do these matter, of a process that was killed while it wrote."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM}

@@ -23,7 +23,7 @@ from protocol.transports.base import Transport
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.joining import find_swarm, no_address, visitor
-from swarm_node.observability.metrics import read_metrics
+from swarm_node.observability.jsonl import last_record
 from swarm_node.rundir import RunDir
 
 SCHEMA = 1
@@ -100,10 +100,9 @@ def _mtimes(run: RunDir) -> list[float]:
 
 def _of_run(run: RunDir) -> dict[str, Any]:
     status = read_status(run)
-    metrics = read_metrics(run.metrics) if run.metrics.is_file() else []
-    if status is None and not metrics:
+    last = last_record(run.metrics) if run.metrics.is_file() else None
+    if status is None and last is None:
         raise UserError(f"{run.path} is no run, or one that has just begun: there is nothing to show yet")
-    last = metrics[-1] if metrics else None
     known, in_use = status or {}, run.in_use
     return {
         "schema": SCHEMA,

@@ -27,6 +27,14 @@ class SnapshotsConfig(Section):
     az:// (docker/spot.md). The bucket, or the folder, has to be there. Empty = nowhere."""
 
 
+class MetricsConfig(Section):
+    """What a run records of its rounds."""
+
+    keep: Literal["thinned", "all"] = "thinned"
+    """Lines of metrics.jsonl: `thinned` = the newest 2,048 rounds have one each and older ones share lines, so that the
+    file stays below some 10 MB; `all` = each round has its own, and the file grows with the run (docs/dashboard.md)."""
+
+
 class SpotConfig(Section):
     """Machines that their cloud takes back at short notice; docker/spot.md."""
 

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from protocol.limits import MAX_NAME_CHARS
-from swarm_node.config.machine import GuestConfig, HealthConfig, SnapshotsConfig, SpotConfig
+from swarm_node.config.machine import GuestConfig, HealthConfig, MetricsConfig, SnapshotsConfig, SpotConfig
 from swarm_node.config.network import NetworkConfig
 from swarm_node.config.section import NAME, Section
 from swarm_node.config.swarm import AveragingConfig, SharingConfig, StagesConfig
@@ -51,6 +51,7 @@ class NodeConfig(Section):
     stages: StagesConfig = StagesConfig()
     network: NetworkConfig = NetworkConfig()
     eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
     spot: SpotConfig = SpotConfig()
     health: HealthConfig = HealthConfig()

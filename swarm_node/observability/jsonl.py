@@ -3,6 +3,8 @@
 Each line goes out in ONE unbuffered `write`, so there is never half a record in the middle of the file. At
 most the last line is incomplete (the system shows a write page by page, a power cut tears it): readers leave
 that one out, and opening the file for writing cuts it off.
+
+A file may be longer than memory: it is read line by line, or backwards from its end.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -21,6 +24,8 @@ from swarm_node.errors import UserError
 from swarm_node.rundir import explain, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
+CHUNK_BYTES = 64 << 10
+"""Read at a time from the end of a file: some tens of lines."""
 
 
 class JsonLines:
@@ -37,12 +42,13 @@ class JsonLines:
         self._failure: str | None = None
         self._lock = Lock()
         with os_errors_explained(path):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.ftruncate(self._descriptor, len(_whole_lines(path.read_bytes())))
+            _temporary(path).unlink(missing_ok=True)  # of a process that was killed while it replaced the file
+            self._descriptor = _opened(path)
+            os.ftruncate(self._descriptor, _whole_bytes(path))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write `record` as one line; floats that are not finite become null."""
-        line = json.dumps(tidy(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        line = encode(record)
         with self._lock:
             if self._descriptor < 0:
                 return
@@ -54,15 +60,37 @@ class JsonLines:
         if newly_failing:
             self._report(newly_failing)
 
-    def keep_while(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Cut the file before the first record that is not `wanted`."""
+    @property
+    def size(self) -> int:
+        """Bytes in the file; 0 after `close`."""
+        with self._lock:
+            return 0 if self._descriptor < 0 else os.fstat(self._descriptor).st_size
+
+    def cut_after(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Cut the file after the last record that is `wanted`. Raises UserError if a line after it is not a record."""
         size = 0
-        for line, record in _parse(self._path):
-            if not wanted(record):
+        for start, line in _backwards(self._path):
+            if wanted(parsed(line, self._path)):
+                size = start + len(line)
                 break
-            size += len(line)
         with os_errors_explained(self._path):
             os.ftruncate(self._descriptor, size)
+
+    def replace(self, lines: Iterable[bytes]) -> bool:
+        """Put whole `lines` in the place of all that is in the file: readers see the old file or the new one, also
+        after a crash. `lines` may read the old file. False = no room (which is reported), or lines wait for room."""
+        with self._lock:
+            if self._descriptor < 0 or self._waiting:
+                return False
+            try:
+                old, self._descriptor = self._descriptor, _replaced(self._path, lines)
+            except OSError as error:
+                problem = explain(error, self._path)
+            else:
+                os.close(old)
+                return True
+        self._report(problem)
+        return False
 
     def close(self) -> None:
         """Raises UserError if lines are left that the disk had no room for."""
@@ -92,11 +120,57 @@ class JsonLines:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All whole records; a torn last line is left out.
+    """All whole records, for short files; a torn last line is left out.
 
     Raises UserError if the file cannot be read or another line is not a record.
     """
-    return [record for _, record in _parse(path)]
+    return list(each_record(path))
+
+
+def each_record(path: Path) -> Iterator[dict[str, Any]]:
+    """As `read_jsonl`, one at a time."""
+    for number, line in enumerate(whole_lines(path), 1):
+        yield parsed(line, path, number)
+
+
+def last_record(path: Path) -> dict[str, Any] | None:
+    """The last whole record; None if there is none. Raises UserError if the file cannot be read or that line is not a
+    record."""
+    return next((parsed(line, path) for _, line in _backwards(path)), None)
+
+
+def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    """Lines with their ends from the byte `start` on, as far as the file goes now; a torn last one is left out. Raises
+    UserError if the file cannot be read."""
+    with _reading(path), open(path, "rb") as file:
+        left = os.fstat(file.fileno()).st_size - start
+        file.seek(start)
+        for line in file:
+            left -= len(line)
+            if left < 0 or not line.endswith(b"\n"):  # its rest may come while this is read
+                return
+            yield line
+
+
+def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
+    """Whole lines of the end of the file, oldest first, together no longer than `most_bytes`. Raises UserError."""
+    end = start = _whole_bytes(path)
+    for at, _ in _backwards(path):
+        if end - at > most_bytes:
+            break
+        start = at
+    yield from whole_lines(path, start)
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """A line; floats that are not finite become null."""
+    return json.dumps(tidy(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def not_a_record(path: Path, number: int | None = None) -> UserError:
+    """What to do about a line that is damaged, `number` if that is known."""
+    which = "a line near the end" if number is None else f"line {number}"
+    return UserError(f"{which} of {path} is not a record: delete that line")
 
 
 def tidy(value: Any) -> Any:
@@ -112,20 +186,70 @@ def tidy(value: Any) -> Any:
     return value
 
 
-def _parse(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def parsed(line: bytes, path: Path, number: int | None = None) -> dict[str, Any]:
+    """The record in a line of `path`. Raises UserError if it is none."""
     try:
-        lines = _whole_lines(path.read_bytes()).splitlines(keepends=True)
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise not_a_record(path, number)
+    return record
+
+
+def _backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(where it begins, line) of whole lines, the last one first. Raises UserError if the file cannot be read."""
+    with _reading(path), open(path, "rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        read, torn = b"", True  # `read` begins at `start`
+        while start > 0:
+            size = min(CHUNK_BYTES, start)
+            start -= size
+            file.seek(start)
+            read = file.read(size) + read
+            if torn:
+                read = read[: read.rfind(b"\n") + 1]
+                torn = not read
+            while (cut := read.rfind(b"\n", 0, -1) + 1) > 0:
+                yield start + cut, read[cut:]
+                read = read[:cut]
+        if read:
+            yield 0, read
+
+
+def _whole_bytes(path: Path) -> int:
+    """Up to the end of the last whole line."""
+    return next((start + len(line) for start, line in _backwards(path)), 0)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def _replaced(path: Path, lines: Iterable[bytes]) -> int:
+    """A descriptor of the file that holds `lines` and is at `path` from now on, on disk as well. Raises OSError."""
+    temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)
+    descriptor = _opened(temporary)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.writelines(lines)
+        os.fsync(descriptor)  # before the name: a power cut must not leave an empty file
+        temporary.replace(path)
+    except BaseException:
+        os.close(descriptor)
+        temporary.unlink(missing_ok=True)
+        raise
+    return descriptor
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_suffix(".tmp")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise UserError(f"line {number} of {path} is not a record: delete that line")
-        yield line, record
-
-
-def _whole_lines(data: bytes) -> bytes:
-    return data[: data.rfind(b"\n") + 1]

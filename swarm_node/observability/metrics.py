@@ -12,29 +12,58 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm_node.observability.jsonl import JsonLines, read_jsonl
+from swarm_node.errors import UserError
+from swarm_node.observability.jsonl import JsonLines, last_lines, read_jsonl
 from swarm_node.observability.sinks import Sink
+from swarm_node.observability.thinning import EACH, WHOLE, line_rounds, plan, thinned
 
 read_metrics = read_jsonl
+EVENTS_BYTES = 16 << 20
+"""Most of events.jsonl: a month of a talkative run. The newer half stays when it is full."""
 
 
 class MetricsWriter:
-    """One record a round. A further sink that fails is reported once and left out from then on."""
+    """One record a round; old rounds come to share lines (`thinning`) unless all are to be kept. A further sink that
+    fails is reported once and left out from then on."""
 
-    def __init__(self, path: Path, report: Callable[[str], None], sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self, path: Path, report: Callable[[str], None], sinks: Sequence[Sink] = (), keep_all: bool = False
+    ) -> None:
+        self._path = path
         self._file = JsonLines(path, report)
         self._report = report
         self._sinks = list(sinks)
+        self._thins = not keep_all
+        self._until_thinning = 0
+        """Rounds until the next time that lines are merged."""
 
     def truncate_after(self, round: int) -> None:
-        """On resuming: drop what was recorded after the snapshot of `round`: it will be recorded again."""
-        self._file.keep_while(lambda record: record["round"] <= round)
+        """On resuming: drop what was recorded after the snapshot of `round`: it will be recorded again. Raises
+        UserError if a line is not a record."""
+        self._file.cut_after(lambda record: record["round"] <= round)
+        if self._thins:
+            self._thin()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """`record` needs `round`; numbers only go to the further sinks, everything to the file."""
         self._file.append(record)
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         self._each_sink(lambda sink: sink.write(record["round"], numbers))
+        self._until_thinning -= 1
+        if self._thins and self._until_thinning <= 0:
+            try:
+                self._thin()
+            except UserError as error:  # somebody else has damaged the file: no reason to end the run
+                self._thins = False
+                self._report(f"{error}; until then, old rounds are not thinned")
+
+    def _thin(self) -> None:
+        rounds = line_rounds(self._path)
+        groups = plan(rounds)
+        if len(groups) < len(rounds):
+            self._file.replace(thinned(self._path, groups))
+        single = sum(n == 1 for n in rounds)
+        self._until_thinning = max(WHOLE + EACH - single, EACH if len(groups) < len(rounds) else 1)
 
     def close(self) -> None:
         """Flush everything. Raises UserError if the disk had no room for the file."""
@@ -51,14 +80,23 @@ class MetricsWriter:
 
 
 class EventLog:
-    """What happened, when, in sentences: one record an event, kept over resumptions."""
+    """What happened, when, in sentences: one record an event, kept over resumptions; in the end the newest ones."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+        self._path = path
+        self._report = report
+        self._bounded = True
         self._file = JsonLines(path, report)
 
     def write(self, kind: str, text: str, **details: Any) -> None:
         """`kind` is a word to filter by, for example `snapshot` or `signal`."""
         self._file.append({"time": time.time(), "kind": kind, "text": text, **details})
+        if self._bounded and self._file.size > EVENTS_BYTES:
+            try:
+                self._file.replace(last_lines(self._path, EVENTS_BYTES // 2))
+            except UserError as error:  # somebody has removed it: no reason to end the run
+                self._bounded = False
+                self._report(str(error))
 
     def close(self) -> None:
         self._file.close()

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 METRICS: dict[str, dict[str, str]] = {
     "The round": {
         "round": "Rounds that have ended, this one included.",
+        "rounds": "Rounds that the line stands for, this one and those before it ([thinning]"
+        "(../dashboard.md#long-runs)). Missing while 1.",
         "step": "Version of the policy: updates, and exchanges of weights, so far.",
         "time": "Unix time, in seconds, at the end of the round.",
         "step_time": "Seconds from the beginning of the round to its end, updates included.",
@@ -126,6 +129,13 @@ COUNTERS = frozenset(
 takes up are not: they fall by the rounds that a crash cost, and Prometheus would take that for a new beginning at 0 and
 add the whole total once more."""
 
+LAST_VALUE = COUNTERS | frozenset(
+    "round rounds step time num_tokens averaging/exchanges averaging/bytes averaging/skipped/<reason> cost/spent "
+    "cost/groups cost/per_admitted_group cost/per_reward_point".split()
+)
+"""Totals so far and positions: a line that stands for several rounds has what they were at its end. Of all other
+numbers it has means."""
+
 REASON = "/<reason>"
 _MEANINGS = {name: meaning for section in METRICS.values() for name, meaning in section.items()}
 
@@ -142,6 +152,12 @@ def describe_metric(key: str) -> tuple[str, bool] | None:
     if name is None:
         return None
     return re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)|`", "", every[name]), name in COUNTERS
+
+
+@lru_cache(4096)
+def has_last_value(key: str) -> bool:
+    """Whether `key` of a record is one of LAST_VALUE."""
+    return _find(key, LAST_VALUE) is not None
 
 
 def labelled(key: str) -> tuple[str, dict[str, str]]:

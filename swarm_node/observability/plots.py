@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from colorsys import hls_to_rgb
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from swarm_node.errors import UserError
+from swarm_node.observability.curves import Curves
 from swarm_node.rundir import os_errors_explained
 
 BLUE, ORANGE = "#2563eb", "#ea580c"
 SMOOTHED_SHARE = 20  # each point of the smooth line is the mean over a twentieth of the run
+READ = 256
+"""Records in memory at once: a line becomes 6 kB of Python objects."""
 
 
 def plot_reward(
-    metrics: Sequence[Mapping[str, Any]],
+    metrics: Iterable[Mapping[str, Any]],
     out: Path,
     title: str,
     held_out: tuple[float, float] | None = None,
 ) -> None:
     """Draw training reward over rounds into the PNG file `out`; `metrics` are records of metrics.jsonl.
 
-    Thin lines are the tasks (`reward/<label>`), if there are two or more; `held_out` is pass@1 on held-out
+    Of more than a thousand rounds, each point is the mean of equally many. Thin lines are the tasks
+    (`reward/<label>`), if there are two or more; `held_out` is pass@1 on held-out
     questions before and after, drawn as two points. Raises UserError if there is nothing to draw or `out`
     cannot be written.
     """
-    rounds, rewards = _series(metrics, "reward")
+    curves = _curves(metrics)
+    points = curves.points()
+    rounds, rewards = _series(points, "reward")
     if not rounds:
         raise UserError("no round with a reward yet: nothing to plot")
 
@@ -40,15 +47,16 @@ def plot_reward(
     window = max(1, len(rounds) // SMOOTHED_SHARE)
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
     axes = figure.subplots()
-    labels = sorted({key for record in metrics for key in record if key.startswith("reward/")})
+    labels = sorted(name for name in points if name.startswith("reward/"))
     tasks = []
     for number, label in enumerate(labels if len(labels) > 1 else []):
         color = hls_to_rgb(number / len(labels), 0.5, 0.5)
-        at, values = _series(metrics, label)
+        at, values = _series(points, label)
         name = label.removeprefix("reward/")
         tasks += axes.plot(at, moving_average(values, 2 * window), color=color, lw=1, alpha=0.6, label=name)
     axes.plot(rounds, rewards, color=BLUE, lw=0.8, alpha=0.25)
-    name = f"training reward, mean of {window} rounds" if window > 1 else "training reward"
+    smoothed = window * curves.per_row
+    name = f"training reward, mean of {smoothed} rounds" if smoothed > 1 else "training reward"
     marker = "o" if len(rounds) < 10 else None
     lines = axes.plot(rounds, moving_average(rewards, window), color=BLUE, lw=2.4, marker=marker, label=name)
     if held_out is not None:
@@ -85,7 +93,22 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _series(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Rounds at which `name` was measured, and what it was (null = not measured)."""
-    measured = [(record["round"], record[name]) for record in metrics if record.get(name) is not None]
+def _curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
+    """The rewards of all rounds, in a bounded number of points."""
+    curves, records = Curves(), iter(metrics)
+    while some := list(islice(records, READ)):
+        curves.add([{name: value for name, value in record.items() if _is_drawn(name)} for record in some])
+    return curves
+
+
+def _is_drawn(name: str) -> bool:
+    return name in ("round", "rounds", "reward") or name.startswith("reward/")
+
+
+def _series(points: Mapping[str, Mapping[str, list[float | None]]], name: str) -> tuple[list[float], list[float]]:
+    """Rounds at which `name` was measured, and what it was."""
+    if name not in points:
+        return [], []
+    both = zip(points["round"]["mean"], points[name]["mean"], strict=True)
+    measured = [(round, value) for round, value in both if round is not None and value is not None]
     return [round for round, _ in measured], [value for _, value in measured]

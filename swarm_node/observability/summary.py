@@ -1,11 +1,10 @@
 """What came of a run, as numbers and in words.
 
-    records of metrics.jsonl --figures--> Figures --> the document of `--json`
-                                             |
-                                             +--summary--> lines for people
+    running figures (tally) --figures--> Figures --> the document of `--json`
+                                            |
+                                            +--summary--> lines for people
 
-Of a run that was resumed they are of all its starts. Totals of the swarm begin at 0 in each: where one falls, a start
-began, and what was counted before is kept (as `increase` of Prometheus does).
+Of a run that was resumed they are of all its starts.
 
 Whether held-out pass@1 changed by more than noise is judged by the 95 % percentile interval of a paired bootstrap over
 questions (Miller 2024, arXiv 2411.00640, has why pairs, and why questions, not answers): the same questions before and
@@ -18,15 +17,13 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from swarm_node.observability.progress import clock_face, volume
+from swarm_node.observability.tally import Tally
 
 LEAST_QUESTIONS = 50
 LEAST_ROUNDS = 20
@@ -146,25 +143,11 @@ def interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, fl
     return float(low), float(high)
 
 
-def figures(metrics: Iterable[Mapping[str, Any]], resumed_at: int = 0, held_out: HeldOut | None = None) -> Figures:
-    """Of `metrics`, the records of metrics.jsonl in their order."""
-    rewards: list[float] = []
-    seconds, own, used = 0.0, 0.0, 0.0
-    totals: Counter[str] = Counter()
-    seen: dict[str, float] = {}
-    last: Mapping[str, Any] = {}
-    for last in metrics:
-        rewards.append(last["reward"])
-        seconds += last.get("step_time") or 0.0
-        own += last.get("swarm/groups_own") or 0.0
-        used += last.get("swarm/groups_used") or 0.0
-        now = {name: value for name, value in last.items() if name.startswith(("swarm/", "averaging/", "stages/"))}
-        for name, value in now.items():
-            before = seen.get(name, 0.0)
-            totals[name] += value - before if value >= before else value
-        seen = now
-    whole = {name: round(total) for name, total in totals.items() if total > 0}
-    tenth = max(1, len(rewards) // 10)
+def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None) -> Figures:
+    """Of the rounds in `tally`."""
+    whole = {name: round(total) for name, total in tally.totals.items() if total > 0}
+    n, own, used = tally.rewards.count, tally.own, tally.used
+    tenth = max(1, n // 10)
     swarm = Swarm(
         received=whole.get("swarm/groups_received", 0),
         admitted=whole.get("swarm/groups_admitted", 0),
@@ -176,14 +159,14 @@ def figures(metrics: Iterable[Mapping[str, Any]], resumed_at: int = 0, held_out:
     )
     exchanges = whole.get("averaging/exchanges", 0)
     stages = Stages(whole.get("stages/lost", 0), _below("stages/recovered/", whole))
-    cost = {name: last[f"cost/{name}"] for name in COST if last.get(f"cost/{name}") is not None}
+    cost = {name: tally.cost[f"cost/{name}"] for name in COST if f"cost/{name}" in tally.cost}
     return Figures(
-        rounds_recorded=len(rewards),
+        rounds_recorded=tally.rounds,
         resumed_at=resumed_at,
-        reward_first_tenth=fmean(rewards[:tenth]) if rewards else None,
-        reward_last_tenth=fmean(rewards[-tenth:]) if rewards else None,
-        seconds=seconds,
-        num_tokens=round(last.get("num_tokens") or 0),
+        reward_first_tenth=tally.rewards.first(tenth)[0] if n else None,
+        reward_last_tenth=tally.rewards.last(tenth)[0] if n else None,
+        seconds=tally.seconds,
+        num_tokens=round(tally.num_tokens),
         held_out=held_out,
         swarm=swarm if swarm != Swarm() else None,
         averaging=Averaging(exchanges, whole.get("averaging/bytes", 0)) if exchanges else None,

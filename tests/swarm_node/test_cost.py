@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from swarm_node.cost import LEAST_ROUNDS, CostMeter, Sums, spent
+from swarm_node.cost import LEAST_ROUNDS, CostMeter, gain, spent
 from swarm_node.observability.metrics import MetricsWriter, read_metrics
+from swarm_node.observability.tally import Buckets
 
 
-def filled(*rewards: float | None) -> Sums:
-    sums = Sums()
+def gained(*rewards: float | None) -> float | None:
+    buckets = Buckets()
     for reward in rewards:
-        sums.add(reward)
-    return sums
+        buckets.add(reward)
+    return gain(buckets)
 
 
 def test_an_hour_costs_its_price() -> None:
@@ -27,7 +28,7 @@ def test_an_hour_costs_its_price() -> None:
 
 def test_without_a_price_there_is_no_figure() -> None:
     meter = CostMeter(None, 0.0)
-    meter.go_on([{"round": 1, "reward": 0.5, "cost/spent": 9.0, "cost/groups": 9}])
+    meter.go_on({"round": 1, "reward": 0.5, "cost/spent": 9.0, "cost/groups": 9})
     assert meter.round(0.5, 8, 3600.0) == {}
 
 
@@ -53,34 +54,34 @@ def test_a_point_of_reward_costs_what_was_spent_over_the_gain() -> None:
 
 
 def test_the_gain_is_of_tenths_once_they_are_long_enough() -> None:
-    assert filled(*[0.0] * 19).gain() is None
-    assert filled(*[0.0] * 10, *[0.5] * 10).gain() == 0.5
-    assert filled(*[0.0] * 10, *[9.0] * 80, *[0.5] * 10).gain() == 0.5
+    assert gained(*[0.0] * 19) is None
+    assert gained(*[0.0] * 10, *[0.5] * 10) == 0.5
+    assert gained(*[0.0] * 10, *[9.0] * 80, *[0.5] * 10) == 0.5
     # 200 rounds: the first and the last twenty
-    assert filled(*[0.0] * 10, *[0.2] * 10, *[9.0] * 160, *[0.5] * 20).gain() == pytest.approx(0.4)
+    assert gained(*[0.0] * 10, *[0.2] * 10, *[9.0] * 160, *[0.5] * 20) == pytest.approx(0.4)
 
 
 def test_nothing_gained_is_no_gain() -> None:
-    assert filled(*[0.5] * 40).gain() is None
-    assert filled(*[0.5] * 20, *[0.25] * 20).gain() is None
+    assert gained(*[0.5] * 40) is None
+    assert gained(*[0.5] * 20, *[0.25] * 20) is None
 
 
 def test_a_gain_has_to_exceed_twice_its_standard_error() -> None:
     # ten of 0 and 1 in turn: mean 1/2, variance 10/36; so 2 * sqrt(2 * 10/36 / 10) = 0.471
     swinging = [0.0, 1.0] * 5
-    assert filled(*swinging, *[r + 0.48 for r in swinging]).gain() == pytest.approx(0.48)
-    assert filled(*swinging, *[r + 0.46 for r in swinging]).gain() is None
+    assert gained(*swinging, *[r + 0.48 for r in swinging]) == pytest.approx(0.48)
+    assert gained(*swinging, *[r + 0.46 for r in swinging]) is None
 
 
 def test_noise_alone_is_seldom_taken_for_a_gain() -> None:
     rng = random.Random(5)
-    found = sum(filled(*(rng.random() for _ in range(100))).gain() is not None for _ in range(500))
+    found = sum(gained(*(rng.random() for _ in range(100))) is not None for _ in range(500))
     assert 0 < found < 35  # of 500: 2.3 % in theory, a little more since variances are estimated of ten
 
 
 def test_rewards_that_are_missing_count_for_nothing() -> None:
     rewards = [0.0] * 10 + [0.5] * 10
-    assert filled(None, math.nan, *rewards, math.inf, None).gain() == filled(*rewards).gain() == 0.5
+    assert gained(None, math.nan, *rewards, math.inf, None) == gained(*rewards) == 0.5
 
 
 def run_rounds(path: Path, price: float | None, first: int, last: int) -> list[dict[str, Any]]:
@@ -88,7 +89,8 @@ def run_rounds(path: Path, price: float | None, first: int, last: int) -> list[d
     writer = MetricsWriter(path, print)
     writer.truncate_after(first - 1)
     meter = CostMeter(price, 1000.0)
-    meter.go_on(read_metrics(path))
+    for record in read_metrics(path):
+        meter.go_on(record)
     for number in range(first, last + 1):
         reward = 0.0 if number <= LEAST_ROUNDS else 1.0
         figures = meter.round(reward, 4, 1000.0 + 10.0 * (number - first + 1))

@@ -21,11 +21,11 @@ from starlette.testclient import TestClient
 
 from swarm_node.errors import UserError
 from swarm_node.guest import BOOTSTRAP
+from swarm_node.observability.curves import MAX_NAMES, POINTS, Curves
 from swarm_node.observability.dashboard import app as answering
 from swarm_node.observability.dashboard import gallery as finding
 from swarm_node.observability.dashboard import tail as tailing
 from swarm_node.observability.dashboard.app import HEADERS, STATIC, make_app
-from swarm_node.observability.dashboard.curves import MAX_NAMES, POINTS, Curves
 from swarm_node.observability.dashboard.gallery import SHOWN, Gallery, Told, news
 from swarm_node.observability.dashboard.serve import CONNECTIONS, LOCAL_NAMES, PORT, serve
 from swarm_node.observability.dashboard.tail import Tail
@@ -88,7 +88,7 @@ def test_what_the_run_itself_writes_is_followed(tmp_path: Path) -> None:
     for round in range(5):
         lines.append(metrics(round))
         assert [record["round"] for record in tail.read()[1]] == [round]
-    lines.keep_while(lambda record: record["round"] < 2)  # a resumed run cuts what comes after its snapshot
+    lines.cut_after(lambda record: record["round"] < 2)  # a resumed run cuts what comes after its snapshot
     lines.append(metrics(2, reward=0.5))
     void, records = tail.read()
     assert void

@@ -12,6 +12,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.evaluate import Evaluation, Held
 from swarm_node.evaluate import main as evaluation
+from swarm_node.observability.tally import Tally
 from swarm_node.report import Report, compared
 from swarm_node.run import run_local
 from swarm_node.rundir import RunDir
@@ -47,6 +48,16 @@ def test_a_run_in_two_starts_is_told_as_one(capsys: pytest.CaptureFixture[str]) 
     assert Path("run/plots/reward.png").exists()
 
 
+def test_a_round_that_a_crash_cost_is_in_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    first, _ = start(2, capsys)
+    with open("run/metrics.jsonl", "a") as file:  # recorded, but no snapshot of it was made
+        file.write('{"round": 3, "reward": 1e6, "step_time": 1e6, "num_tokens": 1}\n')
+    document, _ = start(3, capsys)
+    assert document["rounds_recorded"] == 3 and document["reward_last_tenth"] <= 1.0
+    assert first["seconds"] < document["seconds"] < 1e5
+    assert document["reward_first_tenth"] == first["reward_first_tenth"], "exactly, since the snapshot has the figures"
+
+
 def test_two_questions_are_too_few_to_hold_one_out_which_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     Path("q.jsonl").write_text("".join(f'{{"question": "{n}+1?", "answer": "{n + 1}"}}\n' for n in (1, 2)))
     rollouts = {"groups": 2, "group_size": 2, "max_new_tokens": 4}
@@ -61,9 +72,9 @@ def test_two_questions_are_too_few_to_hold_one_out_which_is_said_once(capsys: py
 
 def test_a_run_without_a_round_has_nothing_to_tell_and_no_picture(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    told = Report(RunDir(tmp_path), 0, Evaluation(), Evaluation(), 8)
+    told = Report(RunDir(tmp_path), Tally(), 0, Evaluation(), Evaluation(), 8)
     told.draw()
-    assert told.metrics == [] and not (tmp_path / "plots").exists()
+    assert told.figures.rounds_recorded == 0 and not (tmp_path / "plots").exists()
 
 
 def test_held_out_figures_are_compared_only_if_both_are_there_and_judged_only_if_by_question() -> None:

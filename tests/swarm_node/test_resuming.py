@@ -11,6 +11,7 @@ import pytest
 
 from swarm_node import run
 from swarm_node.config import NodeConfig, load_config
+from swarm_node.cost import CostMeter
 from swarm_node.errors import UserError
 from swarm_node.observability.metrics import read_metrics
 from swarm_node.own import OwnSettings
@@ -114,7 +115,8 @@ def test_a_state_that_could_not_be_written_is_written_again(tmp_path: Path) -> N
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, averager=None, tasks=SimpleNamespace(names=[]))
     own = OwnSettings(RunDir(tmp_path), NodeConfig(), NodeConfig(), said.append)
-    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, said.append, None, own)
+    cost = CostMeter(None, 0.0)
+    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, said.append, None, own, cost)
     folder.write_text("a file, not a folder")
     state.save()
     store.wait()

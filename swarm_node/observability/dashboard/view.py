@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from swarm_node.observability.dashboard.curves import MAX_NAMES, Curves
+from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.rundir import RunDir
 

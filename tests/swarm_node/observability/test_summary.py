@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from swarm_node.observability import summary as summaries
 from swarm_node.observability.summary import (
     INDENT,
     MAX_DRAWN,
@@ -18,12 +19,12 @@ from swarm_node.observability.summary import (
     HeldOut,
     Stages,
     Swarm,
-    figures,
     interval,
     next_steps,
     summary,
     whereabouts,
 )
+from swarm_node.observability.tally import tallied
 
 HELD = HeldOut(questions=128, samples=8, pass_1=(0.199, 0.355), pass_k=(0.578, 0.395), interval=(0.112, 0.201))
 
@@ -35,6 +36,10 @@ def rounds(rewards: list[float], **columns: list[Any]) -> list[dict[str, Any]]:
         more = {name.replace("__", "/"): values[i] for name, values in columns.items() if values[i] is not None}
         records.append({"round": i + 1, "reward": reward, "step_time": 0.5, "num_tokens": 1000 * (i + 1), **more})
     return records
+
+
+def figures(records: list[dict[str, Any]], **more: Any) -> Figures:
+    return summaries.figures(tallied(records), **more)
 
 
 def test_a_silo() -> None:

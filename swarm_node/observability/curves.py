@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from swarm_node.observability.thinning import rounds_of
+
 POINTS = 1024
 """Rows at most, and at least half as many once there have been that many rounds."""
 MAX_NAMES = 256
 DIGITS = 6
 LARGEST = 1e290
 """Of which many can be added up."""
+MOST_ROUNDS = 2**40
+"""Of one line: more are no number of rounds."""
 
 
 class Curves:
@@ -41,15 +45,20 @@ class Curves:
         return list(self._columns)
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Rounds in their order, as in metrics.jsonl; what is no number is left out."""
+        """Rounds in their order, as in metrics.jsonl; what is no number is left out. A record may stand for several
+        rounds (`rounds`), which go into one row."""
         self._widen(records)
+        rounds = np.array([_rounds(record) for record in records], dtype=np.int64)
         values = np.full((len(records), len(self._columns)), np.nan)
         for name, column in self._columns.items():
             values[:, column] = _numbers([record.get(name) for record in records])
         while len(values):
-            taken = values[: POINTS * self.per_row - self.rounds]
-            self._fold(taken)
-            values = values[len(taken) :]
+            fitting = int(np.searchsorted(np.cumsum(rounds), POINTS * self.per_row - self.rounds, side="right"))
+            if not fitting or rounds[:fitting].max() > self.per_row:
+                self._merge()
+                continue
+            self._fold(values[:fitting], rounds[:fitting])
+            values, rounds = values[fitting:], rounds[fitting:]
             if self.rounds == POINTS * self.per_row:
                 self._merge()
 
@@ -89,7 +98,7 @@ class Curves:
 
     def _widen(self, records: Sequence[Mapping[str, Any]]) -> None:
         """A column for each name that is new."""
-        new = sorted(set().union(*records) - self._columns.keys())
+        new = sorted(set().union(*records) - self._columns.keys() - {"rounds"})
         new = [name for name in new if any(_number(record.get(name)) is not None for record in records)]
         fitting = new[: MAX_NAMES - len(self._columns)]
         self._alien.update(new[len(fitting) :][: MAX_NAMES - len(self._alien)])
@@ -100,19 +109,19 @@ class Curves:
         self._least = np.pad(self._least, wider, constant_values=np.inf)
         self._most = np.pad(self._most, wider, constant_values=-np.inf)
 
-    def _fold(self, values: np.ndarray) -> None:
-        """Add rounds [n, names] (NaN: not measured) that still fit."""
+    def _fold(self, values: np.ndarray, rounds: np.ndarray) -> None:
+        """Add lines [n, names] (NaN: not measured) of so many rounds [n] each, which still fit."""
         values[np.abs(values) > LARGEST] = np.nan
-        row = (self.rounds + np.arange(len(values))) // self.per_row
+        row = (self.rounds + np.cumsum(rounds) - rounds) // self.per_row
         starts = np.flatnonzero(np.diff(row, prepend=-1))
-        rows, measured = row[starts], ~np.isnan(values)
-        self._sums[rows] += np.add.reduceat(np.where(measured, values, 0.0), starts)
-        self._counts[rows] += np.add.reduceat(measured.astype(float), starts)
+        rows, measured, weights = row[starts], ~np.isnan(values), rounds[:, None].astype(float)
+        self._sums[rows] += np.add.reduceat(np.where(measured, values * weights, 0.0), starts)
+        self._counts[rows] += np.add.reduceat(measured * weights, starts)
         least = np.minimum.reduceat(np.where(measured, values, np.inf), starts)
         most = np.maximum.reduceat(np.where(measured, values, -np.inf), starts)
         self._least[rows] = np.minimum(self._least[rows], least)
         self._most[rows] = np.maximum(self._most[rows], most)
-        self.rounds += len(values)
+        self.rounds += int(rounds.sum())
 
     def _merge(self) -> None:
         half = POINTS // 2
@@ -123,6 +132,11 @@ class Curves:
         self._sums[half:] = self._counts[half:] = 0.0
         self._least[half:], self._most[half:] = np.inf, -np.inf
         self.per_row *= 2
+
+
+def _rounds(record: Mapping[str, Any]) -> int:
+    n = rounds_of(record)
+    return n if isinstance(n, int) and 1 <= n <= MOST_ROUNDS else 1
 
 
 def _numbers(values: list[Any]) -> list[float | None]:

@@ -1,0 +1,128 @@
+"""Running figures of a run: what its summary says of all rounds, in a few kilobytes that a snapshot keeps.
+
+    record of each round --add--> Tally --state--> state.json of a snapshot --restored--> Tally
+
+Totals of the swarm begin at 0 in each start: where one falls, a start began, and what was counted before is kept (as
+`increase` of Prometheus does).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from swarm_node.observability.thinning import rounds_of
+
+BUCKETS = 512
+"""Most parts that rewards are kept in: a tenth of the rounds is then 25 of them at least, and 10 kB hold all."""
+
+COUNTED = ("swarm/", "averaging/", "stages/")
+"""Beginnings of the names of totals."""
+
+
+class Buckets(msgspec.Struct):
+    """Numbers in their order, as sums over parts of equally many. When all parts are full, they are merged two by two:
+    no number is lost, and means of the first and the last ones are exact to within a part."""
+
+    count: int = 0
+    each: int = 1
+    """Numbers in a part; the last one may have fewer."""
+    sums: list[float] = []
+    squares: list[float] = []
+
+    def add(self, value: float | None, times: int = 1) -> None:
+        """One that is missing or not finite counts for nothing."""
+        if value is None or not math.isfinite(value):
+            return
+        while times:
+            if self.count == len(self.sums) * self.each:
+                if len(self.sums) == BUCKETS:
+                    self._merge()
+                self.sums.append(0.0)
+                self.squares.append(0.0)
+            fitting = min(times, len(self.sums) * self.each - self.count)
+            self.sums[-1] += fitting * value
+            self.squares[-1] += fitting * value * value
+            self.count += fitting
+            times -= fitting
+
+    def first(self, k: int) -> tuple[float, float]:
+        """(mean, sample variance) of the first `k` numbers."""
+        whole, part = divmod(k, self.each)
+        return _moments(k, *(sum(parts[:whole]) + self._share(parts, whole, part) for parts in self._both))
+
+    def last(self, k: int) -> tuple[float, float]:
+        """Of the last `k` numbers."""
+        whole, part = divmod(self.count - k, self.each)
+        return _moments(k, *(sum(parts[whole:]) - self._share(parts, whole, part) for parts in self._both))
+
+    @property
+    def _both(self) -> tuple[list[float], list[float]]:
+        return self.sums, self.squares
+
+    def _share(self, parts: list[float], at: int, numbers: int) -> float:
+        """What `numbers` of part `at` have of its sum, as if all were alike."""
+        return parts[at] * numbers / min(self.each, self.count - at * self.each) if numbers else 0.0
+
+    def _merge(self) -> None:
+        self.sums = [a + b for a, b in zip(self.sums[::2], self.sums[1::2], strict=True)]
+        self.squares = [a + b for a, b in zip(self.squares[::2], self.squares[1::2], strict=True)]
+        self.each *= 2
+
+
+def _moments(k: int, total: float, squares: float) -> tuple[float, float]:
+    mean = total / k
+    return mean, max(0.0, (squares - k * mean * mean) / max(1, k - 1))
+
+
+class Tally(msgspec.Struct):
+    """Of the rounds up to `round`."""
+
+    round: int = 0
+    """The last one."""
+    rounds: int = 0
+    """How many were recorded: a crew's lead has only those that it led."""
+    seconds: float = 0.0
+    own: float = 0.0
+    """Groups trained on, own ones and others' (times that one was trained on)."""
+    used: float = 0.0
+    num_tokens: float = 0.0
+    rewards: Buckets = msgspec.field(default_factory=Buckets)
+    totals: dict[str, float] = {}
+    """Of the swarm, averaging and stages, over all starts."""
+    seen: dict[str, float] = {}
+    """The same in the last round."""
+    cost: dict[str, float] = {}
+    """`cost/*` of the last round."""
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """A record of metrics.jsonl, which may stand for several rounds."""
+        n = rounds_of(record)
+        self.round = record["round"]
+        self.rounds += n
+        self.seconds += n * (record.get("step_time") or 0.0)
+        self.own += n * (record.get("swarm/groups_own") or 0.0)
+        self.used += n * (record.get("swarm/groups_used") or 0.0)
+        self.num_tokens = record.get("num_tokens") or 0
+        self.rewards.add(record.get("reward"), n)
+        self.cost = {name: value for name, value in record.items() if name.startswith("cost/") and value is not None}
+        now = {
+            name: value
+            for name, value in record.items()
+            if name.startswith(COUNTED) and isinstance(value, int | float) and math.isfinite(value)
+        }
+        for name, value in now.items():
+            before = self.seen.get(name, 0.0)
+            self.totals[name] = self.totals.get(name, 0.0) + (value - before if value >= before else value)
+        self.seen = now
+
+
+def tallied(records: Iterable[Mapping[str, Any]]) -> Tally:
+    """Of `records` in their order."""
+    tally = Tally()
+    for record in records:
+        tally.add(record)
+    return tally

@@ -1,0 +1,113 @@
+"""How metrics.jsonl stays small: the newest rounds keep a line each, older ones share lines, the older the more.
+
+    oldest                                                                        newest
+    | … | at most LEVEL lines of 4 rounds | at most LEVEL lines of 2 rounds | WHOLE to WHOLE + EACH lines of 1 round |
+
+Lines of n rounds become lines of 2 n rounds, two neighbours at a time, oldest first. So the number of lines grows with
+the logarithm of the number of rounds: 3 million rounds leave about 6,000 lines. A line of several rounds says so in
+`rounds`. Its other numbers are means over its rounds, weighted by them, but for what `has_last_value` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarm_node.observability.jsonl import encode, not_a_record, parsed, whole_lines
+from swarm_node.observability.metrics_reference import has_last_value
+
+WHOLE = 2048
+"""Newest rounds that keep a line each: all of most runs, and a plot of 700 columns needs no more."""
+EACH = 1024
+"""Rounds between two thinnings: each writes the whole file again, some 8 MB, so it must be rare."""
+LEVEL = 512
+"""Most lines of equally many rounds, from 2 on; LEVEL / 2 stay. So no line stands for more than a 500th of the run,
+which is as fine as a plot of it can show."""
+
+
+class _Line(msgspec.Struct):
+    """Of all that a line holds."""
+
+    rounds: int = 1
+
+
+def rounds_of(record: Mapping[str, Any]) -> int:
+    """The rounds that a line of metrics.jsonl stands for."""
+    return record.get("rounds", 1)
+
+
+def line_rounds(path: Path) -> list[int]:
+    """The rounds that each line stands for, in their order. Raises UserError if a line is not a record."""
+    rounds = []
+    for number, line in enumerate(whole_lines(path), 1):
+        try:
+            rounds.append(max(1, msgspec.json.decode(line, type=_Line).rounds))
+        except (ValueError, RecursionError) as error:
+            raise not_a_record(path, number) from error
+    return rounds
+
+
+def plan(rounds: Sequence[int]) -> list[int]:
+    """How many neighbouring lines become one, for each line that is left; `rounds` are those of each line now."""
+    groups = [(n, 1) for n in rounds]
+    size = 1
+    while surplus := _surplus(groups, size):
+        groups = _paired(groups, size, surplus)
+        size *= 2
+    return [lines for _, lines in groups]
+
+
+def thinned(path: Path, groups: Sequence[int]) -> Iterator[bytes]:
+    """The lines of the file at `path`, `groups` of neighbours merged into one. Lines beyond the groups stay."""
+    lines = enumerate(whole_lines(path), 1)
+    for size in groups:
+        taken = list(islice(lines, size))
+        yield taken[0][1] if size == 1 else encode(merged([parsed(line, path, number) for number, line in taken]))
+    yield from (line for _, line in lines)
+
+
+def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One record in the place of several successive ones."""
+    last = records[-1]
+    one = dict(last)
+    for name in dict.fromkeys(name for record in records for name in record):
+        if has_last_value(name):
+            continue
+        measured = [(rounds_of(r), r[name]) for r in records if _is_number(r.get(name))]
+        if measured:
+            one[name] = sum(n * value for n, value in measured) / sum(n for n, _ in measured)
+        elif name not in last:
+            one[name] = next(r[name] for r in reversed(records) if name in r)
+    return one | {"rounds": sum(map(rounds_of, records))}
+
+
+def _surplus(groups: Sequence[tuple[int, int]], size: int) -> int:
+    """How many groups of `size` rounds are to be merged: an even number."""
+    there = sum(size <= n < 2 * size for n, _ in groups)
+    most, stay = (WHOLE + EACH - 1, WHOLE) if size == 1 else (LEVEL, LEVEL // 2)
+    return (there - stay) // 2 * 2 if there > most else 0
+
+
+def _paired(groups: Sequence[tuple[int, int]], size: int, surplus: int) -> list[tuple[int, int]]:
+    """The oldest `surplus` groups of `size` rounds, merged two by two."""
+    left: list[tuple[int, int]] = []
+    waiting = False  # the last group of `left` is to be merged with the next one
+    for n, lines in groups:
+        fits = surplus > 0 and size <= n < 2 * size
+        if waiting and fits:
+            before = left.pop()
+            left.append((before[0] + n, before[1] + lines))
+            surplus -= 2
+            waiting = False
+            continue
+        left.append((n, lines))
+        waiting = fits
+    return left
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
