@@ -373,25 +373,24 @@ async def what_a_handler_cannot_send_is_forgotten() -> None:
         await until(lambda: not control._handler_tasks)
 
 
-async def an_answer_that_comes_too_late_ends_no_others() -> None:
-    """A call that was given up in the very moment in which its answer comes."""
+async def an_answer_to_a_call_given_up_ends_no_others() -> None:
+    """The answer comes after the call was given up, and before its end was noted."""
     async with started("one", "two") as (one, two):
         control = one.plane._daemon._client.control
-        given_up: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        given_up.cancel()
-        to, request = PeerID.from_base58(two.id), dht_pb2.PingRequest()
-        real = control._pending_messages.put
+        to, request, real = PeerID.from_base58(two.id), dht_pb2.PingRequest(), control._pending_messages.put
 
-        async def put(message: Any) -> None:
+        async def give_up(message: Any) -> None:
             await real(message)
             if message.HasField("callUnary"):
-                control._pending_calls[uuid.UUID(bytes=message.callId)] = given_up
+                control._pending_calls[uuid.UUID(bytes=message.callId)].cancel()
 
-        control._pending_messages.put = put
-        late = asyncio.create_task(call(one.plane._daemon, to, "rpc_ping", request, dht_pb2.PingResponse, 2.0))
-        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-            await late
-        del control._pending_messages.put
+        async def note_later(call_id: Any) -> None:
+            await asyncio.sleep(1.0)
+
+        control._pending_messages.put, control._cancel_unary_call = give_up, note_later
+        late = asyncio.create_task(call(one.plane._daemon, to, "rpc_ping", request, dht_pb2.PingResponse))
+        await asyncio.wait({late})
+        del control._pending_messages.put, control._cancel_unary_call
         answer = await call(one.plane._daemon, to, "rpc_ping", request, dht_pb2.PingResponse, 20.0)
         assert answer.peer.node_id
 
