@@ -305,7 +305,7 @@ async def hostile_answers_end_no_lookup() -> None:
             assert peer.asked["find"] > before, name
             assert time.monotonic() - began < 20.0, name
         refused = one.plane.refusals.by_peer()[peer.id]
-        assert refused.keys() >= {"schema", "size", "node_id"}, refused
+        assert refused.keys() >= {"schema", "signature", "node_id"}, refused
         peer.answer = answers["250 extensions 0x40"]
         assert await two.names() == {"one", "two"}
 
