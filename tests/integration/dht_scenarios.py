@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import heapq
 import math
 import os
@@ -26,7 +27,7 @@ from plane_scenarios import EVERYWHERE, SWARM, TTL_S, Node, main, same, started,
 
 from benchmarks.attacks.hostile import EXT_DICTIONARY, EXT_TUPLE, call, dht_peer, memory_mib, nested_ext
 from protocol.codec import seal_card
-from protocol.errors import RemoteProtocolError
+from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.limits import MAX_CARD_BYTES
 from protocol.messages import PeerCard
@@ -179,6 +180,18 @@ SHAPES |= {
 }
 
 
+GARBAGE = [
+    b"",
+    b"\xff" * 1000,
+    b"\x0b" * 100_000,  # groups inside groups
+    b"\x0a\x80" * 50_000,
+    b"\x12\xff\xff\xff\xff\x07",  # a length that lies
+    b"\x0a\x06\x0a\x04\x0a\x02\x0a\x00" * 10_000,
+    bytes(range(256)) * 100,
+]
+"""Bytes that are no protobuf, or none of these messages."""
+
+
 class Evil:
     """A DHT server that answers finds with whatever `value` is at the moment, and takes all cards."""
 
@@ -222,6 +235,10 @@ async def evil(identity: str | None = None) -> AsyncIterator[Evil]:
         yield one
 
 
+async def _says(data: bytes, request: bytes, peer: PeerID) -> bytes:
+    return data
+
+
 def _store(*items: tuple[bytes, bytes, bytes], expiration: float | None = None) -> Any:
     keys, subkeys, values = zip(*items, strict=True)
     until = time.time() + TTL_S / 2 if expiration is None else expiration
@@ -263,6 +280,11 @@ async def hostile_stores_end_nothing() -> None:
         for name, request in requests.items():
             refused = call(peer.p2p, to, "rpc_store", request, dht_pb2.StoreResponse)
             assert await _is_refused(refused), name
+        for data in GARBAGE:
+            for method in ("ping", "store", "find"):
+                raw = peer.p2p._client.call_unary_handler(to, f"DHTProtocol.rpc_{method}", data)
+                with contextlib.suppress(P2PHandlerError):
+                    await asyncio.wait_for(raw, 20.0)
         assert await one.names() == {"one"} and len(one.plane._storage) == 1
         assert one.plane.refusals.by_peer().keys() == {peer.id}
         assert one.plane.refusals.by_peer()[peer.id].keys() >= {"schema", "store", "peer", "size", "key"}
@@ -306,6 +328,15 @@ async def hostile_answers_end_no_lookup() -> None:
             assert time.monotonic() - began < 20.0, name
         refused = one.plane.refusals.by_peer()[peer.id]
         assert refused.keys() >= {"schema", "signature", "node_id"}, refused
+        handlers = peer.p2p._client.control.unary_handlers
+        honest = dict(handlers)
+        for data in GARBAGE:
+            for name in handlers:
+                handlers[name] = functools.partial(_says, data)
+            with contextlib.suppress(PeerUnreachable):
+                await one.plane.connect(peer.id, [peer.address])
+            assert await one.names() == {"one", "two"}, data[:20]
+        handlers.update(honest)
         peer.answer = answers["250 extensions 0x40"]
         assert await two.names() == {"one", "two"}
 
