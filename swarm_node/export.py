@@ -71,6 +71,11 @@ def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
     return [*task_tables(manifest, files)]
 
 
+def _chosen(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
+    """Of `tasks_of` those that a member has chosen, if it has."""
+    return config.tasks if config.swarm and config.tasks else tasks_of(run, config)
+
+
 def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], None] = print) -> Path:
     """Write the policy of a run to `out` in Hugging Face layout (an adapter alone, if one was trained). Several paths
     are run directories of one crew."""
@@ -87,14 +92,14 @@ def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], N
         is_lora = staged.plan.lora
         with os_errors_explained(out):
             save_staged(staged, out)
-            config, tokenizer = staged.config, load_tokenizer(staged.config.policy)
-            write_asking(out, tokenizer, config, tasks_of(runs[0], config), is_lora)
+            config, tokenizer = as_trained(staged.config, None), load_tokenizer(staged.config.policy)
+            write_asking(out, tokenizer, config, _chosen(runs[0], config), is_lora)
     else:
         policy, config = policy_of_run(runs[0].path, report, samples=False)
         is_lora = policy.is_lora
         with os_errors_explained(out):
             policy.save(out)
-            write_asking(out, policy.tokenizer, config, tasks_of(runs[0], config), is_lora)
+            write_asking(out, policy.tokenizer, config, _chosen(runs[0], config), is_lora)
     report(f"exported to {out}; load it with {loaded_with(out, is_lora)}")
     return out
 
