@@ -32,7 +32,7 @@ class MetricsConfig(Section):
 
     keep: Literal["thinned", "all"] = "thinned"
     """Lines of metrics.jsonl: `thinned` = the newest 2,048 rounds have one each and older ones share lines, so that the
-    file stays below some 10 MB; `all` = each round has its own, and the file grows with the run (docs/dashboard.md)."""
+    file stays below some 15 MB; `all` = each round has its own, and the file grows with the run (docs/dashboard.md)."""
 
 
 class SpotConfig(Section):
