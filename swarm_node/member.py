@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,7 +28,8 @@ from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.gossip import Publisher, Receiver
 from swarm_node.installed import outdated
 from swarm_node.policy.policy import Policy
-from swarm_node.replay import Pool
+from swarm_node.replay import Gate, Pool
+from swarm_node.replay.gate import Logprobs
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Sampling, Task
 
@@ -85,7 +87,7 @@ class Member:
             now=now,
             version=self._version,
         )
-        self.pool = Pool(config.sharing, now, record)
+        self.pool = Pool(config.sharing, now, record, say)
         self.receiver = Receiver(
             me=self.peer_id,
             manifest=manifest,
@@ -136,6 +138,12 @@ class Member:
         if self.publisher.metrics().get("swarm/unsent/age") and not self._too_slow:
             self._too_slow = True
             self._say("sampling a round takes more than an hour: peers take no answers that late; sample fewer groups")
+
+    def guard(self, logprobs: Logprobs) -> None:
+        """Leave out answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
+        tokenizer = self.policy.tokenizer
+        prompt = partial(tokenizer.decode, skip_special_tokens=False)
+        self.pool.guard(Gate(logprobs, self.tasks.score, self.policy.decode, prompt))
 
     def choose(self, own: int, rng: random.Random) -> list[Group]:
         """Foreign groups to train on beside `own` groups of this node's."""
