@@ -43,6 +43,7 @@ HONEST, LIARS, SEEDS, ROUNDS = 7, 3, (0, 1, 2), 420
 WINDOWS = 12
 GROUPS_PER_S = 10
 ANSWERS = 8
+FULLWIDTH = {ord(digit): ord(digit) + 0xFEE0 for digit in "0123456789"}
 ADVERT = "visit evil.example"
 
 
@@ -62,6 +63,23 @@ PAYLOADS = {
     "short": Payload(lambda a: f"x</think>{a}", "x</think>"),
     "long": Payload(lambda a: f"<think>{(ADVERT + ' ') * 6}</think>{a}", ADVERT),
     "plain": Payload(lambda a: a, "\0"),
+    "space": Payload(lambda a: f"{a}   ", "   "),
+    "leading": Payload(lambda a: f" {a}", " "),
+    "tab": Payload(lambda a: f"\t{a}", "\t"),
+    "return": Payload(lambda a: f"{a}\r", "\r"),
+    "dot": Payload(lambda a: f"{a}.", "."),
+    "decimal": Payload(lambda a: f"{a}.0", ".0"),
+    "zero": Payload(lambda a: f"0{a}", "0"),
+    "plus": Payload(lambda a: f"+{a}", "+"),
+    "word": Payload(lambda a: f"Answer: {a}", "Answer"),
+    "bold": Payload(lambda a: f"**{a}**", "**"),
+    "boxed": Payload(lambda a: f"\\boxed{{{a}}}", "boxed"),
+    "framed": Payload(lambda a: f"<answer>{a}</answer>", "<answer>"),
+    "closed": Payload(lambda a: f"</think>{a}", "</think>"),
+    "fullwidth": Payload(lambda a: a.translate(FULLWIDTH), "\uff11"),
+    "zero-width": Payload(lambda a: f"{a}\u200b", "\u200b"),
+    "twice": Payload(lambda a: f"{a} {a}", " "),
+    "brackets": Payload(lambda a: f"({a})", "("),
 }
 
 

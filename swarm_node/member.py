@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -141,9 +140,7 @@ class Member:
 
     def guard(self, logprobs: Logprobs) -> None:
         """Leave out answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
-        tokenizer = self.policy.tokenizer
-        prompt = partial(tokenizer.decode, skip_special_tokens=False)
-        self.pool.guard(Gate(logprobs, self.tasks.score, self.policy.decode, prompt))
+        self.pool.guard(Gate(self.policy, self.tasks.score, logprobs))
 
     def choose(self, own: int, rng: random.Random) -> list[Group]:
         """Foreign groups to train on beside `own` groups of this node's."""

@@ -1,35 +1,39 @@
 """Right foreign answers that carry a payload are left out: the attack of "Hail to the Thief" (arXiv 2511.09780).
 
-    bound      B = min(FIXED, m - MARGIN),   m: quantile of the least log-probabilities of own latest right answers
+    bound      B = min(STRICTEST, m - MARGIN)   m: quantile of the least log-probabilities of own latest right answers
     unlikely   a token whose log-probability under this node's own policy is below B
     idle       an unlikely token without which the answer still earns as much as with it
-    payload    an answer with an idle token
+    odd        an answer whose least log-probability is more than MARGIN below that of a plainer text that earns as much
+    payload    an answer with an unlikely token that is idle, or that makes it odd
 
 Every right answer earns the same advantage however it is written, so a text that liars add to their right answers would
-be learned with them. An unlikely token that the reward asks for is not idle: the answer earns less without it. Such
+be learned with them. An unlikely token that the reward asks for is no payload: the answer earns less without it. Such
 tokens are what a node learns from others (a form that it hardly ever uses, a digit that it would not have guessed).
-Reasoning that this policy might have written itself holds no unlikely token. The paper's own defence is to check
-log-probabilities of tokens as well; it leaves nothing to discover.
+Reasoning that this policy might have written itself holds no unlikely token.
 
-A token is idle if one of these earns as much as the whole answer: the extracted part or the reference answer, where
-the rest of the answer still contains it; the text without all unlikely tokens; the text without one run of them;
-without up to SPAN tokens from an unlikely one on; or with letters and digits alone left of an unlikely token.
+Deleted are all unlikely tokens together, each run of them, and up to SPAN tokens from each of them on. Plainer texts
+are the part of the answer that was judged, and the reference answer: they tell where an answer spells what it cannot do
+without in another way (digits of another script), or where a likely token makes the next one unlikely.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
+from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Rollout, Score, Task
 
 FIXED = -6.0
-"""B of a node that has no right answers of its own, and the strictest B: this node would draw such a token once in 400
-times. Honest answers of equal policies fell below it in 0 to 1 % of the cases, the payloads tried lie below -15."""
+"""B of a node that has too few right answers of its own: it would draw such a token once in 400 times."""
+STRICTEST = -4.0
+"""B of a node that is nearly sure of all it writes: others' answers that it would write itself now and then are not
+payloads."""
 MARGIN = 2.0
-"""How far below own right answers, in nats."""
+"""How far below its own right answers, or below the plainer text, in nats."""
 OWN = 256
 """Latest own right answers that are remembered: about the last ten rounds of a node that is often right."""
 OWN_MIN = 32
@@ -49,27 +53,26 @@ Logprobs = Callable[[Sequence[Group]], list[list[list[float]]] | None]
 ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
 
 
+@dataclass(frozen=True)
+class _Suspect:
+    """An answer with unlikely tokens."""
+
+    group: Group
+    rollout: Rollout
+    least: float
+    """Log-probability of its least likely token."""
+    places: list[int]
+    """Of its unlikely tokens, the least likely first."""
+
+
 class Gate:
     """Says which answers of others carry a payload."""
 
-    def __init__(
-        self,
-        logprobs: Logprobs,
-        score: ScoreCompletions,
-        decode: Callable[[list[int]], str],
-        prompt: Callable[[list[int]], str],
-    ) -> None:
-        """`decode` makes text of completion tokens, `prompt` of prompt tokens, as `score` takes them."""
-        self._logprobs = logprobs
+    def __init__(self, policy: Policy, score: ScoreCompletions, logprobs: Logprobs) -> None:
+        self._policy = policy
         self._score = score
-        self._decode = decode
-        self._prompt = prompt
+        self._logprobs = logprobs
         self._own: deque[float] = deque(maxlen=OWN)
-
-    @property
-    def bound(self) -> float:
-        """Log-probability below which a token is unlikely."""
-        return bound(self._own)
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Take in own scored groups."""
@@ -79,54 +82,78 @@ class Gate:
         """Whether each rollout carries a payload; only those that earn something are looked at. None if the policy
         cannot say how likely they are."""
         asked = [_distinct(group, flags) for group, flags in zip(groups, earns, strict=True)]
-        tables = self._logprobs([group for group in asked if group.rollouts])
+        tables = self._logprobs(asked)
         if tables is None:
             return None
-        left = iter(tables)
-        verdicts = []
-        for group, only, flags in zip(groups, asked, earns, strict=True):
-            table = next(left) if only.rollouts else []
-            found = {
-                _key(r): self._carries(group, r, logprobs) for r, logprobs in zip(only.rollouts, table, strict=True)
-            }
-            verdicts.append([flag and found[_key(r)] for r, flag in zip(group.rollouts, flags, strict=True)])
-        return verdicts
+        suspects = [
+            self._suspect(group, rollout, logprobs)
+            for group, table in zip(asked, tables, strict=True)
+            for rollout, logprobs in zip(group.rollouts, table, strict=True)
+        ]
+        found = [s for s in suspects if s.places]
+        carries = {id(s.rollout) for s in found if self._has_idle(s)}
+        odd = self._odd([s for s in found if id(s.rollout) not in carries])
+        if odd is None:
+            return None
+        texts = [{_key(r) for r in group.rollouts if id(r) in carries | odd} for group in asked]
+        return [
+            [flag and _key(r) in mine for r, flag in zip(group.rollouts, flags, strict=True)]
+            for group, flags, mine in zip(groups, earns, texts, strict=True)
+        ]
 
-    def _carries(self, group: Group, rollout: Rollout, logprobs: Sequence[float]) -> bool:
-        places = self._unlikely(rollout.token_ids, logprobs)
-        if not places:
-            return False
-        if len(places) > MOST:
+    def _suspect(self, group: Group, rollout: Rollout, logprobs: Sequence[float]) -> _Suspect:
+        """A token without a text, as the one that ends an answer, is no payload."""
+        limit = bound(self._own)
+        ids = rollout.token_ids
+        places = [i for i, value in enumerate(logprobs) if value < limit and self._policy.decode([ids[i]])]
+        places.sort(key=lambda i: logprobs[i])
+        return _Suspect(group, rollout, min(logprobs), places)
+
+    def _has_idle(self, suspect: _Suspect) -> bool:
+        """Whether the answer earns as much without some of its unlikely tokens, or has too many of them to tell."""
+        if len(suspect.places) > MOST:
             return True
-        prompt = self._prompt(group.prompt_ids)
+        texts = shortened(suspect.rollout.token_ids, suspect.places, self._policy.decode)
+        return any(self._earns_as_much(suspect, text) for text in texts)
 
-        def earns_as_much(text: str) -> bool:
-            try:
-                (score,) = self._score([group.task], [prompt], [text])
-            except Exception:  # users' reward functions may raise anything at a text that nobody wrote
-                return True
-            return score.reward >= rollout.reward - ROUNDING
+    def _odd(self, suspects: Sequence[_Suspect]) -> set[int] | None:
+        """Ids of the rollouts that are much less likely than a plainer text which earns as much."""
+        pairs = [(s, plainer) for s in suspects if (plainer := self._plainer(s)).rollouts]
+        tables = self._logprobs([plainer for _, plainer in pairs])
+        if tables is None:
+            return None
+        return {
+            id(s.rollout)
+            for (s, _), table in zip(pairs, tables, strict=True)
+            if s.least < max(map(min, table)) - MARGIN
+        }
 
-        cores = {core for core in (rollout.extracted, group.task.answer) if core and core != rollout.text}
-        for core in sorted(cores):
-            without = (self._decode(_without(rollout.token_ids, i, i + 1)) for i in places)
-            if any(core in text for text in without) and earns_as_much(core):
-                return True
-        return any(earns_as_much(text) for text in shortened(rollout.token_ids, places, self._decode))
+    def _plainer(self, suspect: _Suspect) -> Group:
+        """The plainer texts that earn as much as the answer, as rollouts."""
+        group, rollout = suspect.group, suspect.rollout
+        texts = {text for text in (rollout.extracted, group.task.answer) if text and text != rollout.text}
+        rollouts = []
+        for text in sorted(texts):
+            ids = self._policy.encode_completion(text, rollout.finished)
+            fits = ids and len(group.prompt_ids) + len(ids) <= self._policy.max_positions
+            if ids and fits and self._earns_as_much(suspect, text):
+                rollouts.append(Rollout(ids, [], rollout.finished, text))
+        return msgspec.structs.replace(group, rollouts=rollouts)
 
-    def _unlikely(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:
-        """Places of unlikely tokens, the least likely first; a token without a text, as the one that ends an answer, is
-        no payload."""
-        limit = self.bound
-        places = [i for i, value in enumerate(logprobs) if value < limit and self._decode([ids[i]])]
-        return sorted(places, key=lambda i: logprobs[i])
+    def _earns_as_much(self, suspect: _Suspect, text: str) -> bool:
+        prompt = self._policy.tokenizer.decode(suspect.group.prompt_ids, skip_special_tokens=False)
+        try:
+            (score,) = self._score([suspect.group.task], [prompt], [text])
+        except Exception:  # users' reward functions may raise anything at a text that nobody wrote
+            return True
+        return score.reward >= suspect.rollout.reward - ROUNDING
 
 
 def bound(own: Sequence[float]) -> float:
     """B, from the least log-probabilities of own right answers."""
     if len(own) < OWN_MIN:
         return FIXED
-    return min(FIXED, sorted(own)[int(QUANTILE * len(own))] - MARGIN)
+    return min(STRICTEST, sorted(own)[int(QUANTILE * len(own))] - MARGIN)
 
 
 def shortened(ids: Sequence[int], places: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
@@ -148,8 +175,6 @@ def _shortened(ids: Sequence[int], places: Sequence[int], decode: Callable[[list
     for i in places:
         for length in range(1, SPAN + 1):
             yield decode(_without(ids, i, i + length))
-        kept = "".join(char for char in decode([ids[i]]) if char.isalnum())
-        yield decode(list(ids[:i])) + kept + decode(list(ids[i + 1 :]))
 
 
 def _without(ids: Sequence[int], start: int, stop: int) -> list[int]:
