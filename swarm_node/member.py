@@ -35,7 +35,7 @@ from swarm_node.types import Group, Sampling, Task
 MAX_SHOWN = 500
 """Peers in a status; those of whom most was admitted."""
 SENT = ("swarm/groups_sent", "swarm/bytes_sent", "swarm/unsent/")
-RECEIVED = ("swarm/groups_received", "swarm/groups_admitted", "swarm/rejected/")
+RECEIVED = ("swarm/groups_received", "swarm/groups_admitted", "swarm/rejected/", "swarm/payloads")
 
 
 class Member:
@@ -230,6 +230,9 @@ class Member:
         whichever."""
         members = self.transport.members()
         counts = self.receiver.by_peer()
+        for peer, n in self.pool.refused_by_peer().items():
+            if peer in counts:
+                counts[peer]["rejected"]["payload"] = n
         named = {peer: name for peer in counts if (name := self._names.get(peer))}
         self._names = named | {peer: card.name for peer, card in members.items()}
         used = self.pool.used_by_peer()

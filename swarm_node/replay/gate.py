@@ -12,8 +12,9 @@ tokens are what a node learns from others (a form that it hardly ever uses, a di
 Reasoning that this policy might have written itself holds no unlikely token.
 
 Deleted are all unlikely tokens together, each run of them, and up to SPAN tokens from each of them on. Plainer texts
-are the part of the answer that was judged, and the reference answer: they tell where an answer spells what it cannot do
-without in another way (digits of another script), or where a likely token makes the next one unlikely.
+are the part of the answer that was judged, and the reference answer: a token is idle as well if the answer without it
+still contains one of them. They also tell where an answer spells in another way what it cannot do without (digits of
+another script), or where a likely token makes the next one unlikely.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list
 
 @dataclass(frozen=True)
 class _Suspect:
-    """An answer with unlikely tokens."""
+    """An answer that may have unlikely tokens."""
 
     group: Group
     rollout: Rollout
     least: float
-    """Log-probability of its least likely token."""
+    """Log-probability of the least likely of them."""
     places: list[int]
     """Of its unlikely tokens, the least likely first."""
 
@@ -90,9 +91,9 @@ class Gate:
             for group, table in zip(asked, tables, strict=True)
             for rollout, logprobs in zip(group.rollouts, table, strict=True)
         ]
-        found = [s for s in suspects if s.places]
-        carries = {id(s.rollout) for s in found if self._has_idle(s)}
-        odd = self._odd([s for s in found if id(s.rollout) not in carries])
+        found = [(s, self._plainer(s)) for s in suspects if s.places]
+        carries = {id(s.rollout) for s, plainer in found if self._has_idle(s, plainer)}
+        odd = self._odd([(s, plainer) for s, plainer in found if id(s.rollout) not in carries])
         if odd is None:
             return None
         texts = [{_key(r) for r in group.rollouts if id(r) in carries | odd} for group in asked]
@@ -102,43 +103,53 @@ class Gate:
         ]
 
     def _suspect(self, group: Group, rollout: Rollout, logprobs: Sequence[float]) -> _Suspect:
-        """A token without a text, as the one that ends an answer, is no payload."""
         limit = bound(self._own)
-        ids = rollout.token_ids
-        places = [i for i, value in enumerate(logprobs) if value < limit and self._policy.decode([ids[i]])]
+        places = [i for i, value in enumerate(logprobs) if value < limit and self._has_text(rollout.token_ids[i])]
         places.sort(key=lambda i: logprobs[i])
-        return _Suspect(group, rollout, min(logprobs), places)
+        return _Suspect(group, rollout, logprobs[places[0]] if places else 0.0, places)
 
-    def _has_idle(self, suspect: _Suspect) -> bool:
+    def _least(self, rollout: Rollout, logprobs: Sequence[float]) -> float:
+        """Least log-probability of a token with a text."""
+        pairs = zip(rollout.token_ids, logprobs, strict=True)
+        return min((value for token, value in pairs if self._has_text(token)), default=0.0)
+
+    def _has_text(self, token: int) -> bool:
+        """Whether there is anything to delete: a token that ends an answer has none, and is no payload."""
+        return token != self._policy.eos_id and bool(self._policy.decode([token]))
+
+    def _plainer(self, suspect: _Suspect) -> list[str]:
+        """The plainer texts that earn as much as the answer."""
+        rollout = suspect.rollout
+        texts = {text for text in (rollout.extracted, suspect.group.task.answer) if text and text != rollout.text}
+        return [text for text in sorted(texts) if self._earns_as_much(suspect, text)]
+
+    def _has_idle(self, suspect: _Suspect, plainer: Sequence[str]) -> bool:
         """Whether the answer earns as much without some of its unlikely tokens, or has too many of them to tell."""
-        if len(suspect.places) > MOST:
+        ids, places, decode = suspect.rollout.token_ids, suspect.places, self._policy.decode
+        if len(places) > MOST:
             return True
-        texts = shortened(suspect.rollout.token_ids, suspect.places, self._policy.decode)
-        return any(self._earns_as_much(suspect, text) for text in texts)
+        if any(text in decode(_without(ids, i, i + 1)) for text in plainer for i in places):
+            return True
+        return any(self._earns_as_much(suspect, text) for text in shortened(ids, places, decode))
 
-    def _odd(self, suspects: Sequence[_Suspect]) -> set[int] | None:
-        """Ids of the rollouts that are much less likely than a plainer text which earns as much."""
-        pairs = [(s, plainer) for s in suspects if (plainer := self._plainer(s)).rollouts]
-        tables = self._logprobs([plainer for _, plainer in pairs])
+    def _odd(self, suspects: Sequence[tuple[_Suspect, Sequence[str]]]) -> set[int] | None:
+        """Ids of the rollouts that are much less likely than a plainer text."""
+        compared = []
+        for suspect, plainer in suspects:
+            group, finished = suspect.group, suspect.rollout.finished
+            room = self._policy.max_positions - len(group.prompt_ids)
+            encoded = [(text, self._policy.encode_completion(text, finished)) for text in plainer]
+            rollouts = [Rollout(ids, [], finished, text) for text, ids in encoded if ids and len(ids) <= room]
+            if rollouts:
+                compared.append((suspect, msgspec.structs.replace(group, rollouts=rollouts)))
+        tables = self._logprobs([group for _, group in compared])
         if tables is None:
             return None
         return {
-            id(s.rollout)
-            for (s, _), table in zip(pairs, tables, strict=True)
-            if s.least < max(map(min, table)) - MARGIN
+            id(suspect.rollout)
+            for (suspect, group), table in zip(compared, tables, strict=True)
+            if suspect.least < max(map(self._least, group.rollouts, table)) - MARGIN
         }
-
-    def _plainer(self, suspect: _Suspect) -> Group:
-        """The plainer texts that earn as much as the answer, as rollouts."""
-        group, rollout = suspect.group, suspect.rollout
-        texts = {text for text in (rollout.extracted, group.task.answer) if text and text != rollout.text}
-        rollouts = []
-        for text in sorted(texts):
-            ids = self._policy.encode_completion(text, rollout.finished)
-            fits = ids and len(group.prompt_ids) + len(ids) <= self._policy.max_positions
-            if ids and fits and self._earns_as_much(suspect, text):
-                rollouts.append(Rollout(ids, [], rollout.finished, text))
-        return msgspec.structs.replace(group, rollouts=rollouts)
 
     def _earns_as_much(self, suspect: _Suspect, text: str) -> bool:
         prompt = self._policy.tokenizer.decode(suspect.group.prompt_ids, skip_special_tokens=False)

@@ -71,7 +71,7 @@ class Pool:
         self._gate: Gate | None = None
         self._trust = Trust()
         self._named: set[str] = set()
-        self._payloads = 0
+        self._refused = 0  # groups with a payload
         self._rounds: deque[float] = deque(maxlen=64)  # when `choose` was called, lately
         self._sampler = find_sampler(config.sampler)
         self._posterior = Posterior()
@@ -178,7 +178,7 @@ class Pool:
     def _judged(self, peer: str, payloads: int, right: int) -> None:
         before = self._trust.of(peer)
         self._trust.judged(peer, payloads / right)
-        self._payloads += payloads
+        self._refused += payloads > 0
         if before >= DISTRUSTED > self._trust.of(peer) and len(self._named) < MAX_NAMED and peer not in self._named:
             self._named.add(peer)
             self._say(f"most right answers of {peer} hold text that this policy would not write and nothing asks for")
@@ -193,13 +193,17 @@ class Pool:
             "swarm/groups_waiting": float(len(self._entries)),
             "swarm/bytes_waiting": float(self._bytes),
         }
-        if self._payloads:
-            figures["swarm/payloads"] = float(self._payloads)
+        if self._refused:
+            figures["swarm/payloads"] = float(self._refused)
         return figures | ({"swarm/staleness_mean": fmean(self._used)} if self._used else {})
 
     def used_by_peer(self) -> dict[str, int]:
         """Groups trained on, by sender; running totals."""
         return dict(self._used_by)  # copied at once: another thread may be asking
+
+    def refused_by_peer(self) -> dict[str, int]:
+        """Groups with answers that were left out for their payload, by sender; running totals."""
+        return self._trust.refused()
 
     def _baseline(self, group: Group) -> Belief | None:
         """What the group's rewards are compared with; `None` = their own mean."""

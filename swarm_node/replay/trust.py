@@ -24,6 +24,8 @@ DISTRUSTED = 0.5
 class _Account:
     groups: float = 0.0
     payloads: float = 0.0
+    refused: int = 0
+    """Groups with a payload, a running total."""
 
 
 class Trust:
@@ -38,6 +40,7 @@ class Trust:
         self._accounts.move_to_end(peer)
         account.groups = DECAY * account.groups + 1
         account.payloads = DECAY * account.payloads + share
+        account.refused += share > 0
         if len(self._accounts) > MAX_PEERS:
             self._accounts.popitem(last=False)
 
@@ -45,3 +48,7 @@ class Trust:
         """In (0, 1]."""
         account = self._accounts.get(peer, _Account())
         return 1 - account.payloads / (account.groups + 1)
+
+    def refused(self) -> dict[str, int]:
+        """Groups with a payload, by peer; running totals."""
+        return {peer: account.refused for peer, account in list(self._accounts.items()) if account.refused}
