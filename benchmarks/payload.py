@@ -170,7 +170,7 @@ class Liar:
         return SharedGroup(task.name, epoch, self._slot, prompt_digest(task.question), 7, rollouts)
 
 
-def run(payload: str, liars: int, gate: bool, seed: int, rounds: int, honest: int = HONEST) -> dict[str, Any]:
+def run(payload: str, liars: int, gate: bool, seed: int, rounds: int, honest: int) -> dict[str, Any]:
     """One simulation: its figures."""
     write, mark = PAYLOADS[payload]
     options = {"tasks": ["small"], "policy": {"model": "starter", "threads": 1}, "sharing": {"gate": gate}}
@@ -228,7 +228,7 @@ def run_missing(args: argparse.Namespace) -> None:
                 path = path_of(payload, args.liars, gate == "on", seed, args.rounds)
                 if path.exists():
                     continue
-                figures = run(payload, args.liars, gate == "on", seed, args.rounds)
+                figures = run(payload, args.liars, gate == "on", seed, args.rounds, HONEST)
                 head = {"payload": payload, "liars": args.liars, "gate": gate, "seed": seed, "rounds": args.rounds}
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(head | figures | {"machine": machine()}, indent=1) + "\n")
