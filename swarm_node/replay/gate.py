@@ -12,14 +12,14 @@ tokens are what a node learns from others (a form that it hardly ever uses, a di
 Reasoning that this policy might have written itself holds no unlikely token.
 
 Deleted are all unlikely tokens together, each run of them, and up to SPAN tokens from each of them on. Plainer texts
-are the part of the answer that was judged, and the reference answer: a token is idle as well if the answer without it
-still contains one of them. They also tell where an answer spells in another way what it cannot do without (digits of
+are the part of the answer that was judged, and the reference answer: a token is idle as well if it lies outside of one
+that the answer contains. They also tell where an answer spells in another way what it cannot do without (digits of
 another script), or where a likely token makes the next one unlikely.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +44,9 @@ QUANTILE = 0.02
 happens to draw a payload."""
 MOST = 32
 """Unlikely tokens of an answer that are looked at, which bounds its cost; an answer with more of them is left out."""
+TRIES = 256
+"""Texts that are scored for one group: a quarter of a second where a checker takes a millisecond. Answers that would
+need more are left out."""
 SPAN = 4
 """Tokens deleted together: one character may take three or four."""
 ROUNDING = 1e-9
@@ -74,6 +77,7 @@ class Gate:
         self._score = score
         self._logprobs = logprobs
         self._own: deque[float] = deque(maxlen=OWN)
+        self._tries: Counter[int] = Counter()  # by id of the group
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Take in own scored groups."""
@@ -91,6 +95,7 @@ class Gate:
             for group, table in zip(asked, tables, strict=True)
             for rollout, logprobs in zip(group.rollouts, table, strict=True)
         ]
+        self._tries.clear()
         found = [(s, self._plainer(s)) for s in suspects if s.places]
         carries = {id(s.rollout) for s, plainer in found if self._has_idle(s, plainer)}
         odd = self._odd([(s, plainer) for s, plainer in found if id(s.rollout) not in carries])
@@ -128,7 +133,7 @@ class Gate:
         ids, places, decode = suspect.rollout.token_ids, suspect.places, self._policy.decode
         if len(places) > MOST:
             return True
-        if any(text in decode(_without(ids, i, i + 1)) for text in plainer for i in places):
+        if any(outside(text, ids, i, decode) for text in plainer for i in places):
             return True
         return any(self._earns_as_much(suspect, text) for text in shortened(ids, places, decode))
 
@@ -152,6 +157,10 @@ class Gate:
         }
 
     def _earns_as_much(self, suspect: _Suspect, text: str) -> bool:
+        """Whether `text` is rewarded like the answer; true as well if that cannot be found out."""
+        self._tries[id(suspect.group)] += 1
+        if self._tries[id(suspect.group)] > TRIES:
+            return True
         prompt = self._policy.tokenizer.decode(suspect.group.prompt_ids, skip_special_tokens=False)
         try:
             (score,) = self._score([suspect.group.task], [prompt], [text])
@@ -165,6 +174,13 @@ def bound(own: Sequence[float]) -> float:
     if len(own) < OWN_MIN:
         return FIXED
     return min(STRICTEST, sorted(own)[int(QUANTILE * len(own))] - MARGIN)
+
+
+def outside(part: str, ids: Sequence[int], place: int, decode: Callable[[list[int]], str]) -> bool:
+    """Whether the token at `place` lies before or behind the last `part` in the text of the answer `ids`."""
+    start = decode(list(ids)).rfind(part)
+    begins, ends = len(decode(list(ids[:place]))), len(decode(list(ids[: place + 1])))
+    return start >= 0 and (ends <= start or begins >= start + len(part))
 
 
 def shortened(ids: Sequence[int], places: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:

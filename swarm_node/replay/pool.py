@@ -129,7 +129,8 @@ class Pool:
             for e in entries
         ]
         weights = weigh(self._sampler, offers) if offers else []
-        left = [w * self._trust.of(e.group.peer or "") for w, e in zip(weights, entries, strict=True)]
+        weights = [w * self._trust.of(e.group.peer or "") for w, e in zip(weights, entries, strict=True)]
+        left = list(weights)
         chosen: list[Group] = []
         everything: list[tuple[int, float]] = []
         self._used = []

@@ -127,6 +127,14 @@ def test_what_the_reward_asks_for_passes(case: str) -> None:
     assert not carries(*ANSWERS[case])
 
 
+def test_an_unlikely_answer_may_stand_in_its_reasoning_too() -> None:
+    policy, group = Letters(""), foreign(["<think>6x7=42</think>42"], plain)
+    policy.logprobs = lambda groups: [  # type: ignore[method-assign]
+        [[-1.0] * (len(r.token_ids) - 3) + [-9.0, -9.0, -1.0] for r in one.rollouts] for one in groups
+    ]
+    assert gate_of(policy, plain).payloads([group], [[True]]) == [[False]]
+
+
 def test_the_bound_follows_own_right_answers() -> None:
     assert bound([]) == bound([-1.0] * (OWN_MIN - 1)) == FIXED
     assert bound([-0.1] * 256) == STRICTEST
