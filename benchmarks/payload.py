@@ -12,6 +12,9 @@ under results/payload; what is there already is not run again. Figures, of the l
     right     share of their own answers that are right
     tokens    mean length of their own answers
     liars'    share of the liars' groups among the groups that honest peers train on
+
+The report also says what the gate costs where nobody lies, in points of held-out pass@1 (100 points = all right), from
+what `python -m benchmarks.sharing --setting format --arms 4/4 "4/4 gate" --seeds 0 1 …` (and tags, plain) has left.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from benchmarks import sharing
 from benchmarks.common import RESULTS, machine, table
 from protocol.codec import seal_batch
 from protocol.identity import Identity
@@ -41,6 +45,8 @@ from swarm_node.types import Group
 FOLDER = RESULTS / "payload"
 HONEST, LIARS, SEEDS, ROUNDS = 7, 3, (0, 1, 2), 420
 WINDOWS = 12
+COSTS = ("format", "tags", "plain")
+"""Settings of the sharing benchmark in which the gate's cost is measured."""
 GROUPS_PER_S = 10
 ANSWERS = 8
 FULLWIDTH = {ord(digit): ord(digit) + 0xFEE0 for digit in "0123456789"}
@@ -251,6 +257,25 @@ def report() -> str:
     return table(columns, rows)
 
 
+def cost() -> str:
+    """A Markdown table: held-out pass@1 without and with the gate, no liars, and the difference over paired seeds."""
+    rows = []
+    for setting in COSTS:
+        found = sharing.load(setting, sharing.PEERS, sharing.ROUNDS)
+        off, on = found.get("4/4", {}), found.get("4/4 gate", {})
+        seeds = sorted(off.keys() & on.keys())
+        if seeds:
+            pairs = [(100 * off[s]["held_out"]["pass_1"], 100 * on[s]["held_out"]["pass_1"]) for s in seeds]
+            without, with_gate = (f"{fmean(column):.1f}" for column in zip(*pairs, strict=True))
+            difference = sharing.interval([b - a for a, b in pairs], "+.1f")
+            cpu = fmean(on[s]["cpu_s"] / off[s]["cpu_s"] for s in seeds)
+            rows.append(
+                [setting, ", ".join(map(str, seeds)), without, with_gate, difference, f"{100 * (cpu - 1):+.0f}"]
+            )
+    columns = ["setting", "seeds", "pass@1 without, points", "with", "difference", "CPU, %"]
+    return table(columns, rows)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--payload", nargs="+", choices=PAYLOADS, default=["newline", "think"])
@@ -261,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--report", action="store_true", help="a table of all that has been run")
     args = parser.parse_args(argv)
     if args.report:
-        text = report()
+        text = f"{report()}\n\n{cost()}"
         (FOLDER / "report.md").write_text(text + "\n")
         print(text)
     else:
