@@ -113,14 +113,14 @@ def timed(nodes: Sequence[Measured], run: Callable[[], None], already: float = 0
 
 
 def config(setting: Setting, arm: Arm, seed: int, number: int) -> NodeConfig:
-    """Of peer `number` in `arm`."""
+    """Of peer `number` in `arm`. Nobody lies here: answers are not looked at for payloads unless the arm says so."""
     table: dict[str, Any] = {
         "tasks": setting.tasks(number),
         "rewards": setting.rewards,
         "policy": {"model": str(setting.start(seed, number))},
         "rollouts": {"groups": arm.own, "max_new_tokens": setting.max_new_tokens, "max_prompt_tokens": 128},
         "grpo": {"learning_rate": arm.rate * setting.learning_rate},
-        "sharing": {"own": arm.own, "foreign": arm.foreign},
+        "sharing": {"own": arm.own, "foreign": arm.foreign, "gate": False},
     }
     for section, keys in arm.sets.items():
         table[section] = {**table.get(section, {}), **keys}

@@ -262,6 +262,7 @@ ARMS = {
     "6/2": Arm("6 own + 2 foreign", own=6, foreign=2),
     "4/4": Arm("4 own + 4 foreign"),
     "2/6": Arm("2 own + 6 foreign", own=2, foreign=6),
+    "4/4 gate": Arm("answers that carry a payload are left out", sets={"sharing": {"gate": True}}),
     "4/4 no fill": Arm("4 own + up to 4 foreign", sets={"sharing": {"fill": False}}),
     "4/4 aha": Arm("the sampler `aha`", sets={"sharing": {"sampler": "benchmarks.samplers:aha"}}),
     "4/4 paper": Arm(

@@ -27,14 +27,15 @@ from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.gossip import Publisher, Receiver
 from swarm_node.installed import outdated
 from swarm_node.policy.policy import Policy
-from swarm_node.replay import Pool
+from swarm_node.replay import Gate, Pool
+from swarm_node.replay.gate import Logprobs
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Sampling, Task
 
 MAX_SHOWN = 500
 """Peers in a status; those of whom most was admitted."""
 SENT = ("swarm/groups_sent", "swarm/bytes_sent", "swarm/unsent/")
-RECEIVED = ("swarm/groups_received", "swarm/groups_admitted", "swarm/rejected/")
+RECEIVED = ("swarm/groups_received", "swarm/groups_admitted", "swarm/rejected/", "swarm/payloads")
 
 
 class Member:
@@ -86,7 +87,7 @@ class Member:
             now=now,
             version=self._version,
         )
-        self.pool = Pool(config.sharing, now, record)
+        self.pool = Pool(config.sharing, now, record, say)
         self.receiver = Receiver(
             me=self.peer_id,
             manifest=manifest,
@@ -140,6 +141,10 @@ class Member:
         if self.publisher.metrics().get("swarm/unsent/age") and not self._too_slow:
             self._too_slow = True
             self._say("sampling a round takes more than an hour: peers take no answers that late; sample fewer groups")
+
+    def guard(self, logprobs: Logprobs) -> None:
+        """Leave out answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
+        self.pool.guard(Gate(self.policy, self.tasks.score, logprobs))
 
     def choose(self, own: int, rng: random.Random) -> list[Group]:
         """Foreign groups to train on beside `own` groups of this node's."""
@@ -229,6 +234,9 @@ class Member:
         whichever."""
         members = self.transport.members()
         counts = self.receiver.by_peer()
+        for peer, n in self.pool.refused_by_peer().items():
+            if peer in counts:
+                counts[peer]["rejected"]["payload"] = n
         named = {peer: name for peer in counts if (name := self._names.get(peer))}
         self._names = named | {peer: card.name for peer, card in members.items()}
         used = self.pool.used_by_peer()

@@ -78,6 +78,8 @@ class Node:
         rollouts = config.rollouts
         sampling = Sampling(rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p)
         self.trainer = Trainer(policy, config.grpo, sampling, say, tasks.reward_weights, optimizer)
+        if member is not None and config.sharing.gate:
+            member.guard(self._logprobs)
         self.averager: Averager | None = None
         if member is not None and config.averaging.method != "none":
             own = averaged or self.trainer.optimizer
@@ -154,6 +156,11 @@ class Node:
         if averager.counts["exchanges"] != exchanges:
             self.trainer.averaged(averager.tensors, before)
         return averager.waiting()
+
+    def _logprobs(self, groups: Sequence[Group]) -> list[list[list[float]]] | None:
+        """How likely this node itself is to sample answers of others."""
+        purpose = "judging answers of others: they are not trained on"
+        return self.trainer.logprobs(groups, self.config.rollouts.temperature, purpose)
 
     def _probe(self) -> float | None:
         """How unlikely this node's own latest best answers are, in nats a token; None if there are none."""

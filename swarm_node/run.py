@@ -288,7 +288,8 @@ class Run:
                 raise
             stop.hold()
             node.share(collected)
-            groups = node.choose(collected)
+            with stop.allowed():  # it may take a pass through the policy
+                groups = node.choose(collected)
             self.guest.wait(stop)
             stop.allow()
             learned = node.learn(groups, before_update=lambda: self._change(stop))

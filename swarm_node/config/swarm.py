@@ -59,6 +59,9 @@ class SharingConfig(Section):
     max_advantage: PositiveFloat = 2.0
     """Bound on a foreign rollout's advantage: one right answer that a stranger puts among seven wrong ones would
     otherwise earn 2.5."""
+    gate: bool = True
+    """Leave out right answers of others that hold text which this policy would hardly write and which their reward does
+    not ask for: a payload that liars spread with right answers (arXiv 2511.09780); see docs/sharing.md."""
     reuse: PositiveInt = 1
     """How often one foreign group is trained on."""
     max_age_s: PositiveFloat = 600.0

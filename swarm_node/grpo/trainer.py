@@ -95,8 +95,8 @@ class Trainer:
         self.limit = config.microbatch_tokens
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
-        self._unprobed = False
-        """Whether memory did not suffice for `unlikelihood`."""
+        self._short_of_memory: set[str] = set()
+        """Purposes of `logprobs` for which memory did not suffice."""
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train on `groups` (sizes may differ, there may be none); metrics of the training under TRL's names.
@@ -140,22 +140,27 @@ class Trainer:
         weights = self.policy.trainable_state()
         return {name: some_of(tensor).to(weights[name].dtype, copy=True) for name, tensor in tensors.items()}
 
-    @torch.no_grad()
     def unlikelihood(self, groups: Sequence[Group]) -> float | None:
-        """Mean negative log-probability (nats) of the completions' tokens, as the policy is now; None, which is said
-        once, if there is not enough memory for it; or if the stages of the policy refuse them."""
-        first = accumulate((len(group.rollouts) for group in groups), initial=0)
-        rows = [
-            batch.Row(group.prompt_ids, [r.token_ids for r in group.rollouts], i)
-            for group, i in zip(groups, first, strict=False)
-        ]
+        """Mean negative log-probability (nats) of the completions' tokens, as the policy is now; None as `logprobs`."""
+        tables = self.logprobs(groups, 1.0, "judging averaged weights: they are taken as they are")
+        if tables is None:
+            return None
+        values = [value for rollouts in tables for logprobs in rollouts for value in logprobs]
+        return -math.fsum(values) / len(values)
+
+    @torch.no_grad()
+    def logprobs(self, groups: Sequence[Group], temperature: float, purpose: str) -> list[list[list[float]]] | None:
+        """Log-probability of each token of each rollout of `groups`, as the policy is now. None if there is not enough
+        memory for `purpose`, which is said once, or if the stages of the policy refuse the rollouts."""
+        rows = _rows([(group, group.rollouts) for group in groups])
+        if not rows:
+            return [[] for _ in groups]
         flat = batch.flatten(rows)
         while True:
-            total = 0.0
+            values = np.empty(len(flat.target), dtype=np.float32)
             try:
-                for _, logprobs, _ in self.policy.passes(self._token_batches(self._plan(rows), flat), 1.0):
-                    total -= float(logprobs.sum())
-                return total / len(flat.target)
+                for b, logprobs, _ in self.policy.passes(self._token_batches(self._plan(rows), flat), temperature):
+                    values[b.index.cpu().numpy()] = logprobs.float().cpu().numpy()
             except Interrupted as interrupted:
                 try:
                     self.policy.again(interrupted)
@@ -164,10 +169,13 @@ class Trainer:
             except (RuntimeError, MemoryError) as exc:
                 if not is_out_of_memory(exc):
                     raise
-                if not self._unprobed:
-                    self._unprobed = True
-                    self.report("out of memory while judging averaged weights: they are taken as they are")
+                if purpose not in self._short_of_memory:
+                    self._short_of_memory.add(purpose)
+                    self.report(f"out of memory while {purpose}")
                 return None
+            else:
+                parts = iter(np.split(values, flat.start[1:]))
+                return [[next(parts).tolist() for _ in group.rollouts] for group in groups]
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """What resuming needs besides the weights: tensors (live ones) and numbers."""
@@ -197,12 +205,7 @@ class Trainer:
 
         flags = iter(live.tolist())
         kept = [[r for r in group.rollouts if next(flags)] for group in groups]
-        first = accumulate((len(k) for k in kept), initial=0)
-        chosen = [
-            batch.Row(group.prompt_ids, [r.token_ids for r in k], i)
-            for group, k, i in zip(groups, kept, first, strict=False)
-            if k
-        ]
+        chosen = _rows(list(zip(groups, kept, strict=True)))
         flat = batch.flatten(chosen)
         pairs = [(group, r) for group, k in zip(groups, kept, strict=True) for r in k]
         sampled = torch.from_numpy(np.concatenate([self._recorded(group, r) for group, r in pairs])).to(device)
@@ -340,6 +343,16 @@ class Trainer:
                 f"not enough memory to train on one rollout of {batch.tokens(largest)} tokens: "
                 "lower rollouts.max_new_tokens, train an adapter (policy.lora = true) or take a smaller model"
             ) from exc
+
+
+def _rows(groups: Sequence[tuple[Group, Sequence[Rollout]]]) -> list[batch.Row]:
+    """A row for each group with rollouts, numbered through."""
+    first = accumulate((len(rollouts) for _, rollouts in groups), initial=0)
+    return [
+        batch.Row(group.prompt_ids, [r.token_ids for r in rollouts], i)
+        for (group, rollouts), i in zip(groups, first, strict=False)
+        if rollouts
+    ]
 
 
 def default_learning_rate(lora: bool, trained: int) -> float:

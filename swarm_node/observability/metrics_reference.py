@@ -64,6 +64,8 @@ METRICS: dict[str, dict[str, str]] = {
         "swarm/groups_admitted": "Those that passed every check.",
         "swarm/rejected/<reason>": "What did not pass, by reason ([reasons](../sharing.md#what-is-admitted)), and "
         "whatever else of others was refused.",
+        "swarm/payloads": "Groups of other peers of which answers were left out because they carry a payload "
+        "([why](../sharing.md#payloads)). Missing while 0.",
         "swarm/groups_waiting": "Groups in the pool now.",
         "swarm/bytes_waiting": "Their bytes.",
     },

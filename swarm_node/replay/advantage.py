@@ -47,6 +47,12 @@ def foreign_advantages(rollouts: Sequence[Rollout], belief: Belief | None, bound
     return [a if a > 0 else a * share for a in clipped]
 
 
+def earning(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list[bool]:
+    """Which of `rollouts` are rewarded, or would be if better ones were left out."""
+    least = min((r.reward for r in rollouts if is_judged(r)), default=0.0)
+    return [is_judged(r) and (a > 0 or r.reward > least) for r, a in zip(rollouts, advantages, strict=True)]
+
+
 def teaches(best: float, belief: Belief | None) -> bool:
     """Whether a group whose best reward is `best` has any advantage (it is known to hold two different rewards)."""
     return belief is None or best > belief.reward

@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from swarm_node.config import SharingConfig
-from swarm_node.replay.advantage import foreign_advantages, teaches
+from swarm_node.replay.advantage import earning, foreign_advantages, teaches
+from swarm_node.replay.gate import Gate
 from swarm_node.replay.posterior import Belief, Posterior, is_judged
 from swarm_node.replay.samplers import Offer, draw, find_sampler, weigh
+from swarm_node.replay.trust import DISTRUSTED, Trust
 from swarm_node.types import Group
 
 ROUNDS = 4
@@ -30,6 +34,11 @@ LULL_S = 2.0
 """Messages of a peer come about once a second: groups of one have to last until the next."""
 MAX_PEERS = 1024
 """Peers whose uses are counted apart."""
+DRAWS = 3
+"""Times that groups are drawn in a round, each time for those that were nothing but payloads. One pass through the
+policy is made of each draw."""
+MAX_NAMED = 200
+"""Peers that are named for their payloads in a run: a stranger's key costs nothing."""
 
 
 @dataclass
@@ -51,12 +60,18 @@ class Pool:
         config: SharingConfig,
         now: Callable[[], float],
         record: Callable[[dict[str, Any]], None] | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`record` is told, with each `choose`, what was offered and chosen. UserError for a sampler that cannot be
         loaded."""
         self._config = config
         self._now = now
         self._record = record
+        self._say = say
+        self._gate: Gate | None = None
+        self._trust = Trust()
+        self._named: set[str] = set()
+        self._refused = 0  # groups with a payload
         self._rounds: deque[float] = deque(maxlen=64)  # when `choose` was called, lately
         self._sampler = find_sampler(config.sampler)
         self._posterior = Posterior()
@@ -67,6 +82,10 @@ class Pool:
         self._next_id = 0
         self._used: list[float] = []  # age in seconds of each group that the last `choose` gave
         self._used_by: Counter[str] = Counter()
+
+    def guard(self, gate: Gate) -> None:
+        """Leave out answers that carry a payload, as `gate` says, from now on."""
+        self._gate = gate
 
     def add(self, group: Group) -> str | None:
         """Keep `group`; says why not: `age`, or `bytes` if it alone exceeds its sender's share."""
@@ -85,7 +104,8 @@ class Pool:
         while self._peer_bytes[group.peer] > share:
             self._drop(self._oldest_of(group.peer))
         while self._bytes > self._config.max_bytes or len(self._entries) > self._most():
-            greediest, groups = self._peer_groups.most_common(1)[0]
+            greediest = max(self._peer_groups, key=lambda peer: self._peer_groups[peer] / self._trust.of(peer))
+            groups = self._peer_groups[greediest] / self._trust.of(greediest)
             is_greedy = groups > max(self._config.foreign, self._config.peer_share * self._most())
             self._drop(self._oldest_of(greediest if is_greedy else None))
         return None
@@ -93,10 +113,12 @@ class Pool:
     def observe(self, groups: Sequence[Group]) -> None:
         """Learn from this node's own scored `groups` how well it does on each kind of task."""
         self._posterior.observe(groups)
+        if self._gate is not None:
+            self._gate.observe(groups)
 
     def available(self) -> int:
-        """Groups that `choose` could give now."""
-        return len(self._usable())
+        """Groups that `choose` could give now; those of a peer count as far as it is trusted."""
+        return round(sum(self._trust.of(entry.group.peer or "") for entry in self._usable()))
 
     def choose(self, n: int, rng: random.Random) -> list[Group]:
         """Up to `n` groups for one step, with their advantages. UserError if a sampler of the user's own fails."""
@@ -107,22 +129,63 @@ class Pool:
             for e in entries
         ]
         weights = weigh(self._sampler, offers) if offers else []
-        drawn = draw(weights, n, rng)
-        chosen = []
+        weights = [w * self._trust.of(e.group.peer or "") for w, e in zip(weights, entries, strict=True)]
+        left = list(weights)
+        chosen: list[Group] = []
+        everything: list[tuple[int, float]] = []
         self._used = []
-        for i, _ in drawn:
-            entry = entries[i]
-            group = entry.group
-            group.advantages = foreign_advantages(group.rollouts, self._baseline(group), self._config.max_advantage)
-            chosen.append(group)
-            self._used.append(now - group.created)
-            self._count_use(group.peer or "")
-            entry.uses += 1
-            if entry.uses >= self._config.reuse:
-                self._drop(entry)
+        for _ in range(DRAWS):
+            drawn = draw(left, n - len(chosen), rng)
+            groups = self._without_payloads([entries[i].group for i, _ in drawn])
+            for (i, _), group in zip(drawn, groups, strict=True):
+                left[i] = 0.0
+                entries[i].uses += 1
+                if group is None or entries[i].uses >= self._config.reuse:
+                    self._drop(entries[i])
+                if group is not None:
+                    chosen.append(group)
+                    self._used.append(now - group.created)
+                    self._count_use(group.peer or "")
+            everything += drawn
+            if not drawn or len(chosen) == n:
+                break
         if self._record is not None:
-            self._record(_report(now, n, offers, weights, drawn))
+            self._record(_report(now, n, offers, weights, everything))
         return chosen
+
+    def _without_payloads(self, groups: Sequence[Group]) -> list[Group | None]:
+        """Each with its advantages and without the answers that carry a payload; None if nothing is left to learn."""
+        for group in groups:
+            group.advantages = self._advantages(group)
+        if self._gate is None:
+            return list(groups)
+        earns = [earning(group.rollouts, group.advantages or []) for group in groups]
+        verdicts = self._gate.payloads(groups, earns)
+        if verdicts is None:
+            return [None] * len(groups)
+        return [self._sifted(*each) for each in zip(groups, earns, verdicts, strict=True)]
+
+    def _sifted(self, group: Group, earns: Sequence[bool], payload: Sequence[bool]) -> Group | None:
+        """`group` without its payloads, which are counted against its sender."""
+        if any(earns):
+            self._judged(group.peer or "", sum(payload), sum(earns))
+        if not any(payload):
+            return group
+        kept = [r for r, carries in zip(group.rollouts, payload, strict=True) if not carries]
+        sifted = msgspec.structs.replace(group, rollouts=kept)
+        sifted.advantages = self._advantages(sifted)
+        return sifted if any(a > 0 for a in sifted.advantages) else None
+
+    def _judged(self, peer: str, payloads: int, right: int) -> None:
+        before = self._trust.of(peer)
+        self._trust.judged(peer, payloads / right)
+        self._refused += payloads > 0
+        if before >= DISTRUSTED > self._trust.of(peer) and len(self._named) < MAX_NAMED and peer not in self._named:
+            self._named.add(peer)
+            self._say(f"most right answers of {peer} hold text that this policy would not write and nothing asks for")
+
+    def _advantages(self, group: Group) -> list[float]:
+        return foreign_advantages(group.rollouts, self._baseline(group), self._config.max_advantage)
 
     def metrics(self) -> dict[str, float]:
         """`swarm/groups_used` and `swarm/staleness_mean` (seconds) of the last `choose`; levels."""
@@ -131,11 +194,17 @@ class Pool:
             "swarm/groups_waiting": float(len(self._entries)),
             "swarm/bytes_waiting": float(self._bytes),
         }
+        if self._refused:
+            figures["swarm/payloads"] = float(self._refused)
         return figures | ({"swarm/staleness_mean": fmean(self._used)} if self._used else {})
 
     def used_by_peer(self) -> dict[str, int]:
         """Groups trained on, by sender; running totals."""
         return dict(self._used_by)  # copied at once: another thread may be asking
+
+    def refused_by_peer(self) -> dict[str, int]:
+        """Groups with answers that were left out for their payload, by sender; running totals."""
+        return self._trust.refused()
 
     def _baseline(self, group: Group) -> Belief | None:
         """What the group's rewards are compared with; `None` = their own mean."""

@@ -106,7 +106,7 @@ class Counting(Node):
 
 @pytest.mark.parametrize("fill", [True, False])
 def test_own_groups_fill_in_for_foreign_ones_that_are_missing(peer: MakePeer, manifest: Manifest, fill: bool) -> None:
-    options = {"sharing": {"own": 2, "foreign": 2, "fill": fill}}
+    options = {"sharing": {"own": 2, "foreign": 2, "fill": fill, "gate": False}}
     simulation = Simulation(manifest, [peer(node_type=Counting, options=options) for _ in range(3)])
     simulation.run(25)
     node = simulation.peers[0].node

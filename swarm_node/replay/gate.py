@@ -1,0 +1,218 @@
+"""Right foreign answers that carry a payload are left out: the attack of "Hail to the Thief" (arXiv 2511.09780).
+
+    bound      B = min(STRICTEST, m - MARGIN)   m: quantile of the least log-probabilities of own latest right answers
+    unlikely   a token whose log-probability under this node's own policy is below B
+    idle       an unlikely token without which the answer still earns as much as with it
+    odd        an answer whose least log-probability is more than MARGIN below that of a plainer text that earns as much
+    payload    an answer with an unlikely token that is idle, or that makes it odd
+
+Every right answer earns the same advantage however it is written, so a text that liars add to their right answers would
+be learned with them. An unlikely token that the reward asks for is no payload: the answer earns less without it. Such
+tokens are what a node learns from others (a form that it hardly ever uses, a digit that it would not have guessed).
+Reasoning that this policy might have written itself holds no unlikely token.
+
+Deleted are all unlikely tokens together, each run of them, and up to SPAN tokens from each of them on. Plainer texts
+are the part of the answer that was judged, and the reference answer: a token is idle as well if it lies outside of one
+that the answer contains. They also tell where an answer spells in another way what it cannot do without (digits of
+another script), or where a likely token makes the next one unlikely.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from swarm_node.policy.policy import Policy
+from swarm_node.types import Group, Rollout, Score, Task
+
+FIXED = -6.0
+"""B of a node that has too few right answers of its own: it would draw such a token once in 400 times."""
+STRICTEST = -4.0
+"""B of a node that is nearly sure of all it writes: others' answers that it would write itself now and then are not
+payloads."""
+MARGIN = 2.0
+"""How far below its own right answers, or below the plainer text, in nats."""
+OWN = 256
+"""Latest own right answers that are remembered: about the last ten rounds of a node that is often right."""
+OWN_MIN = 32
+"""Own right answers below which the fixed bound holds."""
+QUANTILE = 0.02
+"""Of own least log-probabilities. Their minimum would open the gate for OWN answers each time that this node itself
+happens to draw a payload."""
+MOST = 32
+"""Unlikely tokens of an answer that are looked at, which bounds its cost; an answer with more of them is left out."""
+TRIES = 256
+"""Texts that are scored for one group: a quarter of a second where a checker takes a millisecond. Answers that would
+need more are left out."""
+SPAN = 4
+"""Tokens deleted together: one character may take three or four."""
+ROUNDING = 1e-9
+"""Rewards that differ by less are equal."""
+
+Logprobs = Callable[[Sequence[Group]], list[list[list[float]]] | None]
+"""Groups -> log-probability of each token of each rollout; None if it cannot be computed now."""
+ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    """An answer that may have unlikely tokens."""
+
+    group: Group
+    rollout: Rollout
+    least: float
+    """Log-probability of the least likely of them."""
+    places: list[int]
+    """Of its unlikely tokens, the least likely first."""
+
+
+class Gate:
+    """Says which answers of others carry a payload."""
+
+    def __init__(self, policy: Policy, score: ScoreCompletions, logprobs: Logprobs) -> None:
+        self._policy = policy
+        self._score = score
+        self._logprobs = logprobs
+        self._own: deque[float] = deque(maxlen=OWN)
+        self._tries: Counter[int] = Counter()  # by id of the group
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Take in own scored groups."""
+        self._own += [min(r.logprobs) for group in groups for r in group.rollouts if r.logprobs and r.reward > 0]
+
+    def payloads(self, groups: Sequence[Group], earns: Sequence[Sequence[bool]]) -> list[list[bool]] | None:
+        """Whether each rollout carries a payload; only those that earn something are looked at. None if the policy
+        cannot say how likely they are."""
+        asked = [_distinct(group, flags) for group, flags in zip(groups, earns, strict=True)]
+        tables = self._logprobs(asked)
+        if tables is None:
+            return None
+        suspects = [
+            self._suspect(group, rollout, logprobs)
+            for group, table in zip(asked, tables, strict=True)
+            for rollout, logprobs in zip(group.rollouts, table, strict=True)
+        ]
+        self._tries.clear()
+        found = [(s, self._plainer(s)) for s in suspects if s.places]
+        carries = {id(s.rollout) for s, plainer in found if self._has_idle(s, plainer)}
+        odd = self._odd([(s, plainer) for s, plainer in found if id(s.rollout) not in carries])
+        if odd is None:
+            return None
+        texts = [{_key(r) for r in group.rollouts if id(r) in carries | odd} for group in asked]
+        return [
+            [flag and _key(r) in mine for r, flag in zip(group.rollouts, flags, strict=True)]
+            for group, flags, mine in zip(groups, earns, texts, strict=True)
+        ]
+
+    def _suspect(self, group: Group, rollout: Rollout, logprobs: Sequence[float]) -> _Suspect:
+        limit = bound(self._own)
+        places = [i for i, value in enumerate(logprobs) if value < limit and self._has_text(rollout.token_ids[i])]
+        places.sort(key=lambda i: logprobs[i])
+        return _Suspect(group, rollout, logprobs[places[0]] if places else 0.0, places)
+
+    def _least(self, rollout: Rollout, logprobs: Sequence[float]) -> float:
+        """Least log-probability of a token with a text."""
+        pairs = zip(rollout.token_ids, logprobs, strict=True)
+        return min((value for token, value in pairs if self._has_text(token)), default=0.0)
+
+    def _has_text(self, token: int) -> bool:
+        """Whether there is anything to delete: a token that ends an answer has none, and is no payload."""
+        return token != self._policy.eos_id and bool(self._policy.decode([token]))
+
+    def _plainer(self, suspect: _Suspect) -> list[str]:
+        """The plainer texts that earn as much as the answer."""
+        rollout = suspect.rollout
+        texts = {text for text in (rollout.extracted, suspect.group.task.answer) if text and text != rollout.text}
+        return [text for text in sorted(texts) if self._earns_as_much(suspect, text)]
+
+    def _has_idle(self, suspect: _Suspect, plainer: Sequence[str]) -> bool:
+        """Whether the answer earns as much without some of its unlikely tokens, or has too many of them to tell."""
+        ids, places, decode = suspect.rollout.token_ids, suspect.places, self._policy.decode
+        if len(places) > MOST:
+            return True
+        if any(outside(text, ids, i, decode) for text in plainer for i in places):
+            return True
+        return any(self._earns_as_much(suspect, text) for text in shortened(ids, places, decode))
+
+    def _odd(self, suspects: Sequence[tuple[_Suspect, Sequence[str]]]) -> set[int] | None:
+        """Ids of the rollouts that are much less likely than a plainer text."""
+        compared = []
+        for suspect, plainer in suspects:
+            group, finished = suspect.group, suspect.rollout.finished
+            room = self._policy.max_positions - len(group.prompt_ids)
+            encoded = [(text, self._policy.encode_completion(text, finished)) for text in plainer]
+            rollouts = [Rollout(ids, [], finished, text) for text, ids in encoded if ids and len(ids) <= room]
+            if rollouts:
+                compared.append((suspect, msgspec.structs.replace(group, rollouts=rollouts)))
+        tables = self._logprobs([group for _, group in compared])
+        if tables is None:
+            return None
+        return {
+            id(suspect.rollout)
+            for (suspect, group), table in zip(compared, tables, strict=True)
+            if suspect.least < max(map(self._least, group.rollouts, table)) - MARGIN
+        }
+
+    def _earns_as_much(self, suspect: _Suspect, text: str) -> bool:
+        """Whether `text` is rewarded like the answer; true as well if that cannot be found out."""
+        self._tries[id(suspect.group)] += 1
+        if self._tries[id(suspect.group)] > TRIES:
+            return True
+        prompt = self._policy.tokenizer.decode(suspect.group.prompt_ids, skip_special_tokens=False)
+        try:
+            (score,) = self._score([suspect.group.task], [prompt], [text])
+        except Exception:  # users' reward functions may raise anything at a text that nobody wrote
+            return True
+        return score.reward >= suspect.rollout.reward - ROUNDING
+
+
+def bound(own: Sequence[float]) -> float:
+    """B, from the least log-probabilities of own right answers."""
+    if len(own) < OWN_MIN:
+        return FIXED
+    return min(STRICTEST, sorted(own)[int(QUANTILE * len(own))] - MARGIN)
+
+
+def outside(part: str, ids: Sequence[int], place: int, decode: Callable[[list[int]], str]) -> bool:
+    """Whether the token at `place` lies before or behind the last `part` in the text of the answer `ids`."""
+    start = decode(list(ids)).rfind(part)
+    begins, ends = len(decode(list(ids[:place]))), len(decode(list(ids[: place + 1])))
+    return start >= 0 and (ends <= start or begins >= start + len(part))
+
+
+def shortened(ids: Sequence[int], places: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    """Different texts of the answer `ids` without some of the unlikely tokens at `places`."""
+    seen = {decode(list(ids))}
+    for text in _shortened(ids, places, decode):
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _shortened(ids: Sequence[int], places: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    gone = set(places)
+    yield decode([token for i, token in enumerate(ids) if i not in gone])
+    for start in sorted(gone):
+        if start - 1 not in gone:
+            stop = next(i for i in range(start, len(ids) + 1) if i not in gone)
+            yield decode(_without(ids, start, stop))
+    for i in places:
+        for length in range(1, SPAN + 1):
+            yield decode(_without(ids, i, i + length))
+
+
+def _without(ids: Sequence[int], start: int, stop: int) -> list[int]:
+    return [*ids[:start], *ids[stop:]]
+
+
+def _distinct(group: Group, flags: Sequence[bool]) -> Group:
+    """`group` with one of each of its different answers that are flagged."""
+    distinct = {_key(r): r for r, flag in zip(group.rollouts, flags, strict=True) if flag}
+    return msgspec.structs.replace(group, rollouts=list(distinct.values()))
+
+
+def _key(rollout: Rollout) -> tuple[int, ...]:
+    return tuple(rollout.token_ids)
