@@ -246,7 +246,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         )
     if refused := _reasons(status.get("received", {}), "swarm/rejected/"):
         yield f"refused    {refused.removeprefix('; ')}"
-    yield from _sources(status)
+    yield from _sources(status, "" if refused else "refused")
     if status.get("crew"):
         yield from _crew(status["crew"], status["time"])
     absent = (status.get("crew") or {}).get("absent", [])
@@ -272,11 +272,11 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _table(peers, titles, _who_averages if averaged else _who)
 
 
-def _sources(status: Mapping[str, Any]) -> Iterator[str]:
-    """The worst sources of what was refused, a line for each."""
+def _sources(status: Mapping[str, Any], label: str) -> Iterator[str]:
+    """The worst sources of what was refused, a line for each, the first after `label`."""
     found = msgspec.convert(status.get("refused", []), list[Row])
     for i, row in enumerate(found[:WORST]):
-        yield f"{'' if i else 'refused':10} {row.says}, from {row.place()}, last {_ago(status['time'] - row.last)}"
+        yield f"{'' if i else label:10} {row.says}, from {row.place()}, last {_ago(status['time'] - row.last)}"
     if len(found) > WORST:
         others = sum(row.count for row in found[WORST:])
         yield f"{'':10} {others:,} from {len(found) - WORST} others"
