@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 import psutil
 
 from protocol.errors import LocalProtocolError
@@ -44,6 +45,7 @@ from swarm_node.joining import (
 from swarm_node.observability.health import Health, serving
 from swarm_node.observability.metrics import EventLog
 from swarm_node.preemption import stopper
+from swarm_node.refused import FirstRefusals, rows
 from swarm_node.rundir import RunDir
 from swarm_node.stopping import Stopper, StopRequested
 
@@ -190,6 +192,7 @@ def _watch(
     """Tell the link and who is there, until StopRequested."""
     told, link, there, line_at, status_at, looks, heard_newer = "", "", -1, 0.0, 0.0, 0, False
     others = [*config.network.bootstrap, *manifest.bootstrap]
+    first_refusals = FirstRefusals(say)
     memory = MemoryLimit(config.guest.max_memory_gb, "lower network.max_connections")
     while True:
         now, addresses = time.monotonic(), transport.addresses
@@ -205,6 +208,8 @@ def _watch(
         if status["traffic"].get("rejected/newer") and not heard_newer:
             heard_newer = True
             say(outdated(transport.too_new() or "a peer"))
+        reasons = [name.removeprefix("rejected/") for name, n in status["traffic"].items() if n and "rejected/" in name]
+        first_refusals.look(reasons, transport.refusals())
         if addresses:
             looks += 1
             health.write(looks, {"swarm/peers": len(status["peers"]), **_named(status["traffic"])})
@@ -226,6 +231,8 @@ def _named(traffic: dict[str, float]) -> dict[str, float]:
 
 def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dict[str, Any]:
     """As `Member.status`, of a member that trains nothing."""
+    members = transport.members()
+    names = {peer: card.name for peer, card in members.items()}
     return {
         "role": BOOTSTRAP,
         "swarm": manifest.swarm_id,
@@ -235,8 +242,9 @@ def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dic
         "name": config.name,
         "addresses": transport.addresses,
         "traffic": dict(transport.stats()),
+        "refused": msgspec.to_builtins(rows(transport.refusals(), {}, names)),
         "peers": {
             peer: {"name": card.name, "present": True, "policy_version": card.policy_version}
-            for peer, card in sorted(transport.members().items())
+            for peer, card in sorted(members.items())
         },
     }

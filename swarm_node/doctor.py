@@ -44,6 +44,7 @@ from swarm_node.errors import UserError
 from swarm_node.guest import BOOTSTRAP
 from swarm_node.installed import PACKAGE, install_command, reinstall_command, torch_command, upgrade_command
 from swarm_node.joining import Swarm, find_swarm, join_link, living, visitor
+from swarm_node.refused import Row
 from swarm_node.rundir import RunDir
 from swarm_node.status import FRESH_S, look_around, read_status
 
@@ -55,6 +56,8 @@ MAX_DIALS = 32
 ASKED = 5
 """Members asked to connect back, until `WITNESSES` have."""
 WITNESSES = 2
+ATTACK = 10
+"""Refusals of one source that honest nodes hardly ever cause: a faulty peer makes one or two."""
 CREW_BYTES = 6
 """Of a name for a crew, which is its password."""
 TIGHT = 0.8
@@ -86,6 +89,7 @@ class Seen(msgspec.Struct, frozen=True):
     time: float = 0.0
     peer: str = ""
     addresses: list[str] = []
+    refused: list[Row] = []
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -180,6 +184,8 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
         yield versions({}, {})
         return
     yield ports(config.network, running, way)
+    if seen.time:
+        yield refusals(seen.refused)
     listens = _as_it_listens(config.network, run)
     guess = reachable(listens, mine or [own_address()], way)
     answering: dict[str, bool] = {}
@@ -564,6 +570,20 @@ def versions(members: Mapping[str, PeerCard], totals: Mapping[str, float]) -> Ch
         detail = f"{mine}; there are peers with an older one, who are not heard"
         return Check("versions", "warn", detail, f"pip install --upgrade {PACKAGE}  # on their machines")
     return Check("versions", "ok", f"{mine}" + (f"; {older} of the members speak the one before" if older else ""))
+
+
+def refusals(refused: Sequence[Row]) -> Check:
+    """Whether somebody sends what honest nodes do not, by what the run last wrote. It refuses that by itself: the
+    remedy keeps the machine from hearing it."""
+    name = "refusals"
+    worst = [row for row in refused if row.hostile >= ATTACK]
+    if not worst:
+        return Check(name, "ok", "nobody keeps sending what honest nodes do not")
+    row = worst[0]
+    others = f", and from {len(worst) - 1} more" if worst[1:] else ""
+    detail = f"the run refused {row.says}, from {row.place()}{others}: it goes on, and nothing has to be done"
+    known = next((row.ip for row in worst if row.ip), "")
+    return Check(name, "warn", detail, f"sudo ufw insert 1 deny from {known}" if known else "")
 
 
 # --------------------------------------------------------------------- the run

@@ -27,6 +27,7 @@ from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.gossip import Publisher, Receiver
 from swarm_node.installed import outdated
 from swarm_node.policy.policy import Policy
+from swarm_node.refused import FirstRefusals, rows
 from swarm_node.replay import Gate, Pool
 from swarm_node.replay.gate import Logprobs
 from swarm_node.tasks import TaskSet
@@ -110,6 +111,7 @@ class Member:
         self._names: dict[str, str] = {}
         """As of the last `status`, of those who have left as well."""
         self._say = say
+        self._first_refusals = FirstRefusals(say)
         self._too_slow = False
         self._figures: dict[str, float] = {}
         """Of the last round; whole at any time, for other threads."""
@@ -217,11 +219,14 @@ class Member:
             **self.pool.metrics(),
             **({} if averager is None else averager.metrics()),
         }
+        refused: list[str] = []
         for name, value in totals.items():
             if name.startswith("rejected/"):
                 averaged = 0 if averager is None else averager.refused[name.removeprefix("rejected/")]
                 if value > averaged:  # those have names of their own
                     figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value - averaged
+                    refused.append(name.removeprefix("rejected/"))
+        self._first_refusals.look(refused, self.transport.refusals())
         self._figures = figures
         if figures.get("swarm/rejected/newer") and not self._outdated:
             self._outdated = True
@@ -252,6 +257,7 @@ class Member:
             "traffic": dict(self.transport.stats()),
             "sent": {name: n for name, n in figures.items() if name.startswith(SENT)},
             "received": {name: n for name, n in figures.items() if name.startswith(RECEIVED)},
+            "refused": msgspec.to_builtins(rows(self.transport.refusals(), counts, self._names)),
             "averaging": None if self.averager is None else self.averager.status(),
             "peers": {
                 peer: {

@@ -24,6 +24,7 @@ from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.joining import find_swarm, no_address, visitor
 from swarm_node.observability.jsonl import last_record
+from swarm_node.refused import Row
 from swarm_node.rundir import RunDir
 
 SCHEMA = 1
@@ -38,6 +39,8 @@ SHORT_ID = 8
 """Last characters of a peer id that tables show: the first ones are the same for all."""
 LISTED = 8
 """Partners named."""
+WORST = 5
+"""Sources of refusals named."""
 FRESH_S = 30.0
 """A status older than this is of a run that stands still or is over."""
 Cells = Callable[[Mapping[str, Any]], list[str]]
@@ -242,6 +245,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         )
     if refused := _reasons(status.get("received", {}), "swarm/rejected/"):
         yield f"refused    {refused.removeprefix('; ')}"
+    yield from _sources(status, "" if refused else "refused")
     if status.get("crew"):
         yield from _crew(status["crew"], status["time"])
     absent = (status.get("crew") or {}).get("absent", [])
@@ -265,6 +269,21 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         averaged = ["cohort"] if any(peer["cohort"] for peer in peers.values()) else []
         titles = ["roles", "model", "updates", "tokens/s", *averaged, "address"]
         yield from _table(peers, titles, _who_averages if averaged else _who)
+
+
+def _sources(status: Mapping[str, Any], label: str) -> Iterator[str]:
+    """The worst sources of what was refused, a line for each, the first after `label`."""
+    found = msgspec.convert(status.get("refused", []), list[Row])
+    for i, row in enumerate(found[:WORST]):
+        yield f"{'' if i else label:10} {row.says}, from {row.place()}, last {_ago(status['time'] - row.last)}"
+    if len(found) > WORST:
+        others = sum(row.count for row in found[WORST:])
+        yield f"{'':10} {others:,} from {len(found) - WORST} others"
+
+
+def _ago(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
 
 
 def _crew(crew: Mapping[str, Any], now: float) -> Iterator[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.messages import PeerCard
+from protocol.transports.refusals import Refused
 
 Handler = Callable[[bytes], None]
 """Told the bytes of each message on a topic, as its sender sealed them; whoever forwarded them is not known."""
@@ -147,6 +148,10 @@ class Transport(Protocol):
     def stats(self) -> Mapping[str, float]:
         """Running totals and levels: `peers`, `bytes_in`, `bytes_out`, `messages_in`, `messages_out`, `dropped`,
         `restarts/gossip`, `restarts/dht`, and `rejected/<reason>` for what never reached a handler."""
+
+    def refusals(self) -> Mapping[str, Refused]:
+        """Source (peer id, or IP address) -> what it was refused, for which reasons; of the latest sources. Part of
+        what `stats` counts: some refusals have no source that is known."""
 
     def close(self) -> None:
         """Say goodbye and stop; within a few seconds, whatever happens."""

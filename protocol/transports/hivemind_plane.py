@@ -46,7 +46,7 @@ from protocol.transports.p2pd_calls import keep_accounts
 from protocol.transports.pacing import Paces
 from protocol.transports.ports import Port
 from protocol.transports.records import CardStorage, CardValidator
-from protocol.transports.refusals import Refusals
+from protocol.transports.refusals import Refusals, ip_of
 from protocol.transports.relay import RELAY_PROTOCOL, reserve
 from protocol.transports.settings import NetworkSettings, announced, best_first, endpoint, listen_address
 from protocol.transports.streams import Answers, Traffic, ask
@@ -289,7 +289,9 @@ class HivemindPlane:
     async def connected(self) -> set[str]:
         """Peer ids with a connection to this node. Raises PeerUnreachable."""
         daemon = self._running()[0]
-        connected = {str(peer.peer_id) for peer in await self._bounded(daemon.list_peers(), CALL_S)}
+        peers = await self._bounded(daemon.list_peers(), CALL_S)
+        connected = {str(peer.peer_id) for peer in peers}
+        self.refusals.locate({str(peer.peer_id): ip_of(map(str, peer.addrs)) for peer in peers})
         self._serving = {peer: None for peer in self._serving if peer in connected}
         return connected
 

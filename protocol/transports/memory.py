@@ -58,6 +58,7 @@ from protocol.transports.channels import (
     parts_of,
 )
 from protocol.transports.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER, check_call, pieces_of
+from protocol.transports.refusals import Refused
 
 SPREAD_S = 2.0
 """A card is found by others, and components that meet become one, this much later."""
@@ -804,6 +805,9 @@ class MemoryTransport:
     def too_new(self) -> str:
         """Empty: cards are not written here, so all are read."""
         return ""
+
+    def refusals(self) -> Mapping[str, Refused]:
+        return {}
 
     def stats(self) -> Mapping[str, float]:
         """As the port says, and `duplicates`: messages that came more than once."""

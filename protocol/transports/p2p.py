@@ -36,6 +36,7 @@ from protocol.transports.exchanges import check_call
 from protocol.transports.gossip_client import GossipClient, Stat
 from protocol.transports.gossip_pipe import gossip_settings
 from protocol.transports.ports import choose_ports, note_ports
+from protocol.transports.refusals import Refused
 from protocol.transports.relay import PLACE_S
 from protocol.transports.reports import Reports
 from protocol.transports.settings import NetworkSettings, best_first, endpoint
@@ -265,6 +266,10 @@ class P2PTransport:
             for reason, count in reasons.items():
                 totals[f"rejected/{reason}"] += count
         return {name: float(total) for name, total in totals.items()}
+
+    def refusals(self) -> Mapping[str, Refused]:
+        plane = self._plane
+        return {} if plane is None else plane.refusals.by_source()
 
     def close(self) -> None:
         if not self._closed.is_set():

@@ -1,35 +1,73 @@
-"""What this node refused: totals by reason, and of the latest peers what each was refused for.
+"""What this node refused: totals by reason, and of the latest sources what each was refused for.
 
-The peer is the one at the other end of the connection: it sent, or answered with, what was refused. It need not have
-made it.
+The source is the peer at the other end of the connection: it sent, or answered with, what was refused. It need not have
+made it. Where no peer has proven its key yet, the source is an IP address.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
-MAX_PEERS = 256
-"""Peers remembered: more than p2pd keeps connections to for long, and some 100 KB."""
+import msgspec
+
+MAX_SOURCES = 256
+"""Sources remembered: more than p2pd keeps connections to for long, and some 100 KB."""
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """What one source was refused."""
+
+    reasons: dict[str, int]
+    """Reason -> count."""
+    last: float
+    """Unix time of the latest."""
+    address: str = ""
+    """IP address that the source was connected from; empty if that is not known."""
 
 
 class Refusals:
-    """Counts refusals. `totals` (reason -> count) is shared with its owner; the rest is bounded by `MAX_PEERS`, beyond
-    which the peer refused longest ago is forgotten. Reasons are this node's own words, so there are few."""
+    """Counts refusals. `totals` (reason -> count) is shared with its owner. Beyond `MAX_SOURCES` the source refused
+    longest ago is forgotten. Reasons are this node's own words, so there are few."""
 
-    def __init__(self, totals: Counter[str]) -> None:
+    def __init__(self, totals: Counter[str], now: Callable[[], float] = time.time) -> None:
         self.totals = totals
-        self._by_peer: dict[str, Counter[str]] = {}
-        """Peer refused last comes last."""
+        self._now = now
+        self._sources: dict[str, Refused] = {}
+        """Source refused last comes last."""
 
-    def note(self, peer: str, reason: str, count: int = 1) -> None:
-        """`peer` was refused `count` times for `reason`."""
+    def note(self, source: str, reason: str, count: int = 1) -> None:
+        """`source` was refused `count` times for `reason`."""
         self.totals[reason] += count
-        reasons = self._by_peer.pop(peer, None)
-        self._by_peer[peer] = reasons = Counter() if reasons is None else reasons
-        reasons[reason] += count
-        if len(self._by_peer) > MAX_PEERS:
-            del self._by_peer[next(iter(self._by_peer))]
+        before = self._sources.pop(source, Refused({}, 0.0))
+        reasons = before.reasons | {reason: before.reasons.get(reason, 0) + count}
+        self._sources[source] = Refused(reasons, self._now(), before.address)
+        if len(self._sources) > MAX_SOURCES:
+            del self._sources[next(iter(self._sources))]
+
+    def locate(self, ways: Mapping[str, str]) -> None:
+        """Remember where sources are connected from; `ways` = peer id -> IP address of those connected now."""
+        for source in self._sources.keys() & ways.keys():
+            self._sources[source] = msgspec.structs.replace(self._sources[source], address=ways[source])
+
+    def by_source(self) -> dict[str, Refused]:
+        """Source -> what it was refused; a copy, which another thread may ask for."""
+        return dict(self._sources)
 
     def by_peer(self) -> dict[str, dict[str, int]]:
-        """Peer id -> reason -> count; a copy, which another thread may ask for."""
-        return {peer: dict(reasons) for peer, reasons in dict(self._by_peer).items()}
+        """Source -> reason -> count."""
+        return {source: dict(refused.reasons) for source, refused in self.by_source().items()}
+
+
+def ip_of(addresses: Iterable[str]) -> str:
+    """The IP address in the first multiaddress that has one and is not relayed; else empty."""
+    for address in addresses:
+        _, kind, host, *_ = [*address.split("/"), "", ""]
+        if kind in ("ip4", "ip6") and "/p2p-circuit" not in address:
+            try:
+                return str(ipaddress.ip_address(host))
+            except ValueError:
+                continue
+    return ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from protocol.manifest import ManifestLimits
 from swarm_node.gossip.quota import Minutes
+from swarm_node.reasons import words
 
 REASONS = frozenset(
     "size echo signature version newer schema swarm duplicate slot age future muted quota cap task assignment prompt "
@@ -29,7 +30,7 @@ MUTE_S = 300.0
 MAX_PEERS = 1024
 """Peers with an account; who has been silent longest loses it."""
 MAX_SAID = 200
-"""Rejections put into words; the rest is counted."""
+"""Peers of which is said that they are muted; the rest is counted."""
 
 
 @dataclass
@@ -61,7 +62,9 @@ class Ledger:
         """Whoever was heard last comes last."""
         self.rejected: Counter[str] = Counter()
         """By reason, from whomever; running totals."""
-        self._said: set[tuple[str | None, str]] = set()
+        self._said: set[str] = set()
+        """Reasons whose first refusal was put into words."""
+        self._said_muted: set[str] = set()
 
     def account(self, peer: str) -> Account:
         """The account of a peer that was heard just now."""
@@ -87,9 +90,10 @@ class Ledger:
         account = None if peer is None else self.accounts.get(peer)
         if account is not None:
             account.rejected[reason] += n
-        if reason not in UNSAID and (peer, reason) not in self._said and len(self._said) < MAX_SAID:
-            self._said.add((peer, reason))
-            self._say(f"not admitted ({reason}) from {peer or 'an unproven sender'}{_printable(detail)}")
+        if reason not in UNSAID and reason not in self._said:
+            self._said.add(reason)
+            origin = peer or "an unproven sender"
+            self._say(f"refused: {words(reason)} ({reason}), from {origin}{_printable(detail)} (said once)")
         if account is not None and peer is not None and reason in MALICIOUS:
             self._offend(peer, account, n)
 
@@ -100,8 +104,8 @@ class Ledger:
         if account.offences >= MUTE_AFTER:
             account.offences = 0.0
             account.muted_until = now + MUTE_S
-            if (peer, "mute") not in self._said and len(self._said) < MAX_SAID:
-                self._said.add((peer, "mute"))
+            if peer not in self._said_muted and len(self._said_muted) < MAX_SAID:
+                self._said_muted.add(peer)
                 self._say(f"{peer} is muted for {MUTE_S:.0f} s: it keeps sending what no honest node sends")
 
 

@@ -74,7 +74,7 @@ class Receiver:
         spoken: Collection[int] = SPOKEN,
         spent: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`add` takes an admitted group, or says why not; `say` is told the first of each kind of rejection; `spoken`
+        """`add` takes an admitted group, or says why not; `say` is told the first rejection of each reason; `spoken`
         are the protocol versions that are understood; `spent` gives the seconds of processor time that the calling
         thread has used."""
         self._spoken = spoken

@@ -24,6 +24,7 @@ import numpy as np
 
 from swarm_node.observability.progress import clock_face, volume
 from swarm_node.observability.tally import Tally
+from swarm_node.reasons import words
 
 LEAST_QUESTIONS = 50
 LEAST_ROUNDS = 20
@@ -37,28 +38,6 @@ MAX_REASONS = 4
 """Told apart; the rest is one number."""
 REFUSED = {"swarm/rejected/": "", "averaging/refused/": "weights/", "stages/refused/": "crew/"}
 KINDS = {"weights": "weights", "crew": "the crew"}
-WHY = {
-    "age": "too old",
-    "assignment": "not the sender's task",
-    "cap": "over the swarm's limits",
-    "duplicate": "known already",
-    "length": "answers too long",
-    "muted": "sender muted",
-    "newer": "newer protocol",
-    "pool": "no room",
-    "prompt": "another question",
-    "quota": "over the sender's quota",
-    "rate": "too much of one peer",
-    "schema": "malformed",
-    "seen": "heard before",
-    "signature": "not signed",
-    "slot": "answers to the same task for the third time",
-    "surplus": "more than could be examined",
-    "task": "task unknown here",
-    "version": "older protocol",
-    "zero": "all rewarded alike",
-}
-"""Of the frequent reasons; others stand for themselves."""
 COST = {
     "spent": "spent by the end of the last round",
     "per_admitted_group": "a group trained on",
@@ -288,17 +267,16 @@ def _refused(refused: Mapping[str, int]) -> list[str]:
     if not refused:
         return []
     counts = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
-    words = [f"{n:,} {_why(name)}" for name, n in counts[:MAX_REASONS]]
+    listed = [f"{n:,} {_why(name)}" for name, n in counts[:MAX_REASONS]]
     if rest := sum(n for _, n in counts[MAX_REASONS:]):
-        words.append(f"{rest:,} for other reasons")
-    return [", ".join(words)]
+        listed.append(f"{rest:,} for other reasons")
+    return [", ".join(listed)]
 
 
 def _why(name: str) -> str:
     """`weights/gates` -> of weights (gates)"""
     kind, _, reason = name.rpartition("/")
-    words = WHY.get(reason, reason)
-    return f"of {KINDS[kind]} ({words})" if kind else words
+    return f"of {KINDS[kind]} ({words(reason)})" if kind else words(reason)
 
 
 def _traffic(swarm: Swarm | None) -> list[str]:

@@ -2,18 +2,45 @@ from __future__ import annotations
 
 from collections import Counter
 
-from protocol.transports.refusals import MAX_PEERS, Refusals
+import pytest
+
+from protocol.transports.refusals import MAX_SOURCES, Refusals, Refused, ip_of
 
 
-def test_refusals_are_counted_by_peer_and_forgotten_oldest_first() -> None:
+def test_refusals_are_counted_by_source_and_forgotten_oldest_first() -> None:
     totals: Counter[str] = Counter(schema=1)
-    refusals = Refusals(totals)
-    for i in range(MAX_PEERS):
+    clock = [100.0]
+    refusals = Refusals(totals, lambda: clock[0])
+    for i in range(MAX_SOURCES):
         refusals.note(f"peer {i}", "schema")
+    clock[0] = 200.0
     refusals.note("peer 0", "node_id", 3)
-    copy = refusals.by_peer()
-    refusals.note("late", "find")
-    assert totals == {"schema": MAX_PEERS + 1, "node_id": 3, "find": 1}
-    assert copy["peer 0"] == {"schema": 1, "node_id": 3} and "late" not in copy
-    assert len(refusals.by_peer()) == MAX_PEERS and "peer 1" not in refusals.by_peer()
-    assert refusals.by_peer()["peer 0"] == copy["peer 0"]
+    copy = refusals.by_source()
+    refusals.note("203.0.113.9", "find")
+    assert totals == {"schema": MAX_SOURCES + 1, "node_id": 3, "find": 1}
+    assert copy["peer 0"] == Refused({"schema": 1, "node_id": 3}, 200.0) and "203.0.113.9" not in copy
+    assert len(refusals.by_source()) == MAX_SOURCES and "peer 1" not in refusals.by_source()
+    assert refusals.by_peer()["peer 0"] == copy["peer 0"].reasons
+
+
+def test_a_source_keeps_the_address_it_was_last_seen_at() -> None:
+    refusals = Refusals(Counter())
+    refusals.note("mallory", "find")
+    refusals.locate({"mallory": "203.0.113.9", "bob": "192.0.2.1"})
+    refusals.locate({})
+    refusals.note("mallory", "find")
+    assert refusals.by_source().keys() == {"mallory"}
+    assert refusals.by_source()["mallory"].address == "203.0.113.9"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "ip"),
+    [
+        ([], ""),
+        (["/ip4/203.0.113.9/tcp/31330"], "203.0.113.9"),
+        (["/ip4/192.0.2.1/tcp/1/p2p/x/p2p-circuit", "/ip6/2001:db8::1/tcp/31330"], "2001:db8::1"),
+        (["/dns4/example.org/tcp/1", "/ip4/not an address", "nonsense"], ""),
+    ],
+)
+def test_the_ip_address_is_that_of_the_first_direct_way(addresses: list[str], ip: str) -> None:
+    assert ip_of(addresses) == ip

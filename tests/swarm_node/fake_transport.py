@@ -10,6 +10,7 @@ from protocol.errors import PeerUnreachable
 from protocol.identity import Identity
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Acceptor, Handler, Outgoing, Server, Sink
+from protocol.transports.refusals import Refused
 
 SWARM = "0" * 64
 
@@ -69,6 +70,9 @@ class FakeTransport:
         return ""
 
     def stats(self) -> Mapping[str, float]:
+        return {}
+
+    def refusals(self) -> Mapping[str, Refused]:
         return {}
 
     def close(self) -> None: ...

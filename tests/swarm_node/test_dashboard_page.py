@@ -79,6 +79,18 @@ def make_swarm_run() -> RunDir:
         "traffic": {"bytes_in": 4e6, "bytes_out": 2_500_000.0},
         "received": {"swarm/groups_received": 130, "swarm/groups_admitted": 120, "swarm/rejected/age": 10},
         "sent": {"swarm/groups_sent": 50, "swarm/unsent/zero": 6},
+        "refused": [
+            {
+                "source": "12D3KooWevilevil",
+                "name": HOSTILE,
+                "address": "203.0.113.9",
+                "says": "1,204 × too many keys asked at once",
+                "count": 1204,
+                "hostile": 1204,
+                "last": 1000.0,
+            },
+            {"source": "2001:db8::7", "says": HOSTILE, "count": 3, "hostile": 0, "last": 990.0},
+        ],
         "peers": {
             "12D3KooWbobbobbob": {
                 **peer,
@@ -170,6 +182,10 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     assert rows(browser, "Peers of alice") == [
         ["bob …obbobbob", "here", "7", "100", "98", "90", "age 2"],
         [f"{HOSTILE} …evilevil", "here", "7", "30", "22", "30", "age 8"],
+    ]
+    assert [row[:3] for row in rows(browser, "Refused by alice")] == [
+        [f"{HOSTILE} …evilevil", "203.0.113.9", "1,204 × too many keys asked at once"],
+        ["2001:db8::7", "–", HOSTILE],
     ]
     assert rows(browser, "Stages of alice") == [
         ["Stage 0", "0", "this node", "–"],

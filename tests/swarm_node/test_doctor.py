@@ -38,6 +38,7 @@ from swarm_node.doctor import (
     ports,
     python,
     reachable,
+    refusals,
     room,
     seen_from_others,
     torch_and_device,
@@ -45,6 +46,7 @@ from swarm_node.doctor import (
 )
 from swarm_node.installed import upgrade_command
 from swarm_node.policy.loading import prepare
+from swarm_node.refused import Row
 from swarm_node.rundir import RunDir
 from tests.docs.placing import parse
 from tests.swarm_node.fake_transport import SWARM, FakeTransport, address, card, peer_id
@@ -275,6 +277,21 @@ def test_a_clock_by_which_nobody_is_a_member_is_a_failure(off: float) -> None:
     assert (check.verdict, check.detail.split()[0]) == ("fail", f"{abs(off):.0f}")
     assert ("ahead" in check.detail) == (off > 0)
     assert "3" in people({}, made, True).detail and people({}, made, True).verdict == "warn"
+
+
+@pytest.mark.parametrize(
+    ("hostile", "where", "verdict", "remedy"),
+    [
+        (9, "203.0.113.9", "ok", ""),
+        (10, "203.0.113.9", "warn", "sudo ufw insert 1 deny from 203.0.113.9"),
+        (10, "", "warn", ""),
+    ],
+)
+def test_whoever_keeps_sending_rubbish_is_named(hostile: int, where: str, verdict: str, remedy: str) -> None:
+    row = Row(peer_id(2), f"{hostile} × malformed", 100, hostile, 0.0, "bob", where)
+    check = refusals([row, replace(row, hostile=0)])
+    assert (check.verdict, check.remedy) == (verdict, remedy)
+    assert verdict == "ok" or f"10 × malformed, from bob …{peer_id(2)[-8:]}" in check.detail
 
 
 def test_those_who_are_left_by_this_machines_clock_do_not_decide() -> None:

@@ -95,6 +95,19 @@ def test_a_run_shows_who_is_there_what_was_admitted_and_why_the_rest_was_not(
     assert "runs/alice, ended; as of 0 s ago" in shown(capsys, "runs/alice")
 
 
+def test_the_worst_sources_of_what_was_refused_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    says = "1,204 × too many keys asked at once"
+    row = {"source": peer_id(2), "says": says, "count": 1204, "hostile": 1204, "last": time.time() - 400}
+    first = row | {"name": "bob", "address": "203.0.113.9", "last": time.time() - 3}
+    make_run("runs/alice", refused=[first, *[row] * 7])
+    lines = shown(capsys, "runs/alice").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("refused"))
+    assert lines[start + 1].startswith(f"           {says}, from bob …{peer_id(2)[-8:]} at 203.0.113.9, last ")
+    assert lines[start + 2].endswith("7 min ago") and lines[start + 6] == "           3,612 from 3 others"
+    make_run("runs/hub", refused=[first], received={})
+    assert f"refused    {says}, from bob" in shown(capsys, "runs/hub")
+
+
 def test_a_swarm_whose_name_is_not_known_goes_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
     make_run("runs/alice", swarm_name="")
     assert f"swarm      {SWARM[:16]}\n" in shown(capsys, "runs/alice")

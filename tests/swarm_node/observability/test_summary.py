@@ -83,7 +83,7 @@ def test_a_member_that_averages_and_pays() -> None:
         "          weights of others in 1 exchange",
         "gave      8 groups published",
         "          its weights in 1 exchange, 1.8 MB",
-        "refused   200 all rewarded alike, 20 too old, 15 known already, 4 swarm, 4 for other reasons",
+        "refused   200 all rewarded alike, 20 too old, 15 known already, 4 of another swarm, 4 for other reasons",
         "traffic   2.5 MB in, 200 kB out, all told",
         "rounds    2 in 0:01, 0.50 s each; 2,000 tokens trained on, 2,000 a second",
         "cost      0.0234 spent by the end of the last round, 0.00195 a group trained on",

@@ -488,8 +488,9 @@ function peers(run, known) {
     const unsent = reasons(sent, "swarm/unsent/");
     sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent}` : ""}.`);
   }
-  if (!all.length && !sums.length) return null; // the tile says that nobody is here
-  if (!all.length) return section(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)));
+  const sources = refusedSources(run);
+  if (!all.length && !sums.length && !sources) return null; // the tile says that nobody is here
+  if (!all.length) return section(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)), sources);
   const absent = absentFrom(status);
   const counts = all.some(([, peer]) => "received" in peer), most = Math.max(...all.map(([, peer]) => peer.used ?? 0));
   const figures = ["Received", "Admitted", "Used", "Refused, by reason"];
@@ -502,7 +503,20 @@ function peers(run, known) {
       (peer.muted ? "muted; " : "") + (reasons(peer.rejected) || "none")] : []),
   ]);
   return section(run, known, "Peers", sums.length ? element("p", {}, sums.join(" ")) : null,
-    table(`Peers of ${run.id}`, ["Peer", "Now", "Updates", ...(counts ? figures : [])], rows, all.map(([id]) => id)));
+    table(`Peers of ${run.id}`, ["Peer", "Now", "Updates", ...(counts ? figures : [])], rows, all.map(([id]) => id)), sources);
+}
+
+// What was refused, a row for each source, the worst first.
+function refusedSources(run) {
+  const refused = run.status?.refused ?? [];
+  if (!refused.length) return null;
+  const rows = refused.map((row) => [
+    /[.:]/.test(row.source) ? String(row.source) : named(row.name, row.source),
+    row.address || "–",
+    String(row.says),
+    ago(row.last),
+  ]);
+  return table(`Refused by ${run.id}`, ["Refused", "Connected from", "What", "Last"], rows, refused.map((row) => row.source));
 }
 
 function terms(pairs) {
