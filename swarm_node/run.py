@@ -128,6 +128,7 @@ class Run:
         if found is not None:
             swarm = enter_swarm(found, config, run, self.say, stack, stop.allowed)
             config = swarm.with_model(config)
+            self.progress.spent_s = swarm.waited_s
         self.screen.health.identify(config.name or run.path.resolve().name, swarm.manifest.swarm_id if swarm else "")
         if swarm is not None and config.seed is None:
             config = config.model_copy(update={"seed": swarm.seed})
@@ -173,6 +174,8 @@ class Run:
             self.cost.go_on(read_metrics(run.metrics))
         self.began_at = self.node.round
         """The round after which this start went on."""
+        if crew is None:
+            self.snapshots.check_room(self.state.snapshot_bytes)
         if resumed:
             self.say(f"resumed {run.path} at round {self.node.round}", "resume")
 
@@ -269,7 +272,7 @@ class Run:
             self.state.before = self._held_out("before")
         if node.round >= config.total_rounds:
             self.say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
-        started = time.monotonic() - self.guest.paused_s
+        started = time.monotonic() - self.guest.paused_s - self.progress.spent_s
         saved_at = time.monotonic()
         while node.round < config.total_rounds:
             self.guest.wait(stop)
