@@ -17,13 +17,15 @@ import typer
 
 from protocol.errors import printable
 from swarm_node import __version__
-from swarm_node.errors import SwarmNodeError
+from swarm_node.errors import NobodyReached, SwarmNodeError
 
 if TYPE_CHECKING:
     from swarm_node.config import NodeConfig
     from swarm_node.rundir import RunDir
 
 PREFIX = "SWARM_NODE_"
+NOBODY_REACHED = 1
+"""Exit code of `status` and `join` when nobody of the swarm was reached in time: it may work later."""
 USER_ERROR = 2
 """Exit code when only the user can mend it; the same that a wrong option gets."""
 EPILOG = (
@@ -81,7 +83,7 @@ Json = Annotated[
 
 @contextmanager
 def user_errors(json_output: bool = False) -> Iterator[None]:
-    """Report what the package raises on purpose as one line, and end with exit code 2."""
+    """Report what the package raises on purpose as one line, and end with exit code 2; 1 if nobody was reached."""
     try:
         yield
     except SwarmNodeError as error:
@@ -89,7 +91,7 @@ def user_errors(json_output: bool = False) -> Iterator[None]:
         typer.echo(f"swarm-node: {message}", err=True)
         if json_output:
             typer.echo(json.dumps({"error": message}))
-        raise typer.Exit(USER_ERROR) from None
+        raise typer.Exit(NOBODY_REACHED if isinstance(error, NobodyReached) else USER_ERROR) from None
 
 
 def typed(context: typer.Context, parameter: str) -> bool:

@@ -41,6 +41,7 @@ from swarm_node.memory import Memory, free_main_memory, free_memory
 from swarm_node.own import OwnSettings
 from swarm_node.policy.loading import ARCHITECTURE, Plan, is_windowed, load_tokenizer, prepare
 from swarm_node.recovery.paths import elsewhere, sources, tell
+from swarm_node.recovery.snapshots import check_room
 from swarm_node.rundir import RunDir
 from swarm_node.seats import EVERY, Seats, replica_every
 from swarm_node.stage_files import newest, stage_files
@@ -696,6 +697,15 @@ class CrewNode:
     def invite(self) -> None:
         """Say what to type on another machine, if that has not been said."""
         self.invitation.tell(self._whole_since < math.inf, self.say)
+
+    def check_room(self, everybody: bool = False) -> None:
+        """UserError if the disk has no room for two snapshots of the stage that this node is to hold; of the smallest
+        one, if it is to hold any. `everybody`: of all stages, whose processes are on this machine."""
+        stages = self.config.stages
+        each = self.memory.snapshots(self.memory.divide([UNKNOWN] * stages.count))
+        own = min(each) if stages.stage == "auto" else each[stages.stage]
+        files = self.run.path / "stages"
+        check_room(files, sum(each) if everybody else own, len(stage_files(files)))
 
     def _begin(self) -> None:
         """The crew is whole: from the first time on, minutes count."""

@@ -56,6 +56,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 screen.leave(STOPPING)
                 stop.safe()
                 return 0
+            crew.check_room(everybody=beside is not None)
             if beside is not None:
                 crew.invitation.open = False
                 inner.enter_context(beside(partial(_link, crew), screen.say))

@@ -7,17 +7,18 @@ The network is started first and comes up in the background, while files are gat
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
-from protocol.errors import LocalProtocolError
+from protocol.errors import LocalProtocolError, PeerUnreachable
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.transports.base import Transport
 from swarm_node.base_weights.finding import choose_model
 from swarm_node.config import NodeConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import NobodyReached, UserError
 from swarm_node.joining import (
     Swarm,
     fetch_manifest,
@@ -44,6 +45,8 @@ class EnteredSwarm:
     """All of the swarm's; those that the user chose are drawn from."""
     model: str | None = None
     """Where the swarm's model is, if that is to be trained; whoever joins gets it without naming it."""
+    waited_s: float = 0.0
+    """How long the manifest was waited for."""
 
     def with_model(self, config: NodeConfig) -> NodeConfig:
         """`config`, with that model."""
@@ -69,11 +72,16 @@ def enter_swarm(
     """Enter `swarm` as it was found; `stack` gets what has to be closed. What may take long, and can be broken off
     anywhere, is done within `waiting()`. Raises UserError."""
     say_what_leaves(swarm, config, run, say)
-    manifest = swarm.manifest
+    manifest, waited_s = swarm.manifest, 0.0
     if manifest is None:
         say(f"asking for the manifest of swarm {swarm.id[:16]}")
-        with waiting(), visitor(swarm, config.network, say) as visit:
-            manifest = fetch_manifest(visit, swarm, say)
+        began, wait_s = time.monotonic(), None if config.minutes is None else 60 * config.minutes
+        try:
+            with waiting(), visitor(swarm, config.network, say) as visit:
+                manifest = fetch_manifest(visit, swarm, say, wait_s)
+        except PeerUnreachable as error:  # only with `minutes`: without, it waits on
+            raise NobodyReached(f"{config.minutes:g} minutes are over before training began: {error}") from error
+        waited_s = time.monotonic() - began
     keep(manifest, run, swarm.named)
     try:
         with os_errors_explained(run.identity):
@@ -95,4 +103,4 @@ def enter_swarm(
     say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {identity.peer_id}")
     with waiting():
         model = choose_model(config, manifest, [*swarm.peers, *manifest.bootstrap], transport, say)
-    return EnteredSwarm(manifest, identity, transport, tasks, model)
+    return EnteredSwarm(manifest, identity, transport, tasks, model, waited_s)

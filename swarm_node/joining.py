@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import shlex
 import sys
@@ -57,6 +58,8 @@ FILE_WAIT_S = 20.0
 """Of which, how long it looks for members who hold one, before it goes on without."""
 FILE_S, FILE_BYTES_PER_S = 10.0, 2**20
 """How long one question file may take: ten seconds and one for each mebibyte."""
+ASK_S, LEAST_ASK_S = 10.0, 0.5
+"""How long a member may take to give the manifest, and how long it has when the user's time is nearly over."""
 FIRST_WORD_S = 5.0
 PATIENCE_S = 20.0
 """Between two sentences about still waiting for somebody."""
@@ -68,6 +71,10 @@ NAMED = 3
 ASKED_AT_ONCE = 8
 """Members asked for one thing, in random order, before looking again who is there."""
 T = TypeVar("T")
+
+
+class _AnotherSwarm(RemoteProtocolError):
+    """A member gave a good manifest of another swarm; the detail is that one's id."""
 
 
 class Swarm(msgspec.Struct, frozen=True):
@@ -238,14 +245,21 @@ def _read(path: Path) -> bytes:
 
 def fetch_manifest(transport: Transport, swarm: Swarm, say: Say, wait_s: float | None = None) -> Manifest:
     """The manifest from the first member that has the right one, together with the addresses it was found by; tries for
-    `wait_s`, or as long as it takes. Raises PeerUnreachable.
+    `wait_s`, or as long as it takes. Raises PeerUnreachable, and UserError if the link's peers are in another swarm.
     """
 
     if swarm.manifest is not None:
         return swarm.manifest
 
+    until = math.inf if wait_s is None else time.monotonic() + wait_s
+
     def ask(peer: str) -> Manifest:
-        return parse_manifest(transport.request(peer, MANIFEST_METHOD, limit=MAX_MANIFEST_BYTES), swarm.id)
+        seconds = max(LEAST_ASK_S, min(ASK_S, until - time.monotonic()))
+        data = transport.request(peer, MANIFEST_METHOD, timeout=seconds, limit=MAX_MANIFEST_BYTES)
+        found = parse_manifest(data)
+        if found.swarm_id != swarm.id:
+            raise _AnotherSwarm("swarm", found.swarm_id)
+        return found
 
     manifest = _ask_around(transport, swarm, ask, f"the manifest of swarm {swarm.id[:16]}", say, wait_s)
     return _begun_with(manifest, swarm.peers)
@@ -363,10 +377,12 @@ def _ask_around(
     say: Say,
     wait_s: float | None,
 ) -> T:
-    """What the first member says that `ask` gets an answer from and believes. Raises PeerUnreachable after `wait_s`."""
+    """What the first member says that `ask` gets an answer from and believes. Raises PeerUnreachable after `wait_s`,
+    UserError if all who answer are in another swarm: at once if all do, else after `PATIENCE_S`."""
     began = time.monotonic()
     said = began + FIRST_WORD_S - PATIENCE_S
     refused: dict[str, str] = {}
+    answers: dict[str, RemoteProtocolError] = {}
     answered = False
     while True:
         known = _different([*map(peer_of, swarm.peers), *transport.members()])
@@ -380,12 +396,14 @@ def _ask_around(
             except PeerUnreachable:
                 continue
             except RemoteProtocolError as error:
-                refused[peer], answered = str(error), True
+                refused[peer], answered, answers[peer] = str(error), True, error
         failure = f"none of {len(peers)} members gives {wanted}"
         if peers and not answered:
             where = ", ".join(swarm.peers[:NAMED]) or f"the addresses of {len(peers)} members"
             failure = f"nobody answers at {where}, to give {wanted}"
         now = time.monotonic()
+        if len(answers) >= len(peers) or now - began > PATIENCE_S:
+            _check_swarm(swarm, answers)
         if wait_s is not None and now - began > wait_s:
             raise PeerUnreachable(failure)
         if now - said > PATIENCE_S:
@@ -395,7 +413,18 @@ def _ask_around(
             say(f"{failure}{why}: still trying; `swarm-node doctor {link}` may say why")
         if peers and len(refused) == len(peers):
             refused.clear()
-        time.sleep(min(MAX_RETRY_S, RETRY_S + (now - began) / 10))
+        pause = min(MAX_RETRY_S, RETRY_S + (now - began) / 10)
+        time.sleep(pause if wait_s is None else max(0.0, min(pause, began + wait_s - now)))
+
+
+def _check_swarm(swarm: Swarm, answers: Mapping[str, RemoteProtocolError]) -> None:
+    """UserError if there are answers, and all are the manifest of another swarm: no patience mends that."""
+    theirs = [error.detail for error in answers.values() if isinstance(error, _AnotherSwarm)]
+    if theirs and len(theirs) == len(answers):
+        raise UserError(
+            f"the link is of swarm {swarm.id[:16]}, but its peers are in swarm {theirs[0][:16]}: take the link that "
+            "`swarm-node bootstrap` or a member of your swarm prints"
+        )
 
 
 # --------------------------------------------------------------------- being there

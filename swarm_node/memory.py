@@ -16,6 +16,9 @@ from swarm_node.stages.handing import layer_of
 from swarm_node.stages.partition import partition, parts_of, sizes
 from swarm_node.stages.post import Spans
 
+SNAPSHOT_BYTES = 12
+"""Of a trained value in a snapshot: itself and two moments, four bytes each."""
+
 
 class Memory:
     """Of a policy that is cut into stages, by its crew's options."""
@@ -45,6 +48,12 @@ class Memory:
             self._bytes(*values)
             for values in zip(self._frozen.of(spans), trained, copied if count > 1 else kept, kept, strict=True)
         ]
+
+    def snapshots(self, spans: Spans) -> list[int]:
+        """Bytes of a snapshot of each stage: trained weights in 32 bits, the optimiser's two moments and, of weights in
+        16 bits that are trained themselves, its master copies."""
+        masters = 4 if self._itemsize < 4 and not any(self._frozen.layers) else 0
+        return [(SNAPSHOT_BYTES + masters) * values for values in self._trained.of(spans)]
 
     def divide(self, capacities: Sequence[float]) -> Spans:
         """Layers of each stage, as the memory of the machines allows that are to hold them (bytes, `UNKNOWN` or inf).

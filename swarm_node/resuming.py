@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from torch import Tensor
 
 from protocol.lineage import read_lineage, shared
 from swarm_node.config import NodeConfig
@@ -70,13 +71,7 @@ class RunState:
         then); written in the background."""
         if self.saved == self.node.round and not anew and not self.snapshots.failed:
             return
-        optimizer, numbers = self.node.trainer.state_dict()
-        tensors = {"policy": self.policy.trainable_state(), "optimizer": optimizer}
-        if self.crew is not None:  # whoever holds a stage keeps its weights
-            tensors = {}
-        averaging: dict[str, Any] = {}
-        if self.node.averager is not None:
-            tensors["averaging"], averaging = self.node.averager.state_dict()
+        tensors, numbers, averaging = self._state()
         self.snapshots.save(
             self.node.round,
             tensors,
@@ -96,6 +91,23 @@ class RunState:
             },
         )
         self.saved = self.node.round
+
+    def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int], dict[str, Any]]:
+        """Tensors by file, numbers of the trainer, numbers of averaging."""
+        optimizer, numbers = self.node.trainer.state_dict()
+        tensors = {"policy": self.policy.trainable_state(), "optimizer": optimizer}
+        if self.crew is not None:  # whoever holds a stage keeps its weights
+            tensors = {}
+        averaging: dict[str, Any] = {}
+        if self.node.averager is not None:
+            tensors["averaging"], averaging = self.node.averager.state_dict()
+        return tensors, numbers, averaging
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of the tensors in a snapshot."""
+        tensors, _, _ = self._state()
+        return sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
 
     def resume(self) -> bool:
         """Go on from the newest snapshot that belongs here: whether there was anything to go on from."""

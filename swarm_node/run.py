@@ -130,6 +130,7 @@ class Run:
         if found is not None:
             swarm = enter_swarm(found, config, run, self.say, stack, stop.allowed)
             config = swarm.with_model(config)
+            self.progress.spent_s = swarm.waited_s
         self.screen.health.identify(config.name or run.path.resolve().name, swarm.manifest.swarm_id if swarm else "")
         if swarm is not None and config.seed is None:
             config = config.model_copy(update={"seed": swarm.seed})
@@ -173,6 +174,8 @@ class Run:
         self.state.catch_up()
         self.began_at = self.node.round
         """The round after which this start went on."""
+        if crew is None:
+            self.snapshots.check_room(self.state.snapshot_bytes)
         if resumed:
             self.say(f"resumed {run.path} at round {self.node.round}", "resume")
 
@@ -271,7 +274,7 @@ class Run:
             self.say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
-        started = time.monotonic() - self.guest.paused_s
+        started = time.monotonic() - self.guest.paused_s - self.progress.spent_s
         saved_at = time.monotonic()
         while node.round < config.total_rounds:
             self.guest.wait(stop)

@@ -35,7 +35,7 @@ class NodeConfig(Section):
     rounds: PositiveInt | None = None
     """Rounds in total, counted over resumptions; unset = 200, or no limit in a swarm or if `minutes` is given."""
     minutes: PositiveFloat | None = None
-    """Stop after this many minutes of training, whatever `rounds` says."""
+    """Stop after this many minutes of training, whatever `rounds` says. Waiting for a swarm's manifest counts."""
     tasks: list[str | TaskConfig] = ["small"]
     """Tasks to train on: names, files, or tables with options."""
     price_per_hour: PositiveFloat | None = None

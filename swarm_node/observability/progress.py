@@ -103,6 +103,8 @@ class Progress:
         self.paused_s: Callable[[], float] = float
         """Seconds of this run so far in which it stood still by intent: no part of its minutes. Asked as `waiting`
         is."""
+        self.spent_s = 0.0
+        """Seconds of its minutes that were over before the first round."""
         self._total = total_rounds
         self._of = "" if math.isinf(total_rounds) else f"/{total_rounds}"
         self._limit_s = math.inf if minutes is None else minutes * 60
@@ -207,7 +209,7 @@ class Progress:
 
     def _elapsed(self) -> float:
         """Of its minutes, in seconds."""
-        return 0.0 if self._rounds_at is None else self._now() - self._rounds_at
+        return self.spent_s + (0.0 if self._rounds_at is None else self._now() - self._rounds_at)
 
     def _tenth(self) -> int:
         return int(10 * self._share() + 1e-9)

@@ -89,6 +89,11 @@ class SnapshotStore:
         copies = {stem: _copy(named) for stem, named in tensors.items()}
         self._writing = self._writer.submit(self._write, round, copies, text)
 
+    def check_room(self, size: int) -> None:
+        """UserError if there is no room for two snapshots of `size` bytes, or for one beside those that are there: the
+        newest goes only after the next has come."""
+        check_room(self._directory, size, len(self._list()))
+
     @property
     def busy(self) -> bool:
         """Whether one is being written."""
@@ -185,6 +190,20 @@ class SnapshotStore:
         ours = [path for path in self._list() if path.name not in self._refused and order(path)[0] <= round]
         for path in ours[: -self._keep]:
             shutil.rmtree(path)
+
+
+def check_room(folder: Path, size: int, there: int = 0) -> None:
+    """As `SnapshotStore.check_room`, with so many snapshots `there`."""
+    count = max(1, 2 - there)
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    free = shutil.disk_usage(place).free
+    if count * size > free:
+        each = f"{size / 2**20:,.1f} MiB"
+        wanted = f"two snapshots of {each}" if count > 1 else f"one more snapshot of {each}"
+        raise UserError(
+            f"no room at {folder} for {wanted}: {free / 2**20:,.1f} MiB are free; free some space, or choose another "
+            "directory (--run-dir)"
+        )
 
 
 def read_snapshot(path: Path, accept: Callable[[dict[str, Any]], str | None]) -> Snapshot:

@@ -586,3 +586,39 @@ def test_settings_are_those_of_the_configuration_and_the_swarm() -> None:
     assert settings_of(NetworkConfig(port=31330), []).named_ports == ("port",)  # even if it is the default
     with pytest.raises(UserError, match="no address of a peer"):
         settings_of(NetworkConfig(bootstrap=["localhost:1"]), [])
+
+
+def test_a_link_of_another_swarm_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Manifest(name="other", tasks=PLAIN.tasks)
+    server: dict[str, Server] = {MANIFEST_METHOD: lambda caller, payload: render(other)}
+    swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}&peer={address(2)}")
+    transport = FakeTransport({peer_id(1): server, peer_id(2): server})
+    with pytest.raises(UserError, match=f"its peers are in swarm {other.swarm_id[:16]}"):
+        fetch_manifest(transport, swarm, lambda sentence: None)
+    monkeypatch.setattr(joining, "PATIENCE_S", 0.5)
+    transport.others = {peer_id(1): server}  # the other one may come back meanwhile
+    with pytest.raises(UserError, match="its peers are in swarm"):
+        fetch_manifest(transport, swarm, lambda sentence: None)
+    assert transport.asked[peer_id(2), MANIFEST_METHOD] > 2
+
+
+@pytest.mark.parametrize("reply", [b"\xff", None])
+def test_one_peer_of_another_swarm_ends_nothing(reply: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While somebody else may have the right one, be it now busy or damaged."""
+    monkeypatch.setattr(joining, "PATIENCE_S", 0.1)
+
+    def other(caller: str, payload: bytes) -> bytes:
+        return render(Manifest(name="other", tasks=PLAIN.tasks))
+
+    def unwell(caller: str, payload: bytes) -> bytes:
+        if reply is None:
+            raise RemoteProtocolError("busy")
+        return reply
+
+    others: dict[str, dict[str, Server]] = {
+        peer_id(1): {MANIFEST_METHOD: other},
+        peer_id(2): {MANIFEST_METHOD: unwell},
+    }
+    swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}&peer={address(2)}")
+    with pytest.raises(PeerUnreachable):
+        fetch_manifest(FakeTransport(others), swarm, lambda sentence: None, wait_s=1.0)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
@@ -115,6 +116,13 @@ def test_pickles_are_refused_before_they_are_read(name: str, model: Path) -> Non
     assert not (model / "ran").exists()
 
 
+STAND_IN = """
+def get_kernel(*args, **options):
+    print("ASKED", args)
+def __getattr__(name):
+    return type(name, (), {"__init__": lambda self, *args, **options: None})
+"""
+"""Of the package `kernels`."""
 CONFIGS: dict[str, dict[str, object]] = {
     "kernel as attention": {"attn_implementation": "evil-org/evil-kernel"},
     "kernel behind another attention": {"attn_implementation": "paged|evil-org/evil-kernel:attention"},
@@ -193,9 +201,10 @@ def test_the_package_kernels_is_never_asked(model: Path, tmp_path: Path) -> None
     """With a stand-in for the package that notes what it is asked for."""
     site = tmp_path / "site"
     (site / "kernels").mkdir(parents=True)
-    (site / "kernels-0.16.0.dist-info").mkdir()
-    (site / "kernels-0.16.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.16.0\n")
-    (site / "kernels/__init__.py").write_text("def get_kernel(*args, **options):\n    print('ASKED', args)\n")
+    about = site / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+    (site / "kernels/__init__.py").write_text(STAND_IN)
     config = json.loads((model / "config.json").read_text())
     config |= {"attn_implementation": "evil-org/evil-kernel"}
     (model / "config.json").write_text(json.dumps(config))
