@@ -257,6 +257,7 @@ class P2PTransport:
             stat.rejected,
             {"handler": self._handler_faults},
             dict(self._traffic.rejected),  # the other thread goes on counting
+            dict(self._table.dials.refused),
         ]
         for reasons in rejected:
             for reason, count in reasons.items():
@@ -323,6 +324,8 @@ class P2PTransport:
                 on_restart=self._on_restart,
                 channels=self._channels,
                 port=self._dht_port,
+                dials=self._table.dials,
+                known=self._table.addresses_of,
             )
             try:
                 for method, server in self._servers.items():
@@ -528,6 +531,8 @@ class P2PTransport:
             return  # its restart will wake us
         self._stat = await self._gossip.stat()
         now, connected = time.time(), self._stat.peers
+        for gossip_id, address in self._stat.ways.items():
+            self._table.dials.prove(gossip_id, [address])
         self._hasty = False
         shards = sorted({self._shard_of_topic[topic] for topic in self._handlers if topic in self._shard_of_topic})
         for addresses in self._table.gossip_to_dial(shards, self._settings.max_connections, connected, now).values():

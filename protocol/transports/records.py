@@ -6,8 +6,10 @@ expiration = card.created + TTL at most           so that nobody can keep anothe
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 
 import msgspec
@@ -20,6 +22,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_CARD_BYTES, MAX_CLOCK_SKEW_S, MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
+from protocol.transports.places import gives_way
 
 MAX_BUCKET_CARDS = 1500
 """Cards of a bucket stored here: of the largest size they still fit into a reply of 4 MiB, beyond which hivemind 1.1.12
@@ -40,8 +43,16 @@ class CardValidator(RecordValidatorBase):  # type: ignore[misc]
     Tries to decode, because `get` of bytes that are not msgpack never returns in hivemind 1.1.12.
     """
 
-    def __init__(self, swarm: str, ttl_s: float, rejected: Counter[str]) -> None:
+    def __init__(
+        self,
+        swarm: str,
+        ttl_s: float,
+        rejected: Counter[str],
+        admits: Callable[[str, float, float], bool] = lambda peer, expires, now: True,
+    ) -> None:
+        """`admits` (peer, when its card runs out, now) says whether a valid card is let in."""
         self._ttl_s = ttl_s
+        self._admits = admits
         self._rejected = rejected
         self._buckets = {
             DHTID.generate(membership_key(swarm, bucket)).to_bytes(): bucket for bucket in range(MEMBERSHIP_BUCKETS)
@@ -91,6 +102,8 @@ class CardValidator(RecordValidatorBase):  # type: ignore[misc]
             self.made[peer] = max(card.created, self.made.get(peer, 0.0))
         if record.expiration_time > now + self._ttl_s + MAX_CLOCK_SKEW_S:
             raise RemoteProtocolError("expiration", f"{record.expiration_time - now:.0f} s ahead")
+        if not self._admits(peer, record.expiration_time, now):
+            raise RemoteProtocolError("newcomers", f"a card of {peer}, over a connection that has brought many")
 
     def keep_valid(self, key: bytes, cards: DictionaryDHTValue) -> bool:
         """Remove what is not valid from a dictionary, rather than refuse it whole for one bad entry (always True)."""
@@ -106,15 +119,40 @@ class CardValidator(RecordValidatorBase):  # type: ignore[misc]
 class CardStorage(DHTLocalStorage):  # type: ignore[misc]
     """This node's part of the DHT, bounded."""
 
+    def __init__(self, is_own: Callable[[str], bool] = lambda peer: True) -> None:
+        """`is_own` says whether the card of a peer, which is about to be stored, comes from that peer itself."""
+        super().__init__()
+        self.connected: Collection[str] = ()
+        """Peers whose cards stay."""
+        self._is_own = is_own
+        self._own: dict[DHTID, set[str]] = {}
+        self._rng = random.Random()
+
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
-        held = self.get(key)
+        held, own = self.get(key), self._own.setdefault(key, set())
         if held is not None and isinstance(held.value, DictionaryDHTValue):
             card = held.value.get(subkey)
             if card is None and len(held.value) >= MAX_BUCKET_CARDS:
-                return False
+                names = [name for name, _ in held.value.items()]
+                own.intersection_update(names)
+                gone = gives_way(names, own, self.connected, self._is_own(subkey), self._rng)
+                if gone is None:
+                    return False
+                del held.value[gone]
             if card is not None and card.expiration_time >= expiration_time:
                 return False  # hivemind would forget the newer one when the older one runs out
-        return bool(super().store_subkey(key, subkey, value, expiration_time))
+        stored = bool(super().store_subkey(key, subkey, value, expiration_time))
+        if stored and self._is_own(subkey):
+            own.add(subkey)
+            if len(own) > 2 * MAX_BUCKET_CARDS and (now_held := self.get(key)) is not None:
+                own.intersection_update(name for name, _ in now_held.value.items())
+        return stored
+
+    def sealed(self, key: DHTID, peer: str) -> bytes | None:
+        """The sealed card of a peer that is stored here."""
+        held = self.get(key)
+        card = held.value.get(peer) if held is not None and isinstance(held.value, DictionaryDHTValue) else None
+        return None if card is None else _bytes_decoder.decode(card.value)
 
 
 def _open(swarm: str, sealed: bytes) -> tuple[str, PeerCard]:
