@@ -23,6 +23,7 @@ import hashlib
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Annotated
 
@@ -115,8 +116,8 @@ class PeerTable:
 
     def __init__(self, me: str, rng: random.Random, ttl_s: float = CARD_TTL_S, dials: Dials | None = None) -> None:
         self._me = me
-        self.dials = dials or Dials()
-        """What may be dialled."""
+        self.dials = dials
+        """What may be dialled; None = everything, for a network in which addresses lead nowhere else."""
         self._rng = rng
         self._ttl_s = ttl_s
         self._known: dict[str, _Known] = {}
@@ -147,7 +148,7 @@ class PeerTable:
                 part = known.given if bootstrap else known.told
                 if address not in part and len(part) < MAX_ADDRESSES:
                     part.append(address)
-                    if bootstrap:
+                    if bootstrap and self.dials is not None:
                         self.dials.give(address)
         self._forget_oldest()
         return useless
@@ -230,13 +231,13 @@ class PeerTable:
             peer: known for peer, known in self._known.items() if peer not in self._connected and known.tries.due(now)
         }
         first = [peer for peer, known in due.items() if known.given]
-        hinted = self.dials.hinted
+        hinted = set() if self.dials is None else self.dials.hinted
         others = [
             peer
             for peer, known in due.items()
             if not known.given
             and (few or peer not in members)
-            and any(self.dials.may(address, now) for address in self.addresses_of(peer))
+            and any(self._may(address, now) for address in self.addresses_of(peer))
         ]
         others.sort(key=lambda peer: (peer not in hinted, due[peer].tries.count, -due[peer].seen))
         chosen = first + others[:MAX_DIALS]
@@ -254,7 +255,10 @@ class PeerTable:
     def gossip_to_keep(self, shards: Collection[int], most: int, now: float) -> list[str]:
         """At most `most` gossip ids to keep connections to, best first: `HUBS` hubs, then members, dealt to `shards` in
         turn; unreachable ones last. None that serves no shard of these. The same every time, while it can be."""
-        listening = [card for card in self._listening(now) if not card.shards or set(shards) & set(card.shards)]
+        return self._keep(self._listening(now), shards, most)
+
+    def _keep(self, listening: Iterable[PeerCard], shards: Collection[int], most: int) -> list[str]:
+        listening = [card for card in listening if not card.shards or set(shards) & set(card.shards)]
         keep = dict.fromkeys([card.gossip_id for card in listening if self._is_reachable(card)][:HUBS])
         for cards in (
             [card for card in listening if self._is_reachable(card)],
@@ -269,45 +273,42 @@ class PeerTable:
         self, shards: Collection[int], most: int, connected: Collection[str], now: float
     ) -> dict[str, list[str]]:
         """Gossip id -> addresses to dial now, of those to keep; `connected` are the gossip ids connected now."""
-        claims = self._gossip_claims(now)
-        serves_all = {card.gossip_id for card in self._listening(now) if _serves_all(card)}
+        listed = self._listed(now)
+        claims: dict[str, list[tuple[str, PeerCard]]] = {}
+        for peer, card in listed:
+            claims.setdefault(card.gossip_id, []).append((peer, card))
         self._gossip = {
             gossip_id: _Tries() if gossip_id in connected else self._gossip.get(gossip_id, _Tries())
             for gossip_id in claims
         }
         self._out_of_reach = {
             gossip_id
-            for gossip_id, ways in claims.items()
+            for gossip_id, cards in claims.items()
             if gossip_id not in connected
             and not now - GOSSIP_DIAL_S < self._gossip[gossip_id].last_at <= now
-            and not any(self.dials.may(address, now, owner) for owner, address in ways)
+            and not any(self._may(way, now, peer) for peer, card in cards for way in _gossip_addresses(card))
         }
         chosen = {}
-        for gossip_id in self.gossip_to_keep(shards, most, now):
+        for gossip_id in self._keep([card for _, card in listed], shards, most):
             tries = self._gossip[gossip_id]
-            longest = BOOTSTRAP_WAIT_S if gossip_id in serves_all else OTHER_WAIT_S
             if gossip_id not in connected and tries.due(now):
-                ways = [address for owner, address in claims[gossip_id] if self.dials.may(address, now, owner)]
-                owners = {address: owner for owner, address in reversed(claims[gossip_id])}
-                taken = [way for way in ways[:MAX_ADDRESSES] if self.dials.take(way, now, owners[way])]
+                taken = self._take_gossip(claims[gossip_id], now)
                 if taken:
-                    tries.note(now, longest, self._rng)
+                    serves_all = any(_serves_all(card) for _, card in claims[gossip_id])
+                    tries.note(now, BOOTSTRAP_WAIT_S if serves_all else OTHER_WAIT_S, self._rng)
                     chosen[gossip_id] = taken
         return chosen
 
-    def _gossip_claims(self, now: float) -> dict[str, list[tuple[str, str]]]:
-        """Gossip id -> (peer whose card names it, address): one of each card in turn, as one of them may lie; first
-        those of peers that proved their own keys."""
-        cards: dict[str, list[tuple[str, PeerCard]]] = {}
-        for peer, card in self._listed(now):
-            cards.setdefault(card.gossip_id, []).append((peer, card))
-        claims = {}
-        for gossip_id, of_it in cards.items():
-            of_it.sort(key=lambda item: not self._is_proven(item[0]))
-            rows = [[(peer, address) for address in _gossip_addresses(card)] for peer, card in of_it]
-            dealt = [claim for column in zip_longest(*rows) for claim in column if claim is not None]
-            claims[gossip_id] = list({address: (peer, address) for peer, address in reversed(dealt)}.values())[::-1]
-        return claims
+    def _take_gossip(self, cards: list[tuple[str, PeerCard]], now: float) -> list[str]:
+        """Addresses to dial, of those that may be, on the cards that claim one gossip id: one of each card in turn, as
+        some of them may lie; first those of peers that proved their own keys."""
+        cards = sorted(cards, key=lambda item: (not self._is_proven(item[0]), _chance(self._me, item[0])))
+        rows = [[(address, peer) for address in _gossip_addresses(card)] for peer, card in cards]
+        owners: dict[str, str] = {}
+        for claim in (claim for column in zip_longest(*rows) for claim in column if claim is not None):
+            owners.setdefault(*claim)
+        ways = [address for address, owner in owners.items() if self._may(address, now, owner)]
+        return [way for way in ways[:MAX_ADDRESSES] if self._take(way, now, owners[way])]
 
     def ghosts(self, connected: Iterable[str], now: float, turn_s: float = 0.0) -> list[str]:
         """Connected gossip ids that no live card has claimed for `GHOST_S`, and `turn_s` if it takes so long to look up
@@ -332,8 +333,13 @@ class PeerTable:
 
     def _rank(self, peer: str, card: PeerCard) -> tuple[bool, bool, bytes]:
         known = self._known.get(peer)
-        chance = hashlib.sha256(f"{self._me}/{peer}".encode()).digest()
-        return known is None or not known.given, not _serves_all(card), chance
+        return known is None or not known.given, not _serves_all(card), _chance(self._me, peer)
+
+    def _may(self, address: str, now: float, owner: str = "") -> bool:
+        return self.dials is None or self.dials.may(address, now, owner)
+
+    def _take(self, address: str, now: float, owner: str = "") -> bool:
+        return self.dials is None or self.dials.take(address, now, owner)
 
     def _is_reachable(self, card: PeerCard) -> bool:
         tries = self._gossip.get(card.gossip_id)
@@ -390,6 +396,12 @@ def peer_of(address: str) -> str:
 def is_relayed(address: str) -> bool:
     """Whether a multiaddress leads through a relay."""
     return "/p2p-circuit" in address
+
+
+@lru_cache(2 * MAX_CARDS)
+def _chance(me: str, peer: str) -> bytes:
+    """The place of a peer in an order of this node's own."""
+    return hashlib.sha256(f"{me}/{peer}".encode()).digest()
 
 
 def _is_live(entry: tuple[PeerCard, float], now: float) -> bool:

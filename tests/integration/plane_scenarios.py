@@ -24,7 +24,10 @@ import msgspec
 from hivemind.dht.node import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import P2PDaemonError
+from hivemind.proto import dht_pb2
 
+from benchmarks.attacks.hostile import call, dht_peer
 from protocol.codec import seal_card
 from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.identity import Identity
@@ -32,10 +35,12 @@ from protocol.limits import MAX_CARD_BYTES
 from protocol.manifest import FILE_METHOD
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
-from protocol.transports import hivemind_plane
+from protocol.transports import hivemind_plane, p2pd_memory
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.hivemind_plane import NEW_S, HivemindPlane
-from protocol.transports.records import CardStorage, CardValidator
+from protocol.transports.newcomers import FOUND_EACH, STORED_EACH
+from protocol.transports.p2p import P2PTransport
+from protocol.transports.records import MAX_BUCKET_CARDS, CardStorage, CardValidator
 from protocol.transports.settings import NetworkSettings
 
 SWARM = "ab" * 32
@@ -142,6 +147,8 @@ async def a_dead_bootstrap_is_joined_when_it_appears() -> None:
             assert await _fails(one.plane.connect(late.id, [address]), PeerUnreachable)
             await one.plane.store_card(one.card())
             assert await one.names() == {"one"}  # alone, and not held up
+            assert await _fails(one.plane.connect(late.id, [address]), PeerUnreachable)
+            one.plane._dials.give(address)
             try:
                 await late.plane.start()
                 assert late.plane.addresses == [address]
@@ -742,8 +749,23 @@ async def storage_is_bounded_and_keeps_the_newest() -> None:
     assert not storage.store_subkey(key, "a", b"old", now + 0.05)
     await asyncio.sleep(0.1)
     assert storage.get(key).value.get("a").value == b"new"  # plain hivemind forgets it by now
-    assert sum(storage.store_subkey(key, f"p{i}", b"card", now + 50) for i in range(2000)) == 1499
     assert storage.store_subkey(key, "a", b"newer", now + 51)
+
+
+async def a_full_bucket_takes_newcomers_and_keeps_connected_ones() -> None:
+    own: set[str] = {"friend", "late"} | {f"p{i}" for i in range(2000)}
+    storage, key, now = CardStorage(own.__contains__), DHTID.generate("key"), time.time()
+    storage.connected = {"friend"}
+    assert storage.store_subkey(key, "friend", b"card", now + 50)
+    assert sum(storage.store_subkey(key, f"x{i}", b"card", now + 50) for i in range(2000)) == MAX_BUCKET_CARDS - 1
+    assert storage.store_subkey(key, "late", b"card", now + 50)
+    for i in range(MAX_BUCKET_CARDS - 2):  # its own peers' cards go before those that others brought
+        assert storage.store_subkey(key, f"p{i}", b"card", now + 50)
+        assert storage.get(key).value.get("late")
+    assert not any(name.startswith("x") for name, _ in storage.get(key).value.items())
+    for i in range(MAX_BUCKET_CARDS, 2000):
+        assert storage.store_subkey(key, f"p{i}", b"card", now + 50) and storage.get(key).value.get("friend")
+    assert len(storage.get(key).value.data) == MAX_BUCKET_CARDS
 
 
 async def hostile_records_go_nowhere() -> None:
@@ -774,9 +796,112 @@ async def hostile_records_go_nowhere() -> None:
             assert len(honest.plane._storage.data) <= 3
 
 
+async def a_member_that_is_not_connected_is_reached_by_its_card() -> None:
+    async with started("hub", "one", "two") as (hub, one, two):
+        for node in (hub, two):
+            await node.plane.store_card(node.card())
+        two.plane.serve("hello", lambda caller, payload: b"hello " + payload)
+        await until(lambda: _same(one.names(), {"hub", "two"}))
+        assert await one.ask(two, "hello", b"one") == b"hello one"
+        assert two.id in await one.plane.connected()
+
+
+async def p2pd_keeps_nothing_for_strangers() -> None:
+    async with started("one") as (one,), dht_peer(one.plane.addresses[0]) as (p2p, victim):
+        for protocol in ("/ipfs/kad/1.0.0", "/swarm-node/kad/1.0.0", "/libp2p/autonat/1.0.0"):
+            failure = await _fails(p2p.call_binary_stream_handler(victim, protocol), P2PDaemonError)
+            assert "protocols not supported" in str(failure)
+
+
+async def a_p2pd_that_has_grown_is_replaced_and_keeps_its_port() -> None:
+    async with started("one", "two") as (one, two):
+        port, before = one.plane.port, one.plane.daemon_pid
+        limit, p2pd_memory.MAX_RSS = p2pd_memory.MAX_RSS, 2**20
+        pause, p2pd_memory.LOOK_S = p2pd_memory.LOOK_S, 0.1
+        try:
+            one.plane._daemon._child.kill()  # the next one is looked at sooner
+            await until(lambda: any("grown" in sentence for sentence in one.said))
+            p2pd_memory.MAX_RSS = limit
+            await until(lambda: one.plane.daemon_pid not in (None, before) and one.plane._node is not None)
+        finally:
+            p2pd_memory.MAX_RSS, p2pd_memory.LOOK_S = limit, pause
+        assert one.plane.port == port and one.plane.restarts >= 1
+        assert sum("had grown to" in sentence for sentence in one.said) <= one.plane.restarts
+        two.plane._dials.give(one.plane.addresses[0])
+
+        async def back() -> bool:
+            await two.plane.connect(one.id, one.plane.addresses)
+            return True
+
+        await until(back)
+
+
+async def one_connection_stores_few_cards_of_others() -> None:
+    async with started("one", "two") as (one, two), dht_peer(one.plane.addresses[0]) as (p2p, victim):
+        crowd = [Identity.generate() for _ in range(STORED_EACH + 100)]
+        for _ in range(2):  # renewals are free, and gain nothing
+            request = store_request([(peer, PeerCard(1, SWARM, time.time(), "x", [])) for peer in crowd])
+            answer = await call(p2p, victim, "rpc_store", request, dht_pb2.StoreResponse)
+            assert sum(answer.store_ok) == STORED_EACH
+        assert one.plane.traffic.rejected["newcomers"] == 200
+        await two.plane.store_card(two.card())  # its own
+        assert "two" in await one.names()
+        assert (await two.plane.get_cards(EVERYWHERE)).keys() >= {two.id}
+
+
+async def one_answer_makes_few_cards_of_others_known() -> None:
+    async with started("one", "liar") as (one, liar):
+        crowd = [Identity.generate() for _ in range(FOUND_EACH + 200)]
+        for peer in crowd:  # as if it had taken them in
+            sealed = msgspec.msgpack.encode(seal_card(PeerCard(1, SWARM, time.time(), "x", []), peer))
+            key = DHTID.generate(membership_key(SWARM, bucket_of(peer.peer_id)))
+            assert liar.plane._storage.store_subkey(key, peer.peer_id, sealed, time.time() + TTL_S)
+        await liar.plane.store_card(liar.card())
+        await until(lambda: _same(_count(one.plane.get_cards(EVERYWHERE)), FOUND_EACH + 1))  # and its own
+        assert one.plane.traffic.rejected["newcomers"] >= 200
+
+
+async def a_bystander_that_cards_name_is_dialled_a_few_times() -> None:
+    dialled: list[float] = []
+
+    async def noted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialled.append(time.monotonic())
+        writer.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        quick = NetworkSettings(listen="127.0.0.1", port=0, gossip_port=0, relay=False, lookup_s=0.5)
+        victim = P2PTransport(Path(folder) / "victim.key", SWARM, quick)
+        bystander = await asyncio.start_server(noted, "127.0.0.1", 0)
+        try:
+            place = "/ip4/127.0.0.1/tcp/%d/p2p/" % bystander.sockets[0].getsockname()[1]
+            address = (await until(lambda: victim.addresses, 40.0))[0]
+            async with dht_peer(address) as (p2p, to):
+                for _ in range(2):  # with new keys each time
+                    crowd = [Identity.generate() for _ in range(50)]
+                    cards = [
+                        PeerCard(1, SWARM, time.time(), "x", [], [place + id], [place + id], id)
+                        for id in (peer.peer_id for peer in crowd)
+                    ]
+                    request = store_request(list(zip(crowd, cards, strict=True)))
+                    await call(p2p, to, "rpc_store", request, dht_pb2.StoreResponse)
+                    ids = {peer.peer_id for peer in crowd}
+                    await until(lambda ids=ids: ids <= victim.members().keys())
+                    seen = victim.stats()["bytes_out"]
+                    await until(
+                        lambda seen=seen: dialled and victim._stat is not None and victim.stats()["bytes_out"] >= seen
+                    )
+            rounds = victim._next_bucket
+            await until(lambda: victim._next_bucket > rounds + 16 * 8)  # lookups, and as many times to dial
+            assert 1 <= len(dialled) <= 3  # one knock, one dial, or one of the gossip process
+        finally:
+            await asyncio.to_thread(victim.close)
+            bystander.close()
+
+
 async def a_hostile_answer_does_not_end_a_lookup() -> None:
     async with started("one", "two", "hostile") as (one, two, hostile):
         await one.plane.store_card(one.card())
+        await two.plane.connect(hostile.id, hostile.plane.addresses)
         protocol = hostile.plane._node.protocol
         find, asked = protocol.rpc_find, Counter[str]()
 
@@ -793,7 +918,6 @@ async def a_hostile_answer_does_not_end_a_lookup() -> None:
         daemon = hostile.plane._daemon
         name = next(name for name in daemon._client.control.unary_handlers if name.endswith("rpc_find"))
         handler = daemon._client.control.unary_handlers[name]
-        from hivemind.proto import dht_pb2
 
         async def raw(data: bytes, peer: Any) -> bytes:
             return bytes((await lie(dht_pb2.FindRequest.FromString(data), _Context(peer))).SerializeToString())
@@ -810,6 +934,22 @@ class _Context:
 
 
 # -------------------------------------------------------------------- helpers, main
+
+
+async def _count(found: Awaitable[Any]) -> int:
+    return len(await found)
+
+
+def store_request(cards: Sequence[tuple[Identity, PeerCard]]) -> Any:
+    """A request to store cards, whoever sends it."""
+    request = dht_pb2.StoreRequest()
+    for peer, card in cards:
+        request.keys.append(DHTID.generate(membership_key(SWARM, bucket_of(peer.peer_id))).to_bytes())
+        request.subkeys.append(msgspec.msgpack.encode(peer.peer_id))
+        request.values.append(msgspec.msgpack.encode(seal_card(card, peer)))
+        request.expiration_time.append(card.created + TTL_S - 1)
+        request.in_cache.append(False)
+    return request
 
 
 async def _same(found: Awaitable[Any], wanted: Any) -> bool:
