@@ -91,16 +91,19 @@ class Dials:
 
     def may(self, address: str, now: float, owner: str = "") -> bool:
         """Whether `address` may be dialled now. `owner` is the peer whose card names it, if that is not the id at its
-        end: a peer that proved its key at a host is believed which ports of that host are its own."""
+        end: for a peer that proved its key at a host, other ports of that host count once each, however often they are
+        dialled (one of them may be its gossip process, started anew)."""
         id, endpoint = claim(address)
         if endpoint is None:
             return False
         if self._is_free(id, endpoint, owner) or self._hints.get(endpoint) == id:
             return True
         self._forget(now)
-        wait = INHABITED_WAIT_S if endpoint in self._inhabited else UNPROVEN_WAIT_S
-        if now < self._tried.get(endpoint, float("-inf")) + wait:
-            return False
+        tried_at = self._tried.get(endpoint)
+        if tried_at is not None:
+            return (owner or id, endpoint[0]) in self._proven or (
+                endpoint in self._inhabited and now >= tried_at + INHABITED_WAIT_S
+            )
         return self._hosts.get(host_group(endpoint[0]), 0) < HOST_TRIES and self._in_last_minute(now) < MINUTE_TRIES
 
     def take(self, address: str, now: float, owner: str = "") -> bool:
@@ -119,8 +122,8 @@ class Dials:
         return True
 
     def _is_free(self, id: str, endpoint: Endpoint, owner: str) -> bool:
-        claims = (id, endpoint), (owner or id, endpoint[0])
-        return any(pair in self._given or pair in self._proven for pair in claims)
+        pair, host = (id, endpoint), (owner or id, endpoint[0])
+        return pair in self._given or pair in self._proven or host in self._given
 
     def _in_last_minute(self, now: float) -> int:
         count = 0

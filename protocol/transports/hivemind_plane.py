@@ -70,8 +70,8 @@ STEADY_S = 10.0
 """A p2pd that lived this long did not die of its own start."""
 _FAILURES = (P2PDaemonError, P2PHandlerError, OSError, EOFError)
 """What calls to p2pd raise besides running into their time limit."""
-ANOTHER_KEY = re.compile(r"peer id mismatch: expected \w+, but remote key matches (\w{46,64})")
-"""What go-libp2p says when another peer than the one dialled answers."""
+ANOTHER_KEY = re.compile(r"\[(/\S+)\] [^\n]*peer id mismatch: expected \w+, but remote key matches (\w{46,64})")
+"""What go-libp2p says of an address when another peer than the one dialled answers there."""
 NO_WAY = "failed to dial"
 """What go-libp2p says when it has no address of a peer, or nobody answers there."""
 MAX_NEAREST = 32
@@ -318,9 +318,8 @@ class HivemindPlane:
         try:
             await self._bounded(daemon._client.connect(to, ways), DIAL_S)
         except PeerUnreachable as error:
-            other = ANOTHER_KEY.search(str(error))
-            if other is not None and len(addresses) == 1:
-                self._dials.hint(addresses[0], other[1])
+            for address, other in ANOTHER_KEY.findall(str(error)):
+                self._dials.hint(address, other)
             raise
         if new:
             if len(addresses) == 1 and "/dns" in addresses[0]:
@@ -331,7 +330,7 @@ class HivemindPlane:
     async def _reach(self, peer: str) -> None:
         """Dial a peer that was named by another one, at the addresses on its card. Raises PeerUnreachable."""
         addresses = list(self._addresses_of(peer))
-        namer = self._whereabouts.namer(peer)
+        namer = self._whereabouts.namer(PeerID.from_base58(peer).to_bytes())
         if not addresses and namer and namer in await self.connected():
             try:
                 answer = await self.request(namer, METHOD, peer.encode(), ASK_S, MAX_ANSWER_BYTES)
@@ -343,7 +342,7 @@ class HivemindPlane:
     def _note_named(self, peer: str, answer: Any) -> None:
         """Remember whom `peer` names in an answer to a find."""
         for result in answer.results if isinstance(answer, FindResponse) else []:
-            self._whereabouts.named(peer, (str(PeerID(id)) for id in result.nearest_peer_ids[:MAX_NEAREST]))
+            self._whereabouts.named(peer, result.nearest_peer_ids[:MAX_NEAREST])
 
     def _stored_addresses(self, peer: str) -> list[str]:
         try:

@@ -75,6 +75,7 @@ def test_given_and_proven_addresses_are_dialled_as_often_as_wanted() -> None:
         assert dials.take(f"{PLACE}/p2p/boot/p2p-circuit/p2p/{i}", NOW + i)  # through a relay that is known
         assert dials.take("/ip4/192.0.2.9/tcp/7/p2p/a", NOW + i)
         assert dials.take("/ip4/192.0.2.9/tcp/8/p2p/gossip", NOW + i, owner="a")  # at a host where its peer is
+        assert dials.take(f"{PLACE[:-2]}9/p2p/gossip", NOW + i, owner="boot")
     assert dials.refused.total() == 0
 
 
@@ -84,6 +85,12 @@ def test_a_proof_is_of_one_id_and_lets_others_wait_less() -> None:
     assert dials.take(f"{PLACE}/p2p/b", NOW)
     assert not any(dials.take(f"{PLACE}/p2p/x{i}", NOW + i) for i in range(int(INHABITED_WAIT_S)))
     assert dials.take(f"{PLACE}/p2p/b", NOW + INHABITED_WAIT_S)
+
+
+def test_a_peer_that_proved_its_key_names_few_ports_of_its_host() -> None:
+    dials = Dials()
+    dials.prove("a", ["/ip4/192.0.2.9/tcp/7"])
+    assert sum(dials.take(f"/ip4/192.0.2.9/tcp/{i}/p2p/g{i}", NOW, owner="a") for i in range(100, 200)) == HOST_TRIES
 
 
 def test_a_proof_through_a_relay_says_nothing_of_its_host() -> None:
