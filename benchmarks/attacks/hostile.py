@@ -33,9 +33,11 @@ def nested_ext(depth: int, code: int = EXT_TUPLE, size: int = 0) -> bytes:
 
 
 @asynccontextmanager
-async def dht_peer(victim: str = "", server: bool = False) -> AsyncIterator[tuple[Any, Any]]:
+async def dht_peer(
+    victim: str = "", server: bool = False, identity: str | None = None
+) -> AsyncIterator[tuple[Any, Any]]:
     """(hivemind `P2P`, the victim's `PeerID`), connected to the multiaddress `victim`, which ends in /p2p/<id>; not
-    connected if it is empty. With `server`, others can dial it."""
+    connected if it is empty. With `server`, others can dial it. `identity` is the path of a key file."""
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
     from hivemind.p2p import P2P, PeerID
     from hivemind.utils.multiaddr import Multiaddr
@@ -46,6 +48,7 @@ async def dht_peer(victim: str = "", server: bool = False) -> AsyncIterator[tupl
         nat_port_map=False,
         use_relay=False,
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+        identity_path=identity,
     )
     try:
         to = None

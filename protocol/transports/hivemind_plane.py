@@ -1,9 +1,9 @@
-"""The DHT and the streams of a node: hivemind's `P2P` and `DHTNode` in the caller's asyncio loop.
+"""The DHT and the streams of a node: hivemind's `P2P` (p2pd) and this project's `CardDHT` in the caller's asyncio loop.
 
     P2PTransport --coroutines--> HivemindPlane --unix sockets--> p2pd (go-libp2p) ==TCP==> other peers
                                      watch: p2pd gone -> fail the calls in flight, start it again: same key, same port
 
-Never `hivemind.DHT`, whose process dies of large messages. p2pd starts without bootstrap peers and dials them
+p2pd starts without bootstrap peers and dials them
 afterwards, so that dead ones cannot hold up a start. Every call is bounded in time.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-import math
 import os
 import re
 import shutil
@@ -25,8 +24,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hivemind.dht.node import DHTID, DHTNode
+import msgspec
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.proto.dht_pb2 import FindResponse
 from hivemind.utils.multiaddr import Multiaddr
@@ -39,20 +39,24 @@ from protocol.identity import Identity
 from protocol.limits import MAX_CLOCK_SKEW_S, MAX_REQUEST_BYTES
 from protocol.messages import PeerCard
 from protocol.peers import peer_of
-from protocol.topics import bucket_of, membership_key
+from protocol.topics import bucket_of
 from protocol.transports.base import Acceptor, Outgoing, Server, Sink
 from protocol.transports.channels import Channels, StreamChannel, Streams
+from protocol.transports.dht import CardDHT
+from protocol.transports.dht_wire import MAX_NEAREST
 from protocol.transports.dial_back import DialBack, ask_back
 from protocol.transports.exchanges import Exchanges
 from protocol.transports.newcomers import Newcomers
+from protocol.transports.p2pd_calls import keep_accounts
 from protocol.transports.p2pd_memory import end_if_grown
 from protocol.transports.pacing import Paces
 from protocol.transports.ports import Port
 from protocol.transports.records import CardStorage, CardValidator
+from protocol.transports.refusals import Refusals
 from protocol.transports.relay import RELAY_PROTOCOL, reserve
 from protocol.transports.settings import NetworkSettings, announced, best_first, endpoint, listen_address
 from protocol.transports.streams import Answers, Traffic, ask
-from protocol.transports.whereabouts import ASK_S, MAX_ANSWER_BYTES, METHOD, Whereabouts, read_answer
+from protocol.transports.whereabouts import ASK_S, MAX_ADDRESSES_BYTES, METHOD, Whereabouts, read_answer
 
 START_S = 15.0
 CALL_S = 10.0
@@ -74,10 +78,8 @@ ANOTHER_KEY = re.compile(r"\[(/\S+)\] [^\n]*peer id mismatch: expected \w+, but 
 """What go-libp2p says of an address when another peer than the one dialled answers there."""
 NO_WAY = "failed to dial"
 """What go-libp2p says when it has no address of a peer, or nobody answers there."""
-MAX_NEAREST = 32
-"""Peers named in an answer for one key that are looked at: hivemind names 20."""
-BEAM = 8
-"""Nodes asked for each bucket, more or less; five of them keep it."""
+MAX_ANSWER_BYTES = DEFAULT_MAX_MSG_SIZE - 2**16
+"""An answer to a call, and room for its envelope in a message to p2pd."""
 NEW_S = 60.0
 """A folder younger than this may belong to a process that has not locked it yet."""
 T = TypeVar("T")
@@ -111,6 +113,8 @@ class HivemindPlane:
         self.restarts = 0
         self._channels = channels or Channels(Traffic(), report)
         self.traffic = self._channels.traffic
+        self.refusals = Refusals(self.traffic.rejected)
+        """What peers were refused on the DHT."""
         self._identity = identity
         self._identity_path = identity_path
         self._swarm = swarm
@@ -128,19 +132,22 @@ class HivemindPlane:
         self._exchanges = Exchanges(self.traffic, report)
         self._paces = Paces(settings.max_upload_mbit, settings.max_download_mbit)
         self._newcomers = Newcomers()
-        self._validator = CardValidator(swarm, settings.card_ttl_s, self.traffic.rejected, self._newcomers.admits)
-        self._storage, self._cache = CardStorage(self._newcomers.is_own), CardStorage(self._newcomers.is_own)
+        self._validator = CardValidator(swarm, settings.card_ttl_s, self._newcomers.admits)
+        self._storage = CardStorage(self._newcomers.is_own)
         self._dials = dials or Dials()
         self._addresses_of = known or self._stored_addresses
         self._whereabouts = Whereabouts(self._addresses_of)
         self._answers.servers[METHOD] = self._whereabouts.serve
+        self._bootstrap = {peer_of(address) for address in settings.bootstrap}
+        self._serving: dict[str, None] = {}
+        """Connected peers that keep a part of the DHT, longest connected first."""
         self._clock_offset = time.time() - time.monotonic()
         self._folder = ""
         self._folder_lock = -1
         self._panic = ""
         """Why p2pd died, if it said so before its last line."""
         self._daemon: P2P | None = None
-        self._node: DHTNode | None = None
+        self._dht: CardDHT | None = None
         self._ended: asyncio.Future[int] = asyncio.Future()
         """Exit code of the p2pd that runs now."""
         self._keeper: asyncio.Task[None] | None = None
@@ -229,22 +236,11 @@ class HivemindPlane:
         self._ended = asyncio.ensure_future(_end_of(daemon))
         if port and self._port.is_shared():  # with a program that claims none
             raise P2PDaemonError(f"port {port} was taken meanwhile")
-        node = await asyncio.wait_for(
-            DHTNode.create(
-                p2p=daemon,
-                node_id=DHTID.generate(self._identity.peer_id),
-                record_validator=self._validator,
-                client_mode=settings.dial_only,
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-                reuse_get_requests=False,
-            ),
-            CALL_S,
+        dht = CardDHT(
+            daemon, self._identity.peer_id, self._validator, self._storage, self.refusals, client=settings.dial_only
         )
-        node.protocol.storage, node.protocol.cache = self._storage, self._cache  # bounded, and outliving p2pd
-        node.protocol._validate_dictionary = self._validator.keep_valid
-        node.protocol.call_find = self._newcomers.finding(node.protocol.call_find)
+        await asyncio.wait_for(dht.serve(), CALL_S)
+        dht._find = self._newcomers.finding(dht._find)  # type: ignore[method-assign,assignment]
         for protocol, handler in (
             (self._protocol, self._on_request),
             (self._exchange_protocol, self._on_exchange),
@@ -254,7 +250,7 @@ class HivemindPlane:
             await asyncio.wait_for(daemon.add_binary_stream_handler(protocol, handler), CALL_S)
         if not settings.serve_relay:  # without its relay service, p2pd still relays 128 KiB a connection
             await asyncio.wait_for(daemon.add_binary_stream_handler(RELAY_PROTOCOL, _hang_up), CALL_S)
-        self._node, self.port = node, port
+        self._dht, self.port = dht, port
         await self.look_around()
 
     async def _end_of_daemon(self) -> int:
@@ -270,8 +266,9 @@ class HivemindPlane:
             watch.cancel()
 
     async def _stop_daemon(self) -> None:
-        """End p2pd. Its DHT node is let go, not shut down: that would wait for a p2pd that is dead."""
-        daemon, self._daemon, self._node = self._daemon, None, None
+        """End p2pd."""
+        daemon, self._daemon, self._dht = self._daemon, None, None
+        self._serving.clear()
         if daemon is None:
             return
         try:
@@ -292,12 +289,14 @@ class HivemindPlane:
             self.addresses = best_first([str(address) for address in found])
 
     async def connect(self, peer: str, addresses: Sequence[str]) -> None:
-        """Dial a peer at all of these multiaddresses, and let both DHT tables know. Raises PeerUnreachable."""
-        node = self._running()[1]
+        """Dial a peer at all of these multiaddresses, let both DHT tables know, and give it this node's card. Raises
+        PeerUnreachable."""
+        dht = self._running()[1]
         to = await self._dial(peer, addresses)
-        if await self._bounded(node.protocol.call_ping(to), CALL_S) is None:
+        if not await self._bounded(dht.ping(to), CALL_S):
             return  # connected, but it only dials and keeps no part of the DHT
-        await self._bounded(node.find_nearest_nodes([node.node_id]), CALL_S)
+        self._serving.setdefault(peer)
+        await self._bounded(asyncio.gather(dht.give_own(to), dht.look_around()), CALL_S)
 
     async def _dial(self, peer: str, addresses: Sequence[str]) -> PeerID:
         """Connect p2pd to a peer, if it is not, at those of these addresses that may be dialled now. Raises
@@ -333,7 +332,7 @@ class HivemindPlane:
         namer = self._whereabouts.namer(PeerID.from_base58(peer).to_bytes())
         if not addresses and namer and namer in await self.connected():
             try:
-                answer = await self.request(namer, METHOD, peer.encode(), ASK_S, MAX_ANSWER_BYTES)
+                answer = await self.request(namer, METHOD, peer.encode(), ASK_S, MAX_ADDRESSES_BYTES)
                 addresses = read_answer(peer, answer)
             except RemoteProtocolError as error:
                 raise PeerUnreachable(f"{namer} does not say where {peer} is: {error}") from error
@@ -346,9 +345,8 @@ class HivemindPlane:
 
     def _stored_addresses(self, peer: str) -> list[str]:
         try:
-            key = DHTID.generate(membership_key(self._swarm, bucket_of(peer)))
-            sealed = self._storage.sealed(key, peer)
-            return [] if sealed is None else list(self._validator.open(sealed)[1].addresses)
+            value = self._storage.value(self._validator.keys[bucket_of(peer)], peer)
+            return [] if value is None else list(self._validator.card(value)[1].addresses)
         except RemoteProtocolError:
             return []
 
@@ -378,6 +376,7 @@ class HivemindPlane:
         for peer, addresses in found.items():
             self._dials.prove(peer, addresses)
         self._storage.connected = found.keys()
+        self._serving = {peer: None for peer in self._serving if peer in found}
         return found
 
     @property
@@ -397,46 +396,32 @@ class HivemindPlane:
 
     # ---------------------------------------------------------------- cards
 
-    async def store_card(self, card: PeerCard) -> bool:
-        """Seal this node's card and store it. False if no peer took it; raises PeerUnreachable."""
-        node, peer = self._running()[1], self._identity.peer_id
-        self._mind_the_clock(node)
-        key = membership_key(self._swarm, bucket_of(peer))
-        return bool(
-            await self._bounded(
-                node.store(
-                    key,
-                    seal_card(card, self._identity),
-                    subkey=peer,
-                    expiration_time=card.created + self._settings.card_ttl_s,
-                ),
-                CALL_S,
-            )
-        )
+    async def store_card(self, card: PeerCard, members: int = 0) -> int:
+        """Seal this node's card and store it, while `members` others are known; by how many peers it was taken. Raises
+        PeerUnreachable."""
+        dht, peer = self._running()[1], self._identity.peer_id
+        self._mind_the_clock(dht)
+        value = msgspec.msgpack.encode(seal_card(card, self._identity))
+        record = peer, value, card.created + self._settings.card_ttl_s
+        key = self._validator.keys[bucket_of(peer)]
+        return await self._bounded(dht.store_card(key, record, members, self._bootstrap, list(self._serving)), CALL_S)
 
-    async def get_cards(self, buckets: Collection[int]) -> dict[str, PeerCard]:
-        """Peer id -> card of everyone in these buckets, this node too. Raises PeerUnreachable."""
-        node = self._running()[1]
-        self._mind_the_clock(node)
-        keys = [membership_key(self._swarm, bucket) for bucket in buckets]
-        # NaN: no expiration suffices to end the search early, not even the infinite one a hostile peer may claim
-        found = await self._bounded(node.get_many(keys, sufficient_expiration_time=math.nan, beam_size=BEAM), CALL_S)
-        cards, now = {}, time.time()
-        for bucket in found.values():
-            if bucket is not None and isinstance(bucket.value, dict):
-                for sealed, expiration in bucket.value.values():
-                    if expiration > now:
-                        peer, card = self._validator.open(sealed)
-                        cards[peer] = card
-        return cards
+    async def get_cards(self, buckets: Collection[int], members: int = 0) -> dict[str, PeerCard]:
+        """Peer id -> card of everyone in these buckets, this node too, while `members` others are known. Raises
+        PeerUnreachable."""
+        dht = self._running()[1]
+        self._mind_the_clock(dht)
+        keys = [self._validator.keys[bucket] for bucket in buckets]
+        search = dht.find_cards(keys, members, self._bootstrap, list(self._serving))
+        found, now = await self._bounded(search, CALL_S), time.time()
+        return dict(self._validator.card(value) for value, expiration in found.values() if expiration > now)
 
-    def _mind_the_clock(self, node: DHTNode) -> None:
+    def _mind_the_clock(self, dht: CardDHT) -> None:
         """Forget all cards stored here if the clock was set back: they would outlast, and keep out, newer ones."""
         before, self._clock_offset = self._clock_offset, time.time() - time.monotonic()
         if self._clock_offset < before - MAX_CLOCK_SKEW_S:
-            self._storage, self._cache = CardStorage(self._newcomers.is_own), CardStorage(self._newcomers.is_own)
+            dht.storage = self._storage = CardStorage(self._newcomers.is_own)
             self._newcomers.clear()
-            node.protocol.storage, node.protocol.cache = self._storage, self._cache
 
     # ---------------------------------------------------------------- requests, exchanges, channels
 
@@ -552,10 +537,10 @@ class HivemindPlane:
 
     # ---------------------------------------------------------------- calls to p2pd
 
-    def _running(self) -> tuple[P2P, DHTNode]:
-        if self._daemon is None or self._node is None or self._ended.done():
+    def _running(self) -> tuple[P2P, CardDHT]:
+        if self._daemon is None or self._dht is None or self._ended.done():
             raise PeerUnreachable("the network is not up")
-        return self._daemon, self._node
+        return self._daemon, self._dht
 
     async def _bounded(self, call: Awaitable[T], timeout: float) -> T:
         """The result of a call to p2pd. Raises PeerUnreachable if it takes too long, fails, or p2pd dies meanwhile:
@@ -594,6 +579,12 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
             super().__init__()
             plane._daemon, plane._panic = self, ""
 
+        @classmethod
+        async def create(cls, *arguments: Any, **options: Any) -> P2P:
+            daemon = await super().create(*arguments, **options)
+            keep_accounts(daemon._client.control)
+            return daemon
+
         @staticmethod
         def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
             return [sys.executable, "-ISc", IN_ITS_OWN_SESSION, *P2P._make_process_args(*arguments, **options)]
@@ -625,6 +616,8 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
                 traffic.bytes_in += request.ByteSize()
                 paces.download.take(request.ByteSize())
                 response = await handler(request, context)
+                if response.ByteSize() > MAX_ANSWER_BYTES:  # hivemind's own way of refusing it raises
+                    raise LocalProtocolError(f"an answer of {response.ByteSize()} bytes is too large")
                 traffic.bytes_out += response.ByteSize()
                 paces.upload.take(response.ByteSize())
                 return response

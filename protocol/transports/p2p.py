@@ -55,6 +55,8 @@ HASTE_S = 1.0
 """The next round after one that dialled."""
 CARDS_PER_LOOKUP = 32
 """About so many cards are looked up at a time: up to some 200 members, traffic does not grow with the swarm."""
+GREET_AGAIN_S = 30.0
+"""A node that finds nobody although peers are connected makes itself known to them again, this often at most."""
 CACHE_S = 60.0
 """How often the addresses of peers seen are written to the cache file."""
 
@@ -115,6 +117,7 @@ class P2PTransport:
         self._connected: set[str] = set()
         self._greeted: set[str] = set()
         """Connected peers whose DHT knows ours."""
+        self._greet_again_at = 0.0
         self._newcomers: frozenset[str] = frozenset()
         """Connected on the DHT since cards were last looked up."""
         self._places: dict[str, float] = {}
@@ -505,9 +508,13 @@ class P2PTransport:
         affordable = MEMBERSHIP_BUCKETS * CARDS_PER_LOOKUP // (len(known) + 1)
         needed = math.ceil(MEMBERSHIP_BUCKETS * 2 * every / settings.card_ttl_s)
         count = min(MEMBERSHIP_BUCKETS, max(affordable, needed, MEMBERSHIP_BUCKETS * strangers))
-        found = await plane.get_cards([(self._next_bucket + i) % MEMBERSHIP_BUCKETS for i in range(count)])
+        buckets = [(self._next_bucket + i) % MEMBERSHIP_BUCKETS for i in range(count)]
+        found = await plane.get_cards(buckets, len(self._members))
         self._next_bucket += count
         self._look_at = now + every if found.keys() - {self.peer_id} else now
+        if not found.keys() - {self.peer_id} and not self._members and now >= self._greet_again_at:
+            self._greeted.clear()
+            self._greet_again_at = now + GREET_AGAIN_S
         self._newcomers = frozenset()
         self._turn_s = every * (math.ceil(MEMBERSHIP_BUCKETS / count) - 1)
         for peer, card in found.items():
@@ -590,10 +597,10 @@ class P2PTransport:
         card = replace(card, addresses=addresses[:MAX_ADDRESSES])
         if gossip.gossip_id:
             card = replace(card, gossip=heard_at, gossip_id=gossip.gossip_id)
-        await plane.store_card(card)
+        taken = await plane.store_card(card, len(self._members))
         if ways != self._told:
             self._note_ports(plane)
-        self._told, self._renew_at = ways, time.monotonic() + self._settings.card_renewal_s
+        self._told, self._renew_at = ways, time.monotonic() + (self._settings.card_renewal_s if taken else 0.0)
 
     def _gossip_addresses(self, addresses: Sequence[str]) -> list[str]:
         """Where the gossip process listens: it knows its port, and p2pd, at `addresses`, more of this machine."""

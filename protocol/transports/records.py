@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 
 import msgspec
-from hivemind.dht.node import DHTID
-from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.dht.routing import DHTID
 
 from protocol.codec import open_card
 from protocol.errors import RemoteProtocolError
-from protocol.limits import MAX_CARD_BYTES, MAX_CLOCK_SKEW_S, MEMBERSHIP_BUCKETS
+from protocol.limits import MAX_CLOCK_SKEW_S, MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
+from protocol.transports.dht_wire import MAX_BUCKET_CARDS, MAX_PEER_ID_CHARS, MAX_VALUE_BYTES, Record
 from protocol.transports.places import gives_way
-
-MAX_BUCKET_CARDS = 1500
-"""Cards of a bucket stored here: of the largest size they still fit into a reply of 4 MiB, beyond which hivemind 1.1.12
-answers nothing at all."""
 
 MAX_DATED = 256
 """Peers whose clocks are told."""
@@ -37,26 +31,21 @@ _bytes_decoder = msgspec.msgpack.Decoder(bytes)
 _text_decoder = msgspec.msgpack.Decoder(str)
 
 
-class CardValidator(RecordValidatorBase):  # type: ignore[misc]
-    """Accepts cards and counts the rest.
-
-    Tries to decode, because `get` of bytes that are not msgpack never returns in hivemind 1.1.12.
-    """
+class CardValidator:
+    """Says of a record whether it is the card of a member of this swarm, under that member's name."""
 
     def __init__(
         self,
         swarm: str,
         ttl_s: float,
-        rejected: Counter[str],
         admits: Callable[[str, float, float], bool] = lambda peer, expires, now: True,
     ) -> None:
         """`admits` (peer, when its card runs out, now) says whether a valid card is let in."""
         self._ttl_s = ttl_s
         self._admits = admits
-        self._rejected = rejected
-        self._buckets = {
-            DHTID.generate(membership_key(swarm, bucket)).to_bytes(): bucket for bucket in range(MEMBERSHIP_BUCKETS)
-        }
+        self.keys = [DHTID.generate(membership_key(swarm, bucket)).to_bytes() for bucket in range(MEMBERSHIP_BUCKETS)]
+        """Where the cards of each bucket lie."""
+        self._buckets = {key: bucket for bucket, key in enumerate(self.keys)}
         self.open = lru_cache(4096)(partial(_open, swarm))
         """Sealed card -> (peer id, card); each is seen many times, from every replica."""
         self.too_new = ""
@@ -64,28 +53,26 @@ class CardValidator(RecordValidatorBase):  # type: ignore[misc]
         self.made: dict[str, float] = {}
         """Peer id -> when its newest card was made, by its own clock; also of those that are refused for it."""
 
-    def validate(self, record: DHTRecord) -> bool:
-        try:
-            self.check(record)
-        except RemoteProtocolError as error:
-            self._rejected[error.reason] += 1
-            return False
-        return True
+    def __contains__(self, key: bytes) -> bool:
+        """Whether cards may lie under `key`."""
+        return key in self._buckets
 
-    def check(self, record: DHTRecord) -> None:
-        """Raises RemoteProtocolError: key, size, schema, expiration, signature, version, newer, swarm or peer."""
-        bucket = self._buckets.get(record.key)
+    def check(self, key: bytes, name: str | bytes, value: bytes, expiration: float) -> str:
+        """The name of the peer whose card it is. `name` is that name, in msgpack if it is bytes; `value` is msgpack.
+        Raises RemoteProtocolError: key, size, schema, expiration, signature, version, newer, swarm or peer."""
+        bucket = self._buckets.get(key)
         if bucket is None:
             raise RemoteProtocolError("key", "not a bucket of this swarm's members")
-        if len(record.value) > MAX_CARD_BYTES + 8 or len(record.subkey) > 80:
-            raise RemoteProtocolError("size", f"record of {len(record.value)} bytes")
+        if len(value) > MAX_VALUE_BYTES or len(name) > MAX_PEER_ID_CHARS:
+            raise RemoteProtocolError("size", f"record of {len(value)} bytes")
         try:
-            named, sealed = _text_decoder.decode(record.subkey), _bytes_decoder.decode(record.value)
+            named = name if isinstance(name, str) else _text_decoder.decode(name)
+            sealed = _bytes_decoder.decode(value)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteProtocolError("schema", str(error)) from error
         now = time.time()
-        if not abs(record.expiration_time - now) <= MAX_OFF_S:  # not >: NaN too
-            raise RemoteProtocolError("expiration", f"{record.expiration_time - now:.0f} s ahead")
+        if not abs(expiration - now) <= MAX_OFF_S:  # not >: NaN too
+            raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
         try:
             peer, card = self.open(sealed)
         except RemoteProtocolError as error:
@@ -94,65 +81,91 @@ class CardValidator(RecordValidatorBase):  # type: ignore[misc]
             raise
         if peer != named or bucket_of(peer) != bucket:
             raise RemoteProtocolError("peer", f"a card of {peer} under the name of {named!r}")
-        if not record.expiration_time <= card.created + self._ttl_s:  # not >: NaN too
-            raise RemoteProtocolError("expiration", f"{record.expiration_time - card.created:.0f} s after its making")
+        if not expiration <= card.created + self._ttl_s:  # not >: NaN too
+            raise RemoteProtocolError("expiration", f"{expiration - card.created:.0f} s after its making")
         if card.created > now + MAX_OFF_S:
             raise RemoteProtocolError("expiration", f"made {card.created - now:.0f} s from now")
         if peer in self.made or len(self.made) < MAX_DATED:
             self.made[peer] = max(card.created, self.made.get(peer, 0.0))
-        if record.expiration_time > now + self._ttl_s + MAX_CLOCK_SKEW_S:
-            raise RemoteProtocolError("expiration", f"{record.expiration_time - now:.0f} s ahead")
-        if not self._admits(peer, record.expiration_time, now):
+        if expiration > now + self._ttl_s + MAX_CLOCK_SKEW_S:
+            raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
+        if not self._admits(peer, expiration, now):
             raise RemoteProtocolError("newcomers", f"a card of {peer}, over a connection that has brought many")
+        return peer
 
-    def keep_valid(self, key: bytes, cards: DictionaryDHTValue) -> bool:
-        """Remove what is not valid from a dictionary, rather than refuse it whole for one bad entry (always True)."""
-        with cards.freeze():
-            for subkey, (value, expiration) in list(cards.items()):
-                named = msgspec.msgpack.encode(subkey) if isinstance(subkey, str) else b""
-                if not self.validate(DHTRecord(key, named, value, expiration)):
-                    del cards[subkey]
-        cards.maxsize = float("inf")  # came from the peer as well, with any type
-        return True
+    def card(self, value: bytes) -> tuple[str, PeerCard]:
+        """(peer id, card) of a value that `check` let pass."""
+        opened: tuple[str, PeerCard] = self.open(_bytes_decoder.decode(value))
+        return opened
 
 
-class CardStorage(DHTLocalStorage):  # type: ignore[misc]
-    """This node's part of the DHT, bounded."""
+class CardStorage:
+    """This node's part of the DHT: the newest card of each peer until it runs out, `MAX_BUCKET_CARDS` a bucket. `now`
+    is Unix time, in seconds."""
 
     def __init__(self, is_own: Callable[[str], bool] = lambda peer: True) -> None:
         """`is_own` says whether the card of a peer, which is about to be stored, comes from that peer itself."""
-        super().__init__()
         self.connected: Collection[str] = ()
         """Peers whose cards stay."""
         self._is_own = is_own
-        self._own: dict[DHTID, set[str]] = {}
+        self._own: dict[bytes, set[str]] = {}
+        """Key -> peers whose cards came from themselves; a few of them may be gone since."""
         self._rng = random.Random()
+        self._buckets: dict[bytes, dict[str, tuple[bytes, float]]] = {}
+        self._full_until: dict[bytes, float] = {}
 
-    def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
-        held, own = self.get(key), self._own.setdefault(key, set())
-        if held is not None and isinstance(held.value, DictionaryDHTValue):
-            card = held.value.get(subkey)
-            if card is None and len(held.value) >= MAX_BUCKET_CARDS:
-                names = [name for name, _ in held.value.items()]
-                own.intersection_update(names)
-                gone = gives_way(names, own, self.connected, self._is_own(subkey), self._rng)
-                if gone is None:
-                    return False
-                del held.value[gone]
-            if card is not None and card.expiration_time >= expiration_time:
-                return False  # hivemind would forget the newer one when the older one runs out
-        stored = bool(super().store_subkey(key, subkey, value, expiration_time))
-        if stored and self._is_own(subkey):
-            own.add(subkey)
-            if len(own) > 2 * MAX_BUCKET_CARDS and (now_held := self.get(key)) is not None:
-                own.intersection_update(name for name, _ in now_held.value.items())
-        return stored
+    def store(self, key: bytes, peer: str, value: bytes, expiration: float, now: float) -> bool:
+        """Keep a card that was checked. False, and nothing kept, if it has run out, if one as new is held, or if the
+        bucket is full and no other card makes way (`places`)."""
+        bucket = self._buckets.setdefault(key, {})
+        held, is_own = bucket.get(peer), self._is_own(peer)
+        if expiration <= now or (held is not None and held[1] >= expiration):
+            return False
+        if held is None and not self._has_room(key, now):
+            own = self._own.get(key, set())
+            gone = gives_way(self._buckets[key], own, self.connected, is_own, self._rng)
+            if gone is None:
+                return False
+            del self._buckets[key][gone]
+            own.discard(gone)
+        bucket = self._buckets[key]
+        bucket[peer] = value, expiration
+        if is_own:
+            own = self._own.setdefault(key, set())
+            own.add(peer)
+            if len(own) > 2 * MAX_BUCKET_CARDS:
+                own.intersection_update(bucket)
+        return True
 
-    def sealed(self, key: DHTID, peer: str) -> bytes | None:
-        """The sealed card of a peer that is stored here."""
-        held = self.get(key)
-        card = held.value.get(peer) if held is not None and isinstance(held.value, DictionaryDHTValue) else None
-        return None if card is None else _bytes_decoder.decode(card.value)
+    def value(self, key: bytes, peer: str) -> bytes | None:
+        """The card of a peer that is stored here, as it came."""
+        held = self._buckets.get(key, {}).get(peer)
+        return None if held is None else held[0]
+
+    def records(self, key: bytes, now: float) -> list[Record]:
+        """The cards of a bucket that have not run out."""
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            return []
+        self._buckets[key] = bucket = _live(bucket, now)
+        return [(peer, value, expiration) for peer, (value, expiration) in bucket.items()]
+
+    def _has_room(self, key: bytes, now: float) -> bool:
+        bucket = self._buckets[key]
+        if len(bucket) < MAX_BUCKET_CARDS:
+            return True
+        if now < self._full_until.get(key, now):
+            return False
+        bucket = self._buckets[key] = _live(bucket, now)
+        self._full_until[key] = min((expiration for _, expiration in bucket.values()), default=now)
+        return len(bucket) < MAX_BUCKET_CARDS
+
+    def __len__(self) -> int:
+        return sum(map(len, self._buckets.values()))
+
+
+def _live(bucket: dict[str, tuple[bytes, float]], now: float) -> dict[str, tuple[bytes, float]]:
+    return {peer: record for peer, record in bucket.items() if record[1] > now}
 
 
 def _open(swarm: str, sealed: bytes) -> tuple[str, PeerCard]:

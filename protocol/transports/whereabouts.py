@@ -25,7 +25,7 @@ from protocol.peers import peer_of
 
 METHOD = "addresses"
 """Request: a peer id in ASCII. Answer: msgpack list of its addresses, empty if they are not known."""
-MAX_ANSWER_BYTES = 2048
+MAX_ADDRESSES_BYTES = 2048
 """Eight addresses of 192 characters, with room for their headers."""
 ASK_S = 3.0
 """As long as a call in the DHT may take."""

@@ -1,0 +1,134 @@
+"""A search for the peers nearest to some keys, by asking ever nearer ones (Kademlia), and some peers besides.
+
+    ask `also` for all keys -> for each key, ask the `BEAM` nearest peers known that answer -> learn nearer ones -> ...
+
+Peers that do not answer are passed over. The search ends when the nearest have all answered, or after `SEARCH_S` or
+`MAX_CALLS`, with what it has by then: names of peers that do not exist cannot make it fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+BEAM = 8
+"""Peers asked for each key at least, if there are so many; five of them keep what is stored there."""
+WORKERS = 8
+"""Calls under way at a time."""
+SEARCH_S = 6.0
+"""Twice the time limit of a call: with a store after it, still below the time limit of calls to the plane."""
+MAX_CALLS = 256
+"""Of one search: sixteen keys, eight peers each and as many on the way to them."""
+
+SMALL = 64
+"""Up to so many members, connected peers are asked for all of them; in a larger swarm, for about so many."""
+BOOTSTRAP, OLDEST, RANDOM = 3, 3, 2
+"""Connected peers that a node asks, and gives its card to, wherever their ids lie. Keys can be chosen so that their ids
+surround a bucket; who a node's bootstrap peers are, and who was connected first, cannot."""
+LARGE_BOOTSTRAP, LARGE_OLDEST = 1, 1
+"""The same in a larger swarm, so that bootstrap peers are not worn out."""
+BLIND = 64
+"""The same while nobody is known: everybody connected, up to a number that takes seconds at most."""
+
+Peer = TypeVar("Peer", bound=Hashable)
+Ask = Callable[[Peer, Sequence[int]], Awaitable[Collection[Peer] | None]]
+"""Asks a peer for keys; the peers that it names, or None if it does not answer."""
+
+
+async def search(
+    keys: Collection[int],
+    known: Iterable[Peer],
+    also: Mapping[Peer, Sequence[int]],
+    ask: Ask[Peer],
+    id_of: Callable[[Peer], int],
+    seconds: float = SEARCH_S,
+) -> dict[int, list[Peer]]:
+    """Key -> the peers nearest to it that answered, nearest first. Begins with `known`; `also` are asked first."""
+    begun = _Search(keys, known, also, ask, id_of)
+    try:
+        async with asyncio.timeout(seconds):
+            await begun.run()
+    except TimeoutError:
+        pass  # what was found by then counts
+    finally:
+        begun.stop()
+    return {key: begun.nearest(key, begun.answered) for key in keys}
+
+
+class _Search(Generic[Peer]):
+    def __init__(
+        self,
+        keys: Collection[int],
+        known: Iterable[Peer],
+        also: Mapping[Peer, Sequence[int]],
+        ask: Ask[Peer],
+        id_of: Callable[[Peer], int],
+    ) -> None:
+        self._keys, self._ask, self._id_of = keys, ask, id_of
+        self._known = {peer: id_of(peer) for peer in (*known, *also)}
+        """Those that did not fail."""
+        self._failed: set[Peer] = set()
+        self._asked: dict[Peer, set[int]] = {}
+        self._also = dict(also)
+        self._calls: dict[asyncio.Task[Collection[Peer] | None], Peer] = {}
+        self.answered: set[Peer] = set()
+
+    async def run(self) -> None:
+        begun = 0
+        while True:
+            for peer, keys in self._wanted():
+                if begun < MAX_CALLS and len(self._calls) < WORKERS:
+                    begun += 1
+                    self._asked.setdefault(peer, set()).update(keys)
+                    self._also.pop(peer, None)
+                    self._calls[asyncio.ensure_future(self._ask(peer, keys))] = peer
+            if not self._calls:
+                return
+            done, _ = await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
+            for call in done:
+                self._learn(self._calls.pop(call), call.result())
+
+    def stop(self) -> None:
+        for call in self._calls:
+            call.cancel()
+
+    def nearest(self, key: int, among: Collection[Peer]) -> list[Peer]:
+        return heapq.nsmallest(BEAM, (peer for peer in among if peer in self._known), lambda p: self._known[p] ^ key)
+
+    def _learn(self, peer: Peer, named: Collection[Peer] | None) -> None:
+        if named is None:
+            self._failed.add(peer)
+            self._known.pop(peer, None)
+            return
+        self.answered.add(peer)
+        for other in named:
+            if other not in self._failed:
+                self._known.setdefault(other, self._id_of(other))
+
+    def _wanted(self) -> list[tuple[Peer, list[int]]]:
+        """Peers to ask next, each for what."""
+        if len(self._calls) >= WORKERS:
+            return []
+        wanted: dict[Peer, list[int]] = {peer: list(keys) for peer, keys in self._also.items()}
+        for key in self._keys:
+            for peer in self.nearest(key, self._known):
+                if key not in self._asked.get(peer, ()) and key not in wanted.get(peer, ()):
+                    wanted.setdefault(peer, []).append(key)
+        busy = set(self._calls.values())  # asked for the rest when it has answered: once, not key by key
+        return [(peer, keys) for peer, keys in wanted.items() if peer not in busy and keys]
+
+
+def direct(connected: Sequence[str], bootstrap: Collection[str], members: int, rng: random.Random) -> list[str]:
+    """Some of the peers that are connected and keep a part of the DHT (longest connected first), to deal with directly
+    while `members` others are known."""
+    first = [peer for peer in connected if peer in bootstrap]
+    if not members:
+        return list(dict.fromkeys([*first, *connected]))[:BLIND]
+    proven, oldest = (BOOTSTRAP, OLDEST) if members <= SMALL else (LARGE_BOOTSTRAP, LARGE_OLDEST)
+    chosen = rng.sample(first, min(proven, len(first)))
+    chosen += [peer for peer in connected if peer not in chosen][:oldest]
+    rest = [peer for peer in connected if peer not in chosen]
+    return chosen + rng.sample(rest, min(proven + oldest + RANDOM - len(chosen), len(rest)))
