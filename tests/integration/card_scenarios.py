@@ -1,5 +1,5 @@
-"""Scenarios of floods of cards, and of what p2pd does for strangers, with real p2pd processes, for test_hivemind_plane.py,
-as plane_scenarios.py has others."""
+"""Scenarios of floods of cards, and of what p2pd does for strangers, with real p2pd processes, for
+test_hivemind_plane.py, as plane_scenarios.py has others."""
 
 from __future__ import annotations
 
