@@ -1,6 +1,6 @@
 """Whom a node knows, whom it dials next and whom it keeps talking to. Pure: `now` (Unix seconds) and `rng` come in.
 
-    table = PeerTable(me, rng); table.learn(addresses, now, bootstrap=True); table.read_cache(file, now)
+    table = PeerTable(me, rng, dials); table.learn(addresses, now, bootstrap=True); table.read_cache(file, now)
 
     every few seconds, after a lookup:
         table.see(peer, card, now)                       each card found
@@ -13,7 +13,8 @@
 Handing an address out counts as a try; being connected takes all tries back. Between tries the wait doubles, at most
 to `BOOTSTRAP_WAIT_S` or `OTHER_WAIT_S`, and is drawn from its upper half. Bootstrap peers are dialled for ever; others
 while their card is missing (they may be in another part of the swarm, which so merges with ours) or while too few peers
-are connected. Nothing that strangers say grows beyond its bound.
+are connected. An address at which nobody proved a key is dialled as `protocol.dials` allows: `to_dial` looks at it,
+its caller takes it; `gossip_to_dial` takes what it hands out. Nothing that strangers say grows beyond its bound.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import hashlib
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from protocol.dials import Dials
 from protocol.errors import RemoteProtocolError
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
 from protocol.messages import Address, PeerCard, Time
@@ -46,11 +49,16 @@ MAX_KNOWN = 256
 """Peers with addresses that are kept from round to round: all bootstrap peers, then those that were connected once, up
 to half, then those with a card, each time the latest heard of: a flood of cards does not push out who proved good."""
 MAX_CARDS = 4096
-"""Live cards: 8 MB at their largest. Beyond, newcomers are not taken in, so that a flood cannot push members out."""
+"""Live cards: 8 MB at their largest."""
+NEWCOMER_CARDS = 1024
+"""Of which newcomers', once the rest is taken: a newcomer then displaces another one by chance, so that a flood neither
+pushes members out nor keeps honest newcomers from ever being seen."""
 HUBS = 3
 """Hubs that a node keeps gossip connections to: one may be busy and one may go away."""
 UNREACHABLE_TRIES = 2
 """More tries of a gossip address without success and it counts as unreachable."""
+GOSSIP_DIAL_S = 15.0
+"""A gossip address that may not be dialled again soon counts as unreachable so long after it was: a dial takes 10 s."""
 GHOST_S = 8.0
 """A gossip connection that no card claims for this long is of a process that is gone, or of nobody known."""
 MAX_CACHE_BYTES = 1024 * 1024
@@ -106,17 +114,23 @@ class _Known:
 class PeerTable:
     """Everything one node knows of other peers."""
 
-    def __init__(self, me: str, rng: random.Random, ttl_s: float = CARD_TTL_S) -> None:
+    def __init__(self, me: str, rng: random.Random, ttl_s: float = CARD_TTL_S, dials: Dials | None = None) -> None:
         self._me = me
+        self.dials = dials
+        """What may be dialled; None = everything, for a network in which addresses lead nowhere else."""
         self._rng = rng
         self._ttl_s = ttl_s
         self._known: dict[str, _Known] = {}
         self._cards: dict[str, tuple[PeerCard, float]] = {}
         """Peer id -> card and when it runs out."""
+        self._newcomers: list[str] = []
+        """Those with a card that came when there was no other place; at most `NEWCOMER_CARDS`."""
         self._connected: frozenset[str] = frozenset()
         self._heard = float("-inf")
         """When a new card last came."""
         self._gossip: dict[str, _Tries] = {}
+        self._out_of_reach: set[str] = set()
+        """Gossip ids none of whose addresses may be dialled now."""
         self._unclaimed: dict[str, float] = {}
         """Gossip id -> since when it is connected without a card."""
 
@@ -134,6 +148,8 @@ class PeerTable:
                 part = known.given if bootstrap else known.told
                 if address not in part and len(part) < MAX_ADDRESSES:
                     part.append(address)
+                    if bootstrap and self.dials is not None:
+                        self.dials.give(address)
         self._forget_oldest()
         return useless
 
@@ -146,8 +162,8 @@ class PeerTable:
             return
         if held is not None and _is_live(held, now) and card.created <= held[0].created:
             return
-        if held is None and len(self._cards) >= MAX_CARDS:
-            return
+        if held is None:
+            self._make_room(peer)
         self._cards[peer] = entry
         self._heard = now
         told = _addresses(peer, card)
@@ -162,12 +178,43 @@ class PeerTable:
             known = self._known[peer]
             known.seen, known.worked, known.tries = now, True, _Tries()
 
+    def _make_room(self, peer: str) -> None:
+        """For one more card; the newcomer that gives way to it, if one must, is drawn by chance."""
+        if len(self._cards) - len(self._newcomers) < MAX_CARDS - NEWCOMER_CARDS:
+            return
+        if len(self._newcomers) >= NEWCOMER_CARDS:
+            place = self._rng.randrange(len(self._newcomers))
+            for _ in range(NEWCOMER_CARDS):
+                if not self._is_proven(self._newcomers[place]):
+                    break
+                place = (place + 1) % NEWCOMER_CARDS
+            del self._cards[self._newcomers[place]]
+            self._newcomers[place] = peer
+        else:
+            self._newcomers.append(peer)
+
+    def _is_proven(self, peer: str) -> bool:
+        known = self._known.get(peer)
+        return peer in self._connected or (known is not None and (known.worked or bool(known.given)))
+
     # ----------------------------------------------------------------- membership and the DHT
 
     def members(self, now: float) -> dict[str, PeerCard]:
         """Peer id -> card of those whose card has not run out."""
+        before = len(self._cards)
         self._cards = {peer: entry for peer, entry in self._cards.items() if _is_live(entry, now)}
+        if len(self._cards) < before:
+            self._settle()
         return {peer: card for peer, (card, _) in self._cards.items() if card.addresses or card.gossip_id}
+
+    def _settle(self) -> None:
+        """Newcomers get the places that became free: those that proved a key first, then by chance."""
+        waiting = [peer for peer in self._newcomers if peer in self._cards]
+        free = MAX_CARDS - NEWCOMER_CARDS - (len(self._cards) - len(waiting))
+        if free > 0:
+            self._rng.shuffle(waiting)
+            waiting = sorted(waiting, key=lambda peer: not self._is_proven(peer))[free:]
+        self._newcomers = waiting
 
     def addresses_of(self, peer: str) -> list[str]:
         """All known addresses of a peer, its own word first."""
@@ -184,8 +231,15 @@ class PeerTable:
             peer: known for peer, known in self._known.items() if peer not in self._connected and known.tries.due(now)
         }
         first = [peer for peer, known in due.items() if known.given]
-        others = [peer for peer, known in due.items() if not known.given and (few or peer not in members)]
-        others.sort(key=lambda peer: (due[peer].tries.count, -due[peer].seen))
+        hinted = set() if self.dials is None else self.dials.hinted
+        others = [
+            peer
+            for peer, known in due.items()
+            if not known.given
+            and (few or peer not in members)
+            and any(self._may(address, now) for address in self.addresses_of(peer))
+        ]
+        others.sort(key=lambda peer: (peer not in hinted, due[peer].tries.count, -due[peer].seen))
         chosen = first + others[:MAX_DIALS]
         for peer in chosen:
             due[peer].tries.note(now, due[peer].longest_wait, self._rng)
@@ -201,7 +255,10 @@ class PeerTable:
     def gossip_to_keep(self, shards: Collection[int], most: int, now: float) -> list[str]:
         """At most `most` gossip ids to keep connections to, best first: `HUBS` hubs, then members, dealt to `shards` in
         turn; unreachable ones last. None that serves no shard of these. The same every time, while it can be."""
-        listening = [card for card in self._listening(now) if not card.shards or set(shards) & set(card.shards)]
+        return self._keep(self._listening(now), shards, most)
+
+    def _keep(self, listening: Iterable[PeerCard], shards: Collection[int], most: int) -> list[str]:
+        listening = [card for card in listening if not card.shards or set(shards) & set(card.shards)]
         keep = dict.fromkeys([card.gossip_id for card in listening if self._is_reachable(card)][:HUBS])
         for cards in (
             [card for card in listening if self._is_reachable(card)],
@@ -216,24 +273,42 @@ class PeerTable:
         self, shards: Collection[int], most: int, connected: Collection[str], now: float
     ) -> dict[str, list[str]]:
         """Gossip id -> addresses to dial now, of those to keep; `connected` are the gossip ids connected now."""
-        addresses: dict[str, dict[str, None]] = {}  # of all cards that claim a gossip id: one of them may lie
-        serves_all: set[str] = set()
-        for card in self._listening(now):
-            addresses.setdefault(card.gossip_id, {}).update(dict.fromkeys(_gossip_addresses(card)))
-            if _serves_all(card):
-                serves_all.add(card.gossip_id)
+        listed = self._listed(now)
+        claims: dict[str, list[tuple[str, PeerCard]]] = {}
+        for peer, card in listed:
+            claims.setdefault(card.gossip_id, []).append((peer, card))
         self._gossip = {
             gossip_id: _Tries() if gossip_id in connected else self._gossip.get(gossip_id, _Tries())
-            for gossip_id in addresses
+            for gossip_id in claims
+        }
+        self._out_of_reach = {
+            gossip_id
+            for gossip_id, cards in claims.items()
+            if gossip_id not in connected
+            and not now - GOSSIP_DIAL_S < self._gossip[gossip_id].last_at <= now
+            and not any(self._may(way, now, peer) for peer, card in cards for way in _gossip_addresses(card))
         }
         chosen = {}
-        for gossip_id in self.gossip_to_keep(shards, most, now):
+        for gossip_id in self._keep([card for _, card in listed], shards, most):
             tries = self._gossip[gossip_id]
-            longest = BOOTSTRAP_WAIT_S if gossip_id in serves_all else OTHER_WAIT_S
             if gossip_id not in connected and tries.due(now):
-                tries.note(now, longest, self._rng)
-                chosen[gossip_id] = list(addresses[gossip_id])[:MAX_ADDRESSES]
+                taken = self._take_gossip(claims[gossip_id], now)
+                if taken:
+                    serves_all = any(_serves_all(card) for _, card in claims[gossip_id])
+                    tries.note(now, BOOTSTRAP_WAIT_S if serves_all else OTHER_WAIT_S, self._rng)
+                    chosen[gossip_id] = taken
         return chosen
+
+    def _take_gossip(self, cards: list[tuple[str, PeerCard]], now: float) -> list[str]:
+        """Addresses to dial, of those that may be, on the cards that claim one gossip id: one of each card in turn, as
+        some of them may lie; first those of peers that proved their own keys."""
+        cards = sorted(cards, key=lambda item: (not self._is_proven(item[0]), _chance(self._me, item[0])))
+        rows = [[(address, peer) for address in _gossip_addresses(card)] for peer, card in cards]
+        owners: dict[str, str] = {}
+        for claim in (claim for column in zip_longest(*rows) for claim in column if claim is not None):
+            owners.setdefault(*claim)
+        ways = [address for address, owner in owners.items() if self._may(address, now, owner)]
+        return [way for way in ways[:MAX_ADDRESSES] if self._take(way, now, owners[way])]
 
     def ghosts(self, connected: Iterable[str], now: float, turn_s: float = 0.0) -> list[str]:
         """Connected gossip ids that no live card has claimed for `GHOST_S`, and `turn_s` if it takes so long to look up
@@ -247,20 +322,28 @@ class PeerTable:
         return [gossip_id for gossip_id, since in self._unclaimed.items() if now - since > GHOST_S + turn_s]
 
     def _listening(self, now: float) -> list[PeerCard]:
-        """Cards of members that list gossip addresses: this node's own bootstrap peers first, then whoever says that it
-        serves everybody; besides, in an order of this node's own."""
+        """Cards of members that list gossip addresses: this node's own bootstrap peers first, then those that say that
+        they serve everybody; besides, in an order of this node's own."""
+        return [card for _, card in self._listed(now)]
+
+    def _listed(self, now: float) -> list[tuple[str, PeerCard]]:
         listed = [(peer, card) for peer, card in self.members(now).items() if _gossip_addresses(card)]
         listed.sort(key=lambda item: self._rank(*item))
-        return [card for _, card in listed]
+        return listed
 
     def _rank(self, peer: str, card: PeerCard) -> tuple[bool, bool, bytes]:
         known = self._known.get(peer)
-        chance = hashlib.sha256(f"{self._me}/{peer}".encode()).digest()
-        return known is None or not known.given, not _serves_all(card), chance
+        return known is None or not known.given, not _serves_all(card), _chance(self._me, peer)
+
+    def _may(self, address: str, now: float, owner: str = "") -> bool:
+        return self.dials is None or self.dials.may(address, now, owner)
+
+    def _take(self, address: str, now: float, owner: str = "") -> bool:
+        return self.dials is None or self.dials.take(address, now, owner)
 
     def _is_reachable(self, card: PeerCard) -> bool:
         tries = self._gossip.get(card.gossip_id)
-        return tries is None or tries.count <= UNREACHABLE_TRIES
+        return card.gossip_id not in self._out_of_reach and (tries is None or tries.count <= UNREACHABLE_TRIES)
 
     # ----------------------------------------------------------------- the cache file
 
@@ -313,6 +396,12 @@ def peer_of(address: str) -> str:
 def is_relayed(address: str) -> bool:
     """Whether a multiaddress leads through a relay."""
     return "/p2p-circuit" in address
+
+
+@lru_cache(2 * MAX_CARDS)
+def _chance(me: str, peer: str) -> bytes:
+    """The place of a peer in an order of this node's own."""
+    return hashlib.sha256(f"{me}/{peer}".encode()).digest()
 
 
 def _is_live(entry: tuple[PeerCard, float], now: float) -> bool:

@@ -65,6 +65,7 @@ class Stat(msgspec.Struct, frozen=True):
     messages_out: int
     dropped: int
     rejected: dict[str, int]
+    ways: dict[str, str] = {}
 
 
 class GossipClient:
@@ -331,6 +332,7 @@ class GossipClient:
             messages_out=before.messages_out + now.messages_out,
             dropped=before.dropped + now.dropped,
             rejected=reasons,
+            ways=now.ways,
         )
 
 

@@ -137,6 +137,8 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Messages that the node was too slow to take."""
     rejected: Reasons
     """Messages, frames and connections refused, by reason."""
+    ways: Annotated[dict[GossipId, PeerAddress], Meta(max_length=MAX_CONNECTIONS)] = {}
+    """Gossip id -> address at the other end of its connection, without the id."""
 
 
 Command = GossipSettings | Subscribe | Publish | Dial | Drop | Ask

@@ -17,10 +17,12 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import trio
+from libp2p.abc import IHost
+from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
@@ -195,6 +197,7 @@ class Sidecar:
             messages_out=self.messages_out,
             dropped=self.dropped,
             rejected=dict(self.pubsub.rejected),
+            ways=remote_addresses(self.host, self.pubsub.peers),
         )
 
     def _addresses(self, port: int) -> list[str]:
@@ -217,6 +220,17 @@ class Sidecar:
                 self.tcp.refuse("memory")
                 await heaviest.close()
             before = now
+
+
+def remote_addresses(host: IHost, peers: Iterable[ID]) -> dict[str, str]:
+    """Gossip id -> multiaddress at the other end of its connection, of those that are still connected."""
+    found = {}
+    for peer in peers:
+        connections = host.get_network().get_connections(peer)
+        addresses = connections[0].get_transport_addresses() if connections else []
+        if addresses:
+            found[str(peer)] = str(addresses[0]).partition("/p2p/")[0]
+    return found
 
 
 def rss() -> int:

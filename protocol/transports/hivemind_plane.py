@@ -13,12 +13,13 @@ import asyncio
 import fcntl
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,10 +28,12 @@ import msgspec
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.proto.dht_pb2 import FindResponse
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from protocol.codec import seal_card
+from protocol.dials import Dials
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.limits import MAX_CLOCK_SKEW_S, MAX_REQUEST_BYTES
@@ -40,10 +43,13 @@ from protocol.topics import bucket_of
 from protocol.transports.base import Acceptor, Outgoing, Server, Sink
 from protocol.transports.channels import Channels, StreamChannel, Streams
 from protocol.transports.dht import CardDHT
+from protocol.transports.dht_wire import MAX_NEAREST
 from protocol.transports.dial_back import DialBack, ask_back
 from protocol.transports.exchanges import Exchanges
 from protocol.transports.neighbours import neighbourhood_of_stream
+from protocol.transports.newcomers import Newcomers
 from protocol.transports.p2pd_calls import keep_accounts
+from protocol.transports.p2pd_memory import end_if_grown
 from protocol.transports.pacing import Paces
 from protocol.transports.ports import Port
 from protocol.transports.records import CardStorage, CardValidator
@@ -51,6 +57,7 @@ from protocol.transports.refusals import Refusals, ip_of
 from protocol.transports.relay import RELAY_PROTOCOL, reserve
 from protocol.transports.settings import NetworkSettings, announced, best_first, endpoint, listen_address
 from protocol.transports.streams import Answers, Traffic, ask
+from protocol.transports.whereabouts import ASK_S, MAX_ADDRESSES_BYTES, METHOD, Whereabouts, read_answer
 
 START_S = 15.0
 CALL_S = 10.0
@@ -68,6 +75,10 @@ STEADY_S = 10.0
 """A p2pd that lived this long did not die of its own start."""
 _FAILURES = (P2PDaemonError, P2PHandlerError, OSError, EOFError)
 """What calls to p2pd raise besides running into their time limit."""
+ANOTHER_KEY = re.compile(r"\[(/\S+)\] [^\n]*peer id mismatch: expected \w+, but remote key matches (\w{46,64})")
+"""What go-libp2p says of an address when another peer than the one dialled answers there."""
+NO_WAY = "failed to dial"
+"""What go-libp2p says when it has no address of a peer, or nobody answers there."""
 MAX_ANSWER_BYTES = DEFAULT_MAX_MSG_SIZE - 2**16
 """An answer to a call, and room for its envelope in a message to p2pd."""
 NEW_S = 60.0
@@ -91,7 +102,11 @@ class HivemindPlane:
         on_restart: Callable[[], None] = lambda: None,
         channels: Channels | None = None,
         port: Port | None = None,
+        dials: Dials | None = None,
+        known: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
+        """`dials` says which addresses may be dialled (default: any once), `known` which ones a peer has (default:
+        those on the cards stored here)."""
         self.addresses: list[str] = []
         """Where others reach this node, those worth telling first."""
         self.port = settings.port
@@ -117,8 +132,13 @@ class HivemindPlane:
         self._answers = Answers(self.traffic, report)
         self._exchanges = Exchanges(self.traffic, report)
         self._paces = Paces(settings.max_upload_mbit, settings.max_download_mbit)
-        self._validator = CardValidator(swarm, settings.card_ttl_s)
-        self._storage = CardStorage()
+        self._newcomers = Newcomers()
+        self._validator = CardValidator(swarm, settings.card_ttl_s, self._newcomers.admits)
+        self._storage = CardStorage(self._newcomers.is_own)
+        self._dials = dials or Dials()
+        self._addresses_of = known or self._stored_addresses
+        self._whereabouts = Whereabouts(self._addresses_of)
+        self._answers.servers[METHOD] = self._whereabouts.serve
         self._bootstrap = {peer_of(address) for address in settings.bootstrap}
         self._serving: dict[str, None] = {}
         """Connected peers that keep a part of the DHT, longest connected first."""
@@ -185,7 +205,7 @@ class HivemindPlane:
                     self._on_restart()
                 else:
                     up.set_result(None)
-                code = await self._ended
+                code = await self._end_of_daemon()
                 wait = 0.0 if time.monotonic() - started > STEADY_S else min(MAX_WAIT_S, wait + 0.25)
                 if code not in ASKED_TO_END:
                     why = f" ({self._panic})" if self._panic else ""
@@ -204,7 +224,6 @@ class HivemindPlane:
                 host_maddrs=None if settings.dial_only else [listen_address(settings.listen, port)],
                 announce_maddrs=announced(settings, port) or None,
                 no_listen=settings.dial_only,
-                dht_mode="client" if settings.dial_only else "server",
                 force_reachability="public" if settings.serve_relay else "private" if settings.dial_only else None,
                 auto_nat=settings.relay,
                 use_relay=settings.relay or settings.serve_relay,
@@ -222,6 +241,7 @@ class HivemindPlane:
             daemon, self._identity.peer_id, self._validator, self._storage, self.refusals, client=settings.dial_only
         )
         await asyncio.wait_for(dht.serve(), CALL_S)
+        dht._find = self._newcomers.finding(dht._find)  # type: ignore[method-assign,assignment]
         for protocol, handler in (
             (self._protocol, self._on_request),
             (self._exchange_protocol, self._on_exchange),
@@ -233,6 +253,18 @@ class HivemindPlane:
             await asyncio.wait_for(daemon.add_binary_stream_handler(RELAY_PROTOCOL, _hang_up), CALL_S)
         self._dht, self.port = dht, port
         await self.look_around()
+
+    async def _end_of_daemon(self) -> int:
+        """Exit code of p2pd, which is ended if it has grown too large."""
+        assert self._daemon is not None
+        watch = asyncio.create_task(end_if_grown(self._daemon._child))
+        try:
+            code = await self._ended
+            if watch.done() and not watch.exception():
+                self._panic = watch.result()
+            return code
+        finally:
+            watch.cancel()
 
     async def _stop_daemon(self) -> None:
         """End p2pd."""
@@ -260,19 +292,64 @@ class HivemindPlane:
     async def connect(self, peer: str, addresses: Sequence[str]) -> None:
         """Dial a peer at all of these multiaddresses, let both DHT tables know, and give it this node's card. Raises
         PeerUnreachable."""
-        daemon, dht = self._running()
-        if peer not in await self.connected():
-            addresses = await _answering([address for address in addresses if peer_of(address) == peer])
+        dht = self._running()[1]
+        to = await self._dial(peer, addresses)
+        if not await self._bounded(dht.ping(to), CALL_S):
+            return  # connected, but it only dials and keeps no part of the DHT
+        self._serving.setdefault(peer)
+        await self._bounded(asyncio.gather(dht.give_own(to), dht.look_around()), CALL_S)
+
+    async def _dial(self, peer: str, addresses: Sequence[str]) -> PeerID:
+        """Connect p2pd to a peer, if it is not, at those of these addresses that may be dialled now. Raises
+        PeerUnreachable."""
+        daemon = self._running()[0]
+        new = peer not in await self.connected()
+        if new:
+            own = [address for address in addresses if peer_of(address) == peer]
+            allowed = [address for address in own if self._dials.take(address, time.time())]
+            if own and not allowed:
+                raise PeerUnreachable(f"{peer} was dialled at {', '.join(own)} not long ago")
+            addresses = await _answering(allowed)
         try:
             to = PeerID.from_base58(peer)
             ways = [_way(address) for address in addresses]
         except (ValueError, MultiaddrError) as error:
             raise PeerUnreachable(f"{peer} at {addresses}: {error}") from error
-        await self._bounded(daemon._client.connect(to, ways), DIAL_S)
-        if not await self._bounded(dht.ping(to), CALL_S):
-            return  # connected, but it only dials and keeps no part of the DHT
-        self._serving.setdefault(peer)
-        await self._bounded(asyncio.gather(dht.give_own(to), dht.look_around()), CALL_S)
+        try:
+            await self._bounded(daemon._client.connect(to, ways), DIAL_S)
+        except PeerUnreachable as error:
+            for address, other in ANOTHER_KEY.findall(str(error)):
+                self._dials.hint(address, other)
+            raise
+        if new:
+            if len(addresses) == 1 and "/dns" in addresses[0]:
+                self._dials.prove(peer, addresses)  # of others, the connection shows the address
+            await self.connections()
+        return to
+
+    async def _reach(self, peer: str) -> None:
+        """Dial a peer that was named by another one, at the addresses on its card. Raises PeerUnreachable."""
+        addresses = list(self._addresses_of(peer))
+        namer = self._whereabouts.namer(PeerID.from_base58(peer).to_bytes())
+        if not addresses and namer and namer in await self.connected():
+            try:
+                answer = await self.request(namer, METHOD, peer.encode(), ASK_S, MAX_ADDRESSES_BYTES)
+                addresses = read_answer(peer, answer)
+            except RemoteProtocolError as error:
+                raise PeerUnreachable(f"{namer} does not say where {peer} is: {error}") from error
+        await self._dial(peer, addresses)
+
+    def _note_named(self, peer: str, answer: Any) -> None:
+        """Remember whom `peer` names in an answer to a find."""
+        for result in answer.results if isinstance(answer, FindResponse) else []:
+            self._whereabouts.named(peer, result.nearest_peer_ids[:MAX_NEAREST])
+
+    def _stored_addresses(self, peer: str) -> list[str]:
+        try:
+            value = self._storage.value(self._validator.keys[bucket_of(peer)], peer)
+            return [] if value is None else list(self._validator.card(value)[1].addresses)
+        except RemoteProtocolError:
+            return []
 
     async def take_place(self, relay: str) -> None:
         """Be reached through a peer that this node is connected to, for `PLACE_S` at least. Raises PeerUnreachable."""
@@ -289,12 +366,20 @@ class HivemindPlane:
 
     async def connected(self) -> set[str]:
         """Peer ids with a connection to this node. Raises PeerUnreachable."""
+        return set(await self.connections())
+
+    async def connections(self) -> Mapping[str, list[str]]:
+        """Peer id -> addresses at the other ends of its connections; these peers have proved their keys there. Raises
+        PeerUnreachable."""
         daemon = self._running()[0]
         peers = await self._bounded(daemon.list_peers(), CALL_S)
-        connected = {str(peer.peer_id) for peer in peers}
-        self.refusals.locate({str(peer.peer_id): ip_of(map(str, peer.addrs)) for peer in peers})
-        self._serving = {peer: None for peer in self._serving if peer in connected}
-        return connected
+        found = {str(peer.peer_id): [str(address) for address in peer.addrs] for peer in peers}
+        for peer, addresses in found.items():
+            self._dials.prove(peer, addresses)
+        self.refusals.locate({peer: ip_of(addresses) for peer, addresses in found.items()})
+        self._storage.connected = found.keys()
+        self._serving = {peer: None for peer in self._serving if peer in found}
+        return found
 
     @property
     def too_new(self) -> str:
@@ -337,7 +422,8 @@ class HivemindPlane:
         """Forget all cards stored here if the clock was set back: they would outlast, and keep out, newer ones."""
         before, self._clock_offset = self._clock_offset, time.time() - time.monotonic()
         if self._clock_offset < before - MAX_CLOCK_SKEW_S:
-            dht.storage = self._storage = CardStorage()
+            dht.storage = self._storage = CardStorage(self._newcomers.is_own)
+            self._newcomers.clear()
 
     # ---------------------------------------------------------------- requests, exchanges, channels
 
@@ -428,8 +514,11 @@ class HivemindPlane:
         if addresses and peer not in await self.connected():
             try:
                 await self.connect(peer, addresses)
-            except PeerUnreachable as error:  # p2pd may know another way
+            except PeerUnreachable as error:  # p2pd may know another address
                 failure = error
+        elif not addresses and peer not in await self.connected():
+            with suppress(PeerUnreachable):
+                await self._reach(peer)
         try:
             _, reader, writer = await daemon.call_binary_stream_handler(to, protocol)
             return self._paces.of(reader, writer)
@@ -489,7 +578,7 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
 
     class Daemon(P2P):  # type: ignore[misc]
         _UNIX_SOCKET_PREFIX = f"/unix{plane._folder}/"
-        DHT_MODE_MAPPING = {mode: {**flags, "relayService": serves} for mode, flags in P2P.DHT_MODE_MAPPING.items()}
+        DHT_MODE_MAPPING = {"server": {"relayService": serves}}  # without its own DHT: see `whereabouts`
 
         def __init__(self) -> None:
             super().__init__()
@@ -514,13 +603,21 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
         async def call_protobuf_handler(self, peer_id: PeerID, name: str, input: Any, output_type: Any) -> Any:
             traffic.bytes_out += input.ByteSize()
             paces.upload.take(input.ByteSize())
-            output = await super().call_protobuf_handler(peer_id, name, input, output_type)
+            try:
+                output = await super().call_protobuf_handler(peer_id, name, input, output_type)
+            except P2PDaemonError as error:
+                if NO_WAY not in str(error):
+                    raise
+                await plane._reach(str(peer_id))
+                output = await super().call_protobuf_handler(peer_id, name, input, output_type)
+            plane._note_named(str(peer_id), output)
             traffic.bytes_in += output.ByteSize()
             paces.download.take(output.ByteSize())
             return output
 
         async def add_protobuf_handler(self, name: str, handler: Any, input_type: Any, **options: Any) -> None:
             async def counted(request: Any, context: P2PContext) -> Any:
+                plane._newcomers.stored_by(str(context.remote_id))
                 traffic.bytes_in += request.ByteSize()
                 paces.download.take(request.ByteSize())
                 response = await handler(request, context)

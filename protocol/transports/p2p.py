@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec.structs import replace
 
 from protocol.codec import SPOKEN, common_version, in_version
+from protocol.dials import Dials
 from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.limits import MAX_ADDRESSES, MEMBERSHIP_BUCKETS
@@ -98,7 +99,8 @@ class P2PTransport:
         self._gossip = self._new_gossip()
         self._plane: HivemindPlane | None = None
         self._shard_of_topic = {rollout_topic(swarm, shard): shard for shard in range(shards)}
-        self._table = PeerTable(self.peer_id, random.Random(), settings.card_ttl_s)
+        self._dialled = Dials()
+        self._table = PeerTable(self.peer_id, random.Random(), settings.card_ttl_s, self._dialled)
         for address in self._table.learn(settings.bootstrap, time.time(), bootstrap=True):
             report(f"{address} does not end in /p2p/<peer id>: nobody can be dialled there")
         self._read_cache()
@@ -261,6 +263,7 @@ class P2PTransport:
             stat.rejected,
             {"handler": self._handler_faults},
             dict(self._traffic.rejected),  # the other thread goes on counting
+            dict(self._dialled.refused),
         ]
         for reasons in rejected:
             for reason, count in reasons.items():
@@ -331,6 +334,8 @@ class P2PTransport:
                 on_restart=self._on_restart,
                 channels=self._channels,
                 port=self._dht_port,
+                dials=self._dialled,
+                known=self._table.addresses_of,
             )
             try:
                 for method, server in self._servers.items():
@@ -540,6 +545,8 @@ class P2PTransport:
             return  # its restart will wake us
         self._stat = await self._gossip.stat()
         now, connected = time.time(), self._stat.peers
+        for gossip_id, address in self._stat.ways.items():
+            self._dialled.prove(gossip_id, [address])
         self._hasty = False
         shards = sorted({self._shard_of_topic[topic] for topic in self._handlers if topic in self._shard_of_topic})
         for addresses in self._table.gossip_to_dial(shards, self._settings.max_connections, connected, now).values():

@@ -6,7 +6,9 @@ expiration = card.created + TTL at most           so that nobody can keep anothe
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 
 import msgspec
@@ -18,6 +20,7 @@ from protocol.limits import MAX_CLOCK_SKEW_S, MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
 from protocol.transports.dht_wire import MAX_BUCKET_CARDS, MAX_PEER_ID_CHARS, MAX_VALUE_BYTES, Record
+from protocol.transports.places import gives_way
 
 MAX_DATED = 256
 """Peers whose clocks are told."""
@@ -31,8 +34,15 @@ _text_decoder = msgspec.msgpack.Decoder(str)
 class CardValidator:
     """Says of a record whether it is the card of a member of this swarm, under that member's name."""
 
-    def __init__(self, swarm: str, ttl_s: float) -> None:
+    def __init__(
+        self,
+        swarm: str,
+        ttl_s: float,
+        admits: Callable[[str, float, float], bool] = lambda peer, expires, now: True,
+    ) -> None:
+        """`admits` (peer, when its card runs out, now) says whether a valid card is let in."""
         self._ttl_s = ttl_s
+        self._admits = admits
         self.keys = [DHTID.generate(membership_key(swarm, bucket)).to_bytes() for bucket in range(MEMBERSHIP_BUCKETS)]
         """Where the cards of each bucket lie."""
         self._buckets = {key: bucket for bucket, key in enumerate(self.keys)}
@@ -79,6 +89,8 @@ class CardValidator:
             self.made[peer] = max(card.created, self.made.get(peer, 0.0))
         if expiration > now + self._ttl_s + MAX_CLOCK_SKEW_S:
             raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
+        if not self._admits(peer, expiration, now):
+            raise RemoteProtocolError("newcomers", f"a card of {peer}, over a connection that has brought many")
         return peer
 
     def card(self, value: bytes) -> tuple[str, PeerCard]:
@@ -91,22 +103,44 @@ class CardStorage:
     """This node's part of the DHT: the newest card of each peer until it runs out, `MAX_BUCKET_CARDS` a bucket. `now`
     is Unix time, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_own: Callable[[str], bool] = lambda peer: True) -> None:
+        """`is_own` says whether the card of a peer, which is about to be stored, comes from that peer itself."""
+        self.connected: Collection[str] = ()
+        """Peers whose cards stay."""
+        self._is_own = is_own
+        self._own: dict[bytes, set[str]] = {}
+        """Key -> peers whose cards came from themselves; a few of them may be gone since."""
+        self._rng = random.Random()
         self._buckets: dict[bytes, dict[str, tuple[bytes, float]]] = {}
         self._full_until: dict[bytes, float] = {}
 
     def store(self, key: bytes, peer: str, value: bytes, expiration: float, now: float) -> bool:
         """Keep a card that was checked. False, and nothing kept, if it has run out, if one as new is held, or if the
-        bucket is full."""
+        bucket is full and no other card makes way (`places`)."""
         bucket = self._buckets.setdefault(key, {})
-        held = bucket.get(peer)
-        if expiration <= now or (held is None and not self._has_room(key, now)):
+        held, is_own = bucket.get(peer), self._is_own(peer)
+        if expiration <= now or (held is not None and held[1] >= expiration):
             return False
+        if held is None and not self._has_room(key, now):
+            own = self._own.get(key, set())
+            gone = gives_way(self._buckets[key], own, self.connected, is_own, self._rng)
+            if gone is None:
+                return False
+            del self._buckets[key][gone]
+            own.discard(gone)
         bucket = self._buckets[key]
-        if held is not None and held[1] >= expiration:
-            return False
         bucket[peer] = value, expiration
+        if is_own:
+            own = self._own.setdefault(key, set())
+            own.add(peer)
+            if len(own) > 2 * MAX_BUCKET_CARDS:
+                own.intersection_update(bucket)
         return True
+
+    def value(self, key: bytes, peer: str) -> bytes | None:
+        """The card of a peer that is stored here, as it came."""
+        held = self._buckets.get(key, {}).get(peer)
+        return None if held is None else held[0]
 
     def records(self, key: bytes, now: float) -> list[Record]:
         """The cards of a bucket that have not run out."""

@@ -106,7 +106,7 @@ async def only_cards_are_valid() -> None:
 
 
 async def storage_is_bounded_and_keeps_the_newest() -> None:
-    storage, key, now = CardStorage(), b"key", time.time()
+    storage, key, now = CardStorage(lambda peer: False), b"key", time.time()
     assert storage.store(key, "a", b"new", now + 50, now)
     assert not storage.store(key, "a", b"old", now + 0.05, now)
     assert not storage.store(key, "b", b"gone", now, now)

@@ -133,6 +133,8 @@ async def a_dead_bootstrap_is_joined_when_it_appears() -> None:
             assert await fails(one.plane.connect(late.id, [address]), PeerUnreachable)
             await one.plane.store_card(one.card())
             assert await one.names() == {"one"}  # alone, and not held up
+            assert await fails(one.plane.connect(late.id, [address]), PeerUnreachable)
+            one.plane._dials.give(address)
             try:
                 await late.plane.start()
                 assert late.plane.addresses == [address]

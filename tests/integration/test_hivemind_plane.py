@@ -1,5 +1,5 @@
-"""The DHT and stream half of the network, over real p2pd processes on loopback (scenarios in plane_scenarios.py and
-dht_scenarios.py)."""
+"""The DHT and stream half of the network, over real p2pd processes on loopback (scenarios in plane_scenarios.py,
+dht_scenarios.py and card_scenarios.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAMS = [Path(__file__).with_name(name) for name in ("plane_scenarios.py", "dht_scenarios.py")]
+PROGRAMS = [Path(__file__).with_name(name) for name in ("plane_scenarios.py", "dht_scenarios.py", "card_scenarios.py")]
 SCENARIOS = [
     (program, name)
     for program in PROGRAMS

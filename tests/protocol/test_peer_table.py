@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.dials import INHABITED_WAIT_S, Dials
 from protocol.errors import RemoteProtocolError
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
 from protocol.messages import PROTOCOL_VERSION, PeerCard
@@ -19,6 +20,7 @@ from protocol.peers import (
     BOOTSTRAP_WAIT_S,
     FIRST_WAIT_S,
     GHOST_S,
+    HUBS,
     MAX_CACHE_BYTES,
     MAX_CARDS,
     MAX_DIALS,
@@ -433,3 +435,98 @@ def test_any_bytes_are_a_cache_or_refused(data: bytes) -> None:
     if refused(lambda: peers.read_cache(data, NOW), {"size", "schema"}) is None:
         for addresses in peers.to_dial(NOW).values():
             assert all(peer_of(item) for item in addresses)
+
+
+# --------------------------------------------------------------------- floods of cards
+
+
+def test_a_full_table_shows_newcomers_and_keeps_members() -> None:
+    peers = table("boot")
+    settled = [f"m{i}" for i in range(200)]
+    for peer in settled:
+        peers.see(peer, card(peer), NOW)
+    late, shown = [f"late{i}" for i in range(20)], Counter[str]()
+    peers.see("friend", card("friend", NOW + 1), NOW + 1)
+    peers.set_connected(["friend"], NOW + 1)
+    for turn in range(1, 41):
+        now = NOW + turn * 15
+        crowd = [*settled, *late, *(f"x{turn // 4}/{i}" for i in range(5000))]  # renewed each minute
+        random.Random(turn).shuffle(crowd)
+        for peer in ["friend", *crowd]:
+            peers.see(peer, card(peer, now), now)
+        members = peers.members(now)
+        assert len(members) <= MAX_CARDS and members.keys() >= {"friend", *settled}
+        shown.update(members.keys() & set(late))
+    assert min(shown[peer] for peer in late) > 0
+
+
+def test_a_flood_has_a_bystander_dialled_once_in_ten_minutes() -> None:
+    dials = Dials()
+    peers = PeerTable("me", random.Random(0), dials=dials)
+    peers.learn([address("boot")], NOW, bootstrap=True)
+    hits, place = Counter[str](), "/ip4/203.0.113.1/tcp/80"
+    reached = {f"m{i}": f"/ip4/10.1.0.{i}/tcp/1" for i in range(200)}
+    connected: set[str] = set()
+    for second in range(0, 600, 10):
+        now = NOW + second
+        for peer, way in reached.items() if second % 20 == 0 else ():
+            honest = msgspec.structs.replace(
+                card(peer, now), addresses=[f"{way}/p2p/{peer}"], gossip=[f"{way}1/p2p/g{peer}"]
+            )
+            peers.see(peer, honest, now)
+        for i in range(2000) if second % 40 == 0 else ():
+            lie = msgspec.structs.replace(
+                card(f"x{i}", now, roles=["relay"]),
+                addresses=[f"{place}/p2p/x{i}", f"/ip4/10.1.0.{i % 200}/tcp/1/p2p/x{i}"],
+                gossip=[f"{place}/p2p/gx{i}", f"/ip4/10.1.0.{i % 200}/tcp/11/p2p/gx{i}"],
+            )
+            peers.see(f"x{i}", lie, now)
+        dialled = [(peer, way) for peer, ways in peers.to_dial(now).items() for way in ways if dials.take(way, now)]
+        dialled += [
+            (gossip_id, way)
+            for gossip_id, ways in peers.gossip_to_dial([0], 64, sorted(connected), now).items()
+            for way in ways
+        ]
+        for id, way in dialled:
+            head = way.rpartition("/p2p/")[0]
+            hits[head] += 1
+            if reached.get(id.removeprefix("g"), "-") + "1" * id.startswith("g") == head:
+                connected.add(id)
+                dials.prove(id, [head])
+            elif head in reached.values():
+                dials.hint(way, next(peer for peer, at in reached.items() if at == head))
+        peers.set_connected([id for id in connected if not id.startswith("g")], now)
+    assert hits[place] == 1
+    assert len([id for id in connected if not id.startswith("g")]) >= WANTED
+    assert len([id for id in connected if id.startswith("g")]) >= HUBS
+    del hits[address("boot").rpartition("/p2p/")[0]]
+    assert max(hits.values()) <= 600 / INHABITED_WAIT_S + 5
+
+
+def test_many_liars_do_not_push_out_an_honest_gossip_address() -> None:
+    dials = Dials()
+    peers = PeerTable("me", random.Random(0), dials=dials)
+    peers.see("p0", card("p0"), NOW)
+    for i in range(30):
+        lies = [f"/ip4/198.51.{i}.{k}/tcp/1/p2p/gp0" for k in range(MAX_ADDRESSES)]
+        peers.see(f"x{i}", msgspec.structs.replace(card(f"x{i}", roles=["relay"], gossip_id="gp0"), gossip=lies), NOW)
+    dialled = [
+        way for t in range(0, 50, 5) for ways in peers.gossip_to_dial([0], 8, [], NOW + t).values() for way in ways
+    ]
+    assert address("gp0", 2) in dialled
+    peers.set_connected(["p0"], NOW)
+    dials.prove("p0", [address("p0").rpartition("/p2p/")[0]])
+    peers._gossip.clear()
+    assert peers.gossip_to_dial([0], 8, [], NOW + 55)["gp0"][0] == address("gp0", 2)
+
+
+def test_gossip_ids_out_of_reach_leave_their_places_to_others() -> None:
+    dials = Dials()
+    peers = PeerTable("me", random.Random(0), dials=dials)
+    for i in range(100):
+        at = f"/ip4/203.0.113.1/tcp/80/p2p/gx{i}"
+        peers.see(f"x{i}", msgspec.structs.replace(card(f"x{i}", roles=["relay"]), gossip=[at]), NOW)
+    peers.see("honest", card("honest"), NOW)
+    assert len(peers.gossip_to_dial([0], 8, [], NOW)) == 1  # one endpoint
+    assert "ghonest" in peers.gossip_to_dial([0], 8, [], NOW + 5)
+    assert "ghonest" in peers.gossip_to_keep([0], 8, NOW + 30)

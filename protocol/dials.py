@@ -1,0 +1,210 @@
+"""Which addresses may be dialled now. Pure: `now` (Unix seconds) comes in.
+
+    address -> (id that must prove its key there, endpoint) -> free / once in ten minutes / not within the budgets
+
+Cards are written by strangers and may name the address of a bystander. So an endpoint (host and port) at which the id
+has never proved its key is dialled once in a long while, however many cards name it, and the endpoints of one host and
+of all hosts have a budget each. A proof gives its try back: a swarm of honest peers on one host uses up nothing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+UNPROVEN_WAIT_S = 600.0
+"""Between two tries of an endpoint at which nobody has proved a key: a swarm of 1,000 nodes then dials a bystander that
+cards name less than twice a second, and a peer that was away for a while is found again."""
+INHABITED_WAIT_S = 60.0
+"""Between two tries of an endpoint at which other ids have proved their keys: a process that was started anew has a new
+gossip id, and is no bystander."""
+HOST_TRIES = 16
+"""Endpoints of one host that are tried in `UNPROVEN_WAIT_S` without a proof: as many peers behind one router as join at
+the same moment."""
+MINUTE_S = 60.0
+MINUTE_TRIES = 128
+"""Endpoints of all hosts that are tried in a minute without a proof: a newcomer dials 64 peers, at two addresses each
+of which one answers."""
+MAX_PROVEN = 4096
+"""Proofs that are remembered, about 150 bytes each; those renewed longest ago are forgotten first."""
+MAX_HINTS = 256
+"""Ids that were found in place of others and are still to be dialled."""
+NAMES = "names"
+"""The host of all DNS names together: nothing but resolving tells whether two are one, and a zone may hold millions."""
+
+Endpoint = tuple[str, int]
+"""Canonical host and port."""
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
+
+
+class Dials:
+    """What one node has dialled, and who proved a key where."""
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        """`dials` -> addresses that were held back."""
+        self._given: set[tuple[str, str | Endpoint]] = set()
+        """(id, endpoint) and (id, host) of addresses that the user named."""
+        self._proven: OrderedDict[tuple[str, str | Endpoint], None] = OrderedDict()
+        """(id, endpoint) and (id, host), latest last."""
+        self._inhabited: OrderedDict[Endpoint, None] = OrderedDict()
+        self._hints: OrderedDict[Endpoint, str] = OrderedDict()
+        """Endpoint -> the id that answered there when another one was dialled."""
+        self._tried: OrderedDict[Endpoint, float] = OrderedDict()
+        """Endpoint -> when it was tried without a proof since, in the last `UNPROVEN_WAIT_S`; earliest first."""
+        self._hosts: Counter[str] = Counter()
+        """Host -> how many of `_tried`."""
+
+    def give(self, address: str) -> None:
+        """The user names this address: it is always dialled."""
+        id, endpoint = claim(address)
+        if endpoint is not None:
+            self._given |= {(id, endpoint), (id, endpoint[0])}
+
+    def prove(self, id: str, addresses: Sequence[str]) -> None:
+        """`id` has proved its key over a connection to or from these addresses, with or without an id at their end."""
+        for address in addresses:
+            endpoint = endpoint_of(address)
+            if endpoint is None or "/p2p-circuit" in address:
+                continue  # a proof to the relay says nothing of the address behind it
+            _remember(self._proven, (id, endpoint), None, MAX_PROVEN)
+            _remember(self._proven, (id, endpoint[0]), None, MAX_PROVEN)
+            _remember(self._inhabited, endpoint, None, MAX_PROVEN)
+            self._untry(endpoint)
+
+    def hint(self, address: str, id: str) -> None:
+        """`id` answered at `address` when another one was dialled: it may be tried there once at once."""
+        endpoint = endpoint_of(address)
+        if endpoint is not None:
+            _remember(self._inhabited, endpoint, None, MAX_PROVEN)
+            _remember(self._hints, endpoint, id, MAX_HINTS)
+
+    @property
+    def hinted(self) -> set[str]:
+        """Ids that were found in place of others."""
+        return set(self._hints.values())
+
+    def may(self, address: str, now: float, owner: str = "") -> bool:
+        """Whether `address` may be dialled now. `owner` is the peer whose card names it, if that is not the id at its
+        end: for a peer that proved its key at a host, other ports of that host count once each, however often they are
+        dialled (one of them may be its gossip process, started anew)."""
+        id, endpoint = claim(address)
+        if endpoint is None:
+            return False
+        if self._is_free(id, endpoint, owner) or self._hints.get(endpoint) == id:
+            return True
+        self._forget(now)
+        tried_at = self._tried.get(endpoint)
+        if tried_at is not None:
+            return (owner or id, endpoint[0]) in self._proven or (
+                endpoint in self._inhabited and now >= tried_at + INHABITED_WAIT_S
+            )
+        return self._hosts.get(host_group(endpoint[0]), 0) < HOST_TRIES and self._in_last_minute(now) < MINUTE_TRIES
+
+    def take(self, address: str, now: float, owner: str = "") -> bool:
+        """Whether `address` may be dialled now; if so, that it is dialled is remembered, else it is counted."""
+        if not self.may(address, now, owner):
+            self.refused["dials"] += 1
+            return False
+        id, endpoint = claim(address)
+        assert endpoint is not None
+        if not self._is_free(id, endpoint, owner):
+            if self._hints.get(endpoint) == id:
+                del self._hints[endpoint]
+            self._untry(endpoint)
+            self._tried[endpoint] = now
+            self._hosts[host_group(endpoint[0])] += 1
+        return True
+
+    def _is_free(self, id: str, endpoint: Endpoint, owner: str) -> bool:
+        pair, host = (id, endpoint), (owner or id, endpoint[0])
+        return pair in self._given or pair in self._proven or host in self._given
+
+    def _in_last_minute(self, now: float) -> int:
+        count = 0
+        for tried_at in reversed(self._tried.values()):
+            if tried_at <= now - MINUTE_S:
+                break
+            count += 1
+        return count
+
+    def _forget(self, now: float) -> None:
+        """Drop tries of long ago, and of a time that is yet to come: then the clock was set back."""
+        while self._tried:
+            endpoint, tried_at = next(iter(self._tried.items()))
+            if now - UNPROVEN_WAIT_S < tried_at <= now:
+                break
+            self._untry(endpoint)
+
+    def _untry(self, endpoint: Endpoint) -> None:
+        if self._tried.pop(endpoint, None) is not None:
+            group = host_group(endpoint[0])
+            self._hosts[group] -= 1
+            if not self._hosts[group]:
+                del self._hosts[group]
+
+
+def _remember(memory: OrderedDict[_K, _V], key: _K, value: _V, most: int) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > most:
+        memory.popitem(last=False)
+
+
+def claim(address: str) -> tuple[str, Endpoint | None]:
+    """(the id that must prove its key, the endpoint to connect to); those of the relay if `address` leads through one.
+    Without an endpoint, nobody dials it."""
+    way = address.partition("/p2p-circuit")[0]
+    return way.rpartition("/p2p/")[2] if "/p2p/" in way else "", endpoint_of(address)
+
+
+@lru_cache(32_768)
+def endpoint_of(address: str) -> Endpoint | None:
+    """Canonical (host, port) that a multiaddress is dialled at, a relay's if it leads through one; None if it is not
+    over TCP, or leads through several. One host has one spelling: IPv4 for all ways to write it as IPv6, and names in
+    lower case."""
+    parts = address.split("/")
+    if len(parts) < 5 or parts[0] or parts[3] != "tcp" or parts.count("p2p-circuit") > 1:
+        return None
+    host = _host(parts[1], parts[2])
+    if host is None or not re.fullmatch("[0-9]{1,5}", parts[4]) or int(parts[4]) > 65535:
+        return None
+    return host, int(parts[4])
+
+
+def _host(kind: str, text: str) -> str | None:
+    if kind not in ("ip4", "ip6", "dns", "dns4", "dns6"):
+        return None
+    try:
+        ip = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return text.lower().rstrip(".") if kind.startswith("dns") else None
+    return str(ip if ip.version == 4 else embedded_ipv4(ip) or ip)
+
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_COMPATIBLE = ipaddress.ip_network("::/96")
+
+
+def embedded_ipv4(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that packets to `ip` end at, if there is one: mapped, compatible, 6to4 or NAT64."""
+    if ip.ipv4_mapped or ip.sixtofour:
+        return ip.ipv4_mapped or ip.sixtofour
+    if ip in _NAT64 or (ip in _COMPATIBLE and int(ip) > 1):  # ::1 is loopback
+        return ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
+    return None
+
+
+@lru_cache(8192)
+def host_group(host: str) -> str:
+    """What counts as one host: an IPv4 address, an IPv6 network of 64 bits, which one machine has whole, or `NAMES`."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return NAMES
+    return host if ip.version == 4 else str(ipaddress.ip_network((int(ip) >> 64 << 64, 64)))

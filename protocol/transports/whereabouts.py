@@ -1,0 +1,74 @@
+"""Where the peers are that others name in the DHT.
+
+    a peer answers a find -> it names the peers nearest to the key, by id -> is one of them not connected:
+    its card is known here -> dial it        it is not -> ask the peer that named it for the addresses on its card
+
+p2pd has a DHT of its own for this (go-libp2p's Kademlia), which nodes run without: it keeps what strangers put there
+for a day, and dials any addresses that they name. Here an answer is a list of at most `MAX_ADDRESSES`, nothing is kept,
+and the addresses are dialled as those of any card.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import RemoteProtocolError
+from protocol.identity import public_key_of
+from protocol.limits import MAX_ADDRESSES
+from protocol.messages import Address
+from protocol.peers import peer_of
+
+METHOD = "addresses"
+"""Request: a peer id in ASCII. Answer: msgpack list of its addresses, empty if they are not known."""
+MAX_ADDRESSES_BYTES = 2048
+"""Eight addresses of 192 characters, with room for their headers."""
+ASK_S = 3.0
+"""As long as a call in the DHT may take."""
+MAX_NAMED = 4096
+"""Peers whose namer is remembered, some 200 bytes each; those named longest ago are forgotten first."""
+
+_decoder = msgspec.msgpack.Decoder(Annotated[list[Address], Meta(max_length=2 * MAX_ADDRESSES)])
+
+
+class Whereabouts:
+    """Who named whom, and what this node says of where others are."""
+
+    def __init__(self, known: Callable[[str], Sequence[str]]) -> None:
+        """`known` gives the addresses that this node knows of a peer."""
+        self._known = known
+        self._namers: OrderedDict[bytes, str] = OrderedDict()
+
+    def serve(self, caller: str, payload: bytes) -> bytes:
+        """Answer `METHOD`. Raises RemoteProtocolError `identity` for what is no peer id."""
+        try:
+            peer = payload.decode("ascii")
+        except UnicodeDecodeError as error:
+            raise RemoteProtocolError("identity", "not ASCII") from error
+        public_key_of(peer)
+        return msgspec.msgpack.encode(list(self._known(peer))[:MAX_ADDRESSES])
+
+    def named(self, namer: str, peers: Iterable[bytes]) -> None:
+        """`namer` says that these peers, by their ids in bytes, take part in the DHT."""
+        for peer in peers:
+            self._namers[peer] = namer
+            self._namers.move_to_end(peer)
+            if len(self._namers) > MAX_NAMED:
+                self._namers.popitem(last=False)
+
+    def namer(self, peer: bytes) -> str:
+        """The peer that named `peer` last; empty if none did."""
+        return self._namers.get(peer, "")
+
+
+def read_answer(peer: str, data: bytes) -> list[str]:
+    """Addresses of `peer` in an answer; others are left out. Raises RemoteProtocolError `schema`."""
+    try:
+        addresses: list[str] = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError("schema", str(error)) from error
+    return [address for address in addresses if peer_of(address) == peer][:MAX_ADDRESSES]

@@ -1,0 +1,170 @@
+"""Scenarios of floods of cards, and of what p2pd does for strangers, with real p2pd processes, for
+test_hivemind_plane.py, as plane_scenarios.py has others."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import P2PDaemonError
+from hivemind.proto import dht_pb2
+from plane_scenarios import EVERYWHERE, SWARM, TTL_S, fails, main, same, started, until
+
+from benchmarks.attacks.hostile import call, dht_peer
+from protocol.codec import seal_card
+from protocol.identity import Identity
+from protocol.messages import PeerCard
+from protocol.topics import bucket_of, membership_key
+from protocol.transports import p2pd_memory
+from protocol.transports.dht_wire import MAX_BUCKET_CARDS
+from protocol.transports.newcomers import FOUND_EACH, STORED_EACH
+from protocol.transports.p2p import P2PTransport
+from protocol.transports.records import CardStorage
+from protocol.transports.settings import NetworkSettings
+
+
+async def a_member_that_is_not_connected_is_reached_by_its_card() -> None:
+    async with started("hub", "one", "two") as (hub, one, two):
+        for node in (hub, two):
+            await node.plane.store_card(node.card())
+        two.plane.serve("hello", lambda caller, payload: b"hello " + payload)
+        await until(lambda: same(one.names(), {"hub", "two"}))
+        assert await one.ask(two, "hello", b"one") == b"hello one"
+        assert two.id in await one.plane.connected()
+
+
+async def p2pd_keeps_nothing_for_strangers() -> None:
+    async with started("one") as (one,), dht_peer(one.plane.addresses[0]) as (p2p, victim):
+        for protocol in ("/ipfs/kad/1.0.0", "/swarm-node/kad/1.0.0", "/libp2p/autonat/1.0.0"):
+            failure = await fails(p2p.call_binary_stream_handler(victim, protocol), P2PDaemonError)
+            assert "protocols not supported" in str(failure)
+
+
+async def a_p2pd_that_has_grown_is_replaced_and_keeps_its_port() -> None:
+    async with started("one", "two") as (one, two):
+        port, before = one.plane.port, one.plane.daemon_pid
+        limit, p2pd_memory.MAX_RSS = p2pd_memory.MAX_RSS, 2**20
+        pause, p2pd_memory.LOOK_S = p2pd_memory.LOOK_S, 0.1
+        try:
+            one.plane._daemon._child.kill()  # the next one is looked at sooner
+            await until(lambda: any("grown" in sentence for sentence in one.said))
+            p2pd_memory.MAX_RSS = limit
+            await until(lambda: one.plane.daemon_pid not in (None, before) and one.plane._dht is not None)
+        finally:
+            p2pd_memory.MAX_RSS, p2pd_memory.LOOK_S = limit, pause
+        assert one.plane.port == port and one.plane.restarts >= 1
+        assert sum("had grown to" in sentence for sentence in one.said) <= one.plane.restarts
+        two.plane._dials.give(one.plane.addresses[0])
+
+        async def back() -> bool:
+            await two.plane.connect(one.id, one.plane.addresses)
+            return True
+
+        await until(back)
+
+
+async def a_full_bucket_takes_newcomers_and_keeps_connected_ones() -> None:
+    own: set[str] = {"friend", "late"} | {f"p{i}" for i in range(2000)}
+    storage, key, now = CardStorage(own.__contains__), b"key", time.time()
+    storage.connected = {"friend"}
+
+    def store(peer: str) -> bool:
+        return storage.store(key, peer, b"card", now + 50, now)
+
+    def held() -> set[str]:
+        return {peer for peer, _, _ in storage.records(key, now)}
+
+    assert store("friend")
+    assert sum(store(f"x{i}") for i in range(2000)) == MAX_BUCKET_CARDS - 1
+    assert store("late")
+    for i in range(MAX_BUCKET_CARDS - 2):  # cards that others brought go before those of their own peers
+        assert store(f"p{i}")
+    assert held() == {"friend", "late"} | {f"p{i}" for i in range(MAX_BUCKET_CARDS - 2)}
+    for i in range(MAX_BUCKET_CARDS, 2000):
+        assert store(f"p{i}")
+    assert "friend" in held() and len(held()) == MAX_BUCKET_CARDS
+
+
+async def one_connection_stores_few_cards_of_others() -> None:
+    async with started("one", "two") as (one, two), dht_peer(one.plane.addresses[0]) as (p2p, victim):
+        crowd = [Identity.generate() for _ in range(STORED_EACH + 100)]
+        for _ in range(2):  # renewals are free, and gain nothing
+            request = store_request([(peer, PeerCard(1, SWARM, time.time(), "x", [])) for peer in crowd])
+            answer = await call(p2p, victim, "rpc_store", request, dht_pb2.StoreResponse)
+            assert sum(answer.store_ok) == STORED_EACH
+        assert one.plane.traffic.rejected["newcomers"] == 200
+        await two.plane.store_card(two.card())  # its own
+        assert "two" in await one.names()
+        assert (await two.plane.get_cards(EVERYWHERE)).keys() >= {two.id}
+
+
+async def one_answer_makes_few_cards_of_others_known() -> None:
+    async with started("one", "liar") as (one, liar):
+        crowd = [Identity.generate() for _ in range(FOUND_EACH + 200)]
+        for peer in crowd:  # as if it had taken them in
+            sealed = msgspec.msgpack.encode(seal_card(PeerCard(1, SWARM, time.time(), "x", []), peer))
+            key = one.plane._validator.keys[bucket_of(peer.peer_id)]
+            assert liar.plane._storage.store(key, peer.peer_id, sealed, time.time() + TTL_S - 1, time.time())
+        await liar.plane.store_card(liar.card())
+        await until(lambda: same(_count(one.plane.get_cards(EVERYWHERE)), FOUND_EACH + 1))  # and its own
+        assert one.plane.traffic.rejected["newcomers"] >= 200
+
+
+async def a_bystander_that_cards_name_is_dialled_a_few_times() -> None:
+    dialled: list[float] = []
+
+    async def noted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialled.append(time.monotonic())
+        writer.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        quick = NetworkSettings(listen="127.0.0.1", port=0, gossip_port=0, relay=False, lookup_s=0.5)
+        victim = P2PTransport(Path(folder) / "victim.key", SWARM, quick)
+        bystander = await asyncio.start_server(noted, "127.0.0.1", 0)
+        try:
+            place = f"/ip4/127.0.0.1/tcp/{bystander.sockets[0].getsockname()[1]}/p2p/"
+            address = (await until(lambda: victim.addresses, 40.0))[0]
+            async with dht_peer(address) as (p2p, to):
+                for _ in range(2):  # with new keys each time
+                    crowd = [Identity.generate() for _ in range(50)]
+                    cards = [
+                        PeerCard(1, SWARM, time.time(), "x", [], [place + id], [place + id], id)
+                        for id in (peer.peer_id for peer in crowd)
+                    ]
+                    request = store_request([*zip(crowd, cards, strict=True)])
+                    await call(p2p, to, "rpc_store", request, dht_pb2.StoreResponse)
+                    ids = {peer.peer_id for peer in crowd}
+                    await until(lambda ids=ids: ids <= victim.members().keys())
+                await until(lambda: victim.stats()["rejected/dials"] >= 1)
+                rounds = victim._next_bucket
+                await until(lambda: victim._next_bucket >= rounds + 5 * 16, 40.0)  # lookups, with time to dial between
+            assert 1 <= len(dialled) <= 3  # one knock, one dial, or one of the gossip process
+        finally:
+            await asyncio.to_thread(victim.close)
+            bystander.close()
+
+
+async def _count(found: Awaitable[Any]) -> int:
+    return len(await found)
+
+
+def store_request(cards: Sequence[tuple[Identity, PeerCard]]) -> Any:
+    """A request to store cards, whoever sends it."""
+    request = dht_pb2.StoreRequest()
+    for peer, card in cards:
+        request.keys.append(DHTID.generate(membership_key(SWARM, bucket_of(peer.peer_id))).to_bytes())
+        request.subkeys.append(msgspec.msgpack.encode(peer.peer_id))
+        request.values.append(msgspec.msgpack.encode(seal_card(card, peer)))
+        request.expiration_time.append(card.created + TTL_S - 1)
+        request.in_cache.append(False)
+    return request
+
+
+if __name__ == "__main__":
+    main(globals())
