@@ -45,7 +45,8 @@ from protocol.transports.gossip_pipe import (
     frame,
 )
 from protocol.transports.pacing import Pace
-from protocol.transports.safe_pubsub import CountedTCP, HubGossipSub, SafePubsub, connect, make_host
+from protocol.transports.safe_host import CountedTCP, connect, make_host
+from protocol.transports.safe_pubsub import HubGossipSub, SafePubsub
 from protocol.transports.settings import NetworkSettings, announced, free_port, listen_address
 
 PACE_S = 0.05
@@ -142,7 +143,7 @@ class Sidecar:
                 raise ConnectionError("that is this process")
             if self.pubsub.is_banned(peer.peer_id):
                 raise ConnectionError("banned")
-            if len(self.tcp.live) >= self.settings.max_connections:
+            if not self.tcp.places.has_room(inbound=False):
                 raise ConnectionError("no room for another connection")
             with trio.fail_after(DIAL_S):
                 await connect(self.host, peer)
