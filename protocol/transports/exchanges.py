@@ -43,7 +43,7 @@ from protocol.transports.streams import (
 MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER = 16, 2
 """Accepted at once, from all and from one peer: room for a new one while the peer's last is still found to be dead.
 With five pieces each they take 80 MiB at most."""
-MAX_OPENINGS, MAX_OPENINGS_PER_PEER = 64, 4
+MAX_OPENINGS, MAX_OPENINGS_PER_PEER = 64, 8
 """Streams on which an exchange is only being asked for; one more, and the oldest of the busiest address makes room."""
 PIECE_S = 60.0
 """Who takes longer over MAX_CHUNK_BYTES is given up. That is 140 kbit/s: a seventh of a home uplink of 1 Mbit/s, which

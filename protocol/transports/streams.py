@@ -19,6 +19,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -97,6 +98,8 @@ class Answers:
         self._report = report
         self._unread = Room(MAX_UNREAD, MAX_UNREAD_PER_PEER, report)
         self._prompt = Room(MAX_PROMPT, MAX_ANSWERS_PER_PEER, report)
+        self._prompt_thread = ThreadPoolExecutor(1, "prompt")
+        """Slow answers may hold all other threads."""
         self._running = Shares(MAX_ANSWERS, MAX_ANSWERS_PER_PEER)
         self._large = Shares(MAX_LARGE, MAX_LARGE_PER_PEER)
 
@@ -160,7 +163,8 @@ class Answers:
                 places.enter_context(shares.place(peer, address))
         try:
             async with asyncio.timeout(ANSWER_S):
-                answer = await asyncio.to_thread(server, peer, payload)
+                thread = self._prompt_thread if method in PROMPT_METHODS else None
+                answer = await asyncio.get_running_loop().run_in_executor(thread, server, peer, payload)
             if len(answer) > (MAX_RESPONSE_BYTES if large else MAX_SHORT_BYTES):
                 raise ValueError(f"an answer of {len(answer)} bytes")
         except RemoteProtocolError as error:
