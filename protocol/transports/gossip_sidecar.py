@@ -61,6 +61,11 @@ MAX_DIALS = 64
 CHUNK = 256 * 1024
 MAX_RSS = 512 * 2**20
 """A healthy process takes 90 to 150 MB."""
+HIGH_RSS, GROWTH_BYTES = MAX_RSS // 2, 4 * 2**20
+"""Beyond the first, a process that grew by the second since the last look hangs up on the connection that has brought
+the most since then: one flood after another ends, and the other links live."""
+MEMORY_S = 1.0
+"""In a second some 50 MB can arrive."""
 
 log = logging.getLogger("gossip")
 
@@ -200,10 +205,18 @@ class Sidecar:
         return [f"{address}/p2p/{self.host.get_id()}" for address in dict.fromkeys(told)][:MAX_ADDRESSES]
 
     async def _watch_memory(self) -> None:
+        """End the process when it has grown too far; before that, the connections under which it grows."""
+        before = rss()
         while True:
-            await trio.sleep(5)
-            if rss() > MAX_RSS:
-                raise MemoryError(f"grown to {rss() >> 20} MiB")
+            await trio.sleep(MEMORY_S)
+            now = rss()
+            if now > MAX_RSS:
+                raise MemoryError(f"grown to {now >> 20} MiB")
+            heaviest = self.tcp.heaviest()
+            if now > HIGH_RSS and now - before > GROWTH_BYTES and heaviest is not None:
+                self.tcp.refuse("memory")
+                await heaviest.close()
+            before = now
 
 
 def rss() -> int:

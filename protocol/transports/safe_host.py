@@ -68,7 +68,8 @@ class Wire(ReadWriteCloser):
         self._stream, self._tcp = stream, tcp
         self.address: tuple[str, int] | None = stream.get_remote_address()
         self.link = Link(neighbourhood(self.address[0] if self.address else ""), inbound, trio.current_time())
-        self.bytes_in = 0
+        self.bytes_in = self.bytes_weighed = 0
+        """Bytes that arrived; those of them that `heaviest` has counted."""
         self.closed = trio.Event()
         _keep_alive(stream.stream)
         tcp.live[self.link] = self
@@ -167,6 +168,13 @@ class CountedTCP(TCP):
         for link, wire in self.live.items():
             if wire.address == address:
                 link.valid = True
+
+    def heaviest(self) -> Wire | None:
+        """The inbound connection over which the most has arrived since this was last called."""
+        weights = {wire: wire.bytes_in - wire.bytes_weighed for wire in self.live.values()}
+        for wire in weights:
+            wire.bytes_weighed = wire.bytes_in
+        return max((wire for wire in weights if wire.link.inbound), key=lambda wire: weights[wire], default=None)
 
     async def sweep(self) -> None:
         """Hang up on handshakes that take too long."""

