@@ -48,9 +48,7 @@ def leave(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 def test_a_disk_without_room_for_two_snapshots_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 2 * STARTER_BYTES - 2**16)
-    with pytest.raises(
-        UserError, match=r"run/snapshots for two snapshots of 5\.0 MiB: 10\.0 MiB are free"
-    ):
+    with pytest.raises(UserError, match=r"run/snapshots for two snapshots of 5\.0 MiB: 10\.0 MiB are free"):
         run_local(config(tmp_path))
     assert not list(tmp_path.glob("run/snapshots/round-*"))
     assert not (tmp_path / "run/metrics.jsonl").exists() or not (tmp_path / "run/metrics.jsonl").read_text()
