@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.utils.import_utils import KERNELS_MIN_VERSION
+from transformers import LlamaConfig
+from transformers.integrations import hub_kernels
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
-from swarm_node.policy.loading import load_policy, prepare
+from swarm_node.policy.loading import load_policy, prepare, skeleton
 from swarm_node.policy.policy import Policy
 from swarm_node.stages.cut import load_stage
-from tests.swarm_node.policy.models import save
+from tests.swarm_node.policy.models import SIZES, save
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +114,6 @@ def test_pickles_are_refused_before_they_are_read(name: str, model: Path) -> Non
     assert not (model / "ran").exists()
 
 
-STAND_IN = """
-def get_kernel(*args, **options):
-    print("ASKED", args)
-def __getattr__(name):
-    return type(name, (), {"__init__": lambda self, *args, **options: None})
-"""
-"""Of the package `kernels`."""
 CONFIGS: dict[str, dict[str, object]] = {
     "kernel as attention": {"attn_implementation": "evil-org/evil-kernel"},
     "kernel behind another attention": {"attn_implementation": "paged|evil-org/evil-kernel:attention"},
@@ -197,27 +188,15 @@ def test_an_adapter_gets_nothing_run_or_grown(config: dict[str, object], model: 
         prepare(PolicyConfig(model=str(model)))
 
 
-def test_the_package_kernels_is_never_asked(model: Path, tmp_path: Path) -> None:
-    """With a stand-in for the package that notes what it is asked for."""
-    site = tmp_path / "site"
-    (site / "kernels").mkdir(parents=True)
-    about = site / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
-    (site / "kernels/__init__.py").write_text(STAND_IN)
-    config = json.loads((model / "config.json").read_text())
-    config |= {"attn_implementation": "evil-org/evil-kernel"}
-    (model / "config.json").write_text(json.dumps(config))
-    script = f"""
-        import sys
-        sys.path.insert(0, {str(site)!r})
-        from swarm_node.config import PolicyConfig, RolloutsConfig
-        from swarm_node.errors import UserError
-        from swarm_node.policy.loading import load_policy
-        try:
-            load_policy(PolicyConfig(model={str(model)!r}), RolloutsConfig(max_new_tokens=8), print)
-        except UserError as error:
-            print(error)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
-    assert "ASKED" not in done.stdout and "code to be fetched" in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize("named", ["evil-org/evil-kernel", "kernels-community/flash-attn2"])
+def test_the_hub_is_never_asked_for_kernels(named: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the package `kernels` is installed."""
+    asked: list[object] = []
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *args, **options: asked.append(args))
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_implementation": named}))
+    with pytest.raises(UserError, match="code to be fetched"):
+        load(model)
+    skeleton(LlamaConfig(**SIZES, attn_implementation=named))
+    assert not asked
