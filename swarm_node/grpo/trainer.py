@@ -95,8 +95,8 @@ class Trainer:
         self.limit = config.microbatch_tokens
         self.packing = config.packing and policy.packing
         self.num_tokens = 0
-        self._short_of_memory: set[str] = set()
-        """Purposes of `logprobs` for which memory did not suffice."""
+        self._said: set[str] = set()
+        """Why `logprobs` came to nothing."""
 
     def step(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Train on `groups` (sizes may differ, there may be none); metrics of the training under TRL's names.
@@ -150,8 +150,8 @@ class Trainer:
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Group], temperature: float, purpose: str) -> list[list[list[float]]] | None:
-        """Log-probability of each token of each rollout of `groups`, as the policy is now. None if there is not enough
-        memory for `purpose`, which is said once, or if the stages of the policy refuse the rollouts."""
+        """Log-probability of each token of each rollout of `groups`, as the policy is now. None, which is said once for
+        each `purpose`, if there is not enough memory, or if the stages of the policy refuse the rollouts."""
         rows = _rows([(group, group.rollouts) for group in groups])
         if not rows:
             return [[] for _ in groups]
@@ -164,18 +164,22 @@ class Trainer:
             except Interrupted as interrupted:
                 try:
                     self.policy.again(interrupted)
-                except Unworkable:
+                except Unworkable as error:
+                    self._say_once(f"{error} while {purpose}")
                     return None
             except (RuntimeError, MemoryError) as exc:
                 if not is_out_of_memory(exc):
                     raise
-                if purpose not in self._short_of_memory:
-                    self._short_of_memory.add(purpose)
-                    self.report(f"out of memory while {purpose}")
+                self._say_once(f"out of memory while {purpose}")
                 return None
             else:
                 parts = iter(np.split(values, flat.start[1:]))
                 return [[next(parts).tolist() for _ in group.rollouts] for group in groups]
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.report(line)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """What resuming needs besides the weights: tensors (live ones) and numbers."""
