@@ -42,7 +42,7 @@ class Network:
         if peer in self.dead or peer not in self.tables:
             return None
         known = self.tables[peer]
-        return list({other for key in keys for other in heapq.nsmallest(20, known, lambda one: one ^ key)})
+        return list({other for key in keys for other in nearest(key, known, 20)})
 
     def find(self, keys: Sequence[int], known: Sequence[int], **options: object) -> dict[int, list[int]]:
         also = options.pop("also", {})
