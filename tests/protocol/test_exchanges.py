@@ -739,6 +739,20 @@ def test_openings_have_few_places_and_little_time(monkeypatch: pytest.MonkeyPatc
     asyncio.run(scenario())
 
 
+def test_openings_that_do_not_come_keep_nobody_out() -> None:
+    async def scenario() -> None:
+        async with node() as there:
+            there.exchanges.acceptors["swap"] = Side().accept
+            for i in range(exchanges.MAX_OPENINGS + 10):
+                (await there.dial(f"slow {i}"))[1].write(b"\4sw")
+            us = Side()
+            await there.call(us, "newcomer")
+            assert us.outcomes == [None] and len(there.exchanges._openings) <= exchanges.MAX_OPENINGS
+            assert there.traffic.rejected["crowded"] >= 10 and there.traffic.rejected["busy"] == 0
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("callback", ["accept", "pieces", "sink", "done"])
 def test_cancelling_waits_for_callbacks_and_tells_once(callback: str) -> None:
     inside, go = threading.Event(), threading.Event()
