@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
@@ -25,8 +25,9 @@ from typing import Any
 from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
 from protocol.transports.base import Channel, Listener
-from protocol.transports.exchanges import PIECE_S
+from protocol.transports.exchanges import MAX_OPENINGS, MAX_OPENINGS_PER_PEER, PIECE_S
 from protocol.transports.pacing import drain, put_off, read, read_exactly
+from protocol.transports.stream_places import Room, Shares
 from protocol.transports.streams import (
     ANSWER,
     MAX_REFUSAL_BYTES,
@@ -263,7 +264,8 @@ class Channels:
         """Method -> who takes channels of it."""
         self.traffic = traffic
         self._report = report
-        self._taken: Counter[str] = Counter()
+        self._openings = Room(MAX_OPENINGS, MAX_OPENINGS_PER_PEER, report)
+        self._taken = Shares(MAX_CHANNELS, MAX_CHANNELS_PER_PEER)
         self._tasks: set[asyncio.Task[Any] | None] = set()
 
     def cancel(self) -> set[asyncio.Task[Any]]:
@@ -296,25 +298,34 @@ class Channels:
 
         await self._run(channel, life())
 
-    async def serve(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take the channel that is opened on this stream, if there is room and somebody for it, and live through it."""
+    async def serve(
+        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
+    ) -> None:
+        """Take the channel that is opened on this stream, if there is room and somebody for it, and live through it.
+        `address` = neighbourhood of `peer`."""
         channel = self.new(peer, asyncio.get_running_loop())
 
         async def life() -> str:
             async with asyncio.timeout(REQUEST_S) as deadline:
-                status, why = await self._open(channel, reader, deadline)
-            writer.write(status)
-            if status == ANSWER:
-                return await channel.live(reader, writer)
+                with self._openings.enter(peer, address, deadline):
+                    length = (await read_exactly(reader, 1, deadline))[0]
+                    method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
+            if self._taken.fits(peer, address):
+                with self._taken.place(peer, address):
+                    status, why = self._open(channel, method)
+                    writer.write(status)
+                    if status == ANSWER:
+                        return await channel.live(reader, writer)
+            else:
+                self.traffic.rejected["busy"] += 1
+                status, why = UNAVAILABLE, b"busy"
+                writer.write(status)
             await write_frame(writer, why, self.traffic)
             return CLOSED
 
-        self._taken[peer] += 1
         try:
             await self._run(channel, life())
         finally:
-            self._taken[peer] -= 1
-            self._taken += Counter()  # forgets zeros
             writer.close()
 
     async def _run(self, channel: StreamChannel, life: Coroutine[Any, Any, str]) -> None:
@@ -325,16 +336,9 @@ class Channels:
         finally:
             self._tasks.discard(task)
 
-    async def _open(
-        self, channel: StreamChannel, reader: asyncio.StreamReader, deadline: asyncio.Timeout
-    ) -> tuple[bytes, bytes]:
+    def _open(self, channel: StreamChannel, method: str) -> tuple[bytes, bytes]:
         """Status, and why it is refused if it is."""
         rejected = self.traffic.rejected
-        if self._taken.total() > MAX_CHANNELS or self._taken[channel.peer] > MAX_CHANNELS_PER_PEER:
-            rejected["busy"] += 1
-            return UNAVAILABLE, b"busy"
-        length = (await read_exactly(reader, 1, deadline))[0]
-        method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
         opened = self.openings.get(method)
         if opened is None:
             rejected["method"] += 1

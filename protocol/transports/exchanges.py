@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from traceback import clear_frames
@@ -27,6 +26,7 @@ from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, 
 from protocol.limits import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_HEAD_BYTES
 from protocol.transports.base import Accepted, Acceptor, Outgoing, Sink
 from protocol.transports.pacing import drain, read, read_exactly
+from protocol.transports.stream_places import Room, Shares
 from protocol.transports.streams import (
     ANSWER,
     MAX_REFUSAL_BYTES,
@@ -43,8 +43,8 @@ from protocol.transports.streams import (
 MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER = 16, 2
 """Accepted at once, from all and from one peer: room for a new one while the peer's last is still found to be dead.
 With five pieces each they take 80 MiB at most."""
-MAX_OPENINGS, MAX_OPENINGS_PER_PEER = 64, 4
-"""Streams at once, with those on which an exchange is only being asked for."""
+MAX_OPENINGS, MAX_OPENINGS_PER_PEER = 64, 8
+"""Streams on which an exchange is only being asked for; one more, and the oldest of the busiest address makes room."""
 PIECE_S = 60.0
 """Who takes longer over MAX_CHUNK_BYTES is given up. That is 140 kbit/s: a seventh of a home uplink of 1 Mbit/s, which
 gossip and another exchange may share, on a machine that is busy training. Time that this node's own limits
@@ -68,8 +68,8 @@ class Exchanges:
         """Who takes longer over MAX_CHUNK_BYTES is given up."""
         self._traffic = traffic
         self._report = report
-        self._openings: Counter[str] = Counter()
-        self._running: Counter[str] = Counter()
+        self._openings = Room(MAX_OPENINGS, MAX_OPENINGS_PER_PEER, report)
+        self._running = Shares(MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER)
         self._tasks: set[asyncio.Task[Any] | None] = set()
 
     def cancel(self) -> set[asyncio.Task[Any]]:
@@ -125,11 +125,13 @@ class Exchanges:
 
     # ---------------------------------------------------------------- the acceptor's side
 
-    async def serve(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take part in the one exchange on this stream, and close it."""
+    async def serve(
+        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
+    ) -> None:
+        """Take part in the one exchange on this stream, and close it. `address` = neighbourhood of `peer`."""
         try:
-            with self._under_way(), _place(self._openings, peer):
-                failed = await self._serve(peer, reader, writer)
+            with self._under_way():
+                failed = await self._serve(peer, address, reader, writer)
                 if failed is not None:
                     status, why = failed
                     writer.write(status)
@@ -140,27 +142,27 @@ class Exchanges:
             writer.close()
 
     async def _serve(
-        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, peer: str, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[bytes, bytes] | None:
         """Status and reason if the peer is told that there is no exchange; anything later is raised."""
-        if self._openings.total() > MAX_OPENINGS or self._openings[peer] > MAX_OPENINGS_PER_PEER:
-            return self._busy()
         try:
             with self._judged("a call"):
                 async with _within(REQUEST_S) as deadline:
-                    length = (await read_exactly(reader, 1, deadline))[0]
-                    method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
-                    head = await read_frame(reader, MAX_HEAD_BYTES, self._traffic, deadline)
-                    size = await self._read_size(reader, deadline)
+                    with self._openings.enter(peer, address, deadline):
+                        length = (await read_exactly(reader, 1, deadline))[0]
+                        method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
+                        head = await read_frame(reader, MAX_HEAD_BYTES, self._traffic, deadline)
+                        size = await self._read_size(reader, deadline)
         except RemoteProtocolError as error:
             return REFUSAL, refusal(error)
         acceptor = self.acceptors.get(method)
         if acceptor is None:
             self._traffic.rejected["method"] += 1
             return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
-        if self._running.total() >= MAX_EXCHANGES or self._running[peer] >= MAX_EXCHANGES_PER_PEER:
-            return self._busy()
-        with _place(self._running, peer):
+        if not self._running.fits(peer, address):
+            self._traffic.rejected["busy"] += 1
+            return UNAVAILABLE, b"busy"
+        with self._running.place(peer, address):
             return await self._accept(peer, reader, writer, method, acceptor, head, size)
 
     async def _accept(
@@ -206,10 +208,6 @@ class Exchanges:
             for one in accepted:
                 with suppress(ProtocolError):
                     await self._in_thread(method, one.done, outcome)
-
-    def _busy(self) -> tuple[bytes, bytes]:
-        self._traffic.rejected["busy"] += 1
-        return UNAVAILABLE, b"busy"
 
     # ---------------------------------------------------------------- both
 
@@ -401,14 +399,3 @@ async def _within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
             yield deadline
     except TimeoutError as error:
         raise PeerUnreachable(f"took longer than {seconds:g} s") from error
-
-
-@contextmanager
-def _place(places: Counter[str], peer: str) -> Iterator[None]:
-    places[peer] += 1
-    try:
-        yield
-    finally:
-        places[peer] -= 1
-        if not places[peer]:
-            del places[peer]

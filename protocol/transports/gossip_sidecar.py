@@ -45,7 +45,8 @@ from protocol.transports.gossip_pipe import (
     frame,
 )
 from protocol.transports.pacing import Pace
-from protocol.transports.safe_pubsub import CountedTCP, HubGossipSub, SafePubsub, connect, make_host
+from protocol.transports.safe_host import CountedTCP, connect, make_host
+from protocol.transports.safe_pubsub import HubGossipSub, SafePubsub
 from protocol.transports.settings import NetworkSettings, announced, free_port, listen_address
 
 PACE_S = 0.05
@@ -60,6 +61,11 @@ MAX_DIALS = 64
 CHUNK = 256 * 1024
 MAX_RSS = 512 * 2**20
 """A healthy process takes 90 to 150 MB."""
+HIGH_RSS, GROWTH_BYTES = MAX_RSS // 2, 4 * 2**20
+"""Beyond the first, a process that grew by the second since the last look hangs up on the connection that has brought
+the most since then: one flood after another ends, and the other links live."""
+MEMORY_S = 1.0
+"""In a second some 50 MB can arrive."""
 
 log = logging.getLogger("gossip")
 
@@ -142,7 +148,7 @@ class Sidecar:
                 raise ConnectionError("that is this process")
             if self.pubsub.is_banned(peer.peer_id):
                 raise ConnectionError("banned")
-            if len(self.tcp.live) >= self.settings.max_connections:
+            if not self.tcp.places.has_room(inbound=False):
                 raise ConnectionError("no room for another connection")
             with trio.fail_after(DIAL_S):
                 await connect(self.host, peer)
@@ -199,10 +205,18 @@ class Sidecar:
         return [f"{address}/p2p/{self.host.get_id()}" for address in dict.fromkeys(told)][:MAX_ADDRESSES]
 
     async def _watch_memory(self) -> None:
+        """End the process when it has grown too far; before that, the connections under which it grows."""
+        before = rss()
         while True:
-            await trio.sleep(5)
-            if rss() > MAX_RSS:
-                raise MemoryError(f"grown to {rss() >> 20} MiB")
+            await trio.sleep(MEMORY_S)
+            now = rss()
+            if now > MAX_RSS:
+                raise MemoryError(f"grown to {now >> 20} MiB")
+            heaviest = self.tcp.heaviest()
+            if now > HIGH_RSS and now - before > GROWTH_BYTES and heaviest is not None:
+                self.tcp.refuse("memory")
+                await heaviest.close()
+            before = now
 
 
 def rss() -> int:

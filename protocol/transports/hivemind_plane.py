@@ -42,6 +42,7 @@ from protocol.transports.channels import Channels, StreamChannel, Streams
 from protocol.transports.dht import CardDHT
 from protocol.transports.dial_back import DialBack, ask_back
 from protocol.transports.exchanges import Exchanges
+from protocol.transports.neighbours import neighbourhood_of_stream
 from protocol.transports.p2pd_calls import keep_accounts
 from protocol.transports.pacing import Paces
 from protocol.transports.ports import Port
@@ -436,13 +437,16 @@ class HivemindPlane:
             raise failure or error from error
 
     async def _on_request(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._answers.serve(str(info.peer_id), *self._paces.of(reader, writer))
+        address = neighbourhood_of_stream(str(info.addr))
+        await self._answers.serve(str(info.peer_id), *self._paces.of(reader, writer), address)
 
     async def _on_exchange(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._exchanges.serve(str(info.peer_id), *self._paces.of(reader, writer))
+        address = neighbourhood_of_stream(str(info.addr))
+        await self._exchanges.serve(str(info.peer_id), *self._paces.of(reader, writer), address)
 
     async def _on_channel(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._channels.serve(str(info.peer_id), *self._paces.of(reader, writer))
+        address = neighbourhood_of_stream(str(info.addr))
+        await self._channels.serve(str(info.peer_id), *self._paces.of(reader, writer), address)
 
     async def _on_dial_back(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._dial_back.serve(str(info.addr), reader, writer)

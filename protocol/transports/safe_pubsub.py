@@ -1,4 +1,4 @@
-"""py-libp2p 0.8.1, hardened: what a remote peer could do to it, and what is done against that here.
+"""GossipSub of py-libp2p 0.8.1, hardened: what a remote peer could do to it, and what is done against that here.
 
 undecodable frame or key, error in a handler       ended the whole service    the peer is banned
 message ids and topics invented by a peer          kept for ever              stripped before the library sees them
@@ -6,19 +6,17 @@ addresses in peer records, peer exchange           stored, dialled            st
 two tasks that write to one stream                 frames interleave          one lock a stream
 a peer that stops reading                          blocks after 32 messages   its connection is closed
 data beyond the window, streams without end        buffered                   its connection is closed
-inbound connections                                counted, never discounted  counted while they live
-peers known from hearsay                           dialled at random          only who the node names is dialled
+many peers that each have little lying unread      buffered                   the largest heap's connection is closed
 meshes that are cut to the usual degree            a hub drops its leaves     who dialled us is never pruned
 meshes that are full of leaves                     hubs do not link           two whom we dialled are always in
 
-All that touches the insides of py-libp2p is in this file.
+All that touches the insides of py-libp2p is in this file and in `safe_host`.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import socket
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -27,32 +25,24 @@ from weakref import WeakKeyDictionary
 
 import trio
 from google.protobuf.message import DecodeError
-from libp2p import new_host
 from libp2p.abc import IHost, INetStream
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.exceptions import ParseError
-from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import IOException, MessageTooLarge
-from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.connection.exceptions import RawConnError
-from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.peer.id import ID
-from libp2p.peer.peerinfo import PeerInfo
 from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11, PROTOCOL_ID_V12, GossipSub
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.score import ScoreParams, TopicScoreParams
 from libp2p.pubsub.validators import signature_validator
 from libp2p.rcmgr import Direction
-from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
-from libp2p.security.noise.transport import Transport as NoiseTransport
-from libp2p.transport.tcp.tcp import TCP
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from protocol.transports.gossip_pipe import MAX_CONNECTIONS
-from protocol.transports.pacing import Pace
+from protocol.transports.safe_host import CountedTCP, connect, make_host
+
+__all__ = ["CountedTCP", "HubGossipSub", "SafePubsub", "connect", "make_host"]
 
 log = logging.getLogger("gossip")
 
@@ -71,6 +61,10 @@ STUCK_S = 20.0
 WATCH_S = 1.0
 MAX_BUFFERED = 24 * 2**20
 """Bytes that a connection may have lying unread: some more than the largest window (16 MiB)."""
+MAX_ALL_BUFFERED = 128 * 2**20
+"""Likewise of all connections together: with 100 MB of its own, the process stays far below `MAX_RSS`."""
+MAX_GOSSIP_STREAMS = 3
+"""Streams on which one peer sends gossip: one, and another after the first broke. Each may hold a frame."""
 MAX_STREAMS = 64
 """Streams of a connection; an honest one has three or four."""
 HOUSEKEEPING_S = 30.0
@@ -88,135 +82,6 @@ meanwhile that they have them. Measured with four peers, all linked, 60 KB: 0.9 
 
 GRAYLIST = -50.0
 """Score below which a peer is banned: some six bad messages in a minute; what it delivers first earns at most 10."""
-
-
-# ---------------------------------------------------------------- connections
-
-
-class Wire(ReadWriteCloser):
-    """A TCP connection that counts its bytes and tells when it is closed."""
-
-    def __init__(self, stream: Any, tcp: CountedTCP, inbound: bool) -> None:
-        self._stream, self._tcp = stream, tcp
-        self.inbound = inbound
-        self.address: tuple[str, int] | None = stream.get_remote_address()
-        self.closed = trio.Event()
-        _keep_alive(stream.stream)
-        tcp.live.add(self)
-
-    async def read(self, n: int | None = None) -> bytes:
-        data: bytes = await self._stream.read(n)
-        self._tcp.bytes_in += len(data)
-        if wait := self._tcp.download.take(len(data)):
-            await trio.sleep(wait)
-        return data
-
-    async def write(self, data: bytes) -> None:
-        await self._stream.write(data)
-        self._tcp.bytes_out += len(data)
-        if wait := self._tcp.upload.take(len(data)):  # not before it: what is encrypted has to leave in that order
-            await trio.sleep(wait)
-
-    async def close(self) -> None:
-        self._tcp.live.discard(self)
-        self.closed.set()
-        await self._stream.close()
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        return self.address
-
-
-class CountedTCP(TCP):
-    """TCP with counters and a bound on connections, both ways together."""
-
-    def __init__(self, max_connections: int, upload: Pace | None = None, download: Pace | None = None) -> None:
-        super().__init__()
-        self.max_connections = max_connections
-        self.upload, self.download = upload or Pace(0.0), download or Pace(0.0)
-        self.live: set[Wire] = set()
-        self.bytes_in = self.bytes_out = 0
-        self.rejected: Counter[str] = Counter()
-        """What was refused, by reason; here and in `SafePubsub`."""
-
-    async def _dial_resolved(self, maddr: Any, source: tuple[str, int] | None = None) -> Any:
-        connection = await super()._dial_resolved(maddr, source)
-        assert isinstance(connection, RawConnection)
-        connection.stream = Wire(connection.stream, self, inbound=False)
-        return connection
-
-    def create_listener(self, handler_function: Any) -> Any:
-        async def handle(stream: Any) -> None:
-            if len(self.live) >= self.max_connections:
-                self.rejected["connections"] += 1
-                await stream.close()
-                return
-            wire = Wire(stream, self, inbound=True)
-            # The library's handler waits for the end of the process, and holds one of its places for connections.
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_cancel_when, wire.closed, nursery.cancel_scope)
-                await handler_function(wire)
-                nursery.cancel_scope.cancel()
-
-        return super().create_listener(handle)
-
-    async def hang_up(self, address: tuple[str, int] | None) -> None:
-        """Close the socket under a connection: unlike a polite goodbye, that never waits for the peer."""
-        for wire in [wire for wire in self.live if wire.address == address]:
-            await wire.close()
-
-
-async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()
-
-
-def _keep_alive(stream: trio.SocketStream) -> None:
-    """Have the system notice within a minute that the other machine is gone (one that only sleeps answers nothing)."""
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPALIVE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # each system has some of them
-            stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def make_host(tcp: CountedTCP) -> IHost:
-    """A host with a fresh Ed25519 key: Noise and yamux over `tcp` only, and nobody dialled but on request."""
-    keys = create_new_key_pair()
-    room = tcp.max_connections + 16  # so that the library's own limits never bite: they close the wrong ones
-    host = new_host(
-        key_pair=keys,
-        sec_opt={NOISE: NoiseTransport(keys, noise_privkey=create_noise_key_pair().private_key)},
-        muxer_preference="YAMUX",
-        transports=[tcp],
-        connection_config=ConnectionConfig(
-            max_connections=room, high_watermark=room, low_watermark=0, min_connections=0
-        ),
-        disable_identify_address_discovery=True,
-    )
-    network: Any = host.get_network()
-    network.set_resource_manager(None)  # it refuses bursts of connections from one address
-    network.auto_connector._is_connecting = True  # = do not begin to dial peers known from hearsay
-    network.retry_config = RetryConfig(max_retries=0)  # the node decides when to try again
-    handle_stream = network.common_stream_handler
-
-    async def contained(stream: INetStream) -> None:
-        try:
-            await handle_stream(stream)
-        except Exception as error:  # one stream's, whatever it was; outside it would end the process
-            log.debug("stream of %s: %r", stream.muxed_conn.peer_id, error)
-            await stream.reset()
-
-    network.set_stream_handler(contained)
-    return host
-
-
-async def connect(host: IHost, peer: PeerInfo) -> None:
-    """Dial as if for the first time: failed dials are remembered for a minute and old addresses for longer, but a peer
-    that starts again has new ones."""
-    network: Any = host.get_network()
-    if not network.get_connections(peer.peer_id):
-        network.unblock_peer(peer.peer_id)
-        host.get_peerstore().clear_addrs(peer.peer_id)
-    await host.connect(peer)
 
 
 # ---------------------------------------------------------------- routing
@@ -366,6 +231,8 @@ class SafePubsub(Pubsub):
         self.banned: OrderedDict[ID, float] = OrderedDict()
         self._write_locks: WeakKeyDictionary[INetStream, trio.Lock] = WeakKeyDictionary()
         self._stuck: dict[ID, tuple[object, float]] = {}
+        self._reading: Counter[ID] = Counter()
+        """Gossip streams of each peer."""
 
     # ------------------------------------------------------------ from peers
 
@@ -374,6 +241,9 @@ class SafePubsub(Pubsub):
         peer = stream.muxed_conn.peer_id
         if self.is_banned(peer):
             return await self.hang_up(peer)
+        if self._reading[peer] >= MAX_GOSSIP_STREAMS:
+            return await self.ban(peer, "flood")
+        self._reading[peer] += 1
         try:
             while self.manager.is_running and not self.is_banned(peer):
                 data = await read_varint_prefixed_bytes_limited(stream, self.max_inbound_rpc_size)
@@ -396,6 +266,9 @@ class SafePubsub(Pubsub):
         except Exception as error:  # the library's, brought about by what the peer sent
             log.warning("frame from %s: %r", peer, error)
             await self.ban(peer, "frame")
+        finally:
+            self._reading[peer] -= 1
+            self._reading += Counter()  # forgets zeros
 
     def _sanitise(self, rpc: Any) -> None:
         """Strip what we do not use, bound the rest."""
@@ -441,6 +314,8 @@ class SafePubsub(Pubsub):
         if not own:
             if self.router.scorer is not None:
                 self.router.scorer.on_first_delivery(msg_forwarder, topic)
+            for connection in self._connections(msg_forwarder):
+                self.tcp.brought(connection.get_remote_address())
             self.deliver(topic, msg.data)
         self.manager.run_task(self._pass_on, msg_forwarder, msg)
 
@@ -494,7 +369,7 @@ class SafePubsub(Pubsub):
 
     async def ban(self, peer: ID, reason: str) -> None:
         """Count, hang up, and do not talk to it for `BAN_S`."""
-        self.rejected[reason] += 1
+        self.tcp.refuse(reason)
         self.banned[peer] = trio.current_time() + BAN_S
         if len(self.banned) > MAX_BANS:
             self.banned.popitem(last=False)
@@ -502,15 +377,22 @@ class SafePubsub(Pubsub):
 
     async def hang_up(self, peer: ID) -> None:
         """Close all connections with `peer`, without waiting for it."""
-        for connection in self.host.get_network().get_connections(peer):
-            muxed: Any = connection.muxed_conn
-            await self.tcp.hang_up(muxed.get_remote_address())
+        for connection in self._connections(peer):
+            await self.tcp.hang_up(connection.get_remote_address())
+
+    def _connections(self, peer: ID) -> list[Any]:
+        return [connection.muxed_conn for connection in self.host.get_network().get_connections(peer)]
 
     async def watch(self) -> None:
         """For ever: hang up on peers that are banned, stuck, silent, or that flood below the reach of pubsub."""
         swept = trio.current_time()
         while True:
             await trio.sleep(WATCH_S)
+            await self.tcp.sweep()
+            await self._bound_buffers()
+            for peer in list(self.tcp.flooding):
+                await self.ban(peer, "flood")
+            self.tcp.flooding.clear()
             for peer in self.host.get_connected_peers():
                 if self.is_banned(peer):
                     await self.hang_up(peer)
@@ -528,11 +410,19 @@ class SafePubsub(Pubsub):
                     self.seen_messages.cache.clear()
 
     def _floods(self, peer: ID) -> bool:
-        for connection in self.host.get_network().get_connections(peer):
-            buffers = getattr(connection.muxed_conn, "stream_buffers", {})
-            if len(buffers) > MAX_STREAMS or sum(map(len, buffers.values())) > MAX_BUFFERED:
-                return True
-        return False
+        streams = (len(connection.stream_buffers) for connection in self._connections(peer))
+        return max(streams, default=0) > MAX_STREAMS or self._unread(peer) > MAX_BUFFERED
+
+    def _unread(self, peer: ID) -> int:
+        """Bytes that arrived from `peer` and that nothing here has read."""
+        return sum(len(data) for connection in self._connections(peer) for data in connection.stream_buffers.values())
+
+    async def _bound_buffers(self) -> None:
+        unread = {peer: self._unread(peer) for peer in self.host.get_connected_peers()}
+        while sum(unread.values()) > MAX_ALL_BUFFERED:
+            peer = max(unread, key=lambda peer: unread[peer])
+            del unread[peer]
+            await self.ban(peer, "flood")
 
     def _is_stuck(self, peer: ID) -> bool:
         """No stream to it, or the head of its queue has not moved, for `STUCK_S`."""

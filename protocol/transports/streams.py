@@ -6,9 +6,10 @@
 
 Streams may end early without an error (their daemon died), so only a payload of the right length and hash counts.
 
-Answers of `LARGE_METHODS` have few places of their own and all others are short, so memory is bounded and large answers
-never stand in the way of short ones. Whoever takes one too slowly is dropped. Servers and long hashes run in threads:
-the loop goes on.
+A request takes a place after it was read (`stream_places`). Answers of `LARGE_METHODS` have few places of their own and
+all others are short, so memory is bounded and large answers never stand in the way of short ones; the manifest has
+places that no other method may take. A peer that takes an answer too slowly is dropped. Servers and long hashes run in
+threads: the loop goes on.
 """
 
 from __future__ import annotations
@@ -18,20 +19,29 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
-from protocol.manifest import FILE_METHOD
+from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from protocol.transports.base import Server
 from protocol.transports.pacing import drain, put_off, read, read_exactly
+from protocol.transports.stream_places import Room, Shares
 
 LARGE_METHODS = frozenset({FILE_METHOD})
 """Their answers have up to `MAX_RESPONSE_BYTES`; all others' `MAX_SHORT_BYTES`."""
 MAX_SHORT_BYTES = 2**20
 """What a caller takes unless it says otherwise."""
+PROMPT_METHODS = frozenset({MANIFEST_METHOD})
+"""Their answers are small and at hand, and a newcomer can do nothing without them: they have places of their own."""
+MAX_PROMPT = 32
+"""Answers to `PROMPT_METHODS` at once, of 64 KiB each; one more, and the oldest of the busiest address makes room."""
+MAX_UNREAD, MAX_UNREAD_PER_PEER = 128, 8
+"""Requests that are being read, of all and of one peer: 8 MiB in memory at most; the oldest make room likewise."""
 MAX_ANSWERS, MAX_ANSWERS_PER_PEER = 64, 4
-"""Requests answered at once, of all and of one peer; more are told to come back later."""
+"""Requests answered at once, of all and of one peer, after they were read; more are told to come back later."""
 MAX_LARGE, MAX_LARGE_PER_PEER = 4, 1
 """Of which large: 256 MiB in memory at most."""
 ANSWER_S = 180.0
@@ -86,68 +96,90 @@ class Answers:
         """Method -> who answers it."""
         self._traffic = traffic
         self._report = report
-        self._running: Counter[str] = Counter()
-        self._large: Counter[str] = Counter()
+        self._unread = Room(MAX_UNREAD, MAX_UNREAD_PER_PEER, report)
+        self._prompt = Room(MAX_PROMPT, MAX_ANSWERS_PER_PEER, report)
+        self._prompt_thread = ThreadPoolExecutor(1, "prompt")
+        """Slow answers may hold all other threads."""
+        self._running = Shares(MAX_ANSWERS, MAX_ANSWERS_PER_PEER)
+        self._large = Shares(MAX_LARGE, MAX_LARGE_PER_PEER)
 
-    async def serve(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the one request on this stream, and close it."""
-        places = [self._running]
-        self._running[peer] += 1
+    async def serve(
+        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
+    ) -> None:
+        """Answer the one request on this stream, and close it. `address` = neighbourhood of `peer` (`neighbours`)."""
         try:
-            async with asyncio.timeout(ANSWER_S):
-                status, answer = await self._answer(peer, reader, places)
-            writer.write(status)
-            await write_frame(writer, answer, self._traffic)
+            request = await self._read(peer, address, reader)
+            async with asyncio.timeout(None) as deadline:
+                with ExitStack() as places:
+                    status, answer = await self._answer(peer, address, *request, deadline, places)
+                    writer.write(status)
+                    await write_frame(writer, answer, self._traffic)
         except RemoteProtocolError as error:
             self._traffic.rejected[error.reason] += 1
+            if error.reason == "crowded":
+                writer.transport.abort()
         except (TimeoutError, EOFError, OSError):
             self._traffic.rejected["torn"] += 1
             writer.transport.abort()  # what is not taken by now need not be kept
         finally:
-            for taken in places:
-                taken[peer] -= 1
-                taken += Counter()  # forgets zeros
             writer.close()
 
-    async def _answer(self, peer: str, reader: asyncio.StreamReader, places: list[Counter[str]]) -> tuple[bytes, bytes]:
-        """(status, answer); a place for a large one is added to `places`. Raises RemoteProtocolError for a request that
-        cannot be read."""
-        if self._running.total() > MAX_ANSWERS or self._running[peer] > MAX_ANSWERS_PER_PEER:
-            return self._busy()
+    async def _read(
+        self, peer: str, address: str, reader: asyncio.StreamReader
+    ) -> tuple[str, bytes | RemoteProtocolError]:
+        """(method, payload, or why it cannot be read). Raises RemoteProtocolError: crowded."""
         async with asyncio.timeout(REQUEST_S) as deadline:
-            length = (await read_exactly(reader, 1, deadline))[0]
-            method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
-            server = self.servers.get(method)
-            try:
-                payload = await read_frame(reader, MAX_REQUEST_BYTES, self._traffic, deadline)
-            except RemoteProtocolError as error:
-                self._traffic.rejected[error.reason] += 1
-                return REFUSAL, refusal(error)
+            with self._unread.enter(peer, address, deadline):
+                length = (await read_exactly(reader, 1, deadline))[0]
+                method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
+                try:
+                    return method, await read_frame(reader, MAX_REQUEST_BYTES, self._traffic, deadline)
+                except RemoteProtocolError as error:
+                    return method, error
+
+    async def _answer(
+        self,
+        peer: str,
+        address: str,
+        method: str,
+        payload: bytes | RemoteProtocolError,
+        deadline: asyncio.Timeout,
+        places: ExitStack,
+    ) -> tuple[bytes, bytes]:
+        """(status, answer). The places that it takes are left with `places`."""
+        if isinstance(payload, RemoteProtocolError):
+            return self._refuse(payload)
+        server, large = self.servers.get(method), method in LARGE_METHODS
         if server is None:
             self._traffic.rejected["method"] += 1
             return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
-        large = method in LARGE_METHODS
-        if large:
-            if self._large.total() >= MAX_LARGE or self._large[peer] >= MAX_LARGE_PER_PEER:
-                return self._busy()
-            self._large[peer] += 1
-            places.append(self._large)
+        if method in PROMPT_METHODS:
+            places.enter_context(self._prompt.enter(peer, address, deadline))
+        else:
+            for shares in (self._running, self._large) if large else (self._running,):
+                if not shares.fits(peer, address):
+                    self._traffic.rejected["busy"] += 1
+                    return UNAVAILABLE, b"busy"
+                places.enter_context(shares.place(peer, address))
         try:
-            answer = await asyncio.to_thread(server, peer, payload)
+            async with asyncio.timeout(ANSWER_S):
+                thread = self._prompt_thread if method in PROMPT_METHODS else None
+                answer = await asyncio.get_running_loop().run_in_executor(thread, server, peer, payload)
             if len(answer) > (MAX_RESPONSE_BYTES if large else MAX_SHORT_BYTES):
                 raise ValueError(f"an answer of {len(answer)} bytes")
         except RemoteProtocolError as error:
-            self._traffic.rejected[error.reason] += 1
-            return REFUSAL, refusal(error)
+            return self._refuse(error)
+        except TimeoutError:
+            raise
         except Exception as error:  # a fault of ours: the peer gets an answer, and this node lives on
             self._traffic.rejected["handler"] += 1
             self._report(f"answering {method!r} failed: {error!r}")
             return UNAVAILABLE, b"failed"
         return ANSWER, answer
 
-    def _busy(self) -> tuple[bytes, bytes]:
-        self._traffic.rejected["busy"] += 1
-        return UNAVAILABLE, b"busy"
+    def _refuse(self, error: RemoteProtocolError) -> tuple[bytes, bytes]:
+        self._traffic.rejected[error.reason] += 1
+        return REFUSAL, refusal(error)
 
 
 def refusal(error: RemoteProtocolError) -> bytes:

@@ -22,6 +22,7 @@ from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
 from protocol.transports import channels
 from protocol.transports.base import Channel, Listener
 from protocol.transports.channels import MAX_CHANNELS, MAX_CHANNELS_PER_PEER, Channels, StreamChannel, Streams
+from protocol.transports.exchanges import MAX_OPENINGS
 from protocol.transports.streams import Traffic
 from tests.protocol.wire import mutations
 
@@ -244,7 +245,7 @@ def test_there_is_room_for_few_and_again_when_they_end() -> None:
             sides = [Side() for _ in range(MAX_CHANNELS + 2)]
             places = [await w.open(side, peer=f"peer {i}") for i, side in enumerate(sides[:-2])]
             await until(lambda: all(channel._quiet == 0 and channel.send(b"") for channel in places))
-            await until(lambda: w.theirs._taken.total() == MAX_CHANNELS)
+            await until(lambda: len(w.theirs._taken) == MAX_CHANNELS)
             await w.open(sides[-2], peer="one more")
             await until(lambda: sides[-2].ends == ["refused: busy"])
             for channel in places:
@@ -256,6 +257,22 @@ def test_there_is_room_for_few_and_again_when_they_end() -> None:
             await until(lambda: sides[MAX_CHANNELS_PER_PEER].ends == ["refused: busy"])
             assert not any(side.ends for side in sides[:MAX_CHANNELS_PER_PEER])
             assert w.theirs.traffic.rejected == {"busy": 2}
+
+    asyncio.run(scenario())
+
+
+def test_openings_that_do_not_come_keep_nobody_out() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            for i in range(MAX_OPENINGS + 10):
+                (await w.taker(f"slow {i}"))[1].write(OPENING[:1])
+            channel = await w.open(peer="newcomer")
+            assert channel.send(b"hello")
+            await until(lambda: w.them.got)
+            assert len(w.theirs._openings) <= MAX_OPENINGS and len(w.said) == 1
+            assert w.theirs.traffic.rejected["crowded"] >= 10 and w.theirs.traffic.rejected["busy"] == 0
+            for writer in w.writers:
+                writer.close()
 
     asyncio.run(scenario())
 

@@ -698,13 +698,13 @@ def test_one_peer_gets_few_places_and_all_together_not_many() -> None:
             there.exchanges.acceptors["swap"] = them.accept
             for _ in range(MAX_EXCHANGES_PER_PEER):
                 await hold("greedy")
-            await until(lambda: there.exchanges._running["greedy"] == MAX_EXCHANGES_PER_PEER)
+            await until(lambda: there.exchanges._running.peers["greedy"] == MAX_EXCHANGES_PER_PEER)
             us = Side()
             await there.call(us, "greedy")
             assert isinstance(us.outcomes[0], PeerUnreachable) and str(us.outcomes[0]) == "busy"
             for i in range(MAX_EXCHANGES - MAX_EXCHANGES_PER_PEER):
                 await hold(f"peer {i}")
-            await until(lambda: there.exchanges._running.total() == MAX_EXCHANGES)
+            await until(lambda: len(there.exchanges._running) == MAX_EXCHANGES)
             late = Side()
             await there.call(late, "late")
             assert str(late.outcomes[0]) == "busy" and there.traffic.rejected == {"busy": 2}
@@ -729,13 +729,26 @@ def test_openings_have_few_places_and_little_time(monkeypatch: pytest.MonkeyPatc
             for _ in range(exchanges.MAX_OPENINGS_PER_PEER):
                 _, writer = await there.dial("slow")
                 writer.write(b"\4sw")
+            await until(lambda: len(there.exchanges._openings) == exchanges.MAX_OPENINGS_PER_PEER)
             us = Side()
             await there.call(us, "slow")
-            assert us.outcomes != [None]
-            await until(lambda: there.traffic.rejected["slow"] == exchanges.MAX_OPENINGS_PER_PEER)
-            assert there.traffic.rejected["busy"] == 1
-            await there.call(us, "slow")
-            assert us.outcomes[1] is None
+            assert us.outcomes == [None]
+            await until(lambda: there.traffic.rejected["slow"] == exchanges.MAX_OPENINGS_PER_PEER - 1)
+            assert there.traffic.rejected["crowded"] == 1 and len(there.said) == 1  # the oldest made room
+
+    asyncio.run(scenario())
+
+
+def test_openings_that_do_not_come_keep_nobody_out() -> None:
+    async def scenario() -> None:
+        async with node() as there:
+            there.exchanges.acceptors["swap"] = Side().accept
+            for i in range(exchanges.MAX_OPENINGS + 10):
+                (await there.dial(f"slow {i}"))[1].write(b"\4sw")
+            us = Side()
+            await there.call(us, "newcomer")
+            assert us.outcomes == [None] and len(there.exchanges._openings) <= exchanges.MAX_OPENINGS
+            assert there.traffic.rejected["crowded"] >= 10 and there.traffic.rejected["busy"] == 0
 
     asyncio.run(scenario())
 

@@ -10,14 +10,22 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from protocol.errors import PeerUnreachable, ProtocolError
-from protocol.manifest import FILE_METHOD
+from protocol.errors import PeerUnreachable
+from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from protocol.transports import streams
-from protocol.transports.streams import MAX_ANSWERS_PER_PEER, MAX_LARGE, MAX_SHORT_BYTES, Answers, Traffic, ask
+from protocol.transports.streams import (
+    MAX_ANSWERS,
+    MAX_ANSWERS_PER_PEER,
+    MAX_LARGE,
+    MAX_SHORT_BYTES,
+    Answers,
+    Traffic,
+    ask,
+)
 
 LARGE = bytes(8 * 2**20)
 Dial = Callable[[str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
-"""Peer -> a stream to `Answers` from there."""
+"""Peer, or peer@address -> a stream to `Answers` from there."""
 
 
 @asynccontextmanager
@@ -29,7 +37,8 @@ async def node() -> AsyncIterator[tuple[Answers, Dial]]:
 
     async def dial(peer: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         ours, theirs = socket.socketpair()
-        serving.append(asyncio.create_task(answers.serve(peer, *await asyncio.open_connection(sock=ours))))
+        ends = await asyncio.open_connection(sock=ours)
+        serving.append(asyncio.create_task(answers.serve(peer, *ends, address=peer.partition("@")[2])))
         reader, writer = await asyncio.open_connection(sock=theirs)
         writers.append(writer)
         return reader, writer
@@ -65,7 +74,7 @@ def test_readers_of_files_leave_places_for_short_answers() -> None:
             assert await request(dial, "first", FILE_METHOD) == LARGE
             for i in range(MAX_LARGE):
                 await hold(dial, f"reader {i}")
-            await until(lambda: answers._large.total() == MAX_LARGE)
+            await until(lambda: len(answers._large) == MAX_LARGE)
             with pytest.raises(PeerUnreachable, match="busy"):
                 await request(dial, "late", FILE_METHOD)
             for i in range(MAX_LARGE):
@@ -78,16 +87,76 @@ def test_one_peer_gets_one_large_answer_and_a_few_others_at_a_time() -> None:
     async def scenario() -> None:
         async with node() as (answers, dial):
             await hold(dial, "greedy")
-            await until(lambda: answers._large["greedy"] == 1)
+            await until(lambda: answers._large.peers["greedy"] == 1)
             with pytest.raises(PeerUnreachable, match="busy"):
                 await request(dial, "greedy", FILE_METHOD)
             assert await request(dial, "modest", FILE_METHOD) == LARGE
-            for _ in range(MAX_ANSWERS_PER_PEER - 1):
-                await dial("greedy")
-            await until(lambda: answers._running["greedy"] == MAX_ANSWERS_PER_PEER)
-            with pytest.raises(ProtocolError):  # the stream may be closed before the request is out
+            go = threading.Event()
+            answers.servers["slow"] = lambda peer, payload: bytes(go.wait(20))
+            slow = [asyncio.create_task(request(dial, "greedy", "slow")) for _ in range(MAX_ANSWERS_PER_PEER - 1)]
+            await until(lambda: answers._running.peers["greedy"] == MAX_ANSWERS_PER_PEER)
+            with pytest.raises(PeerUnreachable, match="busy"):
                 await request(dial, "greedy", "echo")
             assert answers._traffic.rejected["busy"] == 2
+            go.set()
+            await asyncio.gather(*slow)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "peers",
+    [
+        [f"slow {i}@here" for i in range(3 * streams.MAX_UNREAD // 2)],  # more keys than places, at one address
+        [f"slow {i % 24}@here" for i in range(3 * streams.MAX_UNREAD // 2)],
+        [f"slow {i}@there {i % 40}" for i in range(3 * streams.MAX_UNREAD // 2)],
+        ["slow@here"] * 40,
+    ],
+)
+def test_requests_that_do_not_come_keep_nobody_out(peers: list[str]) -> None:
+    async def scenario() -> None:
+        async with node() as (answers, dial):
+            answers.servers[MANIFEST_METHOD] = lambda peer, payload: b"tasks"
+            for peer in peers:
+                (await dial(peer))[1].write(b"\x08")  # a method of eight letters is to come
+            await until(lambda: answers._traffic.rejected["crowded"] > 0)
+            for _ in range(10):
+                assert await request(dial, "newcomer@here", MANIFEST_METHOD) == b"tasks"
+                assert await request(dial, "newcomer@elsewhere", "echo", b"too") == b"too"
+            assert len(answers._unread) <= streams.MAX_UNREAD and answers._traffic.rejected["busy"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_manifest_is_given_while_all_other_places_are_taken() -> None:
+    async def scenario() -> None:
+        async with node() as (answers, dial):
+            go = threading.Event()
+            answers.servers[MANIFEST_METHOD] = lambda peer, payload: b"tasks"
+            answers.servers["slow"] = lambda peer, payload: bytes(go.wait(20))
+            for i in range(MAX_ANSWERS):
+                await hold(dial, f"slow {i}", "slow")
+            await until(lambda: len(answers._running) == MAX_ANSWERS)
+            with pytest.raises(PeerUnreachable, match="busy"):
+                await request(dial, "newcomer", "echo")
+            assert await request(dial, "newcomer", MANIFEST_METHOD) == b"tasks"
+            go.set()
+
+    asyncio.run(scenario())
+
+
+def test_one_address_does_not_take_all_places_for_answers() -> None:
+    async def scenario() -> None:
+        async with node() as (answers, dial):
+            go = threading.Event()
+            answers.servers["slow"] = lambda peer, payload: bytes(go.wait(20))
+            for i in range(MAX_ANSWERS):
+                await hold(dial, f"slow {i}@here", "slow")
+            await until(lambda: answers._traffic.rejected["busy"] == MAX_ANSWERS // 4)
+            other = asyncio.create_task(request(dial, "newcomer@elsewhere", "echo", b"heard"))
+            await until(lambda: answers._running.peers["newcomer@elsewhere"] == 1)
+            go.set()
+            assert await other == b"heard"
 
     asyncio.run(scenario())
 
@@ -99,7 +168,7 @@ def test_who_takes_an_answer_too_slowly_is_dropped(monkeypatch: pytest.MonkeyPat
     async def scenario() -> None:
         async with node() as (answers, dial):
             await hold(dial, "asleep")
-            await until(lambda: answers._large.total() == 1)
+            await until(lambda: len(answers._large) == 1)
             await until(lambda: answers._traffic.rejected["torn"] == 1)
             assert not answers._large and not answers._running
 

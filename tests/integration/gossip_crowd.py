@@ -1,0 +1,91 @@
+"""Many keys that crowd a gossip process, as a program; ends when its stdin does.
+
+python -m tests.integration.gossip_crowd ADDRESS KIND KEYS SOURCES
+
+KIND     idle: handshake, speak gossip, say nothing        half: stop after the first message of the handshake
+         push: send identify messages on one stream after another
+SOURCES  the connections come from 127.0.0.2 and as many addresses after it; 0 = from 127.0.0.1
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+import trio
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.peer.peerinfo import info_from_p2p_addr
+from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11, PROTOCOL_ID_V12
+from libp2p.utils import encode_varint_prefixed
+from multiaddr import Multiaddr
+
+from protocol.transports.safe_host import CountedTCP, make_host
+
+MULTISTREAM = b"\x13/multistream/1.0.0\n"
+NOISE, PUSH = MULTISTREAM + b"\x07/noise\n", MULTISTREAM + b"\x15/ipfs/id/push/1.0.0\n"
+"""What is said first, and the protocol that is asked for, without waiting for an answer."""
+
+
+class SourcedTCP(CountedTCP):
+    def __init__(self, host: str) -> None:
+        super().__init__(8)
+        self.host = host
+
+    async def _dial_resolved(self, maddr: Any, source: tuple[str, int] | None = None) -> Any:
+        return await super()._dial_resolved(maddr, (self.host, 0))
+
+
+async def read(stream: Any) -> None:
+    while await stream.read(2**16):
+        pass
+
+
+async def crowd(address: str, kind: str, source: str) -> None:
+    """One key after another, each for as long as it may stay."""
+    victim = info_from_p2p_addr(Multiaddr(address))
+    while True:
+        tcp = SourcedTCP(source)
+        host = make_host(tcp)
+        for protocol in (PROTOCOL_ID_V11, PROTOCOL_ID_V12):
+            host.set_stream_handler(protocol, read)
+        try:
+            async with host.run(listen_addrs=[]):
+                if kind == "half":
+                    raw = await tcp.dial(victim.addrs[0])
+                    await raw.write(NOISE + b"\x00\x20" + os.urandom(32))
+                    await read(raw)
+                    continue
+                with trio.fail_after(20):
+                    await host.connect(victim)
+                while host.get_network().get_connections(victim.peer_id):
+                    if kind == "push":
+                        await push(await host.get_network().new_stream(victim.peer_id))
+                    else:
+                        await trio.sleep(0.1)
+        except (Exception, BaseExceptionGroup):  # whatever the library makes of being hung up on
+            await trio.sleep(0.2)
+
+
+async def push(stream: Any) -> None:
+    """A large identity, unlike any other."""
+    identity = Identify(protocols=[os.urandom(50).hex() for _ in range(9000)]).SerializeToString()
+    try:
+        await stream.write(PUSH + encode_varint_prefixed(identity))
+        await stream.close()
+    except Exception:  # it was reset
+        await trio.sleep(0.01)
+
+
+async def main(address: str, kind: str, keys: int, sources: int) -> None:
+    async with trio.open_nursery() as nursery:
+        for i in range(keys):
+            nursery.start_soon(crowd, address, kind, f"127.0.0.{2 + i % sources}" if sources else "127.0.0.1")
+        await trio.lowlevel.FdStream(os.dup(0)).receive_some(1)
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    trio.run(main, sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
