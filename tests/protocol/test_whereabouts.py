@@ -10,7 +10,7 @@ from protocol.identity import Identity
 from protocol.limits import MAX_ADDRESSES
 from protocol.transports.whereabouts import MAX_NAMED, Whereabouts, read_answer
 
-PEER = Identity.generate().peer_id
+PEER = Identity.generate(bytes(32)).peer_id
 WAYS = [f"/ip4/192.0.2.{i}/tcp/1/p2p/{PEER}" for i in range(2 * MAX_ADDRESSES)]
 
 
