@@ -35,6 +35,7 @@ from protocol.transports.gossip_pipe import (
     frame,
 )
 from protocol.transports.ports import Port
+from protocol.transports.refusals import Refused
 
 SIDECAR = "protocol.transports.gossip_sidecar"
 START_S = 30.0
@@ -65,6 +66,8 @@ class Stat(msgspec.Struct, frozen=True):
     messages_out: int
     dropped: int
     rejected: dict[str, int]
+    sources: dict[str, Refused] = {}
+    """Of the life of the sidecar that was asked last."""
 
 
 class GossipClient:
@@ -331,6 +334,7 @@ class GossipClient:
             messages_out=before.messages_out + now.messages_out,
             dropped=before.dropped + now.dropped,
             rejected=reasons,
+            sources=now.sources,
         )
 
 
