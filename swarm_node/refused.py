@@ -17,6 +17,8 @@ from swarm_node.reasons import HOSTILE, SAID, words
 
 MAX_ROWS = 20
 """Sources in a status: an attacker may have many names, and people read a few."""
+NOTABLE = 10
+"""Refusals of one source that are worth a row though honest nodes cause them now and then."""
 MAX_REASONS = 3
 """Reasons named of one source, the most frequent first; the status of a peer has all."""
 SHORT_ID = 8
@@ -55,7 +57,8 @@ def rows(
 ) -> list[Row]:
     """The worst sources first, at most `MAX_ROWS`: `sources` of a transport, `authors` of `Receiver.by_peer`.
 
-    Of what a receiver refused only what is hostile counts: the table of peers shows the rest.
+    Of what a receiver refused only what is hostile counts: the table of peers shows the rest. Sources that are refused
+    a few times for what honest nodes do as well are left out.
     """
     reasons: dict[str, Counter[str]] = {source: Counter(refused.reasons) for source, refused in sources.items()}
     last = {source: refused.last for source, refused in sources.items()}
@@ -75,6 +78,7 @@ def rows(
         )
         for source, counts in reasons.items()
     ]
+    found = [row for row in found if row.hostile or row.count >= NOTABLE]
     return sorted(found, key=lambda row: (-row.hostile, -row.count, row.source))[:MAX_ROWS]
 
 

@@ -35,6 +35,7 @@ from protocol.transports.gossip_pipe import (
     frame,
 )
 from protocol.transports.ports import Port
+from protocol.transports.refusals import Refused
 
 SIDECAR = "protocol.transports.gossip_sidecar"
 START_S = 30.0
@@ -66,6 +67,8 @@ class Stat(msgspec.Struct, frozen=True):
     dropped: int
     rejected: dict[str, int]
     ways: dict[str, str] = {}
+    sources: dict[str, Refused] = {}
+    """Of the life of the sidecar that was asked last."""
 
 
 class GossipClient:
@@ -333,6 +336,7 @@ class GossipClient:
             dropped=before.dropped + now.dropped,
             rejected=reasons,
             ways=now.ways,
+            sources=now.sources,
         )
 
 

@@ -18,6 +18,7 @@ from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_BATCH_BYTES, M
 from protocol.manifest import ManifestLimits
 from protocol.messages import Count, Hash64
 from protocol.transports.pacing import bytes_s
+from protocol.transports.refusals import Refused
 from protocol.transports.settings import NetworkSettings
 
 HEAD_BYTES = 4
@@ -38,6 +39,9 @@ GossipId = Annotated[str, Meta(max_length=64)]
 Port = Annotated[int, Meta(ge=0, lt=65536)]
 Slug = Annotated[str, Meta(max_length=64)]
 Reasons = Annotated[dict[Slug, Count], Meta(max_length=64)]
+MAX_TOLD = 32
+"""Sources of refusals told at a time: a status shows fewer."""
+Source = Annotated[str, Meta(max_length=64)]
 
 
 class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -139,6 +143,8 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Messages, frames and connections refused, by reason."""
     ways: Annotated[dict[GossipId, PeerAddress], Meta(max_length=MAX_CONNECTIONS)] = {}
     """Gossip id -> address at the other end of its connection, without the id."""
+    sources: Annotated[dict[Source, Refused], Meta(max_length=MAX_TOLD)] = {}
+    """IP address -> what was refused of it; those refused last."""
 
 
 Command = GossipSettings | Subscribe | Publish | Dial | Drop | Ask

@@ -32,6 +32,7 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES
 from protocol.transports.gossip_gate import HARMLESS, Gate
 from protocol.transports.gossip_pipe import (
+    MAX_TOLD,
     Ask,
     Command,
     Dial,
@@ -198,6 +199,7 @@ class Sidecar:
             dropped=self.dropped,
             rejected=dict(self.pubsub.rejected),
             ways=remote_addresses(self.host, self.pubsub.peers),
+            sources=dict(list(self.tcp.refusals.by_source().items())[-MAX_TOLD:]),
         )
 
     def _addresses(self, port: int) -> list[str]:
@@ -217,7 +219,7 @@ class Sidecar:
                 raise MemoryError(f"grown to {now >> 20} MiB")
             heaviest = self.tcp.heaviest()
             if now > HIGH_RSS and now - before > GROWTH_BYTES and heaviest is not None:
-                self.tcp.refuse("memory")
+                self.tcp.refuse("memory", heaviest.address)
                 await heaviest.close()
             before = now
 

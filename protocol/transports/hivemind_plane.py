@@ -53,7 +53,7 @@ from protocol.transports.p2pd_memory import end_if_grown
 from protocol.transports.pacing import Paces
 from protocol.transports.ports import Port
 from protocol.transports.records import CardStorage, CardValidator
-from protocol.transports.refusals import Refusals, ip_of
+from protocol.transports.refusals import ip_of
 from protocol.transports.relay import RELAY_PROTOCOL, reserve
 from protocol.transports.settings import NetworkSettings, announced, best_first, endpoint, listen_address
 from protocol.transports.streams import Answers, Traffic, ask
@@ -114,8 +114,8 @@ class HivemindPlane:
         self.restarts = 0
         self._channels = channels or Channels(Traffic(), report)
         self.traffic = self._channels.traffic
-        self.refusals = Refusals(self.traffic.rejected)
-        """What peers were refused on the DHT."""
+        self.refusals = self.traffic.refusals
+        """What peers were refused: on the DHT, and of their requests."""
         self._identity = identity
         self._identity_path = identity_path
         self._swarm = swarm

@@ -272,7 +272,7 @@ class P2PTransport:
 
     def refusals(self) -> Mapping[str, Refused]:
         plane = self._plane
-        return {} if plane is None else plane.refusals.by_source()
+        return ({} if plane is None else plane.refusals.by_source()) | self._stat.sources
 
     def close(self) -> None:
         if not self._closed.is_set():

@@ -38,12 +38,12 @@ class Refusals:
         self._sources: dict[str, Refused] = {}
         """Source refused last comes last."""
 
-    def note(self, source: str, reason: str, count: int = 1) -> None:
-        """`source` was refused `count` times for `reason`."""
+    def note(self, source: str, reason: str, count: int = 1, address: str = "") -> None:
+        """`source`, connected from `address`, was refused `count` times for `reason`."""
         self.totals[reason] += count
         before = self._sources.pop(source, Refused({}, 0.0))
         reasons = before.reasons | {reason: before.reasons.get(reason, 0) + count}
-        self._sources[source] = Refused(reasons, self._now(), before.address)
+        self._sources[source] = Refused(reasons, self._now(), address or before.address)
         if len(self._sources) > MAX_SOURCES:
             del self._sources[next(iter(self._sources))]
 

@@ -44,6 +44,7 @@ from protocol.transports.gossip_gate import CONNECTIONS, Budgets
 from protocol.transports.gossip_places import MAX_ARRIVING, MAX_HANDSHAKE_BYTES, Link, Places
 from protocol.transports.neighbours import neighbourhood
 from protocol.transports.pacing import Pace
+from protocol.transports.refusals import Refusals
 
 log = logging.getLogger("gossip")
 
@@ -88,7 +89,7 @@ class Wire(ReadWriteCloser):
         if link in self._tcp.places.arriving:
             link.heard, link.heard_bytes = trio.current_time(), link.heard_bytes + size
             if link.heard_bytes > MAX_HANDSHAKE_BYTES:
-                self._tcp.refuse("handshake")
+                self._tcp.refuse("handshake", self.address)
                 await self.close()
                 raise IOException("more than a handshake takes")
 
@@ -119,14 +120,19 @@ class CountedTCP(TCP):
         self.bytes_in = self.bytes_out = 0
         self.rejected: Counter[str] = Counter()
         """What was refused, by reason; here and in `SafePubsub`."""
+        self.refusals = Refusals(self.rejected)
+        """The same by the IP address that it came from."""
         self.streams = Budgets(CONNECTIONS, STREAMS_PER_MINUTE)
         """Streams that each peer opened."""
         self.flooding: set[ID] = set()
         """Peers that `SafePubsub` has still to ban."""
 
-    def refuse(self, reason: str) -> None:
-        """Count, and log what is counted for the first time."""
-        self.rejected[reason] += 1
+    def refuse(self, reason: str, address: tuple[str, int] | None) -> None:
+        """Count, and log what is counted for the first time. `address` = the other end of the connection."""
+        if address is None:
+            self.rejected[reason] += 1
+        else:
+            self.refusals.note(address[0], reason)
         if self.rejected[reason] == 1 and reason in REFUSED:
             log.warning("%s (logged once)", REFUSED[reason])
 
@@ -182,9 +188,10 @@ class CountedTCP(TCP):
             await self._hang_up_on(link, "handshake")
 
     async def _hang_up_on(self, link: Link, reason: str) -> None:
-        self.refuse(reason)
         self.places.leave(link)
-        if (wire := self.live.get(link)) is not None:
+        wire = self.live.get(link)
+        self.refuse(reason, None if wire is None else wire.address)
+        if wire is not None:
             await wire.close()
 
     async def hang_up(self, address: tuple[str, int] | None) -> None:

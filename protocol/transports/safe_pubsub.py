@@ -306,8 +306,10 @@ class SafePubsub(Pubsub):
             topic = msg.topicIDs[0]
             reason = self._refusal(topic, msg, msg_forwarder)
             if reason is not None:
-                self.rejected[reason] += 1
-                if reason not in self.harmless:
+                if reason in self.harmless:
+                    self.rejected[reason] += 1
+                else:
+                    self._refuse(msg_forwarder, reason)
                     await self._blame(msg_forwarder, topic, reason)
                 return
         self._mark_msg_seen(msg)
@@ -369,7 +371,7 @@ class SafePubsub(Pubsub):
 
     async def ban(self, peer: ID, reason: str) -> None:
         """Count, hang up, and do not talk to it for `BAN_S`."""
-        self.tcp.refuse(reason)
+        self._refuse(peer, reason)
         self.banned[peer] = trio.current_time() + BAN_S
         if len(self.banned) > MAX_BANS:
             self.banned.popitem(last=False)
@@ -379,6 +381,10 @@ class SafePubsub(Pubsub):
         """Close all connections with `peer`, without waiting for it."""
         for connection in self._connections(peer):
             await self.tcp.hang_up(connection.get_remote_address())
+
+    def _refuse(self, peer: ID, reason: str) -> None:
+        connections = self._connections(peer)
+        self.tcp.refuse(reason, connections[0].get_remote_address() if connections else None)
 
     def _connections(self, peer: ID) -> list[Any]:
         return [connection.muxed_conn for connection in self.host.get_network().get_connections(peer)]
@@ -399,7 +405,7 @@ class SafePubsub(Pubsub):
                 elif self._floods(peer):
                     await self.ban(peer, "flood")
                 elif self._is_stuck(peer):
-                    self.rejected["stuck"] += 1
+                    self._refuse(peer, "stuck")
                     await self.hang_up(peer)
             connected = set(self.host.get_connected_peers())
             self._stuck = {peer: since for peer, since in self._stuck.items() if peer in connected}

@@ -28,6 +28,7 @@ from protocol.limits import MAX_CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYT
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from protocol.transports.base import Server
 from protocol.transports.pacing import drain, put_off, read, read_exactly
+from protocol.transports.refusals import Refusals
 from protocol.transports.stream_places import Room, Shares
 
 LARGE_METHODS = frozenset({FILE_METHOD})
@@ -63,6 +64,11 @@ class Traffic:
     bytes_in: int = 0
     bytes_out: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    refusals: Refusals = field(init=False)
+    """Who was refused what; counts in `rejected` as well."""
+
+    def __post_init__(self) -> None:
+        self.refusals = Refusals(self.rejected)
 
 
 async def ask(
@@ -115,7 +121,7 @@ class Answers:
                     writer.write(status)
                     await write_frame(writer, answer, self._traffic)
         except RemoteProtocolError as error:
-            self._traffic.rejected[error.reason] += 1
+            self._note(peer, address, error.reason)
             if error.reason == "crowded":
                 writer.transport.abort()
         except (TimeoutError, EOFError, OSError):
@@ -148,17 +154,17 @@ class Answers:
     ) -> tuple[bytes, bytes]:
         """(status, answer). The places that it takes are left with `places`."""
         if isinstance(payload, RemoteProtocolError):
-            return self._refuse(payload)
+            return self._refuse(peer, address, payload)
         server, large = self.servers.get(method), method in LARGE_METHODS
         if server is None:
-            self._traffic.rejected["method"] += 1
+            self._note(peer, address, "method")
             return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
         if method in PROMPT_METHODS:
             places.enter_context(self._prompt.enter(peer, address, deadline))
         else:
             for shares in (self._running, self._large) if large else (self._running,):
                 if not shares.fits(peer, address):
-                    self._traffic.rejected["busy"] += 1
+                    self._note(peer, address, "busy")
                     return UNAVAILABLE, b"busy"
                 places.enter_context(shares.place(peer, address))
         try:
@@ -168,7 +174,7 @@ class Answers:
             if len(answer) > (MAX_RESPONSE_BYTES if large else MAX_SHORT_BYTES):
                 raise ValueError(f"an answer of {len(answer)} bytes")
         except RemoteProtocolError as error:
-            return self._refuse(error)
+            return self._refuse(peer, address, error)
         except TimeoutError:
             raise
         except Exception as error:  # a fault of ours: the peer gets an answer, and this node lives on
@@ -177,8 +183,11 @@ class Answers:
             return UNAVAILABLE, b"failed"
         return ANSWER, answer
 
-    def _refuse(self, error: RemoteProtocolError) -> tuple[bytes, bytes]:
-        self._traffic.rejected[error.reason] += 1
+    def _note(self, peer: str, address: str, reason: str) -> None:
+        self._traffic.refusals.note(peer, reason, address=address)
+
+    def _refuse(self, peer: str, address: str, error: RemoteProtocolError) -> tuple[bytes, bytes]:
+        self._note(peer, address, error.reason)
         return REFUSAL, refusal(error)
 
 

@@ -45,9 +45,10 @@ def test_the_worst_sources_come_first_with_what_and_where() -> None:
 
 
 def test_rows_and_their_reasons_are_few() -> None:
-    many = {f"10.0.0.{i}": Refused({f"reason {j}": 1 for j in range(9)}, 0.0) for i in range(99)}
+    many = {f"10.0.0.{i}": Refused({f"reason {j}": 2 for j in range(9)}, 0.0) for i in range(99)}
+    many["honest"] = Refused({"busy": 9}, 0.0)
     found = rows(many, {}, {})
-    assert len(found) == MAX_ROWS and found[0].says.count("×") == 4 and found[0].says.endswith("6 × something else")
+    assert len(found) == MAX_ROWS and found[0].says.count("×") == 4 and found[0].says.endswith("12 × something else")
 
 
 @pytest.mark.parametrize(

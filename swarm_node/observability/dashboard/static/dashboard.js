@@ -200,7 +200,7 @@ function draw() {
   put(find("figures"), ...(known.length === 1 ? tiles(known[0]) : known.length ? [comparison(known)] : []));
   drawCharts(shown);
   drawTasks(shown);
-  put(find("details"), ...known.flatMap((run) => [peers(run, known), averaging(run, known), crew(run, known)]).filter(Boolean));
+  put(find("details"), ...known.flatMap((run) => [peers(run, known), refusals(run, known), averaging(run, known), crew(run, known)]).filter(Boolean));
   drawEvents(known);
   document.title = known.length === 1 ? `${known[0].id}: ${known[0].summary.state} – swarm-node` : "swarm-node";
 }
@@ -488,9 +488,8 @@ function peers(run, known) {
     const unsent = reasons(sent, "swarm/unsent/");
     sums.push(`Sent ${number(sent["swarm/groups_sent"] ?? 0)} groups${unsent ? `; not sent: ${unsent}` : ""}.`);
   }
-  const sources = refusedSources(run);
-  if (!all.length && !sums.length && !sources) return null; // the tile says that nobody is here
-  if (!all.length) return section(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)), sources);
+  if (!all.length && !sums.length) return null; // the tile says that nobody is here
+  if (!all.length) return section(run, known, "Peers", element("p", {}, "Nobody else is here.", ...sums.map((sum) => " " + sum)));
   const absent = absentFrom(status);
   const counts = all.some(([, peer]) => "received" in peer), most = Math.max(...all.map(([, peer]) => peer.used ?? 0));
   const figures = ["Received", "Admitted", "Used", "Refused, by reason"];
@@ -503,11 +502,11 @@ function peers(run, known) {
       (peer.muted ? "muted; " : "") + (reasons(peer.rejected) || "none")] : []),
   ]);
   return section(run, known, "Peers", sums.length ? element("p", {}, sums.join(" ")) : null,
-    table(`Peers of ${run.id}`, ["Peer", "Now", "Updates", ...(counts ? figures : [])], rows, all.map(([id]) => id)), sources);
+    table(`Peers of ${run.id}`, ["Peer", "Now", "Updates", ...(counts ? figures : [])], rows, all.map(([id]) => id)));
 }
 
-// What was refused, a row for each source, the worst first.
-function refusedSources(run) {
+// A row for each source, the worst first.
+function refusals(run, known) {
   const refused = run.status?.refused ?? [];
   if (!refused.length) return null;
   const rows = refused.map((row) => [
@@ -516,7 +515,8 @@ function refusedSources(run) {
     String(row.says),
     ago(row.last),
   ]);
-  return table(`Refused by ${run.id}`, ["Refused", "Connected from", "What", "Last"], rows, refused.map((row) => row.source));
+  return section(run, known, "Refused, by source",
+    table(`Refused by ${run.id}`, ["From", "At", "What", "Last"], rows, refused.map((row) => row.source)));
 }
 
 function terms(pairs) {
