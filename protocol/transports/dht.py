@@ -24,7 +24,7 @@ from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
 from hivemind.proto import dht_pb2
 
-from protocol.errors import RemoteProtocolError
+from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.transports import dht_wire
 from protocol.transports.dht_lookup import SMALL, direct, search
@@ -51,8 +51,9 @@ BREATHE = 64
 AVOIDED_S = 10.0
 """A peer that did not answer, or answered with nonsense, is not asked for so long."""
 MAX_AVOIDED = 1024
-_FAILURES = (P2PDaemonError, P2PHandlerError, OSError, EOFError, DecodeError)
-"""What a call to a peer raises; `OSError` includes running into its time limit."""
+_FAILURES = (P2PDaemonError, P2PHandlerError, PeerUnreachable, OSError, EOFError, DecodeError)
+"""What a call to a peer raises; `OSError` includes running into its time limit, `PeerUnreachable` is said of a peer that
+is only known by name and cannot be dialled."""
 
 T = TypeVar("T")
 Found = dict[str, tuple[bytes, float]]
@@ -87,7 +88,9 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         storage: CardStorage,
         refusals: Refusals,
         client: bool = False,
+        named: Callable[[str, Iterable[PeerID]], None] = lambda namer, peers: None,
     ) -> None:
+        """`named` is told which peers a peer named in an answer."""
         super().__init__()
         self.me = PeerID.from_base58(peer)
         self.table = BoundedTable(node_id_of(self.me), MAX_NEAREST, DEPTH_MODULO)
@@ -96,6 +99,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._validator = validator
         self._refusals = refusals
         self._client = client
+        self._named = named
         self._info = dht_pb2.NodeInfo(node_id=b"" if client else node_id_of(self.me).to_bytes())
         self._mine: tuple[bytes, Record] | None = None
         """This node's own card, and its key."""
@@ -269,7 +273,9 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 self._avoid(peer)
                 return None
             _keep_newest(found, await self._checked(str(peer), key, records))
-        return [other for other in named if other != self.me]
+        named.discard(self.me)
+        self._named(str(peer), named)
+        return list(named)
 
     async def _give(self, peer: PeerID, key: bytes, record: Record) -> bool:
         """Whether a peer took a card."""

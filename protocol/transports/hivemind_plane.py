@@ -28,7 +28,6 @@ import msgspec
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
-from hivemind.proto.dht_pb2 import FindResponse
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
@@ -43,7 +42,6 @@ from protocol.topics import bucket_of
 from protocol.transports.base import Acceptor, Outgoing, Server, Sink
 from protocol.transports.channels import Channels, StreamChannel, Streams
 from protocol.transports.dht import CardDHT
-from protocol.transports.dht_wire import MAX_NEAREST
 from protocol.transports.dial_back import DialBack, ask_back
 from protocol.transports.exchanges import Exchanges
 from protocol.transports.neighbours import neighbourhood_of_stream
@@ -238,7 +236,13 @@ class HivemindPlane:
         if port and self._port.is_shared():  # with a program that claims none
             raise P2PDaemonError(f"port {port} was taken meanwhile")
         dht = CardDHT(
-            daemon, self._identity.peer_id, self._validator, self._storage, self.refusals, client=settings.dial_only
+            daemon,
+            self._identity.peer_id,
+            self._validator,
+            self._storage,
+            self.refusals,
+            client=settings.dial_only,
+            named=self._whereabouts.named,
         )
         await asyncio.wait_for(dht.serve(), CALL_S)
         dht._find = self._newcomers.finding(dht._find)  # type: ignore[method-assign,assignment]
@@ -330,7 +334,7 @@ class HivemindPlane:
     async def _reach(self, peer: str) -> None:
         """Dial a peer that was named by another one, at the addresses on its card. Raises PeerUnreachable."""
         addresses = list(self._addresses_of(peer))
-        namer = self._whereabouts.namer(PeerID.from_base58(peer).to_bytes())
+        namer = self._whereabouts.namer(peer)
         if not addresses and namer and namer in await self.connected():
             try:
                 answer = await self.request(namer, METHOD, peer.encode(), ASK_S, MAX_ADDRESSES_BYTES)
@@ -338,11 +342,6 @@ class HivemindPlane:
             except RemoteProtocolError as error:
                 raise PeerUnreachable(f"{namer} does not say where {peer} is: {error}") from error
         await self._dial(peer, addresses)
-
-    def _note_named(self, peer: str, answer: Any) -> None:
-        """Remember whom `peer` names in an answer to a find."""
-        for result in answer.results if isinstance(answer, FindResponse) else []:
-            self._whereabouts.named(peer, result.nearest_peer_ids[:MAX_NEAREST])
 
     def _stored_addresses(self, peer: str) -> list[str]:
         try:
@@ -610,7 +609,6 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
                     raise
                 await plane._reach(str(peer_id))
                 output = await super().call_protobuf_handler(peer_id, name, input, output_type)
-            plane._note_named(str(peer_id), output)
             traffic.bytes_in += output.ByteSize()
             paces.download.take(output.ByteSize())
             return output
