@@ -52,8 +52,8 @@ AVOIDED_S = 10.0
 """A peer that did not answer, or answered with nonsense, is not asked for so long."""
 MAX_AVOIDED = 1024
 _FAILURES = (P2PDaemonError, P2PHandlerError, PeerUnreachable, OSError, EOFError, DecodeError)
-"""What a call to a peer raises; `OSError` includes running into its time limit, `PeerUnreachable` is said of a peer that
-is only known by name and cannot be dialled."""
+"""What a call to a peer raises; `OSError` includes running into its time limit, and `PeerUnreachable` is raised for a
+peer that is only known by name and cannot be dialled."""
 
 T = TypeVar("T")
 Found = dict[str, tuple[bytes, float]]

@@ -462,7 +462,7 @@ class HivemindPlane:
 
         async def exchange_with_it() -> None:
             async with self._stream(peer, self._exchange_protocol, addresses) as (reader, writer):
-                await self._exchanges.call(reader, writer, method, ours, answered)
+                await self._exchanges.call(reader, writer, method, ours, answered, peer)
 
         self._running()
         call = asyncio.create_task(exchange_with_it())
