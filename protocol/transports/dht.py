@@ -30,6 +30,7 @@ from protocol.transports import dht_wire
 from protocol.transports.dht_lookup import SMALL, direct, search
 from protocol.transports.dht_wire import MAX_BUCKET_CARDS, MAX_NEAREST, Record, node_id_of
 from protocol.transports.gossip_gate import Budgets
+from protocol.transports.newcomers import STORED_EACH
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
 
@@ -129,13 +130,14 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         """A peer wants cards kept: single ones, or buckets."""
         peer = str(context.remote_id)
         self._meet(context.remote_id, request.peer.node_id)
-        kept = []
+        kept, left = [], STORED_EACH  # no more would be let in; this project's nodes send one
         for key, name, value, expiration in self._read(peer, dht_wire.read_store, request):
             if name:
                 records: Sequence[Any] = [(name, value, expiration)]
             else:
                 records = self._bucket(peer, key, value)
-            checked = await self._checked(peer, key, records)
+            checked = await self._checked(peer, key, records[:left])
+            left -= len(records[:left])
             kept_now = [self.storage.store(key, *record, time.time()) for record in checked]
             kept.append(bool(records) and len(checked) == len(records) and all(kept_now))
         return dht_pb2.StoreResponse(store_ok=kept, peer=self._info)
@@ -343,9 +345,12 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self, peer: str, key: bytes, records: Iterable[tuple[str | bytes, bytes, float]]
     ) -> list[Record]:
         """The records that are cards; the rest is counted against `peer`, which sent them."""
-        checked = []
+        checked, names = [], set()
         for place, (name, value, expiration) in enumerate(records, 1):
             try:
+                if name in names:
+                    raise RemoteProtocolError("schema", "two cards under one name")
+                names.add(name)
                 checked.append((self._validator.check(key, name, value, expiration), value, expiration))
             except RemoteProtocolError as error:
                 self._refusals.note(peer, error.reason)

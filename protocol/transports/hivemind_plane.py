@@ -131,7 +131,7 @@ class HivemindPlane:
         self._exchanges = Exchanges(self.traffic, report)
         self._paces = Paces(settings.max_upload_mbit, settings.max_download_mbit)
         self._newcomers = Newcomers()
-        self._validator = CardValidator(swarm, settings.card_ttl_s, self._newcomers.admits)
+        self._validator = CardValidator(swarm, settings.card_ttl_s, self._newcomers.admits, self._newcomers.may_admit)
         self._storage = CardStorage(self._newcomers.is_own)
         self._dials = dials or Dials()
         self._addresses_of = known or self._stored_addresses

@@ -15,12 +15,13 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
 from protocol.codec import seal_card
-from protocol.errors import PeerUnreachable
+from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of
 from protocol.transports.dht import CardDHT
 from protocol.transports.dht_wire import Record, encode_bucket, node_id_of
+from protocol.transports.newcomers import FOUND_EACH, STORED_EACH, Newcomers
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
 
@@ -86,6 +87,50 @@ def answer(node: Node, *records: Record, named: list[bytes]) -> Find:
         return response
 
     return find
+
+
+def store(records: list[Record], key: bytes) -> dht_pb2.StoreRequest:
+    """A bucket for another node to keep."""
+    return dht_pb2.StoreRequest(
+        keys=[key], subkeys=[b""], values=[encode_bucket(records)], expiration_time=[0.0], in_cache=[False]
+    )
+
+
+def test_few_cards_of_one_message_are_looked_at() -> None:
+    node = Node()
+    caller = SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
+    false = [(f"peer{i}", msgspec.msgpack.encode(bytes(100)), time.time()) for i in range(1000)]
+    answered = asyncio.run(node.dht.rpc_store(store(false, node.validator.keys[0]), caller))
+    assert list(answered.store_ok) == [False] and node.refused.total() == STORED_EACH
+
+
+def test_a_name_counts_once_in_a_message() -> None:
+    node, bob = Node(), Identity.generate()
+    card = record(bob)
+    node.meets(bob, answer(node, *[card] * 50, named=[]))
+    assert node.finds() == {bob.peer_id} and node.refused == {"schema": 49}
+
+
+def test_no_signature_is_checked_of_cards_too_many() -> None:
+    newcomers, opened = Newcomers(), 0
+    validator = CardValidator(SWARM, 60.0, newcomers.admits, newcomers.may_admit)
+
+    def open_it(sealed: bytes) -> None:
+        nonlocal opened
+        opened += 1
+        raise RemoteProtocolError("signature")
+
+    validator.open = open_it
+
+    async def bring(peer: str, many: int) -> None:
+        for i in range(many):
+            assert newcomers.admits(f"{peer} {i}", time.time() + 30.0, time.time())
+        with pytest.raises(RemoteProtocolError) as refused:
+            validator.check(validator.keys[0], "somebody", msgspec.msgpack.encode(b""), time.time())
+        assert (refused.value.reason, opened) == (("newcomers", 0) if many else ("signature", 1))
+
+    for many in (FOUND_EACH, 0):
+        asyncio.run(newcomers.finding(bring)(f"after {many}", many))
 
 
 def test_a_name_of_nobody_ends_no_lookup() -> None:
