@@ -261,7 +261,7 @@ async def hostile_stores_end_nothing() -> None:
         to = await peer.connect(one)
         mine = KEYS[bucket_of(one.id)].to_bytes()
         stolen = pack(seal_card(one.card(), Identity.generate()))
-        requests = {"the key of nothing": _store((bytes(20), b"", _bucket()))}
+        requests: dict[str, Any] = {}
         for name, shape in SHAPES.items():
             requests[f"{name} as a bucket"] = _store((mine, b"", shape))
             requests[f"{name} under another key"] = _store((bytes(20), b"", shape))
@@ -270,6 +270,7 @@ async def hostile_stores_end_nothing() -> None:
                 requests[f"{name} as a name"] = _store((mine, shape[:4000], stolen))
             requests[f"{name} as a card in a bucket"] = _store((mine, b"", _bucket((one.id, shape, 1.0))))
         requests |= {
+            "the key of nothing": _store((bytes(20), b"", _bucket())),
             "another's name": _store((mine, pack(one.id), stolen)),
             "no name": _store((mine, b"\xc0", stolen), expiration=time.time() + 1e9),
             "without end": _store((mine, pack(one.id), stolen), expiration=math.inf),
