@@ -24,7 +24,7 @@ from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
 from hivemind.proto import dht_pb2
 
-from protocol.errors import RemoteProtocolError
+from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.transports import dht_wire
 from protocol.transports.dht_lookup import SMALL, direct, search
@@ -292,7 +292,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         """What a peer answers; None if it does not, and then it is passed over for a while."""
         try:
             return await call
-        except _FAILURES:
+        except (*_FAILURES, PeerUnreachable):
             self._avoid(peer)
             return None
 
