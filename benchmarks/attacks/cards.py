@@ -26,8 +26,8 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.topics import bucket_of, membership_key
 
 RENEWED_S = 40.0
-IN_ONE = 1000
-"""Cards in one request: half a megabyte."""
+IN_ONE = 16
+"""Cards in one request: more is refused whole."""
 
 
 async def flood(swarm: str, crowd: list[Identity], port: int, p2p: Any, victim: Any) -> int:

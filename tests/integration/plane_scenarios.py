@@ -512,22 +512,24 @@ async def callers_that_lie_are_borne() -> None:
 
 async def one_caller_cannot_take_all_places() -> None:
     async with started("one", "two") as (one, two):
-        from hivemind.p2p import PeerID
+        go_on, entered = threading.Event(), []
 
+        def hold(peer: str, payload: bytes) -> bytes:
+            entered.append(peer)
+            go_on.wait(60)
+            return payload
+
+        one.plane.serve("hold", hold)
         one.plane.serve("echo", lambda peer, payload: payload)
-        held = [
-            await two.plane._daemon.call_binary_stream_handler(PeerID.from_base58(one.id), one.plane._protocol)
-            for _ in range(4)
-        ]
-        for _, _, writer in held:
-            writer.write(b"\4")
-            await writer.drain()
-        await until(lambda: one.plane._answers._running.total() == 4)
-        # p2pd may drop the answer "busy" when the stream is closed before the request was read
-        assert await two.refused(one, "echo") in ("unreachable", "torn")
-        assert one.plane.traffic.rejected["busy"] == 1
-        for _, _, writer in held:
-            writer.close()
+        held = [asyncio.create_task(two.ask(one, "hold", timeout=60.0)) for _ in range(4)]
+        try:
+            await until(lambda: len(entered) == 4)
+            # p2pd may drop the answer "busy" when the stream is closed before the request was read
+            assert await two.refused(one, "echo") in ("unreachable", "torn")
+            assert one.plane.traffic.rejected["busy"] == 1
+        finally:
+            go_on.set()
+        await asyncio.gather(*held)
         await until(lambda: same(two.refused(one, "echo"), "answered"))
 
 
