@@ -300,7 +300,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         """What a peer answers; None if it does not, and then it is passed over for a while."""
         try:
             return await call
-        except (*_FAILURES, PeerUnreachable):
+        except _FAILURES:
             self._avoid(peer)
             return None
 
