@@ -158,7 +158,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 result.value = dht_wire.encode_bucket(self._some(records, size, room))
                 result.expiration_time = max(expiration for _, _, expiration in records)
             elif records:
-                self._refusals.note(peer, "find")
+                self._refusals.note(peer, "rate")
             for node_id, near in self.table.get_nearest_neighbors(
                 DHTID.from_bytes(key), MAX_NEAREST, exclude=node_id_of(asker)
             ):

@@ -3,8 +3,8 @@
     P2PTransport --coroutines--> HivemindPlane --unix sockets--> p2pd (go-libp2p) ==TCP==> other peers
                                      watch: p2pd gone -> fail the calls in flight, start it again: same key, same port
 
-p2pd starts without bootstrap peers and dials them
-afterwards, so that dead ones cannot hold up a start. Every call is bounded in time.
+p2pd starts without bootstrap peers and dials them afterwards, so that dead ones cannot hold up a start. Every call is
+bounded in time.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ class HivemindPlane:
         port: Port | None = None,
         dials: Dials | None = None,
         known: Callable[[str], Sequence[str]] | None = None,
+        told: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
-        """`dials` says which addresses may be dialled (default: any once), `known` which ones a peer has (default:
-        those on the cards stored here)."""
+        """`dials` says which addresses may be dialled (default: any once), `known` which ones a peer has, and `told`
+        which of them others may hear (default: those on the cards stored here). Any thread may call `told`."""
         self.addresses: list[str] = []
         """Where others reach this node, those worth telling first."""
         self.port = settings.port
@@ -135,7 +136,7 @@ class HivemindPlane:
         self._storage = CardStorage(self._newcomers.is_own)
         self._dials = dials or Dials()
         self._addresses_of = known or self._stored_addresses
-        self._whereabouts = Whereabouts(self._addresses_of)
+        self._whereabouts = Whereabouts(told or self._stored_addresses)
         self._answers.servers[METHOD] = self._whereabouts.serve
         self._bootstrap = {peer_of(address) for address in settings.bootstrap}
         self._serving: dict[str, None] = {}

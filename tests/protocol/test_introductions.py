@@ -10,14 +10,6 @@ def bring(introductions: Introductions, bringer: str, count: int, now: float = 0
     return sum(introductions.admits(f"{bringer}'s {i}", bringer, now + 60.0, now) for i in range(count))
 
 
-def test_one_connection_brings_so_many_at_a_time() -> None:
-    introductions = Introductions(10, 100)
-    assert bring(introductions, "mallory", 50) == 10 and bring(introductions, "mallory", 50, 30.0) == 10
-    assert introductions.admits("mallory", "mallory", 90.0, 30.0)
-    assert not introductions.admits("bob", "mallory", 90.0, 30.0)
-    assert introductions.admits("bob", "mallory", 190.0, 130.0) and len(introductions) == 1
-
-
 def test_connections_that_fill_all_places_keep_nobody_out() -> None:
     introductions = Introductions(10, 40)
     assert [bring(introductions, f"mallory {i}", 10) for i in range(5)] == [10, 10, 10, 10, 8]
