@@ -89,7 +89,7 @@ class Exchanges:
         method: str,
         ours: Outgoing,
         answered: Callable[[bytes, int], Sink],
-        peer: str = "",
+        peer: str,
     ) -> None:
         """Exchange with `peer` at the other end, and close the stream. Raises PeerUnreachable, RemoteProtocolError,
         or LocalProtocolError for a fault in `ours` or `answered`."""

@@ -146,10 +146,10 @@ class CountedTCP(TCP):
     def create_listener(self, handler_function: Any) -> Any:
         async def handle(stream: Any) -> None:
             wire = Wire(stream, self, inbound=True)
-            if (loser := self.places.arrive(wire.link)) is not None:
-                await self._hang_up_on(loser, "handshake")
             # The library's handler waits for the end of the process, and holds one of its places for connections.
             try:
+                if (loser := self.places.arrive(wire.link)) is not None:
+                    await self._hang_up_on(loser, "handshake")
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(_cancel_when, wire.closed, nursery.cancel_scope)
                     await handler_function(wire)

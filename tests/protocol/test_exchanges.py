@@ -387,7 +387,7 @@ def test_a_hostile_acceptor_is_seen_through(sent: bytes, why: str) -> None:
             hostile.write(sent)
             hostile.close()
             with pytest.raises((RemoteProtocolError, PeerUnreachable)) as caught:
-                await there.mine.call(reader, writer, "swap", us.outgoing, us.answered)
+                await there.mine.call(reader, writer, "swap", us.outgoing, us.answered, "peer")
         assert reason(caught.value) == why and not us.told and not us.made
 
     asyncio.run(scenario())
@@ -553,7 +553,7 @@ def test_whoever_has_everything_and_the_last_word_has_succeeded_although_the_oth
             else:
                 near, far = await there.pair()
                 leaving = asyncio.create_task(leave_early(*far, us))
-                await there.mine.call(*near, "swap", us.outgoing, us.answered)
+                await there.mine.call(*near, "swap", us.outgoing, us.answered, "peer")
                 us.done(None)
                 await leaving
         assert us.outcomes == [None]
