@@ -330,12 +330,15 @@ class Exchanges:
         """Turns errors of streams into RemoteProtocolError, and counts why an exchange failed: against `peer`, unless
         the stream broke or was slow, which is nobody's fault."""
         try:
-            yield
-        except (EOFError, OSError) as error:
-            self._traffic.rejected["torn"] += 1
-            raise RemoteProtocolError("torn", f"{what}: {error or type(error).__name__}") from error
+            try:
+                yield
+            except (EOFError, OSError) as error:
+                raise RemoteProtocolError("torn", f"{what}: {error or type(error).__name__}") from error
         except RemoteProtocolError as error:
-            self._note(peer, address, error.reason)
+            if error.reason == "torn":
+                self._traffic.rejected["torn"] += 1
+            else:
+                self._note(peer, address, error.reason)
             raise
         except PeerUnreachable:
             self._traffic.rejected["slow"] += 1

@@ -800,7 +800,9 @@ def test_a_caller_that_is_cancelled_ends_its_callbacks_first() -> None:
         async with node() as there:
             there.exchanges.acceptors["swap"] = them.accept
             reader, writer = await there.dial()
-            call = asyncio.create_task(there.mine.call(reader, writer, "swap", us.outgoing, lambda head, size: slow))
+            call = asyncio.create_task(
+                there.mine.call(reader, writer, "swap", us.outgoing, lambda head, size: slow, "peer")
+            )
             await until(inside.is_set)
             (task,) = there.mine.cancel()
             assert task is call
