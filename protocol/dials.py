@@ -14,6 +14,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import TypeVar
 
 UNPROVEN_WAIT_S = 600.0
@@ -104,7 +105,7 @@ class Dials:
             return (owner or id, endpoint[0]) in self._proven or (
                 endpoint in self._inhabited and now >= tried_at + INHABITED_WAIT_S
             )
-        return self._hosts.get(host_group(endpoint[0]), 0) < HOST_TRIES and self._in_last_minute(now) < MINUTE_TRIES
+        return self._hosts.get(host_group(endpoint[0]), 0) < HOST_TRIES and not self._is_minute_used_up(now)
 
     def take(self, address: str, now: float, owner: str = "") -> bool:
         """Whether `address` may be dialled now; if so, that it is dialled is remembered, else it is counted."""
@@ -125,13 +126,10 @@ class Dials:
         pair, host = (id, endpoint), (owner or id, endpoint[0])
         return pair in self._given or pair in self._proven or host in self._given
 
-    def _in_last_minute(self, now: float) -> int:
-        count = 0
-        for tried_at in reversed(self._tried.values()):
-            if tried_at <= now - MINUTE_S:
-                break
-            count += 1
-        return count
+    def _is_minute_used_up(self, now: float) -> bool:
+        """Whether as many were tried in the last minute as may be."""
+        first = next(islice(reversed(self._tried.values()), MINUTE_TRIES - 1, None), None)
+        return first is not None and first > now - MINUTE_S
 
     def _forget(self, now: float) -> None:
         """Drop tries of long ago, and of a time that is yet to come: then the clock was set back."""

@@ -1,11 +1,13 @@
 """Which connection brought which card first. Pure: `now` (Unix seconds) comes in.
 
 Keys cost nothing, connections do: over one connection a peer may introduce so many others at a time, besides itself.
+When all places are taken, the connection that holds most of them gives one up to another that holds fewer, so a few
+connections that bring made-up peers keep out nobody that others bring.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 
 class Introductions:
@@ -16,7 +18,17 @@ class Introductions:
         self._each, self._most = each, most
         self._by: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """Peer -> (who brought it first, when its card runs out), the one renewed longest ago first."""
-        self._count: Counter[str] = Counter()
+        self._brought: dict[str, dict[str, None]] = {}
+        """Connection -> the peers that it brought first, in that order."""
+
+    def may_admit(self, peer: str, bringer: str, now: float) -> bool:
+        """Whether `admits` would let the card of `peer` in; a name is enough for that."""
+        held = self._by.get(peer)
+        if peer == bringer or (held is not None and held[1] > now):
+            return True
+        self._forget_old(now)
+        ours = len(self._brought.get(bringer, ()))
+        return ours < self._each and (len(self._by) < self._most or len(self._brought[self._busiest()]) > ours + 1)
 
     def admits(self, peer: str, bringer: str, expires: float, now: float) -> bool:
         """Whether the card of `peer`, which runs out at `expires`, may be taken in over a connection with `bringer`."""
@@ -29,17 +41,18 @@ class Introductions:
             self._by.move_to_end(peer)
             return True
         self._forget(peer)
-        self._forget_old(now)
-        if self._count.get(bringer, 0) >= self._each or len(self._by) >= self._most:
+        if not self.may_admit(peer, bringer, now):
             return False
+        if len(self._by) >= self._most:
+            self._forget(next(iter(self._brought[self._busiest()])))
         self._by[peer] = bringer, expires
-        self._count[bringer] += 1
+        self._brought.setdefault(bringer, {})[peer] = None
         return True
 
     def clear(self) -> None:
         """Forget everything: the clock was set back."""
         self._by.clear()
-        self._count.clear()
+        self._brought.clear()
 
     def __len__(self) -> int:
         return len(self._by)
@@ -52,9 +65,13 @@ class Introductions:
                 return
             self._forget(peer)
 
+    def _busiest(self) -> str:
+        return max(self._brought, key=lambda bringer: len(self._brought[bringer]))
+
     def _forget(self, peer: str) -> None:
         held = self._by.pop(peer, None)
         if held is not None:
-            self._count[held[0]] -= 1
-            if not self._count[held[0]]:
-                del self._count[held[0]]
+            brought = self._brought[held[0]]
+            del brought[peer]
+            if not brought:
+                del self._brought[held[0]]

@@ -219,8 +219,12 @@ class PeerTable:
     def addresses_of(self, peer: str) -> list[str]:
         """All known addresses of a peer, its own word first."""
         known = self._known.get(peer, _Known())
-        told = _addresses(peer, self._cards[peer][0]) if peer in self._cards else []
-        return list(dict.fromkeys(told + known.told + known.given))
+        return list(dict.fromkeys(self.told_by(peer) + known.told + known.given))
+
+    def told_by(self, peer: str) -> list[str]:
+        """The addresses on a peer's card: what others may be told. Any thread may ask."""
+        card = self._cards.get(peer)
+        return [] if card is None else _addresses(peer, card[0])
 
     def to_dial(self, now: float) -> dict[str, list[str]]:
         """Peer id -> addresses to dial now: bootstrap peers that are due, and at most `MAX_DIALS` others."""

@@ -65,9 +65,14 @@ class StreamChannel:
     """One end of a channel. `listener` is to be set before it is run."""
 
     def __init__(
-        self, peer: str, loop: asyncio.AbstractEventLoop, traffic: Traffic, report: Callable[[str], None]
+        self,
+        peer: str,
+        loop: asyncio.AbstractEventLoop,
+        traffic: Traffic,
+        report: Callable[[str], None],
+        address: str = "",
     ) -> None:
-        self.peer = peer
+        self.peer, self.address = peer, address
         self.listener: Listener | None = None
         self._loop = loop
         self._traffic = traffic
@@ -132,13 +137,18 @@ class StreamChannel:
         if self._why:  # closed before it began
             self._task.cancel()
         counted = ""
+        """What was nobody's fault."""
         try:
             why = await life
         except asyncio.CancelledError:
             why = CLOSED
             counted = SLOW if self._why == SLOW else ""
         except RemoteProtocolError as error:
-            why, counted = str(error), error.reason
+            why = str(error)
+            if error.reason == SILENT:
+                counted = SILENT
+            else:
+                self.refuse(error.reason)
         except ProtocolError as error:
             why = str(error)
         except TimeoutError:
@@ -150,6 +160,10 @@ class StreamChannel:
         if counted:
             self._traffic.rejected[counted] += 1
         self.end(self._why or why)
+
+    def refuse(self, reason: str) -> None:
+        """Count something that the peer did wrong."""
+        self._traffic.refusals.note(self.peer, reason, address=self.address)
 
     def end(self, why: str) -> None:
         """Tell the listener, if it has not been told."""
@@ -276,9 +290,9 @@ class Channels:
             task.cancel()
         return tasks
 
-    def new(self, peer: str, loop: asyncio.AbstractEventLoop) -> StreamChannel:
-        """A channel that is to live in `loop`."""
-        return StreamChannel(peer, loop, self.traffic, self._report)
+    def new(self, peer: str, loop: asyncio.AbstractEventLoop, address: str = "") -> StreamChannel:
+        """A channel that is to live in `loop`. `address` = neighbourhood of `peer`."""
+        return StreamChannel(peer, loop, self.traffic, self._report, address)
 
     async def call(self, channel: StreamChannel, method: str, dial: Callable[[], Awaitable[Streams]]) -> None:
         """Open `channel` over the stream that `dial` gets, and live through it. Raises nothing that `dial` may not."""
@@ -303,7 +317,7 @@ class Channels:
     ) -> None:
         """Take the channel that is opened on this stream, if there is room and somebody for it, and live through it.
         `address` = neighbourhood of `peer`."""
-        channel = self.new(peer, asyncio.get_running_loop())
+        channel = self.new(peer, asyncio.get_running_loop(), address)
 
         async def life() -> str:
             async with asyncio.timeout(REQUEST_S) as deadline:
@@ -317,7 +331,7 @@ class Channels:
                     if status == ANSWER:
                         return await channel.live(reader, writer)
             else:
-                self.traffic.rejected["busy"] += 1
+                channel.refuse("busy")
                 status, why = UNAVAILABLE, b"busy"
                 writer.write(status)
             await write_frame(writer, why, self.traffic)
@@ -338,18 +352,17 @@ class Channels:
 
     def _open(self, channel: StreamChannel, method: str) -> tuple[bytes, bytes]:
         """Status, and why it is refused if it is."""
-        rejected = self.traffic.rejected
         opened = self.openings.get(method)
         if opened is None:
-            rejected["method"] += 1
+            channel.refuse("method")
             return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
         try:
             channel.listener = opened(channel)
         except RemoteProtocolError as error:
-            rejected[error.reason] += 1
+            channel.refuse(error.reason)
             return REFUSAL, refusal(error)
         except Exception as error:  # a fault of ours: the peer gets an answer, and this node lives on
-            rejected["handler"] += 1
+            self.traffic.rejected["handler"] += 1
             self._report(f"taking a channel of {method!r} failed: {error!r}")
             return UNAVAILABLE, b"failed"
         return ANSWER, b""

@@ -30,6 +30,7 @@ from protocol.transports import dht_wire
 from protocol.transports.dht_lookup import SMALL, direct, search
 from protocol.transports.dht_wire import MAX_BUCKET_CARDS, MAX_NEAREST, Record, node_id_of
 from protocol.transports.gossip_gate import Budgets
+from protocol.transports.newcomers import STORED_EACH
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
 
@@ -51,8 +52,9 @@ BREATHE = 64
 AVOIDED_S = 10.0
 """A peer that did not answer, or answered with nonsense, is not asked for so long."""
 MAX_AVOIDED = 1024
-_FAILURES = (P2PDaemonError, P2PHandlerError, OSError, EOFError, DecodeError)
-"""What a call to a peer raises; `OSError` includes running into its time limit."""
+_FAILURES = (P2PDaemonError, P2PHandlerError, PeerUnreachable, OSError, EOFError, DecodeError)
+"""What a call to a peer raises; `OSError` includes running into its time limit, and `PeerUnreachable` is raised for a
+peer that is only known by name and cannot be dialled."""
 
 T = TypeVar("T")
 Found = dict[str, tuple[bytes, float]]
@@ -87,7 +89,9 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         storage: CardStorage,
         refusals: Refusals,
         client: bool = False,
+        named: Callable[[str, Iterable[PeerID]], None] = lambda namer, peers: None,
     ) -> None:
+        """`named` is told which peers a peer named in an answer."""
         super().__init__()
         self.me = PeerID.from_base58(peer)
         self.table = BoundedTable(node_id_of(self.me), MAX_NEAREST, DEPTH_MODULO)
@@ -96,6 +100,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._validator = validator
         self._refusals = refusals
         self._client = client
+        self._named = named
         self._info = dht_pb2.NodeInfo(node_id=b"" if client else node_id_of(self.me).to_bytes())
         self._mine: tuple[bytes, Record] | None = None
         """This node's own card, and its key."""
@@ -125,13 +130,14 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         """A peer wants cards kept: single ones, or buckets."""
         peer = str(context.remote_id)
         self._meet(context.remote_id, request.peer.node_id)
-        kept = []
+        kept, left = [], STORED_EACH  # no more would be let in; this project's nodes send one
         for key, name, value, expiration in self._read(peer, dht_wire.read_store, request):
             if name:
                 records: Sequence[Any] = [(name, value, expiration)]
             else:
                 records = self._bucket(peer, key, value)
-            checked = await self._checked(peer, key, records)
+            checked = await self._checked(peer, key, records[:left])
+            left -= len(records[:left])
             kept_now = [self.storage.store(key, *record, time.time()) for record in checked]
             kept.append(bool(records) and len(checked) == len(records) and all(kept_now))
         return dht_pb2.StoreResponse(store_ok=kept, peer=self._info)
@@ -152,7 +158,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 result.value = dht_wire.encode_bucket(self._some(records, size, room))
                 result.expiration_time = max(expiration for _, _, expiration in records)
             elif records:
-                self._refusals.note(peer, "find")
+                self._refusals.note(peer, "rate")
             for node_id, near in self.table.get_nearest_neighbors(
                 DHTID.from_bytes(key), MAX_NEAREST, exclude=node_id_of(asker)
             ):
@@ -269,7 +275,9 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 self._avoid(peer)
                 return None
             _keep_newest(found, await self._checked(str(peer), key, records))
-        return [other for other in named if other != self.me]
+        named.discard(self.me)
+        self._named(str(peer), named)
+        return list(named)
 
     async def _give(self, peer: PeerID, key: bytes, record: Record) -> bool:
         """Whether a peer took a card."""
@@ -292,7 +300,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         """What a peer answers; None if it does not, and then it is passed over for a while."""
         try:
             return await call
-        except (*_FAILURES, PeerUnreachable):
+        except _FAILURES:
             self._avoid(peer)
             return None
 
@@ -337,9 +345,12 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self, peer: str, key: bytes, records: Iterable[tuple[str | bytes, bytes, float]]
     ) -> list[Record]:
         """The records that are cards; the rest is counted against `peer`, which sent them."""
-        checked = []
+        checked, names = [], set()
         for place, (name, value, expiration) in enumerate(records, 1):
             try:
+                if name in names:
+                    raise RemoteProtocolError("schema", "two cards under one name")
+                names.add(name)
                 checked.append((self._validator.check(key, name, value, expiration), value, expiration))
             except RemoteProtocolError as error:
                 self._refusals.note(peer, error.reason)

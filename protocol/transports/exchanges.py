@@ -89,12 +89,13 @@ class Exchanges:
         method: str,
         ours: Outgoing,
         answered: Callable[[bytes, int], Sink],
+        peer: str = "",
     ) -> None:
-        """Exchange with the peer at the other end, and close the stream. Raises PeerUnreachable, RemoteProtocolError,
+        """Exchange with `peer` at the other end, and close the stream. Raises PeerUnreachable, RemoteProtocolError,
         or LocalProtocolError for a fault in `ours` or `answered`."""
         try:
             with self._under_way():
-                await self._call(reader, writer, method, ours, answered)
+                await self._call(peer, reader, writer, method, ours, answered)
         except BaseException as error:
             writer.transport.abort()  # what has not left by now need not
             _let_go(error)
@@ -104,6 +105,7 @@ class Exchanges:
 
     async def _call(
         self,
+        peer: str,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         method: str,
@@ -111,14 +113,14 @@ class Exchanges:
         answered: Callable[[bytes, int], Sink],
     ) -> None:
         check_call(method, ours)
-        with self._judged(method):
+        with self._judged(method, peer):
             writer.write(bytes([len(method.encode())]) + method.encode())
             await self._write_head(writer, ours)
             status = await reader.readexactly(1)
             head = await read_frame(reader, MAX_HEAD_BYTES if status == ANSWER else MAX_REFUSAL_BYTES, self._traffic)
         if status != ANSWER:
             raise refused(status, head)
-        with self._judged(method):
+        with self._judged(method, peer):
             size = await self._read_size(reader, None)
             sink = await self._in_thread(method, answered, head, size)
             await self._swap(reader, writer, method, ours, size, sink)
@@ -146,7 +148,7 @@ class Exchanges:
     ) -> tuple[bytes, bytes] | None:
         """Status and reason if the peer is told that there is no exchange; anything later is raised."""
         try:
-            with self._judged("a call"):
+            with self._judged("a call", peer, address):
                 async with _within(REQUEST_S) as deadline:
                     with self._openings.enter(peer, address, deadline):
                         length = (await read_exactly(reader, 1, deadline))[0]
@@ -157,17 +159,18 @@ class Exchanges:
             return REFUSAL, refusal(error)
         acceptor = self.acceptors.get(method)
         if acceptor is None:
-            self._traffic.rejected["method"] += 1
+            self._note(peer, address, "method")
             return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
         if not self._running.fits(peer, address):
-            self._traffic.rejected["busy"] += 1
+            self._note(peer, address, "busy")
             return UNAVAILABLE, b"busy"
         with self._running.place(peer, address):
-            return await self._accept(peer, reader, writer, method, acceptor, head, size)
+            return await self._accept(peer, address, reader, writer, method, acceptor, head, size)
 
     async def _accept(
         self,
         peer: str,
+        address: str,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         method: str,
@@ -185,7 +188,7 @@ class Exchanges:
 
         try:
             try:
-                with self._judged(method):
+                with self._judged(method, peer, address):
                     theirs = await self._in_thread(method, accept)
             except RemoteProtocolError as error:
                 outcome = error
@@ -193,7 +196,7 @@ class Exchanges:
             except LocalProtocolError as error:
                 outcome = error
                 return UNAVAILABLE, b"failed"
-            with self._judged(method):
+            with self._judged(method, peer, address):
                 async with _within(EXCHANGE_S):
                     writer.write(ANSWER)
                     await self._write_head(writer, theirs.ours)
@@ -323,19 +326,23 @@ class Exchanges:
         return result
 
     @contextmanager
-    def _judged(self, what: str) -> Iterator[None]:
-        """Turns errors of streams into RemoteProtocolError, and counts why an exchange failed."""
+    def _judged(self, what: str, peer: str, address: str = "") -> Iterator[None]:
+        """Turns errors of streams into RemoteProtocolError, and counts why an exchange failed: against `peer`, unless
+        the stream broke or was slow, which is nobody's fault."""
         try:
-            try:
-                yield
-            except (EOFError, OSError) as error:
-                raise RemoteProtocolError("torn", f"{what}: {error or type(error).__name__}") from error
+            yield
+        except (EOFError, OSError) as error:
+            self._traffic.rejected["torn"] += 1
+            raise RemoteProtocolError("torn", f"{what}: {error or type(error).__name__}") from error
         except RemoteProtocolError as error:
-            self._traffic.rejected[error.reason] += 1
+            self._note(peer, address, error.reason)
             raise
         except PeerUnreachable:
             self._traffic.rejected["slow"] += 1
             raise
+
+    def _note(self, peer: str, address: str, reason: str) -> None:
+        self._traffic.refusals.note(peer, reason, address=address)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:

@@ -3,8 +3,8 @@
     P2PTransport --coroutines--> HivemindPlane --unix sockets--> p2pd (go-libp2p) ==TCP==> other peers
                                      watch: p2pd gone -> fail the calls in flight, start it again: same key, same port
 
-p2pd starts without bootstrap peers and dials them
-afterwards, so that dead ones cannot hold up a start. Every call is bounded in time.
+p2pd starts without bootstrap peers and dials them afterwards, so that dead ones cannot hold up a start. Every call is
+bounded in time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import msgspec
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
-from hivemind.proto.dht_pb2 import FindResponse
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
@@ -43,7 +42,6 @@ from protocol.topics import bucket_of
 from protocol.transports.base import Acceptor, Outgoing, Server, Sink
 from protocol.transports.channels import Channels, StreamChannel, Streams
 from protocol.transports.dht import CardDHT
-from protocol.transports.dht_wire import MAX_NEAREST
 from protocol.transports.dial_back import DialBack, ask_back
 from protocol.transports.exchanges import Exchanges
 from protocol.transports.neighbours import neighbourhood_of_stream
@@ -103,9 +101,10 @@ class HivemindPlane:
         port: Port | None = None,
         dials: Dials | None = None,
         known: Callable[[str], Sequence[str]] | None = None,
+        told: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
-        """`dials` says which addresses may be dialled (default: any once), `known` which ones a peer has (default:
-        those on the cards stored here)."""
+        """`dials` says which addresses may be dialled (default: any once), `known` which ones a peer has, and `told`
+        which of them others may hear (default: those on the cards stored here). Any thread may call `told`."""
         self.addresses: list[str] = []
         """Where others reach this node, those worth telling first."""
         self.port = settings.port
@@ -131,11 +130,11 @@ class HivemindPlane:
         self._exchanges = Exchanges(self.traffic, report)
         self._paces = Paces(settings.max_upload_mbit, settings.max_download_mbit)
         self._newcomers = Newcomers()
-        self._validator = CardValidator(swarm, settings.card_ttl_s, self._newcomers.admits)
+        self._validator = CardValidator(swarm, settings.card_ttl_s, self._newcomers.admits, self._newcomers.may_admit)
         self._storage = CardStorage(self._newcomers.is_own)
         self._dials = dials or Dials()
         self._addresses_of = known or self._stored_addresses
-        self._whereabouts = Whereabouts(self._addresses_of)
+        self._whereabouts = Whereabouts(told or self._stored_addresses)
         self._answers.servers[METHOD] = self._whereabouts.serve
         self._bootstrap = {peer_of(address) for address in settings.bootstrap}
         self._serving: dict[str, None] = {}
@@ -234,7 +233,13 @@ class HivemindPlane:
         if port and self._port.is_shared():  # with a program that claims none
             raise P2PDaemonError(f"port {port} was taken meanwhile")
         dht = CardDHT(
-            daemon, self._identity.peer_id, self._validator, self._storage, self.refusals, client=settings.dial_only
+            daemon,
+            self._identity.peer_id,
+            self._validator,
+            self._storage,
+            self.refusals,
+            client=settings.dial_only,
+            named=self._whereabouts.named,
         )
         await asyncio.wait_for(dht.serve(), CALL_S)
         dht._find = self._newcomers.finding(dht._find)  # type: ignore[method-assign,assignment]
@@ -326,7 +331,7 @@ class HivemindPlane:
     async def _reach(self, peer: str) -> None:
         """Dial a peer that was named by another one, at the addresses on its card. Raises PeerUnreachable."""
         addresses = list(self._addresses_of(peer))
-        namer = self._whereabouts.namer(PeerID.from_base58(peer).to_bytes())
+        namer = self._whereabouts.namer(peer)
         if not addresses and namer and namer in await self.connected():
             try:
                 answer = await self.request(namer, METHOD, peer.encode(), ASK_S, MAX_ADDRESSES_BYTES)
@@ -334,11 +339,6 @@ class HivemindPlane:
             except RemoteProtocolError as error:
                 raise PeerUnreachable(f"{namer} does not say where {peer} is: {error}") from error
         await self._dial(peer, addresses)
-
-    def _note_named(self, peer: str, answer: Any) -> None:
-        """Remember whom `peer` names in an answer to a find."""
-        for result in answer.results if isinstance(answer, FindResponse) else []:
-            self._whereabouts.named(peer, result.nearest_peer_ids[:MAX_NEAREST])
 
     def _stored_addresses(self, peer: str) -> list[str]:
         try:
@@ -459,7 +459,7 @@ class HivemindPlane:
 
         async def exchange_with_it() -> None:
             async with self._stream(peer, self._exchange_protocol, addresses) as (reader, writer):
-                await self._exchanges.call(reader, writer, method, ours, answered)
+                await self._exchanges.call(reader, writer, method, ours, answered, peer)
 
         self._running()
         call = asyncio.create_task(exchange_with_it())
@@ -606,7 +606,6 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
                     raise
                 await plane._reach(str(peer_id))
                 output = await super().call_protobuf_handler(peer_id, name, input, output_type)
-            plane._note_named(str(peer_id), output)
             traffic.bytes_in += output.ByteSize()
             paces.download.take(output.ByteSize())
             return output

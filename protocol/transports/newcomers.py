@@ -38,6 +38,11 @@ class Newcomers:
         bringing = _bringing.get()
         return bringing is None or bringing[0].admits(peer, bringing[1], expires, now)
 
+    def may_admit(self, peer: str, now: float) -> bool:
+        """Whether `admits` would let in a card that says it is of `peer`."""
+        bringing = _bringing.get()
+        return bringing is None or bringing[0].may_admit(peer, bringing[1], now)
+
     def is_own(self, peer: str) -> bool:
         """Whether the call under way is of the card's own peer, or of this node."""
         bringing = _bringing.get()

@@ -335,6 +335,7 @@ class P2PTransport:
                 port=self._dht_port,
                 dials=self._dialled,
                 known=self._table.addresses_of,
+                told=self._table.told_by,
             )
             try:
                 for method, server in self._servers.items():

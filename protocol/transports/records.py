@@ -39,10 +39,12 @@ class CardValidator:
         swarm: str,
         ttl_s: float,
         admits: Callable[[str, float, float], bool] = lambda peer, expires, now: True,
+        may_admit: Callable[[str, float], bool] = lambda peer, now: True,
     ) -> None:
-        """`admits` (peer, when its card runs out, now) says whether a valid card is let in."""
+        """`admits` (peer, when its card runs out, now) says whether a valid card is let in; `may_admit` (peer, now)
+        says before that, at no cost, whether it is worth the time that a signature takes."""
         self._ttl_s = ttl_s
-        self._admits = admits
+        self._admits, self._may_admit = admits, may_admit
         self.keys = [DHTID.generate(membership_key(swarm, bucket)).to_bytes() for bucket in range(MEMBERSHIP_BUCKETS)]
         """Where the cards of each bucket lie."""
         self._buckets = {key: bucket for bucket, key in enumerate(self.keys)}
@@ -73,6 +75,8 @@ class CardValidator:
         now = time.time()
         if not abs(expiration - now) <= MAX_OFF_S:  # not >: NaN too
             raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
+        if not self._may_admit(named, now):
+            raise RemoteProtocolError("newcomers", f"a card of {named}, over a connection that has brought many")
         try:
             peer, card = self.open(sealed)
         except RemoteProtocolError as error:

@@ -34,6 +34,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.protocol_muxer.exceptions import MultiselectCommunicatorError
 from libp2p.protocol_muxer.multiselect import Multiselect
+from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.security.noise.transport import Transport as NoiseTransport
@@ -49,7 +50,7 @@ from protocol.transports.refusals import Refusals
 log = logging.getLogger("gossip")
 
 MAX_PROTOCOL_BYTES = 1024
-"""The name of a protocol that a peer asks for on a stream: the longest of ours has 17."""
+"""The name of a protocol that a peer asks for, or agrees to, on a stream: the longest of ours has 17."""
 STREAMS_PER_MINUTE = 60
 """That one peer may open: an honest one opens a few when it connects, and one again when that broke."""
 REFUSED = {
@@ -86,7 +87,7 @@ class Wire(ReadWriteCloser):
 
     async def _note_handshake(self, size: int) -> None:
         link = self.link
-        if link in self._tcp.places.arriving:
+        if link in self._tcp.live and link not in self._tcp.places.seated:  # also if dialled: it may be anybody
             link.heard, link.heard_bytes = trio.current_time(), link.heard_bytes + size
             if link.heard_bytes > MAX_HANDSHAKE_BYTES:
                 self._tcp.refuse("handshake", self.address)
@@ -220,6 +221,13 @@ class _ShortNames(Multiselect):
         return await super().negotiate(_ShortReader(communicator.read_writer), negotiate_timeout)
 
 
+class _ShortAnswers(MultiselectClient):
+    """The same for streams that this node opens."""
+
+    async def select_one_of(self, protocols: Any, communicator: Any, negotiate_timeout: int = 30) -> Any:
+        return await super().select_one_of(protocols, _ShortReader(communicator.read_writer), negotiate_timeout)
+
+
 class _ShortReader(MultiselectCommunicator):
     async def read(self) -> str:
         try:
@@ -243,6 +251,7 @@ def make_host(tcp: CountedTCP) -> IHost:
         disable_identify_address_discovery=True,
     )
     host.multiselect = _ShortNames()  # with no protocol yet
+    host.multiselect_client = _ShortAnswers()
     host._schedule_identify = lambda peer_id, *, reason: None
     network: Any = host.get_network()
     network.set_resource_manager(None)  # it refuses bursts of connections from one address

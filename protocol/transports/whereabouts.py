@@ -38,10 +38,10 @@ _decoder = msgspec.msgpack.Decoder(Annotated[list[Address], Meta(max_length=2 * 
 class Whereabouts:
     """Who named whom, and what this node says of where others are."""
 
-    def __init__(self, known: Callable[[str], Sequence[str]]) -> None:
-        """`known` gives the addresses that this node knows of a peer."""
-        self._known = known
-        self._namers: OrderedDict[bytes, str] = OrderedDict()
+    def __init__(self, told: Callable[[str], Sequence[str]]) -> None:
+        """`told` gives the addresses on a peer's card, if this node has it: what the user named stays here."""
+        self._told = told
+        self._namers: OrderedDict[str, str] = OrderedDict()
 
     def serve(self, caller: str, payload: bytes) -> bytes:
         """Answer `METHOD`. Raises RemoteProtocolError `identity` for what is no peer id."""
@@ -50,17 +50,17 @@ class Whereabouts:
         except UnicodeDecodeError as error:
             raise RemoteProtocolError("identity", "not ASCII") from error
         public_key_of(peer)
-        return msgspec.msgpack.encode(list(self._known(peer))[:MAX_ADDRESSES])
+        return msgspec.msgpack.encode(list(self._told(peer))[:MAX_ADDRESSES])
 
-    def named(self, namer: str, peers: Iterable[bytes]) -> None:
-        """`namer` says that these peers, by their ids in bytes, take part in the DHT."""
-        for peer in peers:
+    def named(self, namer: str, peers: Iterable[object]) -> None:
+        """`namer` says that these peers, by ids of a length that was checked, take part in the DHT."""
+        for peer in map(str, peers):
             self._namers[peer] = namer
             self._namers.move_to_end(peer)
             if len(self._namers) > MAX_NAMED:
                 self._namers.popitem(last=False)
 
-    def namer(self, peer: bytes) -> str:
+    def namer(self, peer: str) -> str:
         """The peer that named `peer` last; empty if none did."""
         return self._namers.get(peer, "")
 

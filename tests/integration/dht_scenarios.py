@@ -372,7 +372,7 @@ async def an_answer_is_never_larger_than_a_message() -> None:
         for _ in range(16):
             answer = await _asks_for(peer, to, keys)
         assert answer.ByteSize() < 2**16  # it has had its share
-        assert one.plane.refusals.by_peer()[peer.id]["find"] > 5
+        assert one.plane.refusals.by_peer()[peer.id]["rate"] > 5
         assert memory_mib(os.getpid()) - before < 60  # both ends are in this process
         assert not one.plane._daemon._client.control._handler_tasks
 

@@ -234,6 +234,7 @@ def test_channels_are_refused_and_counted() -> None:
                 await w.ended()
                 assert side.ends == [why] and not channel.send(b"late")
             assert w.theirs.traffic.rejected == {"crew": 1, "method": 1, "handler": 1} and len(w.said) == 1
+            assert list(w.theirs.traffic.refusals.by_peer().values()) == [{"crew": 1, "method": 1}]
 
     asyncio.run(scenario())
 
@@ -257,6 +258,7 @@ def test_there_is_room_for_few_and_again_when_they_end() -> None:
             await until(lambda: sides[MAX_CHANNELS_PER_PEER].ends == ["refused: busy"])
             assert not any(side.ends for side in sides[:MAX_CHANNELS_PER_PEER])
             assert w.theirs.traffic.rejected == {"busy": 2}
+            assert w.theirs.traffic.refusals.by_peer() == {"one more": {"busy": 1}, "the same": {"busy": 1}}
 
     asyncio.run(scenario())
 
@@ -478,6 +480,7 @@ def test_silence_ends_it_and_beats_keep_it() -> None:
             assert not w.them.ends
             await w.ended()
             assert w.them.ends == ["silent"] and w.theirs.traffic.rejected == {"silent": 1}
+            assert not w.theirs.traffic.refusals.by_peer()
 
     asyncio.run(scenario())
 

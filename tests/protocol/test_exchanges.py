@@ -142,7 +142,7 @@ class Node:
         """Exchange, and note how it went."""
         reader, writer = await self.dial(peer, tap)
         try:
-            await self.mine.call(reader, writer, method, us.outgoing, us.answered)
+            await self.mine.call(reader, writer, method, us.outgoing, us.answered, peer)
         except Exception as error:
             us.outcomes.append(error)
         else:
@@ -314,6 +314,7 @@ def test_refusals_come_before_anything_of_the_body() -> None:
         assert "does not know the method 'unknown'" in str(unheard.outcomes[0]) and unheard.made == 0
         assert reason(unheard.outcomes[0]) == "PeerUnreachable"
         assert there.traffic.rejected == {"early": 1, "method": 1} and not there.callers.rejected
+        assert there.traffic.refusals.by_peer() == {"peer": {"early": 1, "method": 1}}
 
     asyncio.run(scenario())
 
@@ -330,6 +331,7 @@ def test_a_caller_may_refuse_the_answer() -> None:
         assert (reason(caller), reason(acceptor)) == ("size", "torn")
         assert us.made == 0 and not us.got and not them.got
         assert there.callers.rejected == {"size": 1} and there.traffic.rejected == {"torn": 1}
+        assert there.callers.refusals.by_peer() == {"peer": {"size": 1}} and not there.traffic.refusals.by_peer()
 
     asyncio.run(scenario())
 

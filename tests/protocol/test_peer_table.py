@@ -139,6 +139,15 @@ def test_all_addresses_of_a_peer_its_own_word_first() -> None:
     assert peers.addresses_of("nobody") == []
 
 
+def test_others_are_told_what_a_card_says_alone() -> None:
+    peers = table("boot", "silent")
+    peers.learn([address("boot", 7)], NOW)
+    peers.see("boot", card("boot", listens=False), NOW)
+    assert peers.told_by("boot") == peers.told_by("silent") == peers.told_by("nobody") == []
+    peers.see("boot", msgspec.structs.replace(card("boot", NOW + 1), addresses=[address("boot", 9)]), NOW + 1)
+    assert peers.told_by("boot") == [address("boot", 9)]
+
+
 def test_a_peer_has_so_many_addresses() -> None:
     peers = table()
     peers.learn([address("a", port) for port in range(20)], NOW)

@@ -1,0 +1,148 @@
+"""A node of the DHT among peers that a table of canned answers stands for: no p2pd, no sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+
+from protocol.codec import seal_card
+from protocol.errors import PeerUnreachable, RemoteProtocolError
+from protocol.identity import Identity
+from protocol.messages import PeerCard
+from protocol.topics import bucket_of
+from protocol.transports.dht import CardDHT
+from protocol.transports.dht_wire import Record, encode_bucket, node_id_of
+from protocol.transports.newcomers import FOUND_EACH, STORED_EACH, Newcomers
+from protocol.transports.records import CardStorage, CardValidator
+from protocol.transports.refusals import Refusals
+
+SWARM = "ab" * 32
+Find = Callable[[dht_pb2.FindRequest], dht_pb2.FindResponse]
+
+
+def record(peer: Identity) -> Record:
+    """The card of a peer, as it lies in the DHT."""
+    now = time.time()
+    return peer.peer_id, msgspec.msgpack.encode(seal_card(PeerCard(1, SWARM, now, "me", []), peer)), now + 30.0
+
+
+class Node:
+    """One `CardDHT`, and what the peers that it calls answer to a find; those that are not there cannot be dialled."""
+
+    def __init__(self) -> None:
+        self.identity = Identity.generate()
+        self.validator = CardValidator(SWARM, 60.0)
+        self.refused: Counter[str] = Counter()
+        self.names: list[tuple[str, set[PeerID]]] = []
+        self.dht = CardDHT(
+            None,  # type: ignore[arg-type]
+            self.identity.peer_id,
+            self.validator,
+            CardStorage(),
+            Refusals(self.refused),
+            named=lambda namer, peers: self.names.append((namer, set(peers))),
+        )
+        self.answers: dict[str, Find] = {}
+        self.dht.get_stub = self._stub
+
+    def _stub(self, p2p: object, peer: PeerID) -> Any:
+        async def find(request: dht_pb2.FindRequest, timeout: float) -> dht_pb2.FindResponse:
+            if str(peer) not in self.answers:
+                raise PeerUnreachable("nobody listens there")
+            return self.answers[str(peer)](request)
+
+        return SimpleNamespace(rpc_find=find)
+
+    def meets(self, peer: Identity, answer: Find) -> PeerID:
+        """`peer` answers finds from now on, and is in the routing table."""
+        id = PeerID.from_base58(peer.peer_id)
+        self.answers[peer.peer_id] = answer
+        self.dht.table.add_or_update_node(node_id_of(id), id)
+        return id
+
+    def finds(self) -> set[str]:
+        return set(asyncio.run(self.dht.find_cards(self.validator.keys, 2, (), ())))
+
+
+def answer(node: Node, *records: Record, named: list[bytes]) -> Find:
+    """Answers each find with these cards, and with these names for each key."""
+
+    def find(request: dht_pb2.FindRequest) -> dht_pb2.FindResponse:
+        response = dht_pb2.FindResponse()
+        for key in request.keys:
+            here = [r for r in records if node.validator.keys[bucket_of(r[0])] == key]
+            result = response.results.add(type=dht_pb2.FOUND_DICTIONARY if here else dht_pb2.NOT_FOUND)
+            result.value = encode_bucket(here) if here else b""
+            result.nearest_peer_ids.extend(named)
+            result.nearest_node_ids.extend(node_id_of(PeerID(id)).to_bytes() if len(id) < 99 else b"" for id in named)
+        return response
+
+    return find
+
+
+def store(records: list[Record], key: bytes) -> dht_pb2.StoreRequest:
+    """A bucket for another node to keep."""
+    return dht_pb2.StoreRequest(
+        keys=[key], subkeys=[b""], values=[encode_bucket(records)], expiration_time=[0.0], in_cache=[False]
+    )
+
+
+def test_few_cards_of_one_message_are_looked_at() -> None:
+    node = Node()
+    caller = SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
+    false = [(f"peer{i}", msgspec.msgpack.encode(bytes(100)), time.time()) for i in range(1000)]
+    answered = asyncio.run(node.dht.rpc_store(store(false, node.validator.keys[0]), caller))
+    assert list(answered.store_ok) == [False] and node.refused.total() == STORED_EACH
+
+
+def test_a_name_counts_once_in_a_message() -> None:
+    node, bob = Node(), Identity.generate()
+    card = record(bob)
+    node.meets(bob, answer(node, *[card] * 50, named=[]))
+    assert node.finds() == {bob.peer_id} and node.refused == {"schema": 49}
+
+
+def test_no_signature_is_checked_of_cards_too_many() -> None:
+    newcomers, opened = Newcomers(), 0
+    validator = CardValidator(SWARM, 60.0, newcomers.admits, newcomers.may_admit)
+
+    def open_it(sealed: bytes) -> None:
+        nonlocal opened
+        opened += 1
+        raise RemoteProtocolError("signature")
+
+    validator.open = open_it
+
+    async def bring(peer: str, many: int) -> None:
+        for i in range(many):
+            assert newcomers.admits(f"{peer} {i}", time.time() + 30.0, time.time())
+        with pytest.raises(RemoteProtocolError) as refused:
+            validator.check(validator.keys[0], "somebody", msgspec.msgpack.encode(b""), time.time())
+        assert (refused.value.reason, opened) == (("newcomers", 0) if many else ("signature", 1))
+
+    for many in (FOUND_EACH, 0):
+        asyncio.run(newcomers.finding(bring)(f"after {many}", many))
+
+
+def test_a_name_of_nobody_ends_no_lookup() -> None:
+    node, bob, nobody = Node(), Identity.generate(), PeerID.from_base58(Identity.generate().peer_id)
+    node.meets(bob, answer(node, record(bob), named=[nobody.to_bytes()]))
+    assert node.finds() == {bob.peer_id}
+    assert node.dht._is_avoided(nobody) and node.names == [(bob.peer_id, {nobody})]
+
+
+@pytest.mark.parametrize("id", [b"", bytes(65), bytes(2**20)])
+def test_no_name_of_a_wrong_length_is_remembered(id: bytes) -> None:
+    node, bob = Node(), Identity.generate()
+    node.meets(bob, answer(node, named=[id] * 20))
+    assert node.finds() == set() and node.names == [(bob.peer_id, set())]
+    assert node.refused == {"node_id": 20 * len(node.validator.keys)}
