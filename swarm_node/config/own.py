@@ -138,7 +138,7 @@ def _known(file: Path, text: str, say: Callable[[str], None]) -> Table:
             return table
         except ValidationError as error:
             unknown = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
-            if not any(_take_out(table, location) for location in unknown):
+            if not any([_take_out(table, location) for location in unknown]):  # all of them, so that it is said once
                 raise UserError(explain(error, str(file))) from None
             say(f"{file} has settings that this version does not know; left out: {', '.join(map(_dotted, unknown))}")
 

@@ -104,11 +104,11 @@ def test_a_copy_of_a_run_trains_in_its_own_directory() -> None:
 def test_settings_of_another_version_are_left_out_aloud() -> None:
     a_run({"grpo": {"loss": "gspo"}})
     file = RUN / "config.toml"
-    file.write_text(file.read_text().replace("[grpo]", "[grpo]\nmade_up = 1"))
+    file.write_text(file.read_text().replace("[grpo]", "[grpo]\nmade_up = 1\nanother = 2"))
     result = CliRunner().invoke(app, [*LOCAL, "--dry-run"])
     assert tomllib.loads(result.stdout)["grpo"]["loss"] == "gspo"
     assert result.stderr.splitlines() == [
-        "r/config.toml has settings that this version does not know; left out: grpo.made_up",
+        "r/config.toml has settings that this version does not know; left out: grpo.made_up, grpo.another",
         "r goes on with its own settings: grpo.loss = gspo",
     ]
     file.write_text(file.read_text().replace('"gspo"', '"nonsense"'))
