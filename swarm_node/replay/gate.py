@@ -98,7 +98,10 @@ class Gate:
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Take in own scored groups."""
-        self._own += [min(r.logprobs) for group in groups for r in group.rollouts if r.logprobs and r.reward > 0]
+        for group in groups:
+            least = min((r.reward for r in group.rollouts), default=0.0)
+            right = [r for r in group.rollouts if r.reward > min(0.0, least)]  # rewards may all be negative
+            self._own += [min(r.logprobs) for r in right if r.logprobs]
 
     def payloads(self, groups: Sequence[Group], earns: Sequence[Sequence[bool]]) -> list[list[bool] | None] | None:
         """Whether each rollout carries a payload; only those that earn something are looked at. None for a group that

@@ -149,6 +149,15 @@ def test_the_bound_follows_own_right_answers() -> None:
     assert gate.payloads(groups, [[True]]) == [[False]], "this node itself writes tokens as unlikely as that"
 
 
+def test_own_answers_with_negative_rewards_count_as_well() -> None:
+    gate = gate_of(Letters("42"), plain)
+    own = msgspec.structs.replace(foreign(["42", "13"], lambda text: -1.0 - (text == "13")), peer=None)
+    for rollout, least in zip(own.rollouts, (-9.0, -30.0), strict=True):
+        rollout.logprobs = [-1.0, least]
+    gate.observe([own] * OWN_MIN)
+    assert bound(gate._own) == -9.0 - MARGIN
+
+
 def guarded(now=lambda: NOW) -> tuple[Pool, list[str]]:
     said: list[str] = []
     pool = Pool(SharingConfig(), now, say=said.append)
