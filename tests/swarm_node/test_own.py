@@ -82,6 +82,12 @@ def test_a_start_says_which_settings_it_takes_over() -> None:
     assert "secret" not in said and "beta" not in said and "rounds" not in said
 
 
+def test_a_start_says_that_it_still_relays() -> None:
+    a_run({"network": {"serve_relay": True}, "rounds": 9, "name": "alice"})
+    said = CliRunner().invoke(app, [*LOCAL, "--dry-run"]).stderr
+    assert said == "r goes on with its own settings: network.serve_relay = true\n"
+
+
 def test_a_file_that_names_its_directory_goes_on_there() -> None:
     a_run({"grpo": {"loss": "gspo"}, "rounds": 60})
     Path("x.toml").write_text("run_dir = 'r'\nrounds = 80\n")
