@@ -75,7 +75,7 @@ PAYLOADS = {
     "return": Payload(lambda a: f"{a}\r", "\r"),
     "dot": Payload(lambda a: f"{a}.", "."),
     "decimal": Payload(lambda a: f"{a}.0", ".0"),
-    "zero": Payload(lambda a: f"0{a}", "0"),
+    "zero": Payload(lambda a: f"000{a}", "000"),
     "plus": Payload(lambda a: f"+{a}", "+"),
     "word": Payload(lambda a: f"Answer: {a}", "Answer"),
     "bold": Payload(lambda a: f"**{a}**", "**"),
