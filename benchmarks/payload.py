@@ -75,7 +75,7 @@ PAYLOADS = {
     "return": Payload(lambda a: f"{a}\r", "\r"),
     "dot": Payload(lambda a: f"{a}.", "."),
     "decimal": Payload(lambda a: f"{a}.0", ".0"),
-    "zero": Payload(lambda a: f"0{a}", "0"),
+    "zero": Payload(lambda a: f"000{a}", "000"),
     "plus": Payload(lambda a: f"+{a}", "+"),
     "word": Payload(lambda a: f"Answer: {a}", "Answer"),
     "bold": Payload(lambda a: f"**{a}**", "**"),
@@ -268,11 +268,8 @@ def cost() -> str:
             pairs = [(100 * off[s]["held_out"]["pass_1"], 100 * on[s]["held_out"]["pass_1"]) for s in seeds]
             without, with_gate = (f"{fmean(column):.1f}" for column in zip(*pairs, strict=True))
             difference = sharing.interval([b - a for a, b in pairs], "+.1f")
-            cpu = fmean(on[s]["cpu_s"] / off[s]["cpu_s"] for s in seeds)
-            rows.append(
-                [setting, ", ".join(map(str, seeds)), without, with_gate, difference, f"{100 * (cpu - 1):+.0f}"]
-            )
-    columns = ["setting", "seeds", "pass@1 without, points", "with", "difference", "CPU, %"]
+            rows.append([setting, ", ".join(map(str, seeds)), without, with_gate, difference])
+    columns = ["setting", "seeds", "pass@1 without, points", "with", "difference"]
     return table(columns, rows)
 
 

@@ -58,6 +58,8 @@ ASKED = 5
 WITNESSES = 2
 ATTACK = 10
 """Refusals of one source that honest nodes hardly ever cause: a faulty peer makes one or two."""
+LATELY_S = 3600.0
+"""After that, an attack is over; the counts are of the whole run, and the address may be another's by then."""
 CREW_BYTES = 6
 """Of a name for a crew, which is its password."""
 TIGHT = 0.8
@@ -185,7 +187,7 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
         return
     yield ports(config.network, running, way)
     if seen.time:
-        yield refusals(seen.refused)
+        yield refusals(seen.refused, seen.time)
     listens = _as_it_listens(config.network, run)
     guess = reachable(listens, mine or [own_address()], way)
     answering: dict[str, bool] = {}
@@ -572,17 +574,18 @@ def versions(members: Mapping[str, PeerCard], totals: Mapping[str, float]) -> Ch
     return Check("versions", "ok", f"{mine}" + (f"; {older} of the members speak the one before" if older else ""))
 
 
-def refusals(refused: Sequence[Row]) -> Check:
-    """Whether somebody sends what honest nodes do not, by what the run last wrote. It refuses that by itself: the
-    remedy keeps the machine from hearing it."""
+def refusals(refused: Sequence[Row], written: float) -> Check:
+    """Whether somebody sends what honest nodes do not, by what the run wrote last, at Unix time `written`. It refuses
+    that by itself: the remedy keeps the machine from hearing it. A private address gets no remedy, because it may be
+    the router or the container network through which everybody comes."""
     name = "refusals"
-    worst = [row for row in refused if row.hostile >= ATTACK]
+    worst = [row for row in refused if row.hostile >= ATTACK and row.last > written - LATELY_S]
     if not worst:
         return Check(name, "ok", "nobody keeps sending what honest nodes do not")
     row = worst[0]
     others = f", and from {len(worst) - 1} more" if worst[1:] else ""
     detail = f"the run refused {row.says}, from {row.place()}{others}: it goes on, and nothing has to be done"
-    known = next((row.ip for row in worst if row.ip), "")
+    known = next((row.ip for row in worst if row.ip and is_public(row.ip)), "")
     return Check(name, "warn", detail, f"sudo ufw insert 1 deny from {known}" if known else "")
 
 

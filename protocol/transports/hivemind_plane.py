@@ -95,7 +95,6 @@ class HivemindPlane:
         identity_path: Path,
         swarm: str,
         settings: NetworkSettings,
-        relays: Sequence[str] = (),
         report: Callable[[str], None] = lambda sentence: None,
         on_restart: Callable[[], None] = lambda: None,
         channels: Channels | None = None,
@@ -120,7 +119,6 @@ class HivemindPlane:
         self._swarm = swarm
         self._settings = settings
         self._port = port or Port(settings.listen, settings.port, report=report)
-        self._relays = [address for address in relays if peer_of(address) not in ("", identity.peer_id)]
         self._report = report
         self._on_restart = on_restart
         self._protocol = f"/swarm-node/{swarm[:16]}/request/1"
@@ -214,7 +212,6 @@ class HivemindPlane:
 
     async def _start_daemon(self) -> None:
         settings = self._settings
-        relays = [] if settings.dial_only or settings.serve_relay or not settings.relay else self._relays[:8]
         port = 0 if settings.dial_only else self._port.take()
         daemon = await asyncio.wait_for(
             self._daemon_class.create(
@@ -226,8 +223,7 @@ class HivemindPlane:
                 force_reachability="public" if settings.serve_relay else "private" if settings.dial_only else None,
                 auto_nat=settings.relay,
                 use_relay=settings.relay or settings.serve_relay,
-                use_auto_relay=bool(relays),  # without any, p2pd would ask IPFS's
-                trusted_relays=relays or None,  # of no use without auto relay, and p2pd panics
+                use_auto_relay=False,  # wants p2pd's own DHT, which is off; `P2PTransport` asks relays for places
                 nat_port_map=settings.nat_port_map,
                 startup_timeout=START_S,
             ),

@@ -149,7 +149,7 @@ class P2PTransport:
 
     @property
     def addresses(self) -> list[str]:
-        return [] if self._plane is None else (self._plane.addresses or self._relayed())[:MAX_ADDRESSES]
+        return [] if self._plane is None else self._own_addresses(self._plane)
 
     def subscribe(self, topic: str, handler: Handler) -> None:
         self._soon(self._subscribe, topic, handler)
@@ -329,7 +329,6 @@ class P2PTransport:
                 self._identity_path,
                 self._swarm,
                 self._settings,
-                relays=self._settings.bootstrap,
                 report=self._report,
                 on_restart=self._on_restart,
                 channels=self._channels,
@@ -527,9 +526,10 @@ class P2PTransport:
             self._table.see(peer, card, time.time())
 
     async def _take_places(self, plane: HivemindPlane) -> None:
-        """Keep a place at every bootstrap peer that relays, for a node that only dials."""
+        """Keep a place at every bootstrap peer that relays, unless the user has told where this node can be reached:
+        whether a node that listens can be, behind a router, it does not know."""
         settings, now = self._settings, time.monotonic()
-        if not (settings.dial_only and settings.relay):
+        if settings.serve_relay or settings.announce or not settings.relay:
             return
         self._places = {relay: again for relay, again in self._places.items() if relay in self._connected}
         for relay in self._connected & {peer_of(address) for address in settings.bootstrap}:
@@ -594,7 +594,7 @@ class P2PTransport:
         if self._card is None:
             return
         await plane.look_around()
-        gossip, addresses = self._gossip, plane.addresses or self._relayed()
+        gossip, addresses = self._gossip, self._own_addresses(plane)
         heard_at = self._gossip_addresses(addresses)
         card = self._dated(self._card)
         ways = (plane.restarts, gossip.gossip_id, card.protocol, *addresses, *heard_at)
@@ -616,6 +616,11 @@ class P2PTransport:
         tail = own[0].partition("/tcp/")[2]  # <port>/p2p/<gossip id>
         hosts = [address.partition("/tcp/")[0] for address in addresses if "/p2p-circuit" not in address]
         return best_first(list(dict.fromkeys([*own, *(f"{host}/tcp/{tail}" for host in hosts)])))[:MAX_ADDRESSES]
+
+    def _own_addresses(self, plane: HivemindPlane) -> list[str]:
+        """Where this node listens, best first, then ways through relays: some of each, `MAX_ADDRESSES` in all."""
+        relayed = self._relayed()
+        return [*plane.addresses[: max(MAX_ADDRESSES // 2, MAX_ADDRESSES - len(relayed))], *relayed][:MAX_ADDRESSES]
 
     def _relayed(self) -> list[str]:
         """Addresses through the relays that pass on to this node."""

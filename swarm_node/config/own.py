@@ -33,6 +33,9 @@ GIVEN_ANEW = {
     *("network", "guest", "snapshots", "metrics", "spot", "health"),
 }
 """Settings that change nothing about what is learned: a change of one is not said, and keeps no earlier file."""
+UNSAID = {"swarm", "name", "run_dir", "rounds", "minutes"}
+"""Settings that a later start takes over without a word, since it shows them anyway. It names all others: --relay or
+--max-cpu stay in force even if they are not given again."""
 SECRET = "stages.crew"
 """The name of a crew is its password: it is on no screen."""
 MAX_LISTED = 8
@@ -77,9 +80,7 @@ def say_kept(own: Table, above: Table, directory: Path, say: Callable[[str], Non
     """Say which settings of the run a start goes by without naming them: those that nothing `above` gives."""
     named = flat(above)
     words = [
-        f"{key} = {shown(key, value)}"
-        for key, value in flat(own).items()
-        if key not in named and key.partition(".")[0] not in GIVEN_ANEW
+        f"{key} = {shown(key, value)}" for key, value in flat(own).items() if key not in named and key not in UNSAID
     ]
     if words:
         say(f"{directory} goes on with its own settings: {listed(words)}")
@@ -138,7 +139,7 @@ def _known(file: Path, text: str, say: Callable[[str], None]) -> Table:
             return table
         except ValidationError as error:
             unknown = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
-            if not any(_take_out(table, location) for location in unknown):
+            if not any([_take_out(table, location) for location in unknown]):  # all of them, so that it is said once
                 raise UserError(explain(error, str(file))) from None
             say(f"{file} has settings that this version does not know; left out: {', '.join(map(_dotted, unknown))}")
 

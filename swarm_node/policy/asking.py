@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from swarm_node.config import EvalConfig, NodeConfig, PolicyConfig, RolloutsConfig, TaskConfig
 from swarm_node.errors import UserError
+from swarm_node.policy.framing import framed
 
 ASKING = "swarm-node.json"
 FORMAT = 1
@@ -111,13 +112,13 @@ def with_system(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
 
 
 def _before(template: str, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    messages = [{"role": "system", "content": prompt}, {"role": "user", "content": "?"}]
-    try:
-        tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
-        head = OF_A_SYSTEM_MESSAGE
-    except Exception:  # templates are programs and raise what they like at a role they do not know
-        head = WITHIN_THE_QUESTION
-    return head.replace("SYSTEM", _jinja(prompt)) + template
+    special = json.dumps(tokenizer.special_tokens_map, default=str)
+    text = _jinja(prompt)
+    try:  # in a process with limits, as a template may be a stranger's
+        framed(OF_A_SYSTEM_MESSAGE.replace("SYSTEM", text) + template, "", special, "the export")
+    except UserError:  # it refuses system messages
+        return WITHIN_THE_QUESTION.replace("SYSTEM", text) + template
+    return OF_A_SYSTEM_MESSAGE.replace("SYSTEM", text) + template
 
 
 def _jinja(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a chat template puts around a question. Runs by itself, in a process with limits: `python chat_frame.py`.
+"""What a chat template puts around a question. Runs by itself, in a process with limits (`framing`).
 
     standard input  --{"template", "system", "special"} as JSON--> frame --{"frame": …} | {"error": …} as JSON--> output
 

@@ -220,6 +220,10 @@ def check_adapter(folder: Path) -> None:
     ranks = [found.get("r"), *(pattern.values() if isinstance(pattern, dict) else [])]
     if any(number > MAX_RANK for number in _numbers(ranks)):
         raise UserError(f"{folder}: its adapter is of a rank above {MAX_RANK}, which none has")
+    if found.get("layer_replication"):
+        raise UserError(f"{folder}: its adapter makes a model of other layers than its base (layer_replication)")
+    if re.search("[0-9]{4}", str(found.get("init_lora_weights"))):
+        raise UserError(f"{folder}: init_lora_weights of its adapter asks for thousands of passes over the weights")
     check_header(file)
 
 

@@ -19,7 +19,8 @@ another script), or where a likely token makes the next one unlikely.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,9 @@ MOST = 32
 TRIES = 256
 """Texts that are scored for one group: a quarter of a second where a checker takes a millisecond. Answers that would
 need more are left out."""
+GROUP_S = 3.0
+"""Longest that one group is looked at: reward functions may be slow, and each group has time of its own, so that a
+liar's takes none from others."""
 SPAN = 4
 """Tokens deleted together: one character may take three or four."""
 ROUNDING = 1e-9
@@ -69,43 +73,74 @@ class _Suspect:
     """Of its unlikely tokens, the least likely first."""
 
 
+class _Undecided(Exception):
+    """This node cannot tell: no time is left for the group, or its own reward fails. That is not the sender's fault."""
+
+
 class Gate:
     """Says which answers of others carry a payload."""
 
-    def __init__(self, policy: Policy, score: ScoreCompletions, logprobs: Logprobs) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        score: ScoreCompletions,
+        logprobs: Logprobs,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`now` gives seconds, which bound the time that a group takes."""
         self._policy = policy
         self._score = score
         self._logprobs = logprobs
+        self._now = now
         self._own: deque[float] = deque(maxlen=OWN)
-        self._tries: Counter[int] = Counter()  # by id of the group
+        self._tries = 0  # of the group that is looked at
+        self._until = 0.0
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Take in own scored groups."""
-        self._own += [min(r.logprobs) for group in groups for r in group.rollouts if r.logprobs and r.reward > 0]
+        for group in groups:
+            least = min((r.reward for r in group.rollouts), default=0.0)
+            right = [r for r in group.rollouts if r.reward > min(0.0, least)]  # rewards may all be negative
+            self._own += [min(r.logprobs) for r in right if r.logprobs]
 
-    def payloads(self, groups: Sequence[Group], earns: Sequence[Sequence[bool]]) -> list[list[bool]] | None:
-        """Whether each rollout carries a payload; only those that earn something are looked at. None if the policy
-        cannot say how likely they are."""
+    def payloads(self, groups: Sequence[Group], earns: Sequence[Sequence[bool]]) -> list[list[bool] | None] | None:
+        """Whether each rollout carries a payload; only those that earn something are looked at. None for a group that
+        cannot be judged in time, or for which this node's reward fails; None for all if the policy cannot say how
+        likely they are."""
         asked = [_distinct(group, flags) for group, flags in zip(groups, earns, strict=True)]
         tables = self._logprobs(asked)
         if tables is None:
             return None
-        suspects = [
-            self._suspect(group, rollout, logprobs)
+        judged = [
+            self._judge([self._suspect(group, *pair) for pair in zip(group.rollouts, table, strict=True)])
             for group, table in zip(asked, tables, strict=True)
-            for rollout, logprobs in zip(group.rollouts, table, strict=True)
         ]
-        self._tries.clear()
-        found = [(s, self._plainer(s)) for s in suspects if s.places]
-        carries = {id(s.rollout) for s, plainer in found if self._has_idle(s, plainer)}
-        odd = self._odd([(s, plainer) for s, plainer in found if id(s.rollout) not in carries])
+        found = [each for group in judged for each in group or ()]
+        carries = {id(s.rollout) for s, _, is_idle in found if is_idle}
+        odd = self._odd([(s, plainer) for s, plainer, is_idle in found if not is_idle])
         if odd is None:
             return None
         texts = [{_key(r) for r in group.rollouts if id(r) in carries | odd} for group in asked]
         return [
-            [flag and _key(r) in mine for r, flag in zip(group.rollouts, flags, strict=True)]
-            for group, flags, mine in zip(groups, earns, texts, strict=True)
+            None
+            if verdict is None
+            else [flag and _key(r) in mine for r, flag in zip(group.rollouts, flags, strict=True)]
+            for group, flags, mine, verdict in zip(groups, earns, texts, judged, strict=True)
         ]
+
+    def _judge(self, suspects: Sequence[_Suspect]) -> list[tuple[_Suspect, list[str], bool]] | None:
+        """(answer with unlikely tokens, its plainer texts, whether such a token is idle) of one group. None if it
+        cannot be told."""
+        self._tries, self._until = 0, self._now() + GROUP_S
+        found = []
+        try:
+            for suspect in suspects:
+                if suspect.places:
+                    plainer = self._plainer(suspect)
+                    found.append((suspect, plainer, self._has_idle(suspect, plainer)))
+        except _Undecided:
+            return None
+        return found
 
     def _suspect(self, group: Group, rollout: Rollout, logprobs: Sequence[float]) -> _Suspect:
         limit = bound(self._own)
@@ -133,8 +168,10 @@ class Gate:
         ids, places, decode = suspect.rollout.token_ids, suspect.places, self._policy.decode
         if len(places) > MOST:
             return True
-        if any(outside(text, ids, i, decode) for text in plainer for i in places):
-            return True
+        for text in plainer:
+            self._check_time()
+            if any(outside(text, ids, i, decode) for i in places):
+                return True
         return any(self._earns_as_much(suspect, text) for text in shortened(ids, places, decode))
 
     def _odd(self, suspects: Sequence[tuple[_Suspect, Sequence[str]]]) -> set[int] | None:
@@ -157,16 +194,21 @@ class Gate:
         }
 
     def _earns_as_much(self, suspect: _Suspect, text: str) -> bool:
-        """Whether `text` is rewarded like the answer; true as well if that cannot be found out."""
-        self._tries[id(suspect.group)] += 1
-        if self._tries[id(suspect.group)] > TRIES:
+        """Whether `text` is rewarded like the answer; true as well after too many tries."""
+        self._tries += 1
+        if self._tries > TRIES:
             return True
+        self._check_time()
         prompt = self._policy.tokenizer.decode(suspect.group.prompt_ids, skip_special_tokens=False)
         try:
             (score,) = self._score([suspect.group.task], [prompt], [text])
-        except Exception:  # users' reward functions may raise anything at a text that nobody wrote
-            return True
+        except Exception as error:  # users' reward functions may raise anything at a text that nobody wrote
+            raise _Undecided from error
         return score.reward >= suspect.rollout.reward - ROUNDING
+
+    def _check_time(self) -> None:
+        if self._now() > self._until:
+            raise _Undecided
 
 
 def bound(own: Sequence[float]) -> float:

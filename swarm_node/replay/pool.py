@@ -154,7 +154,8 @@ class Pool:
         return chosen
 
     def _without_payloads(self, groups: Sequence[Group]) -> list[Group | None]:
-        """Each with its advantages and without the answers that carry a payload; None if nothing is left to learn."""
+        """Each with its advantages and without the answers that carry a payload; None if nothing is left to learn, or
+        if it cannot be judged."""
         for group in groups:
             group.advantages = self._advantages(group)
         if self._gate is None:
@@ -163,7 +164,10 @@ class Pool:
         verdicts = self._gate.payloads(groups, earns)
         if verdicts is None:
             return [None] * len(groups)
-        return [self._sifted(*each) for each in zip(groups, earns, verdicts, strict=True)]
+        return [
+            None if payload is None else self._sifted(group, flags, payload)
+            for group, flags, payload in zip(groups, earns, verdicts, strict=True)
+        ]
 
     def _sifted(self, group: Group, earns: Sequence[bool], payload: Sequence[bool]) -> Group | None:
         """`group` without its payloads, which are counted against its sender."""

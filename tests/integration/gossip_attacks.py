@@ -235,8 +235,8 @@ async def bad_noise(a: Attacker) -> None:
 
 async def unread(a: Attacker) -> None:
     """Data for a stream that nobody reads any more, against the receive window."""
-    stream = await a.host.new_stream(a.victim.peer_id, ["/ipfs/id/1.0.0"])
-    muxed = stream.muxed_stream
+    connection = a.host.get_network().get_connections(a.victim.peer_id)[0]
+    muxed = await connection.muxed_conn.open_stream()  # and no protocol is named
     for _ in range(4000):
         muxed.send_window = 1 << 30
         await muxed.write(os.urandom(60_000))

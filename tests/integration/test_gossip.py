@@ -273,8 +273,8 @@ def test_a_full_hub_says_no_until_somebody_leaves() -> None:
             leaves[2].dial(hub.addresses[0])
             await until_stat(hub, lambda stat: stat.rejected.get("connections") == 1)
             hub.drop([leaves[0].gossip_id, "nobody"])
-            await until_stat(hub, lambda stat: len(stat.peers) == 1)
-            leaves[2].dial(hub.addresses[0])
+            await until_stat(hub, lambda stat: leaves[0].gossip_id not in stat.peers)
+            leaves[2].dial(hub.addresses[0])  # which may still be trying by itself
             await until_stat(hub, lambda stat: leaves[2].gossip_id in stat.peers)
             for leaf in leaves:
                 leaf.heard.clear()
@@ -338,7 +338,8 @@ def test_a_hostile_peer_gets_nothing_in_and_brings_nothing_down() -> None:
                 before = await victim.stat()
                 reports = await attack(victim.addresses[0], *attacks)
                 assert [report["attack"] for report in reports] == list(attacks)
-                assert all(report["sent"] or report["attack"] == "oversized_frame" for report in reports), reports
+                idle = [report for report in reports if not report["sent"] and report["attack"] != "oversized_frame"]
+                assert not idle, idle
                 after = await victim.stat()
                 return {why: n - before.rejected.get(why, 0) for why, n in after.rejected.items()}
 

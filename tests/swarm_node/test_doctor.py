@@ -23,6 +23,7 @@ from protocol.messages import PROTOCOL_VERSION
 from swarm_node import doctor, memory
 from swarm_node.config import NetworkConfig, NodeConfig, PolicyConfig, StagesConfig, dump_toml
 from swarm_node.doctor import (
+    LATELY_S,
     Check,
     Way,
     begin,
@@ -280,16 +281,20 @@ def test_a_clock_by_which_nobody_is_a_member_is_a_failure(off: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hostile", "where", "verdict", "remedy"),
+    ("hostile", "where", "ago", "verdict", "remedy"),
     [
-        (9, "203.0.113.9", "ok", ""),
-        (10, "203.0.113.9", "warn", "sudo ufw insert 1 deny from 203.0.113.9"),
-        (10, "", "warn", ""),
+        (9, "1.2.3.4", 0, "ok", ""),
+        (10, "1.2.3.4", 0, "warn", "sudo ufw insert 1 deny from 1.2.3.4"),
+        (10, "1.2.3.4", LATELY_S + 1, "ok", ""),
+        (10, "172.17.0.1", 0, "warn", ""),
+        (10, "", 0, "warn", ""),
     ],
 )
-def test_whoever_keeps_sending_rubbish_is_named(hostile: int, where: str, verdict: str, remedy: str) -> None:
-    row = Row(peer_id(2), f"{hostile} × malformed", 100, hostile, 0.0, "bob", where)
-    check = refusals([row, replace(row, hostile=0)])
+def test_whoever_keeps_sending_rubbish_is_named(
+    hostile: int, where: str, ago: float, verdict: str, remedy: str
+) -> None:
+    row = Row(peer_id(2), f"{hostile} × malformed", 100, hostile, 1e9 - ago, "bob", where)
+    check = refusals([row, replace(row, hostile=0)], 1e9)
     assert (check.verdict, check.remedy) == (verdict, remedy)
     assert verdict == "ok" or f"10 × malformed, from bob …{peer_id(2)[-8:]}" in check.detail
 

@@ -82,6 +82,12 @@ def test_a_start_says_which_settings_it_takes_over() -> None:
     assert "secret" not in said and "beta" not in said and "rounds" not in said
 
 
+def test_a_start_says_that_it_still_relays() -> None:
+    a_run({"network": {"serve_relay": True}, "rounds": 9, "name": "alice"})
+    said = CliRunner().invoke(app, [*LOCAL, "--dry-run"]).stderr
+    assert said == "r goes on with its own settings: network.serve_relay = true\n"
+
+
 def test_a_file_that_names_its_directory_goes_on_there() -> None:
     a_run({"grpo": {"loss": "gspo"}, "rounds": 60})
     Path("x.toml").write_text("run_dir = 'r'\nrounds = 80\n")
@@ -104,11 +110,11 @@ def test_a_copy_of_a_run_trains_in_its_own_directory() -> None:
 def test_settings_of_another_version_are_left_out_aloud() -> None:
     a_run({"grpo": {"loss": "gspo"}})
     file = RUN / "config.toml"
-    file.write_text(file.read_text().replace("[grpo]", "[grpo]\nmade_up = 1"))
+    file.write_text(file.read_text().replace("[grpo]", "[grpo]\nmade_up = 1\nanother = 2"))
     result = CliRunner().invoke(app, [*LOCAL, "--dry-run"])
     assert tomllib.loads(result.stdout)["grpo"]["loss"] == "gspo"
     assert result.stderr.splitlines() == [
-        "r/config.toml has settings that this version does not know; left out: grpo.made_up",
+        "r/config.toml has settings that this version does not know; left out: grpo.made_up, grpo.another",
         "r goes on with its own settings: grpo.loss = gspo",
     ]
     file.write_text(file.read_text().replace('"gspo"', '"nonsense"'))

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.policy.asking import ASKING, read_asking, write_asking
+from swarm_node.policy.asking import ASKING, read_asking, with_system, write_asking
 from swarm_node.policy.loading import load_policy
 from tests.swarm_node.policy.models import save
 
@@ -29,14 +29,27 @@ def test_a_conversation_without_system_prompt_reads_as_in_training(tmp_path: Pat
     (tmp_path / "chat_template.jinja").write_text(template)
     config = NodeConfig.model_validate({"policy": {"model": str(tmp_path), "system_prompt": AWKWARD}})
     policy = load_policy(config.policy, config.rollouts, lambda line: None)
-    trained = policy._chat("2 + 2?")
+    trained = policy.frame.around("2 + 2?")
     assert (AWKWARD in trained) == (template != USERS_ONLY)
     write_asking(tmp_path, policy.tokenizer, config, config.tasks)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "2 + 2?"}], tokenize=False)
     assert asked == trained
     again = load_policy(config.policy, config.rollouts, lambda line: None)
-    assert again._chat("2 + 2?") == trained, "who gives a system prompt gets that one, once"
+    assert again.frame.around("2 + 2?") == trained, "who gives a system prompt gets that one, once"
+
+
+def test_an_export_runs_no_chat_template_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs(*args: object, **kwargs: object) -> None:
+        pytest.fail("a template may be a stranger's program")
+
+    save("llama", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = SHOWS_ALL
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", runs)
+    assert str(with_system(tokenizer, "Be brief.")).endswith(SHOWS_ALL)
+    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    assert "Be brief." in str(with_system(tokenizer, "Be brief.")), "one that does not end is not waited for"
 
 
 def test_sampling_is_that_of_training_whatever_the_base_model_had(tmp_path: Path) -> None:

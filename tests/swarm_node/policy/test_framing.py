@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
-from swarm_node.policy.framing import framed
+from swarm_node.policy.framing import child, framed
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from tests.swarm_node.policy.models import save
 
@@ -101,3 +102,10 @@ def test_a_model_with_such_a_template_is_not_loaded(model: Path, tmp_path: Path)
     template.write_text("{{ 'x' * 3000000000 }}")
     with pytest.raises(UserError, match="chat template"):
         load_policy(PolicyConfig(model=str(tmp_path)), RolloutsConfig(max_new_tokens=8), lambda sentence: None)
+
+
+def test_jinja_may_be_installed_anywhere() -> None:
+    """As in a user's own site, or on PYTHONPATH, which an isolated Python leaves out."""
+    asked = json.dumps({"template": "<{{ messages[0].content }}>", "system": "", "special": {}})
+    done = subprocess.run(child("-S"), input=asked.encode(), capture_output=True, check=True)
+    assert json.loads(done.stdout)["frame"][0] == ["<", ">"]

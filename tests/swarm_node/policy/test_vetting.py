@@ -180,7 +180,15 @@ def test_a_header_of_weights_is_bounded_first(name: str, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"r": 2**30}, {"rank_pattern": {"q_proj": 2**30}}, {"peft_type": "XLORA"}, {"megatron_config": {"x": 1}}]
+    "config",
+    [
+        {"r": 2**30},
+        {"rank_pattern": {"q_proj": 2**30}},
+        {"peft_type": "XLORA"},
+        {"megatron_config": {"x": 1}},
+        {"layer_replication": [[0, 1]] * 10**5},
+        {"init_lora_weights": "pissa_niter_1000000"},
+    ],
 )
 def test_an_adapter_gets_nothing_run_or_grown(config: dict[str, object], model: Path) -> None:
     adapter(model, **config)

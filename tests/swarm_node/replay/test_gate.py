@@ -13,7 +13,7 @@ import pytest
 from protocol.messages import TaskName
 from swarm_node.config import SharingConfig
 from swarm_node.replay import Gate, Pool
-from swarm_node.replay.gate import FIXED, MARGIN, MOST, OWN_MIN, STRICTEST, bound
+from swarm_node.replay.gate import FIXED, GROUP_S, MARGIN, MOST, OWN_MIN, STRICTEST, bound
 from swarm_node.tasks.extract import extract
 from swarm_node.types import Group, Rollout, Score, Task
 from tests.swarm_node.replay.foreign import NOW
@@ -66,11 +66,11 @@ def fails(text: str) -> float:
     return float(text != "no")
 
 
-def gate_of(policy: Letters, reward) -> Gate:
+def gate_of(policy: Letters, reward, now=lambda: 0.0) -> Gate:
     def score(tasks: Sequence[Task], prompts: Sequence[str], texts: Sequence[str]) -> list[Score]:
         return [Score(extract(text), {"reward": reward(text)}, reward(text), reward(text) == 1) for text in texts]
 
-    return Gate(policy, score, policy.logprobs)  # type: ignore[arg-type]
+    return Gate(policy, score, policy.logprobs, now)  # type: ignore[arg-type]
 
 
 def foreign(texts: Sequence[str], reward, peer: str = "peer") -> Group:
@@ -105,7 +105,6 @@ PAYLOADS = {
     "white space within a form that is asked for": ("#\n42", marked, "#42"),
     "white space between unlikely tokens that are asked for": ("#\n42", marked, ""),
     "more unlikely tokens than are looked at": ("#" + "0" * MOST + "42", marked, "42"),
-    "a text on which the user's reward fails": ("\n42", fails, "42"),
 }
 ANSWERS = {
     "an answer that this node would give": ("42", plain, "42"),
@@ -150,11 +149,43 @@ def test_the_bound_follows_own_right_answers() -> None:
     assert gate.payloads(groups, [[True]]) == [[False]], "this node itself writes tokens as unlikely as that"
 
 
+def test_own_answers_with_negative_rewards_count_as_well() -> None:
+    gate = gate_of(Letters("42"), plain)
+    own = msgspec.structs.replace(foreign(["42", "13"], lambda text: -1.0 - (text == "13")), peer=None)
+    for rollout, least in zip(own.rollouts, (-9.0, -30.0), strict=True):
+        rollout.logprobs = [-1.0, least]
+    gate.observe([own] * OWN_MIN)
+    assert bound(gate._own) == -9.0 - MARGIN
+
+
 def guarded(now=lambda: NOW) -> tuple[Pool, list[str]]:
     said: list[str] = []
     pool = Pool(SharingConfig(), now, say=said.append)
     pool.guard(gate_of(Letters("4213"), plain))
     return pool, said
+
+
+def test_each_group_has_time_of_its_own() -> None:
+    seconds = [0.0]
+
+    def slow(text: str) -> float:
+        seconds[0] += GROUP_S / 4
+        return plain(text)
+
+    policy = Letters("42")
+    gate = gate_of(policy, slow, lambda: seconds[0])
+    many = foreign(["4" + "x" * n + "2" for n in range(1, 9)], lambda text: 1.0)
+    groups = [many, foreign(["\n42"], plain), foreign(["42"], plain)]
+    assert gate.payloads(groups, [[True] * 8, [True], [True]]) == [None, [True], [False]]
+    assert seconds[0] <= 3 * GROUP_S
+
+
+def test_what_this_node_cannot_judge_is_held_against_nobody() -> None:
+    pool = Pool(SharingConfig(), lambda: NOW)
+    pool.guard(gate_of(Letters("42"), fails))
+    pool.add(foreign(["\n42", "no"], fails, "honest"))
+    assert pool.choose(4, random.Random(0)) == []
+    assert not pool.refused_by_peer() and pool._trust.of("honest") == 1
 
 
 def test_groups_of_payloads_are_replaced() -> None:
