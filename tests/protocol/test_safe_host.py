@@ -1,86 +1,20 @@
-"""What the other end of a gossip connection may say before it is admitted, and when a stream is opened: no sockets."""
+"""The gossip host against peers that say too much (scenarios in host_scenarios.py)."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import trio
-from libp2p.io.exceptions import IOException
-from libp2p.protocol_muxer.exceptions import MultiselectClientError
-from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
-from libp2p.utils import encode_delim, encode_uvarint
 
-from protocol.transports.gossip_places import MAX_HANDSHAKE_BYTES
-from protocol.transports.safe_host import MAX_PROTOCOL_BYTES, CountedTCP, Wire, make_host
+PROGRAM = Path(__file__).with_name("host_scenarios.py")
+SCENARIOS = re.findall(r"^async def ([a-z]\w+)\(\) -> None:", PROGRAM.read_text(), re.MULTILINE)
 
 
-class Talker:
-    """The other end: says `first`, then zeros without end."""
-
-    def __init__(self, first: bytes = b"") -> None:
-        self.first, self.said = first, 0
-        self.stream = SimpleNamespace(setsockopt=lambda *of: None)
-
-    def get_remote_address(self) -> tuple[str, int]:
-        return "192.0.2.1", 4001
-
-    async def read(self, n: int | None = None) -> bytes:
-        await trio.lowlevel.checkpoint()
-        data, self.first = self.first[:n], self.first[n:]
-        data = data or bytes(n or 2**16)
-        self.said += len(data)
-        return data
-
-    async def write(self, data: bytes) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-@pytest.mark.parametrize("inbound", [False, True])
-def test_a_handshake_is_bounded_whoever_dialled(inbound: bool) -> None:
-    async def scenario() -> None:
-        tcp = CountedTCP(4)
-        wire = Wire(Talker(), tcp, inbound)
-        if inbound:
-            tcp.places.arrive(wire.link)
-        with pytest.raises(IOException):
-            while wire.bytes_in < 4 * MAX_HANDSHAKE_BYTES:
-                await wire.read(2**14)
-        assert not tcp.live and tcp.rejected == {"handshake": 1}
-
-    trio.run(scenario)
-
-
-def test_nothing_is_bounded_there_once_it_is_admitted() -> None:
-    async def scenario() -> None:
-        tcp = CountedTCP(4)
-        wire = Wire(Talker(), tcp, inbound=False)
-        assert await tcp.admit(wire.address, inbound=False)
-        while wire.bytes_in < 4 * MAX_HANDSHAKE_BYTES:
-            await wire.read(2**14)
-        assert not tcp.rejected
-
-    trio.run(scenario)
-
-
-def test_no_long_answer_is_read_when_a_stream_is_opened() -> None:
-    async def scenario() -> None:
-        host: Any = make_host(CountedTCP(4))
-        talker: Any = Talker(encode_uvarint(2**26))
-        with pytest.raises(MultiselectClientError):
-            await host.multiselect_client.select_one_of(["/meshsub/1.1.0"], MultiselectCommunicator(talker), 30)
-        assert talker.said <= MAX_PROTOCOL_BYTES
-
-    trio.run(scenario)
-
-
-def test_a_short_answer_opens_a_stream() -> None:
-    async def scenario() -> None:
-        host: Any = make_host(CountedTCP(4))
-        talker: Any = Talker(encode_delim(b"/multistream/1.0.0") + encode_delim(b"/meshsub/1.1.0"))
-        communicator = MultiselectCommunicator(talker)
-        assert await host.multiselect_client.select_one_of(["/meshsub/1.1.0"], communicator, 30) == "/meshsub/1.1.0"
-
-    trio.run(scenario)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_host(name: str) -> None:
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(PROGRAM.parents[2])}
+    ran = subprocess.run([sys.executable, PROGRAM, name], env=env, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
