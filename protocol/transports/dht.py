@@ -45,6 +45,9 @@ MAX_ANSWER_CARDS_BYTES = 3 * 2**20
 MAX_GIVEN_BYTES = 32 * 2**20
 """Cards that one peer gets in a minute: ten answers of the largest size, which only a newcomer to a swarm of thousands
 asks for. Beyond, it gets answers without cards."""
+MAX_FINDS = 600
+"""Finds of one peer in a minute: a node makes one to five a round, and a round takes a second at least. Each takes this
+node 1 ms, or 7 ms where all buckets are full."""
 ASKERS = 1024
 """Peers whose share is remembered: more than p2pd has connections."""
 BREATHE = 64
@@ -105,6 +108,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._mine: tuple[bytes, Record] | None = None
         """This node's own card, and its key."""
         self._given = Budgets(ASKERS, MAX_GIVEN_BYTES)
+        self._asked = Budgets(ASKERS, MAX_FINDS)
         self._avoided: dict[PeerID, float] = {}
         """Peer -> until when (monotonic)."""
         self._pings: set[asyncio.Task[bool]] = set()
@@ -145,6 +149,9 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
         """A peer asks for the cards under some keys, and who is near to these."""
         asker, peer = context.remote_id, str(context.remote_id)
+        if not self._asked.take(peer, time.time(), 1):
+            self._refusals.note(peer, "rate")
+            raise RemoteProtocolError("rate", f"more than {MAX_FINDS} finds a minute")
         self._meet(asker, request.peer.node_id)
         keys = self._read(peer, dht_wire.read_keys, request.keys)
         held = [self._held(key) for key in keys]

@@ -104,6 +104,20 @@ def test_few_cards_of_one_message_are_looked_at() -> None:
     assert list(answered.store_ok) == [False] and node.refused.total() == STORED_EACH
 
 
+def test_a_peer_that_asks_without_end_is_answered_so_often() -> None:
+    node, caller = Node(), SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
+
+    async def ask(times: int) -> None:
+        for _ in range(times):
+            await node.dht.rpc_find(dht_pb2.FindRequest(keys=node.validator.keys[:1]), caller)
+
+    asyncio.run(ask(300))
+    assert not node.refused
+    with pytest.raises(RemoteProtocolError, match="rate"):
+        asyncio.run(ask(100_000))
+    assert node.refused == {"rate": 1}
+
+
 def test_a_name_counts_once_in_a_message() -> None:
     node, bob = Node(), Identity.generate()
     card = record(bob)
