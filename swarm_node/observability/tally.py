@@ -33,6 +33,13 @@ class Buckets(msgspec.Struct):
     sums: list[float] = []
     squares: list[float] = []
 
+    def __post_init__(self) -> None:
+        """Raises ValueError, which is a ValidationError where a snapshot is read."""
+        parts = len(self.sums)
+        fits = self.each > 0 and (parts - 1) * self.each < self.count <= parts * self.each
+        if not fits or len(self.squares) != parts or parts > BUCKETS:
+            raise ValueError("the parts do not fit their count")
+
     def add(self, value: float | None, times: int = 1) -> None:
         """One that is missing or not finite counts for nothing."""
         if value is None or not math.isfinite(value):

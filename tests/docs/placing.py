@@ -118,8 +118,8 @@ def check_make(words: Sequence[str]) -> None:
 
 def check_benchmark(module: str, words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The module exists and its parser takes these arguments. Nothing of it is run."""
-    if (ROOT / module.replace(".", "/")).is_dir():
-        module = f"{module}.__main__"
+    if (ROOT / module.replace(".", "/")).is_dir():  # a package is run by its __main__
+        module += ".__main__"
     path = ROOT / (module.replace(".", "/") + ".py")
     assert path.exists(), f"there is no {module}"
     assert "parse_args(" in path.read_text(), f"{module} has no parser: it takes whatever it is given"

@@ -56,3 +56,13 @@ def test_figures_go_on_where_a_snapshot_ends() -> None:
     for number in range(1235, 2001):
         resumed.add(record(number))
     assert resumed == whole and whole.totals["swarm/groups_sent"] == 20 * 99
+
+
+@pytest.mark.parametrize(
+    "damaged", [{"each": 0}, {"count": 9}, {"count": 2}, {"squares": [1.0]}, {"count": 1000, "sums": [], "squares": []}]
+)
+def test_figures_that_do_not_fit_together_are_refused(damaged: dict[str, object]) -> None:
+    good = {"count": 3, "each": 2, "sums": [1.0, 2.0], "squares": [1.0, 2.0]}
+    assert msgspec.convert(good, Buckets).count == 3
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(good | damaged, Buckets)

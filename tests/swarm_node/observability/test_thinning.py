@@ -64,6 +64,15 @@ def test_the_newest_rounds_are_whole_and_the_file_is_small(long: Path) -> None:
     assert len(lines) < WHOLE + EACH + LEVEL * (LONG // WHOLE).bit_length()
 
 
+def test_no_line_stands_for_much_of_a_long_run() -> None:
+    rounds: list[int] = []
+    for _ in range(920):  # just beyond 2**10 rounds in a line
+        rounds += [1] * (EACH if rounds else WHOLE + EACH)
+        lines = iter(rounds)
+        rounds = [sum(next(lines) for _ in range(n)) for n in plan(rounds)]
+    assert rounds[0] == 2048 and 380 <= sum(rounds) / rounds[0] < 500
+
+
 def test_few_rounds_and_all_rounds_on_request_stay_whole(path: Path) -> None:
     write(path, 1, WHOLE + EACH - 1)
     assert not any("rounds" in line for line in read_jsonl(path))
