@@ -1,18 +1,20 @@
-"""A node names the hostile peers that it refuses, over real sockets: by peer id on the DHT, by IP address in gossip."""
+"""A node names the hostile peers that it refuses, over real sockets: by peer id, and the IP address they come from."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from protocol.transports.p2p import P2PTransport
 from protocol.transports.settings import NetworkSettings
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, which the network's thread imports
 SWARM = "a" * 64
-PATIENCE_S = 120.0
+PATIENCE_S = 90.0
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -26,15 +28,10 @@ def test_a_hostile_peer_is_named_by_key_and_address(tmp_path: Path) -> None:
     settings = NetworkSettings(listen="127.0.0.1", port=0, gossip_port=0)
     node = P2PTransport(tmp_path / "identity.key", SWARM, settings)
     try:
-        until(lambda: bool(node.addresses) and bool(node._gossip.addresses))
+        until(lambda: bool(node.addresses))
         peer = asyncio.run(_rubbish(node))
         until(lambda: node.refusals()[peer].address == "127.0.0.1")
         assert node.refusals()[peer].reasons["find"] >= 3
-        _, _, host, _, port, *_ = node._gossip.addresses[0].split("/")
-        with socket.create_connection((host, int(port)), 10) as silent:
-            until(lambda: node.refusals().get("127.0.0.1") is not None)
-            silent.close()
-        assert node.refusals()["127.0.0.1"].reasons == {"handshake": 1}
     finally:
         node.close()
 
