@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,14 @@ Scenario = Callable[[], Awaitable[None]]
 class Node:
     """A plane with what tests want to know of it."""
 
-    def __init__(self, folder: Path, name: str, relays: Sequence[str] = (), **settings: Any) -> None:
+    def __init__(self, folder: Path, name: str, **settings: Any) -> None:
         self.said: list[str] = []
         path = folder / f"{name}.key"
         self.name, self.identity = name, Identity.load_or_create(path)
         self.id = self.identity.peer_id
         defaults = dict(listen="127.0.0.1", port=0, relay=False, card_ttl_s=TTL_S)
         self.plane = HivemindPlane(
-            self.identity, path, SWARM, NetworkSettings(**(defaults | settings)), relays, self.said.append
+            self.identity, path, SWARM, NetworkSettings(**(defaults | settings)), self.said.append
         )
 
     def card(self, **changes: Any) -> PeerCard:
@@ -171,7 +171,7 @@ async def a_dial_only_node_is_a_member() -> None:
 async def two_that_relay_for_others_know_each_other() -> None:
     async with started("one", serve_relay=True, relay=True) as (one,):
         with tempfile.TemporaryDirectory() as folder:
-            two = Node(Path(folder), "two", one.plane.addresses, serve_relay=True, relay=True)
+            two = Node(Path(folder), "two", serve_relay=True, relay=True)
             try:
                 await asyncio.wait_for(two.plane.start(), 20.0)
                 await two.plane.connect(one.id, one.plane.addresses)
@@ -184,7 +184,7 @@ async def nobody_relays_unless_told_to() -> None:
     for serves in (False, True):
         async with started("hub", serve_relay=serves, relay=True) as (hub,):
             with tempfile.TemporaryDirectory() as folder:
-                hidden = Node(Path(folder), "hidden", hub.plane.addresses, dial_only=True, relay=True)
+                hidden = Node(Path(folder), "hidden", dial_only=True, relay=True)
                 await hidden.plane.start()
                 try:
                     await hidden.plane.connect(hub.id, hub.plane.addresses)
