@@ -93,14 +93,16 @@ async def find(address: str, swarm: str, pid: int, requests: int) -> dict[str, A
             if bucket_of(me.peer_id) == 0:
                 ways = [f"/ip4/127.0.0.1/tcp/9/{'x' * 100}{i}/p2p/{me.peer_id}"[:192] for i in range(4)]
                 cards.append((me.peer_id, seal_card(PeerCard(PROTOCOL_VERSION, swarm, now, "x", [], ways, ways), me)))
-        request = dht_pb2.StoreRequest(
-            keys=[key] * CARDS,
-            subkeys=[msgspec.msgpack.encode(peer) for peer, _ in cards],
-            values=[msgspec.msgpack.encode(card) for _, card in cards],
-            expiration_time=[now + 50] * CARDS,
-            in_cache=[False] * CARDS,
-        )
-        stored = sum((await call(p2p, victim, "rpc_store", request, dht_pb2.StoreResponse)).store_ok)
+        stored = 0
+        for peer, card in cards:
+            request = dht_pb2.StoreRequest(
+                keys=[key],
+                subkeys=[msgspec.msgpack.encode(peer)],
+                values=[msgspec.msgpack.encode(card)],
+                expiration_time=[now + 50],
+                in_cache=[False],
+            )
+            stored += sum((await call(p2p, victim, "rpc_store", request, dht_pb2.StoreResponse)).store_ok)
         before = most = memory_mib(pid)
         many = dht_pb2.FindRequest(keys=[key] * 1000, peer=dht_pb2.NodeInfo(node_id=bytes(20)))
         answered = 0
