@@ -1,6 +1,7 @@
 """Right foreign answers that carry a payload are left out: the attack of "Hail to the Thief" (arXiv 2511.09780).
 
-    bound      B = min(STRICTEST, m - MARGIN)   m: quantile of the least log-probabilities of own latest right answers
+    bound      B = min(STRICTEST, m - MARGIN)   m: quantile of the least log-probabilities of own latest right answers,
+                                                or of all own latest ones, as long as few are right
     unlikely   a token whose log-probability under this node's own policy is below B
     idle       an unlikely token without which the answer still earns as much as with it
     odd        an answer whose least log-probability is more than MARGIN below that of a plainer text that earns as much
@@ -30,7 +31,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Rollout, Score, Task
 
 FIXED = -6.0
-"""B of a node that has too few right answers of its own: it would draw such a token once in 400 times."""
+"""B of a node that has too few answers of its own: it would draw such a token once in 400 times."""
 STRICTEST = -4.0
 """B of a node that is nearly sure of all it writes: others' answers that it would write itself now and then are not
 payloads."""
@@ -39,7 +40,8 @@ MARGIN = 2.0
 OWN = 256
 """Latest own right answers that are remembered: about the last ten rounds of a node that is often right."""
 OWN_MIN = 32
-"""Own right answers below which the fixed bound holds."""
+"""Fewer right answers say nothing of how this node writes: then all of its answers do, which are as long and as odd as
+its right ones will be. With fewer of those as well, the fixed bound holds."""
 QUANTILE = 0.02
 """Of own least log-probabilities. Their minimum would open the gate for OWN answers each time that this node itself
 happens to draw a payload."""
@@ -92,6 +94,7 @@ class Gate:
         self._score = score
         self._logprobs = logprobs
         self._now = now
+        self._right: deque[float] = deque(maxlen=OWN)
         self._own: deque[float] = deque(maxlen=OWN)
         self._tries = 0  # of the group that is looked at
         self._until = 0.0
@@ -101,7 +104,8 @@ class Gate:
         for group in groups:
             least = min((r.reward for r in group.rollouts), default=0.0)
             right = [r for r in group.rollouts if r.reward > min(0.0, least)]  # rewards may all be negative
-            self._own += [min(r.logprobs) for r in right if r.logprobs]
+            self._right += [min(r.logprobs) for r in right if r.logprobs]
+            self._own += [min(r.logprobs) for r in group.rollouts if r.logprobs]
 
     def payloads(self, groups: Sequence[Group], earns: Sequence[Sequence[bool]]) -> list[list[bool] | None] | None:
         """Whether each rollout carries a payload; only those that earn something are looked at. None for a group that
@@ -143,7 +147,7 @@ class Gate:
         return found
 
     def _suspect(self, group: Group, rollout: Rollout, logprobs: Sequence[float]) -> _Suspect:
-        limit = bound(self._own)
+        limit = bound(self._right, self._own)
         places = [i for i, value in enumerate(logprobs) if value < limit and self._has_text(rollout.token_ids[i])]
         places.sort(key=lambda i: logprobs[i])
         return _Suspect(group, rollout, logprobs[places[0]] if places else 0.0, places)
@@ -211,11 +215,12 @@ class Gate:
             raise _Undecided
 
 
-def bound(own: Sequence[float]) -> float:
-    """B, from the least log-probabilities of own right answers."""
-    if len(own) < OWN_MIN:
+def bound(right: Sequence[float], own: Sequence[float]) -> float:
+    """B, from the least log-probabilities of own right answers, and of all own ones."""
+    known = right if len(right) >= OWN_MIN else own
+    if len(known) < OWN_MIN:
         return FIXED
-    return min(STRICTEST, sorted(own)[int(QUANTILE * len(own))] - MARGIN)
+    return min(STRICTEST, sorted(known)[int(QUANTILE * len(known))] - MARGIN)
 
 
 def outside(part: str, ids: Sequence[int], place: int, decode: Callable[[list[int]], str]) -> bool:

@@ -135,10 +135,12 @@ def test_an_unlikely_answer_may_stand_in_its_reasoning_too() -> None:
 
 
 def test_the_bound_follows_own_right_answers() -> None:
-    assert bound([]) == bound([-1.0] * (OWN_MIN - 1)) == FIXED
-    assert bound([-0.1] * 256) == STRICTEST
-    assert bound([-9.0] * 256) == -9.0 - MARGIN
-    assert bound([-3.0] * 255 + [-30.0]) == -3.0 - MARGIN, "one odd answer of its own opens nothing"
+    few = [-1.0] * (OWN_MIN - 1)
+    assert bound([], []) == bound(few, few) == FIXED
+    assert bound([-0.1] * 256, []) == STRICTEST
+    assert bound([-9.0] * 256, [-1.0] * 256) == -9.0 - MARGIN
+    assert bound([-3.0] * 255 + [-30.0], []) == -3.0 - MARGIN, "one odd answer of its own opens nothing"
+    assert bound(few, [-12.0] * OWN_MIN) == -12.0 - MARGIN, "as odd as all that it writes, while little is right"
     policy = Letters("42")
     gate = gate_of(policy, plain)
     own = msgspec.structs.replace(foreign(["42"], plain), peer=None)
@@ -155,7 +157,7 @@ def test_own_answers_with_negative_rewards_count_as_well() -> None:
     for rollout, least in zip(own.rollouts, (-9.0, -30.0), strict=True):
         rollout.logprobs = [-1.0, least]
     gate.observe([own] * OWN_MIN)
-    assert bound(gate._own) == -9.0 - MARGIN
+    assert bound(gate._right, []) == -9.0 - MARGIN
 
 
 def guarded(now=lambda: NOW) -> tuple[Pool, list[str]]:
