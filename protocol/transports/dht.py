@@ -52,8 +52,9 @@ ASKERS = 1024
 """Peers whose share is remembered: more than p2pd has connections."""
 BREATHE = 64
 """Records checked before others get their turn: some 10 ms of signatures."""
-AVOIDED_S = 10.0
-"""A peer that did not answer, or answered with nonsense, is not asked for so long."""
+AVOIDED_S = 5.0
+"""A peer that did not answer, or answered with nonsense, is not asked for so long: about one round of lookups, so that
+a bootstrap peer that was busy once is asked in the next."""
 MAX_AVOIDED = 1024
 _FAILURES = (P2PDaemonError, P2PHandlerError, PeerUnreachable, OSError, EOFError, DecodeError)
 """What a call to a peer raises; `OSError` includes running into its time limit, and `PeerUnreachable` is raised for a
