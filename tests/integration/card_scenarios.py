@@ -132,7 +132,7 @@ async def a_bystander_that_cards_name_is_dialled_a_few_times() -> None:
             address = (await until(lambda: victim.addresses, 40.0))[0]
             async with dht_peer(address) as (p2p, to):
                 for _ in range(2):  # with new keys each time
-                    crowd = [Identity.generate() for _ in range(50)]
+                    crowd = [Identity.generate() for _ in range(12)]  # few, so that lookups are frequent
                     cards = [
                         PeerCard(1, SWARM, time.time(), "x", [], [place + id], [place + id], id)
                         for id in (peer.peer_id for peer in crowd)
@@ -140,7 +140,7 @@ async def a_bystander_that_cards_name_is_dialled_a_few_times() -> None:
                     await stored(p2p, to, [*zip(crowd, cards, strict=True)])
                     ids = {peer.peer_id for peer in crowd}
                     await until(lambda ids=ids: ids <= victim.members().keys())
-                await until(lambda: victim.stats().get("rejected/dials", 0) >= 1)
+                await until(lambda: dialled)
                 rounds = victim._next_bucket
                 await until(lambda: victim._next_bucket >= rounds + 2 * 16, 40.0)  # lookups, with time to dial between
             assert 1 <= len(dialled) <= 3  # one knock, one dial, or one of the gossip process
