@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from libp2p.io.exceptions import IOException
@@ -14,7 +15,9 @@ from libp2p.protocol_muxer.exceptions import MultiselectClientError
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.utils import encode_delim, encode_uvarint
 
+from protocol.transports.gossip_pipe import Status
 from protocol.transports.gossip_places import MAX_HANDSHAKE_BYTES
+from protocol.transports.refusals import Refused
 from protocol.transports.safe_host import MAX_PROTOCOL_BYTES, CountedTCP, Wire, make_host
 
 
@@ -81,6 +84,17 @@ async def a_short_answer_opens_a_stream() -> None:
     talker: Any = Talker(encode_delim(b"/multistream/1.0.0") + encode_delim(b"/meshsub/1.1.0"))
     communicator = MultiselectCommunicator(talker)
     assert await host.multiselect_client.select_one_of(["/meshsub/1.1.0"], communicator, 30) == "/meshsub/1.1.0"
+
+
+async def the_node_is_told_which_addresses_were_refused() -> None:
+    tcp = CountedTCP(64)
+    tcp.refuse("flood", ("203.0.113.9", 4001))
+    tcp.refuse("flood", ("203.0.113.9", 4002))
+    tcp.refuse("graylist", None)
+    assert tcp.rejected == {"flood": 2, "graylist": 1}
+    status = Status(1, [], {}, 0, 0, 0, 0, 0, dict(tcp.rejected), tcp.refusals.by_source())
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=Status)
+    assert told.sources == {"203.0.113.9": Refused({"flood": 2}, told.sources["203.0.113.9"].last)}
 
 
 if __name__ == "__main__":

@@ -2,12 +2,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-import msgspec
 import pytest
 
-from protocol.transports.gossip_pipe import Status
 from protocol.transports.refusals import MAX_SOURCES, Refusals, Refused, ip_of
-from protocol.transports.safe_host import CountedTCP
 
 
 def test_refusals_are_counted_by_source_and_forgotten_oldest_first() -> None:
@@ -34,17 +31,6 @@ def test_a_source_keeps_the_address_it_was_last_seen_at() -> None:
     refusals.note("mallory", "find")
     assert refusals.by_source().keys() == {"mallory"}
     assert refusals.by_source()["mallory"].address == "203.0.113.9"
-
-
-def test_gossip_tells_its_node_which_addresses_it_refused() -> None:
-    tcp = CountedTCP(64)
-    tcp.refuse("flood", ("203.0.113.9", 4001))
-    tcp.refuse("flood", ("203.0.113.9", 4002))
-    tcp.refuse("graylist", None)
-    assert tcp.rejected == {"flood": 2, "graylist": 1}
-    status = Status(1, [], {}, 0, 0, 0, 0, 0, dict(tcp.rejected), tcp.refusals.by_source())
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=Status)
-    assert told.sources == {"203.0.113.9": Refused({"flood": 2}, told.sources["203.0.113.9"].last)}
 
 
 @pytest.mark.parametrize(
