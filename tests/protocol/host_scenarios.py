@@ -92,7 +92,7 @@ async def the_node_is_told_which_addresses_were_refused() -> None:
     tcp.refuse("flood", ("203.0.113.9", 4002))
     tcp.refuse("graylist", None)
     assert tcp.rejected == {"flood": 2, "graylist": 1}
-    status = Status(1, [], {}, 0, 0, 0, 0, 0, dict(tcp.rejected), tcp.refusals.by_source())
+    status = Status(1, [], {}, 0, 0, 0, 0, 0, dict(tcp.rejected), sources=tcp.refusals.by_source())
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=Status)
     assert told.sources == {"203.0.113.9": Refused({"flood": 2}, told.sources["203.0.113.9"].last)}
 
