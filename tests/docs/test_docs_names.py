@@ -36,7 +36,7 @@ def options() -> frozenset[str]:
         for part in getattr(command, "commands", {}).values():
             yield from walk(part)
 
-    benchmarks = "".join(path.read_text() for path in ROOT.glob("benchmarks/*.py"))
+    benchmarks = "".join(path.read_text() for path in ROOT.glob("benchmarks/**/*.py"))
     ours = {*walk(typer.main.get_command(app)), "--help", "--version"}
     return frozenset(ours | set(re.findall(r'add_argument\("(--[\w-]+)"', benchmarks)))
 
