@@ -63,8 +63,8 @@ class Publisher:
         self._token_ids = config.token_ids
         self._now = now
         self._limits = limits = manifest.limits
-        self._groups_quota = Quota(max(1.0, QUOTA_SHARE * limits.groups_per_minute), now())
-        self._bytes_quota = Quota(QUOTA_SHARE * limits.bytes_per_minute, now())
+        self._groups_quota = Quota(max(1.0, QUOTA_SHARE * limits.groups_per_minute))
+        self._bytes_quota = Quota(QUOTA_SHARE * limits.bytes_per_minute)
         self._waiting: list[tuple[SharedGroup, int]] = []  # with its encoded size in bytes
         self._flushed = float("-inf")
         self._sequence = 0

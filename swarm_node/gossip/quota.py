@@ -1,6 +1,7 @@
 """What one peer may publish: `Quota` is the sender's side of it, `Minutes` the receivers'.
 
-sender     level <- min(limit, level + limit * elapsed / 60), and at most `limit` in one minute of the clock
+sender     in second s of a minute of the clock at most limit * (1/2 + s / 120) of that minute: half of it at once, so
+           that slow rounds fit, and the rest evenly, so that a fast node is never silent for long
 receiver   at most `limit` of what was made in one minute of the sender's clock, whenever it arrives
 """
 
@@ -12,28 +13,24 @@ MAX_MINUTES = 32
 
 
 class Quota:
-    """What a sender may publish, of groups or of bytes: a token bucket that holds what one minute allows."""
+    """What a sender may publish, of groups or of bytes, by the minute of its clock."""
 
-    def __init__(self, limit: float, now: float) -> None:
+    def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._level = limit
-        self._since = now
-        self._minute = int(now // MINUTE_S)
-        self._left = limit
+        self._minute = -1
+        self._used = 0.0
 
     def level(self, now: float) -> float:
-        """What could be taken at `now` (seconds)."""
-        self._level = min(self._limit, self._level + self._limit * max(0.0, now - self._since) / MINUTE_S)
-        self._since = now
-        minute = int(now // MINUTE_S)
-        if minute != self._minute:
-            self._minute, self._left = minute, self._limit
-        return min(self._level, self._left)
+        """What could be taken at `now` (Unix seconds)."""
+        minute, second = divmod(now, MINUTE_S)
+        if int(minute) != self._minute:
+            self._minute, self._used = int(minute), 0.0
+        so_far = max(1.0, self._limit * (0.5 + second / (2 * MINUTE_S)))  # 1: a limit of one group is one at any time
+        return max(0.0, min(self._limit, so_far) - self._used)
 
     def take(self, cost: float) -> None:
         """Take `cost`, which `level` has covered."""
-        self._level -= cost
-        self._left -= cost
+        self._used += cost
 
 
 class Minutes:

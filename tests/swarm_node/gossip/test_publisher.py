@@ -119,13 +119,26 @@ def test_over_the_rate_the_newest_are_kept(world: World) -> None:
     publisher = world.publisher()
     groups = [world.group() for _ in range(30)]
     publisher.publish(groups)
-    assert [g.slot for g in shared(world)] == [g.task.slot[1] for g in groups[-18:]]
-    assert publisher.metrics()["swarm/unsent/rate"] == 12
-    for wait, sent in ((30, 0), (30, 18), (60 + 30, 18)):  # of one minute of the clock no more, then those of the next
+    assert [g.slot for g in shared(world)] == [g.task.slot[1] for g in groups[-9:]]
+    assert publisher.metrics()["swarm/unsent/rate"] == 21
+    for wait, sent in ((30, 4), (30, 9), (60 + 30, 13)):  # half of a minute's at once, the rest evenly
         world.time += wait
         before = publisher.metrics()["swarm/groups_sent"]
         publisher.publish([world.group() for _ in range(30)])
         assert publisher.metrics()["swarm/groups_sent"] - before == sent
+
+
+def test_a_fast_node_is_never_silent_for_long(world: World) -> None:
+    world.manifest = manifest(groups_per_minute=100)
+    publisher = world.publisher()
+    sent = []
+    for _ in range(180):
+        before = publisher.metrics()["swarm/groups_sent"]
+        publisher.publish([world.group() for _ in range(4)])
+        sent.append(publisher.metrics()["swarm/groups_sent"] - before)
+        world.time += 1
+    assert all(any(sent[i : i + 5]) for i in range(175)), "each five seconds something"
+    assert all(sum(sent[start : start + 60]) <= 90 for start in (0, 60, 120)), "of a minute no more than receivers take"
 
 
 def test_over_the_bytes_of_a_minute_nothing_more_leaves(world: World) -> None:
