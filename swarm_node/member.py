@@ -16,7 +16,7 @@ from torch import Tensor
 
 from protocol.codec import SPOKEN, common_version, in_version
 from protocol.identity import Identity
-from protocol.limits import GROUPS_PER_SLOT, SLOTS
+from protocol.limits import SLOTS
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
@@ -282,21 +282,20 @@ class Member:
         heard = self.transport.stats().get("rejected/newer", 0.0) > 0
         return common_version(self.transport.members().values(), self._spoken, newer_heard=heard)
 
-    def _assigned(self, epoch: int, slot: int, is_shared: bool) -> Task:
-        """The task of a slot of this node's, without the slot if answers to it are not to be shared."""
+    def _assigned(self, epoch: int, slot: int) -> Task:
+        """The task of a slot of this node's."""
         which = self.swarm, self.peer_id, epoch, slot
         task = self.tasks.at(slot_place(*which), slot_key(*which))
-        return msgspec.structs.replace(task, slot=(epoch, slot) if is_shared else None)
+        return msgspec.structs.replace(task, slot=(epoch, slot))
 
-    def _count_slots(self) -> Iterator[tuple[int, int, bool]]:
-        """(epoch, slot, whether answers may be shared) of each task to come: from slot 0 in every epoch. A node that
-        uses all slots up in one epoch starts again. It shares no more than `GROUPS_PER_SLOT` groups of a slot, because
-        receivers refuse more; it trains on the others alone, and counts them as `swarm/unsent/slot`."""
+    def _count_slots(self) -> Iterator[tuple[int, int]]:
+        """(epoch, slot) of each task to come: from slot 0 in every epoch. A node that uses all slots up in one epoch
+        starts again; of a slot its publisher shares two groups."""
         epoch, drawn = -1, 0
         while True:
             present = epoch_at(self.now())
             epoch, drawn = (epoch, drawn + 1) if present == epoch else (present, 0)
-            yield epoch, drawn % SLOTS, drawn < GROUPS_PER_SLOT * SLOTS
+            yield epoch, drawn % SLOTS
 
 
 def _ignore(data: bytes) -> None:

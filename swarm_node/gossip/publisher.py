@@ -15,7 +15,7 @@ import numpy as np
 
 from protocol.codec import HEAD_BYTES, seal_batch
 from protocol.identity import Identity
-from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_GROUPS, MAX_ROUND_S, MAX_TOKENS
+from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_GROUPS, MAX_ROUND_S, MAX_TOKENS
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
 from swarm_node.config import SharingConfig
@@ -29,6 +29,8 @@ FLUSH_S = 1.0
 """Batches leave at most this often, unless one is full."""
 FULL_BYTES = MAX_BATCH_BYTES - HEAD_BYTES - 512
 """Groups that fill a batch; the rest of it takes under 400 bytes."""
+MAX_ANSWERED = 16_384
+"""Slots remembered as answered: those of four epochs, in 2 MB."""
 QUOTA_SHARE = 0.9
 """Part of the swarm's limits that is used: what was sent evenly may arrive in bursts."""
 
@@ -67,6 +69,8 @@ class Publisher:
         self._bytes_quota = Quota(QUOTA_SHARE * limits.bytes_per_minute)
         self._waiting: list[tuple[SharedGroup, int]] = []  # with its encoded size in bytes
         self._flushed = float("-inf")
+        self._answered: Counter[tuple[int, int]] = Counter()
+        """(epoch, slot) -> groups shared, the slots answered first in front."""
         self._sequence = 0
         self._groups_sent = 0
         self._bytes_sent = 0
@@ -80,6 +84,9 @@ class Publisher:
                 shared = self._shared(group)
                 size = len(msgspec.msgpack.encode(shared))
                 if size <= FULL_BYTES:
+                    self._answered[shared.epoch, shared.slot] += 1
+                    if len(self._answered) > MAX_ANSWERED:
+                        del self._answered[next(iter(self._answered))]
                     self._waiting.append((shared, size))
                     continue
                 reason = "size"
@@ -125,8 +132,8 @@ class Publisher:
         limits = self._limits
         if not has_signal(group.rollouts):
             return "zero"
-        if group.task.slot is None:
-            return "slot"
+        if group.task.slot is None or self._answered[group.task.slot] >= GROUPS_PER_SLOT:
+            return "slot"  # receivers would refuse it
         if (group.task.slot[0] + 1) * EPOCH_SECONDS + MAX_ROUND_S < self._now() + FLUSH_S:
             return "age"
         if len(group.rollouts) > limits.max_rollouts or any(

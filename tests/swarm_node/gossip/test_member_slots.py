@@ -1,4 +1,4 @@
-"""Which of a node's own answers it may share: those of two passes over its slots in one epoch."""
+"""Which of a node's own answers it may share: two groups of each slot in one epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm_node.member import Member
 from tests.swarm_node.gossip.world import NOW, PEER, World
 
 
-def test_a_fast_node_shares_two_passes_over_its_slots(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_node_shares_two_groups_of_a_slot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.member.SLOTS", 3)
     clock = VirtualClock(NOW)
     transport = MemoryNetwork(clock).join(PEER, world.manifest.swarm_id)
@@ -19,7 +19,7 @@ def test_a_fast_node_shares_two_passes_over_its_slots(world: World, monkeypatch:
     member = Member(config, world.manifest, PEER, transport, world.policy, world.tasks, world.said.append, clock.now)
     epoch = int(NOW // EPOCH_SECONDS)
     tasks = member.draw(8)
-    assert [task.slot for task in tasks] == [(epoch, slot) for slot in (0, 1, 2, 0, 1, 2)] + [None, None]
+    assert [task.slot for task in tasks] == [(epoch, slot) for slot in (0, 1, 2, 0, 1, 2, 0, 1)]
     assert tasks[6].name == tasks[0].name
     member.publish([world.group(task=task) for task in tasks])
     assert member.publisher.metrics()["swarm/unsent/slot"] == 2
