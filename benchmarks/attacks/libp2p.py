@@ -142,10 +142,10 @@ async def _gets_in(address: str) -> str:
 
 async def slow(address: str, swarm: str, kind: str, seconds: float) -> dict[str, Any]:
     attacked = TProtocol(f"/swarm-node/{swarm[:16]}/{kind}/1")
-    info, opened = info_from_p2p_addr(Multiaddr(address)), 0
+    info, opened, hung_up = info_from_p2p_addr(Multiaddr(address)), 0, 0
 
     async def hold(host: Any) -> None:
-        nonlocal opened
+        nonlocal opened, hung_up
         while True:
             try:
                 stream = await host.new_stream(info.peer_id, [attacked])
@@ -154,7 +154,8 @@ async def slow(address: str, swarm: str, kind: str, seconds: float) -> dict[str,
                 with trio.move_on_after(9.8):
                     await stream.read(100)
                 await stream.reset()
-            except Exception:
+            except Exception:  # of any kind: the victim hung up, which is counted
+                hung_up += 1
                 await trio.sleep(0.1)
 
     async def attack() -> None:
@@ -171,7 +172,7 @@ async def slow(address: str, swarm: str, kind: str, seconds: float) -> dict[str,
                 await trio.sleep(0.05)
 
     figures = await _while(attack, 8.0, seconds, lambda: _manifest(address, swarm))
-    return {"streams_opened": opened, **figures}
+    return {"streams_opened": opened, "hung_up": hung_up, **figures}
 
 
 async def _manifest(address: str, swarm: str) -> str:

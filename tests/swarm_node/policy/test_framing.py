@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
@@ -70,7 +71,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, system: str, question: str) -> 
     try:
         messages = [{"role": "system", "content": system}, user] if system else [user]
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception:
+    except TemplateError:  # it takes no system message
         user = {"role": "user", "content": f"{system}\n\n{question}"}
         return str(tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True))
 
