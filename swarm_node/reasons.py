@@ -31,6 +31,7 @@ WORDS = {
     "newcomers": "too many new peers at once",
     "newer": "newer protocol",
     "node_id": "places in the DHT that are not the sender's",
+    "payload": "right answers with text that nothing asks for",
     "peer": "cards in another peer's name",
     "pool": "no room",
     "prompt": "another question",
