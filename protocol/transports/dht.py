@@ -25,12 +25,12 @@ from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerI
 from hivemind.proto import dht_pb2
 
 from protocol.errors import PeerUnreachable, RemoteProtocolError
+from protocol.introductions import Introductions
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.transports import dht_wire
 from protocol.transports.dht_lookup import SMALL, direct, search
 from protocol.transports.dht_wire import MAX_BUCKET_CARDS, MAX_NEAREST, Record, node_id_of
 from protocol.transports.gossip_gate import Budgets
-from protocol.transports.newcomers import STORED_EACH
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
 
@@ -56,6 +56,12 @@ AVOIDED_S = 5.0
 """A peer that did not answer, or answered with nonsense, is not asked for so long: about one round of lookups, so that
 a bootstrap peer that was busy once is asked in the next."""
 MAX_AVOIDED = 1024
+STORED_EACH, STORED_ALL = 128, 512
+"""Cards of others that one connection, and all together, may have stored here at a time: a node that joins gets those
+of its buckets from its neighbours, some 60 a bucket in a swarm of 1,000; their own peers renew them within 15 s."""
+FOUND_EACH, FOUND_ALL = 1024, 8192
+"""Cards of others that are believed at a time from one peer's answers, and from those of all: a quarter of, and twice,
+what the peer table holds."""
 _FAILURES = (P2PDaemonError, P2PHandlerError, PeerUnreachable, OSError, EOFError, DecodeError)
 """What a call to a peer raises; `OSError` includes running into its time limit, and `PeerUnreachable` is raised for a
 peer that is only known by name and cannot be dialled."""
@@ -63,6 +69,21 @@ peer that is only known by name and cannot be dialled."""
 T = TypeVar("T")
 Found = dict[str, tuple[bytes, float]]
 """Peer id -> value and expiration of its newest card."""
+
+
+class Accounts:
+    """What connections have brought of other peers' cards. A node has one for its life, over all starts of p2pd.
+
+        X stores   -> X's own card: always   others': `STORED_EACH` at a time over one connection, `STORED_ALL` in all
+        X answers  -> X's own card: always   others': `FOUND_EACH` at a time over one connection, `FOUND_ALL` in all
+
+    A peer stores its own card every few seconds; what others bring of it is a help in the meantime. So the cards that
+    others bring keep out no card that its own peer brings.
+    """
+
+    def __init__(self) -> None:
+        self.stored = Introductions(STORED_EACH, STORED_ALL)
+        self.found = Introductions(FOUND_EACH, FOUND_ALL)
 
 
 class BoundedTable(RoutingTable):  # type: ignore[misc]
@@ -91,6 +112,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         peer: str,
         validator: CardValidator,
         storage: CardStorage,
+        accounts: Accounts,
         refusals: Refusals,
         client: bool = False,
         named: Callable[[str, Iterable[PeerID]], None] = lambda namer, peers: None,
@@ -102,6 +124,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self.storage = storage
         self._p2p = p2p
         self._validator = validator
+        self._accounts = accounts
         self._refusals = refusals
         self._client = client
         self._named = named
@@ -141,9 +164,9 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 records: Sequence[Any] = [(name, value, expiration)]
             else:
                 records = self._bucket(peer, key, value)
-            checked = await self._checked(peer, key, records[:left])
+            checked = await self._checked(self._accounts.stored, peer, key, records[:left])
             left -= len(records[:left])
-            kept_now = [self.storage.store(key, *record, time.time()) for record in checked]
+            kept_now = [self.storage.store(key, *record, time.time(), record[0] == peer) for record in checked]
             kept.append(bool(records) and len(checked) == len(records) and all(kept_now))
         return dht_pb2.StoreResponse(store_ok=kept, peer=self._info)
 
@@ -214,7 +237,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
     ) -> int:
         """Keep this node's own card, and have it kept by others; by how many it is."""
         self._mine = key, record
-        self.storage.store(key, *record, time.time())
+        self.storage.store(key, *record, time.time(), is_own=True)
         also = self._direct(bootstrap, connected, members)
         nearest = await self._search([key], {}, lambda peer, keys: self._find(peer, keys, {}))
         takers = dict.fromkeys([*nearest[int.from_bytes(key, "big")][:REPLICAS], *also])
@@ -233,6 +256,12 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             _keep_newest(found, self._held(key))
         await self._search(keys, also, lambda peer, keys: self._find(peer, keys, found))
         return found
+
+    def forget_cards(self) -> None:
+        """Forget the cards that are stored here, and who brought any: the clock was set back."""
+        self.storage.clear()
+        self._accounts.stored.clear()
+        self._accounts.found.clear()
 
     async def look_around(self) -> None:
         """Ask for the peers nearest to this node, and let these know of it."""
@@ -282,7 +311,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             except RemoteProtocolError:
                 self._avoid(peer)
                 return None
-            _keep_newest(found, await self._checked(str(peer), key, records))
+            _keep_newest(found, await self._checked(self._accounts.found, str(peer), key, records))
         named.discard(self.me)
         self._named(str(peer), named)
         return list(named)
@@ -350,16 +379,16 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         return self._read(peer, dht_wire.decode_bucket, value)
 
     async def _checked(
-        self, peer: str, key: bytes, records: Iterable[tuple[str | bytes, bytes, float]]
+        self, account: Introductions, peer: str, key: bytes, records: Iterable[tuple[str | bytes, bytes, float]]
     ) -> list[Record]:
-        """The records that are cards; the rest is counted against `peer`, which sent them."""
+        """The records that are cards and that `account` admits; the rest is counted against `peer`, which sent them."""
         checked, names = [], set()
         for place, (name, value, expiration) in enumerate(records, 1):
             try:
                 if name in names:
                     raise RemoteProtocolError("schema", "two cards under one name")
                 names.add(name)
-                checked.append((self._validator.check(key, name, value, expiration), value, expiration))
+                checked.append((self._validator.check(key, name, value, expiration, account, peer), value, expiration))
             except RemoteProtocolError as error:
                 self._refusals.note(peer, error.reason)
             if place % BREATHE == 0:

@@ -41,11 +41,10 @@ from protocol.peers import peer_of
 from protocol.topics import bucket_of
 from protocol.transports.base import Acceptor, Outgoing, Server, Sink
 from protocol.transports.channels import Channels, StreamChannel, Streams
-from protocol.transports.dht import CardDHT
+from protocol.transports.dht import Accounts, CardDHT
 from protocol.transports.dial_back import DialBack, ask_back
 from protocol.transports.exchanges import Exchanges
 from protocol.transports.neighbours import neighbourhood_of_stream
-from protocol.transports.newcomers import Newcomers
 from protocol.transports.p2pd_calls import keep_accounts
 from protocol.transports.p2pd_memory import end_if_grown
 from protocol.transports.pacing import Paces
@@ -129,9 +128,9 @@ class HivemindPlane:
         self._answers = Answers(self.traffic, report)
         self._exchanges = Exchanges(self.traffic, report)
         self._paces = Paces(settings.max_upload_mbit, settings.max_download_mbit)
-        self._newcomers = Newcomers()
-        self._validator = CardValidator(swarm, settings.card_ttl_s, self._newcomers.admits, self._newcomers.may_admit)
-        self._storage = CardStorage(self._newcomers.is_own)
+        self._validator = CardValidator(swarm, settings.card_ttl_s)
+        self._storage = CardStorage()
+        self._accounts = Accounts()
         self._dials = dials or Dials()
         self._addresses_of = known or self._stored_addresses
         self._whereabouts = Whereabouts(told or self._stored_addresses)
@@ -237,12 +236,12 @@ class HivemindPlane:
             self._identity.peer_id,
             self._validator,
             self._storage,
+            self._accounts,
             self.refusals,
             client=settings.dial_only,
             named=self._whereabouts.named,
         )
         await asyncio.wait_for(dht.serve(), CALL_S)
-        dht._find = self._newcomers.finding(dht._find)  # type: ignore[method-assign,assignment]
         for protocol, handler in (
             (self._protocol, self._on_request),
             (self._exchange_protocol, self._on_exchange),
@@ -418,8 +417,7 @@ class HivemindPlane:
         """Forget all cards stored here if the clock was set back: they would outlast, and keep out, newer ones."""
         before, self._clock_offset = self._clock_offset, time.time() - time.monotonic()
         if self._clock_offset < before - MAX_CLOCK_SKEW_S:
-            dht.storage = self._storage = CardStorage(self._newcomers.is_own)
-            self._newcomers.clear()
+            dht.forget_cards()
 
     # ---------------------------------------------------------------- requests, exchanges, channels
 
@@ -612,7 +610,6 @@ def _daemon_class(plane: HivemindPlane) -> type[P2P]:
 
         async def add_protobuf_handler(self, name: str, handler: Any, input_type: Any, **options: Any) -> None:
             async def counted(request: Any, context: P2PContext) -> Any:
-                plane._newcomers.stored_by(str(context.remote_id))
                 traffic.bytes_in += request.ByteSize()
                 paces.download.take(request.ByteSize())
                 response = await handler(request, context)

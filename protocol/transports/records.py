@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import lru_cache, partial
 
 import msgspec
@@ -16,6 +16,7 @@ from hivemind.dht.routing import DHTID
 
 from protocol.codec import open_card
 from protocol.errors import RemoteProtocolError
+from protocol.introductions import Introductions
 from protocol.limits import MAX_CLOCK_SKEW_S, MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
@@ -34,17 +35,8 @@ _text_decoder = msgspec.msgpack.Decoder(str)
 class CardValidator:
     """Says of a record whether it is the card of a member of this swarm, under that member's name."""
 
-    def __init__(
-        self,
-        swarm: str,
-        ttl_s: float,
-        admits: Callable[[str, float, float], bool] = lambda peer, expires, now: True,
-        may_admit: Callable[[str, float], bool] = lambda peer, now: True,
-    ) -> None:
-        """`admits` (peer, when its card runs out, now) says whether a valid card is let in; `may_admit` (peer, now)
-        says before that, at no cost, whether it is worth the time that a signature takes."""
+    def __init__(self, swarm: str, ttl_s: float) -> None:
         self._ttl_s = ttl_s
-        self._admits, self._may_admit = admits, may_admit
         self.keys = [DHTID.generate(membership_key(swarm, bucket)).to_bytes() for bucket in range(MEMBERSHIP_BUCKETS)]
         """Where the cards of each bucket lie."""
         self._buckets = {key: bucket for bucket, key in enumerate(self.keys)}
@@ -59,9 +51,13 @@ class CardValidator:
         """Whether cards may lie under `key`."""
         return key in self._buckets
 
-    def check(self, key: bytes, name: str | bytes, value: bytes, expiration: float) -> str:
+    def check(
+        self, key: bytes, name: str | bytes, value: bytes, expiration: float, account: Introductions, bringer: str
+    ) -> str:
         """The name of the peer whose card it is. `name` is that name, in msgpack if it is bytes; `value` is msgpack.
-        Raises RemoteProtocolError: key, size, schema, expiration, signature, version, newer, swarm or peer."""
+        `bringer` is the peer that the record came from, and `account` counts the valid cards of others that it brings.
+        Raises RemoteProtocolError: key, size, schema, expiration, newcomers, signature, version, newer, swarm or
+        peer."""
         bucket = self._buckets.get(key)
         if bucket is None:
             raise RemoteProtocolError("key", "not a bucket of this swarm's members")
@@ -75,7 +71,7 @@ class CardValidator:
         now = time.time()
         if not abs(expiration - now) <= MAX_OFF_S:  # not >: NaN too
             raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
-        if not self._may_admit(named, now):
+        if not account.may_admit(named, bringer, now):  # costs less than a signature
             raise RemoteProtocolError("newcomers", f"a card of {named}, over a connection that has brought many")
         try:
             peer, card = self.open(sealed)
@@ -93,7 +89,7 @@ class CardValidator:
             self.made[peer] = max(card.created, self.made.get(peer, 0.0))
         if expiration > now + self._ttl_s + MAX_CLOCK_SKEW_S:
             raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
-        if not self._admits(peer, expiration, now):
+        if not account.admits(peer, bringer, expiration, now):
             raise RemoteProtocolError("newcomers", f"a card of {peer}, over a connection that has brought many")
         return peer
 
@@ -107,22 +103,20 @@ class CardStorage:
     """This node's part of the DHT: the newest card of each peer until it runs out, `MAX_BUCKET_CARDS` a bucket. `now`
     is Unix time, in seconds."""
 
-    def __init__(self, is_own: Callable[[str], bool] = lambda peer: True) -> None:
-        """`is_own` says whether the card of a peer, which is about to be stored, comes from that peer itself."""
+    def __init__(self) -> None:
         self.connected: Collection[str] = ()
         """Peers whose cards stay."""
-        self._is_own = is_own
         self._own: dict[bytes, set[str]] = {}
         """Key -> peers whose cards came from themselves; a few of them may be gone since."""
         self._rng = random.Random()
         self._buckets: dict[bytes, dict[str, tuple[bytes, float]]] = {}
         self._full_until: dict[bytes, float] = {}
 
-    def store(self, key: bytes, peer: str, value: bytes, expiration: float, now: float) -> bool:
-        """Keep a card that was checked. False, and nothing kept, if it has run out, if one as new is held, or if the
-        bucket is full and no other card makes way (`places`)."""
+    def store(self, key: bytes, peer: str, value: bytes, expiration: float, now: float, is_own: bool) -> bool:
+        """Keep a card that was checked; `is_own` says whether it came from its own peer. False, and nothing kept, if it
+        has run out, if one as new is held, or if the bucket is full and no other card makes way (`places`)."""
         bucket = self._buckets.setdefault(key, {})
-        held, is_own = bucket.get(peer), self._is_own(peer)
+        held = bucket.get(peer)
         if expiration <= now or (held is not None and held[1] >= expiration):
             return False
         if held is None and not self._has_room(key, now):
@@ -140,6 +134,12 @@ class CardStorage:
             if len(own) > 2 * MAX_BUCKET_CARDS:
                 own.intersection_update(bucket)
         return True
+
+    def clear(self) -> None:
+        """Forget all cards: the clock was set back."""
+        self._own.clear()
+        self._buckets.clear()
+        self._full_until.clear()
 
     def value(self, key: bytes, peer: str) -> bytes | None:
         """The card of a peer that is stored here, as it came."""

@@ -23,8 +23,8 @@ from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
 from protocol.transports import p2pd_memory
+from protocol.transports.dht import FOUND_EACH, STORED_EACH
 from protocol.transports.dht_wire import MAX_BUCKET_CARDS
-from protocol.transports.newcomers import FOUND_EACH, STORED_EACH
 from protocol.transports.p2p import P2PTransport
 from protocol.transports.records import CardStorage
 from protocol.transports.settings import NetworkSettings
@@ -72,11 +72,11 @@ async def a_p2pd_that_has_grown_is_replaced_and_keeps_its_port() -> None:
 
 async def a_full_bucket_takes_newcomers_and_keeps_connected_ones() -> None:
     own: set[str] = {"friend", "late"} | {f"p{i}" for i in range(2000)}
-    storage, key, now = CardStorage(own.__contains__), b"key", time.time()
+    storage, key, now = CardStorage(), b"key", time.time()
     storage.connected = {"friend"}
 
     def store(peer: str) -> bool:
-        return storage.store(key, peer, b"card", now + 50, now)
+        return storage.store(key, peer, b"card", now + 50, now, peer in own)
 
     def held() -> set[str]:
         return {peer for peer, _, _ in storage.records(key, now)}
@@ -110,7 +110,7 @@ async def one_answer_makes_few_cards_of_others_known() -> None:
         for peer in crowd:  # as if it had taken them in
             sealed = msgspec.msgpack.encode(seal_card(PeerCard(1, SWARM, time.time(), "x", []), peer))
             key = one.plane._validator.keys[bucket_of(peer.peer_id)]
-            assert liar.plane._storage.store(key, peer.peer_id, sealed, time.time() + TTL_S - 1, time.time())
+            assert liar.plane._storage.store(key, peer.peer_id, sealed, time.time() + TTL_S - 1, time.time(), True)
         await liar.plane.store_card(liar.card())
         await until(lambda: same(_count(one.plane.get_cards(EVERYWHERE)), FOUND_EACH + 1))  # and its own
         assert one.plane.traffic.rejected["newcomers"] >= 200

@@ -29,6 +29,7 @@ from benchmarks.attacks.hostile import EXT_DICTIONARY, EXT_TUPLE, call, dht_peer
 from protocol.codec import seal_card
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
+from protocol.introductions import Introductions
 from protocol.limits import MAX_CARD_BYTES
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
@@ -51,7 +52,7 @@ def _sealed(peer: Identity, **changes: Any) -> bytes:
 
 def _refusal(validator: CardValidator, record: tuple[Any, ...]) -> str:
     try:
-        validator.check(*record)
+        validator.check(*record, Introductions(1, 1), "somebody")
     except RemoteProtocolError as error:
         return error.reason
     return ""
@@ -62,8 +63,9 @@ async def only_cards_are_valid() -> None:
     peer, other, now = Identity.generate(), Identity.generate(), time.time()
     sealed = _sealed(peer, created=now)
     key, subkey, value, expiration = good = _record(sealed, peer.peer_id, now + 60.0)
-    assert validator.check(*good) == peer.peer_id
-    assert validator.check(key, peer.peer_id, value, expiration) == peer.peer_id
+    by = Introductions(1, 1), peer.peer_id
+    assert validator.check(*good, *by) == peer.peer_id
+    assert validator.check(key, peer.peer_id, value, expiration, *by) == peer.peer_id
     forged = bytearray(sealed)
     forged[-1] ^= 1
     oldest, ahead, far = (_sealed(peer, created=now + ahead) for ahead in (-50, 500, 1e6))
@@ -106,15 +108,15 @@ async def only_cards_are_valid() -> None:
 
 
 async def storage_is_bounded_and_keeps_the_newest() -> None:
-    storage, key, now = CardStorage(lambda peer: False), b"key", time.time()
-    assert storage.store(key, "a", b"new", now + 50, now)
-    assert not storage.store(key, "a", b"old", now + 0.05, now)
-    assert not storage.store(key, "b", b"gone", now, now)
+    storage, key, now = CardStorage(), b"key", time.time()
+    assert storage.store(key, "a", b"new", now + 50, now, False)
+    assert not storage.store(key, "a", b"old", now + 0.05, now, False)
+    assert not storage.store(key, "b", b"gone", now, now, False)
     assert [value for _, value, _ in storage.records(key, now + 49)] == [b"new"]
-    assert sum(storage.store(key, f"p{i}", b"card", now + 60, now) for i in range(2000)) == 1499
-    assert storage.store(key, "a", b"newer", now + 51, now)
-    assert not storage.store(key, "late", b"card", now + 100, now + 50.5)
-    assert storage.store(key, "late", b"card", now + 100, now + 51.5)  # the first has run out
+    assert sum(storage.store(key, f"p{i}", b"card", now + 60, now, False) for i in range(2000)) == 1499
+    assert storage.store(key, "a", b"newer", now + 51, now, False)
+    assert not storage.store(key, "late", b"card", now + 100, now + 50.5, False)
+    assert storage.store(key, "late", b"card", now + 100, now + 51.5, False)  # the first has run out
     assert storage.records(key, now + 200) == [] and len(storage) == 0
 
 
@@ -356,7 +358,7 @@ async def an_answer_is_never_larger_than_a_message() -> None:
             assert await _is_refused(_asks_for(peer, to, too_many))
         for key in keys:
             for i in range(1490):
-                one.plane._storage.store(key, f"peer {i}", bytes(1900), now + TTL_S, now)
+                one.plane._storage.store(key, f"peer {i}", bytes(1900), now + TTL_S, now, True)
         mine = keys[bucket_of(one.id)]
         before, seen = memory_mib(os.getpid()), set()
         for _ in range(3):

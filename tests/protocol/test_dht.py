@@ -19,9 +19,8 @@ from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of
-from protocol.transports.dht import CardDHT
+from protocol.transports.dht import FOUND_EACH, STORED_EACH, Accounts, CardDHT
 from protocol.transports.dht_wire import Record, encode_bucket, node_id_of
-from protocol.transports.newcomers import FOUND_EACH, STORED_EACH, Newcomers
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
 
@@ -41,6 +40,7 @@ class Node:
     def __init__(self) -> None:
         self.identity = Identity.generate()
         self.validator = CardValidator(SWARM, 60.0)
+        self.accounts = Accounts()
         self.refused: Counter[str] = Counter()
         self.names: list[tuple[str, set[PeerID]]] = []
         self.dht = CardDHT(
@@ -48,6 +48,7 @@ class Node:
             self.identity.peer_id,
             self.validator,
             CardStorage(),
+            self.accounts,
             Refusals(self.refused),
             named=lambda namer, peers: self.names.append((namer, set(peers))),
         )
@@ -125,26 +126,30 @@ def test_a_name_counts_once_in_a_message() -> None:
     assert node.finds() == {bob.peer_id} and node.refused == {"schema": 49}
 
 
-def test_no_signature_is_checked_of_cards_too_many() -> None:
-    newcomers, opened = Newcomers(), 0
-    validator = CardValidator(SWARM, 60.0, newcomers.admits, newcomers.may_admit)
+@pytest.mark.parametrize("way", ["answers", "stores"])
+def test_a_connection_brings_few_cards_of_others(way: str) -> None:
+    node, bob, carol = Node(), Identity.generate(), Identity.generate()
+    cards, caller = [record(bob), record(carol)], SimpleNamespace(remote_id=PeerID.from_base58(bob.peer_id))
+    account, most = {
+        "answers": (node.accounts.found, FOUND_EACH),
+        "stores": (node.accounts.stored, STORED_EACH),
+    }[way]
+    for i in range(most):
+        assert account.admits(f"peer {i}", bob.peer_id, time.time() + 30.0, time.time())
 
-    def open_it(sealed: bytes) -> None:
-        nonlocal opened
-        opened += 1
-        raise RemoteProtocolError("signature")
+    def taken() -> set[str]:
+        if way == "answers":
+            node.meets(bob, answer(node, *cards, named=[]))
+            return node.finds()
+        for card in cards:
+            asyncio.run(node.dht.rpc_store(store([card], node.validator.keys[bucket_of(card[0])]), caller))
+        held = [node.dht.storage.records(key, time.time()) for key in node.validator.keys]
+        return {peer for records in held for peer, _, _ in records}
 
-    validator.open = open_it
-
-    async def bring(peer: str, many: int) -> None:
-        for i in range(many):
-            assert newcomers.admits(f"{peer} {i}", time.time() + 30.0, time.time())
-        with pytest.raises(RemoteProtocolError) as refused:
-            validator.check(validator.keys[0], "somebody", msgspec.msgpack.encode(b""), time.time())
-        assert (refused.value.reason, opened) == (("newcomers", 0) if many else ("signature", 1))
-
-    for many in (FOUND_EACH, 0):
-        asyncio.run(newcomers.finding(bring)(f"after {many}", many))
+    assert taken() == {bob.peer_id}  # its own card is always taken
+    assert node.refused == {"newcomers": 1} and node.validator.open.cache_info().misses == 1  # one signature checked
+    node.dht.forget_cards()
+    assert len(node.dht.storage) == 0 and taken() == {bob.peer_id, carol.peer_id}
 
 
 def test_a_name_of_nobody_ends_no_lookup() -> None:
