@@ -9,13 +9,14 @@ of all hosts have a budget each. A proof gives its try back: a swarm of honest p
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import TypeVar
+
+from protocol.hosts import host_address, neighbourhood
 
 UNPROVEN_WAIT_S = 600.0
 """Between two tries of an endpoint at which nobody has proved a key: a swarm of 1,000 nodes then dials a bystander that
@@ -105,7 +106,7 @@ class Dials:
             return (owner or id, endpoint[0]) in self._proven or (
                 endpoint in self._inhabited and now >= tried_at + INHABITED_WAIT_S
             )
-        return self._hosts.get(host_group(endpoint[0]), 0) < HOST_TRIES and not self._is_minute_used_up(now)
+        return self._hosts.get(_group(endpoint[0]), 0) < HOST_TRIES and not self._is_minute_used_up(now)
 
     def take(self, address: str, now: float, owner: str = "") -> bool:
         """Whether `address` may be dialled now; if so, that it is dialled is remembered, else it is counted."""
@@ -119,7 +120,7 @@ class Dials:
                 del self._hints[endpoint]
             self._untry(endpoint)
             self._tried[endpoint] = now
-            self._hosts[host_group(endpoint[0])] += 1
+            self._hosts[_group(endpoint[0])] += 1
         return True
 
     def _is_free(self, id: str, endpoint: Endpoint, owner: str) -> bool:
@@ -141,7 +142,7 @@ class Dials:
 
     def _untry(self, endpoint: Endpoint) -> None:
         if self._tried.pop(endpoint, None) is not None:
-            group = host_group(endpoint[0])
+            group = _group(endpoint[0])
             self._hosts[group] -= 1
             if not self._hosts[group]:
                 del self._hosts[group]
@@ -178,31 +179,12 @@ def endpoint_of(address: str) -> Endpoint | None:
 def _host(kind: str, text: str) -> str | None:
     if kind not in ("ip4", "ip6", "dns", "dns4", "dns6"):
         return None
-    try:
-        ip = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return text.lower().rstrip(".") if kind.startswith("dns") else None
-    return str(ip if ip.version == 4 else embedded_ipv4(ip) or ip)
+    ip = host_address(text)
+    if ip is not None:
+        return str(ip)
+    return text.lower().rstrip(".") if kind.startswith("dns") else None
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_COMPATIBLE = ipaddress.ip_network("::/96")
-
-
-def embedded_ipv4(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address that packets to `ip` end at, if there is one: mapped, compatible, 6to4 or NAT64."""
-    if ip.ipv4_mapped or ip.sixtofour:
-        return ip.ipv4_mapped or ip.sixtofour
-    if ip in _NAT64 or (ip in _COMPATIBLE and int(ip) > 1):  # ::1 is loopback
-        return ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
-    return None
-
-
-@lru_cache(8192)
-def host_group(host: str) -> str:
-    """What counts as one host: an IPv4 address, an IPv6 network of 64 bits, which one machine has whole, or `NAMES`."""
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return NAMES
-    return host if ip.version == 4 else str(ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
+def _group(host: str) -> str:
+    """The neighbourhood of a canonical host; `NAMES` for all names."""
+    return NAMES if host_address(host) is None else neighbourhood(host)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import ipaddress
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+from protocol.hosts import Address, translated_ipv4
 
-NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-"""A translator's prefix (RFC 6052): the last 32 bits are the IPv4 address that is reached. In a network that has IPv6
-alone, the names of all IPv4 hosts resolve to it."""
 UNICAST = ipaddress.IPv6Network("2000::/3")
 """All IPv6 addresses that were ever given to hosts of the internet. Outside it lie, among others, ::/96 (carries IPv4),
 ::ffff:0:0:0/96 and 64:ff9b:1::/48 (translators of one network), fec0::/10 (one site)."""
@@ -33,10 +30,9 @@ def is_public(address: str | Address) -> bool:
     address."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is not None:
-            return is_public(ip.ipv4_mapped)
-        if ip in NAT64:
-            return is_public(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
+        reached = translated_ipv4(ip)
+        if reached is not None:
+            return is_public(reached)
         if ip not in UNICAST:
             return False
     return ip.is_global and not ip.is_multicast and not any(ip in block for block in NOT_PUBLIC)

@@ -55,7 +55,7 @@ class Link:
     """One TCP connection, as far as admission goes."""
 
     address: str
-    """Its neighbourhood (`neighbours`)."""
+    """Its neighbourhood (`hosts`)."""
     inbound: bool
     since: float
     """When it came, or took its place (seconds of a monotonic clock)."""

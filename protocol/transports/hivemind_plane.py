@@ -34,6 +34,7 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 from protocol.codec import seal_card
 from protocol.dials import Dials
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from protocol.hosts import neighbourhood_of_stream
 from protocol.identity import Identity
 from protocol.limits import MAX_CLOCK_SKEW_S, MAX_REQUEST_BYTES
 from protocol.messages import PeerCard
@@ -44,7 +45,6 @@ from protocol.transports.channels import Channels, StreamChannel, Streams
 from protocol.transports.dht import Accounts, CardDHT
 from protocol.transports.dial_back import DialBack, ask_back
 from protocol.transports.exchanges import Exchanges
-from protocol.transports.neighbours import neighbourhood_of_stream
 from protocol.transports.p2pd_calls import keep_accounts
 from protocol.transports.p2pd_memory import end_if_grown
 from protocol.transports.pacing import Paces

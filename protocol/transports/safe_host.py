@@ -41,9 +41,9 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
+from protocol.hosts import neighbourhood
 from protocol.transports.gossip_gate import CONNECTIONS, Budgets
 from protocol.transports.gossip_places import MAX_ARRIVING, MAX_HANDSHAKE_BYTES, Link, Places
-from protocol.transports.neighbours import neighbourhood
 from protocol.transports.pacing import Pace
 from protocol.transports.refusals import Refusals
 

@@ -112,7 +112,7 @@ class Answers:
     async def serve(
         self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
     ) -> None:
-        """Answer the one request on this stream, and close it. `address` = neighbourhood of `peer` (`neighbours`)."""
+        """Answer the one request on this stream, and close it. `address` = neighbourhood of `peer` (`hosts`)."""
         try:
             request = await self._read(peer, address, reader)
             async with asyncio.timeout(None) as deadline:

@@ -14,7 +14,6 @@ from protocol.transports.gossip_places import (
     Link,
     Places,
 )
-from protocol.transports.neighbours import neighbourhood, neighbourhood_of_stream
 
 MOST = 16
 
@@ -99,20 +98,3 @@ def test_handshakes_have_less_time_when_many_are_under_way() -> None:
     assert places.late(HANDSHAKE_S + 0.1) == [] and len(places.late(PATIENCE_S + 0.1)) == MAX_ARRIVING // 2
     places.arrive(Link("late", True, HANDSHAKE_S))
     assert len(places.late(HANDSHAKE_S + 0.1)) == MAX_ARRIVING // 2
-
-
-@pytest.mark.parametrize(
-    ("host", "same"),
-    [
-        ("203.0.113.7", "203.0.113.7"),
-        ("::ffff:203.0.113.7", "203.0.113.7"),
-        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("nowhere", "nowhere"),
-    ],
-)
-def test_addresses_that_cost_as_much_as_one_are_one(host: str, same: str) -> None:
-    assert neighbourhood(host) == same
-    family = "ip6" if ":" in host else "ip4"
-    assert neighbourhood_of_stream(f"/{family}/{host}/tcp/1234/p2p/x") == same
-    assert neighbourhood_of_stream("/p2p-circuit") == ""

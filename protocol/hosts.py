@@ -1,0 +1,61 @@
+"""Which addresses belong to one host. Pure.
+
+An IPv6 address may carry an IPv4 address, and packets to it then end at that IPv4 host:
+
+    ::ffff:a.b.c.d (mapped)   64:ff9b::a.b.c.d (NAT64)      the system, or a translator, connects to a.b.c.d
+    ::a.b.c.d (compatible)    2002:aabb:ccdd::/48 (6to4)    tunnels that were given up; here and there one still works
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from functools import lru_cache
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+"""A translator's prefix (RFC 6052): the last 32 bits are the IPv4 address that is reached. In a network that has IPv6
+alone, the names of all IPv4 hosts resolve to it."""
+COMPATIBLE = ipaddress.IPv6Network("::/96")
+"""RFC 4291, 2.5.5.1. The first two addresses in it carry nothing: :: is no address, and ::1 is loopback."""
+V6_PREFIX = 64
+"""Bits: the smallest network that a home or a rented machine is given, so all addresses in it cost as much as one."""
+
+
+def translated_ipv4(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that a connection to `ip` is made to, if `ip` is mapped or NAT64."""
+    if ip in NAT64:
+        return ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
+    return ip.ipv4_mapped
+
+
+def embedded_ipv4(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that `ip` carries, if it is translated, compatible or 6to4."""
+    if ip in COMPATIBLE and int(ip) > 1:
+        return ipaddress.IPv4Address(int(ip))
+    return translated_ipv4(ip) or ip.sixtofour
+
+
+def host_address(text: str) -> Address | None:
+    """The IP address that `text` says, without a zone, and IPv4 where IPv6 carries it; None if `text` says none."""
+    try:
+        ip = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    return ip if isinstance(ip, ipaddress.IPv4Address) else embedded_ipv4(ip) or ip
+
+
+@lru_cache(maxsize=8192)
+def neighbourhood(host: str) -> str:
+    """What counts as one host, because keys are free and addresses less so: an IPv4 address, which many IPv6 addresses
+    carry; an IPv6 network of `V6_PREFIX` bits; any other text as it is."""
+    ip = host_address(host)
+    if isinstance(ip, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((ip, V6_PREFIX), strict=False))
+    return host if ip is None else str(ip)
+
+
+def neighbourhood_of_stream(multiaddr: str) -> str:
+    """That of the machine at a stream's other end, or of the relay that passes it on; "" if there is no address."""
+    parts = multiaddr.split("/")
+    return neighbourhood(parts[2]) if len(parts) > 2 and parts[1] in ("ip4", "ip6") else ""
