@@ -102,7 +102,9 @@ PICKLES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", PICKLES)
-def test_pickles_are_refused_before_they_are_read(name: str, model: Path) -> None:
+def test_pickles_are_refused_before_they_are_read(name: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(torch, "load", lambda *args, **options: read.append(args))
     spoil, said = PICKLES[name]
     spoil(model)
     for loading in (load, lambda path: load_stage(PolicyConfig(model=str(path)), (0, 2), lambda sentence: None)):
@@ -111,41 +113,46 @@ def test_pickles_are_refused_before_they_are_read(name: str, model: Path) -> Non
         assert said in str(refused.value) and "\n" not in str(refused.value)
         if "pickle" in said:
             assert "safetensors" in str(refused.value), "what to do"
-    assert not (model / "ran").exists()
+    assert not read and not (model / "ran").exists()
 
 
-CONFIGS: dict[str, dict[str, object]] = {
-    "kernel as attention": {"attn_implementation": "evil-org/evil-kernel"},
-    "kernel behind another attention": {"attn_implementation": "paged|evil-org/evil-kernel:attention"},
-    "kernel of a part": {"text_config": {"attn_implementation": {"": "evil-org/evil-kernel"}}},
-    "kernel by an internal name": {"_attn_implementation": "evil-org/evil-kernel"},
-    "kernel by a more internal name": {"_attn_implementation_internal": "evil-org/evil-kernel"},
-    "kernel of experts": {"experts_implementation": "evil-org/evil-kernel"},
-    "kernels": {"kernel_config": {"RMSNorm": "evil-org/evil-kernel:RMSNorm"}},
-    "another config": {"configuration_files": ["config.4.0.0.json"]},
-    "another file of weights": {"transformers_weights": "pytorch_model.bin"},
-    "another model": {"use_pretrained_backbone": True, "backbone": "evil-org/evil-model"},
-    "quantised by fetched kernels": {"quantization_config": {"quant_method": "mxfp4"}},
-    "quantised by unknown code": {"quantization_config": {"quant_method": "torchao", "quant_type": "evil"}},
-    "layers": {"num_hidden_layers": 1_000_000},
-    "layers by another name": {"n_layer": 10**12},
-    "labels": {"num_labels": 10**9},
-    "widths": {"hidden_size": 2**20, "vocab_size": 2**22},
-    "width": {"intermediate_size": 2**40},
-    "vocabulary": {"vocab_size": 2**24},
-    "heads": {"num_attention_heads": 2**40, "head_dim": 2**20},
-    "numbers": {"rope_theta": float("inf"), "hidden_size": -1},
-    "nested": {"a": json.loads("[" * 900 + "]" * 900)},
+CODE, LARGER = "names code to be fetched and run", "larger than any that is known"
+CONFIGS: dict[str, tuple[dict[str, object], str]] = {
+    "kernel as attention": ({"attn_implementation": "evil-org/evil-kernel"}, CODE),
+    "kernel behind another attention": ({"attn_implementation": "paged|evil-org/evil-kernel:attention"}, CODE),
+    "kernel of a part": ({"text_config": {"attn_implementation": {"": "evil-org/evil-kernel"}}}, CODE),
+    "kernel by an internal name": ({"_attn_implementation": "evil-org/evil-kernel"}, CODE),
+    "kernel by a more internal name": ({"_attn_implementation_internal": "evil-org/evil-kernel"}, CODE),
+    "kernel of experts": ({"experts_implementation": "evil-org/evil-kernel"}, CODE),
+    "kernels": ({"kernel_config": {"RMSNorm": "evil-org/evil-kernel:RMSNorm"}}, "names kernels to be fetched and run"),
+    "another config": ({"configuration_files": ["config.4.0.0.json"]}, "names another config"),
+    "another file of weights": ({"transformers_weights": "pytorch_model.bin"}, "names another file of weights"),
+    "another model": ({"use_pretrained_backbone": True, "backbone": "evil-org/evil-model"}, "names another model"),
+    "quantised by fetched kernels": ({"quantization_config": {"quant_method": "mxfp4"}}, "fetched or compiled"),
+    "quantised by unknown code": (
+        {"quantization_config": {"quant_method": "torchao", "quant_type": "evil"}},
+        "fetched or compiled",
+    ),
+    "layers": ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is more than"),
+    "layers by another name": ({"n_layer": 10**12}, "n_layer is more than"),
+    "labels": ({"num_labels": 10**9}, "num_labels is more than"),
+    "widths": ({"hidden_size": 2**20, "vocab_size": 2**22}, LARGER),
+    "width": ({"intermediate_size": 2**40}, LARGER),
+    "heads": ({"head_dim": 2**40}, LARGER),
+    "vocabulary": ({"vocab_size": 2**24}, "do not belong together"),
+    "nested": ({"a": "[" * 100_000}, "cannot read"),
 }
+"""Name -> what a config says, and what it is refused with: by this project, before a library acts on it."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_gets_nothing_fetched_run_or_grown(name: str, model: Path) -> None:
+    changes, said = CONFIGS[name]
     file = model / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | CONFIGS[name]))
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     if name == "nested":
-        file.write_text("[" * 100_000)
-    with pytest.raises(UserError) as refused:
+        file.write_text(str(changes["a"]))
+    with pytest.raises(UserError, match=said) as refused:
         load(model)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
 
