@@ -20,7 +20,7 @@ from protocol.identity import Identity
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of
 from protocol.transports.dht import FOUND_EACH, STORED_EACH, Accounts, CardDHT
-from protocol.transports.dht_wire import Record, encode_bucket, node_id_of
+from protocol.transports.dht_wire import MAX_BUCKET_CARDS, Record, encode_bucket, node_id_of
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
 
@@ -128,13 +128,13 @@ def test_a_name_counts_once_in_a_message() -> None:
 
 @pytest.mark.parametrize("way", ["answers", "stores"])
 def test_a_connection_brings_few_cards_of_others(way: str) -> None:
-    node, bob, carol = Node(), Identity.generate(), Identity.generate()
-    cards, caller = [record(bob), record(carol)], SimpleNamespace(remote_id=PeerID.from_base58(bob.peer_id))
+    node, bob, others = Node(), Identity.generate(), [Identity.generate(), Identity.generate()]
+    cards, caller = [*map(record, [*others, bob])], SimpleNamespace(remote_id=PeerID.from_base58(bob.peer_id))
     account, most = {
         "answers": (node.accounts.found, FOUND_EACH),
         "stores": (node.accounts.stored, STORED_EACH),
     }[way]
-    for i in range(most):
+    for i in range(most - 1):
         assert account.admits(f"peer {i}", bob.peer_id, time.time() + 30.0, time.time())
 
     def taken() -> set[str]:
@@ -146,10 +146,22 @@ def test_a_connection_brings_few_cards_of_others(way: str) -> None:
         held = [node.dht.storage.records(key, time.time()) for key in node.validator.keys]
         return {peer for records in held for peer, _, _ in records}
 
-    assert taken() == {bob.peer_id}  # its own card is always taken
-    assert node.refused == {"newcomers": 1} and node.validator.open.cache_info().misses == 1  # one signature checked
+    some = taken()
+    assert bob.peer_id in some and len(some) == 2  # its own card, and the last one that it may bring
+    assert node.refused == {"newcomers": 1} and node.validator.open.cache_info().misses == 2  # signatures checked
     node.dht.forget_cards()
-    assert len(node.dht.storage) == 0 and taken() == {bob.peer_id, carol.peer_id}
+    assert len(node.dht.storage) == 0 and len(taken()) == 3
+
+
+def test_its_own_peer_s_card_finds_room_in_a_full_bucket() -> None:
+    node, bob, carol = Node(), Identity.generate(), Identity.generate()
+    caller = SimpleNamespace(remote_id=PeerID.from_base58(bob.peer_id))
+    for peer, is_kept in ((carol, False), (bob, True)):
+        key = node.validator.keys[bucket_of(peer.peer_id)]
+        for i in range(MAX_BUCKET_CARDS):
+            node.dht.storage.store(key, f"peer {i}", b"", time.time() + 30.0, time.time(), is_own=False)
+        answered = asyncio.run(node.dht.rpc_store(store([record(peer)], key), caller))
+        assert list(answered.store_ok) == [is_kept]
 
 
 def test_a_name_of_nobody_ends_no_lookup() -> None:
