@@ -4,7 +4,7 @@
     | … | at most LEVEL lines of 4 rounds | at most LEVEL lines of 2 rounds | WHOLE to WHOLE + EACH lines of 1 round |
 
 Lines of n rounds become lines of 2 n rounds, two neighbours at a time, oldest first. So the number of lines grows with
-the logarithm of the number of rounds: 3 million rounds leave about 7,000 lines. A line of several rounds says so in
+the logarithm of the number of rounds: 3 million rounds leave some 4,500 lines. A line of several rounds says so in
 `rounds`. Its other numbers are means over its rounds, weighted by them, but for what `has_last_value` names.
 """
 
@@ -24,8 +24,8 @@ WHOLE = 2048
 """Newest rounds that keep a line each: all of most runs, and a plot of 700 columns needs no more."""
 EACH = 1024
 """Rounds between two thinnings: each writes the whole file again, some 12 MB, so it must be rare."""
-LEVEL = 512
-"""Most lines of equally many rounds, from 2 on; LEVEL / 2 stay. So no line stands for more than a 380th of the run:
+LEVEL = 256
+"""Most lines of equally many rounds, from 2 on; LEVEL / 2 stay. So no line stands for more than a 190th of the run:
 when the first lines of n rounds are made, LEVEL / 4 of them, 3 / 4 LEVEL n rounds are in the file."""
 
 

@@ -60,17 +60,17 @@ def test_the_newest_rounds_are_whole_and_the_file_is_small(long: Path) -> None:
     lines = read_jsonl(long)
     assert lines[-WHOLE:] == [record(number) for number in range(LONG - WHOLE + 1, LONG + 1)]
     rounds = [rounds_of(line) for line in lines]
-    assert rounds == sorted(rounds, reverse=True) and sum(rounds) == LONG and rounds[0] <= LONG / 500
+    assert rounds == sorted(rounds, reverse=True) and sum(rounds) == LONG and rounds[0] <= LONG / 190
     assert len(lines) < WHOLE + EACH + LEVEL * (LONG // WHOLE).bit_length()
 
 
 def test_no_line_stands_for_much_of_a_long_run() -> None:
     rounds: list[int] = []
-    for _ in range(920):  # just beyond 2**10 rounds in a line
+    for _ in range(920):
         rounds += [1] * (EACH if rounds else WHOLE + EACH)
         lines = iter(rounds)
         rounds = [sum(next(lines) for _ in range(n)) for n in plan(rounds)]
-    assert rounds[0] == 2048 and 380 <= sum(rounds) / rounds[0] < 500
+        assert sum(rounds) >= 190 * rounds[0] or rounds[0] == 1
 
 
 def test_few_rounds_and_all_rounds_on_request_stay_whole(path: Path) -> None:
