@@ -547,7 +547,7 @@ class P2PTransport:
         self._stat = await self._gossip.stat()
         now, connected = time.time(), self._stat.peers
         for gossip_id, address in self._stat.ways.items():
-            self._dialled.prove(gossip_id, [address])
+            self._dialled.prove(gossip_id, [address], now)
         self._hasty = False
         shards = sorted({self._shard_of_topic[topic] for topic in self._handlers if topic in self._shard_of_topic})
         for addresses in self._table.gossip_to_dial(shards, self._settings.max_connections, connected, now).values():
