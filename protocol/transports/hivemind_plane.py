@@ -258,7 +258,7 @@ class HivemindPlane:
     async def _end_of_daemon(self) -> int:
         """Exit code of p2pd, which is ended if it has grown too large."""
         assert self._daemon is not None
-        watch = asyncio.create_task(end_if_grown(self._daemon._child))
+        watch = asyncio.create_task(end_if_grown(self._daemon._child, lambda: len(self._storage.connected)))
         try:
             code = await self._ended
             if watch.done() and not watch.exception():
