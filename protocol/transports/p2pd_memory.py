@@ -34,7 +34,7 @@ def most_rss(connections: int) -> int:
 
 
 async def end_if_grown(process: asyncio.subprocess.Process, connections: Callable[[], int]) -> str:
-    """Returns why, in words, when `process`, which has so many `connections`, has been ended because it grew too large."""
+    """Returns why, in words, when `process`, a p2pd with so many `connections`, was ended because it grew too large."""
     while (size := rss(process.pid)) <= most_rss(connections()):
         await asyncio.sleep(LOOK_S)
     process.kill()
