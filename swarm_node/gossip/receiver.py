@@ -171,8 +171,8 @@ class Receiver:
     def _allowance(self, now: float) -> float:
         """Seconds of this thread's time that an `admit` may take now; 0 while earlier ones are not made up for."""
         share, self._admitted_at = ADMIT_SHARE * (now - self._admitted_at), now
-        self._debt = max(0.0, self._debt - share)
-        return 0.0 if self._debt else min(max(share, ADMIT_LEAST_S), ADMIT_MOST_S)
+        owed, self._debt = self._debt, max(0.0, self._debt - share)
+        return 0.0 if self._debt else min(max(share - owed, ADMIT_LEAST_S), ADMIT_MOST_S)
 
     def _open_newest(self, stop: float) -> None:
         """Let the groups of the newest messages wait to be examined: of at most `OPENED` messages, and of none after

@@ -256,8 +256,8 @@ def test_admission_stops_when_its_time_is_used(world: World) -> None:
 
     receiver = world.receiver(score=score, spent=lambda: clock[0])
     receiver.take(seal_batch(world.batch(*(world.group() for _ in range(10))), PEER))
-    for elapsed, admitted in ((0.1, 1), (0.6, 2), (0.0, 1), (3600, 6)):
-        world.time += elapsed
+    for elapsed, admitted in ((0.1, 1), (0.6, 2), (0.0, 0), (3600, 7)):
+        clock[0] += elapsed
         assert receiver.admit() == admitted
     assert rejected(receiver) == {}
 
