@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of
-from protocol.transports.dht import MAX_FINDS, MAX_TOLD, CardDHT
+from protocol.transports.dht import MAX_FINDS, MAX_REFUSED, MAX_TOLD, CardDHT
 from protocol.transports.dht_wire import Record, encode_bucket, node_id_of
 from protocol.transports.newcomers import FOUND_EACH, STORED_EACH, Newcomers
 from protocol.transports.records import CardStorage, CardValidator
@@ -143,6 +144,27 @@ def test_a_peer_that_calls_without_end_is_answered_so_often(call: str, request_o
     assert node.refused["rate"] == 1 and answered >= most
     other = SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
     asyncio.run(getattr(node.dht, call)(request, other))
+
+
+def test_a_peer_that_goes_on_is_hung_up_on() -> None:
+    node, caller = Node(), SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
+    ended: list[PeerID] = []
+
+    async def disconnect(peer: PeerID) -> None:
+        ended.append(peer)
+
+    node.dht._p2p = SimpleNamespace(_client=SimpleNamespace(disconnect=disconnect))
+
+    async def ping(times: int) -> None:
+        for _ in range(times):
+            with suppress(RemoteProtocolError):
+                await node.dht.rpc_ping(dht_pb2.PingRequest(), caller)
+        await asyncio.gather(*node.dht._ending.values())
+
+    asyncio.run(ping(MAX_TOLD + MAX_REFUSED // 2))
+    assert ended == [] and node.refused["rate"]
+    asyncio.run(ping(MAX_TOLD + MAX_REFUSED))
+    assert ended == [caller.remote_id] and node.dht._ending == {}
 
 
 def test_a_name_counts_once_in_a_message() -> None:
