@@ -53,7 +53,8 @@ class Reach:
         is due at `now` (seconds of any clock)."""
         if relay not in self._asking and now >= self._ask_at.get(relay, now):
             self._ask_at[relay] = now + ASK_AGAIN_S * self._rng.uniform(0.5, 1.0)
-            self._asking[relay] = asyncio.create_task(self._ask(plane, relay))
+            self._asking[relay] = task = asyncio.create_task(self._ask(plane, relay))
+            task.add_done_callback(lambda _: self._asking.pop(relay, None))
         return self._direct.get(relay)
 
     def forget(self) -> None:
@@ -74,8 +75,6 @@ class Reach:
                 direct = all(await plane.dial_back(relay, [told[1]]))
         except ProtocolError:
             pass  # no answer: as if it could not
-        finally:
-            del self._asking[relay]
         if direct != self._direct.get(relay):
             self._direct[relay] = direct
             self._changed()

@@ -198,11 +198,19 @@ def test_relays_that_reach_a_node_keep_their_places(
             await asyncio.gather(*node._reach._asking.values())
             clock += 5.0
 
+    async def restarted() -> None:
+        """p2pd ends while relays are being asked."""
+        node._reach.forget()
+        await P2PTransport._take_places(node, plane)
+        node._reach.forget()
+        await asyncio.gather(*node._reach._asking.values(), return_exceptions=True)
+
     asyncio.run(rounds(2))
     assert sorted(plane.places) == sorted(node._places) == taken
     assert changes == (0 if dial_only else 2)  # each is a reason to look again at once
     asyncio.run(rounds(int(ASK_AGAIN_S / 5.0)))
     assert len(plane.asked) <= 2 * 3
     plane.reaches = {"one", "two"}  # by now a port is forwarded
+    asyncio.run(restarted())
     asyncio.run(rounds(int(ASK_AGAIN_S / 5.0)))
     assert sorted(node._places) == ([] if (own, ip, dial_only) == ("9.9.9.9", "8.8.8.8", False) else taken)
