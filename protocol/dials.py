@@ -33,6 +33,9 @@ MINUTE_TRIES = 128
 of which one answers."""
 MAX_PROVEN = 4096
 """Proofs that are remembered, about 150 bytes each; those renewed longest ago are forgotten first."""
+PROOF_S = 24 * 3600.0
+"""Life of a proof: addresses of homes and clouds pass to other people within days, who would be dialled for ever in
+place of a peer that is gone. A peer that is connected proves its key anew each round."""
 MAX_HINTS = 256
 """Ids that were found in place of others and are still to be dialled."""
 NAMES = "names"
@@ -52,9 +55,10 @@ class Dials:
         """`dials` -> addresses that were held back."""
         self._given: set[tuple[str, str | Endpoint]] = set()
         """(id, endpoint) and (id, host) of addresses that the user named."""
-        self._proven: OrderedDict[tuple[str, str | Endpoint], None] = OrderedDict()
-        """(id, endpoint) and (id, host), latest last."""
-        self._inhabited: OrderedDict[Endpoint, None] = OrderedDict()
+        self._proven: OrderedDict[tuple[str, str | Endpoint], float] = OrderedDict()
+        """(id, endpoint) and (id, host) -> when that was proved last, latest last."""
+        self._inhabited: OrderedDict[Endpoint, float] = OrderedDict()
+        """Endpoint -> when some id proved its key there last, latest last."""
         self._hints: OrderedDict[Endpoint, str] = OrderedDict()
         """Endpoint -> the id that answered there when another one was dialled."""
         self._tried: OrderedDict[Endpoint, float] = OrderedDict()
@@ -68,22 +72,22 @@ class Dials:
         if endpoint is not None:
             self._given |= {(id, endpoint), (id, endpoint[0])}
 
-    def prove(self, id: str, addresses: Sequence[str]) -> None:
+    def prove(self, id: str, addresses: Sequence[str], now: float) -> None:
         """`id` has proved its key over a connection to or from these addresses, with or without an id at their end."""
         for address in addresses:
             endpoint = endpoint_of(address)
             if endpoint is None or "/p2p-circuit" in address:
                 continue  # a proof to the relay says nothing of the address behind it
-            _remember(self._proven, (id, endpoint), None, MAX_PROVEN)
-            _remember(self._proven, (id, endpoint[0]), None, MAX_PROVEN)
-            _remember(self._inhabited, endpoint, None, MAX_PROVEN)
+            _remember(self._proven, (id, endpoint), now, MAX_PROVEN)
+            _remember(self._proven, (id, endpoint[0]), now, MAX_PROVEN)
+            _remember(self._inhabited, endpoint, now, MAX_PROVEN)
             self._untry(endpoint)
 
-    def hint(self, address: str, id: str) -> None:
+    def hint(self, address: str, id: str, now: float) -> None:
         """`id` answered at `address` when another one was dialled: it may be tried there once at once."""
         endpoint = endpoint_of(address)
         if endpoint is not None:
-            _remember(self._inhabited, endpoint, None, MAX_PROVEN)
+            _remember(self._inhabited, endpoint, now, MAX_PROVEN)
             _remember(self._hints, endpoint, id, MAX_HINTS)
 
     @property
@@ -98,9 +102,9 @@ class Dials:
         id, endpoint = claim(address)
         if endpoint is None:
             return False
+        self._forget(now)
         if self._is_free(id, endpoint, owner) or self._hints.get(endpoint) == id:
             return True
-        self._forget(now)
         tried_at = self._tried.get(endpoint)
         if tried_at is not None:
             return (owner or id, endpoint[0]) in self._proven or (
@@ -133,7 +137,9 @@ class Dials:
         return first is not None and first > now - MINUTE_S
 
     def _forget(self, now: float) -> None:
-        """Drop tries of long ago, and of a time that is yet to come: then the clock was set back."""
+        """Drop proofs and tries of long ago, and tries of a time that is yet to come: then the clock was set back."""
+        _drop_old(self._proven, now - PROOF_S)
+        _drop_old(self._inhabited, now - PROOF_S)
         while self._tried:
             endpoint, tried_at = next(iter(self._tried.items()))
             if now - UNPROVEN_WAIT_S < tried_at <= now:
@@ -152,6 +158,12 @@ def _remember(memory: OrderedDict[_K, _V], key: _K, value: _V, most: int) -> Non
     memory[key] = value
     memory.move_to_end(key)
     if len(memory) > most:
+        memory.popitem(last=False)
+
+
+def _drop_old(memory: OrderedDict[_K, float], before: float) -> None:
+    """Forget what was remembered at or before this time."""
+    while memory and next(iter(memory.values())) <= before:
         memory.popitem(last=False)
 
 

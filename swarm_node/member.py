@@ -55,11 +55,11 @@ class Member:
         record: Callable[[dict[str, Any]], None] | None = None,
         subscribe: Callable[[str, Handler], None] | None = None,
         spoken: Collection[int] = SPOKEN,
-        spent: Callable[[], float] = time.thread_time,
+        spent: Callable[[], float] = time.monotonic,
     ) -> None:
         """`record` is told what was offered and chosen in each round (`sharing.record`). `subscribe` instead of the
         transport's, which is for good, if this member may end before that does. `spoken` are the protocol versions
-        that it understands. `spent` gives the processor time of the calling thread, which bounds admission."""
+        that it understands. `spent` is the clock (seconds) that bounds admission."""
         self.sharing = config.sharing
         self.manifest = manifest
         self.peer_id = identity.peer_id

@@ -58,10 +58,11 @@ WORDS = {
 """Reason -> noun phrase; a reason that is not here stands for itself."""
 
 HOSTILE = frozenset(
-    "assignment cap find flood forged frame graylist key node_id peer schema shard signature size slot store "
+    "assignment cap find flood forged frame graylist key node_id peer schema shard signature size store "
     "unsigned".split()
 )
-"""Reasons that an honest node of this version gives nobody, or hardly ever."""
+"""Reasons that an honest node of this version gives nobody, or hardly ever. Not `slot`: a node that is started again
+within a minute answers its slots anew, and no peer gets more of those past `rate` than of any other answers."""
 
 SAID = HOSTILE | {"connections", "crowded", "handshake", "memory", "newcomers", "stuck"}
 """Reasons of the network whose first refusal is said: the others come with honest traffic."""

@@ -182,7 +182,7 @@ class Simulation:
 
 
 def _takes_no_time() -> float:
-    """Processor time for admission in a simulation, which must not depend on the machine's."""
+    """Clock of admission in a simulation, which must not depend on the machine's speed."""
     return 0.0
 
 

@@ -16,6 +16,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -48,6 +49,12 @@ asks for. Beyond, it gets answers without cards."""
 MAX_FINDS = 600
 """Finds of one peer in a minute: a node makes one to five a round, and a round takes a second at least. Each takes this
 node 1 ms, or 7 ms where all buckets are full."""
+MAX_TOLD = 1200
+"""Pings and stores of one peer in a minute, and the cards in these: a node stores its own card every 15 s, or once a
+round while nobody takes it, and pings when it connects. Each takes this node a signature or less."""
+MAX_REFUSED = 600
+"""Calls of one peer that are refused in a minute before it is hung up on: an answer, also a refusal, costs as much as a
+store. A handshake costs the peer as much as this node."""
 ASKERS = 1024
 """Peers whose share is remembered: more than p2pd has connections."""
 BREATHE = 64
@@ -132,7 +139,9 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._mine: tuple[bytes, Record] | None = None
         """This node's own card, and its key."""
         self._given = Budgets(ASKERS, MAX_GIVEN_BYTES)
-        self._asked = Budgets(ASKERS, MAX_FINDS)
+        self._calls = Budgets(ASKERS, MAX_FINDS, MAX_TOLD, MAX_REFUSED)
+        self._ending: dict[PeerID, asyncio.Future[Any]] = {}
+        """Peers that are being hung up on."""
         self._avoided: dict[PeerID, float] = {}
         """Peer -> until when (monotonic)."""
         self._pings: set[asyncio.Task[bool]] = set()
@@ -151,12 +160,14 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
         """A peer says that it is there."""
+        self._take_call(context.remote_id, told=1)
         self._meet(context.remote_id, request.peer.node_id)
         return dht_pb2.PingResponse(peer=self._info, dht_time=time.time())
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         """A peer wants cards kept: single ones, or buckets."""
         peer = str(context.remote_id)
+        self._take_call(context.remote_id, told=1)
         self._meet(context.remote_id, request.peer.node_id)
         kept, left = [], STORED_EACH  # no more would be let in; this project's nodes send one
         for key, name, value, expiration in self._read(peer, dht_wire.read_store, request):
@@ -164,6 +175,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 records: Sequence[Any] = [(name, value, expiration)]
             else:
                 records = self._bucket(peer, key, value)
+            self._take_call(context.remote_id, told=len(records[:left]))
             checked = await self._checked(self._accounts.stored, peer, key, records[:left])
             left -= len(records[:left])
             kept_now = [self.storage.store(key, *record, time.time(), record[0] == peer) for record in checked]
@@ -173,9 +185,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
         """A peer asks for the cards under some keys, and who is near to these."""
         asker, peer = context.remote_id, str(context.remote_id)
-        if not self._asked.take(peer, time.time(), 1):
-            self._refusals.note(peer, "rate")
-            raise RemoteProtocolError("rate", f"more than {MAX_FINDS} finds a minute")
+        self._take_call(asker, finds=1)
         self._meet(asker, request.peer.node_id)
         keys = self._read(peer, dht_wire.read_keys, request.keys)
         held = [self._held(key) for key in keys]
@@ -196,6 +206,25 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 result.nearest_node_ids.append(node_id.to_bytes())
                 result.nearest_peer_ids.append(near.to_bytes())
         return answer
+
+    def _take_call(self, peer: PeerID, finds: int = 0, told: int = 0) -> None:
+        """Count finds of a peer, or what it tells. Raises RemoteProtocolError `rate` for more than a minute allows."""
+        name, now = str(peer), time.time()
+        if self._calls.take(name, now, finds, told, 0):
+            return
+        self._refusals.note(name, "rate")
+        if not self._calls.take(name, now, 0, 0, 1) and peer not in self._ending:
+            self._ending[peer] = asyncio.ensure_future(self._hang_up(peer))
+        raise RemoteProtocolError(
+            "rate", f"more than {MAX_FINDS} finds, or {MAX_TOLD} pings, stores and cards, a minute"
+        )
+
+    async def _hang_up(self, peer: PeerID) -> None:
+        try:
+            with suppress(*_FAILURES):  # it has gone, or p2pd has
+                await asyncio.wait_for(self._p2p._client.disconnect(peer), CALL_S)
+        finally:
+            del self._ending[peer]
 
     def _held(self, key: bytes) -> list[Record]:
         """The cards under a key; this node's own comes first, and is there even if the bucket is full."""

@@ -257,7 +257,7 @@ class HivemindPlane:
     async def _end_of_daemon(self) -> int:
         """Exit code of p2pd, which is ended if it has grown too large."""
         assert self._daemon is not None
-        watch = asyncio.create_task(end_if_grown(self._daemon._child))
+        watch = asyncio.create_task(end_if_grown(self._daemon._child, lambda: len(self._storage.connected)))
         try:
             code = await self._ended
             if watch.done() and not watch.exception():
@@ -319,11 +319,11 @@ class HivemindPlane:
             await self._bounded(daemon._client.connect(to, ways), DIAL_S)
         except PeerUnreachable as error:
             for address, other in ANOTHER_KEY.findall(str(error)):
-                self._dials.hint(address, other)
+                self._dials.hint(address, other, time.time())
             raise
         if new:
             if len(addresses) == 1 and "/dns" in addresses[0]:
-                self._dials.prove(peer, addresses)  # of others, the connection shows the address
+                self._dials.prove(peer, addresses, time.time())  # of others, the connection shows the address
             await self.connections()
         return to
 
@@ -370,7 +370,7 @@ class HivemindPlane:
         peers = await self._bounded(daemon.list_peers(), CALL_S)
         found = {str(peer.peer_id): [str(address) for address in peer.addrs] for peer in peers}
         for peer, addresses in found.items():
-            self._dials.prove(peer, addresses)
+            self._dials.prove(peer, addresses, time.time())
         self.refusals.locate({peer: ip_of(addresses) for peer, addresses in found.items()})
         self._storage.connected = found.keys()
         self._serving = {peer: None for peer in self._serving if peer in found}

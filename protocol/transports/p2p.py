@@ -37,10 +37,12 @@ from protocol.transports.exchanges import check_call
 from protocol.transports.gossip_client import GossipClient, Stat
 from protocol.transports.gossip_pipe import gossip_settings
 from protocol.transports.ports import choose_ports, note_ports
+from protocol.transports.reach import Reach
 from protocol.transports.refusals import Refused
 from protocol.transports.relay import PLACE_S
 from protocol.transports.reports import Reports
 from protocol.transports.settings import NetworkSettings, best_first, endpoint
+from protocol.transports.strangers import Strangers
 from protocol.transports.streams import Traffic
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
@@ -123,6 +125,8 @@ class P2PTransport:
         """Connected on the DHT since cards were last looked up."""
         self._places: dict[str, float] = {}
         """Relays that pass on to this node -> when to ask them again."""
+        self._reach = Reach(random.Random(), self._wake.set)
+        self._strangers = Strangers()
         self._look_at = self._turn_s = 0.0
         self._hasty = False
         self._handler_faults = 0
@@ -382,6 +386,7 @@ class P2PTransport:
         """Tell the others, by a card without a way to reach this node, rather than let the last one run out."""
         for task in self._dials.values():
             task.cancel()
+        self._reach.forget()
         with suppress(ProtocolError, TimeoutError):
             if self._told and self._card is not None:
                 await asyncio.wait_for(plane.store_card(self._dated(self._card)), GOODBYE_S)
@@ -476,6 +481,7 @@ class P2PTransport:
         """p2pd is a new one: all its connections are."""
         self._greeted.clear()
         self._places.clear()
+        self._reach.forget()
         self._wake.set()
 
     async def _dial(self, plane: HivemindPlane) -> None:
@@ -502,11 +508,12 @@ class P2PTransport:
             del self._dials[peer]
 
     async def _look_up(self, plane: HivemindPlane) -> None:
-        """Read cards: now and then, and at once if somebody is there who is not known. All buckets in a small swarm; in
-        a large one some, but all of them twice in a card's life."""
+        """Read cards: now and then, and soon if somebody is there who is not known. All buckets in a small swarm; in a
+        large one some, but all of them twice in a card's life."""
         settings, now = self._settings, time.monotonic()
         known = {card.gossip_id for card in self._members.values()}
-        strangers = not known.issuperset(self._stat.peers) or not self._members.keys() >= self._newcomers
+        unknown = (set(self._stat.peers) - known) | (self._newcomers - self._members.keys())
+        strangers = self._strangers.are_worth_a_lookup(unknown, len(known), now)
         if now < self._look_at and not strangers:
             return
         every = min(settings.card_renewal_s, settings.lookup_s * (1 + len(known) / 4))  # all of them are asked
@@ -526,15 +533,20 @@ class P2PTransport:
             self._table.see(peer, card, time.time())
 
     async def _take_places(self, plane: HivemindPlane) -> None:
-        """Keep a place at every bootstrap peer that relays, unless the user has told where this node can be reached:
-        whether a node that listens can be, behind a router, it does not know."""
+        """Keep a place at every bootstrap peer that relays and does not reach this node directly, unless the user has
+        told where it can be reached. A place that is not asked for again runs out."""
         settings, now = self._settings, time.monotonic()
         if settings.serve_relay or settings.announce or not settings.relay:
             return
         self._places = {relay: again for relay, again in self._places.items() if relay in self._connected}
         for relay in self._connected & {peer_of(address) for address in settings.bootstrap}:
             card = self._members.get(relay)
-            if card is not None and "relay" in card.roles and self._places.get(relay, 0.0) <= now:
+            if card is None or "relay" not in card.roles:
+                continue
+            direct = not settings.dial_only and self._reach.is_direct(plane, relay, now)
+            if direct:
+                self._places.pop(relay, None)
+            elif direct is not None and self._places.get(relay, 0.0) <= now:
                 self._places.pop(relay, None)
                 with suppress(PeerUnreachable):  # it has no place left
                     await plane.take_place(relay)
@@ -547,7 +559,7 @@ class P2PTransport:
         self._stat = await self._gossip.stat()
         now, connected = time.time(), self._stat.peers
         for gossip_id, address in self._stat.ways.items():
-            self._dialled.prove(gossip_id, [address])
+            self._dialled.prove(gossip_id, [address], now)
         self._hasty = False
         shards = sorted({self._shard_of_topic[topic] for topic in self._handlers if topic in self._shard_of_topic})
         for addresses in self._table.gossip_to_dial(shards, self._settings.max_connections, connected, now).values():

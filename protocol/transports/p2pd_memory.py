@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import psutil
 
 MAX_RSS = 512 * 2**20
-"""A p2pd of a node with 64 connections takes 60 to 100 MB; four large exchanges and four large answers at a time may
+"""A p2pd of a node with `FEW` connections takes 60 to 100 MB; four large exchanges and four large answers at a time may
 have go-libp2p's largest window, 16 MB, in flight each way: 256 MB."""
+FEW = 64
+"""Connections that `MAX_RSS` is for."""
+CONNECTION_BYTES = 256 * 2**10
+"""And so much more for each further one: an idle one takes 75 KB (measured with 25 to 200), and three times that leaves
+room for calls under way and for what Go frees late."""
+MAX_CONNECTIONS = 4096
+"""Connections beyond these, with which p2pd may take 1.5 GB, add nothing: strangers can make many."""
 LOOK_S = 5.0
 """Between two looks: at 100 Mbit/s it can grow by 60 MB meanwhile."""
 
@@ -21,9 +29,14 @@ def rss(pid: int) -> int:
         return 0
 
 
-async def end_if_grown(process: asyncio.subprocess.Process) -> str:
-    """Returns why, in words, when `process` has been ended because it grew beyond `MAX_RSS`."""
-    while (size := rss(process.pid)) <= MAX_RSS:
+def most_rss(connections: int) -> int:
+    """Bytes of memory that a p2pd with so many connections may hold."""
+    return MAX_RSS + CONNECTION_BYTES * max(0, min(connections, MAX_CONNECTIONS) - FEW)
+
+
+async def end_if_grown(process: asyncio.subprocess.Process, connections: Callable[[], int]) -> str:
+    """Returns why, in words, when `process`, a p2pd with so many `connections`, was ended because it grew too large."""
+    while (size := rss(process.pid)) <= most_rss(connections()):
         await asyncio.sleep(LOOK_S)
     process.kill()
     return f"it had grown to {size >> 20} MiB"

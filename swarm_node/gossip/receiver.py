@@ -7,7 +7,8 @@
 
 Cheap before dear; a group changes nothing but its sender's account, and the memory of what was seen, before the last
 check passes. Every rejection is counted by reason and, where a signature proves one, by peer. `admit` stops when its
-share of the training thread's time is used.
+share of the training thread's time is used; where one group takes longer than that, the next wait until it is made up
+for.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LATE_S = 60.0
 again hold up no new ones, which arrive within seconds."""
 ADMIT_SHARE = 0.1
 """Part of the time since the last `admit` that the next may take of the training thread: a flood then slows training
-down by no more."""
+down by no more, and neither do rewards that wait for another process or machine."""
 ADMIT_LEAST_S, ADMIT_MOST_S = 0.02, 1.0
 """Bounds on that time: the least suffices for forty groups of short answers, and the most for those of a slow round."""
 PROVEN = frozenset({"version", "newer", "schema", "swarm"})
@@ -72,11 +73,11 @@ class Receiver:
         now: Callable[[], float],
         say: Callable[[str], None],
         spoken: Collection[int] = SPOKEN,
-        spent: Callable[[], float] = time.thread_time,
+        spent: Callable[[], float] = time.monotonic,
     ) -> None:
         """`add` takes an admitted group, or says why not; `say` is told the first rejection of each reason; `spoken`
-        are the protocol versions that are understood; `spent` gives the seconds of processor time that the calling
-        thread has used."""
+        are the protocol versions that are understood; `spent` is the clock (seconds) that bounds admission: a call
+        to a reward function holds training up as long as it takes, whether it computes or waits."""
         self._spoken = spoken
         self._me = me
         self._swarm = manifest.swarm_id
@@ -86,7 +87,9 @@ class Receiver:
         self._add = add
         self._now = now
         self._spent = spent
-        self._admitted_at = now()
+        self._admitted_at = spent()
+        self._debt = 0.0
+        """Seconds that earlier calls of `admit` took beyond what they were allowed."""
         self._admission = Admission(manifest, policy, sampling, assigned, score)
         self._ledger = Ledger(manifest.limits, now, say)
         self._seen: dict[bytes, tuple[float, tuple[bytes, ...]]] = {}
@@ -121,7 +124,10 @@ class Receiver:
         """Examine groups that have arrived, newest first, at most `sharing.admit` of them and no longer than the
         share of this thread's time allows; how many were admitted. The others wait for the next time."""
         self._tidy()
-        began, allowed = self._spent(), self._allowance()
+        began = self._spent()
+        allowed = self._allowance(began)
+        if not allowed:
+            return 0
         self._open_newest(began + allowed / 2)
         before = self._admitted
         for i in range(min(self._budget, len(self._waiting))):
@@ -133,6 +139,7 @@ class Receiver:
                 self._examine(peer, account, batch, group)
             except RemoteProtocolError as error:
                 self._ledger.reject(error.reason, peer, error.detail)
+        self._debt = max(0.0, self._spent() - began - allowed)
         return self._admitted - before
 
     def metrics(self) -> dict[str, float]:
@@ -161,11 +168,11 @@ class Receiver:
 
     # ----------------------------------------------------------------- one message
 
-    def _allowance(self) -> float:
-        """Seconds of this thread's time that an `admit` may take now."""
-        now = self._now()
-        elapsed, self._admitted_at = now - self._admitted_at, now
-        return min(max(ADMIT_SHARE * elapsed, ADMIT_LEAST_S), ADMIT_MOST_S)
+    def _allowance(self, now: float) -> float:
+        """Seconds of this thread's time that an `admit` may take now; 0 while earlier ones are not made up for."""
+        share, self._admitted_at = ADMIT_SHARE * (now - self._admitted_at), now
+        owed, self._debt = self._debt, max(0.0, self._debt - share)
+        return 0.0 if self._debt else min(max(share - owed, ADMIT_LEAST_S), ADMIT_MOST_S)
 
     def _open_newest(self, stop: float) -> None:
         """Let the groups of the newest messages wait to be examined: of at most `OPENED` messages, and of none after

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of
-from protocol.transports.dht import FOUND_EACH, STORED_EACH, Accounts, CardDHT
+from protocol.transports.dht import FOUND_EACH, MAX_FINDS, MAX_REFUSED, MAX_TOLD, STORED_EACH, Accounts, CardDHT
 from protocol.transports.dht_wire import MAX_BUCKET_CARDS, Record, encode_bucket, node_id_of
 from protocol.transports.records import CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
@@ -97,6 +98,18 @@ def store(records: list[Record], key: bytes) -> dht_pb2.StoreRequest:
     )
 
 
+def own_card(node: Node, peer: Identity) -> dht_pb2.StoreRequest:
+    """A peer's own card for another node to keep."""
+    name, value, expiration = record(peer)
+    return dht_pb2.StoreRequest(
+        keys=[node.validator.keys[bucket_of(name)]],
+        subkeys=[msgspec.msgpack.encode(name)],
+        values=[value],
+        expiration_time=[expiration],
+        in_cache=[False],
+    )
+
+
 def test_few_cards_of_one_message_are_looked_at() -> None:
     node = Node()
     caller = SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
@@ -105,18 +118,54 @@ def test_few_cards_of_one_message_are_looked_at() -> None:
     assert list(answered.store_ok) == [False] and node.refused.total() == STORED_EACH
 
 
-def test_a_peer_that_asks_without_end_is_answered_so_often() -> None:
-    node, caller = Node(), SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
+@pytest.mark.parametrize(
+    ("call", "request_of", "most"),
+    [
+        ("rpc_find", lambda node, peer: dht_pb2.FindRequest(keys=node.validator.keys[:1]), MAX_FINDS),
+        ("rpc_store", lambda node, peer: own_card(node, peer), MAX_TOLD // 2),
+        ("rpc_store", lambda node, peer: store([record(peer)] * 9, node.validator.keys[0]), MAX_TOLD // 10),
+        ("rpc_ping", lambda node, peer: dht_pb2.PingRequest(), MAX_TOLD),
+    ],
+)
+def test_a_peer_that_calls_without_end_is_answered_so_often(call: str, request_of: Any, most: int) -> None:
+    node, peer = Node(), Identity.generate()
+    caller = SimpleNamespace(remote_id=PeerID.from_base58(peer.peer_id))
+    request, answered = request_of(node, peer), 0
 
     async def ask(times: int) -> None:
+        nonlocal answered
         for _ in range(times):
-            await node.dht.rpc_find(dht_pb2.FindRequest(keys=node.validator.keys[:1]), caller)
+            await getattr(node.dht, call)(request, caller)
+            answered += 1
 
-    asyncio.run(ask(300))
-    assert not node.refused
+    asyncio.run(ask(most // 2))
+    assert not node.refused["rate"]
     with pytest.raises(RemoteProtocolError, match="rate"):
         asyncio.run(ask(100_000))
-    assert node.refused == {"rate": 1}
+    assert node.refused["rate"] == 1 and answered >= most
+    other = SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
+    asyncio.run(getattr(node.dht, call)(request, other))
+
+
+def test_a_peer_that_goes_on_is_hung_up_on() -> None:
+    node, caller = Node(), SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
+    ended: list[PeerID] = []
+
+    async def disconnect(peer: PeerID) -> None:
+        ended.append(peer)
+
+    node.dht._p2p = SimpleNamespace(_client=SimpleNamespace(disconnect=disconnect))
+
+    async def ping(times: int) -> None:
+        for _ in range(times):
+            with suppress(RemoteProtocolError):
+                await node.dht.rpc_ping(dht_pb2.PingRequest(), caller)
+        await asyncio.gather(*node.dht._ending.values())
+
+    asyncio.run(ping(MAX_TOLD + MAX_REFUSED // 2))
+    assert ended == [] and node.refused["rate"]
+    asyncio.run(ping(MAX_TOLD + MAX_REFUSED))
+    assert ended == [caller.remote_id] and node.dht._ending == {}
 
 
 def test_a_name_counts_once_in_a_message() -> None:

@@ -10,6 +10,7 @@ from protocol.dials import (
     MAX_PROVEN,
     MINUTE_S,
     MINUTE_TRIES,
+    PROOF_S,
     UNPROVEN_WAIT_S,
     Dials,
     endpoint_of,
@@ -69,7 +70,7 @@ def test_an_address_without_an_endpoint_is_not_dialled(way: str) -> None:
 def test_given_and_proven_addresses_are_dialled_as_often_as_wanted() -> None:
     dials = Dials()
     dials.give(f"{PLACE}/p2p/boot")
-    dials.prove("a", ["/ip4/192.0.2.9/tcp/7"])
+    dials.prove("a", ["/ip4/192.0.2.9/tcp/7"], NOW)
     for i in range(1000):
         assert dials.take(f"{PLACE}/p2p/boot", NOW + i)
         assert dials.take(f"{PLACE}/p2p/boot/p2p-circuit/p2p/{i}", NOW + i)  # through a relay that is known
@@ -81,28 +82,39 @@ def test_given_and_proven_addresses_are_dialled_as_often_as_wanted() -> None:
 
 def test_a_proof_is_of_one_id_and_lets_others_wait_less() -> None:
     dials = Dials()
-    dials.prove("a", [PLACE])
+    dials.prove("a", [PLACE], NOW)
     assert dials.take(f"{PLACE}/p2p/b", NOW)
     assert not any(dials.take(f"{PLACE}/p2p/x{i}", NOW + i) for i in range(int(INHABITED_WAIT_S)))
     assert dials.take(f"{PLACE}/p2p/b", NOW + INHABITED_WAIT_S)
 
 
+@pytest.mark.parametrize(("id", "owner"), [("a", ""), ("gossip", "a")])
+def test_a_proof_ends_unless_it_is_renewed(id: str, owner: str) -> None:
+    dials, end = Dials(), NOW + PROOF_S + 60.0
+    dials.prove("a", [PLACE], NOW)
+    dials.prove("a", [PLACE], NOW + 60.0)
+    assert all(dials.take(f"{PLACE}/p2p/{id}", at, owner) for at in (end - 2.0, end - 1.0))
+    assert [dials.take(f"{PLACE}/p2p/{id}", end + i, owner) for i in range(600)].count(True) <= 1
+    dials.prove("a", [PLACE], end + 600.0)
+    assert all(dials.take(f"{PLACE}/p2p/{id}", end + 600.0, owner) for _ in range(9))
+
+
 def test_a_peer_that_proved_its_key_names_few_ports_of_its_host() -> None:
     dials = Dials()
-    dials.prove("a", ["/ip4/192.0.2.9/tcp/7"])
+    dials.prove("a", ["/ip4/192.0.2.9/tcp/7"], NOW)
     assert sum(dials.take(f"/ip4/192.0.2.9/tcp/{i}/p2p/g{i}", NOW, owner="a") for i in range(100, 200)) == HOST_TRIES
 
 
 def test_a_proof_through_a_relay_says_nothing_of_its_host() -> None:
     dials = Dials()
-    dials.prove("a", [f"{PLACE}/p2p/r/p2p-circuit"])
+    dials.prove("a", [f"{PLACE}/p2p/r/p2p-circuit"], NOW)
     assert dials.take(f"{PLACE}/p2p/a", NOW) and not dials.take(f"{PLACE}/p2p/a", NOW)
 
 
 def test_the_id_found_in_place_of_another_is_tried_at_once() -> None:
     dials = Dials()
     assert dials.take(f"{PLACE}/p2p/made-up", NOW)
-    dials.hint(f"{PLACE}/p2p/made-up", "honest")
+    dials.hint(f"{PLACE}/p2p/made-up", "honest", NOW)
     assert dials.hinted == {"honest"} and not dials.may(f"{PLACE}/p2p/other", NOW + 1)
     assert dials.take(f"{PLACE}/p2p/honest", NOW + 1)
     assert not dials.take(f"{PLACE}/p2p/honest", NOW + 2)
@@ -133,15 +145,15 @@ def test_all_hosts_have_a_budget_and_proofs_use_up_nothing() -> None:
     crowd = Dials()
     for port in range(1, 1001):  # of one host, each of which answers
         assert crowd.take(f"/ip4/192.0.2.1/tcp/{port}/p2p/p{port}", NOW)
-        crowd.prove(f"p{port}", [f"/ip4/192.0.2.1/tcp/{port}"])
+        crowd.prove(f"p{port}", [f"/ip4/192.0.2.1/tcp/{port}"], NOW)
 
 
 def test_memory_of_dials_is_bounded_and_survives_a_clock_set_back() -> None:
     dials = Dials()
     for i in range(3 * MAX_PROVEN):
-        dials.prove(f"p{i}", [f"/ip4/10.0.{i // 250}.{i % 250}/tcp/1"])
+        dials.prove(f"p{i}", [f"/ip4/10.0.{i // 250}.{i % 250}/tcp/1"], NOW)
         dials.take(f"/ip4/10.9.{i // 250}.{i % 250}/tcp/1/p2p/x", NOW + i)
-        dials.hint(f"/ip4/10.8.{i // 250}.{i % 250}/tcp/1/p2p/x", "y")
+        dials.hint(f"/ip4/10.8.{i // 250}.{i % 250}/tcp/1/p2p/x", "y", NOW)
     assert len(dials._proven) == len(dials._inhabited) == MAX_PROVEN
     assert len(dials._tried) <= MINUTE_TRIES * UNPROVEN_WAIT_S / MINUTE_S and len(dials._hints) <= 256
     assert sum(dials._hosts.values()) == len(dials._tried)

@@ -501,9 +501,9 @@ def test_a_flood_has_a_bystander_dialled_once_in_ten_minutes() -> None:
             hits[head] += 1
             if reached.get(id.removeprefix("g"), "-") + "1" * id.startswith("g") == head:
                 connected.add(id)
-                dials.prove(id, [head])
+                dials.prove(id, [head], now)
             elif head in reached.values():
-                dials.hint(way, next(peer for peer, at in reached.items() if at == head))
+                dials.hint(way, next(peer for peer, at in reached.items() if at == head), now)
         peers.set_connected([id for id in connected if not id.startswith("g")], now)
     assert hits[place] == 1
     assert len([id for id in connected if not id.startswith("g")]) >= WANTED
@@ -524,7 +524,7 @@ def test_many_liars_do_not_push_out_an_honest_gossip_address() -> None:
     ]
     assert address("gp0", 2) in dialled
     peers.set_connected(["p0"], NOW)
-    dials.prove("p0", [address("p0").rpartition("/p2p/")[0]])
+    dials.prove("p0", [address("p0").rpartition("/p2p/")[0]], NOW)
     peers._gossip.clear()
     assert peers.gossip_to_dial([0], 8, [], NOW + 55)["gp0"][0] == address("gp0", 2)
 

@@ -44,6 +44,11 @@ def test_the_worst_sources_come_first_with_what_and_where() -> None:
     ]
 
 
+def test_a_node_started_again_and_again_is_no_attacker() -> None:
+    assert rows({}, {MALLORY: account(slot=5000)}, {}) == []
+    assert rows({}, {MALLORY: account(slot=5000, assignment=1)}, {})[0].hostile == 1
+
+
 def test_rows_and_their_reasons_are_few() -> None:
     many = {f"10.0.0.{i}": Refused({f"reason {j}": 2 for j in range(9)}, 0.0) for i in range(99)}
     many["honest"] = Refused({"busy": 9}, 0.0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,10 +22,11 @@ from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingC
 from swarm_node.gossip import receiver as receiver_module
 from swarm_node.gossip.ledger import FORGIVE_S, MAX_PEERS, MAX_SAID, MUTE_AFTER, MUTE_S, REASONS
 from swarm_node.gossip.quota import MAX_MINUTES, Minutes
+from swarm_node.gossip.receiver import ADMIT_MOST_S, Receiver
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import PIECE_CHARS
-from swarm_node.types import Sampling, Score
+from swarm_node.types import Sampling, Score, Task
 from tests.swarm_node.gossip.world import ME, NOW, OTHER, PEER, SAMPLING, World, edit, manifest, rejected, texts
 from tests.swarm_node.policy.models import save
 
@@ -163,6 +166,38 @@ def test_a_slot_is_answered_twice_and_no_more(world: World) -> None:
     assert rejected(receiver) == {"slot": 18.0, "duplicate": 1.0} and not receiver.by_peer()[PEER.peer_id]["muted"]
 
 
+def test_a_reward_that_waits_holds_training_up_for_one_group(world: World) -> None:
+    def score(*arguments: Any) -> list[Score]:
+        threading.Event().wait(ADMIT_MOST_S)
+        return world.tasks.score(*arguments)
+
+    receiver = world.receiver(score=score, spent=Receiver.__init__.__defaults__[-1])  # the clock of a node
+    receiver.take(seal_batch(world.batch(*[world.group() for _ in range(3)]), PEER))
+    assert receiver.admit() == 1
+
+
+def test_slow_rewards_take_their_share_of_the_time(world: World) -> None:
+    """Rounds of five seconds, in which groups of eight answers arrive that take a second each."""
+    clock = held = 0.0
+
+    def score(tasks: Sequence[Task], *arguments: Any) -> list[Score]:
+        nonlocal clock
+        clock += len(tasks)
+        return world.tasks.score(tasks, *arguments)
+
+    receiver = world.receiver(score=score, spent=lambda: clock)
+    for _ in range(400):
+        world.time = NOW + clock
+        receiver.take(seal_batch(world.batch(world.group(["$", *"abcdefg"])), PEER))
+        for _ in range(2):
+            began = clock
+            receiver.admit()
+            assert clock - began <= 8.0 + ADMIT_MOST_S
+            held += clock - began
+        clock += 5.0
+    assert 0.09 * clock < held < 0.11 * clock and len(world.pool) > 20
+
+
 STRANGE = {
     "letters": lambda n: ("abcdefghijklmnopqrstuvwxyz " * n)[:n],
     "digits": lambda n: "1" * n,
@@ -221,8 +256,8 @@ def test_admission_stops_when_its_time_is_used(world: World) -> None:
 
     receiver = world.receiver(score=score, spent=lambda: clock[0])
     receiver.take(seal_batch(world.batch(*(world.group() for _ in range(10))), PEER))
-    for elapsed, admitted in ((0.1, 1), (0.6, 2), (0.0, 1), (3600, 6)):
-        world.time += elapsed
+    for elapsed, admitted in ((0.1, 1), (0.6, 2), (0.0, 0), (3600, 7)):
+        clock[0] += elapsed
         assert receiver.admit() == admitted
     assert rejected(receiver) == {}
 
