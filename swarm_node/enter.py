@@ -80,7 +80,8 @@ def enter_swarm(
             with waiting(), visitor(swarm, config.network, say) as visit:
                 manifest = fetch_manifest(visit, swarm, say, wait_s)
         except PeerUnreachable as error:  # only with `minutes`: without, it waits on
-            raise NobodyReached(f"{config.minutes:g} minutes are over before training began: {error}") from error
+            ends = "1 minute is" if config.minutes == 1 else f"{config.minutes:g} minutes are"
+            raise NobodyReached(f"{ends} over before training began: {error}") from error
         waited_s = time.monotonic() - began
     keep(manifest, run, swarm.named)
     try:

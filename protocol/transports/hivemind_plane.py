@@ -33,7 +33,7 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from protocol.codec import seal_card
 from protocol.dials import Dials
-from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from protocol.errors import LocalProtocolError, NotOfSwarm, PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.limits import MAX_CLOCK_SKEW_S, MAX_REQUEST_BYTES
 from protocol.messages import PeerCard
@@ -77,6 +77,8 @@ ANOTHER_KEY = re.compile(r"\[(/\S+)\] [^\n]*peer id mismatch: expected \w+, but 
 """What go-libp2p says of an address when another peer than the one dialled answers there."""
 NO_WAY = "failed to dial"
 """What go-libp2p says when it has no address of a peer, or nobody answers there."""
+NOT_SPOKEN = "protocols not supported"
+"""What go-libp2p says when a peer is there and does not know the protocol, which has the swarm's id in its name."""
 MAX_ANSWER_BYTES = DEFAULT_MAX_MSG_SIZE - 2**16
 """An answer to a call, and room for its envelope in a message to p2pd."""
 NEW_S = 60.0
@@ -519,6 +521,8 @@ class HivemindPlane:
             _, reader, writer = await daemon.call_binary_stream_handler(to, protocol)
             return self._paces.of(reader, writer)
         except P2PDaemonError as error:
+            if NOT_SPOKEN in str(error):
+                raise NotOfSwarm(f"{peer} is there, but not in swarm {self._swarm[:16]}") from error
             raise failure or error from error
 
     async def _on_request(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
