@@ -333,7 +333,7 @@ def _traffic(traffic: Mapping[str, float]) -> str:
     parts = [
         f"{traffic.get('bytes_in', 0) / 1e6:.2f} MB in, {traffic.get('bytes_out', 0) / 1e6:.2f} MB out",
         f"{_count(traffic, 'messages_in')} messages in, {_count(traffic, 'messages_out')} out",
-        f"{_count(traffic, 'connections/gossip')} gossip connections",
+        f"gossip connections: {_count(traffic, 'connections/gossip')}",
     ]
     for name, text in (("restarts/gossip", "restarts of gossip"), ("restarts/dht", "restarts of p2pd")):
         if traffic.get(name):
