@@ -77,7 +77,7 @@ class _AnotherSwarm(RemoteProtocolError):
     """A peer is in another swarm."""
 
     def __init__(self, swarm_id: str = "") -> None:
-        """`swarm_id` of the good manifest that it gave; empty: it speaks no protocol of the swarm that was asked for."""
+        """`swarm_id` of the manifest that it gave; empty: it speaks no protocol of the swarm that was asked for."""
         super().__init__("swarm", f"in {swarm_id[:16] or 'another one'}")
         self.swarm_id = swarm_id
 
