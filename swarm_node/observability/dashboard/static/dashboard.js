@@ -450,7 +450,7 @@ function section(run, known, title, ...children) {
 
 function reasons(table, prefix = "") {
   return Object.entries(table ?? {}).filter(([name, n]) => name.startsWith(prefix) && n)
-    .sort((a, b) => b[1] - a[1]).map(([name, n]) => `${name.slice(prefix.length)} ${number(n)}`).join(", ");
+    .sort((a, b) => b[1] - a[1]).map(([name, n]) => `${number(n)} × ${name.slice(prefix.length)}`).join(", ");
 }
 
 const short = (peer) => `…${String(peer).slice(-8)}`;
