@@ -65,6 +65,8 @@ GOODBYE_S = 2.0
 LAST_WORD_S = 0.2
 """For p2pd to pass on what was said last over channels."""
 MAX_WAIT_S = 10.0
+LOCATED_S = 1.0
+"""Between two looks where refused peers are connected from: a hostile one causes thousands of refusals a second."""
 ASKED_TO_END = 0, -signal.SIGINT, -signal.SIGTERM
 """Exit codes not worth a word: whoever ends a node may end all of its processes, as systemd does."""
 IN_ITS_OWN_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
@@ -116,6 +118,8 @@ class HivemindPlane:
         self.traffic = self._channels.traffic
         self.refusals = self.traffic.refusals
         """What peers were refused: on the DHT, and of their requests."""
+        self.refusals.unlocated = self._locate_soon
+        self._locating: asyncio.Task[None] | None = None
         self._identity = identity
         self._identity_path = identity_path
         self._swarm = swarm
@@ -168,9 +172,10 @@ class HivemindPlane:
         self._closing = True
         talking = self._channels.cancel()
         ending = self._exchanges.cancel() | talking
-        if self._keeper is not None:
-            self._keeper.cancel()
-            ending.add(self._keeper)
+        for task in (self._keeper, self._locating):
+            if task is not None:
+                task.cancel()
+                ending.add(task)
         if ending:
             await asyncio.wait(ending, timeout=GOODBYE_S)
         if talking:
@@ -378,6 +383,16 @@ class HivemindPlane:
         self._storage.connected = found.keys()
         self._serving = {peer: None for peer in self._serving if peer in found}
         return found
+
+    def _locate_soon(self) -> None:
+        if not self._closing and (self._locating is None or self._locating.done()):
+            self._locating = asyncio.get_running_loop().create_task(self._locate())
+
+    async def _locate(self) -> None:
+        """Learn where refused peers are connected from while they still are: a hostile one may leave at once."""
+        with suppress(PeerUnreachable):
+            await self.connections()
+        await asyncio.sleep(LOCATED_S)
 
     @property
     def too_new(self) -> str:
