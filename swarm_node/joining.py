@@ -198,7 +198,9 @@ def _joined_by(run: RunDir) -> str:
 
 def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, trains: bool = True) -> None:
     """What leaves this machine and what comes, before it does; once for each swarm and run directory, where the
-    manifest is kept when it begins."""
+    manifest is kept when it begins. Nothing is said of a swarm that was made here for processes of this machine."""
+    if not swarm.named and config.network.listen == "127.0.0.1":
+        return
     kept = _kept(run)
     if kept is not None and kept.swarm_id == swarm.id:
         return

@@ -500,6 +500,15 @@ def test_what_leaves_the_machine_is_said_before_it_does_once_for_each_swarm_and_
     assert "connections is on (--relay)" in told
 
 
+def test_a_swarm_within_one_machine_makes_nothing_public(run: RunDir) -> None:
+    said: list[str] = []
+    here = NodeConfig(network=NetworkConfig(listen="127.0.0.1"))
+    say_what_leaves(Swarm(PLAIN.swarm_id, PLAIN, []), here, run, said.append)
+    assert said == []
+    say_what_leaves(Swarm(PLAIN.swarm_id, PLAIN, [], named="demo.toml"), here, run, said.append)
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize(
     ("sections", "weights"),
     [
