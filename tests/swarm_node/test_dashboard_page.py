@@ -193,7 +193,7 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     ]
     text = browser.value("document.body.innerText")
     for part in (
-        "Received 130 groups, admitted 120; refused: 10 × too old. Sent 50 groups; not sent: 6 × all rewarded alike.",
+        "Received 130 groups, admitted 120. Refused: 10 × too old. Sent 50 groups; not sent: 6 × all rewarded alike.",
         "noloco, in pairs every 60 s, 8bit",
         "3 × alone",
         "2 stages, whole",

@@ -482,7 +482,7 @@ function peers(run, known) {
   const { received, sent } = status;
   if (received) {
     const refused = reasons(received, "swarm/rejected/");
-    sums.push(`Received ${number(received["swarm/groups_received"] ?? 0)} groups, admitted ${number(received["swarm/groups_admitted"] ?? 0)}${refused ? `; refused: ${refused}` : ""}.`);
+    sums.push(`Received ${number(received["swarm/groups_received"] ?? 0)} groups, admitted ${number(received["swarm/groups_admitted"] ?? 0)}${refused ? `. Refused: ${refused}` : ""}.`);
   }
   if (sent) {
     const unsent = reasons(sent, "swarm/unsent/");
