@@ -4,6 +4,7 @@ ProtocolError
 ├── LocalProtocolError     this node tried to say something that peers would refuse: a bug here
 ├── RemoteProtocolError    a peer said something wrong: counted by `reason`, never ends a run
 └── PeerUnreachable        nobody answered in time: go on without
+    └── NotOfSwarm         a peer is there, and speaks no protocol of this swarm
 """
 
 from __future__ import annotations
@@ -40,3 +41,7 @@ class RemoteProtocolError(ProtocolError):
 
 class PeerUnreachable(ProtocolError):
     """A peer that cannot be dialled, does not know the method, or did not answer in time."""
+
+
+class NotOfSwarm(PeerUnreachable):
+    """A peer that is there and speaks no protocol of this swarm: it is in another one, or has only begun to start."""

@@ -217,7 +217,8 @@ def _watch(
             there, line_at = len(status["peers"]), now
             traffic = status["traffic"]
             volume = f"{traffic['bytes_in'] / 1e6:.1f} MB in, {traffic['bytes_out'] / 1e6:.1f} MB out"
-            say(f"{there} other members; {volume}, {traffic['messages_in']:.0f} messages passed on")
+            company = "1 other member" if there == 1 else f"{there} other members"
+            say(f"{company}; {volume}, {traffic['messages_in']:.0f} messages passed on")
         if now - status_at > STATUS_S:
             status_at = now
             run.write_status(status | {"link": link})

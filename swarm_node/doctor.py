@@ -207,7 +207,8 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
         others = {peer: card for peer, card in members.items() if peer != me}
         yield seen_from_others(transport.dial_back, others, listens, running, guess, way)
         yield begin(answering, members, way)
-        yield people(members, made, transport.stats().get("connections/dht", 0) > 0, way)
+        connected = transport.stats().get("connections/dht", 0) > 0
+        yield people(members, made, connected, way, any(answering.values()))
         yield clock(others, now, made)
         yield versions(members, transport.stats())
 
@@ -534,17 +535,24 @@ def _listed(addresses: Sequence[str]) -> str:
 
 
 def people(
-    members: Mapping[str, PeerCard], made: Mapping[str, float] | None = None, connected: bool = False, way: Way = ANY
+    members: Mapping[str, PeerCard],
+    made: Mapping[str, float] | None = None,
+    connected: bool = False,
+    way: Way = ANY,
+    answers: bool = True,
 ) -> Check:
     """Whether there are members. `made`: when the cards of all were made that were seen, `connected`: whether peers
-    answer at all."""
+    answer at all, `answers`: whether anything does."""
     name = "members"
     if members:
         return Check(name, "ok", f"{len(members)} are there")
     if made:
         detail = f"none by this machine's clock, but cards of {len(made)} that are too old, or of times to come, by it"
         return Check(name, "warn", detail, SET_CLOCK)
-    said = "peers answer, but none is a member of this swarm" if connected else "something answers, but not as a peer"
+    if connected:
+        said = "peers answer, but none is a member of this swarm"
+    else:
+        said = "something answers, but not as a peer" if answers else "nobody answers"
     return Check(name, "warn", said, way.found({}))
 
 

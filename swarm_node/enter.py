@@ -75,12 +75,15 @@ def enter_swarm(
     manifest, waited_s = swarm.manifest, 0.0
     if manifest is None:
         say(f"asking for the manifest of swarm {swarm.id[:16]}")
-        began, wait_s = time.monotonic(), None if config.minutes is None else 60 * config.minutes
+        began = time.monotonic()
         try:
             with waiting(), visitor(swarm, config.network, say) as visit:
-                manifest = fetch_manifest(visit, swarm, say, wait_s)
+                network_s = time.monotonic() - began
+                left_s = None if config.minutes is None else max(0.0, 60 * config.minutes - network_s)
+                manifest = fetch_manifest(visit, swarm, say, left_s)
         except PeerUnreachable as error:  # only with `minutes`: without, it waits on
-            raise NobodyReached(f"{config.minutes:g} minutes are over before training began: {error}") from error
+            ends = "1 minute is" if config.minutes == 1 else f"{config.minutes:g} minutes are"
+            raise NobodyReached(f"{ends} over before training began: {error}") from error
         waited_s = time.monotonic() - began
     keep(manifest, run, swarm.named)
     try:

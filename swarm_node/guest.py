@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from typing import Any
 import psutil
 
 from swarm_node.cgroups import cpu_quotas
-from swarm_node.config import GuestConfig, NodeConfig, load_config
+from swarm_node.config import GuestConfig, NodeConfig, load_config, read_own
 from swarm_node.errors import UserError
 from swarm_node.rundir import RunDir, os_errors_explained
 from swarm_node.stopping import Stopper
@@ -149,7 +150,11 @@ def resume(run: RunDir) -> str:
     was = run.paused.exists()
     with os_errors_explained(run.paused):
         run.paused.unlink(missing_ok=True)
-    return f"{run.path} goes on" if was else f"{run.path} was not paused by `swarm-node pause`"
+    if run.in_use:
+        return f"{run.path} goes on" if was else f"{run.path} was not paused by `swarm-node pause`"
+    verb = "join" if read_own(run.config).swarm else "local"
+    then = f"no node runs there now: `swarm-node {verb} --run-dir {shlex.quote(str(run.path))}` goes on with it"
+    return f"{run.path} is paused no more; {then}" if was else f"{run.path} is not paused; {then}"
 
 
 def _check_run(run: RunDir, verb: str) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError, printable
+from protocol.errors import LocalProtocolError, NotOfSwarm, PeerUnreachable, RemoteProtocolError, printable
 from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
 from protocol.manifest import (
     FILE_METHOD,
@@ -74,7 +74,12 @@ T = TypeVar("T")
 
 
 class _AnotherSwarm(RemoteProtocolError):
-    """A member gave a good manifest of another swarm; the detail is that one's id."""
+    """A peer is in another swarm."""
+
+    def __init__(self, swarm_id: str = "") -> None:
+        """`swarm_id` of the manifest that it gave; empty: it speaks no protocol of the swarm that was asked for."""
+        super().__init__("swarm", f"in {swarm_id[:16] or 'another one'}")
+        self.swarm_id = swarm_id
 
 
 class Swarm(msgspec.Struct, frozen=True):
@@ -193,7 +198,9 @@ def _joined_by(run: RunDir) -> str:
 
 def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, trains: bool = True) -> None:
     """What leaves this machine and what comes, before it does; once for each swarm and run directory, where the
-    manifest is kept when it begins."""
+    manifest is kept when it begins. Nothing is said of a swarm that was made here for processes of this machine."""
+    if not swarm.named and config.network.listen == "127.0.0.1":
+        return
     kept = _kept(run)
     if kept is not None and kept.swarm_id == swarm.id:
         return
@@ -255,10 +262,13 @@ def fetch_manifest(transport: Transport, swarm: Swarm, say: Say, wait_s: float |
 
     def ask(peer: str) -> Manifest:
         seconds = max(LEAST_ASK_S, min(ASK_S, until - time.monotonic()))
-        data = transport.request(peer, MANIFEST_METHOD, timeout=seconds, limit=MAX_MANIFEST_BYTES)
+        try:
+            data = transport.request(peer, MANIFEST_METHOD, timeout=seconds, limit=MAX_MANIFEST_BYTES)
+        except NotOfSwarm as error:
+            raise _AnotherSwarm from error
         found = parse_manifest(data)
         if found.swarm_id != swarm.id:
-            raise _AnotherSwarm("swarm", found.swarm_id)
+            raise _AnotherSwarm(found.swarm_id)
         return found
 
     manifest = _ask_around(transport, swarm, ask, f"the manifest of swarm {swarm.id[:16]}", say, wait_s)
@@ -378,7 +388,8 @@ def _ask_around(
     wait_s: float | None,
 ) -> T:
     """What the first member says that `ask` gets an answer from and believes. Raises PeerUnreachable after `wait_s`,
-    UserError if all who answer are in another swarm: at once if all do, else after `PATIENCE_S`."""
+    UserError if all who answer are in another swarm: at once if all gave its manifest, else after `PATIENCE_S`, since a
+    peer that has only begun to start answers as one of another swarm does."""
     began = time.monotonic()
     said = began + FIRST_WORD_S - PATIENCE_S
     refused: dict[str, str] = {}
@@ -402,9 +413,9 @@ def _ask_around(
             where = ", ".join(swarm.peers[:NAMED]) or f"the addresses of {len(peers)} members"
             failure = f"nobody answers at {where}, to give {wanted}"
         now = time.monotonic()
-        if len(answers) >= len(peers) or now - began > PATIENCE_S:
-            _check_swarm(swarm, answers)
-        if wait_s is not None and now - began > wait_s:
+        over = wait_s is not None and now - began > wait_s
+        _check_swarm(swarm, answers, len(peers), over or now - began > PATIENCE_S)
+        if over:
             raise PeerUnreachable(failure)
         if now - said > PATIENCE_S:
             said = now
@@ -417,12 +428,15 @@ def _ask_around(
         time.sleep(pause if wait_s is None else max(0.0, min(pause, began + wait_s - now)))
 
 
-def _check_swarm(swarm: Swarm, answers: Mapping[str, RemoteProtocolError]) -> None:
-    """UserError if there are answers, and all are the manifest of another swarm: no patience mends that."""
-    theirs = [error.detail for error in answers.values() if isinstance(error, _AnotherSwarm)]
-    if theirs and len(theirs) == len(answers):
+def _check_swarm(swarm: Swarm, answers: Mapping[str, RemoteProtocolError], peers: int, waited: bool) -> None:
+    """UserError if there are answers, and all are of another swarm: no patience mends that. They are final if all
+    `peers` gave a manifest, or if it was `waited` long enough."""
+    theirs = [error.swarm_id[:16] for error in answers.values() if isinstance(error, _AnotherSwarm)]
+    final = waited or (all(theirs) and len(answers) >= peers)
+    if final and theirs and len(theirs) == len(answers):
+        where = f"in swarm {max(theirs)}" if any(theirs) else "not in it"
         raise UserError(
-            f"the link is of swarm {swarm.id[:16]}, but its peers are in swarm {theirs[0][:16]}: take the link that "
+            f"the link is of swarm {swarm.id[:16]}, but its peers are {where}: take the link that "
             "`swarm-node bootstrap` or a member of your swarm prints"
         )
 

@@ -24,6 +24,7 @@ from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.joining import find_swarm, no_address, visitor
 from swarm_node.observability.jsonl import last_record
+from swarm_node.reasons import words
 from swarm_node.refused import Row
 from swarm_node.rundir import RunDir
 
@@ -333,7 +334,7 @@ def _traffic(traffic: Mapping[str, float]) -> str:
     parts = [
         f"{traffic.get('bytes_in', 0) / 1e6:.2f} MB in, {traffic.get('bytes_out', 0) / 1e6:.2f} MB out",
         f"{_count(traffic, 'messages_in')} messages in, {_count(traffic, 'messages_out')} out",
-        f"{_count(traffic, 'connections/gossip')} gossip connections",
+        f"gossip connections: {_count(traffic, 'connections/gossip')}",
     ]
     for name, text in (("restarts/gossip", "restarts of gossip"), ("restarts/dht", "restarts of p2pd")):
         if traffic.get(name):
@@ -346,9 +347,10 @@ def _count(figures: Mapping[str, float], name: str) -> str:
 
 
 def _reasons(figures: Mapping[str, float], prefix: str) -> str:
-    """`; age 3, quota 1`, the most frequent first."""
+    """`; 3 × too old, 1 × over the sender's quota`, the most frequent first."""
     counts = {name.removeprefix(prefix): n for name, n in figures.items() if name.startswith(prefix) and n}
-    listed = ", ".join(f"{reason} {n:.0f}" for reason, n in sorted(counts.items(), key=lambda item: -item[1]))
+    frequent = sorted(counts.items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{n:,.0f} × {words(reason)}" for reason, n in frequent)
     return f"; {listed}" if listed else ""
 
 

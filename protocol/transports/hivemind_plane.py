@@ -33,7 +33,7 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from protocol.codec import seal_card
 from protocol.dials import Dials
-from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from protocol.errors import LocalProtocolError, NotOfSwarm, PeerUnreachable, RemoteProtocolError
 from protocol.hosts import neighbourhood_of_stream
 from protocol.identity import Identity
 from protocol.limits import MAX_CLOCK_SKEW_S, MAX_REQUEST_BYTES
@@ -64,6 +64,8 @@ GOODBYE_S = 2.0
 LAST_WORD_S = 0.2
 """For p2pd to pass on what was said last over channels."""
 MAX_WAIT_S = 10.0
+LOCATED_S = 1.0
+"""Between two looks where refused peers are connected from: a hostile one causes thousands of refusals a second."""
 ASKED_TO_END = 0, -signal.SIGINT, -signal.SIGTERM
 """Exit codes not worth a word: whoever ends a node may end all of its processes, as systemd does."""
 IN_ITS_OWN_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
@@ -76,6 +78,8 @@ ANOTHER_KEY = re.compile(r"\[(/\S+)\] [^\n]*peer id mismatch: expected \w+, but 
 """What go-libp2p says of an address when another peer than the one dialled answers there."""
 NO_WAY = "failed to dial"
 """What go-libp2p says when it has no address of a peer, or nobody answers there."""
+NOT_SPOKEN = "protocols not supported"
+"""What go-libp2p says when a peer is there and does not know the protocol, which has the swarm's id in its name."""
 MAX_ANSWER_BYTES = DEFAULT_MAX_MSG_SIZE - 2**16
 """An answer to a call, and room for its envelope in a message to p2pd."""
 NEW_S = 60.0
@@ -113,6 +117,8 @@ class HivemindPlane:
         self.traffic = self._channels.traffic
         self.refusals = self.traffic.refusals
         """What peers were refused: on the DHT, and of their requests."""
+        self.refusals.unlocated = self._locate_soon
+        self._locating: asyncio.Task[None] | None = None
         self._identity = identity
         self._identity_path = identity_path
         self._swarm = swarm
@@ -165,9 +171,10 @@ class HivemindPlane:
         self._closing = True
         talking = self._channels.cancel()
         ending = self._exchanges.cancel() | talking
-        if self._keeper is not None:
-            self._keeper.cancel()
-            ending.add(self._keeper)
+        for task in (self._keeper, self._locating):
+            if task is not None:
+                task.cancel()
+                ending.add(task)
         if ending:
             await asyncio.wait(ending, timeout=GOODBYE_S)
         if talking:
@@ -376,6 +383,16 @@ class HivemindPlane:
         self._serving = {peer: None for peer in self._serving if peer in found}
         return found
 
+    def _locate_soon(self) -> None:
+        if not self._closing and (self._locating is None or self._locating.done()):
+            self._locating = asyncio.get_running_loop().create_task(self._locate())
+
+    async def _locate(self) -> None:
+        """Learn where refused peers are connected from while they still are: a hostile one may leave at once."""
+        with suppress(PeerUnreachable):
+            await self.connections()
+        await asyncio.sleep(LOCATED_S)
+
     @property
     def too_new(self) -> str:
         """As `Transport.too_new`."""
@@ -517,6 +534,8 @@ class HivemindPlane:
             _, reader, writer = await daemon.call_binary_stream_handler(to, protocol)
             return self._paces.of(reader, writer)
         except P2PDaemonError as error:
+            if NOT_SPOKEN in str(error):
+                raise NotOfSwarm(f"{peer} is there, but not in swarm {self._swarm[:16]}") from error
             raise failure or error from error
 
     async def _on_request(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -37,6 +37,8 @@ class Refusals:
         self._now = now
         self._sources: dict[str, Refused] = {}
         """Source refused last comes last."""
+        self.unlocated: Callable[[], None] = lambda: None
+        """Called for each refusal of a peer of which it is not known where it is connected from."""
 
     def note(self, source: str, reason: str, count: int = 1, address: str = "") -> None:
         """`source`, connected from `address`, was refused `count` times for `reason`."""
@@ -46,6 +48,8 @@ class Refusals:
         self._sources[source] = Refused(reasons, self._now(), address or before.address)
         if len(self._sources) > MAX_SOURCES:
             del self._sources[next(iter(self._sources))]
+        if not (address or before.address):
+            self.unlocated()
 
     def locate(self, ways: Mapping[str, str]) -> None:
         """Remember where sources are connected from; `ways` = peer id -> IP address of those connected now."""

@@ -71,7 +71,7 @@ def write_asking(
     (out / ASKING).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     card = out / "README.md"  # of an adapter, PEFT has begun one
     begun = card.read_text(encoding="utf-8") if card.is_file() else _front(out, adapter)
-    card.write_text(f"{begun.rstrip()}\n\n{_words(config, bool(tokenizer.chat_template))}", encoding="utf-8")
+    card.write_text(f"{begun.rstrip()}\n\n{_words(config, tokenizer)}", encoding="utf-8")
 
 
 def read_asking(folder: Path) -> tuple[NodeConfig, int] | None:
@@ -153,8 +153,23 @@ def _front(out: Path, adapter: bool) -> str:
     return f"---\nlibrary_name: {library}\ntags:\n- swarm-node\n- grpo\n---\n\n# {out.name}\n"
 
 
-def _words(config: NodeConfig, has_template: bool) -> str:
+def _is_left_out(tokenizer: PreTrainedTokenizerBase, prompt: str) -> bool:
+    """Whether the chat template drops system prompts without a word, so that no two make a difference."""
+    special = json.dumps(tokenizer.special_tokens_map, default=str)
+    template = tokenizer.chat_template
+    for each in template.values() if isinstance(template, dict) else [template]:
+        try:
+            one, other = (framed(each, text, special, "the export").pieces for text in (prompt, f"{prompt} x"))
+        except UserError:  # it refuses system messages, so the prompt is put before the question
+            return False
+        if one != other:
+            return False
+    return True
+
+
+def _words(config: NodeConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     policy, rollouts = config.policy, config.rollouts
+    has_template = bool(tokenizer.chat_template)
     text = policy.system_prompt if has_template else policy.prompt_template
     fence = "````" if "```" in text else "```"
     if not has_template:
@@ -163,6 +178,8 @@ def _words(config: NodeConfig, has_template: bool) -> str:
         )
     elif not text:
         how = "It was trained without a system prompt of its own."
+    elif _is_left_out(tokenizer, text):
+        how = "Its chat template leaves system prompts out: it was trained on the questions alone."
     else:
         how = (
             f"It was trained under this system prompt, which the chat template adds to a conversation without one:\n\n"

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
+from protocol.errors import NotOfSwarm, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.manifest import FILE_METHOD
 from protocol.messages import PeerCard
@@ -436,6 +436,17 @@ async def requests_are_answered() -> None:
         assert await two.ask(one, FILE_METHOD, limit=2**22) == big
         assert two.plane.traffic.bytes_in > len(big) and one.plane.traffic.bytes_out > len(big)
         assert await one.refused(two, FILE_METHOD) == "unreachable"  # served by the other only
+
+
+async def a_peer_of_another_swarm_is_told_from_a_dead_one() -> None:
+    async with started("one", "two") as (one, two):
+        one.plane.serve("echo", lambda peer, payload: payload)
+        two.plane._protocol = two.plane._protocol.replace(SWARM[:16], "cd" * 8)
+        failure = await fails(two.ask(one, "echo"), ProtocolError)
+        assert isinstance(failure, NotOfSwarm), repr(failure)
+        await one.plane.close()
+        failure = await fails(two.ask(one, "echo"), ProtocolError)
+        assert type(failure) is PeerUnreachable, repr(failure)
 
 
 async def requests_fail_in_time() -> None:

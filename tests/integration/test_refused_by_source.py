@@ -36,6 +36,31 @@ def test_a_hostile_peer_is_named_by_key_and_address(tmp_path: Path) -> None:
         node.close()
 
 
+def test_a_peer_that_leaves_at_once_is_located(tmp_path: Path) -> None:
+    node = P2PTransport(tmp_path / "identity.key", SWARM, NetworkSettings(listen="127.0.0.1", port=0, gossip_port=0))
+    try:
+        until(lambda: bool(node.addresses))
+        peer = asyncio.run(_rubbish_once(node.addresses[0]))
+        until(lambda: peer in node.refusals())
+        until(lambda: node.refusals()[peer].address == "127.0.0.1")
+    finally:
+        node.close()
+
+
+async def _rubbish_once(address: str) -> str:
+    """Ask for a key many times in one request, and leave; the peer id that asked."""
+    from hivemind.p2p import P2PHandlerError
+    from hivemind.proto import dht_pb2
+
+    from benchmarks.attacks.hostile import call, dht_peer
+
+    request = dht_pb2.FindRequest(keys=[bytes(20)] * 1000, peer=dht_pb2.NodeInfo())
+    async with dht_peer(address) as (p2p, to):
+        with pytest.raises(P2PHandlerError):
+            await call(p2p, to, "rpc_find", request, dht_pb2.FindResponse)
+        return str(p2p.peer_id)
+
+
 async def _rubbish(node: P2PTransport) -> str:
     """Ask for a key many times in one request, until the node knows where that comes from; the peer id that asked."""
     from hivemind.proto import dht_pb2

@@ -84,7 +84,7 @@ def test_a_bootstrap_serves_all_shards_tells_its_link_whenever_it_changes_and_le
     output = capsys.readouterr()
     links = [parse_link(line) for line in output.out.splitlines()]
     assert [link.peers for link in links] == [[address(0, 1), address(3)], [address(0, 2), address(3)]]
-    assert "1 other members" in output.err
+    assert "1 other member;" in output.err
     assert output.err.splitlines()[-1] == "leaving"
     assert hub.topics == [rollout_topic(manifest.swarm_id, shard) for shard in range(4)]
     assert hub.announced[0].roles == ["bootstrap"]

@@ -180,8 +180,8 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     assert figure(browser, "exchanges") == "Weights averaged 12 times with 1 partner here"
     assert browser.value("document.querySelector('[data-figure=state]').textContent") == "ended"
     assert rows(browser, "Peers of alice") == [
-        ["bob …obbobbob", "here", "7", "100", "98", "90", "age 2"],
-        [f"{HOSTILE} …evilevil", "here", "7", "30", "22", "30", "age 8"],
+        ["bob …obbobbob", "here", "7", "100", "98", "90", "2 × too old"],
+        [f"{HOSTILE} …evilevil", "here", "7", "30", "22", "30", "8 × too old"],
     ]
     assert [row[:3] for row in rows(browser, "Refused by alice")] == [
         [f"{HOSTILE} …evilevil", "203.0.113.9", "1,204 × too many keys asked at once"],
@@ -193,9 +193,9 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     ]
     text = browser.value("document.body.innerText")
     for part in (
-        "Received 130 groups, admitted 120; refused: age 10. Sent 50 groups; not sent: zero 6.",
+        "Received 130 groups, admitted 120. Refused: 10 × too old. Sent 50 groups; not sent: 6 × all rewarded alike.",
         "noloco, in pairs every 60 s, 8bit",
-        "alone 3",
+        "3 × alone",
         "2 stages, whole",
         "1 by replica",
     ):
@@ -381,7 +381,7 @@ def test_news_take_neither_focus_nor_selection_nor_place(browser: Chromium, url:
     browser.wait("document.querySelector('#event-list .text').textContent === 'something new'")
     browser.wait("document.querySelector('[data-figure=bytes]').textContent === '9.00 MB in'")
     assert [row[5] for row in rows(browser, "Peers of alice")] == ["5,000", "90"]
-    assert [row[6] for row in rows(browser, "Peers of alice")] == ["age 8", "none"]
+    assert [row[6] for row in rows(browser, "Peers of alice")] == ["8 × too old", "none"]
     assert not browser.value("!!document.querySelector('[aria-label=\"Averaging of weights of alice\"]')")
     kept = f"[document.activeElement === window.before && {region} === window.before, {region}.scrollLeft]"
     assert browser.value(kept) == [True, 40]

@@ -317,6 +317,7 @@ def test_strangers_do_not_set_the_clock_where_there_are_members() -> None:
 def test_nobody_there_is_told_from_no_peer() -> None:
     assert "none is a member of this swarm" in people({}, {}, True).detail
     assert "not as a peer" in people({}, {}, False).detail
+    assert people({}, {}, answers=False).detail == "nobody answers"
 
 
 LINK = f"swarm://{SWARM}?peer={address(1)}&peer={address(2)}"

@@ -244,8 +244,13 @@ def test_a_pause_ends_by_itself_or_by_resume(tmp_path: Path) -> None:
     assert pause_asked(run.paused, 1060.0) == ""
     pause(run, None, now=1000.0)
     assert pause_asked(run.paused, 1e12) == "by `swarm-node pause`"
-    assert resume(run).endswith("goes on") and not run.paused.exists()
-    assert resume(run).endswith("was not paused by `swarm-node pause`")
+    assert f"is paused no more; no node runs there now: `swarm-node local --run-dir {run.path}`" in resume(run)
+    assert not run.paused.exists()
+    assert "is not paused; no node runs there now" in resume(run)
+    with RunDir.open(run.path):
+        assert resume(run).endswith("was not paused by `swarm-node pause`")
+        pause(run, None, now=1000.0)
+        assert resume(run) == f"{run.path} goes on"
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"\xff\xfe", b"nan", b"1e999", b"9" * 10_000])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from protocol.errors import PeerUnreachable, RemoteProtocolError
+from protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest, ManifestModel, ManifestTask, parse_link
 from protocol.transports.base import Server, Transport
@@ -500,6 +500,15 @@ def test_what_leaves_the_machine_is_said_before_it_does_once_for_each_swarm_and_
     assert "connections is on (--relay)" in told
 
 
+def test_a_swarm_within_one_machine_makes_nothing_public(run: RunDir) -> None:
+    said: list[str] = []
+    here = NodeConfig(network=NetworkConfig(listen="127.0.0.1"))
+    say_what_leaves(Swarm(PLAIN.swarm_id, PLAIN, []), here, run, said.append)
+    assert said == []
+    say_what_leaves(Swarm(PLAIN.swarm_id, PLAIN, [], named="demo.toml"), here, run, said.append)
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize(
     ("sections", "weights"),
     [
@@ -600,6 +609,27 @@ def test_a_link_of_another_swarm_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="its peers are in swarm"):
         fetch_manifest(transport, swarm, lambda sentence: None)
     assert transport.asked[peer_id(2), MANIFEST_METHOD] > 2
+
+
+def test_peers_without_this_swarms_protocol_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "PATIENCE_S", 0.5)
+    asked = 0
+
+    def starting(caller: str, payload: bytes) -> bytes:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise NotOfSwarm("not yet")
+        return render(PLAIN)
+
+    def elsewhere(caller: str, payload: bytes) -> bytes:
+        raise NotOfSwarm("elsewhere")
+
+    swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}")
+    begun = FakeTransport({peer_id(1): {MANIFEST_METHOD: starting}})
+    assert fetch_manifest(begun, swarm, lambda sentence: None).swarm_id == PLAIN.swarm_id
+    with pytest.raises(UserError, match=f"the link is of swarm {PLAIN.swarm_id[:16]}, but its peers are not in it"):
+        fetch_manifest(FakeTransport({peer_id(1): {MANIFEST_METHOD: elsewhere}}), swarm, lambda sentence: None)
 
 
 @pytest.mark.parametrize("reply", [b"\xff", None])

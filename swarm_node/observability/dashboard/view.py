@@ -15,6 +15,7 @@ import msgspec
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.tail import Tail
+from swarm_node.reasons import words
 from swarm_node.rundir import RunDir
 
 EVENTS = 300
@@ -212,6 +213,10 @@ class View:
             return None
         if isinstance(crew := cleaned.get("crew"), dict):
             crew.pop("name", None)
+        _name_reasons(cleaned, "received", "swarm/rejected/")
+        _name_reasons(cleaned, "sent", "swarm/unsent/")
+        for peer in cleaned["peers"].values() if isinstance(cleaned.get("peers"), dict) else ():
+            _name_reasons(peer, "rejected")
         return cleaned
 
     def _without_password(self, text: str) -> str:
@@ -323,6 +328,15 @@ def _within(table: Any, *keys: str) -> Any:
     for key in keys:
         table = table.get(key) if isinstance(table, dict) else None
     return table
+
+
+def _name_reasons(status: Any, part: str, prefix: str = "") -> None:
+    """Put the reasons behind `prefix` in the counts of `status[part]` into words."""
+    if isinstance(counts := _within(status, part), dict):
+        status[part] = {
+            prefix + words(name.removeprefix(prefix)) if name.startswith(prefix) else name: n
+            for name, n in counts.items()
+        }
 
 
 def _bounded(value: Any, depth: int = 8) -> Any:

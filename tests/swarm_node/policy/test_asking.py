@@ -52,6 +52,18 @@ def test_an_export_runs_no_chat_template_in_this_process(tmp_path: Path, monkeyp
     assert "Be brief." in str(with_system(tokenizer, "Be brief.")), "one that does not end is not waited for"
 
 
+@pytest.mark.parametrize("template", [SHOWS_ALL, REFUSES, USERS_ONLY])
+def test_a_template_that_drops_system_prompts_is_named(tmp_path: Path, template: str) -> None:
+    save("llama", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = template
+    config = NodeConfig.model_validate({"policy": {"system_prompt": "Answer."}})
+    write_asking(tmp_path, tokenizer, config, ["small"])
+    text = (tmp_path / "README.md").read_text()
+    assert ("leaves system prompts out" in text) == (template == USERS_ONLY)
+    assert ("```\nAnswer.\n```" in text) == (template != USERS_ONLY)
+
+
 def test_sampling_is_that_of_training_whatever_the_base_model_had(tmp_path: Path) -> None:
     save("llama", tmp_path)
     GenerationConfig(

@@ -450,7 +450,7 @@ function section(run, known, title, ...children) {
 
 function reasons(table, prefix = "") {
   return Object.entries(table ?? {}).filter(([name, n]) => name.startsWith(prefix) && n)
-    .sort((a, b) => b[1] - a[1]).map(([name, n]) => `${name.slice(prefix.length)} ${number(n)}`).join(", ");
+    .sort((a, b) => b[1] - a[1]).map(([name, n]) => `${number(n)} × ${name.slice(prefix.length)}`).join(", ");
 }
 
 const short = (peer) => `…${String(peer).slice(-8)}`;
@@ -482,7 +482,7 @@ function peers(run, known) {
   const { received, sent } = status;
   if (received) {
     const refused = reasons(received, "swarm/rejected/");
-    sums.push(`Received ${number(received["swarm/groups_received"] ?? 0)} groups, admitted ${number(received["swarm/groups_admitted"] ?? 0)}${refused ? `; refused: ${refused}` : ""}.`);
+    sums.push(`Received ${number(received["swarm/groups_received"] ?? 0)} groups, admitted ${number(received["swarm/groups_admitted"] ?? 0)}${refused ? `. Refused: ${refused}` : ""}.`);
   }
   if (sent) {
     const unsent = reasons(sent, "swarm/unsent/");
