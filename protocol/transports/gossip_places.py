@@ -40,6 +40,8 @@ PATIENCE_S = 10.0
 """While half of the room is free, a machine that is busy training may take longer."""
 MAX_HANDSHAKE_BYTES = 2**16
 """An honest handshake takes less than 2 KB; the library would buffer whatever length it is told."""
+MAX_BUFFERED = 24 * 2**20
+"""Bytes that a connection may have lying unread: some more than the largest window of a stream (16 MiB)."""
 STAY_S = 10.0
 """The messages of the last seconds are sent to a newcomer again: with ten seconds each, nobody hears nothing."""
 TURN_S = 60.0

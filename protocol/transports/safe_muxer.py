@@ -18,10 +18,10 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID, Yamux
 
+from protocol.transports.gossip_places import MAX_BUFFERED
+
 MAX_FRAME_BYTES = 256 * 1024
 """A stream's first window, and four times the longest frame that py-libp2p and go-libp2p send."""
-MAX_BUFFERED = 24 * 2**20
-"""Bytes that a connection may have lying unread: some more than the largest window (16 MiB)."""
 
 
 class Flooded(trio.TooSlowError):

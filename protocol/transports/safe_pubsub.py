@@ -40,8 +40,8 @@ from libp2p.rcmgr import Direction
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from protocol.transports.gossip_pipe import MAX_CONNECTIONS
+from protocol.transports.gossip_places import MAX_BUFFERED
 from protocol.transports.safe_host import CountedTCP, connect, make_host
-from protocol.transports.safe_muxer import MAX_BUFFERED
 
 __all__ = ["CountedTCP", "HubGossipSub", "SafePubsub", "connect", "make_host"]
 
