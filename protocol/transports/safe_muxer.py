@@ -1,6 +1,7 @@
 """Yamux of py-libp2p 0.8.1 with bounds on what a peer may have lying unread.
 
 mplex, which has no windows                            offered as well             not offered
+a stream's window                                      grows to 16 MiB             grows to `WINDOW_BYTES`
 a frame of up to 16 MiB                                collected, then looked at   refused by its length
 bytes beyond a stream's window                         buffered                    the connection ends
 what lies unread on a stream that was reset            kept for a minute           dropped at once
@@ -16,12 +17,15 @@ from libp2p.abc import IMuxedConn, ISecureConn
 from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from libp2p.stream_muxer.yamux import yamux
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID, Yamux
 
-from protocol.transports.gossip_places import MAX_BUFFERED
+from protocol.transports.gossip_places import MAX_BUFFERED, WINDOW_BYTES
+
+yamux.MAX_WINDOW_SIZE = WINDOW_BYTES
 
 MAX_FRAME_BYTES = 256 * 1024
-"""A stream's first window, and four times the longest frame that py-libp2p and go-libp2p send."""
+"""The first window of a stream, and four times the longest frame that py-libp2p and go-libp2p send."""
 
 
 class Flooded(trio.TooSlowError):

