@@ -43,6 +43,11 @@ class SafeYamux(Yamux):
         """Bytes that arrived and that nothing here has read."""
         return sum(map(len, self.stream_buffers.values()))
 
+    def drop_unread(self) -> None:
+        """Forget it, before the connection ends."""
+        for data in self.stream_buffers.values():
+            data.clear()
+
     async def _read_data_body(self, length: int) -> bytes:
         if length > MAX_FRAME_BYTES or self.unread() + length > MAX_BUFFERED:
             if self.on_flood is not None:

@@ -59,7 +59,8 @@ BAN_S = 120.0
 MAX_BANS = 4096
 STUCK_S = 20.0
 """A peer that reads nothing for so long, or does not speak gossip, is hung up on."""
-WATCH_S = 1.0
+WATCH_S, BUFFERS_S = 1.0, 0.1
+"""Between two looks at peers, and at what all of them have lying unread: some 5 MB can arrive in the second."""
 MAX_ALL_BUFFERED = 128 * 2**20
 """Bytes lying unread of all connections together: with 100 MB of its own, the process stays far below `MAX_RSS`."""
 MAX_GOSSIP_STREAMS = 3
@@ -379,11 +380,12 @@ class SafePubsub(Pubsub):
     async def hang_up(self, peer: ID) -> None:
         """Close all connections with `peer`, without waiting for it."""
         for connection in self._connections(peer):
+            connection.drop_unread()
             await self.tcp.hang_up(connection.get_remote_address())
 
     def _refuse(self, peer: ID, reason: str, address: tuple[str, int] | None = None) -> None:
-        connections = self._connections(peer)
-        self.tcp.refuse(reason, connections[0].get_remote_address() if connections else address)
+        known = [connection.get_remote_address() for connection in self._connections(peer)]
+        self.tcp.refuse(reason, next(iter(known), address))
 
     def _connections(self, peer: ID) -> list[Any]:
         return [connection.muxed_conn for connection in self.host.get_network().get_connections(peer)]
@@ -392,9 +394,10 @@ class SafePubsub(Pubsub):
         """For ever: hang up on peers that are banned, stuck, silent, or that flood below the reach of pubsub."""
         swept = trio.current_time()
         while True:
-            await trio.sleep(WATCH_S)
+            for _ in range(round(WATCH_S / BUFFERS_S)):
+                await trio.sleep(BUFFERS_S)
+                await self._bound_buffers()
             await self.tcp.sweep()
-            await self._bound_buffers()
             while self.tcp.flooding:
                 peer, address = self.tcp.flooding.popitem()
                 await self.ban(peer, "flood", address)
