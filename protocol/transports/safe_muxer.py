@@ -22,7 +22,7 @@ from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID, Yamux
 
 from protocol.transports.gossip_places import MAX_BUFFERED, WINDOW_BYTES
 
-yamux.MAX_WINDOW_SIZE = WINDOW_BYTES
+yamux.MAX_WINDOW_SIZE = WINDOW_BYTES  # the library itself ends a connection with a longer frame, and blames nobody
 
 MAX_FRAME_BYTES = 256 * 1024
 """The first window of a stream, and four times the longest frame that py-libp2p and go-libp2p send."""

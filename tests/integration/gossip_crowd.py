@@ -5,7 +5,7 @@ python -m tests.integration.gossip_crowd ADDRESS KIND KEYS SOURCES
 KIND     idle: handshake, speak gossip, say nothing        half: stop after the first message of the handshake
          valid: say what is let in, every few seconds      push: send identify messages on one stream after another
          names: a protocol's name of 16 MiB on each stream, against the window
-         frames: a frame of 16 MiB of which three quarters come
+         frames: a frame of 2 MiB of which three quarters come
          unread: data without end, against the window, on the stream on which the victim only writes
 SOURCES  the connections come from 127.0.0.2 and as many addresses after it; 0 = from 127.0.0.1
 """
@@ -36,6 +36,7 @@ NOISE, PUSH = MULTISTREAM + b"\x07/noise\n", MULTISTREAM + b"\x15/ipfs/id/push/1
 IDENTITY = Identify(protocols=[os.urandom(50).hex() for _ in range(9000)])
 SWARM = "ab" * 32
 LONG = 2**24
+"""Bytes of a name."""
 
 
 class SourcedTCP(CountedTCP):
@@ -109,9 +110,9 @@ async def names(host: Any, victim: Any) -> None:
 
 async def frames(host: Any, victim: Any) -> None:
     muxed = host.get_network().get_connections(victim)[0].muxed_conn
-    await muxed._write_frame(struct.pack("!BBHII", 0, 0, 1, 101, LONG))
-    for _ in range(12):
-        await muxed._write_frame(bytes(2**20))
+    await muxed._write_frame(struct.pack("!BBHII", 0, 0, 1, 101, 2**21))
+    for _ in range(3):
+        await muxed._write_frame(bytes(2**19))
     await muxed.event_closed.wait()
 
 
