@@ -593,7 +593,7 @@ def refusals(refused: Sequence[Row], written: float) -> Check:
     row = worst[0]
     others = f", and from {len(worst) - 1} more" if worst[1:] else ""
     detail = f"the run refused {row.says}, from {row.place()}{others}: it goes on, and nothing has to be done"
-    known = next((row.ip for row in worst if row.ip and is_public(row.ip)), "")
+    known = next((row.ip for row in worst if row.ip and is_public(row.ip.partition("/")[0])), "")
     return Check(name, "warn", detail, f"sudo ufw insert 1 deny from {known}" if known else "")
 
 

@@ -29,7 +29,7 @@ class Row(msgspec.Struct, frozen=True):
     """What one source was refused."""
 
     source: str
-    """Peer id, or IP address."""
+    """Peer id, IPv4 address, or /64 of IPv6."""
     says: str
     """`1,204 × too many keys asked at once, 3 × malformed`"""
     count: int
@@ -44,7 +44,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def ip(self) -> str:
-        """Where it is connected from, if that is known."""
+        """IP address that it is connected from, or the /64 of it, if that is known."""
         return self.address or (self.source if _is_ip(self.source) else "")
 
     def place(self) -> str:
@@ -100,7 +100,7 @@ def place(source: str, address: str = "", name: str = "") -> str:
 
 
 def _is_ip(source: str) -> bool:
-    """Whether a source is an IP address: a peer id is base58, without dots and colons."""
+    """Whether a source is an address, or a network: a peer id is base58, without dots and colons."""
     return "." in source or ":" in source
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.attacks.libp2p providers ADDRESS PID SECONDS      provider records for made-up keys, to p2pd
     python -m benchmarks.attacks.libp2p idle GOSSIP_ADDRESS SECONDS        TCP connections that say nothing, renewed
     python -m benchmarks.attacks.libp2p silent GOSSIP_ADDRESS SECONDS      70 peers that speak gossip and say nothing
-    python -m benchmarks.attacks.libp2p slow ADDRESS SWARM KIND SECONDS    17 peers that send one byte of a request
+    python -m benchmarks.attacks.libp2p slow ADDRESS SWARM KIND SECONDS    17 peers that send a request byte by byte
 
 KIND is `request`, `exchange` or `channel`. Honest peers try meanwhile from the same address: how many got in, or got
 the manifest, stands in the last line, which is JSON.
@@ -150,8 +150,10 @@ async def slow(address: str, swarm: str, kind: str, seconds: float) -> dict[str,
             try:
                 stream = await host.new_stream(info.peer_id, [attacked])
                 opened += 1
-                await stream.write(b"\x08")  # a method of eight letters is to come
                 with trio.move_on_after(9.8):
+                    for byte in b"\x08manifest":  # a method of eight letters
+                        await stream.write(bytes([byte]))
+                        await trio.sleep(1)
                     await stream.read(100)
                 await stream.reset()
             except Exception:  # of any kind: the victim hung up, which is counted

@@ -150,8 +150,8 @@ class Transport(Protocol):
         `restarts/gossip`, `restarts/dht`, and `rejected/<reason>` for what never reached a handler."""
 
     def refusals(self) -> Mapping[str, Refused]:
-        """Source (peer id, or IP address) -> what it was refused, for which reasons; of the latest sources. Part of
-        what `stats` counts: some refusals have no source that is known."""
+        """Source (peer id, IPv4 address, or /64 of IPv6) -> what it was refused, for which reasons; of the latest
+        sources. Part of what `stats` counts: some refusals have no source that is known."""
 
     def close(self) -> None:
         """Say goodbye and stop; within a few seconds, whatever happens."""

@@ -144,7 +144,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ways: Annotated[dict[GossipId, PeerAddress], Meta(max_length=MAX_CONNECTIONS)] = {}
     """Gossip id -> address at the other end of its connection, without the id."""
     sources: Annotated[dict[Source, Refused], Meta(max_length=MAX_TOLD)] = {}
-    """IP address -> what was refused of it; those refused last."""
+    """IPv4 address, or /64 of IPv6 -> what was refused of it; those refused last."""
 
 
 Command = GossipSettings | Subscribe | Publish | Dial | Drop | Ask

@@ -40,6 +40,10 @@ PATIENCE_S = 10.0
 """While half of the room is free, a machine that is busy training may take longer."""
 MAX_HANDSHAKE_BYTES = 2**16
 """An honest handshake takes less than 2 KB; the library would buffer whatever length it is told."""
+WINDOW_BYTES = 4 * 2**20
+"""Largest receive window of a stream: 13 MB/s at 300 ms, as much as one connection may bring (`gossip_gate`)."""
+MAX_BUFFERED = 2 * WINDOW_BYTES
+"""Bytes that a connection may have lying unread: one gossip stream's, and room for another after the first broke."""
 STAY_S = 10.0
 """The messages of the last seconds are sent to a newcomer again: with ten seconds each, nobody hears nothing."""
 TURN_S = 60.0

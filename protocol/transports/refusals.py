@@ -1,7 +1,7 @@
 """What this node refused: totals by reason, and of the latest sources what each was refused for.
 
 The source is the peer at the other end of the connection: it sent, or answered with, what was refused. It need not have
-made it. Where no peer has proven its key yet, the source is an IP address.
+made it. Where no peer has proven its key yet, the source is an IPv4 address or the /64 of an IPv6 one.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ inbound connections                                counted, never discounted  ad
 a length in a handshake or a stream's first words  believed, buffered         bounded
 identify, identify/push, ping                      served; all is kept        not served, not asked for
 streams opened again and again                     each a task                so many a minute, then the peer is banned
+frames, and bytes that nobody reads                buffered, up to 16 MiB     bounded (`safe_muxer`)
 peers known from hearsay                           dialled at random          only who the node names is dialled
 
 Members need none of the protocols that are not served: they know each other's addresses from cards, and agree on the
@@ -46,6 +47,7 @@ from protocol.transports.gossip_gate import CONNECTIONS, Budgets
 from protocol.transports.gossip_places import MAX_ARRIVING, MAX_HANDSHAKE_BYTES, Link, Places
 from protocol.transports.pacing import Pace
 from protocol.transports.refusals import Refusals
+from protocol.transports.safe_muxer import YamuxOnly
 
 log = logging.getLogger("gossip")
 
@@ -122,18 +124,18 @@ class CountedTCP(TCP):
         self.rejected: Counter[str] = Counter()
         """What was refused, by reason; here and in `SafePubsub`."""
         self.refusals = Refusals(self.rejected)
-        """The same by the IP address that it came from."""
+        """The same by the neighbourhood that it came from (`neighbours`)."""
         self.streams = Budgets(CONNECTIONS, STREAMS_PER_MINUTE)
         """Streams that each peer opened."""
-        self.flooding: set[ID] = set()
-        """Peers that `SafePubsub` has still to ban."""
+        self.flooding: dict[ID, tuple[str, int] | None] = {}
+        """Peers that `SafePubsub` has still to ban, and where they are connected from."""
 
     def refuse(self, reason: str, address: tuple[str, int] | None) -> None:
         """Count, and log what is counted for the first time. `address` = the other end of the connection."""
         if address is None:
             self.rejected[reason] += 1
         else:
-            self.refusals.note(address[0], reason)
+            self.refusals.note(neighbourhood(address[0]), reason)
         if self.rejected[reason] == 1 and reason in REFUSED:
             log.warning("%s (logged once)", REFUSED[reason])
 
@@ -243,7 +245,6 @@ def make_host(tcp: CountedTCP) -> IHost:
     host: Any = new_host(
         key_pair=keys,
         sec_opt={NOISE: NoiseTransport(keys, noise_privkey=create_noise_key_pair().private_key)},
-        muxer_preference="YAMUX",
         transports=[tcp],
         connection_config=ConnectionConfig(
             max_connections=room, high_watermark=room, low_watermark=0, min_connections=0
@@ -254,6 +255,7 @@ def make_host(tcp: CountedTCP) -> IHost:
     host.multiselect_client = _ShortAnswers()
     host._schedule_identify = lambda peer_id, *, reason: None
     network: Any = host.get_network()
+    network.upgrader.muxer_multistream = YamuxOnly()
     network.set_resource_manager(None)  # it refuses bursts of connections from one address
     network.auto_connector._is_connecting = True  # = do not begin to dial peers known from hearsay
     network.retry_config = RetryConfig(max_retries=0)  # the node decides when to try again
@@ -265,14 +267,16 @@ def make_host(tcp: CountedTCP) -> IHost:
             if tcp.streams.take(str(peer), trio.current_time(), 1):
                 await handle_stream(stream)
                 return
-            tcp.flooding.add(peer)
+            tcp.flooding[peer] = stream.get_remote_address()
         except Exception as error:  # one stream's, whatever it was; outside it would end the process
             log.debug("stream of %s: %r", peer, error)
         await stream.reset()
 
     async def admitted(muxed: Any, direction: str = "unknown") -> Any:
-        if not await tcp.admit(muxed.get_remote_address(), direction == "inbound"):
+        address = muxed.get_remote_address()
+        if not await tcp.admit(address, direction == "inbound"):
             raise SwarmException("there is no place for this connection")
+        muxed.on_flood = lambda: tcp.flooding.update({muxed.peer_id: address})
         return await add_conn(muxed, direction)
 
     network.set_stream_handler(contained)

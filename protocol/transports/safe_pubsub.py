@@ -40,6 +40,7 @@ from libp2p.rcmgr import Direction
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from protocol.transports.gossip_pipe import MAX_CONNECTIONS
+from protocol.transports.gossip_places import MAX_BUFFERED
 from protocol.transports.safe_host import CountedTCP, connect, make_host
 
 __all__ = ["CountedTCP", "HubGossipSub", "SafePubsub", "connect", "make_host"]
@@ -58,11 +59,10 @@ BAN_S = 120.0
 MAX_BANS = 4096
 STUCK_S = 20.0
 """A peer that reads nothing for so long, or does not speak gossip, is hung up on."""
-WATCH_S = 1.0
-MAX_BUFFERED = 24 * 2**20
-"""Bytes that a connection may have lying unread: some more than the largest window (16 MiB)."""
+WATCH_S, BUFFERS_S = 1.0, 0.1
+"""Between two looks at peers, and at what all of them have lying unread: some 5 MB can arrive in the second."""
 MAX_ALL_BUFFERED = 128 * 2**20
-"""Likewise of all connections together: with 100 MB of its own, the process stays far below `MAX_RSS`."""
+"""Bytes lying unread of all connections together: with 100 MB of its own, the process stays far below `MAX_RSS`."""
 MAX_GOSSIP_STREAMS = 3
 """Streams on which one peer sends gossip: one, and another after the first broke. Each may hold a frame."""
 MAX_STREAMS = 64
@@ -369,9 +369,9 @@ class SafePubsub(Pubsub):
         """Whether `peer` misbehaved not long ago."""
         return self.banned.get(peer, 0.0) > trio.current_time()
 
-    async def ban(self, peer: ID, reason: str) -> None:
-        """Count, hang up, and do not talk to it for `BAN_S`."""
-        self._refuse(peer, reason)
+    async def ban(self, peer: ID, reason: str, address: tuple[str, int] | None = None) -> None:
+        """Count, hang up, and do not talk to it for `BAN_S`. `address`: of its connection, if that is gone."""
+        self._refuse(peer, reason, address)
         self.banned[peer] = trio.current_time() + BAN_S
         if len(self.banned) > MAX_BANS:
             self.banned.popitem(last=False)
@@ -380,11 +380,12 @@ class SafePubsub(Pubsub):
     async def hang_up(self, peer: ID) -> None:
         """Close all connections with `peer`, without waiting for it."""
         for connection in self._connections(peer):
+            connection.drop_unread()
             await self.tcp.hang_up(connection.get_remote_address())
 
-    def _refuse(self, peer: ID, reason: str) -> None:
-        connections = self._connections(peer)
-        self.tcp.refuse(reason, connections[0].get_remote_address() if connections else None)
+    def _refuse(self, peer: ID, reason: str, address: tuple[str, int] | None = None) -> None:
+        known = [connection.get_remote_address() for connection in self._connections(peer)]
+        self.tcp.refuse(reason, next(iter(known), address))
 
     def _connections(self, peer: ID) -> list[Any]:
         return [connection.muxed_conn for connection in self.host.get_network().get_connections(peer)]
@@ -393,12 +394,13 @@ class SafePubsub(Pubsub):
         """For ever: hang up on peers that are banned, stuck, silent, or that flood below the reach of pubsub."""
         swept = trio.current_time()
         while True:
-            await trio.sleep(WATCH_S)
+            for _ in range(round(WATCH_S / BUFFERS_S)):
+                await trio.sleep(BUFFERS_S)
+                await self._bound_buffers()
             await self.tcp.sweep()
-            await self._bound_buffers()
-            for peer in list(self.tcp.flooding):
-                await self.ban(peer, "flood")
-            self.tcp.flooding.clear()
+            while self.tcp.flooding:
+                peer, address = self.tcp.flooding.popitem()
+                await self.ban(peer, "flood", address)
             for peer in self.host.get_connected_peers():
                 if self.is_banned(peer):
                     await self.hang_up(peer)
@@ -421,7 +423,7 @@ class SafePubsub(Pubsub):
 
     def _unread(self, peer: ID) -> int:
         """Bytes that arrived from `peer` and that nothing here has read."""
-        return sum(len(data) for connection in self._connections(peer) for data in connection.stream_buffers.values())
+        return sum(connection.unread() for connection in self._connections(peer))
 
     async def _bound_buffers(self) -> None:
         unread = {peer: self._unread(peer) for peer in self.host.get_connected_peers()}

@@ -1,35 +1,42 @@
-"""What the other end of a gossip connection may say before it is admitted, and when a stream is opened: no sockets. For
+"""What the other end of a gossip connection may say before it is admitted, when a stream is opened, and on streams. For
 test_safe_host.py, which starts a process for each: libp2p and hivemind cannot be imported into one."""
 
 from __future__ import annotations
 
+import struct
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import trio
+from libp2p import create_mplex_muxer_option
 from libp2p.io.exceptions import IOException
+from libp2p.peer.peerinfo import PeerInfo
 from libp2p.protocol_muxer.exceptions import MultiselectClientError
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.utils import encode_delim, encode_uvarint
+from multiaddr import Multiaddr
 
-from protocol.transports.gossip_pipe import Status
+from protocol.transports import gossip_sidecar
+from protocol.transports.gossip_pipe import GossipSettings, Status
 from protocol.transports.gossip_places import MAX_HANDSHAKE_BYTES
-from protocol.transports.refusals import Refused
 from protocol.transports.safe_host import MAX_PROTOCOL_BYTES, CountedTCP, Wire, make_host
 
 
 class Talker:
     """The other end: says `first`, then zeros without end."""
 
-    def __init__(self, first: bytes = b"") -> None:
-        self.first, self.said = first, 0
+    def __init__(self, first: bytes = b"", host: str = "192.0.2.1") -> None:
+        self.first, self.said, self.host = first, 0, host
         self.stream = SimpleNamespace(setsockopt=lambda *of: None)
 
     def get_remote_address(self) -> tuple[str, int]:
-        return "192.0.2.1", 4001
+        return self.host, 4001
 
     async def read(self, n: int | None = None) -> bytes:
         await trio.lowlevel.checkpoint()
@@ -88,13 +95,112 @@ async def a_short_answer_opens_a_stream() -> None:
 
 async def the_node_is_told_which_addresses_were_refused() -> None:
     tcp = CountedTCP(64)
-    tcp.refuse("flood", ("203.0.113.9", 4001))
-    tcp.refuse("flood", ("203.0.113.9", 4002))
+    for host in ("203.0.113.9", "203.0.113.9", "2001:db8:1:2::3", "2001:db8:1:2:4:5:6:7"):
+        tcp.refuse("flood", (host, 4001))
     tcp.refuse("graylist", None)
-    assert tcp.rejected == {"flood": 2, "graylist": 1}
+    assert tcp.rejected == {"flood": 4, "graylist": 1}
     status = Status(1, [], {}, 0, 0, 0, 0, 0, dict(tcp.rejected), sources=tcp.refusals.by_source())
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=Status)
-    assert told.sources == {"203.0.113.9": Refused({"flood": 2}, told.sources["203.0.113.9"].last)}
+    reasons = {source: refused.reasons for source, refused in told.sources.items()}
+    assert reasons == {"203.0.113.9": {"flood": 2}, "2001:db8:1:2::/64": {"flood": 2}}
+
+
+# ---------------------------------------------------------------- over sockets, from a host to another
+
+PUSH, DEAF = (encode_delim(b"/multistream/1.0.0") + encode_delim(name) for name in (b"/ipfs/id/push/1.0.0", b"/deaf"))
+HANG_S = 60.0
+
+
+@asynccontextmanager
+async def linked() -> AsyncIterator[tuple[CountedTCP, Any, Any]]:
+    """(TCP of a host, its yamux connection with another, that one's end)."""
+    tcp = CountedTCP(4)
+    host: Any = make_host(tcp)
+    other: Any = make_host(CountedTCP(4))
+    host.set_stream_handler("/deaf", lambda stream: trio.sleep_forever())
+    async with host.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]), other.run(listen_addrs=[]):
+        with trio.fail_after(HANG_S):
+            await other.connect(PeerInfo(host.get_id(), host.get_addrs()))
+            while not host.get_network().get_connections(other.get_id()):
+                await trio.sleep(0.01)
+            here, there = (
+                end.get_network().get_connections(peer)[0].muxed_conn
+                for end, peer in ((host, other.get_id()), (other, host.get_id()))
+            )
+            yield tcp, here, there
+
+
+async def what_lies_unread_on_a_refused_stream_is_dropped() -> None:
+    async with linked() as (_, here, there):
+        streams = [await there.open_stream() for _ in range(8)]
+        for stream in streams:
+            await stream.write(PUSH + encode_uvarint(10**5) + bytes(10**5))
+        while not all(stream.reset_received for stream in streams):
+            await trio.sleep(0.01)
+        assert sum(map(len, here.stream_buffers.values())) == 0 and not here.streams
+
+
+async def a_frame_that_is_too_long_ends_its_connection() -> None:
+    async with linked() as (tcp, here, there):
+        await there._write_frame(struct.pack("!BBHII", 0, 0, 1, 1, 2**20))  # a megabyte is to come on a new stream
+        await here.event_closed.wait()
+        assert [address for address in tcp.flooding.values() if address] and not tcp.live
+
+
+async def more_than_may_lie_unread_ends_its_connection() -> None:
+    async with linked() as (tcp, here, there):
+        stream = await there.open_stream()
+        stream.send_window = 2**30
+        await stream.write(DEAF)
+        with pytest.raises(Exception):  # noqa: B017 - as the library has it
+            for _ in range(500):
+                await stream.write(bytes(60_000))
+        await here.event_closed.wait()
+        assert list(tcp.flooding) == [here.peer_id]
+
+
+async def nobody_is_spoken_to_over_mplex() -> None:
+    host: Any = make_host(CountedTCP(4))
+    other: Any = make_host(CountedTCP(4))
+    options = create_mplex_muxer_option()
+    other.get_network().upgrader.muxer_multistream = MuxerMultistream(
+        {name: muxer for name, muxer in options.items() if "mplex" in name}
+    )
+    async with host.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]), other.run(listen_addrs=[]):
+        with pytest.raises(Exception, match="no addresses established"), trio.fail_after(HANG_S):
+            await other.connect(PeerInfo(host.get_id(), host.get_addrs()))
+        assert not host.get_network().get_connections(other.get_id())
+
+
+# ---------------------------------------------------------------- memory
+
+
+async def the_heaviest_connection_gives_way_to_memory() -> None:
+    sidecar = gossip_sidecar.Sidecar(GossipSettings("ab" * 32, dial_only=True))
+    dialled, quiet, heavy = wires = [Wire(Talker(host=f"192.0.2.{i}"), sidecar.tcp, inbound=i > 1) for i in (1, 2, 3)]
+    for wire, reads in zip(wires, (200, 1, 100), strict=True):
+        assert await sidecar.tcp.admit(wire.address, wire.link.inbound)
+        for _ in range(reads):
+            await wire.read(2**16)
+    high, step = gossip_sidecar.HIGH_RSS, gossip_sidecar.GROWTH_BYTES
+    sizes = iter((0, high - 1, high + step // 2, gossip_sidecar.MAX_RSS + 1))
+    closed = []
+
+    def rss() -> int:
+        closed.append([wire.closed.is_set() for wire in wires])
+        return next(sizes)
+
+    gossip_sidecar.rss, gossip_sidecar.MEMORY_S = rss, 0.01
+    with pytest.raises(MemoryError):
+        await sidecar._watch_memory()
+    assert not any(map(any, closed))  # it was small, or hardly grew
+
+    await heavy.read(2**16)
+    sizes = iter((high, high + 2 * step, high + 2 * step, gossip_sidecar.MAX_RSS + 1))
+    with pytest.raises(MemoryError):
+        await sidecar._watch_memory()
+    assert heavy.closed.is_set() and not quiet.closed.is_set() and not dialled.closed.is_set()
+    assert sidecar.tcp.rejected == {"memory": 1}
 
 
 if __name__ == "__main__":

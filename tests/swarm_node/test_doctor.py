@@ -285,6 +285,7 @@ def test_a_clock_by_which_nobody_is_a_member_is_a_failure(off: float) -> None:
     [
         (9, "1.2.3.4", 0, "ok", ""),
         (10, "1.2.3.4", 0, "warn", "sudo ufw insert 1 deny from 1.2.3.4"),
+        (10, "2a00:1:2:3::/64", 0, "warn", "sudo ufw insert 1 deny from 2a00:1:2:3::/64"),
         (10, "1.2.3.4", LATELY_S + 1, "ok", ""),
         (10, "172.17.0.1", 0, "warn", ""),
         (10, "", 0, "warn", ""),
