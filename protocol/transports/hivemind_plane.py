@@ -79,6 +79,8 @@ NO_WAY = "failed to dial"
 """What go-libp2p says when it has no address of a peer, or nobody answers there."""
 MAX_ANSWER_BYTES = DEFAULT_MAX_MSG_SIZE - 2**16
 """An answer to a call, and room for its envelope in a message to p2pd."""
+SHORT_CHARACTERS = 40
+"""A Unix socket's path has 104 bytes on macOS; ours, in a folder of this length, have half of the rest to spare."""
 NEW_S = 60.0
 """A folder younger than this may belong to a process that has not locked it yet."""
 T = TypeVar("T")
@@ -631,7 +633,8 @@ def _private_folder() -> tuple[str, int]:
     """A new folder for sockets, whose paths must be short, and its lock, which the kernel drops with this process. The
     folders of those that were killed are removed."""
     prefix = f"swarm-node-{os.getuid()}-"
-    for old in Path("/tmp").glob(f"{prefix}*"):
+    root = tempfile.gettempdir() if len(tempfile.gettempdir()) <= SHORT_CHARACTERS else "/tmp"
+    for old in Path(root).glob(f"{prefix}*"):
         with suppress(OSError):  # it is another's, is in use, or another process was quicker
             lock = _open_folder(old)
             try:
@@ -640,7 +643,7 @@ def _private_folder() -> tuple[str, int]:
                     shutil.rmtree(old)
             finally:
                 os.close(lock)
-    folder = tempfile.mkdtemp(prefix=prefix, dir="/tmp")
+    folder = tempfile.mkdtemp(prefix=prefix, dir=root)
     lock = _open_folder(folder)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock

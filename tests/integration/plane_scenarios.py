@@ -393,7 +393,7 @@ async def closing_leaves_nothing_behind() -> None:
 
 async def what_killed_processes_left_is_removed() -> None:
     long_ago = time.time() - NEW_S - 5.0
-    left, new = (tempfile.mkdtemp(prefix=f"swarm-node-{os.getuid()}-", dir="/tmp") for _ in range(2))
+    left, new = (tempfile.mkdtemp(prefix=f"swarm-node-{os.getuid()}-") for _ in range(2))
     Path(left, "p2pd.sock").touch()
     os.utime(left, (long_ago, long_ago))
     try:
