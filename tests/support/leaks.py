@@ -59,7 +59,7 @@ class Things:
     def _processes(self) -> set[psutil.Process]:
         pids = set(psutil.pids())
         self._ours |= {process for pid in pids - self._seen if (process := self._our(pid))}
-        self._ours = {process for process in self._ours if process.is_running()}
+        self._ours = {process for process in self._ours if _runs(process)}
         self._seen = pids
         return self._ours
 
@@ -73,6 +73,14 @@ class Things:
             return None if any(helper in command for helper in HELPERS) else process
         except psutil.Error:
             return None
+
+
+def _runs(process: psutil.Process) -> bool:
+    """A zombie does not: whose child it is now reaps it when it likes."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _listening() -> set[int]:
@@ -162,10 +170,9 @@ class Leaks:
 
     def check(self, grace_s: float) -> str:
         """What the last test left, if anything. It is ended, and not told again."""
-        left = self.things.now() - self.known
-        if left:
-            _wait(left, grace_s)
-            left = self.things.now() - self.known
+        until = time.monotonic() + grace_s
+        while (left := self.things.now() - self.known) and time.monotonic() < until:
+            time.sleep(0.02)
         self.known |= left
         if not left:
             return ""
@@ -178,14 +185,6 @@ class Leaks:
         for listener in _listeners():
             if os.fstat(listener.fileno()).st_ino in left:
                 listener.shutdown(socket.SHUT_RDWR)  # frees the port; its descriptor stays its owner's to close
-
-
-def _wait(left: set[Hashable], grace_s: float) -> None:
-    until = time.monotonic() + grace_s
-    psutil.wait_procs([thing for thing in left if isinstance(thing, psutil.Process)], timeout=grace_s)
-    for thread in left:
-        if isinstance(thread, threading.Thread):
-            thread.join(max(0.0, until - time.monotonic()))
 
 
 @pytest.hookimpl(trylast=True)
