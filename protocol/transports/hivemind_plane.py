@@ -176,6 +176,7 @@ class HivemindPlane:
         if talking:
             await asyncio.sleep(LAST_WORD_S)
         await self._stop_daemon()
+        self._answers.close()  # after p2pd, which brings the requests
         self._port.release()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
