@@ -8,6 +8,7 @@ fixture of a module or session starts has to be gone when that fixture is torn d
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -27,12 +28,12 @@ from tests.support import marked
 
 GRACE_S = 10.0
 """What is about to end, such as the orphan of a killed node, gets so long on a busy machine."""
-KEPT = "swarm-node-", "torchinductor_", "pymp-", "wandb"
+KEPT = re.compile(r"swarm-node-|torchinductor_|pymp-|.*wandb-(artifacts|media)$")
 """Temporary files that may stay until the session ends: the next node sweeps a killed node's folder away, and libraries
 remove their own at exit."""
 HELPERS = "multiprocessing.resource_tracker", "multiprocessing.forkserver", "multiprocessing.semaphore_tracker"
 """Processes that Python keeps until it exits."""
-THREADS = ("fsspecIO",)
+THREADS = "fsspecIO", "tqdm_monitor"
 """Names of threads that libraries keep until Python exits."""
 
 
@@ -48,7 +49,7 @@ class Things:
 
     def now(self) -> set[Hashable]:
         found: set[Hashable] = {*self._processes(), *_listening()}
-        found.update(name for name in os.listdir(self.folder) if not name.startswith(KEPT))
+        found.update(name for name in os.listdir(self.folder) if not KEPT.match(name))
         found.update(
             thread
             for thread in threading.enumerate()
