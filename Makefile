@@ -7,11 +7,14 @@
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu        torch without CUDA: smaller, for machines without a GPU
 # VENV=/somewhere                                         where the virtual environment lies
 # JOBS=1                                                  tests that run at the same time (they wait more than they work)
+# SEED=7                                                  tests in a random order, which the seed decides
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 3
 TORCH_INDEX ?=
+SEED ?=
+SHUFFLE := $(if $(SEED),--shuffle $(SEED))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
@@ -43,10 +46,10 @@ demo: install
 	$(BIN)/swarm-node local --config configs/demo.toml
 
 test: dev # in order of names: tests/integration, which waits most and has the longest files, comes first
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SHUFFLE)
 
 test-long: dev
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long $(SHUFFLE)
 
 check: dev
 	$(BIN)/ruff check .

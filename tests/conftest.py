@@ -15,6 +15,7 @@ os.environ |= {
     "MPLBACKEND": "agg",
 }
 ROOT = Path(__file__).parent.parent
+pytest_plugins = "tests.support.leaks", "tests.support.shuffle"
 
 
 @pytest.fixture(autouse=True)

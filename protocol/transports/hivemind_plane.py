@@ -82,6 +82,8 @@ NOT_SPOKEN = "protocols not supported"
 """What go-libp2p says when a peer is there and does not know the protocol, which has the swarm's id in its name."""
 MAX_ANSWER_BYTES = DEFAULT_MAX_MSG_SIZE - 2**16
 """An answer to a call, and room for its envelope in a message to p2pd."""
+SHORT_CHARACTERS = 40
+"""A Unix socket's path has 104 bytes on macOS; ours, in a folder of this length, have half of the rest to spare."""
 NEW_S = 60.0
 """A folder younger than this may belong to a process that has not locked it yet."""
 T = TypeVar("T")
@@ -180,6 +182,7 @@ class HivemindPlane:
         if talking:
             await asyncio.sleep(LAST_WORD_S)
         await self._stop_daemon()
+        self._answers.close()  # after p2pd, which brings the requests
         self._port.release()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -647,7 +650,8 @@ def _private_folder() -> tuple[str, int]:
     """A new folder for sockets, whose paths must be short, and its lock, which the kernel drops with this process. The
     folders of those that were killed are removed."""
     prefix = f"swarm-node-{os.getuid()}-"
-    for old in Path("/tmp").glob(f"{prefix}*"):
+    root = tempfile.gettempdir() if len(tempfile.gettempdir()) <= SHORT_CHARACTERS else "/tmp"
+    for old in Path(root).glob(f"{prefix}*"):
         with suppress(OSError):  # it is another's, is in use, or another process was quicker
             lock = _open_folder(old)
             try:
@@ -656,7 +660,7 @@ def _private_folder() -> tuple[str, int]:
                     shutil.rmtree(old)
             finally:
                 os.close(lock)
-    folder = tempfile.mkdtemp(prefix=prefix, dir="/tmp")
+    folder = tempfile.mkdtemp(prefix=prefix, dir=root)
     lock = _open_folder(folder)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock

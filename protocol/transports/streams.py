@@ -109,6 +109,10 @@ class Answers:
         self._running = Shares(MAX_ANSWERS, MAX_ANSWERS_PER_PEER)
         self._large = Shares(MAX_LARGE, MAX_LARGE_PER_PEER)
 
+    def close(self) -> None:
+        """End the thread; an answer that it works on is finished first. Nothing may be served afterwards."""
+        self._prompt_thread.shutdown(wait=False, cancel_futures=True)
+
     async def serve(
         self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
     ) -> None:

@@ -75,7 +75,6 @@ class SnapshotStore:
         self._last_good: int | None = None
         self._failure: str | None = None
         self._writing: Future[None] | None = None
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
 
     def save(self, round: int, tensors: TensorFiles, state: dict[str, Any]) -> None:
         """Copy everything now, write it in the background; waits first if an older write is still under way.
@@ -87,7 +86,9 @@ class SnapshotStore:
         document = {"format": FORMAT, "round": round, "files": sorted(tensors), "state": state}
         text = json.dumps(document, sort_keys=True).encode()
         copies = {stem: _copy(named) for stem, named in tensors.items()}
-        self._writing = self._writer.submit(self._write, round, copies, text)
+        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
+        self._writing = writer.submit(self._write, round, copies, text)
+        writer.shutdown(wait=False)  # its thread ends with this write
 
     def check_room(self, size: int) -> None:
         """UserError if there is no room for two snapshots of `size` bytes, or for one beside those that are there: the
@@ -112,7 +113,6 @@ class SnapshotStore:
     def close(self) -> None:
         """Finish writing. Raises UserError if the newest state could not be saved."""
         self.wait()
-        self._writer.shutdown()
         if self._failure is not None:
             raise UserError(self._failure)
 

@@ -22,7 +22,7 @@ import msgspec
 
 from protocol.errors import NotOfSwarm, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.identity import Identity
-from protocol.manifest import FILE_METHOD
+from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from protocol.messages import PeerCard
 from protocol.transports import hivemind_plane
 from protocol.transports.base import Accepted, Outgoing, Sink
@@ -387,13 +387,20 @@ async def closing_leaves_nothing_behind() -> None:
     async with started("one", "two") as nodes:
         pids, folders = [node.plane.daemon_pid for node in nodes], [node.plane._folder for node in nodes]
         assert all(map(_alive, pids))
+        threads = threading.enumerate()
+        one, two = nodes
+        one.plane.serve(MANIFEST_METHOD, lambda peer, payload: b"tasks")
+        assert await two.ask(one, MANIFEST_METHOD) == b"tasks"
+        started_by_request = set(threading.enumerate()) - set(threads)
     assert not any(map(_alive, pids))
     assert not any(map(os.path.exists, folders))
+    assert started_by_request
+    await until(lambda: not any(thread.is_alive() for thread in started_by_request))
 
 
 async def what_killed_processes_left_is_removed() -> None:
     long_ago = time.time() - NEW_S - 5.0
-    left, new = (tempfile.mkdtemp(prefix=f"swarm-node-{os.getuid()}-", dir="/tmp") for _ in range(2))
+    left, new = (tempfile.mkdtemp(prefix=f"swarm-node-{os.getuid()}-") for _ in range(2))
     Path(left, "p2pd.sock").touch()
     os.utime(left, (long_ago, long_ago))
     try:

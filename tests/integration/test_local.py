@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -201,13 +202,21 @@ def parity(completions, **columns):
 # --------------------------------------------------------------------- stopping and resuming
 
 
-def start(run_dir, rounds):
+@contextmanager
+def started(run_dir, rounds):
+    """A run as a process, which does not outlive the block."""
     command = [sys.executable, "-m", "swarm_node", "local", "--run-dir", str(run_dir), "--rounds", str(rounds)]
     for pair in ("rollouts.groups=7", "rollouts.group_size=4", "rollouts.max_new_tokens=8", "eval.questions=0"):
         command += ["--set", pair]
     command += ["--set", "snapshots.every=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_for_rounds(run_dir, process, rounds):
@@ -223,11 +232,11 @@ def wait_for_rounds(run_dir, process, rounds):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_was_stopped_ends_like_one_that_was_not(tmp_path, number):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    process = start(parts, 100_000)
-    wait_for_rounds(parts, process, 5)
-    began = time.monotonic()
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=20)
+    with started(parts, 100_000) as process:
+        wait_for_rounds(parts, process, 5)
+        began = time.monotonic()
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=20)
     assert time.monotonic() - began < 10
     done = len(read_metrics(parts / "metrics.jsonl"))
     if number == signal.SIGTERM:

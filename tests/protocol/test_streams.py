@@ -47,6 +47,7 @@ async def node() -> AsyncIterator[tuple[Answers, Dial]]:
     for writer in writers:
         writer.transport.abort()
     await asyncio.wait_for(asyncio.gather(*serving), 20)
+    answers.close()
 
 
 async def request(dial: Dial, peer: str, method: str, payload: bytes = b"") -> bytes:

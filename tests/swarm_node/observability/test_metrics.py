@@ -278,12 +278,15 @@ def test_tensorboard_shows_each_round_once_after_a_resume(path):
 
 
 def test_wandb_continues_its_run_offline(path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for first in (1, 3):
-        writer = MetricsWriter(path, print, open_sinks(["wandb"], path.parent, {"seed": 0}, first))
-        writer.write(record(first, note="text"))
-        writer.close()
+    try:
+        for first in (1, 3):
+            writer = MetricsWriter(path, print, open_sinks(["wandb"], path.parent, {"seed": 0}, first))
+            writer.write(record(first, note="text"))
+            writer.close()
+    finally:
+        wandb.teardown()  # ends its service process
     run_id = (path.parent / "wandb-id.txt").read_text()
     assert len(list((path.parent / "wandb").glob(f"offline-run-*-{run_id}*/*.wandb"))) == 2
 
