@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from swarm_node.cli import app
 from tests.docs.pages import PAGES, ROOT, Command, Fence, commands, fences, lines, name_of, split, stands_for_something
 from tests.docs.placing import HERE
-from tests.integration.processes import LINK, until
+from tests.support.processes import LINK, until
 
 pytestmark = [
     pytest.mark.slow,

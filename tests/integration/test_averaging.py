@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from swarm_node.recovery.snapshots import Snapshot, SnapshotStore, read_snapshot
-from tests.integration.processes import QUICK, NodeProcess, make_manifest, nodes, until
+from tests.support.processes import QUICK, NodeProcess, make_manifest, nodes, until
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).with_name("averaging_node.py")

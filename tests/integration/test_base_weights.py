@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from swarm_node.base_weights.files import list_model, starter_folder
-from tests.integration.processes import QUICK, NodeProcess, make_manifest, nodes
+from tests.support.processes import QUICK, NodeProcess, make_manifest, nodes
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., NodeProcess]

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from swarm_node.cli import app
 from swarm_node.config import load_config
-from tests.integration.processes import QUICK, NodeProcess, nodes, until
 from tests.integration.test_swarm import alive, make_manifest
+from tests.support.processes import QUICK, NodeProcess, nodes, until
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., NodeProcess]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import QUICK, make_manifest, nodes
+from tests.support.processes import QUICK, make_manifest, nodes
 
 WITH_A_CLOCK_OFF = (
     "import sys, time; right = time.time; off = float(sys.argv.pop(1)); time.time = lambda: right() + off; "

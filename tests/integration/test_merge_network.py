@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protocol.manifest import parse_link
-from tests.integration.processes import QUICK, NodeProcess, make_manifest, nodes
+from tests.support.processes import QUICK, NodeProcess, make_manifest, nodes
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).with_name("merge_keeping.py")

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.processes import QUICK, make_manifest, nodes
 from tests.integration.test_p2p_transport import Node, alive, until
 from tests.integration.test_swarm import learns_from_others
+from tests.support.processes import QUICK, make_manifest, nodes
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.identity import Identity
 from swarm_node.installed import upgrade_command
-from tests.integration.processes import QUICK, NodeProcess, make_manifest, nodes
+from tests.support.processes import QUICK, NodeProcess, make_manifest, nodes
 
 pytestmark = pytest.mark.slow
 OLD, NEW, NEWEST = 4, 5, 6

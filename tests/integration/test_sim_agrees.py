@@ -13,7 +13,7 @@ from protocol.manifest import Manifest, parse_manifest
 from protocol.transports.memory import LinkModel
 from swarm_node.config import load_config
 from swarm_node.sim import START, Peer, Simulation, Speed
-from tests.integration.processes import QUICK, make_manifest, nodes
+from tests.support.processes import QUICK, make_manifest, nodes
 
 PACES = (0.8, 0.9, 1.15, 3.1)
 """Seconds a round, well above what it costs even on a busy machine: one node is three times slower than the others. No

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import NodeProcess, make_manifest, nodes, until
 from tests.integration.test_spot import free_port
+from tests.support.processes import NodeProcess, make_manifest, nodes, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

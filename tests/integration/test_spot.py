@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import QUICK, NodeProcess, make_manifest, nodes, until
+from tests.support.processes import QUICK, NodeProcess, make_manifest, nodes, until
 from tests.swarm_node.test_preemption import PREEMPTED, fake
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
-from tests.integration.processes import NodeProcess, make_manifest, nodes, until
+from tests.support.processes import NodeProcess, make_manifest, nodes, until
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., NodeProcess]

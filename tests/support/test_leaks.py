@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.processes import until
+from tests.support.processes import until
 
 HANG_S = 60.0
 LEAVING = """

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import psutil
 
-from tests.integration.processes import until
+from tests.support.processes import until
 from tests.support.shuffle import pytest_collection_modifyitems
 
 HANG_S = 60.0

@@ -24,7 +24,7 @@ from swarm_node.errors import UserError
 from swarm_node.guest import pause
 from swarm_node.manifests import make_manifest, write_manifest
 from swarm_node.rundir import RunDir
-from tests.swarm_node.fake_transport import FakeTransport, address, card, peer_id
+from tests.support.fake_transport import FakeTransport, address, card, peer_id
 
 QUESTIONS = (
     b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'

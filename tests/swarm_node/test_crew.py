@@ -29,7 +29,7 @@ from swarm_node.stage_files import stage_files
 from swarm_node.stages.partition import UNKNOWN
 from swarm_node.stages.pipeline import Lead
 from swarm_node.stages.ports import Message
-from tests.swarm_node.crew_nodes import CrewWorld, Machine
+from tests.support.crew_nodes import CrewWorld, Machine
 from tests.swarm_node.stages.harness import save
 
 SWARM = "ab" * 32

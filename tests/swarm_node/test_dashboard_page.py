@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from swarm_node.rundir import RunDir
-from tests.swarm_node.chromium import Chromium, find_chromium
+from tests.support.chromium import Chromium, find_chromium
 from tests.swarm_node.test_dashboard import metrics, write
 
 CHROMIUM = find_chromium()

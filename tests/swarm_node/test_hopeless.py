@@ -22,7 +22,7 @@ from swarm_node.recovery import snapshots
 from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.run import run_local
 from swarm_node.rundir import RunDir
-from tests.swarm_node.fake_transport import FakeTransport, address
+from tests.support.fake_transport import FakeTransport, address
 
 STARTER_BYTES = 12 * 438_912
 """Its weights and the optimiser's two moments, four bytes each."""

@@ -49,7 +49,7 @@ from swarm_node.manifests import make_manifest, render
 from swarm_node.run import run_join
 from swarm_node.rundir import RunDir
 from swarm_node.tasks import load_tasks
-from tests.swarm_node.fake_transport import FakeTransport, address, card, peer_id
+from tests.support.fake_transport import FakeTransport, address, card, peer_id
 
 QUESTIONS = (
     b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'

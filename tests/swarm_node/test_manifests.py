@@ -16,7 +16,7 @@ from swarm_node.tasks import load_tasks
 from swarm_node.tasks.bounds import STRETCH, _defaults, check_options
 from swarm_node.tasks.catalogue import ALLOWED
 from swarm_node.tasks.environments import Environment
-from tests.swarm_node.fake_transport import address
+from tests.support.fake_transport import address
 
 QUESTIONS = (
     b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'

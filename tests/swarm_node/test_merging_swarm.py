@@ -49,7 +49,7 @@ from swarm_node.merging_swarm import (
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.sources import is_swarm
-from tests.swarm_node.fake_transport import FakeTransport, card, peer_id
+from tests.support.fake_transport import FakeTransport, card, peer_id
 from tests.swarm_node.policy.models import save
 
 SWARM = "a" * 64

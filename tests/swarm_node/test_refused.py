@@ -8,7 +8,7 @@ from protocol.transports.refusals import Refused
 from swarm_node.gossip.ledger import MALICIOUS, REASONS
 from swarm_node.reasons import HOSTILE, SAID, WORDS
 from swarm_node.refused import MAX_ROWS, FirstRefusals, Row, rows
-from tests.swarm_node.fake_transport import peer_id
+from tests.support.fake_transport import peer_id
 
 MALLORY, BOB = peer_id(1), peer_id(2)
 

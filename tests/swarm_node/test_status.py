@@ -20,7 +20,7 @@ from swarm_node.errors import UserError
 from swarm_node.guest import Guest, pause, resume
 from swarm_node.rundir import RunDir
 from swarm_node.status import look_around, show_status
-from tests.swarm_node.fake_transport import SWARM, FakeTransport, address, card, peer_id
+from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 
 STATUS: dict[str, Any] = {
     "swarm": SWARM,

@@ -26,8 +26,8 @@ from swarm_node.base_weights.hub import HubFailed, download_from_hub
 from swarm_node.config import NodeConfig, PolicyConfig, SharingConfig
 from swarm_node.enter import EnteredSwarm
 from swarm_node.errors import UserError
+from tests.support.fake_transport import FakeTransport
 from tests.swarm_node.base_weights.small import make_model
-from tests.swarm_node.fake_transport import FakeTransport
 
 COMMIT = "c" * 40
 

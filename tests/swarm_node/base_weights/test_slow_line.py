@@ -18,7 +18,7 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.tensors import BlobHead, open_blob_head, seal_head
 from protocol.transports.base import Outgoing, Sink
 from swarm_node.base_weights.fetching import AT_ONCE, Members
-from tests.swarm_node.fake_transport import FakeTransport
+from tests.support.fake_transport import FakeTransport
 
 SWARM = "5a" * 32
 PIECE = 8 * 2**20
