@@ -222,20 +222,24 @@ SEARCHED_FROM = 100
 
 
 def report(setting: str, peers: int, rounds: int) -> str:
-    """Markdown: figures of each arm, and comparisons with the silo and with 4/4."""
+    """Markdown: figures of each arm over the silo's seeds, and comparisons of two arms over all that both have."""
     found = load(setting, peers, rounds)
-    seeds = sorted({seed for runs in found.values() for seed in runs})
+    silo = found.get("8/0", {})
+    seeds = sorted(silo or {seed for runs in found.values() for seed in runs})
     lines = [f"**{setting}**: {SETTINGS[setting].says}. {peers} peers, {rounds} rounds, seeds {seeds}.", ""]
     columns = ["arm", "seeds", "cum", "cum against 8/0", "last 20", "pass@1", "pass@8", "samples", "signal", "CPU s"]
     rows = []
-    for arm, runs in found.items():
+    for arm, all_runs in found.items():
+        runs = {seed: figures for seed, figures in all_runs.items() if seed in seeds}
+        if not runs:
+            continue
         mean = lambda get, runs=runs: fmean(map(get, runs.values()))  # noqa: E731
         rows.append(
             [
                 f"{arm}: {ARMS[arm].says}",
                 len(runs),
                 interval([f["cum"] for f in runs.values()], ".2f"),
-                against(runs, found.get("8/0", {}), lambda f: f["cum"]),
+                "" if arm == "8/0" else against(runs, silo, lambda f: f["cum"]),
                 f"{mean(lambda f: f['last_20']):.3f}",
                 interval([f["held_out"]["pass_1"] for f in runs.values()], ".3f"),
                 interval([f["held_out"]["pass_8"] for f in runs.values()], ".3f"),
@@ -324,14 +328,14 @@ def bootstrap(values: Sequence[Any], statistic: Callable[[Sequence[Any]], float]
 
 
 def plot(setting: str, peers: int, rounds: int, out: Path) -> None:
-    """Reward level over rounds and over CPU seconds, mean of the seeds."""
+    """Reward level over rounds and over CPU seconds, mean of the silo's seeds."""
     from matplotlib.figure import Figure
 
     found = load(setting, peers, rounds)
     figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for arm in ("4/4", "6/2", "2/6", "8/0", "refill", "4/4 refill"):
-        runs = list(found.get(arm, {}).values())
+        runs = [figures for seed, figures in found.get(arm, {}).items() if seed in found.get("8/0", {seed})]
         if not runs:
             continue
         n = min(len(f["curve"]) for f in runs)
