@@ -31,6 +31,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -57,9 +58,12 @@ HANG_S = 120
 """Added to ten times what the tests took without a fault: a busy machine is slow, a mutant may run for ever."""
 FIRST_TESTS = 40
 """A mutant meets so many tests first. Most die there, and the files of the other tests need not be imported."""
+PYTEST_ENDED = 100
+"""Added to pytest's exit status, which differs then from that of a process in which Python itself failed."""
 _ages = itertools.count(1)
-PRELOAD = ["pytest", "torch", "transformers", "peft", "hivemind", "numpy", "hypothesis"]
-PYTEST = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--no-header"]
+PRELOAD = ["pytest", "torch", "transformers", "peft", "hivemind", "numpy"]
+ALREADY = "ignore::pytest.PytestAssertRewriteWarning"  # a plugin of pytest was imported by the fork server
+PYTEST = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--no-header", "-W", ALREADY]
 COVERAGE = """[run]
 parallel = true
 patch = subprocess
@@ -154,9 +158,7 @@ def map_reach(copied: Path, work: Path, directories: list[str], tests: list[str]
 
 
 def _run_pytest(copied: str, log: str, tests: list[str]) -> None:
-    """In a process of the fork server: pytest's exit status becomes the process's."""
-    import pytest
-
+    """In a process of the fork server."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -165,7 +167,7 @@ def _run_pytest(copied: str, log: str, tests: list[str]) -> None:
     assert not {"swarm_node", "protocol"} & set(sys.modules), "the fork server must not import what mutants change"
     sys.path[:] = [copied, *(path for path in sys.path if path not in (str(ROOT), str(ROOT / "scripts")))]
     os.environ["PYTHONPATH"] = copied
-    sys.exit(int(pytest.main([*PYTEST, "-x", *tests])))
+    sys.exit(PYTEST_ENDED + pytest.main([*PYTEST, "-x", *tests]))
 
 
 def run_tests(copied: Path, log: Path, tests: list[str], limit_s: float) -> str:
@@ -178,13 +180,15 @@ def run_tests(copied: Path, log: Path, tests: list[str], limit_s: float) -> str:
     process.join()
     if hung:
         return "hung"
-    if process.exitcode == 0:
-        return "passed"
-    said = log.read_text(errors="replace")
-    named = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if process.exitcode in (1, 2, 3) or process.exitcode < 0:  # a failure, an import that fails, a fault in C
-        return named[0].split(" ")[1] if named else f"exit status {process.exitcode}"
-    raise RuntimeError(f"pytest ended with status {process.exitcode}:\n{said[-2000:]}")
+    said = log.read_text(errors="replace") if log.exists() else ""
+    match process.exitcode - PYTEST_ENDED:
+        case pytest.ExitCode.OK:
+            return "passed"
+        case pytest.ExitCode.TESTS_FAILED | pytest.ExitCode.INTERRUPTED:  # interrupted: a file that cannot be imported
+            return next(line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))).split(" ")[1]
+    if process.exitcode < 0:
+        return f"signal {-process.exitcode}"
+    raise RuntimeError(f"the tests did not run (exit status {process.exitcode}):\n{said[-3000:]}")
 
 
 def _end(pid: int) -> None:
@@ -299,6 +303,9 @@ def check(parts: dict[str, list[Mutant]], found: list[Result], work: Path, chose
         copy_repository(ROOT, copied)
     reach = map_reach(copies[0], work, [name for part in parts for name in PARTS[part]], chosen.tests, chosen.jobs)
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    said = run_tests(copies[0], work / "control.log", sorted(reach.seconds, key=reach.cost)[:FIRST_TESTS], HANG_S)
+    if said != "passed":
+        raise RuntimeError(f"without a fault, {said} fails in a process of the fork server")
     before = {row.mutant for row in found}
     tried = {part: [mutant for mutant in drawn if mutant.id not in before] for part, drawn in parts.items()}
     for result in try_all(tried, reach, copies, equivalents(ROOT / EQUIVALENT)):
