@@ -46,7 +46,7 @@ PARTS = {
     "recovery": ["swarm_node/recovery"],
 }
 """Part -> its directories and files."""
-SEED = 20_26
+SEED = 2026
 COUNT = 40
 """Mutants drawn in each part."""
 GOAL = 0.85
@@ -60,13 +60,13 @@ FIRST_TESTS = 40
 """A mutant meets so many tests first. Most die there, and the files of the other tests need not be imported."""
 PYTEST_ENDED = 100
 """Added to pytest's exit status, which differs then from that of a process in which Python itself failed."""
-_ages = itertools.count(1)
+_ages = itertools.count(10**9)
+"""Times of changed files: no two are equal, and archives can hold them (after 1980)."""
 PRELOAD = ["pytest", "torch", "transformers", "peft", "hivemind", "numpy"]
 ALREADY = "ignore::pytest.PytestAssertRewriteWarning"  # a plugin of pytest was imported by the fork server
 PYTEST = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--no-header", "-W", ALREADY]
 COVERAGE = """[run]
 parallel = true
-patch = subprocess
 sigterm = true
 context = ${MUTANTS_TEST-}
 """
@@ -246,7 +246,10 @@ def try_all(
 
     with ThreadPoolExecutor(len(copies)) as pool:
         waiting = [pool.submit(work, part, mutant) for part, drawn in parts.items() for mutant in drawn]
-        yield from (future.result() for future in waiting)
+        try:
+            yield from (future.result() for future in waiting)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def equivalents(file: Path) -> set[tuple[str, str, str]]:

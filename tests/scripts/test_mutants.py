@@ -24,8 +24,12 @@ def unseen(value):
 def idle(value):
     value.sort()
     return True
+
+def elsewhere():
+    print("here")
 """
 TESTS = """
+import subprocess, sys
 from toy import idle, small
 
 def test_small_is_below_the_limit():
@@ -33,6 +37,9 @@ def test_small_is_below_the_limit():
 
 def test_idle_is_called():
     idle([2, 1])
+
+def test_another_process_prints():
+    assert subprocess.check_output([sys.executable, "-c", "import toy; toy.elsewhere()"])
 """
 SCRIPT = """
 import sys
@@ -107,5 +114,6 @@ def test_the_script_finds_what_no_test_checks(root: Path, tmp_path: Path) -> Non
         "return value": "unreached",
         "return True": "survived",
         "value.sort()": "equivalent",
+        'print("here")': "killed",
     }
     assert outcomes == expected, ran.stdout
