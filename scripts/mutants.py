@@ -290,10 +290,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / RESULTS, help=f"default: {RESULTS}")
     parser.add_argument("--again", action="store_true", help="only mutants that --out does not call killed")
     chosen = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; --again continues"))  # after the mutants that are tried
     parts = {part: draw(ROOT, PARTS[part], chosen.count, chosen.seed) for part in chosen.part or PARTS}
     found = [row for row in saved(chosen.out) if row.part not in parts or (chosen.again and row.outcome in KILLED)]
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         found = check(parts, found, Path(name), chosen)
+    print(*(f"{row.outcome}: {row.mutant}" for row in found if row.outcome in ("survived", "unreached")), sep="\n")
     print(table(found))
     return 0 if share(found) >= GOAL else 1
 

@@ -100,10 +100,12 @@ def _own_lines(statement: ast.stmt) -> tuple[int, int]:
     return statement.lineno, max(statement.lineno, body[0].lineno - 1) if body else statement.end_lineno
 
 
-def _changes(tree: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.AST, str]]:
-    """(function, innermost statement, node to replace, its new text)."""
+Change = tuple[str, ast.stmt, ast.AST, str]
+"""(function, innermost statement, node to replace, its new text)."""
 
-    def walk(node: ast.AST, names: tuple[str, ...], inside: bool, statement: ast.stmt | None):
+
+def _changes(tree: ast.Module) -> Iterator[Change]:
+    def walk(node: ast.AST, names: tuple[str, ...], inside: bool, statement: ast.stmt | None) -> Iterator[Change]:
         if isinstance(node, ast.stmt):
             statement = node
         if inside:
