@@ -197,6 +197,9 @@ def test_groups_of_payloads_are_replaced() -> None:
             pool.add(foreign(["\n42" if peer == "liar" else "42", "13"], plain, peer))
     assert [group.peer for group in pool.choose(4, random.Random(0))] == ["honest"] * 4
     assert pool.metrics()["swarm/payloads"] == pool.refused_by_peer()["liar"] > 1
+    for text in ["42"] * 20 + ["\n42"] * 20:  # trusted again, and not any more
+        pool.add(foreign([text, "13"], plain, "liar"))
+        pool.choose(1, random.Random(0))
     assert len(said) == 1 and "liar" in said[0]
 
 
