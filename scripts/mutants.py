@@ -67,6 +67,7 @@ ALREADY = "ignore::pytest.PytestAssertRewriteWarning"  # a plugin of pytest was 
 PYTEST = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--no-header", "-W", ALREADY]
 COVERAGE = """[run]
 parallel = true
+patch = _exit
 sigterm = true
 context = ${MUTANTS_TEST-}
 """

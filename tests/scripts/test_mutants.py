@@ -39,7 +39,8 @@ def test_idle_is_called():
     idle([2, 1])
 
 def test_another_process_prints():
-    assert subprocess.check_output([sys.executable, "-c", "import toy; toy.elsewhere()"])
+    program = "import os, sys, toy; toy.elsewhere(); sys.stdout.flush(); os._exit(0)"
+    assert subprocess.check_output([sys.executable, "-c", program])
 """
 SCRIPT = """
 import sys

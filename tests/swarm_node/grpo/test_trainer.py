@@ -56,6 +56,16 @@ def recorded(model: torch.nn.Module, groups: list[Group], version: int = 0) -> l
     return groups
 
 
+@pytest.mark.parametrize(("weights", "updates"), [(None, 1), ({"a": 1.0}, 1), ({"a": 0.0}, 0)])
+def test_a_reward_without_weight_teaches_nothing(weights: dict[str, float] | None, updates: int):
+    g = group([1.0, 0.0, 0.0])
+    for rollout in g.rollouts:
+        rollout.rewards = {"a": rollout.reward}
+    policy = TinyPolicy(make())
+    Trainer(policy, GrpoConfig(aggregation="normalize_then_sum"), SAMPLING, reward_weights=weights).step([g])
+    assert policy.version == updates
+
+
 @pytest.mark.parametrize("model", [make("llama"), make("qwen2"), lora()], ids=["llama", "qwen2", "lora"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_packed_plain_and_any_microbatch_give_one_gradient(loss, model):
