@@ -70,8 +70,9 @@ def test_averaging_keeps_peers_together(options: dict[str, Any]) -> None:
     assert cohort.exchanges() == [t.averager.metrics()["averaging/exchanges"] for t in cohort.trainees]
 
 
-def test_a_pair_steps_as_the_formula_says() -> None:
-    cohort = Cohort(2, every=1)
+@pytest.mark.parametrize(("mixing", "values"), [(0.0, (1.225, 1.825)), (0.5, (1.1125, 2.1625))])
+def test_a_pair_steps_as_the_formula_says(mixing: float, values: tuple[float, float]) -> None:
+    cohort = Cohort(2, every=1, mixing=mixing)
     a, b = cohort.trainees
     for trainee, value in ((a, 1.0), (b, 2.5)):
         trainee.trains = False
@@ -81,8 +82,19 @@ def test_a_pair_steps_as_the_formula_says() -> None:
         slow.fill_(2.0)
     cohort.run(2 * PERIOD_S)
     assert cohort.exchanges() == [1, 1], "the golden values are of the first exchange"
-    torch.testing.assert_close(a.flat, torch.full_like(a.flat, 1.225))  # appendix: phi = (0, 2), theta = (1, 2.5)
-    torch.testing.assert_close(b.flat, torch.full_like(b.flat, 1.825))
+    for trainee, value in zip((a, b), values, strict=True):  # appendix: phi = (0, 2), theta = (1, 2.5)
+        torch.testing.assert_close(trainee.flat, torch.full_like(trainee.flat, value))
+
+
+def test_who_diverged_says_so_and_calls_nobody() -> None:
+    cohort = Cohort(2, every=1)
+    diverged, other = cohort.trainees
+    for tensor in diverged.weights.values():
+        tensor.fill_(float("nan"))
+    cohort.run(4 * PERIOD_S)
+    assert diverged.averager.counts["skipped/diverged"] >= 1
+    assert any("diverged" in sentence for sentence in diverged.said)
+    assert cohort.exchanges() == [0, 0] and bool(other.flat.isfinite().all())
 
 
 def test_what_training_did_during_an_exchange_is_kept() -> None:

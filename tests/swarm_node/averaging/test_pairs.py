@@ -246,6 +246,20 @@ def test_every_failure_counts_and_there_are_few_in_a_round() -> None:
     assert ATTEMPTS >= MUTED_AFTER and node.averager._muted
 
 
+@pytest.mark.parametrize(("attempts", "late"), [(ATTEMPTS - 1, False), (ATTEMPTS, True)])
+def test_attempts_are_remembered_into_the_next_round(attempts: int, late: bool) -> None:
+    """A partner's clock may still say 1010."""
+    node = Answering()
+    for _ in range(attempts):
+        node.called(1010).done(TORN)
+        node.step()
+    node.at(1011, 0.05)
+    if late:
+        assert node.refusal(1010) == "late"
+    else:
+        node.called(1010)
+
+
 def test_training_waits_for_a_round_and_not_for_each_of_its_calls() -> None:
     node = Answering(timeout_s=4.0, overlap=False)
     call = node.called(1010)

@@ -194,11 +194,13 @@ def gated(partners: list[Tensor]) -> Counter[str]:
     """How often each gate failed for one node that always moves by +1 everywhere."""
     robust, count, n = Robust(0.0, True), Counter[str](), len(partners[0])
     for partner in partners:
+        met = partner.clone()
         try:
-            check(robust, 0, torch.ones(n), torch.zeros(n), partner.clone())
+            check(robust, 0, torch.ones(n), torch.zeros(n), met)
         except RemoteProtocolError as error:
             assert error.reason == "gates"
             count[error.detail] += 1
+        assert torch.equal(met, partner), "gates alone change nothing"
     return count
 
 

@@ -11,6 +11,7 @@ from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_ROUND_S
 from protocol.messages import SharedRollout
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
+from swarm_node.gossip.publisher import FLUSH_S
 from swarm_node.tasks.split import normalise
 from swarm_node.types import Sampling
 from tests.swarm_node.gossip.world import NOW, PEER, World, manifest
@@ -163,9 +164,11 @@ def test_sampling_that_no_batch_can_describe_is_refused_at_once(world: World) ->
         world.publisher(sampling=Sampling(20_000))
 
 
-def test_what_took_longer_than_anybody_waits_stays_here(world: World) -> None:
+@pytest.mark.parametrize(("left_s", "sent"), [(2 * FLUSH_S, 1), (FLUSH_S / 2, 0), (-EPOCH_SECONDS, 0)])
+def test_what_comes_later_than_anybody_waits_stays_here(world: World, left_s: float, sent: int) -> None:
+    """A batch waits for up to a second before it leaves."""
     publisher, group = world.publisher(), world.group()
-    world.time += MAX_ROUND_S + 2 * EPOCH_SECONDS
+    world.time = (group.task.slot[0] + 1) * EPOCH_SECONDS + MAX_ROUND_S - left_s
     publisher.publish([group])
     publisher.flush()
-    assert publisher.metrics()["swarm/unsent/age"] == 1 and not world.sent
+    assert publisher.metrics().get("swarm/unsent/age", 0) == 1 - sent == 1 - len(world.sent)

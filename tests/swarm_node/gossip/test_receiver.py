@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from protocol.codec import BATCH_TAG, HEAD_BYTES, seal_batch
 from protocol.identity import Identity
-from protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_ROUND_S
+from protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
 from protocol.messages import RolloutBatch, SharedRollout
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingConfig
 from swarm_node.gossip import receiver as receiver_module
@@ -63,6 +63,12 @@ def test_a_group_is_rebuilt_from_its_name_and_judged_here(world: World) -> None:
     assert receiver.metrics() == {"swarm/groups_received": 1.0, "swarm/groups_admitted": 1.0}
     account = receiver.by_peer()[PEER.peer_id]
     assert account["staleness"] == 3 and account["bytes"] == len(world.sent[0]) and account["last_seen"] == NOW + 3
+
+
+@pytest.mark.parametrize("created", [NOW + MAX_CLOCK_SKEW_S, NOW - 600])
+def test_the_limits_of_age_are_still_heard(world: World, created: float) -> None:
+    assert admit(world, seal_batch(msgspec.structs.replace(world.batch(), created=created), PEER)) == {}
+    assert len(world.pool) == 1
 
 
 def cut(data: bytes, at: int) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 from protocol.messages import TaskName
 from swarm_node.config import SharingConfig
 from swarm_node.replay import Gate, Pool
-from swarm_node.replay.gate import FIXED, GROUP_S, MARGIN, MOST, OWN_MIN, STRICTEST, bound
+from swarm_node.replay.gate import FIXED, GROUP_S, MARGIN, MOST, OWN_MIN, STRICTEST, bound, outside
 from swarm_node.tasks.extract import extract
 from swarm_node.types import Group, Rollout, Score, Task
 from tests.swarm_node.replay.foreign import NOW
@@ -197,6 +197,9 @@ def test_groups_of_payloads_are_replaced() -> None:
             pool.add(foreign(["\n42" if peer == "liar" else "42", "13"], plain, peer))
     assert [group.peer for group in pool.choose(4, random.Random(0))] == ["honest"] * 4
     assert pool.metrics()["swarm/payloads"] == pool.refused_by_peer()["liar"] > 1
+    for text in ["42"] * 20 + ["\n42"] * 20:  # trusted again, and not any more
+        pool.add(foreign([text, "13"], plain, "liar"))
+        pool.choose(1, random.Random(0))
     assert len(said) == 1 and "liar" in said[0]
 
 
@@ -220,6 +223,15 @@ def test_liars_are_drawn_and_kept_less() -> None:
     waiting = [entry.group.peer for entry in pool._entries.values()]
     assert waiting.count("liar") <= 1 and len(waiting) == 16
     assert pool.available() == 16 - waiting.count("liar")
+
+
+@pytest.mark.parametrize(
+    ("text", "places"), [("42 ", [2]), (" 42", [0]), ("4242", [0, 1]), ("42", []), ("13", [])], ids=repr
+)
+def test_tokens_outside_the_answer_are_told_apart(text: str, places: list[int]) -> None:
+    policy = Letters("")
+    ids = policy.encode_completion(text, False)
+    assert [place for place in range(len(ids)) if outside("42", ids, place, policy.decode)] == places
 
 
 def test_nothing_foreign_is_learned_unjudged() -> None:
