@@ -61,7 +61,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_each_stage_waits_for_itself_before_it_starts_again(others: Watched) -> None:
+def test_each_stages_process_restarts_on_its_own(others: Watched) -> None:
     for times, again in enumerate((1.0, 3.0, 7.0), 1):
         until(lambda times=times: others.ends(1) == times)  # type: ignore[misc]
         others.clock = again
@@ -81,7 +81,7 @@ def test_each_stage_waits_for_itself_before_it_starts_again(others: Watched) -> 
     assert any("stage 4 ended with -9" in line for line in others.said)
 
 
-def test_a_process_that_ended_well_or_must_be_mended_is_left_alone(others: Watched) -> None:
+def test_a_process_that_is_over_is_left_alone(others: Watched) -> None:
     until(lambda: others.ends(1) == others.ends(2) == others.ends(3) == 1)
     others.clock = 9.0  # the run may be over, and this process not know it yet
     until(lambda: others.ends(1) == 2)

@@ -149,7 +149,7 @@ def test_documented_answers(cloud: str, answers: dict[str, Answer], left_s: floa
     assert (None if notice is None else notice.left_s) == left_s
 
 
-def test_a_token_of_aws_is_used_for_hours_and_renewed_when_it_is_refused() -> None:
+def test_aws_tokens_are_renewed_when_old_or_refused() -> None:
     now = [NOW]
     with fake("aws") as server:
         aws = CLOUDS["aws"](service(server.endpoint), lambda: now[0])  # type: ignore[call-arg]
@@ -178,7 +178,7 @@ def test_a_token_of_aws_is_used_for_hours_and_renewed_when_it_is_refused() -> No
         ("azure", NAME, (410, b"")),
     ],
 )
-def test_what_is_no_answer_is_said_once_and_asked_again(
+def test_a_malformed_answer_is_said_once_and_retried(
     cloud: str, path: str, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarm_node.preemption.PATIENCE_S", dict.fromkeys(CLOUDS, 0.0))
@@ -214,7 +214,7 @@ def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert proxy.asked == []
 
 
-def test_advice_is_taken_once_and_a_notice_ends_the_asking() -> None:
+def test_advice_counts_once_and_a_notice_ends_asking() -> None:
     said: list[str] = []
     advised, noticed = threading.Event(), []
     with fake("aws") as server:
@@ -235,7 +235,7 @@ def test_advice_is_taken_once_and_a_notice_ends_the_asking() -> None:
     ]
 
 
-def test_a_notice_stops_a_run_with_the_time_that_it_leaves() -> None:
+def test_a_notice_stops_a_run_within_its_time() -> None:
     said: list[str] = []
     with fake("gcp") as server:
         server.answers = {PREEMPTED: (200, b"TRUE")}
@@ -308,7 +308,7 @@ def test_what_fits_a_notice_is_said() -> None:
 
 
 @pytest.mark.parametrize(("advice", "first"), [("saving", "aws says so: saving"), ("", "aws says so")])
-def test_what_is_done_on_advice_is_said_with_it(advice: str, first: str) -> None:
+def test_advice_is_said_with_its_consequence(advice: str, first: str) -> None:
     said, heard = list[str](), list[object]()
     told = [Notice("aws says so", math.inf), None, Notice("aws says so", math.inf), Notice("it ends", 10.0)]
     cloud: Any = SimpleNamespace(look=iter(told).__next__)
@@ -317,7 +317,7 @@ def test_what_is_done_on_advice_is_said_with_it(advice: str, first: str) -> None
     assert said == [first, "it ends: leaving"] and heard == ["advised", 10.0]
 
 
-def test_a_terminal_that_is_stopped_keeps_no_notice_from_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_terminal_holds_up_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.preemption.SAID_S", 0.01)
     goes_on, noticed, said = threading.Event(), threading.Event(), list[str]()
 

@@ -84,7 +84,7 @@ def test_bookkeeping_is_finished_first():
     assert ended(process) == ("bookkeeping done\nstopped\n", 0)
 
 
-def test_one_long_call_into_c_is_left_by_the_last_resort():
+def test_a_long_c_call_is_ended():
     process = start(STUCK)
     process.send_signal(signal.SIGTERM)
     assert ended(process) == ("last resort\n", 0)
@@ -174,13 +174,13 @@ print("left", flush=True)
 
 
 @pytest.mark.parametrize("body", ["while True: sum(range(1000))", "stop.wait(100)"])
-def test_a_signal_brings_the_deadline_of_a_notice_forward(body):
+def test_a_signal_brings_a_notices_deadline_forward(body):
     process = start(NOTICED.replace("BODY", body).replace("AGAIN", "False"))
     process.send_signal(signal.SIGTERM)
     assert ended(process) == ("the machine stops\nleft\n", 0)
 
 
-def test_a_second_signal_after_a_notice_quits_at_once():
+def test_two_signals_after_a_notice_quit_at_once():
     process = start(NOTICED.replace("BODY", "stop.wait(100)").replace("AGAIN", "True"))
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "the machine stops\n"
@@ -188,12 +188,12 @@ def test_a_second_signal_after_a_notice_quits_at_once():
     assert ended(process) == ("", 143)
 
 
-def test_a_notice_during_one_long_call_into_c_is_left_by_the_last_resort():
+def test_a_notice_ends_a_long_c_call():
     process = start(STUCK.replace("ready))", "lambda: (ready(), stop.notice(2.5))))"))
     assert ended(process) == ("last resort\n", 0)
 
 
-def test_a_last_resort_that_fails_is_the_end_all_the_same():
+def test_a_failing_last_resort_ends_the_process_too():
     process = start("def last_resort(): raise OSError('disk full')\n" + STUCK)
     process.send_signal(signal.SIGTERM)
     assert ended(process) == ("", 0)
@@ -231,13 +231,13 @@ with Stopper(last_resort, deadline_s=0.5) as stop:
 """
 
 
-def test_a_stop_that_a_finalizer_swallows_still_has_its_deadline():
+def test_a_stop_swallowed_by_finalizers_keeps_its_deadline():
     process = start(SWALLOWED)
     process.send_signal(signal.SIGTERM)
     assert ended(process) == ("last resort\n", 0)
 
 
-def test_the_second_signal_also_ends_a_last_resort_that_hangs():
+def test_a_second_signal_ends_a_hanging_last_resort():
     process = start("def last_resort(): print('saving', flush=True); time.sleep(100)\n" + STUCK)
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "saving\n"
