@@ -214,7 +214,7 @@ class CrewNode:
             self.architecture,
             self._may_have,
             self._is_mate,
-            shelf=self._shelf,
+            shelf=self.shelf,
             shelved=lambda: self.mates.report(self.seats.holding()),
             room=free_main_memory,
         )
@@ -614,7 +614,7 @@ class CrewNode:
             return False
         return card.crew.architecture == self.architecture
 
-    def _shelf(self, peer: str, stage: int) -> Mapping[str, Tensor]:
+    def shelf(self, peer: str, stage: int) -> Mapping[str, Tensor]:
         """Names and shapes of a stage that this node is to keep, since its holder leaves; RemoteProtocolError if it
         will not."""
         plan = self.mates.plan

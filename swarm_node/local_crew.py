@@ -93,10 +93,18 @@ def _swarm(config: NodeConfig, run: RunDir) -> Swarm:
 
 
 class Others:
-    """The processes of the other stages."""
+    """The processes of the other stages. `now` is a clock in seconds."""
 
-    def __init__(self, config: NodeConfig, folder: Path, link: Callable[[], str], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        folder: Path,
+        link: Callable[[], str],
+        say: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
+        self._now = now
         self._folder = folder
         self._link = link
         self._say = say
@@ -136,7 +144,7 @@ class Others:
             link = self._link()
             for stage in range(1, self.config.stages.count) if link else ():
                 process = self._processes.get(stage)
-                if process is None or self._again.get(stage, math.inf) <= time.monotonic():
+                if process is None or self._again.get(stage, math.inf) <= self._now():
                     self._start(stage, link)
                 elif process.poll() is not None and stage not in self._again:
                     assert process.stdin is not None
@@ -144,12 +152,18 @@ class Others:
                     self._dead(stage, process.returncode)
 
     def _start(self, stage: int, link: str) -> None:
+        self._processes[stage] = self.launch(stage, link)
+        self._started[stage] = self._now()
+        self._again.pop(stage, None)
+
+    def launch(self, stage: int, link: str) -> subprocess.Popen[bytes]:
+        """The process of a stage, which ends when its standard input does."""
         folder = self._folder / str(stage)
         log = folder.with_suffix(".log")
         arguments = ["join", link, "--config", str(self._folder / "config.toml"), "--run-dir", str(folder)]
         arguments += ["--name", f"stage-{stage}", "--stage", str(stage)]
         with log.open("ab") as output:
-            self._processes[stage] = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "swarm_node.local_crew", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -157,15 +171,10 @@ class Others:
                 env={name: value for name, value in os.environ.items() if not name.startswith("SWARM_NODE_")},
                 start_new_session=True,  # Ctrl-C is for this process, which then closes their stdin
             )
-        self._noted(stage)
-
-    def _noted(self, stage: int) -> None:
-        self._started[stage] = time.monotonic()
-        self._again.pop(stage, None)
 
     def _dead(self, stage: int, code: int) -> None:
         """It is started again, unless it said what the user has to do; rarely, if it never lives long."""
-        now, log = time.monotonic(), self._folder / f"{stage}.log"
+        now, log = self._now(), self._folder / f"{stage}.log"
         if code == USER_ERROR:
             self._again[stage] = math.inf
             self._say(f"the process of stage {stage} ended: {log.read_text().strip().splitlines()[-1]}")

@@ -347,7 +347,7 @@ class Seats:
             self._looked[stage] = worker.updates
             if worker.updates // every <= looked // every:  # all stages after the same updates
                 continue
-            if self._store(stage).busy:  # nobody waits for a slow disk
+            if self.store(stage).busy:  # nobody waits for a slow disk
                 self._say(f"no snapshot of stage {stage} after update {worker.updates}: the last is not written yet")
             else:
                 self.save(stage)
@@ -373,7 +373,7 @@ class Seats:
 
     def save(self, stage: int) -> None:
         """Snapshot of a stage, written in the background."""
-        worker, store = self.workers[stage], self._store(stage)
+        worker, store = self.workers[stage], self.store(stage)
         if not worker.updates or (self._saved.get(stage) == worker.updates and not store.failed):
             return
         optimizer = self._optimizers[stage]
@@ -386,7 +386,7 @@ class Seats:
     def save_soon(self) -> bool:
         """Snapshots of the stages here, but of none whose last one is not written yet: nobody waits for a slow disk.
         Whether that was all."""
-        idle = [stage for stage in self.workers if not self._store(stage).busy]
+        idle = [stage for stage in self.workers if not self.store(stage).busy]
         for stage in idle:
             self.save(stage)
         return len(idle) == len(self.workers)
@@ -475,8 +475,8 @@ class Seats:
     def _write(self, stage: int, spans: Spans, state: State) -> None:
         """A snapshot of a stage that another peer held."""
         span = Span(stage, len(spans), *spans[stage], int(self._loading.config.num_hidden_layers))
-        self._store(stage).save(state.updates, {"policy": state.tensors}, self._kept_state(span, state.omega))
-        self._store(stage).wait()
+        self.store(stage).save(state.updates, {"policy": state.tensors}, self._kept_state(span, state.omega))
+        self.store(stage).wait()
 
     def _from_file(self, worker: Worker, optimizer: Optimizer, source: Source) -> None:
         stage = worker.stage.span
@@ -499,7 +499,8 @@ class Seats:
         worker.updates, worker.omega = snapshot.round, float(snapshot.state["omega"])
         optimizer.updates = worker.updates
 
-    def _store(self, stage: int) -> SnapshotStore:
+    def store(self, stage: int) -> SnapshotStore:
+        """Of a stage's snapshots."""
         if stage not in self._stores:
             # One made at a time of its own must not cost the update that the others of the crew have as well.
             keep = self.config.snapshots.keep + 1

@@ -127,10 +127,11 @@ class Crew:
         """Stages that are being built."""
         self._built: dict[int, tuple[Source, ...]] = {}
         """Sources that were given for those that have been."""
-        self._unsaid: dict[int, Source | None] = {}
+        self.unsaid: dict[int, Source | None] = {}
         """Stages that are ready, and how they were come by: the lead is told when neighbours can be talked to."""
         self._planned_at = now
-        self._lead_link: Link | None = None
+        self.lead_link: Link | None = None
+        """The channel with the lead that this peer follows."""
         self._severed: set[str] = set()
         """Neighbours that were lost since the last plan."""
         self._guests: dict[Link, Hello] = {}
@@ -168,7 +169,7 @@ class Crew:
         peer = self.plan.lead if stage < 0 else self.plan.seats[stage].peer
         if self.role == "leads":
             return self.lead.link_of(peer) if self.lead else None
-        return self._lead_link if peer == self.plan.lead else self._doors.neighbours.get(peer)
+        return self.lead_link if peer == self.plan.lead else self._doors.neighbours.get(peer)
 
     @property
     def building(self) -> bool:
@@ -226,13 +227,13 @@ class Crew:
         """What a peer said of its stage's work is nothing that anybody takes: this peer has done with it; but if it is
         the lead, and the channel has not `ended`, only with what was under way."""
         self._out.counts[f"refused/{reason}"] += 1
-        if link is self._lead_link and not ended and self.plan is not None:
+        if link is self.lead_link and not ended and self.plan is not None:
             self._out.send(link, Broken(self.plan.mark, link.peer, _line(reason), refused=True))
         elif link in self._doors:
             self._doors.close(link)
             if link.method == STAGE_METHOD:
                 self._neighbour_lost(link, reason, refused=True)
-            elif link is self._lead_link:
+            elif link is self.lead_link:
                 self._lead_lost(f"what it says is refused: {reason}", now)
             elif self.lead is not None and self.lead.link_of(link.peer) is link:
                 self.lead.give_up(link.peer, f"what it says is refused: {reason}", now)
@@ -263,7 +264,7 @@ class Crew:
             self._say_ready(stage, source)
         elif present is None:  # else it is built once more
             self.live.pop(stage, None)
-            self._unsaid.pop(stage, None)
+            self.unsaid.pop(stage, None)
             self._out.do(LeaveSeat(stage))
         return self._settle(now)
 
@@ -273,7 +274,7 @@ class Crew:
             del self._ordered[order.stage]
             line = _line(why)
             if self.lead is None:
-                self._out.send(self._lead_link, Unable(self.plan.mark, order.stage, line))
+                self._out.send(self.lead_link, Unable(self.plan.mark, order.stage, line))
             elif order.stage:
                 self.lead.unable(self.post.me, order.stage, line, now)
             else:
@@ -287,7 +288,7 @@ class Crew:
         if self.lead is not None:
             self.lead.note(self.post.me, self.holding, self.run)
         elif self.role == "follows":
-            self._out.send(self._lead_link, Report(self.holding, self.run))
+            self._out.send(self.lead_link, Report(self.holding, self.run))
         return self._settle(now)
 
     def doubted(self, mark: int, stages: Collection[int], why: str, now: float) -> list[Action]:
@@ -332,7 +333,7 @@ class Crew:
         """A channel with the lead, or with whom it might be, or with a member, is no more."""
         if link in self._search:
             self._search.unreached(link, now)
-        elif link is self._lead_link:
+        elif link is self.lead_link:
             self._lead_lost(why, now)
         elif self.lead is not None:
             self.lead.left(link, why, now)
@@ -354,7 +355,7 @@ class Crew:
             if self.lead.whole and not self.whole:
                 self._leave_others()
             self.whole = self.lead.whole
-        if self._unsaid:
+        if self.unsaid:
             self._say_what_is_ready(now)
         self.missing = {stage: self.missing.get(stage, now) for stage in self._lost()}
         return self._out.take()
@@ -395,15 +396,15 @@ class Crew:
                 self._answered(link, record, now)
             case Refusal():
                 self._refused_by(link, record, now)
-            case Plan() if link is self._lead_link:
+            case Plan() if link is self.lead_link:
                 self._follow(link, record, now)
-            case Whole(plan=mark) if link is self._lead_link:
+            case Whole(plan=mark) if link is self.lead_link:
                 if self.plan is not None and mark == self.plan.mark:
                     self.whole = True
                     self._leave_others()
-            case Progress() if link is self._lead_link:
+            case Progress() if link is self.lead_link:
                 self.progress = record
-            case Probe(plan=mark) if link is self._lead_link:
+            case Probe(plan=mark) if link is self.lead_link:
                 self._out.send(link, Load(mark, max(0.0, self._held_s())))
             case _ if self.lead is not None:
                 self.lead.heard(link, record, now)
@@ -418,7 +419,7 @@ class Crew:
             if peer == self.post.me:
                 self._take_lead(now)
                 return
-            self._out.send(self._search.dial(peer, now), self._hello(peer))
+            self._out.send(self._search.dial(peer, now), self.hello(peer))
 
     @property
     def _may_lead(self) -> bool:
@@ -438,7 +439,7 @@ class Crew:
             return False
         return True
 
-    def _hello(self, peer: str) -> Hello:
+    def hello(self, peer: str) -> Hello:
         """To somebody."""
         post, lead = self.post, self.lead
         holding = self.holding
@@ -480,12 +481,12 @@ class Crew:
                 self._doors.close(link)
                 if lead not in ("", self.post.me):
                     self._call(lead, now)
-        elif link is self._lead_link and lead != link.peer:  # it leads no more
-            self._lead_link, self.role, self.whole = None, "seeks", False
+        elif link is self.lead_link and lead != link.peer:  # it leads no more
+            self.lead_link, self.role, self.whole = None, "seeks", False
             self._doors.close(link)
             self._search.begin("", [lead] if lead else self._succession(link.peer), now)
         elif self._search.told(link, answer, now):
-            self._lead_link, self.role, self.term = link, "follows", max(self.term, answer.term)
+            self.lead_link, self.role, self.term = link, "follows", max(self.term, answer.term)
             for guest in self._guests:
                 self._answer(guest, lead)
 
@@ -496,8 +497,8 @@ class Crew:
             return
         self._out.say_of_peer(f"peer {short(link.peer)} of crew {self.post.crew} refuses this one: {refusal.detail}")
         self._search.vouch(now)
-        if link is self._lead_link:
-            self._lead_link, self.role = None, "seeks"
+        if link is self.lead_link:
+            self.lead_link, self.role = None, "seeks"
         self._shun(link, "it refuses this node", now)
 
     def _unmask(self, link: Link, now: float) -> None:
@@ -535,7 +536,7 @@ class Crew:
         self.plan = plan
         self._severed.clear()
         self._planned_at = now
-        unsaid, self._unsaid = self._unsaid, {}
+        unsaid, self.unsaid = self.unsaid, {}
         mine = self.seats
         self._ordered = {stage: order for stage, order in self._ordered.items() if stage in mine}
         for stage in mine:
@@ -545,7 +546,7 @@ class Crew:
                 continue
             if not seat.sources:
                 self._ordered.pop(stage, None)
-                self._out.send(self._lead_link, Unable(plan.mark, stage, "it is not here any more"))
+                self._out.send(self.lead_link, Unable(plan.mark, stage, "it is not here any more"))
                 continue
             order = TakeSeat(stage, seat.layers, seat.sources)
             if self._ordered.get(stage) != order:
@@ -572,18 +573,18 @@ class Crew:
         if self.lead is not None:
             self.lead.ready(self.post.me, Ready(self.plan.mark, stage, self.live[stage], source))
         else:
-            self._unsaid[stage] = source
+            self.unsaid[stage] = source
 
     def _say_what_is_ready(self, now: float) -> None:
         """As soon as all neighbours can be talked to; whoever cannot be for long is told to the lead."""
-        link, plan = self._lead_link, self.plan
+        link, plan = self.lead_link, self.plan
         if self.role != "follows" or link is None or plan is None or plan.lead != link.peer:
             return
         unheard = self._neighbours().keys() - self._doors.neighbours.keys()
         if not unheard:
-            for stage, source in self._unsaid.items():
+            for stage, source in self.unsaid.items():
                 self._out.send(link, Ready(plan.mark, stage, self.live[stage], source))
-            self._unsaid.clear()
+            self.unsaid.clear()
         elif now >= self._planned_at + STRANGER_S:
             for peer in sorted(unheard):
                 self._break_with(peer, "there is no channel", refused=False)
@@ -596,8 +597,8 @@ class Crew:
             self._out.do(LeaveSeat(stage))
 
     def _lead_lost(self, why: str, now: float) -> None:
-        peer = self._lead_link.peer if self._lead_link else ""
-        self._lead_link, self.role, self.whole = None, "seeks", False
+        peer = self.lead_link.peer if self.lead_link else ""
+        self.lead_link, self.role, self.whole = None, "seeks", False
         self._out.say(f"the lead of crew {self.post.crew} is lost (peer {short(peer)}: {why})")
         self._search.begin(peer, [peer, *self._succession(peer)], now)
         for guest in self._guests:
@@ -633,7 +634,7 @@ class Crew:
         """Tell the lead, once a plan."""
         if self.plan is not None and peer not in self._severed:
             self._severed.add(peer)
-            self._out.send(self._lead_link, Broken(self.plan.mark, peer, _line(why), refused))
+            self._out.send(self.lead_link, Broken(self.plan.mark, peer, _line(why), refused))
 
     # ----------------------------------------------------------------- leading
 
@@ -642,7 +643,7 @@ class Crew:
         self.term = min(self.term + 1, MAX_TERM)
         self.lead = Lead(
             self.post,
-            self._hello(self.post.me),
+            self.hello(self.post.me),
             self.plan,
             lost,
             self.term,
@@ -683,7 +684,7 @@ class Crew:
                 return
             self._search.release(link)
             self._guests[link] = hello
-            self._answer(link, self._lead_link.peer if self._lead_link is not None else "")
+            self._answer(link, self.lead_link.peer if self.lead_link is not None else "")
             if hello.leads and self.role == "seeks" and self.plan is None:
                 self._search.hear_of(link.peer, now)
         elif hello.leads:
@@ -757,7 +758,7 @@ class Crew:
         self._rivals[link] = True
         self._doors.open(link)
         self._doors.doubt(link, now + STRANGER_S)
-        self._out.send(link, self._hello(peer))
+        self._out.send(link, self.hello(peer))
 
     def _meet(self, link: Link, hello: Hello, now: float) -> None:
         """Another lead: the lower peer id of the two decides."""
@@ -765,7 +766,7 @@ class Crew:
         said, self._rivals[link] = self._rivals.get(link, False), True
         if self.post.me > link.peer:
             if not said:
-                self._out.send(link, self._hello(link.peer))
+                self._out.send(link, self.hello(link.peer))
             return
         live = bool(hello.holding.live)  # what has no stage in memory was nobody's lead
         theirs = Standing(hello.term * live, hello.updates * live, hello.started, link.peer)
@@ -780,7 +781,7 @@ class Crew:
         self._rivals.pop(link, None)
         self._lead_no_more(link.peer, now)
         self._search.wait_for(link, now)
-        self._out.send(link, self._hello(link.peer))
+        self._out.send(link, self.hello(link.peer))
 
     def _resign(self, why: str, now: float) -> None:
         """Stage 0 cannot be held here: it is for the next in line."""

@@ -112,7 +112,7 @@ class Mates:
         self._limits = limits
         self._say = say
         self._now = now
-        self._crew = Crew(post, sources, tell, costs, now(), holding, self._held_s)
+        self._crew = Crew(post, sources, tell, costs, now(), holding, self.held_s)
         self._busy = threading.Lock()
         """Held by whoever handles events."""
         self._lock = threading.Lock()
@@ -407,7 +407,7 @@ class Mates:
             if not crew.whole or crew.plan is None or crew.plan.mark != self._working:
                 raise StageLost(crew.lead.lost, crew.lead.why or "the crew is not whole yet")
 
-    def _held_s(self) -> float:
+    def held_s(self) -> float:
         """How long the oldest message that is not dealt with has been here, or nothing was done about a stage that is
         to be built."""
         waiting = [self._taken, *list(self._inbox)[:1]]

@@ -34,7 +34,9 @@ def setting(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Setting
     )
 
 
-@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize(
+    "name", [name if name == "sharing + averaging" else pytest.param(name, marks=pytest.mark.long) for name in ONCE]
+)
 def test_every_arm_runs(setting: Setting, name: str) -> None:
     arm = replace(ARMS[name], period_s=1.0)
     figures = averaging_rl.run(setting, arm, seed=0, peers=PEERS, rounds=ROUNDS)
@@ -51,7 +53,7 @@ def test_every_arm_runs(setting: Setting, name: str) -> None:
     assert figures["spread_of_progress"] > 0
 
 
-def test_twice_the_learning_rate_is_twice_that_of_the_setting(setting: Setting) -> None:
+def test_an_arm_may_double_the_settings_learning_rate(setting: Setting) -> None:
     rates = [sharing.config(setting, ARMS[name], 0, 0).grpo.learning_rate for name in ("silo", "silo x2")]
     assert rates == [setting.learning_rate, 2 * setting.learning_rate]
 
@@ -61,7 +63,7 @@ def test_spread_is_a_part_of_progress() -> None:
     assert apart(states, {"w": torch.tensor([2.0, 1.0])}, {"w": torch.tensor([2.0, -1.0])}) == pytest.approx(0.5)
 
 
-def test_what_is_there_is_not_run_again_and_is_reported(
+def test_finished_runs_are_reported_and_not_repeated(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(averaging_rl, "FOLDER", tmp_path)

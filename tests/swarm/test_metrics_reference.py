@@ -46,7 +46,7 @@ def test_numbers_of_runs_are_described_and_no_others(peer: MakePeer, manifest: M
     assert {name for name in outside if template(name) not in written} == set()
 
 
-def test_what_a_crew_counts_is_described_and_no_more() -> None:
+def test_exactly_a_crews_counts_are_described() -> None:
     counted = re.findall(r'counts\[f?"([^"]+)"\] \+=', code("stages/*.py", "crew.py"))
     figures = re.findall(r'figures\["stages/(\w+)"\] =', code("stages/pipeline.py"))
     described = {f"stages/{name}": find_metric(f"stages/{name}") for name in [*counted, *figures]}

@@ -27,6 +27,7 @@ def test_right_answers_with_a_payload_teach_nothing() -> None:
     assert on["metrics"]["swarm/payloads"] > 0
 
 
+@pytest.mark.long
 def test_without_liars_the_gate_changes_nothing_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--payload", "plain", "--liars", "0", "--seeds", "0", "--rounds", "12"]
     payload.main(arguments)

@@ -16,7 +16,9 @@ from swarm_node.config import RewardsConfig
 from swarm_node.sim import Speed
 from swarm_node.tasks import load_tasks
 
-ROUNDS, PEERS = 8, 2
+ROUNDS, PEERS = 6, 2
+QUICK = "8/0", "4/4", "imitate"
+"""Arms of every kind: alone, shared, and of another class of node."""
 TASKS = ["small/gcd", "small/lcm"]
 
 
@@ -36,7 +38,9 @@ def setting(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Setting
     )
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ARMS]
+)
 def test_every_arm_runs(setting: Setting, name: str) -> None:
     arm = ARMS[name]
     figures = sharing.run(setting, arm, seed=0, peers=PEERS, rounds=ROUNDS)
@@ -56,7 +60,7 @@ def test_every_arm_runs(setting: Setting, name: str) -> None:
         assert figures["trained_groups"] == figures["foreign_groups"]
 
 
-def test_the_rewards_want_the_form_and_the_right_answer() -> None:
+def test_rewards_want_the_form_and_right_answer() -> None:
     tasks = load_tasks(["small/gcd", "small/fraction_simplification"], RewardsConfig()).held_out(2)
     columns: dict[str, Any] = {
         "question": [task.question for task in tasks],
@@ -75,7 +79,7 @@ def test_the_rewards_want_the_form_and_the_right_answer() -> None:
         assert scores(tagged, form) == [0, 0]
 
 
-def test_figures_are_read_off_a_curve_where_another_arm_ends() -> None:
+def test_figures_are_read_where_another_arm_ends() -> None:
     points = [[2, 1.0, 10.0, 100], [4, 5.0, 20.0, 200]]
     assert sharing.at(points, 2, 5.0) == (0.5, True)
     assert sharing.at(points, 2, 15.0) == (3.0, True)
@@ -89,17 +93,17 @@ def test_windows_make_several_rounds_one() -> None:
     assert sharing.windows(rounds, 2) == [(0.5, 2.0, 16), (1.0, 4.0, 32)]
 
 
-def test_what_is_there_is_not_run_again_and_is_reported(
+def test_finished_runs_are_reported_and_not_repeated(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "FOLDER", tmp_path)
     monkeypatch.setitem(sharing.SETTINGS, "format", setting)
-    arguments = ["--arms", "8/0", "4/4", "--seeds", "0", "1", "100", "--peers", "2", "--rounds", "3"]
+    arguments = ["--arms", "8/0", "4/4", "--seeds", "0", "1", "100", "--peers", "2", "--rounds", "2"]
     sharing.main(arguments)
     monkeypatch.setattr(sharing, "run", lambda *args: pytest.fail("it is there"))
     sharing.main(arguments)
     monkeypatch.setattr(sharing, "PLOT", tmp_path / "plot.png")
-    sharing.main(["--report", "--peers", "2", "--rounds", "3"])
+    sharing.main(["--report", "--peers", "2", "--rounds", "2"])
     report = (tmp_path / "report.md").read_text()
     assert "seeds [0, 1]" in report, "seeds on which settings were searched are left out"
     assert "4/4: 4 own + 4 foreign" in report and "≤" in report or "x |" in report

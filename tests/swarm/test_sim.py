@@ -17,6 +17,9 @@ from swarm_node.sim import START, Peer, Simulation, Speed
 from swarm_node.types import Group
 from tests.swarm.conftest import SPEED, MakePeer, exchange, peer_id, total, used
 
+SPARING = {"pace_s": 2.5}
+"""Rounds of which fewer fit into the minutes that the network needs."""
+
 
 def between(peer: Peer, since: float, to: float) -> list[dict[str, Any]]:
     """Rounds of `peer` that ended in that part of the simulation, in seconds after its beginning."""
@@ -28,7 +31,7 @@ def test_equal_seeds_give_equal_metrics(peer: MakePeer, manifest: Manifest) -> N
 
     def run(seed: int) -> tuple[list[list[dict[str, Any]]], dict[str, int]]:
         simulation = Simulation(manifest, [peer(link=link, starts_at=0.3 * i) for i in range(3)], seed)
-        simulation.run(12)
+        simulation.run(8)
         return [p.metrics for p in simulation.peers], dict(simulation.network.faults)
 
     first, faults = run(5)
@@ -51,6 +54,7 @@ print(json.dumps([peer.metrics for peer in peers]))
 """
 
 
+@pytest.mark.long
 def test_equal_seeds_give_equal_metrics_in_every_process(peer: MakePeer) -> None:
     """Python's own hashes differ from process to process."""
     command = [sys.executable, "-c", SCRIPT, peer().config.model_dump_json()]
@@ -58,7 +62,7 @@ def test_equal_seeds_give_equal_metrics_in_every_process(peer: MakePeer) -> None
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONHASHSEED": seed})
         for seed in ("1", "2")
     ]
-    first, second = (process.communicate(timeout=100)[0] for process in processes)
+    first, second = (process.communicate()[0] for process in processes)
     assert "swarm/groups_used" in first
     assert first == second
 
@@ -75,9 +79,9 @@ def test_a_simulation_can_go_on(peer: MakePeer, manifest: Manifest) -> None:
     assert [line["reward"] for line in twice[0]][:4] == [line["reward"] for line in once[0]][:4]
 
 
-def test_all_use_what_all_share_and_the_books_balance(peer: MakePeer, manifest: Manifest) -> None:
+def test_all_use_shared_groups_and_counts_balance(peer: MakePeer, manifest: Manifest) -> None:
     simulation = Simulation(manifest, [peer(starts_at=0.2 * i) for i in range(4)])
-    simulation.run(20)
+    simulation.run(12)
     assert all(n > 0 for n in exchange(simulation.peers).values())
     assert total(simulation, "swarm/groups_received") <= 3 * total(simulation, "swarm/groups_sent")
     for member in simulation.peers:
@@ -105,10 +109,10 @@ class Counting(Node):
 
 
 @pytest.mark.parametrize("fill", [True, False])
-def test_own_groups_fill_in_for_foreign_ones_that_are_missing(peer: MakePeer, manifest: Manifest, fill: bool) -> None:
+def test_own_groups_fill_in_for_missing_foreign_ones(peer: MakePeer, manifest: Manifest, fill: bool) -> None:
     options = {"sharing": {"own": 2, "foreign": 2, "fill": fill, "gate": False}}
     simulation = Simulation(manifest, [peer(node_type=Counting, options=options) for _ in range(3)])
-    simulation.run(25)
+    simulation.run(12)
     node = simulation.peers[0].node
     assert isinstance(node, Counting)
     assert node.rounds[0] == (4 if fill else 2, 0)
@@ -123,20 +127,21 @@ def test_a_silo_takes_no_part(peer: MakePeer, manifest: Manifest) -> None:
     assert "swarm/peers" not in simulation.peers[2].metrics[-1]
 
 
-def test_a_node_ten_times_slower_is_a_useful_member(peer: MakePeer, manifest: Manifest) -> None:
+@pytest.mark.long
+def test_a_node_ten_times_slower_is_useful(peer: MakePeer, manifest: Manifest) -> None:
     slow = Speed(SPEED.generate_tok_s / 10, SPEED.train_tok_s / 10, SPEED.overhead_s * 10)
     simulation = Simulation(manifest, [peer(), peer(), peer(speed=slow)])
-    simulation.run(seconds=80)
+    simulation.run(seconds=60)
     fast, _, late = simulation.peers
     assert len(fast.metrics) > 5 * len(late.metrics) > 0
     assert all(n > 0 for n in exchange(simulation.peers).values())
 
 
-def test_a_node_that_sleeps_for_a_minute_is_a_useful_member(peer: MakePeer, manifest: Manifest) -> None:
-    simulation = Simulation(manifest, [peer(), peer(), peer(sleeps=[(10, 70)])])
+def test_a_node_that_sleeps_a_minute_is_useful(peer: MakePeer, manifest: Manifest) -> None:
+    simulation = Simulation(manifest, [peer(options=SPARING, sleeps=sleeps) for sleeps in ([], [], [(10, 70)])])
     awake, _, sleeper = simulation.peers
     simulation.run(seconds=69)
-    assert not between(sleeper, 15, 69) and len(between(awake, 15, 69)) > 20
+    assert not between(sleeper, 15, 69) and len(between(awake, 15, 69)) > 15
     before = exchange(simulation.peers)
     simulation.run(seconds=30)
     assert between(sleeper, 70, 99)
@@ -144,8 +149,8 @@ def test_a_node_that_sleeps_for_a_minute_is_a_useful_member(peer: MakePeer, mani
     assert all(after[pair] > before[pair] for pair in [(0, 2), (1, 2), (2, 0), (2, 1)])
 
 
-def test_a_part_that_is_cut_off_learns_on_and_comes_back(peer: MakePeer, manifest: Manifest) -> None:
-    simulation = Simulation(manifest, [peer() for _ in range(4)])
+def test_a_part_cut_off_learns_on_and_returns(peer: MakePeer, manifest: Manifest) -> None:
+    simulation = Simulation(manifest, [peer(options=SPARING) for _ in range(4)])
     cut_off = [peer_id(p) for p in simulation.peers[2:]]
     simulation.at(15, lambda: simulation.network.partition(cut_off))
     simulation.at(45, simulation.network.heal)
@@ -165,10 +170,10 @@ def test_a_part_that_is_cut_off_learns_on_and_comes_back(peer: MakePeer, manifes
         assert between(member, 20, 45)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_whoever_is_killed_the_rest_learn_on(peer: MakePeer, manifest: Manifest, victim: int) -> None:
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_the_rest_learn_on_when_one_is_killed(peer: MakePeer, manifest: Manifest, victim: int) -> None:
     """Peer 0 is the one that all others joined by."""
-    simulation = Simulation(manifest, [peer(options={"pace_s": 2.5}) for _ in range(4)])
+    simulation = Simulation(manifest, [peer(options=SPARING) for _ in range(4)])
     simulation.at(20, lambda: simulation.kill(victim))
     simulation.run(seconds=25)
     dead = simulation.peers[victim]
@@ -182,9 +187,9 @@ def test_whoever_is_killed_the_rest_learn_on(peer: MakePeer, manifest: Manifest,
     assert all(p.metrics[-1]["swarm/peers"] == 2 for p in living)
 
 
-def test_another_family_with_another_tokenizer_is_a_useful_member(peer: MakePeer, manifest: Manifest) -> None:
+def test_a_member_of_another_family_is_useful(peer: MakePeer, manifest: Manifest) -> None:
     simulation = Simulation(manifest, [peer(), peer(), peer(family="qwen2")])
-    simulation.run(25)
+    simulation.run(14)
     ours, _, stranger = simulation.peers
     assert ours.policy is not None and stranger.policy is not None
     assert ours.policy.family != stranger.policy.family

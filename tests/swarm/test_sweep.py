@@ -69,8 +69,9 @@ def test_two_by_two_settings_and_two_seeds(grid: Path, tmp_path: Path) -> None:
     assert len(said) == 10 and "complete" in said[-1]
 
 
-def test_what_is_there_is_kept_and_what_is_torn_is_run_again(grid: Path, tmp_path: Path) -> None:
+def test_whole_rows_are_kept_and_torn_ones_redone(grid: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
+    grid.write_text(grid.read_text().replace("seeds = [0, 1]", "seeds = [0]"))
     sweep(grid, out, lambda text: None)
     whole = out.read_text()
     assert sweep(grid, out, lambda text: None) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,57 +14,79 @@ from swarm_node import local_crew
 from swarm_node.config import NodeConfig, StagesConfig
 from swarm_node.local_crew import Others
 
+HANGS_S = 100.0
+"""Nothing takes so long, unless it hangs."""
+CODES = {1: 1, 2: 0, 3: 2}
+"""Stage -> what its process ends with at once; those of other stages live."""
+
 
 class Watched(Others):
-    """Processes that do nothing but end with a given code, if one is given."""
+    """Processes that do nothing, on a clock that the test moves."""
 
-    codes: dict[int, int]
+    def __init__(self, folder: Path) -> None:
+        self.said: list[str] = []
+        self.clock = 0.0
+        self.started: dict[int, list[float]] = {stage: [] for stage in range(1, 5)}
+        self.newest: dict[int, subprocess.Popen[bytes]] = {}
+        super().__init__(
+            NodeConfig(stages=StagesConfig(count=5)), folder, lambda: "link", self.said.append, lambda: self.clock
+        )
 
-    def _start(self, stage: int, link: str) -> None:
-        self.started.append(stage)
-        code = self.codes.get(stage)
+    def launch(self, stage: int, link: str) -> subprocess.Popen[bytes]:
+        self.started[stage].append(self.clock)
+        code = CODES.get(stage)
         command = "import os; os.read(0, 1)" if code is None else f"raise SystemExit({code})"
-        self._processes[stage] = subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE)
-        self._noted(stage)
+        self.newest[stage] = subprocess.Popen([sys.executable, "-ISc", command], stdin=subprocess.PIPE)
+        return self.newest[stage]
+
+    def ends(self, stage: int) -> int:
+        return sum(f"process of stage {stage} ended" in line for line in self.said)
 
 
 @pytest.fixture
-def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     monkeypatch.setattr(local_crew, "LOOK_S", 0.01)
-    config = NodeConfig(stages=StagesConfig(count=4))
-    said: list[str] = []
-    found = Watched(config, tmp_path / "peers", lambda: "link", said.append)
-    found.said, found.started, found.codes = said, [], {}
-    return found
+    folder = tmp_path / "peers"
+    folder.mkdir()
+    (folder / "3.log").write_text("so and so\ngive it another name\n")
+    watched = Watched(folder)
+    with watched.running():
+        yield watched
 
 
-def until(condition) -> None:
-    end = time.monotonic() + 30
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANGS_S
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_one_that_keeps_dying_does_not_delay_the_others(others: Watched) -> None:
-    others.codes = {1: 1}
-    others._wait_s[1] = 1000.0
-    with others.running():
-        until(lambda: 1 in others._again)
-        assert others._again[1] > time.monotonic() + 500
-        others._processes[2].kill()
-        until(lambda: others.started.count(2) == 2)
-    assert others.started.count(1) == 1 and others.started.count(3) == 1
-    assert [line for line in others.said if "stage 2 ended with -9" in line]
+def test_each_stages_process_restarts_on_its_own(others: Watched) -> None:
+    for times, again in enumerate((1.0, 3.0, 7.0), 1):
+        until(lambda times=times: others.ends(1) == times)  # type: ignore[misc]
+        others.clock = again
+        until(lambda times=times: len(others.started[1]) == times + 1)  # type: ignore[misc]
+    until(lambda: others.ends(1) == 4)
+    others.newest[4].kill()
+    until(lambda: others.ends(4) == 1)
+    others.clock = 8.0
+    until(lambda: len(others.started[4]) == 2)
+    others.clock = 100.0  # it has lived for long: its next death is as its first
+    until(lambda: len(others.started[1]) == 5)
+    others.newest[4].kill()
+    until(lambda: others.ends(4) == 2)
+    others.clock = 101.0
+    until(lambda: len(others.started[4]) == 3)
+    assert others.started[1] == [0.0, 1.0, 3.0, 7.0, 100.0] and others.started[4] == [0.0, 8.0, 101.0]
+    assert any("stage 4 ended with -9" in line for line in others.said)
 
 
-def test_waits_grow_and_whoever_has_to_be_mended_is_left_alone(
-    others: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_crew, "AGAIN_S", 0.01)
-    others.codes = {1: 1, 2: 2}
-    others._folder.mkdir()
-    (others._folder / "2.log").write_text("so and so\ngive it another name\n")
-    with others.running():
-        until(lambda: others.started.count(1) >= 4)
-    assert others.started.count(2) == 1 and others._wait_s[1] >= 0.08
-    assert "the process of stage 2 ended: give it another name" in others.said
+def test_a_process_that_is_over_is_left_alone(others: Watched) -> None:
+    until(lambda: others.ends(1) == others.ends(2) == others.ends(3) == 1)
+    others.clock = 9.0  # the run may be over, and this process not know it yet
+    until(lambda: others.ends(1) == 2)
+    assert others.started[2] == [0.0]
+    others.clock = 1000.0
+    until(lambda: len(others.started[2]) == 2 and len(others.started[1]) == 3)
+    assert others.started[3] == [0.0]
+    assert "the process of stage 3 ended: give it another name" in others.said

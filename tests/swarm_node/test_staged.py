@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,15 @@ from swarm_node.config import PolicyConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.export import export_run, policy_of_run
 from swarm_node.rundir import RunDir
-from tests.swarm_node.stages.harness import save
+from tests.swarm_node.stages.harness import Saved, saver
 from tests.swarm_node.stages.seats_world import RUN, Peer, World, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
-Saved = Callable[..., PolicyConfig]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    configs: dict[str, PolicyConfig] = {}
-
-    def load(kind: str, lora: bool = False) -> PolicyConfig:
-        if kind not in configs:
-            configs[kind] = save(kind, tmp_path_factory.mktemp(kind))
-        return configs[kind].model_copy(update={"lora": lora, "lora_rank": 2})
-
-    return load
+    return saver(tmp_path_factory)
 
 
 class Runs:
@@ -55,8 +46,8 @@ class Runs:
             for stage in peer.seats.workers:
                 peer.train(stage, seed=seed + stage, updates=updates)
                 peer.seats.save(stage)
-            for store in peer.seats._stores.values():
-                store.wait()
+            for stage in peer.seats.workers:
+                peer.seats.store(stage).wait()
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -73,7 +64,7 @@ class Runs:
 @pytest.mark.parametrize(
     ("kind", "stages"), [("llama", 2), ("llama_tied", 2), ("gpt_neox", 3), ("qwen2", 5), ("llama_tied", 1)]
 )
-def test_an_exported_crew_has_the_weights_of_its_stages(saved: Saved, tmp_path: Path, kind: str, stages: int) -> None:
+def test_an_exported_crew_has_its_stages_weights(saved: Saved, tmp_path: Path, kind: str, stages: int) -> None:
     runs = Runs(saved(kind), tmp_path, stages)
     runs.train(updates=4)
     out = runs.export(tmp_path / "out")
@@ -183,7 +174,7 @@ def test_a_crews_run_can_be_evaluated(saved: Saved, tmp_path: Path) -> None:
     assert policy.version == 4 and config.stages.count == 2 and same(policy.trainable_state(), runs.weights)
 
 
-def test_stages_of_an_earlier_run_are_not_mixed_in(saved: Saved, tmp_path: Path) -> None:
+def test_an_earlier_runs_stages_are_not_mixed_in(saved: Saved, tmp_path: Path) -> None:
     runs = Runs(saved("llama"), tmp_path)
     runs.train(updates=500)
     for peer in runs.peers:  # a new run in the same directories

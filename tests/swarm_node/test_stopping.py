@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -28,8 +27,7 @@ HELD = """
 with Stopper(last_resort) as stop:
     try:
         stop.allow(); stop.hold(); ready()
-        end = time.monotonic() + 1
-        while time.monotonic() < end: pass
+        while not stop.requested: pass
         print("bookkeeping done", flush=True)
         stop.allow()
         print("never", flush=True)
@@ -38,10 +36,14 @@ with Stopper(last_resort) as stop:
 """
 STUCK = """
 import hashlib, threading
+def watch(computing, then):
+    begun = time.clock_gettime(computing)
+    while time.clock_gettime(computing) < begun + 0.1: time.sleep(0.01)  # nothing but the long call takes so much
+    then()
 with Stopper(last_resort, deadline_s=0.5) as stop:
     stop.allow()
-    threading.Timer(0.3, ready).start()  # says so once the call below is under way
-    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 60_000_000)  # one call into C that releases the lock, as torch does
+    threading.Thread(target=watch, args=(time.pthread_getcpuclockid(threading.get_ident()), ready)).start()
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 400_000_000)  # one call into C that releases the lock, as torch does
 """
 
 
@@ -53,9 +55,8 @@ def nothing_stays():
     """Some of these compute for ever: not longer than their test, also if that fails."""
     yield
     while started:
-        process = started.pop()
-        process.kill()
-        process.wait()
+        with started.pop() as process:
+            process.kill()
 
 
 def start(body: str) -> subprocess.Popen:
@@ -65,73 +66,65 @@ def start(body: str) -> subprocess.Popen:
     return process
 
 
+def ended(process: subprocess.Popen) -> tuple[str, int]:
+    """What it says from now on, and its exit code. One that hangs is ended by the time limit of all tests."""
+    return process.stdout.read(), process.wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_computation_ends_at_once(number):
     process = start(INTERRUPTIBLE)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=5)
-    assert (out, process.returncode) == ("stopped\n", 0)
+    assert ended(process) == ("stopped\n", 0)
 
 
 def test_bookkeeping_is_finished_first():
     process = start(HELD)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=5)
-    assert (out, process.returncode) == ("bookkeeping done\nstopped\n", 0)
+    assert ended(process) == ("bookkeeping done\nstopped\n", 0)
 
 
-def test_one_long_call_into_c_is_left_by_the_last_resort():
+def test_a_long_c_call_is_ended():
     process = start(STUCK)
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=10)
-    assert (out, process.returncode) == ("last resort\n", 0)
-    assert time.monotonic() - began < 8
+    assert ended(process) == ("last resort\n", 0)
 
 
 ALARMED = """
-import signal
 signal.signal(signal.SIGALRM, lambda *args: None)
-with Stopper(last_resort, deadline_s=0.2) as stop:
+with Stopper(last_resort, deadline_s=0.01) as stop:
     stop.allow()
-    signal.setitimer(signal.ITIMER_REAL, 0.05)  # as reward functions do to bound a computation
-    time.sleep(1)
+    signal.raise_signal(signal.SIGALRM)  # as reward functions do to bound a computation
+    time.sleep(0.5)  # the watchdog would end it
     ready()
 """
 
 
 def test_signals_of_others_are_left_to_them():
     process = start(ALARMED)
-    out, _ = process.communicate(timeout=5)
-    assert (out, process.returncode) == ("", 0)
+    assert ended(process) == ("", 0)
 
 
 def test_the_second_signal_quits_at_once():
-    process = start(HELD.replace("+ 1", "+ 30"))
+    process = start(HELD.replace("        print", "        ready(); time.sleep(100)\n        print", 1))
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=5)
-    assert (out, process.returncode) == ("", 130)
+    assert ended(process) == ("", 130)
 
 
-def test_a_terminal_that_is_closed_may_say_so_twice_and_a_signal_follow():
-    process = start(HELD)
-    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
-        process.send_signal(number)
-        time.sleep(0.1)
-    out, _ = process.communicate(timeout=5)
-    assert (out, process.returncode) == ("bookkeeping done\nstopped\n", 0)
+def test_hangups_and_then_a_signal_are_one_stop():
+    """The shell and the kernel may both say that the terminal was closed, and a SIGTERM follow."""
+    signals = "for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM): signal.raise_signal(number)"
+    process = start(HELD.replace("while not stop.requested: pass", signals))
+    assert ended(process) == ("bookkeeping done\nstopped\n", 0)
 
 
-def test_who_does_not_want_to_hear_of_a_closed_terminal_goes_on():
-    process = start("signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + INTERRUPTIBLE)
-    process.send_signal(signal.SIGHUP)
-    time.sleep(0.3)
-    assert process.poll() is None
+def test_an_ignored_hangup_stops_nothing():
+    signals = "signal.raise_signal(signal.SIGHUP); ready()"
+    process = start("signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + INTERRUPTIBLE.replace("ready()", signals))
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=5)
-    assert (out, process.returncode) == ("stopped\n", 0)
+    assert ended(process) == ("stopped\n", 0)
 
 
 def test_leaving_restores_the_handlers():
@@ -144,13 +137,13 @@ def test_leaving_restores_the_handlers():
 
 
 LEFT = """
-with Stopper(last_resort, deadline_s=5.0) as stop:
+with Stopper(last_resort, deadline_s=200.0) as stop:
     try:
         assert stop.left_s == float("inf")
         stop.allow(); ready()
         while True: sum(range(1000))
     except StopRequested:
-        assert 3 < stop.left_s <= 5
+        assert 0 < stop.left_s <= 200
         print("some is left", flush=True)
 """
 
@@ -158,121 +151,107 @@ with Stopper(last_resort, deadline_s=5.0) as stop:
 def test_it_is_known_how_much_time_is_left():
     process = start(LEFT)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=5)
-    assert (out, process.returncode) == ("some is left\n", 0)
+    assert ended(process) == ("some is left\n", 0)
 
 
 NOTICED = """
 import os, signal, threading
-def told(): threading.Thread(target=stop.notice, args=(30.0,)).start()
-with Stopper(last_resort, deadline_s=5.0) as stop:
+def told(): threading.Thread(target=stop.notice, args=(1000.0,)).start()
+with Stopper(last_resort, deadline_s=200.0) as stop:
     try:
         stop.allow()
         threading.Timer(0.2, told).start()
         BODY
     except StopRequested:
-        assert 20 < stop.left_s <= 28, stop.left_s
+        assert 200 < stop.left_s <= 998, stop.left_s
         ready()
-        end = time.monotonic() + 30
-        while stop.left_s > 5 and time.monotonic() < end: time.sleep(0.01)
+        while stop.left_s > 200: time.sleep(0.01)
         print("the machine stops", flush=True)
-        if AGAIN: time.sleep(30)
+        if AGAIN: time.sleep(100)
 stop.notice(3.0)  # nobody listens any more, and nobody is harmed
 print("left", flush=True)
 """
 
 
-@pytest.mark.parametrize("body", ["while True: sum(range(1000))", "stop.wait(60)"])
-def test_a_notice_stops_with_a_deadline_of_its_own_which_a_signal_brings_forward(body):
+@pytest.mark.parametrize("body", ["while True: sum(range(1000))", "stop.wait(100)"])
+def test_a_signal_brings_a_notices_deadline_forward(body):
     process = start(NOTICED.replace("BODY", body).replace("AGAIN", "False"))
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=15)
-    assert (out, process.returncode) == ("the machine stops\nleft\n", 0)
+    assert ended(process) == ("the machine stops\nleft\n", 0)
 
 
-def test_a_second_signal_after_a_notice_quits_at_once():
-    process = start(NOTICED.replace("BODY", "stop.wait(60)").replace("AGAIN", "True"))
+def test_two_signals_after_a_notice_quit_at_once():
+    process = start(NOTICED.replace("BODY", "stop.wait(100)").replace("AGAIN", "True"))
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "the machine stops\n"
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=15)
-    assert (out, process.returncode) == ("", 143)
+    assert ended(process) == ("", 143)
 
 
-def test_a_notice_during_one_long_call_into_c_is_left_by_the_last_resort():
-    process = start(STUCK.replace("0.3, ready", "0.3, lambda: (ready(), stop.notice(2.5))"))
-    out, _ = process.communicate(timeout=15)
-    assert (out, process.returncode) == ("last resort\n", 0)
+def test_a_notice_ends_a_long_c_call():
+    process = start(STUCK.replace("ready))", "lambda: (ready(), stop.notice(2.5))))"))
+    assert ended(process) == ("last resort\n", 0)
 
 
-def test_a_last_resort_that_fails_is_the_end_all_the_same():
+def test_a_failing_last_resort_ends_the_process_too():
     process = start("def last_resort(): raise OSError('disk full')\n" + STUCK)
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=10)
-    assert (out, process.returncode) == ("", 0)
-    assert time.monotonic() - began < 8
+    assert ended(process) == ("", 0)
 
 
 HANGS = """
-with Stopper(last_resort, deadline_s=0.5) as stop:
+with Stopper(last_resort, deadline_s=2.0) as stop:
     try:
         stop.allow(); ready()
         while True: sum(range(1000))
     except StopRequested:
         stop.hold()
         SAFE
-        time.sleep(60)  # a disk or a network that does not answer
+        time.sleep(100)  # a disk or a network that does not answer
 """
 
 
 @pytest.mark.parametrize(("safe", "said"), [("", "last resort\n"), ("stop.safe()", "")])
-def test_what_is_done_after_the_signal_has_no_longer_than_anything_else(safe, said):
+def test_what_hangs_after_the_signal_is_ended_too(safe, said):
     process = start(HANGS.replace("SAFE", safe))
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
-    assert (out, process.returncode) == (said, 0)
+    assert ended(process) == (said, 0)
 
 
 SWALLOWED = """
 class Slow:
     def __del__(self):
         ready()
-        end = time.monotonic() + 60
-        while time.monotonic() < end: sum(range(1000))  # Python swallows what is raised here
-with Stopper(last_resort, deadline_s=2.0) as stop:
+        time.sleep(100)  # Python swallows what is raised here
+with Stopper(last_resort, deadline_s=0.5) as stop:
     stop.allow()
     one = Slow()
     del one
-    end = time.monotonic() + 60
-    while time.monotonic() < end: sum(range(1000))
+    time.sleep(100)
 """
 
 
-def test_a_stop_that_a_finalizer_swallows_still_has_its_deadline():
+def test_a_stop_swallowed_by_finalizers_keeps_its_deadline():
     process = start(SWALLOWED)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
-    assert (out, process.returncode) == ("last resort\n", 0)
+    assert ended(process) == ("last resort\n", 0)
 
 
-def test_the_second_signal_also_ends_a_last_resort_that_hangs():
-    process = start("def last_resort(): print('saving', flush=True); time.sleep(60)\n" + STUCK)
+def test_a_second_signal_ends_a_hanging_last_resort():
+    process = start("def last_resort(): print('saving', flush=True); time.sleep(100)\n" + STUCK)
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "saving\n"
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
-    assert (out, process.returncode) == ("", 143)
+    assert ended(process) == ("", 143)
 
 
 LEAVES = """
 import threading
-hangs = threading.Event()
-def last_resort(): print("saving", flush=True); hangs.wait(60)
-with Stopper(last_resort, deadline_s=0.3) as stop:
+saves, hangs = threading.Event(), threading.Event()
+def last_resort(): print("saving", flush=True); saves.set(); hangs.wait(100)
+with Stopper(last_resort, deadline_s=0.1) as stop:
     ready()
-    while not stop.requested: time.sleep(0.01)
-    time.sleep(1)
+    saves.wait(100)
 print("left after all", flush=True)
 hangs.set()
 """
@@ -281,8 +260,7 @@ hangs.set()
 def test_who_gets_through_meanwhile_needs_no_last_resort():
     process = start(LEAVES)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
-    assert (out, process.returncode) == ("saving\nleft after all\n", 0)
+    assert ended(process) == ("saving\nleft after all\n", 0)
 
 
 ALLOWED = """
@@ -293,12 +271,12 @@ with Stopper(last_resort) as stop:
             while True: sum(range(1000))
     except StopRequested:
         print("stopped", flush=True)
-    print("held" if not stop._interruptible else "not held", flush=True)
+    signal.raise_signal(signal.SIGHUP)  # which would raise StopRequested again
+    print("held", flush=True)
 """
 
 
 def test_what_may_be_broken_off_is_at_once():
     process = start(ALLOWED)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
-    assert (out, process.returncode) == ("stopped\nheld\n", 0)
+    assert ended(process) == ("stopped\nheld\n", 0)

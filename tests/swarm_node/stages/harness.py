@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import (
     GPTNeoXConfig,
@@ -62,6 +63,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, rotary_pct=1.0)),
 }
 SAMPLING = Sampling(max_new_tokens=6)
+Saved = Callable[..., PolicyConfig]
 RATE = 1e-3
 
 
@@ -72,6 +74,18 @@ def save(kind: str, out: Path) -> PolicyConfig:
         MAKERS[kind]().save_pretrained(out)
     build_tokenizer(["what is one plus two", "how many bits are there"] * 8).save_pretrained(out)
     return PolicyConfig(model=str(out), dtype="float32", device="cpu", lora=False)
+
+
+def saver(folders: pytest.TempPathFactory) -> Saved:
+    """How to load a tiny model of a kind, with an adapter or without: `saved("llama", lora=True)`."""
+    configs: dict[str, PolicyConfig] = {}
+
+    def load(kind: str, lora: bool = False) -> PolicyConfig:
+        if kind not in configs:
+            configs[kind] = save(kind, folders.mktemp(kind))
+        return configs[kind].model_copy(update={"lora": lora, "lora_rank": 2})
+
+    return load
 
 
 def whole(config: PolicyConfig) -> Policy:

@@ -53,7 +53,7 @@ def test_holders_are_those_of_the_lost_stages() -> None:
     assert holders_of("stage 1 passed to t2", [1]) is None
 
 
-def test_a_kill_is_followed_from_its_detection_to_the_first_round_after_it() -> None:
+def test_a_kill_is_followed_until_the_next_round() -> None:
     way = event(103.0, "stage 1 rebuilt from the replica that t0 kept; nothing is lost")
     rounds = [{"time": 99.0}, {"time": 100.5}, {"time": 103.5}, {"time": 104.6}, {"time": 106.0}]
     assert outcome(KILL, [WHOLE, way, LOST], rounds) == {
@@ -70,7 +70,7 @@ def test_the_lead_may_be_lost() -> None:
     assert outcome(KILL, [lost], [])["detected"] == 2.0
 
 
-def test_only_the_loss_of_the_victim_counts_and_only_after_the_kill() -> None:
+def test_only_the_victims_loss_after_the_kill_counts() -> None:
     other = event(101.0, "stage 0 of crew home is lost (t0: closed)")
     before = [event(99.0, one["text"]) for one in (LOST, WHOLE)]
     assert outcome(KILL, [*before, other], [{"time": 101.0}])["detected"] is None
@@ -78,7 +78,7 @@ def test_only_the_loss_of_the_victim_counts_and_only_after_the_kill() -> None:
     assert outcome(KILL, [*before, LOST, WHOLE], [{"time": 103.0}])["round"] is None
 
 
-def test_a_follower_reads_each_line_once_and_begins_again_where_lines_were_cut(tmp_path: Path) -> None:
+def test_a_follower_reads_each_line_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = Follower(path)
     assert follower.read() == []

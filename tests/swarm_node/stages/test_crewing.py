@@ -111,7 +111,7 @@ def test_nobody_begins_a_crew_who_wants_another_stage():
     assert holders(world) == ["b", "a"]
 
 
-def test_a_crew_waits_until_there_are_enough_peers_and_says_so_once():
+def test_a_crew_waits_for_enough_peers_saying_so():
     world = World(1, 3)
     first = world.start("a")
     world.run(60.0)
@@ -123,7 +123,7 @@ def test_a_crew_waits_until_there_are_enough_peers_and_says_so_once():
     assert world.settled(), world.story()
 
 
-def test_two_who_want_one_stage_one_has_it_the_other_what_is_left_and_it_is_said_once():
+def test_two_wishes_for_one_stage_are_settled():
     world = World(1, 3)
     world.start("a", wanted=0)
     world.run(8.0)
@@ -151,7 +151,7 @@ def test_two_first_leads_at_once_one_gives_way():
     assert world.machines["b"].crew.counts["gave_way"] == 1 and not world.machines["b"].leads
 
 
-def test_two_that_lead_agree_as_soon_as_one_sees_any_card_of_the_other():
+def test_two_leads_agree_once_one_sees_a_card():
     world = World(1, 2)
     world.start("a")
     world.start("b")
@@ -168,7 +168,7 @@ def test_two_that_lead_agree_as_soon_as_one_sees_any_card_of_the_other():
     assert holders(world) == ["a", "b"]
 
 
-def test_a_newcomer_that_has_seen_no_lead_is_told_of_it():
+def test_a_newcomer_is_told_of_an_unseen_lead():
     world = World(1, 2)
     world.start("a")
     world.run(ALONE_S + FIND_S + 1.0)
@@ -179,7 +179,7 @@ def test_a_newcomer_that_has_seen_no_lead_is_told_of_it():
     assert holders(world) == ["a", "b"] and not machine.leads
 
 
-def test_layers_are_divided_by_memory_if_equal_shares_do_not_fit():
+def test_layers_are_divided_by_memory_if_necessary():
     world = World(1, 3, costs=a_layer_costs_one)
     world.start("a", capacity=2)
     world.start("b", capacity=1)
@@ -196,7 +196,7 @@ def test_layers_are_divided_by_memory_if_equal_shares_do_not_fit():
 
 
 @pytest.mark.parametrize("room", [(2, 2, 2), (9, 0, 2), (2, 9, 9, 1)])
-def test_whoever_has_room_for_an_equal_share_gets_one(room):
+def test_each_peer_with_room_gets_an_equal_share(room):
     world = World(1, 3, costs=a_layer_costs_one)
     for i, capacity in enumerate(room):
         world.start(f"p{i}", capacity=capacity)
@@ -204,7 +204,7 @@ def test_whoever_has_room_for_an_equal_share_gets_one(room):
     assert world.plan().spans == ((0, 2), (2, 4), (4, 6))
 
 
-def test_layers_that_cannot_be_divided_wait_for_more_room():
+def test_layers_without_room_wait_for_more():
     world = World(1, 2, costs=a_layer_costs_one)
     first = world.start("a", capacity=2)
     world.start("b", capacity=1)
@@ -215,7 +215,7 @@ def test_layers_that_cannot_be_divided_wait_for_more_room():
     assert world.plan().spans == ((0, 2), (2, 4)) and holders(world) == ["a", "c"]
 
 
-def test_layers_are_those_of_the_files_that_there_are():
+def test_layers_are_those_of_existing_files():
     world = World(1, 2, costs=a_layer_costs_one)
     world.start("a", capacity=4)
     world.start("b", Holding(snapshots=(Kept(1, 7),)), spans=((0, 1), (1, 4)), capacity=4)
@@ -224,7 +224,7 @@ def test_layers_are_those_of_the_files_that_there_are():
     assert world.machines["a"].crew.counts["refused/span"] == 0
 
 
-def test_a_crew_works_as_its_first_lead_was_told():
+def test_a_crew_works_by_its_first_leads_settings():
     world = World(1, 3)
     ours = replace(SETTINGS, wire="int8", prompt=99)
     world.start("a", settings=ours, wanted=0)
@@ -272,7 +272,7 @@ def test_only_lost_stages_are_counted_as_lost():
     assert lead.whole and lead.counts["lost"] == 1  # since it leads
 
 
-def test_a_crew_that_starts_again_goes_back_to_its_snapshots():
+def test_a_restarted_crew_goes_back_to_its_snapshots():
     world = World(1, 2)
     world.start("a", Holding(snapshots=(Kept(0, 30), Kept(0, 20))))
     world.start("b", Holding(snapshots=(Kept(1, 20), Kept(1, 10))))
@@ -289,7 +289,7 @@ def test_a_crew_that_starts_again_goes_back_to_its_snapshots():
 
 
 @pytest.mark.parametrize("order", ["abc", "cab", "bca"])
-def test_what_is_held_of_another_run_does_not_count(order):
+def test_holdings_of_another_run_do_not_count(order):
     world = World(1, 3)
     files = {
         "a": {},
@@ -307,10 +307,10 @@ def test_what_is_held_of_another_run_does_not_count(order):
     assert ways == {0: "base", 1: "snapshot", 2: "base"} if ours == RUN else {0: "base", 1: "base", 2: "snapshot"}
     assert all(machine.crew.run == plan.run for machine in world.machines.values())
     others = world.machines["c" if ours == RUN else "b"].crew
-    assert others.holding.snapshots == () and others._hello("x").run == plan.run
+    assert others.holding.snapshots == () and others.hello("x").run == plan.run
 
 
-def test_stages_in_memory_count_for_more_than_files_of_another_run():
+def test_stages_in_memory_outweigh_files_of_another_run():
     world = crew(2, "a", "b", capacity=1)
     run, updates = world.plan().run, world.machines["b"].memory[1]
     world.kill("a")
@@ -323,25 +323,25 @@ def test_stages_in_memory_count_for_more_than_files_of_another_run():
     assert world.machines["c"].ways == [(0, "base")] and world.machines["c"].crew.progress.round < 900
 
 
-def test_who_follows_another_run_gives_up_what_it_had():
+def test_a_follower_of_another_run_drops_its_own():
     world = crew(2, "a", "b", "c")
     _, peer = holders(world)
     machine, plan = world.machines[peer].crew, world.plan()
     seat = replace(plan.seats[1], sources=(Source("snapshot", (peer,), updates=3),))
-    machine.heard(machine._lead_link, replace(plan, number=50, seats=(plan.seats[0], seat)), world.now)
+    machine.heard(machine.lead_link, replace(plan, number=50, seats=(plan.seats[0], seat)), world.now)
     order = TakeSeat(1, seat.layers, seat.sources)
     assert machine.stands(order) and machine.live == {}
     machine.live[1] = 5
     again = replace(plan, number=51, seats=(plan.seats[0], seat), run=OTHER)
-    actions = machine.heard(machine._lead_link, again, world.now)
+    actions = machine.heard(machine.lead_link, again, world.now)
     assert order in actions and machine.holding == Holding()  # the same, but of that run
     machine.live[1] = 5
     gone = replace(plan, number=52, seats=(plan.seats[0], replace(seat, peer=plan.spares[0])), run=(("0f" * 8, 0),))
-    actions = machine.heard(machine._lead_link, gone, world.now)
+    actions = machine.heard(machine.lead_link, gone, world.now)
     assert LeaveSeat(1) in actions and machine.live == {} and not machine.stands(order)
 
 
-def test_a_spare_that_is_alone_goes_on_from_the_round_it_heard_of():
+def test_a_lone_spare_goes_on_from_known_rounds():
     world = crew(1, "a", "b")
     (lead,) = holders(world)
     world.act(lead, world.machines[lead].crew.advance(Progress(700, 0.5), world.now))
@@ -364,7 +364,7 @@ def test_reports_of_another_run_are_ignored():
         assert lead.lead.members[spare].holding == kept
 
 
-def test_files_of_two_branches_count_up_to_the_fork():
+def test_branches_files_count_up_to_the_fork():
     world = World(1, 2)
     ours, theirs = ((*RUN, (name * 8, 40)) for name in ("0a", "0b"))
     world.start("a", Holding(snapshots=(Kept(0, 60), Kept(0, 40))), run=ours, wanted=0)
@@ -377,7 +377,7 @@ def test_files_of_two_branches_count_up_to_the_fork():
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_a_run_that_goes_on_from_the_leads_own_is_gone_on_with(first):
+def test_a_continuation_of_the_leads_run_is_joined(first):
     world = World(1, 2)
     files = {"a": ((Kept(0, 60), Kept(0, 50)), RUN), "b": ((Kept(1, 200), Kept(1, 50)), (*RUN, ("0b" * 8, 50)))}
     for peer in sorted(files, key=lambda peer: peer != first):  # whoever comes first leads
@@ -405,7 +405,7 @@ def test_a_lead_begins_a_segment_and_keeps_it():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_two_parts_made_apart_does_not_count_when_they_meet(seed):
+def test_updates_of_the_losing_part_do_not_count(seed):
     world = crew(2, "a", "b", "c", "d", seed=seed)
     before, spares = holders(world), world.plan().spares
     world.split({before[0], spares[0]}, {before[1], spares[1]})
@@ -433,7 +433,7 @@ def test_what_two_parts_made_apart_does_not_count_when_they_meet(seed):
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_whoever_leads_takes_the_run_of_those_that_live(forked):
+def test_a_new_lead_takes_the_living_stages_run(forked):
     world = crew(2, "a", "b", "c", "d", capacity=1)
     before, spares = holders(world), world.plan().spares
     world.split({spares[1]})  # it has no room for more than one stage
@@ -463,14 +463,14 @@ def test_whoever_leads_takes_the_run_of_those_that_live(forked):
         ((("0c" * 8, 0),), -1, -1, -1),
     ],
 )
-def test_what_counts_of_a_peers_things_ends_where_its_run_forked(theirs, live, replicas, snapshots):
+def test_a_peers_things_count_up_to_its_fork(theirs, live, replicas, snapshots):
     ours = (("0a" * 8, 0), ("0b" * 8, 40))
     every = tuple(Kept(1, updates) for updates in range(100))
     found = counted(Holding(every, every, every), theirs, ours)
     assert [found.live, found.replicas, found.snapshots] == [every[: most + 1] for most in (live, replicas, snapshots)]
 
 
-def test_files_are_of_use_only_to_who_has_them():
+def test_only_a_files_owner_can_use_it():
     world = crew(3, "a", "b", "c", "d")
     before, (spare,) = holders(world), world.plan().spares
     lead = world.machines[before[0]].crew
@@ -508,7 +508,7 @@ def test_machines_take_only_what_they_have_room_for():
 
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("victim", [1, 2, 3])
-def test_a_spare_takes_a_lost_stage_and_nobody_else_notices(victim, silent):
+def test_a_spare_takes_a_lost_stage_unnoticed(victim, silent):
     world = crew(4, "a", "b", "c", "d", "e")
     before, (spare,) = holders(world), world.plan().spares
     world.kill(before[victim], silent)
@@ -531,7 +531,7 @@ def test_without_a_spare_a_newcomer_is_waited_for():
     assert holders(world) == [before[0], "new", before[2]]
 
 
-def test_without_a_newcomer_a_neighbour_takes_it_on_and_is_relieved_later():
+def test_a_neighbour_takes_a_stage_until_relieved():
     world = crew(3, "a", "b", "c")
     before = holders(world)
     world.kill(before[1])
@@ -547,7 +547,7 @@ def test_without_a_newcomer_a_neighbour_takes_it_on_and_is_relieved_later():
     assert world.machines[before[2]].built.total() == 1
 
 
-def test_what_is_missing_is_known_until_it_is_there_again():
+def test_a_missing_stage_is_known_until_it_returns():
     world = crew(3, "a", "b", "c")
     lead, victim, neighbour = (world.machines[name].crew for name in holders(world))
     assert not lead.missing and not lead.absent and not neighbour.missing
@@ -576,7 +576,7 @@ def test_two_lost_neighbours():
     assert set(world.machines[before[0]].ways) >= {(1, "base"), (2, "base")}
 
 
-def test_whoever_gives_up_a_stage_still_has_it_until_it_is_taken():
+def test_a_stage_given_up_stays_until_taken():
     world = crew(2, "a", "b")
     before = holders(world)
     world.kill(before[1])
@@ -591,7 +591,7 @@ def test_whoever_gives_up_a_stage_still_has_it_until_it_is_taken():
     assert world.machines[before[0]].built[1] == 1  # it was there all the time
 
 
-def test_a_stage_that_cannot_be_built_goes_to_somebody_else():
+def test_a_failed_build_goes_to_another_peer():
     world = crew(3, "a", "b", "c", "d")
     before, (name,) = holders(world), world.plan().spares
     world.kill(before[2])
@@ -606,7 +606,7 @@ def test_a_stage_that_cannot_be_built_goes_to_somebody_else():
 
 
 @pytest.mark.parametrize("late", ["unable", "seated"])
-def test_what_becomes_of_an_order_that_was_replaced_is_ignored(late):
+def test_results_of_a_replaced_order_are_ignored(late):
     world = crew(4, "a", "b", "c", "d", "s")
     before, (spare,) = holders(world), world.plan().spares
     machine = world.machines[spare]
@@ -630,7 +630,7 @@ def test_what_becomes_of_an_order_that_was_replaced_is_ignored(late):
     assert lead.whole and lead.counts["unable"] == 0 and holders_of(lead)[1] == spare and world.learns()
 
 
-def test_a_stage_that_was_built_as_the_new_order_says_is_kept():
+def test_a_stage_built_as_newly_ordered_is_kept():
     world = crew(3, "a", "b", "c", "s")
     before, (spare,) = holders(world), world.plan().spares
     machine = world.machines[spare]
@@ -649,7 +649,7 @@ def test_a_stage_that_was_built_as_the_new_order_says_is_kept():
     assert machine.crew.live == {1: 3} and not machine.crew.stands(new)
 
 
-def test_what_was_said_of_an_earlier_plan_is_no_news():
+def test_words_on_an_earlier_plan_are_ignored():
     world = crew(3, "a", "b", "c")
     before, plan = holders(world), world.plan()
     (link,) = crew_links(world, before[1])
@@ -660,7 +660,7 @@ def test_what_was_said_of_an_earlier_plan_is_no_news():
     assert world.machines[before[0]].crew.lead.members[before[1]].live.keys() == {1}
 
 
-def test_who_does_not_get_on_with_a_stage_loses_it_to_a_spare():
+def test_a_builder_that_hangs_loses_its_stage():
     world = crew(3, "a", "b", "c", "s")
     before, (spare,) = holders(world), world.plan().spares
     world.start("t")
@@ -677,7 +677,7 @@ def test_who_does_not_get_on_with_a_stage_loses_it_to_a_spare():
     assert heard(world.machines[before[0]], "has not got on with it for") == 1
 
 
-def test_the_only_one_that_can_take_a_stage_has_all_the_time_it_needs():
+def test_a_stages_only_taker_has_unlimited_time():
     world = crew(2, "a", "b")
     before = holders(world)
     world.kill(before[1])
@@ -689,7 +689,7 @@ def test_the_only_one_that_can_take_a_stage_has_all_the_time_it_needs():
     assert holders(world) == [before[0], "new"]
 
 
-def test_what_is_missing_is_said_again_at_the_next_outage():
+def test_each_outage_is_said_anew():
     world = crew(2, "a", "b", capacity=1)
     for peer in ("n0", "n1"):
         lead = world.machines[holders(world)[0]]
@@ -705,7 +705,7 @@ def test_what_is_missing_is_said_again_at_the_next_outage():
 
 
 @pytest.mark.parametrize("newcomer", ["a", "z"])
-def test_whoever_leads_survivors_that_cannot_is_heard_by_them(newcomer):
+def test_survivors_that_cannot_lead_follow_a_newcomer(newcomer):
     world = crew(3, "a", "b", "c", capacity=1)
     before, plan = holders(world), world.plan()
     assert before[0] == "a"
@@ -729,12 +729,12 @@ def test_terms_have_an_end():
     assert world.plan().term == MAX_TERM
 
 
-def test_stages_that_went_on_without_this_crew_are_built_anew():
+def test_stages_from_outside_the_crew_are_built_anew():
     world = crew(3, "a", "b", "c", "d")
     me, (spare,) = holders(world)[0], world.plan().spares
     lead = world.machines[me].crew
     link = lead.lead.link_of(spare)
-    hello = replace(world.machines[spare].crew._hello(me), holding=Holding(live=(Kept(1, 99),)))
+    hello = replace(world.machines[spare].crew.hello(me), holding=Holding(live=(Kept(1, 99),)))
     for term, live in ((9, {}), (1, {1: 99})):
         lead.heard(link, replace(hello, term=term), world.now)
         assert lead.lead.members[spare].live == live
@@ -743,7 +743,7 @@ def test_stages_that_went_on_without_this_crew_are_built_anew():
     assert lead.lead.members[spare].live == {}
 
 
-def test_a_lead_that_cannot_hold_the_first_stage_makes_way():
+def test_a_lead_without_room_makes_way():
     world = crew(3, "a", "b", "c", "s")
     before, (spare,) = holders(world), world.plan().spares
     world.kill(before[0])
@@ -758,7 +758,7 @@ def test_a_lead_that_cannot_hold_the_first_stage_makes_way():
     assert heard(machine, "cannot hold stage 0 of crew red (no space left): another peer must lead") == 1
 
 
-def test_the_only_peer_that_cannot_lead_tries_again_later():
+def test_a_lone_peer_that_cannot_lead_retries():
     world = World(1, 1)
     machine = world.start("a")
     while 0 not in machine.building:
@@ -771,7 +771,7 @@ def test_the_only_peer_that_cannot_lead_tries_again_later():
     assert world.settled() and machine.leads
 
 
-def test_a_new_lead_knows_how_far_the_run_is():
+def test_a_new_lead_knows_the_runs_progress():
     world = crew(3, "a", "b", "c", "d")
     before = holders(world)
     lead = world.machines[before[0]].crew
@@ -802,7 +802,7 @@ def test_a_spare_succeeds_the_lead(silent, plus):
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_without_a_spare_the_next_stage_does_and_keeps_its_own(silent):
+def test_without_a_spare_the_next_stages_holder_leads(silent):
     world = crew(3, "a", "b", "c")
     before = holders(world)
     world.kill(before[0], silent)
@@ -813,7 +813,7 @@ def test_without_a_spare_the_next_stage_does_and_keeps_its_own(silent):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_second_spare_does_not_take_the_stage_of_who_comes_later(seed):
+def test_a_second_spare_takes_no_first_stage(seed):
     world = crew(4, "a", "b", "c", "d", "e", "f", seed=seed)
     before, spares = holders(world), world.plan().spares
     world.kill(before[0], silent=True)  # each notices at another time
@@ -821,7 +821,7 @@ def test_a_second_spare_does_not_take_the_stage_of_who_comes_later(seed):
     assert holders(world) == [spares[0], *before[1:]] and world.plan().spares == spares[1:]
 
 
-def test_of_two_peers_either_goes_on_alone_and_a_fresh_one_joins():
+def test_either_of_two_peers_goes_on_alone():
     for victim in (0, 1):
         world = crew(2, "a", "b")
         before = holders(world)
@@ -845,7 +845,7 @@ def test_the_lead_and_its_successor_lost_at_once():
     assert all(world.machines[before[stage]].built[stage] == 1 for stage in (2, 3))
 
 
-def test_a_lead_that_is_started_again_with_its_wish_finds_another_one_there():
+def test_a_restarted_lead_finds_another_in_its_place():
     world = crew(2, "a", "b", "c")
     before = holders(world)
     world.kill(before[0])
@@ -858,7 +858,7 @@ def test_a_lead_that_is_started_again_with_its_wish_finds_another_one_there():
 # --------------------------------------------------------------------- channels break, peers do not
 
 
-def test_a_member_that_loses_touch_for_a_moment_keeps_its_stage():
+def test_members_out_of_touch_briefly_keep_their_stage():
     world = crew(3, "a", "b", "c")
     before = holders(world)
     number = world.plan().number
@@ -869,7 +869,7 @@ def test_a_member_that_loses_touch_for_a_moment_keeps_its_stage():
     assert all(machine.built.total() == 1 for machine in world.machines.values())
 
 
-def test_what_was_under_way_is_void_when_neighbours_lose_touch():
+def test_messages_are_void_when_neighbours_lose_touch():
     world = crew(4, "a", "b", "c", "d")
     before, number = holders(world), world.plan().number
     broken = next(link for link in world.far if link.method == STAGE_METHOD)
@@ -881,7 +881,7 @@ def test_what_was_under_way_is_void_when_neighbours_lose_touch():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_crew_is_whole_only_when_neighbours_can_talk(seed):
+def test_a_crew_without_talking_neighbours_is_not_whole(seed):
     world = crew(5, "a", "b", "c", "d", "e", seed=seed)
     world.builds_s, world.opens_s = (0.0, 0.1), 2.0
     unheard, was_whole = [], True
@@ -907,7 +907,7 @@ def test_a_crew_is_whole_only_when_neighbours_can_talk(seed):
 
 
 @pytest.mark.parametrize("fails_s", [0.0, 5.0, 10.0, DIAL_FAILS_S, None])  # None = it hangs
-def test_neighbours_that_cannot_reach_each_other_do_not_stop_the_crew(fails_s):
+def test_neighbours_out_of_reach_do_not_stop_crews(fails_s):
     world = crew(4, "a", "b", "c", "d")
     before, connect = holders(world), world.connect
     apart = {before[2], before[3]}
@@ -923,14 +923,14 @@ def test_neighbours_that_cannot_reach_each_other_do_not_stop_the_crew(fails_s):
     world.run(3.0)
     world.start(before[2])
     lead, whole = world.machines[before[0]].crew, []
-    for _ in range(300):
+    for _ in range(120):
         world.run(4.0)
         whole.append(lead.whole)
     assert lead.counts["given_up"] and sum(whole) > 0.7 * len(whole), f"{sum(whole)}\n{world.story()}"
     assert any("again and again" in text for text in world.machines[before[0]].said)
 
 
-def test_what_cannot_be_sent_is_told_to_the_lead():
+def test_the_lead_is_told_of_unsent_messages():
     world = crew(4, "a", "b", "c", "d")
     before, number = holders(world), world.plan().number
     machine = world.machines[before[1]].crew
@@ -957,25 +957,25 @@ def test_who_says_what_nobody_takes_is_given_up():
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_member_that_refuses_what_the_lead_says_does_not_do_so_for_ever(ended):
+def test_a_member_that_keeps_refusing_the_lead_goes(ended):
     world = crew(3, "a", "b", "c")
     before = holders(world)
     lead, machine = world.machines[before[0]].crew, world.machines[before[1]].crew
     number = world.plan().number
-    world.act(before[1], machine.refused(machine._lead_link, "shape", world.now, ended))
+    world.act(before[1], machine.refused(machine.lead_link, "shape", world.now, ended))
     world.run(5.0)
     assert holders(world) == before and lead.whole and lead.plan.number > number
     assert lead.counts["lost"] == ended and lead.lead.lost == ({1} if ended else set())
     refused = 0
     for _ in range(200):
         world.run(0.5)
-        if machine.whole and machine._lead_link is not None:
+        if machine.whole and machine.lead_link is not None:
             refused += 1
-            world.act(before[1], machine.refused(machine._lead_link, "shape", world.now, ended))
+            world.act(before[1], machine.refused(machine.lead_link, "shape", world.now, ended))
     assert refused <= 2 * BREAKS_S and lead.whole and before[1] not in holders_of(lead)
 
 
-def test_a_stage_that_keeps_a_message_is_given_up():
+def test_a_stage_holding_a_message_is_given_up():
     world = crew(3, "a", "b", "c", "d")
     before, (spare,) = holders(world), world.plan().spares
     lead = world.machines[before[0]].crew
@@ -996,7 +996,7 @@ def test_a_stage_that_keeps_a_message_is_given_up():
     assert world.plan().spares == (before[1],)
 
 
-def test_a_stage_that_does_not_even_answer_is_given_up():
+def test_a_mute_stage_is_given_up():
     world = crew(3, "a", "b", "c", "d")
     before = holders(world)
     lead, since = world.machines[before[0]].crew, world.now
@@ -1037,7 +1037,7 @@ def test_nothing_moves_and_nobody_has_it():
         ("crew", {"crew": "blue"}),
     ],
 )
-def test_others_are_refused_counted_and_it_is_said_once(reason, changes):
+def test_strangers_are_refused_counted_and_named_once(reason, changes):
     world = crew(2, "a", "b")
     before = holders(world)
     stranger = World(1, 2).start("s", **changes).crew
@@ -1045,7 +1045,7 @@ def test_others_are_refused_counted_and_it_is_said_once(reason, changes):
     for _ in range(3):
         link = Link("s", CREW_METHOD)
         lead.crew.opened(link, world.now)
-        actions = lead.crew.heard(link, stranger._hello(before[0]), world.now)
+        actions = lead.crew.heard(link, stranger.hello(before[0]), world.now)
         refusals = [action.record for action in actions if isinstance(action, Send)]
         assert [record.reason for record in refusals if isinstance(record, Refusal)] == [reason]
         assert all(isinstance(record, Refusal) for record in refusals)  # and nothing else is said
@@ -1057,14 +1057,14 @@ def test_others_are_refused_counted_and_it_is_said_once(reason, changes):
 
 
 @pytest.mark.parametrize("lie", ["another's", "reflected", "made up"])
-def test_a_proof_is_good_for_its_sender_and_its_receiver_only(lie):
+def test_a_proof_holds_for_its_two_peers_only(lie):
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     me, member = holders(world)
-    hello = World(1, 2).start("s").crew._hello(me)  # it knows the name
+    hello = World(1, 2).start("s").crew.hello(me)  # it knows the name
     proofs = {
-        "another's": world.machines[member].crew._hello(me).proof,
-        "reflected": lead._hello("s").proof,
+        "another's": world.machines[member].crew.hello(me).proof,
+        "reflected": lead.hello("s").proof,
         "made up": "0" * 64,
     }
     link = Link("s", CREW_METHOD)
@@ -1076,7 +1076,7 @@ def test_a_proof_is_good_for_its_sender_and_its_receiver_only(lie):
 
 
 @pytest.mark.parametrize("word", [Answer("fake", "0" * 64, 99), Refusal("stall", "you are given up")])
-def test_who_shows_the_crews_sign_but_does_not_know_its_name_leads_nobody(word):
+def test_leads_without_the_crews_name_lead_nobody(word):
     world = World(1, 2)
     world.start("b")
     fake = world.start("fake")  # a card of the crew, and stage 0 on it
@@ -1112,12 +1112,12 @@ def test_a_fake_rival_does_not_depose_a_lead():
     assert Close(link) in actions and lead.role == "leads" and lead.whole and lead.counts["refused/crew"] == 1
 
 
-def test_terms_of_a_lead_without_a_stage_count_for_nothing():
+def test_terms_without_a_stage_count_for_nothing():
     world = crew(2, "a", "b")
     me = holders(world)[0]
     lead = world.machines[me].crew
     rival = World(1, 2).start("z", wanted=0)
-    hello = replace(rival.crew._hello(me), leads=True, term=99, updates=10**6)
+    hello = replace(rival.crew.hello(me), leads=True, term=99, updates=10**6)
     for holding, gave_way in ((Holding(), 0), (Holding(live=(Kept(0, 10**6),)), 1)):
         link = Link("z", CREW_METHOD)
         lead.opened(link, world.now)
@@ -1138,7 +1138,7 @@ def test_who_says_nothing_is_shown_out():
     assert world.settled()  # those who belong stay
 
 
-def test_a_peer_that_is_called_on_and_says_nothing_is_let_go():
+def test_a_silent_peer_that_was_called_is_dropped():
     world = crew(2, "a", "b")
     me = holders(world)[0]
     lead = world.machines[me].crew
@@ -1149,13 +1149,13 @@ def test_a_peer_that_is_called_on_and_says_nothing_is_let_go():
     assert Close(link) in lead.tick(world.now + STRANGER_S)
 
 
-def test_a_member_that_says_it_is_another_is_lost():
+def test_a_member_that_changes_identity_is_lost():
     world = crew(2, "a", "b", "c")
     me, _ = holders(world)
     (spare,) = world.plan().spares
     lead = world.machines[me].crew
     link = lead.lead.link_of(spare)
-    hello = world.machines[spare].crew._hello(me)
+    hello = world.machines[spare].crew.hello(me)
     lead.heard(link, replace(hello, architecture="f" * 16), world.now)
     assert spare not in lead.lead.members
     assert Close(link) in lead.tick(world.now + PART_S)
@@ -1180,7 +1180,7 @@ def mute_cards(world: World, count: int, seats: tuple[int, ...] = (0,)) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 16, 64])
-def test_silent_peers_with_the_crews_sign_keep_nobody_from_forming_one(count):
+def test_silent_peers_do_not_keep_crews_from_forming(count):
     world = World(1, 2)
     mute_cards(world, count)
     world.start("b")
@@ -1191,7 +1191,7 @@ def test_silent_peers_with_the_crews_sign_keep_nobody_from_forming_one(count):
 
 @pytest.mark.parametrize("seats", [(), (0,)])
 @pytest.mark.parametrize("count", [16, 64])
-def test_silent_peers_with_the_crews_sign_keep_nobody_out(count, seats):
+def test_silent_peers_do_not_keep_others_out(count, seats):
     world = crew(2, "b", "c")
     mute_cards(world, count, seats)
     world.run(60.0)
@@ -1204,7 +1204,7 @@ def test_silent_peers_with_the_crews_sign_keep_nobody_out(count, seats):
     assert world.learns()
 
 
-def test_who_never_proves_to_belong_is_asked_more_and_more_rarely():
+def test_peers_without_proof_are_asked_ever_more_rarely():
     world = World(1, 2)
     mute_cards(world, 1)
     asked: dict[str, list[float]] = {"a": [], "b": []}
@@ -1223,7 +1223,7 @@ def test_who_never_proves_to_belong_is_asked_more_and_more_rarely():
     assert all(3 <= len(times) <= 9 for times in asked.values())
 
 
-def test_what_strangers_make_up_does_not_silence_a_crew():
+def test_made_up_cards_do_not_silence_a_crew():
     world = World(1, 2)
     machine = world.start("a")
     of_crew = machine.crew.card
@@ -1240,7 +1240,7 @@ def test_silent_channels_are_few():
     opened = [Link(f"s{i}", CREW_METHOD if i % 2 else STAGE_METHOD) for i in range(3 * MAX_STRANGERS)]
     closed = [action.link for link in opened for action in lead.opened(link, world.now) if isinstance(action, Close)]
     assert closed == opened[:-MAX_STRANGERS]  # those that have been silent for longest
-    hello = World(1, 2).start("s").crew._hello(holders(world)[0])
+    hello = World(1, 2).start("s").crew.hello(holders(world)[0])
     late = Link("s", CREW_METHOD)
     lead.opened(late, world.now)
     lead.heard(late, hello, world.now)
@@ -1253,14 +1253,14 @@ def test_whoever_has_stages_of_other_layers_is_refused():
     other = World(1, 2).start("s", Holding(snapshots=(Kept(1, 3),)), spans=((0, 1), (1, 4))).crew
     link = Link("s", CREW_METHOD)
     lead.opened(link, world.now)
-    lead.heard(link, other._hello(lead.post.me), world.now)
+    lead.heard(link, other.hello(lead.post.me), world.now)
     assert lead.counts["refused/span"] == 1
     harmless = World(1, 2).start("s", spans=((0, 1), (1, 4))).crew  # it has nothing yet
-    lead.heard(link, harmless._hello(lead.post.me), world.now)
+    lead.heard(link, harmless.hello(lead.post.me), world.now)
     assert lead.counts["refused/span"] == 1
 
 
-def test_a_crew_of_the_same_name_with_another_model_is_left_alone():
+def test_a_crew_of_another_model_is_left_alone():
     world = World(1, 1)
     world.start("a")
     world.start("b", architecture="f" * 16)
@@ -1273,7 +1273,7 @@ def test_a_crew_of_the_same_name_with_another_model_is_left_alone():
 
 
 @pytest.mark.parametrize(("count", "architecture", "said"), [(2, "", 1), (3, "", 0), (2, "f" * 16, 0)])
-def test_who_waits_alone_hears_of_another_crew_of_the_same_policy(count: int, architecture: str, said: int) -> None:
+def test_a_lone_peer_hears_of_another_such_crew(count: int, architecture: str, said: int) -> None:
     world = World(1, 2)
     machine = world.start("a")
     card = CrewCard("c" * 16, architecture or machine.crew.post.architecture, count, (0,), 1)
@@ -1282,7 +1282,7 @@ def test_who_waits_alone_hears_of_another_crew_of_the_same_policy(count: int, ar
     assert heard(machine, "another crew of this policy is in the swarm: if it is the one that was meant") == said
 
 
-def test_a_crew_that_is_together_does_not_hear_of_others() -> None:
+def test_a_whole_crew_does_not_hear_of_others() -> None:
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]]
     card = CrewCard("c" * 16, lead.crew.post.architecture, 2, (0,), 1)
@@ -1296,7 +1296,7 @@ def test_what_strangers_say_changes_nothing():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     before = lead.plan
-    hello = World(1, 2).start("s").crew._hello(lead.post.me)
+    hello = World(1, 2).start("s").crew.hello(lead.post.me)
     nonsense = [
         Refusal("model"),
         before,
@@ -1317,7 +1317,7 @@ def test_what_strangers_say_changes_nothing():
     assert lead.plan is before and lead.role == "leads" and lead.whole and "s" not in lead.lead.members
 
 
-def test_what_a_spare_says_of_stages_that_are_not_its_own_changes_nothing():
+def test_a_spares_words_on_others_stages_change_nothing():
     world = crew(2, "a", "b", "c")
     before, plan = holders(world), world.plan()
     (spare,) = plan.spares
@@ -1426,7 +1426,7 @@ def test_whoever_is_lost_the_others_keep_their_stages(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_two_parts_of_a_crew_go_on_and_become_one_again(seed):
+def test_two_parts_of_a_crew_become_one_again(seed):
     rng = random.Random(seed)
     stages = rng.randint(2, 4)
     peers = [f"peer{i}" for i in range(stages)]
@@ -1441,7 +1441,9 @@ def test_two_parts_of_a_crew_go_on_and_become_one_again(seed):
     assert len(set(holders(world))) == stages and world.learns()
 
 
-@pytest.mark.parametrize("seed", [*range(8), 9, 11, 12, 13, 16, 17])
+@pytest.mark.parametrize(
+    "seed", [*range(7), *(pytest.param(seed, marks=pytest.mark.long) for seed in (7, 9, 11, 12, 13, 16, 17))]
+)
 def test_whatever_happens_no_branch_is_mixed_with_another(seed):
     """With seeds by which runs branch and files are loaded."""
     rng = random.Random(seed)
@@ -1485,7 +1487,7 @@ def test_waiting_times_fit_together():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_how_a_stage_was_come_by_is_told_to_whoever_leads_next(seed):
+def test_the_next_lead_is_told_how_stages_came(seed):
     world = crew(5, "a", "b", "c", "d", "e", seed=seed)
     world.builds_s, world.opens_s = (0.0, 0.1), 4.0
     before = holders(world)
@@ -1493,10 +1495,10 @@ def test_how_a_stage_was_come_by_is_told_to_whoever_leads_next(seed):
     world.run(1.0)
     machine = world.start(before[2])
     for _ in range(80):
-        if machine.crew._unsaid:
+        if machine.crew.unsaid:
             break
         world.run(0.25)
-    assert machine.crew._unsaid, "it was ready before its neighbours could be talked to"
+    assert machine.crew.unsaid, "it was ready before its neighbours could be talked to"
     world.kill(before[0])
     world.run(60.0)
     assert world.settled(), world.story()

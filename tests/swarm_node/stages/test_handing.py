@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, seal_head
-from protocol.transports.base import Accepted, Outgoing
+from protocol.transports.base import Accepted, Acceptor, Outgoing
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.stages.handing import (
     AT_ONCE,
@@ -45,9 +46,12 @@ class Crew:
         self.clock = VirtualClock()
         network = MemoryNetwork(self.clock, seed=0)
         self.transports = []
+        self.doors: list[dict[str, Acceptor]] = [{} for _ in range(count)]
+        """What each peer does with calls that come in, by their method."""
         for i in range(count):
             known = [address for one in self.transports for address in one.addresses]
             self.transports.append(network.join("abcdef"[i], SWARM, bootstrap=known))
+            self.transports[i].accept = partial(self.accept, i, self.transports[i].accept)  # type: ignore[method-assign]
         self.strangers: set[str] = set()
         self.guests: set[str] = set()
         self.shelves: dict[int, Mapping[str, Tensor]] = {}
@@ -70,6 +74,10 @@ class Crew:
             for i, transport in enumerate(self.transports)
         ]
         self.clock.run_until(20.0)
+
+    def accept(self, i: int, accept: Callable[[str, Acceptor], None], method: str, acceptor: Acceptor) -> None:
+        self.doors[i][method] = acceptor
+        accept(method, acceptor)
 
     def allowed(self, peer: str, stage: int) -> bool:
         return peer not in self.strangers
@@ -113,7 +121,7 @@ def test_a_neighbours_layers_arrive_as_they_are() -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in state.tensors.items())
 
 
-def test_order_is_of_layers_then_names_then_the_rest() -> None:
+def test_tensors_are_ordered_by_layer_then_name() -> None:
     names = weights(9, 11, rest=True)
     assert ordered(names, Wanted(0, 0, 99, rest=True)) == [
         *("model.layers.9.a", "model.layers.9.b", "model.layers.10.a", "model.layers.10.b"),
@@ -134,7 +142,7 @@ def test_a_replica_survives_the_one_it_is_of() -> None:
     assert state.updates == 3 and all(torch.equal(state.tensors[name], before[name]) for name in live)
 
 
-def test_a_replica_may_be_of_what_is_in_no_layer_only() -> None:
+def test_a_replica_may_hold_embedding_or_head_alone() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
     crew.hold(0, 0, live, 3, 0.1)
     crew.peers[1].keep(0, crew.id(0), {"model.embed.weight": live["model.embed.weight"]})
@@ -144,7 +152,7 @@ def test_a_replica_may_be_of_what_is_in_no_layer_only() -> None:
     assert state.tensors.keys() == live.keys()
 
 
-def test_what_is_given_is_a_copy_between_two_updates() -> None:
+def test_weights_are_given_as_between_two_updates() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
     lock, seen = threading.Lock(), []
 
@@ -180,7 +188,7 @@ def test_strangers_get_nothing() -> None:
     assert crew.transports[0].stats()["rejected/stranger"] == 2
 
 
-def test_replicas_that_are_not_kept_any_more_are_forgotten() -> None:
+def test_replicas_no_longer_kept_are_forgotten() -> None:
     crew, live = Crew(), weights(0, 1)
     for stage in range(2):  # more at once are too many for one peer
         crew.hold(0, stage, live)
@@ -193,7 +201,7 @@ def test_replicas_that_are_not_kept_any_more_are_forgotten() -> None:
     assert crew.peers[1].replicas.keys() == {1}
 
 
-def test_who_takes_a_stage_over_keeps_no_replica_of_it() -> None:
+def test_a_stages_new_holder_drops_its_replica() -> None:
     crew, live = Crew(), weights(0, 1)
     crew.hold(0, 0, live, 1, 0.0)
     crew.peers[1].keep(0, crew.id(0), live)
@@ -203,7 +211,7 @@ def test_who_takes_a_stage_over_keeps_no_replica_of_it() -> None:
     assert crew.peers[1].replicas == {}
 
 
-def test_what_is_not_here_or_of_another_crew_is_refused() -> None:
+def test_absent_stages_and_other_crews_are_refused() -> None:
     crew, live = Crew(), weights(0, 1)
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "stage"
     crew.hold(0, 0, live, 1, 0.0)
@@ -212,7 +220,7 @@ def test_what_is_not_here_or_of_another_crew_is_refused() -> None:
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "crew"
 
 
-def test_other_sizes_and_weights_that_are_not_finite_are_refused() -> None:
+def test_misshapen_and_non_finite_weights_are_refused() -> None:
     crew, live = Crew(), weights(0, 2)
     crew.hold(0, 0, live, 1, 0.0)
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 2, rest=False), weights(0, 1))) == "size"
@@ -233,8 +241,8 @@ WHOLE = Wanted(0, 0, 2, rest=True)
 
 def call(crew: Crew, peer: str, wanted: Wanted = WHOLE) -> Accepted:
     """As peer 0 answers it, with nothing taken yet."""
-    handing = crew.peers[0]
-    return handing._accept(peer, handing._head(wanted, peer), 0)
+    place = wanted.stage, wanted.replica, wanted.first, wanted.end, wanted.rest
+    return crew.doors[0][STATE_METHOD](peer, seal_head(StateHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, *place)), 0)
 
 
 def copies() -> list[_Copy]:
@@ -242,7 +250,7 @@ def copies() -> list[_Copy]:
     return [one for one in gc.get_objects() if type(one) is _Copy]
 
 
-def test_all_who_ask_between_two_updates_share_one_copy_that_goes_with_the_last_of_them() -> None:
+def test_who_ask_between_two_updates_share_one_copy() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
     crew.hold(0, 0, live, 3)
     calls = [call(crew, f"p{i}") for i in range(4)] + [call(crew, "p4", Wanted(0, 0, 1, rest=False))]
@@ -258,10 +266,10 @@ def test_all_who_ask_between_two_updates_share_one_copy_that_goes_with_the_last_
     for one in calls:
         one.done(None)
     del calls, one, copy
-    assert copies() == [] and not crew.peers[0]._given_to
+    assert copies() == []
 
 
-def test_a_part_is_copied_for_who_wants_a_part() -> None:
+def test_only_the_wanted_part_is_copied() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
     crew.hold(0, 0, live, 3)
     one = call(crew, "p0", Wanted(0, 0, 0, rest=True))
@@ -285,7 +293,7 @@ def test_few_are_given_weights_at_a_time() -> None:
     call(crew, "another")
 
 
-def test_peers_of_other_crews_take_turns_and_are_in_nobodys_way() -> None:
+def test_peers_of_other_crews_take_turns() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
     crew.hold(0, 0, live, 3)
     crew.guests |= {"g", "h"}
@@ -329,7 +337,7 @@ def test_a_call_that_fails_takes_nobodys_place() -> None:
 # --------------------------------------------------------------------- keeping for who leaves
 
 
-def test_who_leaves_has_another_keep_its_stage_which_asks_for_it_once() -> None:
+def test_a_keeper_asks_once_for_a_leavers_stage() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
     crew.hold(0, 3, live, 7, 0.5)
     crew.shelves[3] = live
@@ -342,7 +350,7 @@ def test_who_leaves_has_another_keep_its_stage_which_asks_for_it_once() -> None:
     assert crew.offer(0, 1, 3, 8) == 7 and crew.offer(0, 1, 3, 8) == 8
 
 
-def test_a_copy_that_is_as_new_is_enough_but_not_one_of_a_part() -> None:
+def test_a_whole_copy_as_new_is_enough() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
     crew.hold(0, 3, live, 7)
     crew.shelves[3] = live
@@ -355,17 +363,19 @@ def test_a_copy_that_is_as_new_is_enough_but_not_one_of_a_part() -> None:
     assert crew.offer(0, 1, 3, 8) == 9 and crew.shelved == [1, 1]
 
 
-def test_a_replica_that_is_on_its_way_is_waited_for() -> None:
+def test_a_replica_on_its_way_is_waited_for() -> None:
     crew, live = Crew(), weights(0, 2, rest=True)
     crew.hold(0, 3, live, 7)
     crew.shelves[3] = live
+    fetched: list[str] = []
+    answers = crew.doors[0][STATE_METHOD]
+    crew.transports[0].accept(STATE_METHOD, lambda peer, *call: (fetched.append(peer), answers(peer, *call))[1])
     crew.peers[1].keep(3, crew.id(0), live)
-    under_way = crew.peers[1]._keeping[3]
-    assert crew.offer(0, 1, 3, 7) == 0 and crew.peers[1]._keeping[3] is under_way
-    assert crew.offer(0, 1, 3, 7) == 7 and crew.peers[1].replicas[3].tensors is under_way.tensors
+    assert crew.offer(0, 1, 3, 7) == 0
+    assert crew.offer(0, 1, 3, 7) == 7 and fetched == [crew.id(1)]
 
 
-def test_a_stage_is_kept_for_its_holder_alone_and_fetched_from_it_once() -> None:
+def test_a_stage_is_kept_for_its_holder_alone() -> None:
     crew, live = Crew(), weights(0, 1)
     crew.hold(0, 3, live, 7)
     assert crew.offer(0, 1, 3, 7) == "stranger"
@@ -389,20 +399,20 @@ def test_a_stage_is_kept_for_its_holder_alone_and_fetched_from_it_once() -> None
     assert [rejected[f"rejected/{why}"] for why in ("stranger", "flood", "crew", "room")] == [2, 3, 1, 1]
 
 
-def test_nobody_asks_for_ever_whether_a_stage_is_kept_by_now() -> None:
+def test_questions_whether_a_stage_is_kept_are_bounded() -> None:
     crew, live = Crew(), weights(0, 1)
     crew.shelves[3] = live
     crew.peers[1].replicas[3] = State(live, 7, 0.0)
     head = seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 3, 7))
     for _ in range(MAX_ASKS):
-        crew.peers[1]._accept_offer(crew.id(0), head, 0)
+        crew.doors[1][KEEP_METHOD](crew.id(0), head, 0)
     with pytest.raises(RemoteProtocolError, match="flood"):
-        crew.peers[1]._accept_offer(crew.id(0), head, 0)
+        crew.doors[1][KEEP_METHOD](crew.id(0), head, 0)
     assert crew.shelved == [1]
 
 
 @pytest.mark.parametrize(("stage", "size"), [(4, 0), (3, 1)])
-def test_an_answer_about_another_stage_or_with_a_body_is_refused(stage: int, size: int) -> None:
+def test_an_answer_that_does_not_fit_is_refused(stage: int, size: int) -> None:
     crew = Crew()
     ours = Outgoing(seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, stage, 7)), size, lambda: [bytes(size)])
     crew.transports[1].accept(KEEP_METHOD, lambda peer, head, size: Accepted(ours, print, lambda error: None))
@@ -412,4 +422,4 @@ def test_an_answer_about_another_stage_or_with_a_body_is_refused(stage: int, siz
 def test_offers_with_a_body_are_refused() -> None:
     crew = Crew()
     with pytest.raises(RemoteProtocolError, match="size"):
-        crew.peers[1]._accept_offer("p", seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 3, 7)), 1)
+        crew.doors[1][KEEP_METHOD]("p", seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 3, 7)), 1)

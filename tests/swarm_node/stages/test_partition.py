@@ -48,7 +48,7 @@ def spans(*arguments) -> list[tuple[int, int]]:
     return [(span.first, span.end) for span in partition(*arguments)]
 
 
-def test_alike_machines_get_alike_shares_and_a_large_head_fewer_layers():
+def test_shares_are_equal_but_for_a_large_head():
     assert spans([5] * 8, 0, 0, [UNKNOWN] * 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert spans([5] * 8, 0, 10, [UNKNOWN] * 2) == [(0, 5), (5, 8)]
     assert spans([5] * 9, 100, 0, [float("inf")] * 3) == [(0, 1), (1, 5), (5, 9)]
@@ -56,7 +56,7 @@ def test_alike_machines_get_alike_shares_and_a_large_head_fewer_layers():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_cut_that_fits_is_found_whenever_there_is_one(seed):
+def test_a_cut_that_fits_is_always_found(seed):
     rng = random.Random(seed)
     layers = [rng.randint(1, 9) for _ in range(rng.randint(2, 8))]
     embed, head = rng.randint(0, 9), rng.randint(0, 9)
@@ -74,7 +74,7 @@ def test_a_cut_that_fits_is_found_whenever_there_is_one(seed):
             partition(layers, embed, head, capacities)
 
 
-def test_an_unknown_machine_counts_as_the_largest_but_takes_what_the_others_cannot():
+def test_an_unknown_machine_takes_what_the_others_cannot():
     assert spans([5] * 9, 0, 0, [20.0, 40.0, UNKNOWN]) == spans([5] * 9, 0, 0, [20.0, 40.0, 40.0])
     assert spans([5] * 9, 0, 0, [10.0, UNKNOWN, 10.0]) == [(0, 2), (2, 7), (7, 9)]
 

@@ -27,12 +27,12 @@ def test_explicit_wishes_come_before_those_who_take_any():
     assert fill([1, 2, 3], claims, COSTS) == {1: "b", 2: "c", 3: "a"}
 
 
-def test_two_who_want_one_stage_the_earlier_has_it_and_the_other_takes_what_is_left():
+def test_the_earlier_of_two_equal_wishes_counts():
     assert fill([1, 2], [Claim("b", 1, wanted=1), Claim("a", 2, wanted=1)], COSTS) == {1: "b", 2: "a"}
     assert fill([1], [Claim("b", 5, wanted=1), Claim("a", 5, wanted=1)], COSTS) == {1: "a"}  # the lower id
 
 
-def test_who_still_has_it_in_memory_comes_first_and_may_keep_several():
+def test_a_holder_comes_first_and_may_keep_several():
     claims = [Claim("a", 1, wanted=1), Claim("b", 2, live={1: 40, 2: 40}), Claim("c", 3, live={1: 41})]
     assert fill([1, 2], claims, COSTS) == {1: "c", 2: "b"}
     assert fill([1, 2], claims[:2], COSTS) == {1: "b", 2: "b"}
@@ -49,7 +49,7 @@ def test_stages_nobody_has_room_for_stay_vacant():
     assert fill([1], [], COSTS) == {}
 
 
-def test_who_came_first_moves_if_that_finds_a_place_for_another():
+def test_the_first_comer_moves_to_make_room():
     claims = [Claim("large", 1, room=3), Claim("small", 2, room=1)]
     assert fill([0, 1], claims, COSTS) == {0: "large", 1: "small"}
 
@@ -76,7 +76,7 @@ def test_spares_succeed_first_then_stages_in_order():
     assert succession(["lead"], []) == []
 
 
-def test_who_holds_the_higher_stage_opens_the_channel_to_a_neighbour():
+def test_higher_stages_open_the_channels_to_neighbours():
     seats = ["a", "b", "c", "d", "e"]
     assert adjacent(seats, "c", 1) == {"b": True, "d": False}
     assert adjacent(seats, "c", 2) == {"b": True, "d": False, "e": False}  # the lead has channels with all
@@ -85,7 +85,7 @@ def test_who_holds_the_higher_stage_opens_the_channel_to_a_neighbour():
     assert adjacent(["a", "b", "c", "b", "e"], "c", 1) == {"b": False}
 
 
-def test_the_neighbour_with_more_room_takes_a_stage_on_or_the_lower():
+def test_the_neighbour_with_more_room_takes_a_stage():
     seats = ["a", "", "c"]
     assert neighbour(1, seats, {"a": 5, "c": 6}, 2) == "c"
     assert neighbour(1, seats, {"a": 6, "c": 6}, 2) == "a"
@@ -96,7 +96,7 @@ def test_the_neighbour_with_more_room_takes_a_stage_on_or_the_lower():
     assert neighbour(1, ["a", "", "", "d"], {"a": 0, "d": 9}, 1) is None  # d is no neighbour of it
 
 
-def test_a_newcomer_relieves_who_holds_most_but_never_takes_the_first_stage():
+def test_a_newcomer_relieves_the_busiest_of_later_stages():
     spare = [Claim("s", 9)]
     assert relief(["a", "b", "b", "a", "a"], spare, [1] * 5) == Relief(4, "a", "s")
     assert relief(["a", "b", "b", "a", "a"], [Claim("s", 9, wanted=3)], [1] * 5) == Relief(3, "a", "s")
@@ -106,7 +106,7 @@ def test_a_newcomer_relieves_who_holds_most_but_never_takes_the_first_stage():
     assert relief(["a", "a"], [], [1, 1]) is None
 
 
-def test_of_two_leads_one_and_the_same_gives_way_whoever_is_asked():
+def test_one_and_the_same_lead_gives_way():
     order = [
         Standing(2, 0, 9.0, "z"),  # stands highest
         Standing(1, 50, 9.0, "z"),

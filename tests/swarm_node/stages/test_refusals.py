@@ -19,7 +19,7 @@ def forward(tokens: int, row: int = 0) -> Message:
 
 
 @pytest.mark.parametrize(("message", "reason"), [(forward(9), "shape"), (forward(8, row=1), "values")])
-def test_the_lead_is_told_of_what_a_stage_does_not_take(message: Message, reason: str) -> None:
+def test_the_lead_is_told_of_refused_messages(message: Message, reason: str) -> None:
     peers = Peers(3)
     for peer in ("a", "b", "c"):
         peers.start(peer, settings=replace(SETTINGS, microbatch=8))

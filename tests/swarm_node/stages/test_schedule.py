@@ -52,7 +52,7 @@ def test_embedding_first_and_head_last_on_every_route(stages: int) -> None:
 
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_it_runs_to_its_end_whatever_the_order_of_arrivals(stages: int, microbatches: int, swapped: bool) -> None:
+def test_any_order_of_arrivals_runs_to_the_end(stages: int, microbatches: int, swapped: bool) -> None:
     for seed in range(4):
         held = run(stages, microbatches, swapped, random.Random(seed))
         for stage, most in enumerate(held):
@@ -90,7 +90,7 @@ def run(stages: int, microbatches: int, swapped: bool, rng: random.Random) -> li
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_stages_that_are_equally_fast_wait_as_long_as_theory_says(stages: int, microbatches: int) -> None:
+def test_equal_stages_wait_as_long_as_theory_says(stages: int, microbatches: int) -> None:
     """While a loss is computed they go on with the next microbatch, if there is one."""
     lists, loss = schedule(stages, microbatches), int(stages > 1)
     end: dict[Operation, int] = {}

@@ -17,7 +17,7 @@ from tests.swarm_node.stages.crew_world import SWARM, World
 
 
 @pytest.mark.parametrize(("protocol", "speaks", "expected"), [(4, 0, 4), (4, 5, 5), (5, 6, 5)])
-def test_hello_is_said_in_the_newest_version_that_both_read(
+def test_hello_is_said_in_the_newest_common_version(
     monkeypatch: pytest.MonkeyPatch, protocol: int, speaks: int, expected: int
 ) -> None:
     monkeypatch.setattr(crewing, "version_for", partial(version_for, spoken=spoken_by(5)))
@@ -30,9 +30,9 @@ def test_hello_is_said_in_the_newest_version_that_both_read(
     assert hello.protocol == expected
 
 
-def test_who_speaks_another_version_is_named_once_with_the_way_to_upgrade() -> None:
+def test_a_peer_of_another_version_is_named_once() -> None:
     crew = World(0, 2).start("me").crew
-    hello = crew._hello("lead")
+    hello = crew.hello("lead")
     with pytest.raises(RemoteProtocolError) as caught:
         open_record(seal_record(hello).replace(b"\xa8protocol\x01", b"\xa8protocol\x07"))
     assert caught.value.reason == "version"

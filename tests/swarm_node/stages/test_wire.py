@@ -149,7 +149,7 @@ def test_zeros_and_tiny_and_large_numbers(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e31])
-def test_numbers_that_are_not_finite_are_not_sent_and_not_taken(value: float) -> None:
+def test_non_finite_numbers_are_neither_sent_nor_taken(value: float) -> None:
     x = rand(2, 9, H)
     x[1, 3, 4] = value
     with pytest.raises(LocalProtocolError, match="not finite"):
@@ -240,7 +240,7 @@ def test_messages_come_from_whom_they_must_come_from(message: Message, must: int
     assert reason(head, body, replace(LIMITS, sender=frozenset(range(STAGES)) - {must})) == "sender"
 
 
-def test_the_last_stage_asks_the_first_for_blocks_but_for_the_first() -> None:
+def test_the_last_stage_asks_for_all_later_blocks() -> None:
     for block, must in ((0, 0), (1, 3)):
         head, body = sent(Message(0, Share(block=block)))
         limits = replace(LIMITS, here=frozenset({0}))
@@ -249,7 +249,7 @@ def test_the_last_stage_asks_the_first_for_blocks_but_for_the_first() -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(151_936, 896), (V, H), (256_000, 16_384), (64, 2**20)])
-def test_blocks_are_all_of_a_matrix_and_none_is_too_large(height: int, width: int) -> None:
+def test_blocks_cover_a_matrix_within_their_limit(height: int, width: int) -> None:
     bounds, block = [0], 0
     while (rows := wire.rows_of(block, height, width)).stop > rows.start:
         assert rows.start == bounds[-1] and 4 * width * (rows.stop - rows.start) <= MAX_MESSAGE_BYTES

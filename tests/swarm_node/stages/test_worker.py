@@ -96,7 +96,7 @@ def expected(worker: Worker) -> dict[str, Tensor]:
     return found
 
 
-def test_work_is_done_in_the_order_of_the_schedule_whatever_the_order_of_arrival(worker: Worker) -> None:
+def test_work_is_done_in_the_schedules_order(worker: Worker) -> None:
     wanted = expected(worker)
     waiting = [forward(i) for i in range(MICROBATCHES)]
     random.Random(3).shuffle(waiting)
@@ -123,7 +123,7 @@ def test_every_message_counts_once(worker: Worker) -> None:
         torch.testing.assert_close(gradient, wanted[name], atol=1e-6, rtol=1e-5)
 
 
-def test_an_earlier_turn_is_dropped_and_a_new_sum_begins_at_zero(worker: Worker) -> None:
+def test_a_new_turn_begins_a_sum_at_zero(worker: Worker) -> None:
     wanted = expected(worker)
     for message in in_order()[:5]:
         worker.handle(message)
@@ -189,7 +189,7 @@ def test_an_update_is_made_once(worker: Worker) -> None:
     assert worker.optimizer.updates == 1
 
 
-def test_both_ends_of_a_tied_matrix_add_up_its_gradients_and_count_them_once(config: PolicyConfig) -> None:
+def test_tied_ends_add_gradients_and_count_them_once(config: PolicyConfig) -> None:
     ends = {k: make(config, k, 2) for k in range(2)}
     names = {k: worker.tied_name for k, worker in ends.items()}
     assert names == {0: "model.embed_tokens.weight", 1: "model.embed_tokens.weight"}
@@ -223,9 +223,7 @@ def test_one_end_gives_the_other_its_matrix(config: PolicyConfig) -> None:
     assert torch.equal(last.stage.named()[name], first.stage.named()[name])
 
 
-def test_blocks_of_a_gradient_come_in_turn_and_count_once(
-    config: PolicyConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradient_blocks_come_in_turn_and_count_once(config: PolicyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "BLOCK_BYTES", 1)
     first, theirs = make(config, 0, 2), numbers(5, 384, H)
     parameter = first.stage.named()[first.tied_name or ""]
@@ -252,9 +250,7 @@ def test_blocks_of_a_gradient_come_in_turn_and_count_once(
     assert first.handle(Message(0, Squares(2))) == [answer] and torch.equal(parameter.grad, expected)
 
 
-def test_a_matrix_is_taken_over_when_all_its_blocks_have_come(
-    config: PolicyConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_matrix_is_taken_when_all_blocks_came(config: PolicyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "BLOCK_BYTES", 1)
     last, theirs = make(config, 1, 2), numbers(7, 384, H)
     parameter = last.stage.named()[last.tied_name or ""]
@@ -277,7 +273,7 @@ def test_a_matrix_is_taken_over_when_all_its_blocks_have_come(
     refused(last, Message(1, Share(False, 6)), "order")
 
 
-def test_memory_that_runs_out_is_said_and_the_turn_dropped(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exhausted_memory_is_said_and_drops_the_turn(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     def layers(*_: object) -> Tensor:
         raise RuntimeError("out of memory")
 
