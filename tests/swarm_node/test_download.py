@@ -113,7 +113,7 @@ def test_the_certificate_must_be_that_of_the_name(url: str, monkeypatch: pytest.
         download(url.replace("files", "other"), 9, public=True)
 
 
-def test_a_redirect_leads_no_further_than_a_first_address(url: str) -> None:
+def test_redirects_are_checked_like_first_addresses(url: str) -> None:
     with pytest.raises(UserError, match="inside.example is 127.0.0.1, which is not on the public internet"):
         download(f"{url}/away", 9, public=True)
 
@@ -132,7 +132,7 @@ def test_trickled_headers_do_not_outlast_the_deadline(url: str) -> None:
         *("::1", "fe80::1", "fd00::1", "::ffff:127.0.0.1", "::ffff:192.168.0.1", "224.0.0.1"),
     ],
 )
-def test_hosts_that_are_not_public_are_not_connected_to(ip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_hosts_are_not_connected_to(ip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(*arguments: Any) -> None:
         raise AssertionError("connected")
 

@@ -305,9 +305,7 @@ LIES = {
 
 
 @pytest.mark.parametrize(("lie", "why"), LIES.items(), ids=[lie.__name__ for lie in LIES])
-def test_who_gives_no_weights_worth_having_is_left_out_by_name(
-    swarm: Swarm, tmp_path: Path, lie: Any, why: str
-) -> None:
+def test_members_with_useless_weights_are_left_out(swarm: Swarm, tmp_path: Path, lie: Any, why: str) -> None:
     peers = [swarm.join() for _ in range(4)]
     lie(peers[1])
     weights, versions = swarm.gather(tmp_path)
@@ -316,7 +314,7 @@ def test_who_gives_no_weights_worth_having_is_left_out_by_name(
     assert left_out.startswith(f"{swarm.name(peers[1])} (") and why in left_out
 
 
-def test_what_a_stranger_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strangers_words_are_shown_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     on_stderr()("left out: a (no [/mine])")
     assert capsys.readouterr().err == "left out: a (no [/mine])\n"
 
@@ -401,7 +399,7 @@ def test_that_nobody_answers_is_not_that_nobody_averages() -> None:
 # --------------------------------------------------------------------- which cohort
 
 
-def test_the_largest_of_this_model_unless_another_is_named(swarm: Swarm, policy: Policy) -> None:
+def test_the_largest_cohort_of_this_model_is_chosen(swarm: Swarm, policy: Policy) -> None:
     for config in [NOLOCO] * 3 + [AveragingConfig(method="diloco")] * 2:
         swarm.join(config=config)
     for _ in range(4):
@@ -453,7 +451,7 @@ def test_it_says_what_differs(swarm: Swarm, policy: Policy, tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_settings_of_a_cohort_are_found_by_its_id(policy: Policy, options: dict[str, Any]) -> None:
+def test_a_cohorts_settings_are_found_by_id(policy: Policy, options: dict[str, Any]) -> None:
     config = AveragingConfig(**{"method": "noloco", **options})
     tensors: dict[str, Tensor] = policy.trainable_state()
     cohort = cohort_id(Fragments(tensors, config.fragments).layout, policy.start, SWARM, config)

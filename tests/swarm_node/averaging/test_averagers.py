@@ -121,7 +121,7 @@ def test_peers_of_another_cohort_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
-def test_a_peer_that_dies_in_the_middle_leaves_the_others_as_they_were(method: str) -> None:
+def test_a_peers_death_leaves_others_as_they_were(method: str) -> None:
     """Bit for bit: training stands still, so weights may change by averaging only."""
     slow_link = LinkModel(latency_s=0.02, bandwidth_bytes_s=600.0)
     cohort = Cohort(2, link=slow_link, every=1, method=method, timeout_s=30.0)
@@ -151,7 +151,7 @@ def test_those_who_are_left_go_on_averaging(method: str) -> None:
     assert all(after >= n + 4 for i, (n, after) in enumerate(zip(before, cohort.exchanges(), strict=True)) if i != 2)
 
 
-def test_a_slow_peer_takes_part_without_holding_anybody_up() -> None:
+def test_a_slow_peer_averages_and_holds_nobody_up() -> None:
     """Its steps take most of a round: it answers in the middle of them."""
     cohort = Cohort(2)
     cohort.trainees[1].step_s = 8.0
@@ -161,7 +161,7 @@ def test_a_slow_peer_takes_part_without_holding_anybody_up() -> None:
     assert slow.averager.counts["exchanges"] >= 10
 
 
-def test_one_that_joins_a_group_late_catches_up_with_its_count() -> None:
+def test_a_late_member_catches_up_with_the_round() -> None:
     cohort = Cohort(3, method="diloco", timeout_s=5.0)
     cohort.run(80)
     late = cohort.join()
@@ -170,7 +170,7 @@ def test_one_that_joins_a_group_late_catches_up_with_its_count() -> None:
     assert late.averager.counts["exchanges"] >= 5
 
 
-def test_where_only_progress_travels_a_late_one_still_gets_the_others_slow_weights() -> None:
+def test_a_late_member_gets_slow_weights_too() -> None:
     """And so does one that missed a round: progress alone would leave it an offset for ever."""
     cohort = Cohort(3, method="diloco", codec="8bit", timeout_s=5.0, overlap=False)
     cohort.run(80)
@@ -183,7 +183,7 @@ def test_where_only_progress_travels_a_late_one_still_gets_the_others_slow_weigh
     assert (slow - slow[0]).abs().max() < 1e-5
 
 
-def test_weights_with_which_nothing_can_be_computed_do_not_take_the_place_of_others() -> None:
+def test_unusable_weights_replace_nothing() -> None:
     averager = Cohort(1).trainees[0].averager
     before = torch.cat(averager.slow)
     better, broken = [torch.full_like(before, 2.0)], [torch.full_like(before, 3e38)]
@@ -216,7 +216,7 @@ def test_weights_on_trial_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -
     assert not any(bool(copy.any()) for copy in averager.copies())
 
 
-def test_a_copy_made_while_weights_are_replaced_is_not_averaged_with_old_slow_ones() -> None:
+def test_a_copy_made_during_replacement_is_not_averaged() -> None:
     cohort = Cohort(2, every=1, alpha=0.0)
     victim, liar = cohort.trainees
     victim.dead = liar.dead = True  # neither ticks: this test says what happens
@@ -294,7 +294,7 @@ def test_a_state_that_is_none_changes_nothing(changes: dict[str, Any], method: s
     assert averager.counts["exchanges"] == 7 and float(averager.slow[0][0]) == 1.0
 
 
-def test_bytes_are_counted_whoever_sends_at_the_same_time() -> None:
+def test_bytes_sent_at_the_same_time_are_counted() -> None:
     averager = Cohort(1).trainees[0].averager
     both = threading.Barrier(2)
 
@@ -320,7 +320,7 @@ def test_bytes_are_counted_whoever_sends_at_the_same_time() -> None:
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
-def test_a_fault_of_this_node_is_not_blamed_on_the_network(method: str) -> None:
+def test_an_own_fault_is_not_blamed_on_network(method: str) -> None:
     cohort = Cohort(2, method=method, every=1, timeout_s=5.0)
     a, b = cohort.trainees
     b.dead = True
@@ -337,7 +337,7 @@ def test_a_fault_of_this_node_is_not_blamed_on_the_network(method: str) -> None:
     assert any("fault: a part of this node" in sentence for sentence in a.said)
 
 
-def test_those_who_can_only_dial_average_with_those_who_can_be_dialled() -> None:
+def test_dial_only_peers_average_with_those_they_dial() -> None:
     cohort = Cohort(4, hidden=2)
     cohort.run(300)
     assert all(n >= 10 for n in cohort.exchanges())
@@ -424,7 +424,7 @@ def still_pair(**options: Any) -> Cohort:
     ],
     ids=str,
 )
-def test_a_head_that_does_not_fit_is_refused_before_its_body(changes: dict[str, Any], reason: str) -> None:
+def test_an_unfit_head_is_refused_before_its_body(changes: dict[str, Any], reason: str) -> None:
     cohort = still_pair()
     victim = cohort.trainees[0]
     before = victim.flat.clone()
@@ -435,7 +435,7 @@ def test_a_head_that_does_not_fit_is_refused_before_its_body(changes: dict[str, 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
-def test_values_that_are_none_are_never_applied_and_their_sender_muted(value: float) -> None:
+def test_non_finite_values_mute_their_sender(value: float) -> None:
     cohort = still_pair()
     victim = cohort.trainees[0]
     before = victim.flat.clone()
@@ -493,7 +493,7 @@ def test_the_probe_takes_back_what_does_harm() -> None:
 # --------------------------------------------------------------------- versions of the protocol
 
 
-def test_halves_are_written_in_the_newest_version_that_both_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this node is the newer one, or its partner is."""
     monkeypatch.setattr("protocol.tensors.SPOKEN", spoken_by(5))
     cohort = Cohort(2)
@@ -511,7 +511,7 @@ def test_halves_are_written_in_the_newest_version_that_both_read(monkeypatch: py
         assert open_weights_head(weights_head(averager.transport, peer, SWARM, COHORT, 1)).protocol == version
 
 
-def test_an_exchange_that_failed_for_its_version_says_how_to_upgrade() -> None:
+def test_a_failure_over_versions_says_how_to_upgrade() -> None:
     trainee = Cohort(2).trainees[0]
     for _ in range(2):
         trainee.averager.skip("version", "protocol 7 is too new for a node that speaks 5 and 6")

@@ -71,7 +71,7 @@ def test_averaging_after_each_step_leaves_one_model() -> None:
     assert run(LM["none"])["spread"] > 1e-4
 
 
-def test_pairs_send_as_much_as_their_codec_and_schedule_say() -> None:
+def test_pairs_send_what_codec_and_schedule_say() -> None:
     whole, coarse = run(LM["noloco"]), run(LM["noloco 4bit streaming"])
     exact = 4 * whole["parameters"] * whole["counts"]["exchanges"]
     assert whole["counts"]["bytes"] == pytest.approx(exact, rel=0.01), "whole blocks"

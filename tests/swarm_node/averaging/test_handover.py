@@ -104,7 +104,7 @@ def whole(late: Trainee) -> int:
 
 
 @pytest.mark.parametrize("options", [{}, {"fragments": 3}, {"method": "diloco"}], ids=str)
-def test_a_newcomer_goes_on_with_the_weights_of_one_that_is_ahead(options: dict[str, Any]) -> None:
+def test_a_newcomer_takes_weights_of_a_member_ahead(options: dict[str, Any]) -> None:
     cohort = seekers(**options)
     ahead, late = member(cohort), newcomer(cohort, trains=False)
     changed: list[Tensor] = []
@@ -256,7 +256,7 @@ def test_nothing_that_fails_changes_anything() -> None:
     assert late.updates > 100
 
 
-def test_another_is_looked_for_even_if_the_first_took_all_the_time() -> None:
+def test_another_is_asked_after_a_slow_first() -> None:
     cohort = seekers(link=SLOW)
     member(cohort), member(cohort)
     late = newcomer(cohort)
@@ -294,7 +294,7 @@ def test_one_is_given_them_at_a_time() -> None:
     assert all(torch.equal(trainee.flat, ahead.flat) for trainee in late), "each in its turn"
 
 
-def test_a_member_that_failed_to_give_can_give_again() -> None:
+def test_a_member_that_failed_once_gives_again() -> None:
     cohort = seekers(link=SLOW)
     ahead, first = member(cohort), newcomer(cohort)
     asked_by(first, lambda peer: cohort.at(3.0, lambda: cohort.kill(first)))
@@ -305,7 +305,7 @@ def test_a_member_that_failed_to_give_can_give_again() -> None:
     assert torch.equal(second.flat, ahead.flat)
 
 
-def test_who_asks_and_takes_nothing_keeps_others_from_them_for_a_while_only() -> None:
+def test_a_staller_blocks_others_only_for_a_while() -> None:
     cohort = seekers(fragments=3)
     ahead = member(cohort)
     staller = ask(ahead, "staller")
@@ -327,7 +327,7 @@ def test_who_asks_and_takes_nothing_keeps_others_from_them_for_a_while_only() ->
     assert isinstance(ask(ahead, "third"), Accepted)
 
 
-def test_strangers_that_ask_and_go_away_cost_few_copies() -> None:
+def test_strangers_that_hang_up_cost_few_copies() -> None:
     """Each is of a whole model, and training waits for it."""
     cohort = seekers()
     ahead = member(cohort)
@@ -380,7 +380,7 @@ def test_a_turn_that_never_began_is_nobodys() -> None:
 @pytest.mark.parametrize(
     "error", [RemoteProtocolError("torn", "gone"), PeerUnreachable("busy"), RemoteProtocolError("busy")], ids=repr
 )
-def test_the_only_donor_is_asked_again_if_it_fails_by_accident(error: Exception) -> None:
+def test_an_only_donor_is_asked_again_after_accidents(error: Exception) -> None:
     cohort = seekers()
     donor, late = member(cohort), newcomer(cohort, trains=False)
     fails_first(late, TRIES - 1, error)
@@ -401,7 +401,7 @@ def test_but_not_for_ever(error: Exception, tries: int) -> None:
     assert len(asked) == tries and not late.fetched
 
 
-def test_a_donor_that_is_torn_off_in_the_middle_gives_again() -> None:
+def test_a_torn_donor_gives_again_after_its_rest() -> None:
     """When its rest is over, though the time to look for one is as well."""
     cohort = seekers(link=SLOW)
     donor, late = member(cohort), newcomer(cohort, trains=False)
@@ -421,7 +421,7 @@ def test_a_donor_that_is_torn_off_in_the_middle_gives_again() -> None:
     assert len(late.fetched) == 1 and torch.equal(late.flat, donor.flat)
 
 
-def test_who_sends_rubbish_is_struck_and_who_is_muted_not_asked() -> None:
+def test_muted_liars_are_not_asked() -> None:
     cohort = seekers()
     liar, late = member(cohort), newcomer(cohort, trains=False)
     not_a_number(cohort, liar)
@@ -437,7 +437,7 @@ def test_who_sends_rubbish_is_struck_and_who_is_muted_not_asked() -> None:
     assert not asked
 
 
-def test_looking_begins_with_the_first_step_however_long_loading_takes() -> None:
+def test_looking_begins_with_the_first_step() -> None:
     cohort = seekers()
     ahead = member(cohort)
     late = cohort.join(dead=True)
@@ -528,7 +528,7 @@ def test_only_those_a_round_ahead_are_asked() -> None:
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
-def test_an_exchange_of_the_old_weights_does_nothing_to_the_new(method: str) -> None:
+def test_an_exchange_of_old_weights_spares_new_ones(method: str) -> None:
     cohort = Cohort(2, link=SLOW, every=1, method=method, timeout_s=30.0)
     late, partner = cohort.trainees
     late.trains = partner.trains = False
@@ -576,7 +576,7 @@ def collected(cohort: Cohort, members: list[Trainee], seconds: float, seed: int)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_those_that_trickle_do_not_keep_the_others_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trickling_members_do_not_keep_others_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "BYTES_PER_S", 1.0)  # as if the model were large
     cohort = seekers(link=LinkModel(latency_s=0.02, bandwidth_bytes_s=0.5))
     slow = [member(cohort) for _ in range(2 * AT_ONCE)]

@@ -75,7 +75,7 @@ def magnitudes(n: int, seed: int, low: float = -8, high: float = 3) -> Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([8, 4]), st.integers(1, 500), st.floats(-14, 2), st.integers(0, 2**30))
-def test_within_the_limit_the_error_is_half_a_step(bits: int, n: int, exponent: float, seed: int) -> None:
+def test_within_reach_the_error_is_half_a_step(bits: int, n: int, exponent: float, seed: int) -> None:
     """However large the values are beside what they differ by."""
     limit = 10**exponent
     near = magnitudes(n, seed)
@@ -125,7 +125,7 @@ def test_errors_cancel(bits: int) -> None:
 
 
 @both
-def test_who_is_too_far_away_is_not_read_but_known(bits: int) -> None:
+def test_blocks_too_far_away_are_reported_unread(bits: int) -> None:
     near = magnitudes(6400, 1, -4, 0)
     x = near + 1e-3 * normal(6400, 3)
     far = torch.arange(0, 6400, 7 * BLOCK)
@@ -251,7 +251,7 @@ def test_steps_that_are_none_are_refused(bits: int, bad: bytes) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from([8, 4]), st.integers(1, 200), st.integers(0, 2**30), st.data())
-def test_made_up_bytes_are_values_within_reach_or_an_error(bits: int, n: int, seed: int, data: st.DataObject) -> None:
+def test_made_up_bytes_give_near_values_or_errors(bits: int, n: int, seed: int, data: st.DataObject) -> None:
     near = magnitudes(n, seed)
     size = -(-n // BLOCK) * lattice_bytes(bits)
     made_up = data.draw(st.binary(min_size=size, max_size=size))
@@ -325,7 +325,7 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
-def test_four_bits_keep_a_swarm_together_as_float32_does() -> None:
+def test_four_bits_keep_a_swarm_together() -> None:
     """Measured: the spread is 0.0185 in float32, 1.00 times that with 8 bits and 1.09 times with 4; after 100 rounds
     the mean has come 6.8 far, and differs from float32's by 0.0017 (8 bits) and 0.029 (4 bits).
 
@@ -343,7 +343,7 @@ def test_four_bits_keep_a_swarm_together_as_float32_does() -> None:
 
 
 @pytest.mark.parametrize(("codec", "times"), [("8", 1.5), ("4", 2.0)])
-def test_a_swarm_stays_together_where_few_values_are_far_apart(codec: str, times: float) -> None:
+def test_a_swarm_stays_together_under_heavy_tailed_noise(codec: str, times: float) -> None:
     """Noise of Student's t with 3 degrees of freedom. Measured: 1.2 times the spread in float32 with 8 bits and 1.4
     with 4; without the check, values read a multiple of 2^b s off stayed there, 15 times the spread from the rest."""
     exact, lossy = (swarm_of_pairs(name, tails=3, n=512, rounds=200)[0] for name in ("float32", codec))

@@ -141,7 +141,7 @@ def send(call: Accepted, body: Tensor) -> Accepted:
 TORN = RemoteProtocolError("torn", "the end is missing")
 
 
-def test_a_copy_from_before_another_exchange_is_not_paired_with_slow_weights_from_after_it() -> None:
+def test_a_copy_outdated_by_another_exchange_is_refused() -> None:
     node = Answering()
     node.at(1020, 0.1)
     copy = node.averager._copy
@@ -159,7 +159,7 @@ def test_a_copy_from_before_another_exchange_is_not_paired_with_slow_weights_fro
     assert node.averager.counts["exchanges"] == 2
 
 
-def test_what_is_given_up_is_forgotten_and_goes_on_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_given_up_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "pieces", lambda codec, values: iter([memoryview(b"a"), memoryview(b"b")]))
     node = Answering(timeout_s=6.0, clip=1.5, gates=True)
     call, (piece,) = node.called(1010), pieces("float32", node.body(1.0))
@@ -180,7 +180,7 @@ def test_what_is_given_up_is_forgotten_and_goes_on_no_longer(monkeypatch: pytest
     assert node.averager.counts["exchanges"] == 0 and node.averager.robust.state() == known
 
 
-def test_nobody_has_to_notice_that_it_is_too_late() -> None:
+def test_a_late_body_is_refused_without_a_step() -> None:
     node = Answering(timeout_s=6.0)
     call = node.called(1010)
     node.cohort.run(6.0 + GRACE_S + 0.1)
@@ -189,9 +189,7 @@ def test_nobody_has_to_notice_that_it_is_too_late() -> None:
 
 
 @pytest.mark.parametrize("during", ["write", "check"])
-def test_what_is_given_up_while_a_worker_is_at_it_is_forgotten_after(
-    during: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exchange_given_up_during_work_is_forgotten(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Answering(timeout_s=6.0, clip=1.5)
     there: list[bool] = []
 
@@ -232,7 +230,7 @@ def test_who_withholds_the_end_teaches_nothing() -> None:
     assert node.averager.robust.state() != known
 
 
-def test_every_failure_counts_and_there_are_few_in_a_round() -> None:
+def test_failures_count_and_few_fit_a_round() -> None:
     node = Answering()
     raw = b"\0\0\xc0\x7f" * (encoded_size("float32", 730) // 4)
     for _ in range(ATTEMPTS):
@@ -246,7 +244,7 @@ def test_every_failure_counts_and_there_are_few_in_a_round() -> None:
     assert ATTEMPTS >= MUTED_AFTER and node.averager._muted
 
 
-def test_training_waits_for_a_round_and_not_for_each_of_its_calls() -> None:
+def test_training_waits_once_for_each_round() -> None:
     node = Answering(timeout_s=4.0, overlap=False)
     call = node.called(1010)
     node.cohort.run(3.0)
@@ -263,7 +261,7 @@ def test_training_waits_for_a_round_and_not_for_each_of_its_calls() -> None:
     assert node.averager.waiting(), "for the next one again"
 
 
-def test_other_rounds_are_answered_at_their_boundary_only_and_each_is_settled_alone() -> None:
+def test_other_rounds_are_answered_at_their_boundary_only() -> None:
     node = Answering(n=6)
     assert [node.refusal(1010 + k) for k in (-2, -1, 1, 2)] == ["round", "round", "early", "round"]
     node.at(1010, 0.9)
