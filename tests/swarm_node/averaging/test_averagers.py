@@ -6,8 +6,8 @@ import math
 import threading
 from collections import Counter
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from swarm_node.averaging.fetching import weights_head
 from swarm_node.averaging.pairs import PairAverager
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.installed import upgrade_command
+from tests.support.locks import Watched
 from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 
 
@@ -294,16 +295,23 @@ def test_a_state_that_is_none_changes_nothing(changes: dict[str, Any], method: s
     assert averager.counts["exchanges"] == 7 and float(averager.slow[0][0]) == 1.0
 
 
-def test_bytes_sent_at_the_same_time_are_counted() -> None:
+def test_bytes_sent_at_the_same_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker goes on from its look at the count when the second one waits for it, or has looked as well."""
+    second_is_there, looks = threading.Event(), list[int]()
+    monkeypatch.setattr(
+        averager_module,
+        "threading",
+        SimpleNamespace(Lock=lambda: Watched(second_is_there), Event=threading.Event),
+    )
     averager = Cohort(1).trainees[0].averager
-    both = threading.Barrier(2)
 
     class Read(Counter[str]):
         def __getitem__(self, name: str) -> int:
-            """Both workers look at the count before either writes it, if nothing keeps them from that."""
             value = super().__getitem__(name)
-            with suppress(threading.BrokenBarrierError):
-                both.wait(0.2)
+            looks.append(value)
+            if len(looks) == 2:
+                second_is_there.set()
+            assert second_is_there.wait(60)
             return value
 
     averager.counts = Read()
@@ -315,7 +323,7 @@ def test_bytes_sent_at_the_same_time_are_counted() -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(20)
+        worker.join(60)
     assert averager.counts.get("bytes") == 20
 
 

@@ -112,7 +112,7 @@ def test_a_users_copy_of_the_model_is_given(tmp_path: Path) -> None:
             assert give(config(model=str(folder)), swarm(described(folder)), [], transport, print) is None
         else:
             give_what_is_here(config(model=str(folder)), swarm(described(folder)), transport, print)
-        assert transport.told.wait(20) and MODEL_METHOD in transport.accepted
+        assert transport.told.wait(60) and MODEL_METHOD in transport.accepted
 
 
 # --------------------------------------------------------------------- where from
@@ -216,7 +216,7 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
         def do_GET(self) -> None:
             state["asked"].append(self.path)
             if state["silent"].is_set():
-                ended.wait(30)
+                ended.wait(60)
                 return
             if self.path.startswith("/api/models/org/model"):
                 files = sorted(path.name for path in folder.iterdir())

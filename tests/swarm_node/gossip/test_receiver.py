@@ -22,7 +22,7 @@ from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingC
 from swarm_node.gossip import receiver as receiver_module
 from swarm_node.gossip.ledger import FORGIVE_S, MAX_PEERS, MAX_SAID, MUTE_AFTER, MUTE_S, REASONS
 from swarm_node.gossip.quota import MAX_MINUTES, Minutes
-from swarm_node.gossip.receiver import ADMIT_MOST_S, Receiver
+from swarm_node.gossip.receiver import ADMIT_LEAST_S, ADMIT_MOST_S, Receiver
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import PIECE_CHARS
@@ -166,9 +166,12 @@ def test_a_slot_is_answered_twice_and_no_more(world: World) -> None:
     assert rejected(receiver) == {"slot": 18.0, "duplicate": 1.0} and not receiver.by_peer()[PEER.peer_id]["muted"]
 
 
-def test_a_waiting_reward_holds_up_one_group(world: World) -> None:
+def test_a_waiting_reward_holds_up_one_group(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a node counts waiting, not computing alone."""
+    monkeypatch.setattr(receiver_module, "ADMIT_MOST_S", ADMIT_LEAST_S)
+
     def score(*arguments: Any) -> list[Score]:
-        threading.Event().wait(ADMIT_MOST_S)
+        threading.Event().wait(2 * ADMIT_LEAST_S)
         return world.tasks.score(*arguments)
 
     receiver = world.receiver(score=score, spent=Receiver.__init__.__defaults__[-1])  # the clock of a node

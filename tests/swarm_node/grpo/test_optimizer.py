@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import SnapshotError
+from swarm_node.grpo import optimizer as optimizer_module
 from swarm_node.grpo.optimizer import Optimizer
+from tests.support.locks import Watched
 from tests.swarm_node.grpo.tiny import make
 
 
@@ -99,17 +102,17 @@ def test_other_options_hold_from_the_next_update_on():
         assert torch.equal(q, r) and not torch.equal(p, q)
 
 
-def test_an_update_waits_for_whoever_copies_the_weights():
-    model = make()
+def test_an_update_waits_for_whoever_copies_the_weights(monkeypatch):
+    wanted, model = threading.Event(), make()
+    monkeypatch.setattr(optimizer_module, "threading", SimpleNamespace(Lock=lambda: Watched(wanted)))
     optimizer = Optimizer(model.named_parameters(), GrpoConfig(), 1e-3)
     before = model.lm_head.weight.detach().clone()
     fill(model, 0)
     updating = threading.Thread(target=optimizer.apply, args=(1.0, 1e-3))
     with optimizer.still():
         updating.start()
-        updating.join(0.2)
-        assert updating.is_alive() and torch.equal(model.lm_head.weight, before)
-    updating.join(20.0)
+        assert wanted.wait(60) and torch.equal(model.lm_head.weight, before)
+    updating.join(60)
     assert not updating.is_alive() and not torch.equal(model.lm_head.weight, before)
 
 

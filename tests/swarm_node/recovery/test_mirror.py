@@ -22,6 +22,8 @@ from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
 
 SWARM = "5" * 64
 Says = list[str]
+HANGS_S = 100.0
+"""What has not happened by then never will."""
 
 
 def snapshot(folder: Path, round: int, model: str = "m") -> None:
@@ -39,12 +41,12 @@ def copied(url: str, run: Path, name: str = "a", peer: str = "12D3KooWaaaaaaaa")
     said: Says = []
     one = mirror(url, run, said, name, peer)
     one.start()
-    one.finish(30)
+    one.finish(HANGS_S)
     return said
 
 
 def until(what: Callable[[], Any]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + HANGS_S
     while not what():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -92,7 +94,7 @@ def test_snapshots_are_copied_and_two_kept(tmp_path: Path) -> None:
         snapshot(run / "snapshots", round)
         until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
     until(lambda: len(list(there.iterdir())) == 2)
-    one.finish(30)
+    one.finish(HANGS_S)
     assert sorted(path.name for path in there.iterdir()) == ["round-00000002", "round-00000003"]
     assert said == []
 
@@ -205,7 +207,7 @@ def test_a_silent_place_is_a_user_error(tmp_path: Path, monkeypatch: pytest.Monk
     one, answered = mirror("memory://x", tmp_path / "run", []), threading.Event()
 
     def find(*args: Any) -> list[str]:
-        answered.wait(30)
+        answered.wait(HANGS_S)
         return []
 
     monkeypatch.setattr(one._fs, "find", find)
@@ -228,7 +230,7 @@ def test_without_the_right_to_remove_it_writes_on(tmp_path: Path, monkeypatch: p
     for round in (1, 2, 3, 4):
         snapshot(run / "snapshots", round)
         until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
-    one.finish(30)
+    one.finish(HANGS_S)
     assert len(said) == 1 and "old copies stay at" in said[0] and "not yours" in said[0]
     assert len(list(there.iterdir())) == 4
 
@@ -255,10 +257,10 @@ def test_a_restored_copy_is_not_sent_again(url: str, tmp_path: Path) -> None:
         assert one._done == {"snapshots": ["round-00000001"]}
         files = sent(one, patch)
         one.start()
-        one.finish(30)
+        one.finish(HANGS_S)
         again = mirror(url, run, said)  # the same volume, later
         again.start()
-        again.finish(30)
+        again.finish(HANGS_S)
         assert files == []
         snapshot(run / "snapshots", 2)
         assert copied(url, run) == []
@@ -274,7 +276,7 @@ def test_copies_of_another_peer_become_ones_own(url: str, tmp_path: Path) -> Non
     with pytest.MonkeyPatch.context() as patch:
         files = sent(one, patch)
         one.start()
-        one.finish(30)
+        one.finish(HANGS_S)
     assert files[-1] == "round-00000001/SHA256SUMS"
 
 
@@ -293,7 +295,7 @@ def test_an_overwritten_copy_counts_when_whole(url: str, tmp_path: Path) -> None
 
         patch.setattr(one._fs, "put_file", put_file)
         one.start()
-        one.finish(30)
+        one.finish(HANGS_S)
     assert "taken back" in said[0]
     assert list(one._list()["a-aaaaaaaa"]["snapshots"]) == ["round-00000001"]
 
@@ -394,7 +396,7 @@ def test_an_unreadable_folder_leaves_others_copied(tmp_path: Path, monkeypatch: 
                 and looks.count(run / "stages" / "3") > 2 * round
             )
         )
-    one.finish(30)
+    one.finish(HANGS_S)
     assert len(said) == 2 and "(stages/3: NotADirectoryError" in said[0]
     assert said[1] == f"the last snapshot is not at file://{away}; there: snapshots/round-00000003"
 
@@ -416,7 +418,7 @@ def test_a_failed_listing_does_not_end_the_copies(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(one, "_folders", fail)
     until(lambda: len(looks) > 3)
     snapshot(run / "snapshots", 2)
-    one.finish(30)
+    one.finish(HANGS_S)
     assert len(said) == 1 and "Input/output error" in said[0]
     assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000002/SHA256SUMS"))
 
@@ -429,14 +431,14 @@ def test_a_hanging_copy_is_mentioned_meanwhile(tmp_path: Path, monkeypatch: pyte
     put = one._fs.put_file
 
     def put_file(source: str, target: str) -> None:
-        assert answered.wait(60)
+        assert answered.wait(HANGS_S)
         put(source, target)
 
     monkeypatch.setattr(one._fs, "put_file", put_file)
     one.start()
     until(lambda: said)
     answered.set()
-    one.finish(30)
+    one.finish(HANGS_S)
     assert said == [
         f"snapshots/round-00000001 is not at file://{tmp_path}/away after 0 minutes of copying, which go on"
     ]
@@ -508,7 +510,7 @@ def test_nothing_is_copied_beneath_an_unmounted_share(
     until(lambda: said)
     assert not away.exists() and "FileNotFoundError" in said[0]
     away.mkdir()
-    one.finish(30)
+    one.finish(HANGS_S)
     assert len(said) == 1 and list(away.glob("*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
 
 
@@ -544,7 +546,7 @@ def test_the_last_written_is_copied_whatever_its_number(tmp_path: Path) -> None:
             store.save(round, {"policy": {"w": torch.full((3,), float(round))}}, {"model": "m"})
             store.close()
         until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
-    one.finish(30)
+    one.finish(HANGS_S)
     assert sorted(path.name for path in there.iterdir()) == ["round-00000031", "round-00000032"]
     assert said == []
 
@@ -586,13 +588,13 @@ def test_a_file_that_stalls_is_a_user_error(tmp_path: Path, monkeypatch: pytest.
 
     def get_file(source: str, target: str) -> None:
         if source.endswith("policy.safetensors"):
-            answered.wait(60)
+            answered.wait(HANGS_S)
         get(source, target)
 
     monkeypatch.setattr(one._fs, "get_file", get_file)
-    monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 1.0)
+    monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 3.0)
     monkeypatch.setattr("swarm_node.recovery.mirror.SAY_S", 0.05)
-    with pytest.raises(UserError, match=r"nothing more of \S+/round-00000007/policy.safetensors within 1 s.*leave out"):
+    with pytest.raises(UserError, match=r"nothing more of \S+/round-00000007/policy.safetensors within 3 s.*leave out"):
         one.restore()
     answered.set()
     assert f"fetching a-aaaaaaaa/snapshots/round-00000007 from {url}: 0.0 MB" in said
@@ -610,7 +612,7 @@ def test_what_comes_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
             whole.set()
         return size
 
-    assert _in_time(lambda: whole.wait(60), grown)
+    assert _in_time(lambda: whole.wait(HANGS_S), grown)
 
 
 def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
@@ -635,9 +637,10 @@ def test_a_wait_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(one._fs, "put_file", put_file)
     one.start()
-    one.finish(30)
+    one.finish(HANGS_S)
     assert said == [
-        f"waiting until the last snapshot is at file://{tmp_path}/away, 30 s at most; a signal cuts that to seconds"
+        f"waiting until the last snapshot is at file://{tmp_path}/away, {HANGS_S:.0f} s at most; "
+        "a signal cuts that to seconds"
     ]
 
 
@@ -652,7 +655,7 @@ def test_three_copies_of_a_stage_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
         for update in ones:
             snapshot(run / "stages" / "0", update)
             until((there / f"round-{update:08}" / "SHA256SUMS").exists)
-        one.finish(30)
+        one.finish(HANGS_S)
         return sorted(int(path.name[6:]) for path in there.iterdir())
 
     assert updates(80, 100, 120, 127) == [100, 120, 127]
@@ -708,7 +711,7 @@ def test_a_read_error_does_not_make_snapshots_torn(code: int, tmp_path: Path, mo
     one = mirror(f"file://{tmp_path}/away", run, said)
     one.start()
     until(lambda: len(failed) == 3)
-    one.finish(30)
+    one.finish(HANGS_S)
     assert len(said) == 1 and os.strerror(code) in said[0]
     assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
 
@@ -727,7 +730,7 @@ def test_an_uncopied_last_snapshot_is_said(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(one, "_copy_newest", and_then)
     monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 600.0)
-    one.finish(30)
+    one.finish(HANGS_S)
     assert said == [f"the last snapshot is not at file://{tmp_path}/away; there: snapshots/round-00000001"]
 
 
