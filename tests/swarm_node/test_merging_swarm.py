@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,11 @@ class Swarm:
         self.clock = VirtualClock(1000.0)
         self.network = MemoryNetwork(self.clock)
         self.first: list[str] = []
+        self.numbers = count()
         self.said: list[str] = []
 
     def join(self, version: int = 100, config: AveragingConfig = NOLOCO, link: LinkModel = FAST, **card: Any) -> Peer:
-        number = len(self.network._nodes)
+        number = next(self.numbers)
         transport = self.network.join(f"peer{number:08}", SWARM, link=link, bootstrap=self.first)
         self.first = self.first or transport.addresses[:1]
         noise = torch.Generator().manual_seed(number)
@@ -203,7 +205,7 @@ def test_the_table_shows_versions(capsys: pytest.CaptureFixture[str]) -> None:
     held = {"all": Held(8, 0.5, 0.75)}
     result = Merged("out", "uniform", 0.5, versions={"ann …12345678": 417}, questions=8, samples=4)
     result.runs, result.merged, result.mean_pass_1 = {"ann …12345678": held}, held, 0.5
-    merging._show(result, Console(width=100))
+    merging.show(result, Console(width=100))
     shown = capsys.readouterr().out
     assert "version" in shown and "rounds" not in shown and "ann …12345678" in shown and "417" in shown
 
@@ -222,7 +224,7 @@ def test_weights_are_on_disk_not_in_memory(policy: Policy, tmp_path: Path) -> No
 def test_whoever_is_busy_is_asked_again(swarm: Swarm, tmp_path: Path) -> None:
     peers = [swarm.join() for _ in range(3)]
     swarm.look()
-    held = peers[0].handover._accept("somebody", seal_head(_head(peers[0])), 0)
+    held = peers[0].handover.accept("somebody", seal_head(_head(peers[0])), 0)
     swarm.clock.call_at(swarm.clock.now() + 32.0, held.done, None)
     weights, _ = swarm.gather(tmp_path)
     assert len(weights) == 3 and not swarm.left_out()

@@ -57,9 +57,9 @@ def test_between_exchanges_there_are_slow_weights_and_momentum(
             monkeypatch.setattr(averager, "_weigh", refuse)
     cohort.run(2.5 * PERIOD_S)
     for averager in averagers:
-        averager._due = lambda round: False  # type: ignore[attr-defined]  # no more of them
+        averager.config = averager.config.model_copy(update={"every": 10**9})  # no more of them
     cohort.run(5.0)
-    assert not any(averager._under_way for averager in averagers)  # type: ignore[attr-defined]
+    assert not any(averager.under_way() for averager in averagers)
     assert sum(averager.counts["skipped/gates" if fault else "exchanges"] for averager in averagers) >= 1
     assert vectors(730) - before == 2 * len(averagers)
 
@@ -70,7 +70,8 @@ def test_without_overlap_whoever_is_called_waits_too() -> None:
 
     def look() -> None:
         for trainee in cohort.trainees:
-            exchange = trainee.averager._under_way  # type: ignore[attr-defined]
+            assert isinstance(trainee.averager, PairAverager)
+            exchange = trainee.averager.exchange
             if exchange is not None and not exchange.ours and not exchange.done:
                 waits[trainee.number] += trainee.averager.waiting()
                 assert trainee.averager.waiting()
@@ -112,7 +113,7 @@ class Answering:
         size, me = len(self.averager.slow[0]), self.averager.place.peer_id
         peer = peer or self.averager._partner(round) or ""
         head = AverageHead(PROTOCOL_VERSION, SWARM, COHORT, peer, me, round, 0)
-        return self.averager._accept(peer, seal_head(head), encoded_size("float32", size))
+        return self.averager.accept(peer, seal_head(head), encoded_size("float32", size))
 
     def refusal(self, round: int, peer: str = "") -> str:
         with pytest.raises(RemoteProtocolError) as error:
@@ -163,13 +164,13 @@ def test_an_exchange_given_up_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(pairs, "pieces", lambda codec, values: iter([memoryview(b"a"), memoryview(b"b")]))
     node = Answering(timeout_s=6.0, clip=1.5, gates=True)
     call, (piece,) = node.called(1010), pieces("float32", node.body(1.0))
-    exchange, sent, known = node.averager._under_way, iter(call.ours.pieces()), node.averager.robust.state()
+    exchange, sent, known = node.averager.exchange, iter(call.ours.pieces()), node.averager.robust.state()
     assert exchange is not None and next(sent) == b"a"
     call.sink(piece[:100])
     node.cohort.run(6.0 + GRACE_S + 0.1)
     assert len(exchange.fast) == 730, "nobody noticed"
     node.step()
-    assert node.averager._under_way is None and node.skipped == {"skipped/slow": 1}
+    assert not node.averager.under_way() and node.skipped == {"skipped/slow": 1}
     assert len(exchange.fast) == len(exchange.slow) == len(exchange.readers) == 0
     for go_on in (lambda: call.sink(piece[100:]), lambda: next(sent), lambda: next(iter(call.ours.pieces()))):
         with pytest.raises(RemoteProtocolError) as error:
@@ -207,9 +208,9 @@ def test_an_exchange_given_up_during_work_is_forgotten(during: str, monkeypatch:
     else:
         monkeypatch.setattr(node.averager.robust, "check", late(node.averager.robust.check))
     call = node.called(1010)
-    exchange = node.averager._under_way
+    exchange = node.averager.exchange
     send(call, node.body(1.0))
-    assert there == [True] and node.averager._under_way is None
+    assert there == [True] and not node.averager.under_way()
     assert exchange is not None and exchange.momentum is None
     assert len(exchange.fast) == len(exchange.slow) == 0
 
@@ -241,7 +242,7 @@ def test_failures_count_and_few_fit_a_round() -> None:
     assert node.refusal(1010) == "late"
     node.step()
     assert node.skipped == {"skipped/values": ATTEMPTS}
-    assert ATTEMPTS >= MUTED_AFTER and node.averager._muted
+    assert ATTEMPTS >= MUTED_AFTER and any("for an hour" in said for said in node.cohort.trainees[0].said)
 
 
 def test_training_waits_once_for_each_round() -> None:
@@ -255,7 +256,7 @@ def test_training_waits_once_for_each_round() -> None:
     node.called(1010)
     assert node.averager.waiting()
     node.cohort.run(1.5)
-    assert node.averager._under_way is not None and not node.averager.waiting()
+    assert node.averager.under_way() and not node.averager.waiting()
     node.at(1012, 0.5)
     node.called(1012)
     assert node.averager.waiting(), "for the next one again"

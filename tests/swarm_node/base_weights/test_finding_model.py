@@ -364,7 +364,7 @@ def test_a_slow_hub_is_left_unless_alone(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(hub.time, "sleep", lambda seconds: None)
     child: Any = Child()
     with pytest.raises(HubFailed, match="sends 0.0 MB a second") as caught:
-        hub._watch(child, lambda: [hub.ASKING, hub.ANSWERED], tmp_path, False, clock)
+        hub.watch(child, lambda: [hub.ASKING, hub.ANSWERED], tmp_path, False, clock)
     assert caught.value.slow and child.left > 50
-    hub._watch(child, lambda: [hub.ASKING, hub.ANSWERED], tmp_path, True, clock)
+    hub.watch(child, lambda: [hub.ASKING, hub.ANSWERED], tmp_path, True, clock)
     assert child.left == 0

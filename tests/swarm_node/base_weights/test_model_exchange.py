@@ -43,6 +43,7 @@ class World:
         self.clock = VirtualClock()
         self.network = MemoryNetwork(self.clock, seed=3)
         self.newcomer = self.network.join("newcomer", SWARM)
+        self.nodes: dict[str, MemoryTransport] = {}
         self.said: list[str] = []
         self.members = Members(self.newcomer, SWARM, [], self.said.append, self.clock.now, self.wait, random.Random(0))
 
@@ -51,7 +52,7 @@ class World:
 
     def join(self, name: str, link: LinkModel = HOME) -> MemoryTransport:
         """A member; known to all after `meet`."""
-        node = self.network.join(name, SWARM, link, self.newcomer.addresses)
+        node = self.nodes[name] = self.network.join(name, SWARM, link, self.newcomer.addresses)
         node.announce(PeerCard(PROTOCOL_VERSION, SWARM, self.clock.now(), name, ["trainer"]))
         return node
 
@@ -149,15 +150,15 @@ def test_newcomers_are_served_few_pieces_at_once(world: World) -> None:
     world.meet()
     sha256 = world.model.listing.files[0].pieces[0]
     head = seal_head(BlobHead(PROTOCOL_VERSION, SWARM, sha256))
-    first = giver._accept("p", head, 0)
+    first = giver.accept("p", head, 0)
     with pytest.raises(RemoteProtocolError) as caught:
-        giver._accept("q", head, 0)
+        giver.accept("q", head, 0)
     assert caught.value.reason == "busy"
     first.done(None)
-    giver._accept("q", head, 0).done(RemoteProtocolError("torn"))
+    giver.accept("q", head, 0).done(RemoteProtocolError("torn"))
     with pytest.raises(RemoteProtocolError, match="busy"):  # who did not take it waits
-        giver._accept("q", head, 0)
-    giver._accept("p", head, 0).done(None)
+        giver.accept("q", head, 0)
+    giver.accept("p", head, 0).done(None)
     world.is_here(world.fetch())
 
 
@@ -171,7 +172,7 @@ def test_slow_takers_keep_nobody_from_the_model(world: World) -> None:
 
     def take(peer: str) -> bool:
         try:
-            accepted = giver._accept(peer, head, 0)
+            accepted = giver.accept(peer, head, 0)
         except RemoteProtocolError as error:
             assert error.reason == "busy"
             return False
@@ -198,14 +199,14 @@ def test_a_slow_taker_alone_need_not_wait(world: World) -> None:
     giver = Giver(world.join("a"), SWARM, world.model, world.said.append, now=lambda: now[0])
     head = seal_head(BlobHead(PROTOCOL_VERSION, SWARM, world.model.listing.files[1].pieces[0]))
     for _ in range(5):
-        accepted = giver._accept("slow", head, 0)
+        accepted = giver.accept("slow", head, 0)
         now[0] += 200.0
         accepted.done(None)
-    giver._accept("other", head, 0).done(None)
+    giver.accept("other", head, 0).done(None)
     with pytest.raises(RemoteProtocolError, match="busy"):
-        giver._accept("slow", head, 0)
+        giver.accept("slow", head, 0)
     now[0] += 21.0
-    giver._accept("slow", head, 0).done(None)
+    giver.accept("slow", head, 0).done(None)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_a_slow_taker_alone_need_not_wait(world: World) -> None:
 def test_nothing_else_is_given(world: World, head: bytes, size: int, reason: str) -> None:
     giver = world.giver("a")
     with pytest.raises(RemoteProtocolError) as caught:
-        giver._accept("p", head, size)
+        giver.accept("p", head, size)
     assert caught.value.reason == reason
     assert not giver._taken
 
@@ -343,9 +344,9 @@ def test_a_peer_that_refused_is_asked_later(world: World, reason: str) -> None:
         asked.append(world.clock.now())
         if asked[-1] < asked[0] + 30.0:
             raise RemoteProtocolError(reason, "as it is there")
-        return giver._accept(peer, head, size)
+        return giver.accept(peer, head, size)
 
-    world.network._nodes["a"].accept(MODEL_METHOD, refuse)
+    world.nodes["a"].accept(MODEL_METHOD, refuse)
     world.meet()
     world.is_here(world.fetch())
     assert not world.members.liars
@@ -359,12 +360,12 @@ def test_requests_use_the_newest_version_both_read(
     monkeypatch.setattr(fetching, "version_for", partial(version_for, spoken=spoken_by(5)))
     monkeypatch.setattr("protocol.tensors.SPOKEN", spoken_by(5))
     giver = world.giver("a")
-    node = world.network._nodes["a"]
+    node = world.nodes["a"]
     node.announce(PeerCard(protocol, SWARM, world.clock.now(), "a", ["trainer"], speaks=speaks))
     heads: list[bytes] = []
 
     def accept(peer: str, head: bytes, size: int) -> Accepted:
-        answer = giver._accept(peer, head, size)
+        answer = giver.accept(peer, head, size)
         heads.extend([head, answer.ours.head])
         return answer
 

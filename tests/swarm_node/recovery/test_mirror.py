@@ -17,7 +17,7 @@ import torch
 
 from swarm_node.errors import UserError
 from swarm_node.recovery import snapshots
-from swarm_node.recovery.mirror import Mirror, _in_time
+from swarm_node.recovery.mirror import Mirror, in_time
 from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
 
 SWARM = "5" * 64
@@ -43,6 +43,13 @@ def copied(url: str, run: Path, name: str = "a", peer: str = "12D3KooWaaaaaaaa")
     one.start()
     one.finish(HANGS_S)
     return said
+
+
+def whole(one: Mirror, owner: str) -> list[str]:
+    """Rounds of which `owner` has whole copies."""
+    one.fs.invalidate_cache()
+    files = [file.split("/")[-4:] for file in one.fs.find(one.place)]
+    return sorted(name for of, folder, name, file in files if (of, folder, file) == (owner, "snapshots", "SHA256SUMS"))
 
 
 def until(what: Callable[[], Any]) -> None:
@@ -177,7 +184,7 @@ def test_an_unreadable_place_is_a_user_error(tmp_path: Path, monkeypatch: pytest
     def find(*args: Any) -> list[str]:
         raise RuntimeError("no credentials")
 
-    monkeypatch.setattr(one._fs, "find", find)
+    monkeypatch.setattr(one.fs, "find", find)
     with pytest.raises(UserError, match="no credentials.*leave out --snapshot-to to begin anew"):
         one.restore()
 
@@ -210,7 +217,7 @@ def test_a_silent_place_is_a_user_error(tmp_path: Path, monkeypatch: pytest.Monk
         answered.wait(HANGS_S)
         return []
 
-    monkeypatch.setattr(one._fs, "find", find)
+    monkeypatch.setattr(one.fs, "find", find)
     monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 0.1)
     with pytest.raises(UserError, match="no answer within 0 s.*leave out --snapshot-to to begin anew"):
         one.restore()
@@ -224,7 +231,7 @@ def test_without_the_right_to_remove_it_writes_on(tmp_path: Path, monkeypatch: p
     def rm(*args: Any, **options: Any) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(one._fs, "rm", rm)
+    monkeypatch.setattr(one.fs, "rm", rm)
     one.start()
     there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
     for round in (1, 2, 3, 4):
@@ -237,13 +244,13 @@ def test_without_the_right_to_remove_it_writes_on(tmp_path: Path, monkeypatch: p
 
 def sent(one: Mirror, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Files that `one` sends from now on."""
-    files, put = list[str](), one._fs.put_file
+    files, put = list[str](), one.fs.put_file
 
     def put_file(source: str, target: str) -> None:
         files.append("/".join(target.rsplit("/", 2)[1:]))
         put(source, target)
 
-    monkeypatch.setattr(one._fs, "put_file", put_file)
+    monkeypatch.setattr(one.fs, "put_file", put_file)
     return files
 
 
@@ -254,7 +261,6 @@ def test_a_restored_copy_is_not_sent_again(url: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         one = mirror(url, run, said)
         one.restore()
-        assert one._done == {"snapshots": ["round-00000001"]}
         files = sent(one, patch)
         one.start()
         one.finish(HANGS_S)
@@ -293,11 +299,11 @@ def test_an_overwritten_copy_counts_when_whole(url: str, tmp_path: Path) -> None
         def put_file(source: str, target: str) -> None:
             raise OSError("the machine was taken back")
 
-        patch.setattr(one._fs, "put_file", put_file)
+        patch.setattr(one.fs, "put_file", put_file)
         one.start()
         one.finish(HANGS_S)
     assert "taken back" in said[0]
-    assert list(one._list()["a-aaaaaaaa"]["snapshots"]) == ["round-00000001"]
+    assert whole(one, "a-aaaaaaaa") == ["round-00000001"]
 
 
 def test_a_lone_run_goes_on_by_its_name(url: str, tmp_path: Path) -> None:
@@ -318,7 +324,7 @@ def test_a_copy_removed_meanwhile_gives_way(error: OSError, tmp_path: Path, monk
     copied(url, tmp_path / "old")
     said: Says = []
     one = mirror(url, tmp_path / "new", said)
-    get = one._fs.get_file
+    get = one.fs.get_file
 
     def get_file(source: str, target: str) -> None:
         if "round-00000002" in source and source.endswith("policy.safetensors"):
@@ -327,7 +333,7 @@ def test_a_copy_removed_meanwhile_gives_way(error: OSError, tmp_path: Path, monk
             raise error
         get(source, target)
 
-    monkeypatch.setattr(one._fs, "get_file", get_file)
+    monkeypatch.setattr(one.fs, "get_file", get_file)
     one.restore()
     assert said == [f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000004"]
     assert [path.name for path in (tmp_path / "new" / "snapshots").iterdir()] == ["round-00000004"]
@@ -340,14 +346,14 @@ def test_a_copy_that_keeps_vanishing_is_left_alone(tmp_path: Path, monkeypatch: 
     snapshot(tmp_path / "old" / "stages" / "3", 7)
     shutil.copytree(tmp_path / "old", tmp_path / "away" / SWARM[:16] / "a-aaaaaaaa")
     one = mirror(url, tmp_path / "new", said)
-    get = one._fs.get_file
+    get = one.fs.get_file
 
     def get_file(source: str, target: str) -> None:
         if "round-00000002" in source:
             raise FileNotFoundError(source)
         get(source, target)
 
-    monkeypatch.setattr(one._fs, "get_file", get_file)
+    monkeypatch.setattr(one.fs, "get_file", get_file)
     one.restore(crew=True)
     assert "a-aaaaaaaa/snapshots/round-00000002 is left alone: it was removed meanwhile" in said[0]
     assert said[1].endswith("snapshots/round-00000001, stages/3/round-00000007") and len(said) == 2
@@ -359,7 +365,7 @@ def test_a_list_read_again_starts_over(tmp_path: Path, monkeypatch: pytest.Monke
     snapshot(tmp_path / "old" / "stages" / "3", 7)
     copied(url, tmp_path / "old")
     one, gone = mirror(url, tmp_path / "new", said), list[str]()
-    get = one._fs.get_file
+    get = one.fs.get_file
 
     def get_file(source: str, target: str) -> None:
         if "/stages/" in source and not gone:
@@ -367,7 +373,7 @@ def test_a_list_read_again_starts_over(tmp_path: Path, monkeypatch: pytest.Monke
             raise FileNotFoundError(source)
         get(source, target)
 
-    monkeypatch.setattr(one._fs, "get_file", get_file)
+    monkeypatch.setattr(one.fs, "get_file", get_file)
     one.restore(crew=True)
     assert gone and len(said) == 1
     assert said[0].endswith("snapshots/round-00000002, stages/3/round-00000007")
@@ -428,13 +434,13 @@ def test_a_hanging_copy_is_mentioned_meanwhile(tmp_path: Path, monkeypatch: pyte
     run, said, answered = tmp_path / "run", Says(), threading.Event()
     snapshot(run / "snapshots", 1)
     one = mirror(f"file://{tmp_path}/away", run, said)
-    put = one._fs.put_file
+    put = one.fs.put_file
 
     def put_file(source: str, target: str) -> None:
         assert answered.wait(HANGS_S)
         put(source, target)
 
-    monkeypatch.setattr(one._fs, "put_file", put_file)
+    monkeypatch.setattr(one.fs, "put_file", put_file)
     one.start()
     until(lambda: said)
     answered.set()
@@ -531,7 +537,7 @@ def test_a_torn_snapshot_replaces_no_whole_copy(url: str, tmp_path: Path) -> Non
     one = mirror(url, tmp_path / "new", said)
     one.restore()
     assert said[1:] == [f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000002"]
-    assert sorted(one._list()["a-aaaaaaaa"]["snapshots"]) == ["round-00000001", "round-00000002"]
+    assert whole(one, "a-aaaaaaaa") == ["round-00000001", "round-00000002"]
 
 
 def test_the_last_written_is_copied_whatever_its_number(tmp_path: Path) -> None:
@@ -584,14 +590,14 @@ def test_a_file_that_stalls_is_a_user_error(tmp_path: Path, monkeypatch: pytest.
     snapshot(tmp_path / "old" / "snapshots", 7)
     assert copied(url, tmp_path / "old") == []
     one = mirror(url, tmp_path / "new", said)
-    get = one._fs.get_file
+    get = one.fs.get_file
 
     def get_file(source: str, target: str) -> None:
         if source.endswith("policy.safetensors"):
             answered.wait(HANGS_S)
         get(source, target)
 
-    monkeypatch.setattr(one._fs, "get_file", get_file)
+    monkeypatch.setattr(one.fs, "get_file", get_file)
     monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 3.0)
     monkeypatch.setattr("swarm_node.recovery.mirror.SAY_S", 0.05)
     with pytest.raises(UserError, match=r"nothing more of \S+/round-00000007/policy.safetensors within 3 s.*leave out"):
@@ -612,7 +618,7 @@ def test_what_comes_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
             whole.set()
         return size
 
-    assert _in_time(lambda: whole.wait(HANGS_S), grown)
+    assert in_time(lambda: whole.wait(HANGS_S), grown)
 
 
 def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
@@ -629,13 +635,13 @@ def test_a_wait_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run, said = tmp_path / "run", Says()
     snapshot(run / "snapshots", 1)
     one = mirror(f"file://{tmp_path}/away", run, said)
-    put = one._fs.put_file
+    put = one.fs.put_file
 
     def put_file(source: str, target: str) -> None:
         until(lambda: said)
         put(source, target)
 
-    monkeypatch.setattr(one._fs, "put_file", put_file)
+    monkeypatch.setattr(one.fs, "put_file", put_file)
     one.start()
     one.finish(HANGS_S)
     assert said == [
@@ -677,7 +683,7 @@ def test_another_runs_copies_under_this_name_are_kept(url: str, tmp_path: Path) 
     message = rf"another run \(a/snapshots/round-00000020: its base model is not other\).*remove {SWARM[:16]}/a there"
     with pytest.raises(UserError, match=message):
         one.restore(accept)
-    assert len(said) == 2 and sorted(one._list()["a"]["snapshots"]) == ["round-00000010", "round-00000020"]
+    assert len(said) == 2 and whole(one, "a") == ["round-00000010", "round-00000020"]
     snapshot(tmp_path / "third" / "snapshots", 5, model="other")
     copied(url, tmp_path / "third", peer="")
     one.restore(accept)
@@ -788,7 +794,7 @@ def test_an_unreadable_place_stops_incomplete_crew_members_only(
     def find(*args: Any) -> list[str]:
         raise RuntimeError("no credentials")
 
-    monkeypatch.setattr(one._fs, "find", find)
+    monkeypatch.setattr(one.fs, "find", find)
     if torn:
         tear(run / "stages" / "1" / "round-00000040")
         with pytest.raises(UserError, match="no credentials"):
