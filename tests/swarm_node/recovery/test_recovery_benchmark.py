@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import cache
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,12 @@ def text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(recovery_lm, "corpus", lambda: Corpus(files[0], files[0], files, "0" * 64))
 
 
-def run(arm: Arm, trace: list[tuple[int, ...]] = TRACE, **changes: Any) -> dict[str, Any]:
-    return Run(replace(TINY, **changes), arm, trace, seed=0).figures()
+def anew(arm: Arm) -> dict[str, Any]:
+    return Run(TINY, arm, TRACE, seed=0).figures()
+
+
+run = cache(anew)
+"""Several tests look at the same figures."""
 
 
 # --------------------------------------------------------------------- traces, orders, costs
@@ -95,7 +99,7 @@ def test_every_arm_is_as_without_losses_until_one(name: str) -> None:
 
 
 def test_the_same_run_gives_the_same_figures() -> None:
-    one, two = run(Arm()), run(Arm())
+    one, two = run(Arm()), anew(Arm())
     assert one["losses"] == two["losses"] and one["loss"] == two["loss"]
 
 
