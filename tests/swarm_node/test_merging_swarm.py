@@ -20,14 +20,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.tensors import WEIGHTS_METHOD, WeightsHead, seal_head
-from protocol.transports.base import Accepted, Outgoing
+from protocol.tensors import WeightsHead, seal_head
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node import merging
 from swarm_node.averaging import Fragments, Handover, Place, cohort_id, make_averager
-from swarm_node.averaging.codecs import encoded_size
 from swarm_node.averaging.fetching import AT_ONCE, GRACE_S, cohorts_of
 from swarm_node.averaging.merge import State
 from swarm_node.cli import app
@@ -50,6 +47,7 @@ from swarm_node.merging_swarm import (
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.sources import is_swarm
+from tests.support.donors import answers, body_bytes, refuses, with_a_nan
 from tests.support.fake_transport import FakeTransport, card, peer_id
 from tests.swarm_node.policy.models import save
 
@@ -235,7 +233,7 @@ def test_it_ends_in_time(swarm: Swarm, tmp_path: Path) -> None:
     quick = [swarm.join() for _ in range(2)]
     slow = swarm.join(link=LinkModel(latency_s=0.02, bandwidth_bytes_s=30_000.0))
     busy = swarm.join()
-    busy.handover._giving_until = 1e12
+    refuses(busy.transport, "busy")
     began = swarm.clock.now()
     weights, _ = swarm.gather(tmp_path, timeout_s=GRACE_S)
     assert swarm.clock.now() < began + 20 + GRACE_S + 1
@@ -257,19 +255,15 @@ def _head(peer: Peer, **changes: Any) -> WeightsHead:
 
 def gives(liar: Peer, body: bytes, **changes: Any) -> None:
     """Have it answer with this."""
-    ours = Outgoing(
-        seal_head(_head(liar, **changes)), len(body), lambda: [body[i : i + 2**20] for i in range(0, len(body), 2**20)]
-    )
-    accepted = Accepted(ours, lambda piece: None, lambda error: None)
-    liar.transport.accept(WEIGHTS_METHOD, lambda peer, head, size: accepted)
+    answers(liar.transport, _head(liar, **changes), body)
 
 
 def whole(peer: Peer) -> int:
-    return sum(encoded_size("float32", n) for n in peer.handover.averager.fragments.sizes)
+    return body_bytes(peer.handover.averager)
 
 
 def not_a_number(liar: Peer) -> None:
-    gives(liar, bytes(400) + b"\x00\x00\xc0\x7f" + bytes(whole(liar) - 404))
+    gives(liar, with_a_nan(whole(liar)))
 
 
 def too_much(liar: Peer) -> None:
@@ -284,11 +278,8 @@ def never_trained(liar: Peer) -> None:
     liar.handover.version = 0
 
 
-def refuses(liar: Peer) -> None:
-    def refuse(peer: str, head: bytes, size: int) -> Accepted:
-        raise RemoteProtocolError("no", "[/mine]")
-
-    liar.transport.accept(WEIGHTS_METHOD, refuse)
+def says_no(liar: Peer) -> None:
+    refuses(liar.transport, "no", "[/mine]")
 
 
 def far_away(liar: Peer) -> None:
@@ -301,7 +292,7 @@ LIES = {
     too_much: "size",
     older_than_its_card: "claim",
     never_trained: "early",
-    refuses: "no [/mine]",
+    says_no: "no [/mine]",
     far_away: "from the start, where",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,9 +19,9 @@ from protocol.tensors import WEIGHTS_METHOD, WeightsHead, seal_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging import fetching
-from swarm_node.averaging.codecs import encoded_size
 from swarm_node.averaging.fetching import AT_ONCE, GRACE_S, TRIES, Fetch, collect, longest_s
-from swarm_node.averaging.handover import COOL_S, REST_S, SEEK_S
+from swarm_node.averaging.handover import COOL_S, REST_S, SEEK_S, Handover
+from tests.support.donors import answers, body_bytes, with_a_nan
 from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 
 SLOW = LinkModel(latency_s=0.02, bandwidth_bytes_s=400.0)
@@ -67,9 +67,7 @@ def asked_by(late: Trainee, first: Callable[[str], None] = lambda peer: None) ->
 def gives(liar: Trainee, body: bytes, **changes: Any) -> None:
     """Have it answer with this."""
     fields = {"protocol": PROTOCOL_VERSION, "swarm": SWARM, "cohort": COHORT, "version": 1000, **changes}
-    ours = Outgoing(msgspec.msgpack.encode(WeightsHead(**fields)), len(body), lambda: [memoryview(body)])
-    accepted = Accepted(ours, lambda piece: None, lambda error: None)
-    liar.transport.accept(WEIGHTS_METHOD, lambda peer, head, size: accepted)
+    answers(liar.transport, WeightsHead(**fields), body)
 
 
 def ask(ahead: Trainee, peer: str) -> Accepted | str:
@@ -97,7 +95,7 @@ def fails_first(late: Trainee, times: int, error: Exception) -> None:
 
 
 def whole(late: Trainee) -> int:
-    return sum(encoded_size("float32", n) for n in late.averager.fragments.sizes)
+    return body_bytes(late.averager)
 
 
 # --------------------------------------------------------------------- it goes well
@@ -194,9 +192,7 @@ def nothing(cohort: Cohort, first: Trainee) -> None:
 
 
 def not_a_number(cohort: Cohort, first: Trainee) -> None:
-    body = bytearray(whole(first))
-    body[400:404] = b"\x00\x00\xc0\x7f"
-    gives(first, bytes(body))
+    gives(first, with_a_nan(whole(first)))
 
 
 def of_another_cohort(cohort: Cohort, first: Trainee) -> None:
@@ -407,15 +403,19 @@ def test_a_torn_donor_gives_again_after_its_rest() -> None:
     donor, late = member(cohort), newcomer(cohort, trains=False)
     late.handover.seek(2.0)
     tear = [True]
-    body = donor.handover._body
 
-    def torn(copies: list[Tensor], until: float) -> Any:
-        for piece in body(copies, until):
-            if tear.pop() if tear else False:
-                raise RemoteProtocolError("torn", "in the middle")
-            yield piece
+    def torn(peer: str, head: bytes, size: int) -> Accepted:
+        given = donor.handover.accept(peer, head, size)
 
-    donor.handover._body = torn  # type: ignore[method-assign]
+        def pieces() -> Iterator[memoryview]:
+            for piece in given.ours.pieces():
+                if tear.pop() if tear else False:
+                    raise RemoteProtocolError("torn", "in the middle")
+                yield piece
+
+        return Accepted(Outgoing(given.ours.head, given.ours.size, pieces), given.sink, given.done)
+
+    donor.transport.accept(WEIGHTS_METHOD, torn)
     cohort.run(2 * PERIOD_S + COOL_S + 60)
     assert not tear and donor.transport.rejected["busy"], "it was torn, and had its rest"
     assert len(late.fetched) == 1 and torch.equal(late.flat, donor.flat)
@@ -429,8 +429,8 @@ def test_muted_liars_are_not_asked() -> None:
     assert late.averager.counts["skipped/values"] == 1
     for _ in range(2):  # the third strike
         late.averager.skip("values", "", liar.transport.peer_id)
+    late.handover = Handover(late.averager, random.Random(0))  # which remembers nobody that it asked
     asked = asked_by(late)
-    late.handover._ask_at.clear()
     late.handover.seek()
     cohort.run(SEEK_S)
     assert not asked
@@ -486,10 +486,11 @@ def choices(cohort: Cohort, late: Trainee, times: int = 200) -> Counter[int]:
         asked[late.transport.members()[peer].policy_version] += 1
         return Fetch(peer, None)  # type: ignore[arg-type]
 
-    late.handover.fetch = pretend  # type: ignore[method-assign]
-    for _ in range(times):
-        late.handover._ask_at.clear()
-        late.handover._ask(late.version)
+    for seed in range(times):
+        handover = Handover(late.averager, random.Random(seed))
+        handover.fetch = pretend  # type: ignore[method-assign]
+        handover.seek()
+        handover.step(late.version)
     return asked
 
 

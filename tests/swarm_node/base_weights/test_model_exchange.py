@@ -24,7 +24,7 @@ from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport
 from swarm_node.base_weights import fetching
 from swarm_node.base_weights.fetching import Draft, Members, fetch_model
 from swarm_node.base_weights.files import Model, holds, list_model
-from swarm_node.base_weights.giving import Giver
+from swarm_node.base_weights.giving import MAX_PLACES, Giver
 from swarm_node.errors import UserError
 from tests.swarm_node.base_weights.small import PIECE, make_model
 
@@ -221,10 +221,12 @@ def test_a_slow_taker_alone_need_not_wait(world: World) -> None:
 )
 def test_nothing_else_is_given(world: World, head: bytes, size: int, reason: str) -> None:
     giver = world.giver("a")
-    with pytest.raises(RemoteProtocolError) as caught:
-        giver.accept("p", head, size)
-    assert caught.value.reason == reason
-    assert not giver._taken
+    for _ in range(MAX_PLACES):
+        with pytest.raises(RemoteProtocolError) as caught:
+            giver.accept("p", head, size)
+        assert caught.value.reason == reason
+    whole = BlobHead(PROTOCOL_VERSION, SWARM, world.model.digest)
+    assert giver.accept("p", seal_head(whole), 0), "those took no places"
 
 
 # --------------------------------------------------------------------- others
