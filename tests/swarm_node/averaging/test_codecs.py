@@ -11,6 +11,7 @@ from torch import Tensor
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, Decoder, encoded_size, lost, pieces
+from tests.swarm_node.averaging.vectors import normal
 
 CODECS = ["float32", "int8", "e3m0"]
 codecs = pytest.mark.parametrize("codec", CODECS)
@@ -29,10 +30,6 @@ def decode(codec, values: int, data: bytes) -> Tensor:
 
 def through(codec, flat: Tensor) -> Tensor:
     return decode(codec, len(flat), body(codec, flat))
-
-
-def normal(n: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
 @codecs

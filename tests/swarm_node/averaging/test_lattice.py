@@ -24,6 +24,7 @@ from swarm_node.averaging.lattice import (
     most_written_out,
 )
 from swarm_node.averaging.outer import NoLoCo
+from tests.swarm_node.averaging.vectors import normal
 
 both = pytest.mark.parametrize("bits", [8, 4])
 U = 0.4034405686180216
@@ -34,10 +35,6 @@ ULP = 2.0**-24
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def normal(n: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, generator=generator(seed))
 
 
 NONE = torch.zeros(0, dtype=torch.long)

@@ -14,12 +14,9 @@ from torch import Tensor, tensor
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging import robust
 from swarm_node.averaging.robust import GROWTH, Robust, centred_clip, clipped_mean, measure
+from tests.swarm_node.averaging.vectors import normal
 
 ZERO = torch.zeros(1)
-
-
-def normal(n: int, seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
 def met(distances: list[float], clip: float = 1.0, gates: bool = False, n: int = 1) -> Robust:

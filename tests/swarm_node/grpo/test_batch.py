@@ -7,11 +7,7 @@ import random
 import torch
 
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch, tokens
-
-
-def batch(groups, packing, limit=1000):
-    (rows,) = plan(groups, packing, limit, hidden=1000)
-    return token_batch(rows, flatten(groups), pad_id=0, device=torch.device("cpu"))
+from tests.swarm_node.grpo.tiny import batch
 
 
 def test_a_packed_row_by_hand():
