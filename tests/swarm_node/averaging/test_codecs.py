@@ -152,7 +152,7 @@ def test_pieces_are_encoded_when_asked_for():
     assert any(first) and not any(second)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(CODECS),
     st.sampled_from([1, 64, 1000, PIECE + 1]),
@@ -168,7 +168,7 @@ def test_pieces_may_be_cut_anywhere(codec, n, cuts):
     assert torch.equal(decoder.values(), through(codec, flat))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(CODECS), st.integers(1, 200), st.data())
 def test_made_up_bytes_are_values_or_an_error(codec, n, data):
     size = encoded_size(codec, n)

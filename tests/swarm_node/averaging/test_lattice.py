@@ -70,7 +70,7 @@ def magnitudes(n: int, seed: int, low: float = -8, high: float = 3) -> Tensor:
 # --------------------------------------------------------------------- what is lost
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from([8, 4]), st.integers(1, 500), st.floats(-14, 2), st.integers(0, 2**30))
 def test_within_reach_the_error_is_half_a_step(bits: int, n: int, exponent: float, seed: int) -> None:
     """However large the values are beside what they differ by."""
@@ -190,7 +190,7 @@ def test_sizes(bits: int, n: int) -> None:
     assert max(lengths) <= MAX_CHUNK_BYTES
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([8, 4]), st.sampled_from([1, 64, 1000, PIECE + 1]), st.lists(st.integers(0), max_size=20))
 def test_pieces_may_be_cut_anywhere(bits: int, n: int, cuts: list[int]) -> None:
     near = normal(n)
@@ -246,7 +246,7 @@ def test_steps_that_are_none_are_refused(bits: int, bad: bytes) -> None:
     assert error.value.reason == "values"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from([8, 4]), st.integers(1, 200), st.integers(0, 2**30), st.data())
 def test_made_up_bytes_give_near_values_or_errors(bits: int, n: int, seed: int, data: st.DataObject) -> None:
     near = magnitudes(n, seed)

@@ -557,6 +557,8 @@ def test_the_same_messages_give_the_same_pool(world: World) -> None:
     assert pools[0] == pools[1] and counts[0] == counts[1] and len(world.pool) == 3
 
 
+FRESH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+"""Examples make what they need of a fixture anew; and a busy machine is slow."""
 any_text = st.text(max_size=60) | st.sampled_from(
     [
         "",
@@ -574,7 +576,7 @@ any_text = st.text(max_size=60) | st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=FRESH)
 @given(
     answers=st.lists(
         st.tuples(any_text, st.booleans(), st.lists(st.integers(0, 500), max_size=5) | st.none()),
@@ -598,7 +600,7 @@ def test_any_valid_batch_is_admitted_or_counted(world: World, answers, created, 
         assert all(0 < len(r.token_ids) <= 16 and max(r.token_ids) < 384 for r in group.rollouts)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=FRESH)
 @given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
 def test_mutated_bytes_are_admitted_or_counted(world: World, changes) -> None:
     world.pool.clear()
