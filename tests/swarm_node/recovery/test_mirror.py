@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,14 @@ def away(tmp_path: Path) -> Path:
     folder = tmp_path / "away"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def answered() -> Iterator[threading.Event]:
+    """Until when a driver hangs; the end of the test at the latest."""
+    event = threading.Event()
+    yield event
+    event.set()
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -210,8 +218,10 @@ def test_an_unwritable_place_is_said_once(tmp_path: Path) -> None:
     assert [path.name for path in (run / "snapshots").iterdir()] == ["round-00000001"]
 
 
-def test_a_silent_place_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, answered = mirror("memory://x", tmp_path / "run", []), threading.Event()
+def test_a_silent_place_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: threading.Event
+) -> None:
+    one = mirror("memory://x", tmp_path / "run", [])
 
     def find(*args: Any) -> list[str]:
         answered.wait(HANGS_S)
@@ -221,7 +231,6 @@ def test_a_silent_place_is_a_user_error(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 0.1)
     with pytest.raises(UserError, match="no answer within 0 s.*leave out --snapshot-to to begin anew"):
         one.restore()
-    answered.set()
 
 
 def test_without_the_right_to_remove_it_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,9 +438,11 @@ def test_a_failed_listing_does_not_end_the_copies(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000002/SHA256SUMS"))
 
 
-def test_a_hanging_copy_is_mentioned_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_copy_is_mentioned_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: threading.Event
+) -> None:
     monkeypatch.setattr("swarm_node.recovery.mirror.SLOW_S", 0.05)
-    run, said, answered = tmp_path / "run", Says(), threading.Event()
+    run, said = tmp_path / "run", Says()
     snapshot(run / "snapshots", 1)
     one = mirror(f"file://{tmp_path}/away", run, said)
     put = one.fs.put_file
@@ -585,8 +596,10 @@ def test_a_run_with_torn_snapshots_takes_copies(url: str, tmp_path: Path) -> Non
     read_snapshot(run / "snapshots" / "round-00000001", lambda state: None)
 
 
-def test_a_file_that_stalls_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, said, answered = f"file://{tmp_path}/away", Says(), threading.Event()
+def test_a_file_that_stalls_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: threading.Event
+) -> None:
+    url, said = f"file://{tmp_path}/away", Says()
     snapshot(tmp_path / "old" / "snapshots", 7)
     assert copied(url, tmp_path / "old") == []
     one = mirror(url, tmp_path / "new", said)
@@ -602,7 +615,6 @@ def test_a_file_that_stalls_is_a_user_error(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("swarm_node.recovery.mirror.SAY_S", 0.05)
     with pytest.raises(UserError, match=r"nothing more of \S+/round-00000007/policy.safetensors within 3 s.*leave out"):
         one.restore()
-    answered.set()
     assert f"fetching a-aaaaaaaa/snapshots/round-00000007 from {url}: 0.0 MB" in said
     assert not list((tmp_path / "new").rglob("round-*"))
 
