@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -265,6 +266,7 @@ def test_made_up_bytes_give_near_values_or_errors(bits: int, n: int, seed: int, 
 # --------------------------------------------------------------------- what it is for
 
 
+@cache
 def swarm_of_pairs(
     codec: str, tails: float = 0.0, n: int = 1024, peers: int = 8, rounds: int = 100
 ) -> tuple[float, Tensor]:
