@@ -158,7 +158,7 @@ class PairAverager(Averager):
         self._guard = threading.Lock()
         """Of the four below: `accept` and ends of exchanges come on other threads."""
         self.exchange: _Exchange | None = None
-        """What is under way, if anything."""
+        """The exchange that is under way, if any."""
         self._failures: list[tuple[_Exchange, BaseException]] = []
         """Exchanges that failed, and have not been counted."""
         self._accepted: Counter[tuple[int, str, int]] = Counter()

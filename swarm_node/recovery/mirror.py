@@ -91,7 +91,7 @@ class Mirror:
             raise UserError(f"--snapshot-to {url}: {error}; use file://, s3://, gs:// or az://") from error
         self._local = isinstance(self.fs, LocalFileSystem)
         self.place = root
-        """Where on it."""
+        """Path of the copies on that file system."""
         try:
             there = in_time(self._is_there)
         except TimeoutError as error:

@@ -122,6 +122,7 @@ def test_addresses_end_in_a_peer_id(bad: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ALLOWED))
 def test_the_largest_allowed_options_make_items(name: str) -> None:
+    """No option that a stranger may choose takes for ever: the time limit of all tests ends what does."""
     defaults = _defaults(name)
     options = {
         option: type(value)(max(1, STRETCH * value))

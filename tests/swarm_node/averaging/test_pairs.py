@@ -23,7 +23,7 @@ from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Nor is what other tests left looked at."""
+    """The collector is off, and objects made before are not listed."""
     gc.freeze()
     gc.disable()
     yield

@@ -558,7 +558,7 @@ def test_the_same_messages_give_the_same_pool(world: World) -> None:
 
 
 FRESH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-"""Examples make what they need of a fixture anew; and a busy machine is slow."""
+"""Each example clears what it uses of a fixture, and a busy machine is slow."""
 any_text = st.text(max_size=60) | st.sampled_from(
     [
         "",

@@ -23,7 +23,7 @@ from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
 SWARM = "5" * 64
 Says = list[str]
 HANGS_S = 100.0
-"""What has not happened by then never will."""
+"""Seconds; a limit for what hangs, not for what is slow."""
 
 
 def snapshot(folder: Path, round: int, model: str = "m") -> None:
@@ -74,7 +74,7 @@ def away(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def answered() -> Iterator[threading.Event]:
-    """Until when a driver hangs; the end of the test at the latest."""
+    """A driver hangs until this is set; the end of the test sets it."""
     event = threading.Event()
     yield event
     event.set()

@@ -250,7 +250,7 @@ def test_with_all_torn_it_starts_anew(tmp_path):
 
 
 FRESH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-"""Examples make what they need of a fixture anew; and a busy machine is slow."""
+"""Each example clears what it uses of a fixture, and a busy machine is slow."""
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
