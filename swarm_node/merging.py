@@ -137,7 +137,7 @@ def merge_and_show(
         json.dump(msgspec.to_builtins(result), sys.stdout)
         sys.stdout.write("\n")
     else:
-        _show(result, Console())
+        show(result, Console())
     kind = loaded_with(out, cohort.policy.is_lora)
     say(f"merged {len(cohort.weights)} {'runs' if cohort.rounds else 'members'} into {out}; load it with {kind}")
     if result.better:
@@ -328,7 +328,7 @@ def _explained() -> Iterator[None]:
         raise UserError(f"these weights cannot be merged: {error}") from error
 
 
-def _show(result: Merged, console: Console) -> None:
+def show(result: Merged, console: Console) -> None:
     if result.tried:
         tried = Table("scale tried", "pass@1 on other questions")
         for row in result.tried:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # torch reads it when first imported, here and in processes that tests start
@@ -15,6 +16,8 @@ os.environ |= {
     "MPLBACKEND": "agg",
 }
 ROOT = Path(__file__).parent.parent
+settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without a clock")  # an example takes as long as a busy machine makes it
 pytest_plugins = "tests.support.leaks", "tests.support.shuffle"
 
 

@@ -110,8 +110,8 @@ class Averager(ABC):
         self.transport = transport
         self.now = now
         self._say = say
-        self._changed = changed
-        self._probe = probe
+        self.changed = changed
+        self.probe = probe
         self.tensors = tensors
         self.fragments = Fragments(tensors, config.fragments)
         count = range(config.fragments)
@@ -243,7 +243,7 @@ class Averager(ABC):
         with self.changing():  # while they are on trial, too: nobody is to get a copy of them
             kept = [self.fragments.gather(i) for i in range(self.config.fragments)]
             self._take(values)
-            unlikelihood = self._probe()
+            unlikelihood = self.probe()
             if unlikelihood is not None and not math.isfinite(unlikelihood):
                 self._take(kept)
                 return False
@@ -253,7 +253,7 @@ class Averager(ABC):
     def _take(self, values: Sequence[Tensor]) -> None:
         for i, fragment in enumerate(values):
             self.fragments.scatter(i, fragment)
-        self._changed()
+        self.changed()
 
     def restart(self) -> None:
         """The weights were replaced: the outer optimiser begins anew with them."""
@@ -334,16 +334,16 @@ class Averager(ABC):
     def _apply(self, fragment: int, difference: Tensor) -> bool:
         """Add (1 - mixing) of `difference`, which is used up, to the weights; False, and nothing has changed, if the
         probe says no."""
-        before = self._probe() if self.config.probe else None
+        before = self.probe() if self.config.probe else None
         if self.config.mixing:
             difference.mul_(1.0 - self.config.mixing)
         with self.changing():
             self.fragments.add(fragment, difference)  # which now holds what the weights were
-            self._changed()
-            after = self._probe() if before is not None else None  # on trial: nobody is to get a copy
+            self.changed()
+            after = self.probe() if before is not None else None  # on trial: nobody is to get a copy
             if before is not None and after is not None and self.robust.vetoed(before, after):
                 self.fragments.scatter(fragment, difference)
-                self._changed()
+                self.changed()
                 return False
         return True
 

@@ -93,9 +93,9 @@ class GroupAverager(Averager):
         self._told: dict[str, int] = {}
         """Peer -> the round that it says it is in."""
         self._guard = threading.Lock()
-        """Of the round: `_accept` and ends of exchanges come on other threads."""
+        """Of the round: `accept` and ends of exchanges come on other threads."""
         self._round: _Round | None = None
-        self.transport.accept(AVERAGE_METHOD, self.counted(self._accept))
+        self.transport.accept(AVERAGE_METHOD, self.counted(self.accept))
 
     # ----------------------------------------------------------------- for training
 
@@ -219,7 +219,7 @@ class GroupAverager(Averager):
         error = CancelledError() if future.cancelled() else future.exception()
         self._arrived(round, phase, peer, taken, error)
 
-    def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
+    def accept(self, peer: str, head: bytes, size: int) -> Accepted:
         """A member calls: take part if we are in the same phase of the same round."""
         theirs = open_average_head(head)
         self._belongs(theirs, peer)

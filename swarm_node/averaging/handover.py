@@ -75,7 +75,7 @@ class Handover:
         """Before that nobody else is."""
         self._cool_until: dict[str, float] = {}
         """Before that they themselves are not. Few at a time, since turns come one after the other."""
-        averager.transport.accept(WEIGHTS_METHOD, averager.counted(self._accept))
+        averager.transport.accept(WEIGHTS_METHOD, averager.counted(self.accept))
 
     # ----------------------------------------------------------------- asking
 
@@ -147,7 +147,8 @@ class Handover:
 
     # ----------------------------------------------------------------- giving
 
-    def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
+    def accept(self, peer: str, head: bytes, size: int) -> Accepted:
+        """A peer asks for the weights. Raises RemoteProtocolError: why it gets none now."""
         place = self.averager.place
         check_place(open_weights_head(head), place.swarm, place.cohort)
         if size:

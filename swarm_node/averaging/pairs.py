@@ -156,8 +156,9 @@ class PairAverager(Averager):
         """How often each fragment was averaged: exchanges begun before are of no use after."""
         self._partners = lru_cache(maxsize=4)(partner)
         self._guard = threading.Lock()
-        """Of the four below: `_accept` and ends of exchanges come on other threads."""
-        self._under_way: _Exchange | None = None
+        """Of the four below: `accept` and ends of exchanges come on other threads."""
+        self.exchange: _Exchange | None = None
+        """The exchange that is under way, if any."""
         self._failures: list[tuple[_Exchange, BaseException]] = []
         """Exchanges that failed, and have not been counted."""
         self._accepted: Counter[tuple[int, str, int]] = Counter()
@@ -179,7 +180,7 @@ class PairAverager(Averager):
         """Who has left and which fragment it handed over -> when."""
         self._parted: dict[int, str] = {}
         """Round -> who has left in it."""
-        self.transport.accept(AVERAGE_METHOD, self.counted(self._accept))
+        self.transport.accept(AVERAGE_METHOD, self.counted(self.accept))
 
     # ----------------------------------------------------------------- for training
 
@@ -200,14 +201,14 @@ class PairAverager(Averager):
             self._left = {handed: at for handed, at in self._left.items() if now - at < LEFT_S}
             if self._own_turn(round) and now >= self._call_at:
                 self._break_off()
-            mine = self._under_way
+            mine = self.exchange
             if mine is not None and mine.ours and mine.theirs is None and now > mine.answer_by:
                 self._give_up(mine, f"no answer within {self._answer_s:.1f} s")
-            idle = self._under_way is None
+            idle = self.exchange is None
         if idle and self._own_turn(round) and now >= self._call_at:
             self._call(round, now)
         with self._guard:
-            idle = self._under_way is None
+            idle = self.exchange is None
         if self._leaving and idle and now >= max(self._busy.values(), default=0.0) + BUSY_S:
             self._hand_over(round)
 
@@ -215,8 +216,8 @@ class PairAverager(Averager):
         self._leaving = True
         self._answer_s = min(max(ANSWER_S[0], seconds / 3), ANSWER_S[1])
         with self._guard:
-            if self._under_way is not None:
-                self._under_way.answer_by = self.now() + self._answer_s
+            if self.exchange is not None:
+                self.exchange.answer_by = self.now() + self._answer_s
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, numbers = super().state_dict()
@@ -234,11 +235,11 @@ class PairAverager(Averager):
         if self.config.overlap:
             return False
         with self._guard:
-            return self._under_way is not None and self.now() < self._waits.get(self._under_way.round, 0.0)
+            return self.exchange is not None and self.now() < self._waits.get(self.exchange.round, 0.0)
 
     def under_way(self) -> bool:
         with self._guard:
-            if self._under_way is not None or self._failures:  # of the latter `step` has yet to hear
+            if self.exchange is not None or self._failures:  # of the latter `step` has yet to hear
                 return True
         return self._leaving and bool(self._learned() and self._heirs())
 
@@ -256,9 +257,9 @@ class PairAverager(Averager):
 
     def _break_off(self) -> None:
         """What a peer that leaves began here; with `_guard` held."""
-        mine = self._under_way
+        mine = self.exchange
         if mine is not None and mine.parting and not mine.ours and not mine.done:
-            self._under_way = None
+            self.exchange = None
             mine.drop()
 
     def _partner(self, round: int) -> str | None:
@@ -320,7 +321,7 @@ class PairAverager(Averager):
         if self._leaving:
             exchange.answer_by = self.now() + self._answer_s
         with self._guard:
-            if self._under_way is not None:  # it was quicker
+            if self.exchange is not None:  # it was quicker
                 exchange.forget()
                 return
             self._begin(exchange)
@@ -341,7 +342,7 @@ class PairAverager(Averager):
     def _called(self, exchange: _Exchange, future: Future[None]) -> None:
         self._end(exchange, CancelledError() if future.cancelled() else future.exception())
 
-    def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
+    def accept(self, peer: str, head: bytes, size: int) -> Accepted:
         """A peer calls: take part if it is whom we would call in this round, and we are due as well; or if it leaves,
         and is the first that does."""
         theirs = open_average_head(head)
@@ -412,7 +413,7 @@ class PairAverager(Averager):
     def _make_way(self, peer: str) -> _Exchange | None:
         """Our own call, if a call of `peer` takes its place. Raises RemoteProtocolError unless it may take the place of
         what is under way."""
-        mine = self._under_way
+        mine = self.exchange
         if mine is not None and not mine.done and self.now() > mine.ends:
             self._give_up(mine)
             mine = None
@@ -447,7 +448,7 @@ class PairAverager(Averager):
 
     def _begin(self, exchange: _Exchange) -> None:
         """With `_guard` held."""
-        self._under_way = exchange
+        self.exchange = exchange
         if not exchange.parting:
             self._waits.setdefault(exchange.round, exchange.ends)
 
@@ -586,15 +587,15 @@ class PairAverager(Averager):
             exchange.done = True
             if error is not None and not exchange.dropped:
                 self._failures.append((exchange, error))
-                if self._under_way is exchange:
-                    self._under_way = None
+                if self.exchange is exchange:
+                    self.exchange = None
             if error is not None or exchange.dropped:
                 exchange.forget()
         self.woken.set()
 
     def _give_up(self, exchange: _Exchange, why: str = "") -> None:
         """What is under way; with `_guard` held."""
-        self._under_way = None
+        self.exchange = None
         why = why or f"more than {self.config.timeout_s:g} s"
         self._failures.append((exchange, RemoteProtocolError("slow", why)))
         exchange.drop()
@@ -602,7 +603,7 @@ class PairAverager(Averager):
     def _finish(self) -> None:
         """Count what has failed, and step the outer optimiser with what has arrived, if anything has."""
         with self._guard:
-            exchange = self._under_way
+            exchange = self.exchange
             if exchange is not None and not exchange.done:
                 if self.now() > exchange.ends + GRACE_S:  # a partner that we answer takes its time
                     self._give_up(exchange)
@@ -628,7 +629,7 @@ class PairAverager(Averager):
             self._failed(exchange, *reason_of(error))
         finally:
             with self._guard:
-                self._under_way = None
+                self.exchange = None
             exchange.forget()
 
     def _average(self, exchange: _Exchange) -> None:

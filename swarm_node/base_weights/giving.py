@@ -75,9 +75,10 @@ class Giver:
         """Before that it is given way to."""
         self._damaged: set[str] = set()
         """Files that are not what they were."""
-        transport.accept(MODEL_METHOD, self._accept)
+        transport.accept(MODEL_METHOD, self.accept)
 
-    def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
+    def accept(self, peer: str, head: bytes, size: int) -> Accepted:
+        """A peer asks for a piece, or the listing. Raises RemoteProtocolError: why it gets none now."""
         wanted = open_blob_head(head)
         if wanted.swarm != self._swarm:
             raise RemoteProtocolError("swarm", wanted.swarm[:16])

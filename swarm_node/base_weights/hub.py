@@ -58,7 +58,7 @@ def download_from_hub(model: ManifestModel, patient: bool = False, clock: Callab
         command = [sys.executable, "-m", __name__, model.name, model.revision, str(model.bytes)]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL)
         try:
-            _watch(child, lambda: _said(out.fileno()), blobs, patient, clock)
+            watch(child, lambda: _said(out.fileno()), blobs, patient, clock)
         finally:
             if child.poll() is None:
                 child.kill()
@@ -78,7 +78,7 @@ class HubFailed(Exception):
         """It would, in time."""
 
 
-def _watch(
+def watch(
     child: subprocess.Popen[bytes],
     said: Callable[[], list[str]],
     blobs: Path,

@@ -81,17 +81,19 @@ class Mirror:
         # Else gcsfs asks by gRPC what kind of bucket it is, for a minute each time where nobody answers that.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         try:
-            self._fs, root = fsspec.core.url_to_fs(url)
+            self.fs, root = fsspec.core.url_to_fs(url)
+            """The file system on which the copies are."""
         except ImportError as error:
             extra = EXTRAS.get(scheme)
             package = f"'swarm-node[{extra}]'" if extra else f"fsspec's driver for {scheme}"
             raise UserError(f"--snapshot-to {url} needs a package: pip install {package}") from error
         except ValueError as error:
             raise UserError(f"--snapshot-to {url}: {error}; use file://, s3://, gs:// or az://") from error
-        self._local = isinstance(self._fs, LocalFileSystem)
-        self._place = root
+        self._local = isinstance(self.fs, LocalFileSystem)
+        self.place = root
+        """Path of the copies on that file system."""
         try:
-            there = _in_time(self._is_there)
+            there = in_time(self._is_there)
         except TimeoutError as error:
             raise UserError(f"--snapshot-to {url}: {error}") from error
         if not there:
@@ -174,7 +176,7 @@ class Mirror:
         read. A place that cannot be listed is no more than said, unless something is `surely` to be had from there."""
         try:
             with self._said_if_slow(f"looking for snapshots at {self._url}"):
-                copies = _in_time(self._list)
+                copies = in_time(self._list)
         except Exception as error:  # each driver has its own
             if surely:
                 raise
@@ -216,8 +218,8 @@ class Mirror:
         """Of all files there. Raises FileNotFoundError if there is no such place, OSError or what else the driver has
         for one that cannot be read."""
         if not self._local:
-            self._fs.invalidate_cache()
-            return list(self._fs.find(self._root))
+            self.fs.invalidate_cache()
+            return list(self.fs.find(self._root))
 
         def failed(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):  # of what whoever lives removes
@@ -277,14 +279,14 @@ class Mirror:
         """The files of OWNER/FOLDER/ROUND. Raises ForeignSnapshot for one that is not accepted, and what the driver
         does; TimeoutError if nothing more comes."""
         source = f"{self._root}/{place}"
-        sizes = _in_time(lambda: {file: int(self._fs.info(f"{source}/{file}")["size"] or 0) for file in files})
+        sizes = in_time(lambda: {file: int(self.fs.info(f"{source}/{file}")["size"] or 0) for file in files})
         if sizes["state.json"] > MAX_STATE_BYTES:
             raise SnapshotError("state.json is too large")
         with self._said_if_slow(f"fetching {place} from {self._url}: {sum(sizes.values()) / 1e6:.1f} MB"):
             for file in sorted(files, key=lambda file: file != "state.json"):
                 here = arriving / file
-                get = partial(self._fs.get_file, f"{source}/{file}", str(here))
-                _in_time(get, partial(_size, here), f"nothing more of {place}/{file}")
+                get = partial(self.fs.get_file, f"{source}/{file}", str(here))
+                in_time(get, partial(_size, here), f"nothing more of {place}/{file}")
                 if file == "state.json" and (reason := accept(_state(here))):
                     raise ForeignSnapshot(reason)
 
@@ -397,20 +399,20 @@ class Mirror:
 
     def _copy(self, leaving: Path, there: str) -> None:
         sums = (leaving / "SHA256SUMS").read_bytes()
-        self._fs.invalidate_cache()
+        self.fs.invalidate_cache()
         try:
-            same = self._fs.info(f"{there}/SHA256SUMS")["size"] == len(sums)
-            if same and self._fs.cat_file(f"{there}/SHA256SUMS") == sums:
+            same = self.fs.info(f"{there}/SHA256SUMS")["size"] == len(sums)
+            if same and self.fs.cat_file(f"{there}/SHA256SUMS") == sums:
                 return
-            self._fs.rm_file(f"{there}/SHA256SUMS")
+            self.fs.rm_file(f"{there}/SHA256SUMS")
         except FileNotFoundError:
             pass  # nothing is there
         if not self._is_there():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._place)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.place)
         if not self._bucket:  # in which there are no folders, and whose owner may not let us make or see buckets
-            self._fs.makedirs(there, exist_ok=True)
+            self.fs.makedirs(there, exist_ok=True)
         for file in sorted(leaving.iterdir(), key=lambda file: file.name == "SHA256SUMS"):
-            self._fs.put_file(str(file), f"{there}/{file.name}")
+            self.fs.put_file(str(file), f"{there}/{file.name}")
 
     def _is_there(self) -> bool:
         """Whether there is such a folder, if it is a local one. What is not may be on a share that is not mounted: all
@@ -418,7 +420,7 @@ class Mirror:
         if not self._local:
             return True
         try:
-            os.stat(self._place)
+            os.stat(self.place)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
@@ -428,14 +430,14 @@ class Mirror:
     def _prune(self, there: str, done: list[str], kept: int) -> None:
         """All but what is `done`, and as much of what earlier starts left, newest first, as makes `kept` of it."""
         try:
-            self._fs.invalidate_cache()
-            names = {path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(there, detail=False)} - {*done}
+            self.fs.invalidate_cache()
+            names = {path.rstrip("/").rpartition("/")[2] for path in self.fs.ls(there, detail=False)} - {*done}
             room = kept - len(done)
             for name in sorted(filter(NAME.fullmatch, names), key=lambda name: order(Path(name)), reverse=True):
-                if room and self._fs.exists(f"{there}/{name}/SHA256SUMS"):
+                if room and self.fs.exists(f"{there}/{name}/SHA256SUMS"):
                     room -= 1
                 else:
-                    self._fs.rm(f"{there}/{name}", recursive=True)
+                    self.fs.rm(f"{there}/{name}", recursive=True)
         except Exception as error:  # each driver has its own; whoever may only write there writes on
             why = _what(error)
             self._tell("old", f"old copies stay at {self._url} ({why}): have whoever keeps it remove them")
@@ -474,7 +476,7 @@ class Mirror:
             timer.cancel()
 
 
-def _in_time(work: Callable[[], T], grown: Callable[[], int] = lambda: 0, late: str = "no answer") -> T:
+def in_time(work: Callable[[], T], grown: Callable[[], int] = lambda: 0, late: str = "no answer") -> T:
     """Its result. Raises what it raises, or TimeoutError if `grown` says the same for ANSWER_S; then it goes on in a
     thread that holds up nobody."""
     done: Future[T] = Future()

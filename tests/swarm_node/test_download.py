@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import ssl
 import threading
@@ -53,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.flush_headers()
         try:
-            for _ in range(300 if self.path == "/trickle" else 0):
+            while self.path == "/trickle":  # until the other end has had enough
                 self.wfile.write(b"X: y\r\n")
                 time.sleep(0.1)
         except OSError:
@@ -113,16 +112,14 @@ def test_the_certificate_must_be_that_of_the_name(url: str, monkeypatch: pytest.
         download(url.replace("files", "other"), 9, public=True)
 
 
-def test_a_redirect_leads_no_further_than_a_first_address(url: str) -> None:
+def test_redirects_are_checked_like_first_addresses(url: str) -> None:
     with pytest.raises(UserError, match="inside.example is 127.0.0.1, which is not on the public internet"):
         download(f"{url}/away", 9, public=True)
 
 
 def test_trickled_headers_do_not_outlast_the_deadline(url: str) -> None:
-    began = time.monotonic()
     with pytest.raises(UserError, match="too long|timed out"):
         download(f"{url}/trickle", 9, seconds=1.0, public=True)
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(
@@ -132,16 +129,22 @@ def test_trickled_headers_do_not_outlast_the_deadline(url: str) -> None:
         *("::1", "fe80::1", "fd00::1", "::ffff:127.0.0.1", "::ffff:192.168.0.1", "224.0.0.1"),
     ],
 )
-def test_hosts_that_are_not_public_are_not_connected_to(ip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_addresses_are_refused(ip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve(monkeypatch, {"one.example": [ip], "two.example": ["93.184.215.14", ip]})
+    for host in ("one.example", "two.example", ip):
+        with pytest.raises(OSError, match="not on the public internet"):
+            public_addresses(host, 443)
+
+
+@pytest.mark.parametrize("host", ["one.example", "two.example", "127.0.0.1", "[::1]"])
+def test_private_hosts_are_not_connected_to(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(*arguments: Any) -> None:
         raise AssertionError("connected")
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    resolve(monkeypatch, {"one.example": [ip], "two.example": ["93.184.215.14", ip]})
-    literal = f"[{ip}]" if ipaddress.ip_address(ip).version == 6 else ip
-    for host in ("one.example", "two.example", literal):
-        with pytest.raises(UserError, match="not on the public internet"):
-            download(f"https://{host}/latest/meta-data", 9, public=True)
+    resolve(monkeypatch, {"one.example": ["10.1.2.3"], "two.example": ["93.184.215.14", "10.1.2.3"]})
+    with pytest.raises(UserError, match="not on the public internet"):
+        download(f"https://{host}/latest/meta-data", 9, public=True)
 
 
 def test_public_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def lora(tmp_path_factory, base):
 # --------------------------------------------------------------------- what comes out
 
 
-def test_the_mean_of_full_runs_loads_in_plain_transformers(full, tmp_path, capsys):
+def test_the_mean_of_runs_loads_in_transformers(full, tmp_path, capsys):
     assert quietly(full, tmp_path / "out", questions=0) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["rounds"] == {str(run): 2 for run in full} and result["runs"] == result["merged"] == {}
@@ -139,7 +139,7 @@ def test_figures_are_those_of_eval(full, tmp_path, capsys):
     assert result["mean_pass_1"] == pytest.approx(sum(ones[:2]) / 2)
 
 
-def test_the_scale_is_chosen_on_other_questions_than_those_reported(full, tmp_path, capsys, monkeypatch):
+def test_the_scale_is_chosen_on_other_questions(full, tmp_path, capsys, monkeypatch):
     asked, evaluate_on = [], merging.evaluate_on
 
     def watched(questions, policy, *args):
@@ -189,7 +189,7 @@ def test_the_order_of_runs_does_not_matter(full, tmp_path):
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
 
 
-def test_snapshots_that_running_nodes_prune_meanwhile_are_still_merged(full, tmp_path):
+def test_snapshots_pruned_meanwhile_are_still_merged(full, tmp_path):
     copies = [shutil.copytree(run, tmp_path / run.name) for run in full]
     expected = mean([trained(run) for run in copies])
     cohort = cohort_of_runs([RunDir(copy) for copy in copies], lambda text: None)
@@ -210,7 +210,7 @@ def test_a_torn_snapshot_is_passed_over(full, tmp_path, capsys):
     assert json.loads(captured.out.splitlines()[-1])["rounds"] == {str(run): 2, str(full[1]): 2}
 
 
-def test_questions_are_of_all_runs_and_a_member_s_of_its_swarm(full, tmp_path):
+def test_questions_come_from_all_runs_and_swarms(full, tmp_path):
     other = train(tmp_path / "other", 7, tasks=["small/lcm"])
     member = shutil.copytree(full[0], tmp_path / "member")
     write_manifest(make_manifest("sums", ["small/products"]), member / "swarm.toml")
@@ -229,7 +229,7 @@ def refused(sources, out, message, *args, **options):
     assert not out.exists() or list(out.iterdir()) == []
 
 
-def test_one_run_or_one_run_twice_is_no_merge(full, tmp_path):
+def test_one_run_alone_is_no_merge(full, tmp_path):
     refused(full[:1], tmp_path / "out", "at least two different run directories")
     refused([full[0], full[0] / "snapshots" / ".."], tmp_path / "out", "at least two different run directories")
     assert not (tmp_path / "out").exists()
@@ -243,7 +243,7 @@ def test_no_run_and_no_snapshot(full, tmp_path):
 
 
 @pytest.mark.parametrize("better", [True, False])
-def test_a_source_that_is_better_than_the_merge_is_named(full, tmp_path, capsys, monkeypatch, better):
+def test_a_source_better_than_merged_is_named(full, tmp_path, capsys, monkeypatch, better):
     evaluate_on, asked = merging.evaluate_on, []
 
     def rigged(*args):
@@ -262,27 +262,30 @@ def test_a_source_that_is_better_than_the_merge_is_named(full, tmp_path, capsys,
     assert ("alone is better" in captured.err) == better
 
 
-def test_what_nothing_can_come_of_is_refused_before_torch_is_loaded(full, tmp_path):
+def test_hopeless_merges_are_refused_before_loading_torch(full, tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/thing").touch()
     program = (
-        "import sys; from swarm_node.cli import app\n"
-        "try: app(sys.argv[1:])\n"
-        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+        "import json, sys; from swarm_node.cli import app\n"
+        "for args in json.loads(sys.argv[1]):\n"
+        "    try: app(['merge', *args])\n"
+        "    except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
-    for args, message in (
+    hopeless = (
         ([full[0], full[1], "--out", tmp_path / "precious"], "precious is not empty"),
         ([full[0], "--out", tmp_path / "new"], "at least two different run directories"),
         (["swarm://x", "--out", tmp_path / "precious"], "precious is not empty"),
         (["swarm://x", full[0], "--out", tmp_path / "new"], "a merge is of one swarm, or of run directories"),
-    ):
-        command = [sys.executable, "-c", program, "merge", *map(str, args)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        assert message in ended.stderr and ended.stdout == "2 False\n", ended.stderr
+    )
+    arguments = json.dumps([list(map(str, args)) for args, _ in hopeless])
+    ended = subprocess.run([sys.executable, "-c", program, arguments], capture_output=True, text=True, timeout=100)
+    assert ended.stdout == "2 False\n" * len(hopeless), ended.stderr
+    said = ended.stderr.splitlines()
+    assert all(message in line for (_, message), line in zip(hopeless, said, strict=True)), said
     assert not (tmp_path / "new").exists()
 
 
-def test_a_directory_that_is_not_empty_is_left_alone(full, tmp_path):
+def test_a_non_empty_directory_is_left_alone(full, tmp_path):
     (tmp_path / "precious").touch()
     with pytest.raises(UserError, match="is not empty"):
         quietly(full, tmp_path, questions=0)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.tensors import WEIGHTS_METHOD, WeightsHead, seal_head
-from protocol.transports.base import Accepted, Outgoing
+from protocol.tensors import WeightsHead, seal_head
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node import merging
 from swarm_node.averaging import Fragments, Handover, Place, cohort_id, make_averager
-from swarm_node.averaging.codecs import encoded_size
 from swarm_node.averaging.fetching import AT_ONCE, GRACE_S, cohorts_of
 from swarm_node.averaging.merge import State
 from swarm_node.cli import app
@@ -49,6 +47,7 @@ from swarm_node.merging_swarm import (
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.sources import is_swarm
+from tests.support.donors import answers, body_bytes, refuses, with_a_nan
 from tests.support.fake_transport import FakeTransport, card, peer_id
 from tests.swarm_node.policy.models import save
 
@@ -83,10 +82,11 @@ class Swarm:
         self.clock = VirtualClock(1000.0)
         self.network = MemoryNetwork(self.clock)
         self.first: list[str] = []
+        self.numbers = count()
         self.said: list[str] = []
 
     def join(self, version: int = 100, config: AveragingConfig = NOLOCO, link: LinkModel = FAST, **card: Any) -> Peer:
-        number = len(self.network._nodes)
+        number = next(self.numbers)
         transport = self.network.join(f"peer{number:08}", SWARM, link=link, bootstrap=self.first)
         self.first = self.first or transport.addresses[:1]
         noise = torch.Generator().manual_seed(number)
@@ -203,7 +203,7 @@ def test_the_table_shows_versions(capsys: pytest.CaptureFixture[str]) -> None:
     held = {"all": Held(8, 0.5, 0.75)}
     result = Merged("out", "uniform", 0.5, versions={"ann …12345678": 417}, questions=8, samples=4)
     result.runs, result.merged, result.mean_pass_1 = {"ann …12345678": held}, held, 0.5
-    merging._show(result, Console(width=100))
+    merging.show(result, Console(width=100))
     shown = capsys.readouterr().out
     assert "version" in shown and "rounds" not in shown and "ann …12345678" in shown and "417" in shown
 
@@ -222,7 +222,7 @@ def test_weights_are_on_disk_not_in_memory(policy: Policy, tmp_path: Path) -> No
 def test_whoever_is_busy_is_asked_again(swarm: Swarm, tmp_path: Path) -> None:
     peers = [swarm.join() for _ in range(3)]
     swarm.look()
-    held = peers[0].handover._accept("somebody", seal_head(_head(peers[0])), 0)
+    held = peers[0].handover.accept("somebody", seal_head(_head(peers[0])), 0)
     swarm.clock.call_at(swarm.clock.now() + 32.0, held.done, None)
     weights, _ = swarm.gather(tmp_path)
     assert len(weights) == 3 and not swarm.left_out()
@@ -233,7 +233,7 @@ def test_it_ends_in_time(swarm: Swarm, tmp_path: Path) -> None:
     quick = [swarm.join() for _ in range(2)]
     slow = swarm.join(link=LinkModel(latency_s=0.02, bandwidth_bytes_s=30_000.0))
     busy = swarm.join()
-    busy.handover._giving_until = 1e12
+    refuses(busy.transport, "busy")
     began = swarm.clock.now()
     weights, _ = swarm.gather(tmp_path, timeout_s=GRACE_S)
     assert swarm.clock.now() < began + 20 + GRACE_S + 1
@@ -255,19 +255,15 @@ def _head(peer: Peer, **changes: Any) -> WeightsHead:
 
 def gives(liar: Peer, body: bytes, **changes: Any) -> None:
     """Have it answer with this."""
-    ours = Outgoing(
-        seal_head(_head(liar, **changes)), len(body), lambda: [body[i : i + 2**20] for i in range(0, len(body), 2**20)]
-    )
-    accepted = Accepted(ours, lambda piece: None, lambda error: None)
-    liar.transport.accept(WEIGHTS_METHOD, lambda peer, head, size: accepted)
+    answers(liar.transport, _head(liar, **changes), body)
 
 
 def whole(peer: Peer) -> int:
-    return sum(encoded_size("float32", n) for n in peer.handover.averager.fragments.sizes)
+    return body_bytes(peer.handover.averager)
 
 
 def not_a_number(liar: Peer) -> None:
-    gives(liar, bytes(400) + b"\x00\x00\xc0\x7f" + bytes(whole(liar) - 404))
+    gives(liar, with_a_nan(whole(liar)))
 
 
 def too_much(liar: Peer) -> None:
@@ -282,11 +278,8 @@ def never_trained(liar: Peer) -> None:
     liar.handover.version = 0
 
 
-def refuses(liar: Peer) -> None:
-    def refuse(peer: str, head: bytes, size: int) -> Accepted:
-        raise RemoteProtocolError("no", "[/mine]")
-
-    liar.transport.accept(WEIGHTS_METHOD, refuse)
+def says_no(liar: Peer) -> None:
+    refuses(liar.transport, "no", "[/mine]")
 
 
 def far_away(liar: Peer) -> None:
@@ -299,15 +292,13 @@ LIES = {
     too_much: "size",
     older_than_its_card: "claim",
     never_trained: "early",
-    refuses: "no [/mine]",
+    says_no: "no [/mine]",
     far_away: "from the start, where",
 }
 
 
 @pytest.mark.parametrize(("lie", "why"), LIES.items(), ids=[lie.__name__ for lie in LIES])
-def test_who_gives_no_weights_worth_having_is_left_out_by_name(
-    swarm: Swarm, tmp_path: Path, lie: Any, why: str
-) -> None:
+def test_members_with_useless_weights_are_left_out(swarm: Swarm, tmp_path: Path, lie: Any, why: str) -> None:
     peers = [swarm.join() for _ in range(4)]
     lie(peers[1])
     weights, versions = swarm.gather(tmp_path)
@@ -316,7 +307,7 @@ def test_who_gives_no_weights_worth_having_is_left_out_by_name(
     assert left_out.startswith(f"{swarm.name(peers[1])} (") and why in left_out
 
 
-def test_what_a_stranger_says_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strangers_words_are_shown_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     on_stderr()("left out: a (no [/mine])")
     assert capsys.readouterr().err == "left out: a (no [/mine])\n"
 
@@ -401,7 +392,7 @@ def test_that_nobody_answers_is_not_that_nobody_averages() -> None:
 # --------------------------------------------------------------------- which cohort
 
 
-def test_the_largest_of_this_model_unless_another_is_named(swarm: Swarm, policy: Policy) -> None:
+def test_the_largest_cohort_of_this_model_is_chosen(swarm: Swarm, policy: Policy) -> None:
     for config in [NOLOCO] * 3 + [AveragingConfig(method="diloco")] * 2:
         swarm.join(config=config)
     for _ in range(4):
@@ -453,7 +444,7 @@ def test_it_says_what_differs(swarm: Swarm, policy: Policy, tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_settings_of_a_cohort_are_found_by_its_id(policy: Policy, options: dict[str, Any]) -> None:
+def test_a_cohorts_settings_are_found_by_id(policy: Policy, options: dict[str, Any]) -> None:
     config = AveragingConfig(**{"method": "noloco", **options})
     tensors: dict[str, Tensor] = policy.trainable_state()
     cohort = cohort_id(Fragments(tensors, config.fragments).layout, policy.start, SWARM, config)

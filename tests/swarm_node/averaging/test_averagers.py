@@ -6,8 +6,8 @@ import math
 import threading
 from collections import Counter
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,14 +28,15 @@ from swarm_node.averaging.fetching import weights_head
 from swarm_node.averaging.pairs import PairAverager
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.installed import upgrade_command
+from tests.support.locks import Watched
 from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 
 
 @cache
-def drifting_apart(n: int = 4, seconds: float = 400.0) -> float:
+def drifting_apart() -> float:
     """Spread of peers that do not average."""
-    alone = Cohort(n, every=10**6)
-    alone.run(seconds)
+    alone = Cohort(4, every=10**6)
+    alone.run(200.0)
     return alone.spread()
 
 
@@ -43,16 +44,13 @@ def drifting_apart(n: int = 4, seconds: float = 400.0) -> float:
     "options",
     [
         {},
-        {"codec": "8bit"},
         {"codec": "4bit"},
         {"fragments": 3},
         {"overlap": False},
         {"alpha": 0.0, "beta": 1.0, "gamma": 1.0},
-        {"gamma": 0.5},
         {"gamma": 0.5, "codec": "8bit", "fragments": 2},
         {"mixing": 0.5},
         {"clip": 1.5, "gates": True},
-        {"method": "diloco", "overlap": False},
         {"method": "diloco", "overlap": False, "codec": "8bit", "fragments": 3},
         {"method": "diloco", "codec": "4bit", "error_feedback": True},
         {"method": "diloco", "clip": 1.5},
@@ -62,9 +60,8 @@ def drifting_apart(n: int = 4, seconds: float = 400.0) -> float:
 )
 def test_averaging_keeps_peers_together(options: dict[str, Any]) -> None:
     cohort = Cohort(4, **options)
-    seconds = 400.0 if options.get("method", "noloco") == "noloco" else 200.0  # groups average as often as they train
-    cohort.run(seconds)
-    assert cohort.spread() < 0.8 * drifting_apart(seconds=seconds)
+    cohort.run(200.0)
+    assert cohort.spread() < 0.8 * drifting_apart()
     assert all(n >= 10 for n in cohort.exchanges())
     assert all(0.7 < float(trainee.flat.mean()) < 1.3 for trainee in cohort.trainees), "all go where training goes"
     assert cohort.exchanges() == [t.averager.metrics()["averaging/exchanges"] for t in cohort.trainees]
@@ -133,7 +130,7 @@ def test_peers_of_another_cohort_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
-def test_a_peer_that_dies_in_the_middle_leaves_the_others_as_they_were(method: str) -> None:
+def test_a_peers_death_leaves_others_as_they_were(method: str) -> None:
     """Bit for bit: training stands still, so weights may change by averaging only."""
     slow_link = LinkModel(latency_s=0.02, bandwidth_bytes_s=600.0)
     cohort = Cohort(2, link=slow_link, every=1, method=method, timeout_s=30.0)
@@ -163,7 +160,7 @@ def test_those_who_are_left_go_on_averaging(method: str) -> None:
     assert all(after >= n + 4 for i, (n, after) in enumerate(zip(before, cohort.exchanges(), strict=True)) if i != 2)
 
 
-def test_a_slow_peer_takes_part_without_holding_anybody_up() -> None:
+def test_a_slow_peer_averages_and_holds_nobody_up() -> None:
     """Its steps take most of a round: it answers in the middle of them."""
     cohort = Cohort(2)
     cohort.trainees[1].step_s = 8.0
@@ -173,7 +170,7 @@ def test_a_slow_peer_takes_part_without_holding_anybody_up() -> None:
     assert slow.averager.counts["exchanges"] >= 10
 
 
-def test_one_that_joins_a_group_late_catches_up_with_its_count() -> None:
+def test_a_late_member_catches_up_with_the_round() -> None:
     cohort = Cohort(3, method="diloco", timeout_s=5.0)
     cohort.run(80)
     late = cohort.join()
@@ -182,7 +179,7 @@ def test_one_that_joins_a_group_late_catches_up_with_its_count() -> None:
     assert late.averager.counts["exchanges"] >= 5
 
 
-def test_where_only_progress_travels_a_late_one_still_gets_the_others_slow_weights() -> None:
+def test_a_late_member_gets_slow_weights_too() -> None:
     """And so does one that missed a round: progress alone would leave it an offset for ever."""
     cohort = Cohort(3, method="diloco", codec="8bit", timeout_s=5.0, overlap=False)
     cohort.run(80)
@@ -195,11 +192,11 @@ def test_where_only_progress_travels_a_late_one_still_gets_the_others_slow_weigh
     assert (slow - slow[0]).abs().max() < 1e-5
 
 
-def test_weights_with_which_nothing_can_be_computed_do_not_take_the_place_of_others() -> None:
+def test_unusable_weights_replace_nothing() -> None:
     averager = Cohort(1).trainees[0].averager
     before = torch.cat(averager.slow)
     better, broken = [torch.full_like(before, 2.0)], [torch.full_like(before, 3e38)]
-    averager._probe = lambda: float(averager.tensors["embed"].square().sum())  # type: ignore[method-assign]
+    averager.probe = lambda: float(averager.tensors["embed"].square().sum())  # type: ignore[method-assign]
     assert averager.replace(better) and averager.replaced == 1
     assert not averager.replace(broken) and averager.replaced == 1
     assert torch.equal(torch.cat(averager.slow), better[0])
@@ -221,14 +218,14 @@ def test_weights_on_trial_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -
             looked.append("on trial")
         return math.inf if value else 0.0
 
-    averager._probe = probe  # type: ignore[method-assign]
+    averager.probe = probe  # type: ignore[method-assign]
     assert not averager.replace([torch.full((n,), 2.0) for n in averager.fragments.sizes])
     assert not averager._apply(0, torch.ones(averager.fragments.sizes[0]))
     assert looked == ["on trial"] * 2
     assert not any(bool(copy.any()) for copy in averager.copies())
 
 
-def test_a_copy_made_while_weights_are_replaced_is_not_averaged_with_old_slow_ones() -> None:
+def test_a_copy_made_during_replacement_is_not_averaged() -> None:
     cohort = Cohort(2, every=1, alpha=0.0)
     victim, liar = cohort.trainees
     victim.dead = liar.dead = True  # neither ticks: this test says what happens
@@ -243,7 +240,7 @@ def test_a_copy_made_while_weights_are_replaced_is_not_averaged_with_old_slow_on
 
     def while_slow_weights_are_gathered(i: int, out: Tensor | None = None) -> Tensor:
         if not accepted and not averager._lock.locked() and torch.equal(gather(i), new):
-            accepted.append(averager._accept(peer, head, encoded_size("float32", size)))
+            accepted.append(averager.accept(peer, head, encoded_size("float32", size)))
         return gather(i, out)
 
     averager.fragments.gather = while_slow_weights_are_gathered  # type: ignore[method-assign]
@@ -266,9 +263,8 @@ def test_a_state_can_be_saved_and_restored() -> None:
     assert all(torch.equal(x, y) for x, y in zip(other.slow + other.momentum, a.slow + a.momentum, strict=True))
     assert other.counts["exchanges"] == a.counts["exchanges"] > 0
     assert other.robust.state() == a.robust.state()
-    assert other._exchanged_at == a._exchanged_at != [0]
-    assert isinstance(a, PairAverager) and isinstance(other, PairAverager)
-    assert other._apart == a._apart != [0.0]
+    assert other.state_dict()[1] == numbers
+    assert numbers["exchanged_at"] != [0] and numbers["apart"] != [0.0]
 
 
 @pytest.mark.parametrize(
@@ -306,16 +302,23 @@ def test_a_state_that_is_none_changes_nothing(changes: dict[str, Any], method: s
     assert averager.counts["exchanges"] == 7 and float(averager.slow[0][0]) == 1.0
 
 
-def test_bytes_are_counted_whoever_sends_at_the_same_time() -> None:
+def test_bytes_sent_at_the_same_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker goes on from its look at the count when the second one waits for it, or has looked as well."""
+    second_is_there, looks = threading.Event(), list[int]()
+    monkeypatch.setattr(
+        averager_module,
+        "threading",
+        SimpleNamespace(Lock=lambda: Watched(second_is_there), Event=threading.Event),
+    )
     averager = Cohort(1).trainees[0].averager
-    both = threading.Barrier(2)
 
     class Read(Counter[str]):
         def __getitem__(self, name: str) -> int:
-            """Both workers look at the count before either writes it, if nothing keeps them from that."""
             value = super().__getitem__(name)
-            with suppress(threading.BrokenBarrierError):
-                both.wait(0.2)
+            looks.append(value)
+            if len(looks) == 2:
+                second_is_there.set()
+            assert second_is_there.wait(60)
             return value
 
     averager.counts = Read()
@@ -327,12 +330,12 @@ def test_bytes_are_counted_whoever_sends_at_the_same_time() -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(20)
+        worker.join(60)
     assert averager.counts.get("bytes") == 20
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
-def test_a_fault_of_this_node_is_not_blamed_on_the_network(method: str) -> None:
+def test_an_own_fault_is_not_blamed_on_network(method: str) -> None:
     cohort = Cohort(2, method=method, every=1, timeout_s=5.0)
     a, b = cohort.trainees
     b.dead = True
@@ -349,7 +352,7 @@ def test_a_fault_of_this_node_is_not_blamed_on_the_network(method: str) -> None:
     assert any("fault: a part of this node" in sentence for sentence in a.said)
 
 
-def test_those_who_can_only_dial_average_with_those_who_can_be_dialled() -> None:
+def test_dial_only_peers_average_with_those_they_dial() -> None:
     cohort = Cohort(4, hidden=2)
     cohort.run(300)
     assert all(n >= 10 for n in cohort.exchanges())
@@ -436,7 +439,7 @@ def still_pair(**options: Any) -> Cohort:
     ],
     ids=str,
 )
-def test_a_head_that_does_not_fit_is_refused_before_its_body(changes: dict[str, Any], reason: str) -> None:
+def test_an_unfit_head_is_refused_before_its_body(changes: dict[str, Any], reason: str) -> None:
     cohort = still_pair()
     victim = cohort.trainees[0]
     before = victim.flat.clone()
@@ -447,7 +450,7 @@ def test_a_head_that_does_not_fit_is_refused_before_its_body(changes: dict[str, 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
-def test_values_that_are_none_are_never_applied_and_their_sender_muted(value: float) -> None:
+def test_non_finite_values_mute_their_sender(value: float) -> None:
     cohort = still_pair()
     victim = cohort.trainees[0]
     before = victim.flat.clone()
@@ -494,7 +497,7 @@ def test_the_probe_takes_back_what_does_harm() -> None:
         trainee.trains = False
         for tensor in trainee.weights.values():
             tensor.fill_(value)
-    victim.averager._probe = lambda: float((victim.flat - 1).abs().mean())
+    victim.averager.probe = lambda: float((victim.flat - 1).abs().mean())
     before = victim.flat.clone()
     cohort.run(60)
     assert torch.equal(victim.flat, before)
@@ -505,7 +508,7 @@ def test_the_probe_takes_back_what_does_harm() -> None:
 # --------------------------------------------------------------------- versions of the protocol
 
 
-def test_halves_are_written_in_the_newest_version_that_both_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this node is the newer one, or its partner is."""
     monkeypatch.setattr("protocol.tensors.SPOKEN", spoken_by(5))
     cohort = Cohort(2)
@@ -523,7 +526,7 @@ def test_halves_are_written_in_the_newest_version_that_both_read(monkeypatch: py
         assert open_weights_head(weights_head(averager.transport, peer, SWARM, COHORT, 1)).protocol == version
 
 
-def test_an_exchange_that_failed_for_its_version_says_how_to_upgrade() -> None:
+def test_a_failure_over_versions_says_how_to_upgrade() -> None:
     trainee = Cohort(2).trainees[0]
     for _ in range(2):
         trainee.averager.skip("version", "protocol 7 is too new for a node that speaks 5 and 6")

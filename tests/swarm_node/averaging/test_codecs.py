@@ -11,6 +11,7 @@ from torch import Tensor
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, Decoder, encoded_size, lost, pieces
+from tests.swarm_node.averaging.vectors import normal
 
 CODECS = ["float32", "int8", "e3m0"]
 codecs = pytest.mark.parametrize("codec", CODECS)
@@ -29,10 +30,6 @@ def decode(codec, values: int, data: bytes) -> Tensor:
 
 def through(codec, flat: Tensor) -> Tensor:
     return decode(codec, len(flat), body(codec, flat))
-
-
-def normal(n: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
 @codecs
@@ -155,7 +152,7 @@ def test_pieces_are_encoded_when_asked_for():
     assert any(first) and not any(second)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(CODECS),
     st.sampled_from([1, 64, 1000, PIECE + 1]),
@@ -171,7 +168,7 @@ def test_pieces_may_be_cut_anywhere(codec, n, cuts):
     assert torch.equal(decoder.values(), through(codec, flat))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(CODECS), st.integers(1, 200), st.data())
 def test_made_up_bytes_are_values_or_an_error(codec, n, data):
     size = encoded_size(codec, n)

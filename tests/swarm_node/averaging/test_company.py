@@ -19,7 +19,7 @@ def company() -> tuple[Company, list[str]]:
     return Company(MINE, 120.0, said.append), said
 
 
-def test_nobody_is_said_after_a_while_and_again_when_it_changes() -> None:
+def test_being_alone_is_said_after_a_while() -> None:
     here, said = company()
     others = {"x": card("x", OTHER), "silent": card("silent", "")}
     for now in (0.0, 60.0, 119.0):
@@ -53,7 +53,7 @@ def test_partners_that_come_and_go_are_said_once() -> None:
     assert said[2:] == ["averaging: 2 partners are here: bob, carol"]
 
 
-def test_names_outlive_those_who_had_them_and_those_of_several_carry_an_id() -> None:
+def test_names_are_remembered_and_ambiguous_ones_carry_ids() -> None:
     here, _ = company()
     here.look({"first-12345678": card("bob", MINE)}, 0.0)
     here.look({}, 1.0)

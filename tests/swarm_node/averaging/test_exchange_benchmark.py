@@ -1,4 +1,6 @@
-"""The benchmark of real exchanges, with very few weights."""
+"""The benchmark of real exchanges, with very few weights: two processes with torch and a p2pd each, several times.
+
+Real exchanges between processes are covered by tests/integration in `make test`."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import pytest
 from benchmarks.averaging_exchange import exchanges, overlaps, speeds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_exchange_and_say_what_it_took() -> None:
     row = exchanges(0.4, "float32", repeats=1, links=(0.0,))
     assert row["body_mb"] == pytest.approx(0.4, rel=0.01)

@@ -41,7 +41,7 @@ def test_what_is_no_layer_goes_where_least_is():
 @pytest.mark.parametrize(
     "name", ["transformer.h.{}.w", "gpt_neox.layers.{}.experts.7.w", "base_model.model.l.{}.a.default"]
 )
-def test_the_first_integer_of_a_name_is_its_layer(name):
+def test_a_names_first_integer_is_its_layer(name):
     fragments = Fragments({name.format(i): torch.zeros(2) for i in range(4)}, 4)
     assert [fragments.names(i) for i in range(4)] == [[name.format(i)] for i in range(4)]
 

@@ -33,7 +33,7 @@ def skipped(cohort: Cohort, reason: str) -> int:
 
 
 @pytest.mark.parametrize("codec", ["8bit", "4bit"])
-def test_one_that_goes_on_from_another_has_its_slow_weights_too(codec: str) -> None:
+def test_a_newcomer_takes_over_slow_weights_too(codec: str) -> None:
     """The other was alone until then: both are in round 0."""
     cohort = group(1, codec=codec)
     first = cohort.trainees[0]
@@ -51,7 +51,7 @@ def test_one_that_goes_on_from_another_has_its_slow_weights_too(codec: str) -> N
 
 
 @pytest.mark.parametrize(("resumed", "overlap"), [([0], False), ([3], False), ([0, 3], True)], ids=str)
-def test_those_who_resume_and_those_who_begin_find_together(resumed: list[int], overlap: bool) -> None:
+def test_resumed_and_new_members_find_together(resumed: list[int], overlap: bool) -> None:
     """Some know that slow weights are not equal, the others do not, and begin at different times."""
     cohort = group(4, overlap=overlap)
     for i, trainee in enumerate(cohort.trainees):
@@ -68,7 +68,7 @@ def test_those_who_resume_and_those_who_begin_find_together(resumed: list[int], 
     assert slow_apart(cohort) < 1e-6
 
 
-def test_a_few_who_are_a_round_ahead_are_followed_before_their_time_is_over() -> None:
+def test_members_a_round_ahead_are_followed_at_once() -> None:
     """Else both wait for each other, give up, and are as far apart as before."""
     cohort = group(5, codec="float32", timeout_s=20.0)
     ahead = cohort.trainees[3:]
@@ -81,7 +81,7 @@ def test_a_few_who_are_a_round_ahead_are_followed_before_their_time_is_over() ->
     assert min(cohort.exchanges()) >= 2
 
 
-def test_members_who_take_different_outer_steps_do_not_average() -> None:
+def test_members_with_different_outer_steps_do_not_average() -> None:
     cohort = group(2)
     a, b = (trainee.averager for trainee in cohort.trainees)
     assert isinstance(a, GroupAverager) and isinstance(b, GroupAverager)
@@ -125,7 +125,7 @@ def test_nobody_leads_others_far_ahead() -> None:
 
 
 @pytest.mark.parametrize(("changes", "reason"), [({"phase": 0}, "schema"), ({"fragment": 1}, "fragment")], ids=str)
-def test_a_round_is_believed_only_of_a_head_that_can_be(changes: dict[str, int], reason: str) -> None:
+def test_a_round_is_believed_of_valid_heads_only(changes: dict[str, int], reason: str) -> None:
     cohort, victim, averager = with_a_liar()
     assert call(cohort, victim, round=8, **changes).reason == reason
     assert averager._told == {}
@@ -133,7 +133,7 @@ def test_a_round_is_believed_only_of_a_head_that_can_be(changes: dict[str, int],
     assert list(averager._told.values()) == [8]
 
 
-def test_a_call_in_another_codec_ends_the_round_for_both() -> None:
+def test_a_call_in_another_codec_ends_the_round() -> None:
     """The caller gives it up as well: nobody is to wait for it until time is up."""
     cohort, victim, averager = with_a_liar()
     averager.config = averager.config.model_copy(update={"timeout_s": 60.0})

@@ -14,14 +14,14 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(1)
 
 
-def test_hops_have_the_mean_and_the_variation_asked_for() -> None:
+def test_hops_have_mean_and_variation_asked_for() -> None:
     drawn = links.hops(rng(), 1.5, 1_000_000)
     assert drawn.mean() == pytest.approx(1, rel=0.01)
     assert drawn.std() == pytest.approx(1.5, rel=0.05)
 
 
 @pytest.mark.parametrize("variation", links.VARIATION)
-def test_a_pair_takes_twice_the_larger_of_two_hops(variation: float) -> None:
+def test_a_pair_takes_twice_the_larger_hop(variation: float) -> None:
     drawn = links.pair(rng(), 2, variation, 300_000).mean()
     assert drawn == pytest.approx(links.pair_mean(variation), rel=0.01)
 
@@ -42,7 +42,7 @@ def test_tree_to_pair_as_published(n: int, published: tuple[float, ...]) -> None
     assert ratios == pytest.approx(published, rel=0.04)
 
 
-def test_a_butterfly_waits_for_the_slowest_way_there_and_back() -> None:
+def test_a_butterfly_waits_for_the_slowest_way() -> None:
     there_and_back = links.hops(rng(), 1.0, 100_000, 2, 2).sum(2).max(1).mean()
     assert links.butterfly(rng(), 2, 1.0, 20_000).mean() == pytest.approx(there_and_back, rel=0.02)
     assert links.butterfly(rng(), 64, 1.0, 100).mean() > 5 * links.pair_mean(1.0)
@@ -72,7 +72,7 @@ def test_exchanges_take_both_partners_as_long() -> None:
 
 
 @pytest.mark.parametrize(("n", "published"), [(16, 1.07), (64, 1.11), (256, 1.15)])
-def test_waiting_for_all_to_waiting_for_a_partner_as_published(n: int, published: float) -> None:
+def test_barrier_ratios_are_as_published(n: int, published: float) -> None:
     assert links.barrier_ratio(rng(), n, math.sqrt(0.5), trials=512 // n) == pytest.approx(published, abs=0.01)
 
 

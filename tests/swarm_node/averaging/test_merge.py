@@ -57,7 +57,7 @@ def test_task_arithmetic_adds_what_each_changed():
     assert task_arithmetic(two, base, 0.0)["w"].tolist() == [1, 1, 1]
 
 
-def test_clipping_makes_no_task_vector_longer_than_the_median():
+def test_no_clipped_task_vector_exceeds_the_median():
     base = {"w": torch.zeros(2), "v": torch.zeros(1)}
     three = {
         "short": {"w": torch.tensor([1.0, 0.0]), "v": torch.zeros(1)},
@@ -103,7 +103,7 @@ def test_pieces_make_no_difference(monkeypatch):
     assert task_norms(three, base) == pytest.approx(norms, rel=1e-12)
 
 
-def test_a_tensor_that_does_not_lie_in_order_is_merged_value_for_value():
+def test_a_strided_tensor_is_merged_value_by_value():
     w = torch.arange(6.0).reshape(2, 3)
     assert torch.equal(uniform({"a": {"w": w}, "b": {"w": w.T.contiguous().T}})["w"], w)
 
@@ -137,7 +137,7 @@ def test_names_or_shapes_that_differ_are_refused():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_refused_by_name(value):
+def test_non_finite_weights_are_refused_by_name(value):
     two = states(2)
     two["node 1"]["norm"][2] = value
     with pytest.raises(ValueError, match="norm is not finite in node 1"):

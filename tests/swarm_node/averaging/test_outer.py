@@ -42,7 +42,7 @@ def test_noloco_of_one_copy_is_that_of_two():
     torch.testing.assert_close(one, two)
 
 
-def test_noloco_with_nobody_there_steps_along_its_own_progress():
+def test_noloco_alone_steps_along_its_own_progress():
     slow, momentum = tensor([1.0]), tensor([0.4])
     NoLoCo(0.5, 0.7, 0.3).step(slow, momentum, tensor([2.0]), None)
     torch.testing.assert_close(momentum, tensor([0.5 * 0.4 + 0.7 * 1.0]))

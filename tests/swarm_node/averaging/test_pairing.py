@@ -22,7 +22,7 @@ def pairs(everyone: Collection[str], round: int, seed: str = "swarm") -> set[fro
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 17, 64])
-def test_all_are_paired_but_one_of_an_odd_number(n):
+def test_all_but_an_odd_one_are_paired(n):
     for round in range(20):
         assert len(pairs(peers(n), round)) == n // 2
 
@@ -65,7 +65,7 @@ def test_one_more_peer_changes_few_pairs():
     assert max(broken) <= 6
 
 
-def test_one_peer_that_knows_another_costs_at_most_its_own_pair():
+def test_an_unequal_view_costs_at_most_one_pair():
     """Pairs count that both ends see. The one who knows more mostly has the same partner."""
     everyone, rounds = peers(64), 200
     me = everyone[0]
@@ -83,7 +83,7 @@ def test_large_swarms_are_paired_in_groups():
     assert found != {me: partner(me, everyone, 4, "s") for me in sample}
 
 
-def test_those_who_can_only_dial_meet_only_if_nobody_else_is_left():
+def test_dial_only_peers_meet_as_a_last_resort():
     everyone = peers(12)
     for hidden in (everyone[:5], everyone[:6], everyone[:9], everyone):
         for r in range(20):

@@ -14,12 +14,9 @@ from torch import Tensor, tensor
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging import robust
 from swarm_node.averaging.robust import GROWTH, Robust, centred_clip, clipped_mean, measure
+from tests.swarm_node.averaging.vectors import normal
 
 ZERO = torch.zeros(1)
-
-
-def normal(n: int, seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
 def met(distances: list[float], clip: float = 1.0, gates: bool = False, n: int = 1) -> Robust:
@@ -68,7 +65,7 @@ def test_clipped_weights_lie_within_tau(scale, monkeypatch):
     torch.testing.assert_close((partner - fast).double() / distance, direction, atol=1e-5, rtol=0)
 
 
-def test_a_partner_within_tau_is_untouched_bit_for_bit():
+def test_a_partner_within_tau_is_untouched():
     fast, slow = normal(1000, 0), normal(1000, 1)
     partner = fast + 0.5 * (slow - fast)
     before = partner.clone()
@@ -110,7 +107,7 @@ def test_only_exchanges_that_came_about_count_as_usual():
     assert robust.state()["seen"]["0"]["distances"] == [1.0, 1.25]
 
 
-def test_what_counts_as_usual_grows_at_a_bounded_rate_and_without_end():
+def test_the_usual_distance_grows_at_a_bounded_rate():
     """Partners at 1000 times the usual distance: tau must follow in the end, by GROWTH in five exchanges at most."""
     robust = met([1.0] * 8)
     reach = []
@@ -132,12 +129,12 @@ def test_before_any_exchange_own_progress_is_the_measure():
     assert check(Robust(1.5, False), 0, tensor([2.0]), ZERO, tensor([100.0])).item() == 2 + 1.5 * 2
 
 
-def test_who_was_alone_for_long_meets_others_who_went_far():
+def test_a_long_loner_accepts_far_partners():
     robust = met([1.0] * 8, clip=1.5)
     assert check(robust, 0, tensor([50.0]), ZERO, tensor([-20.0])).item() == -20.0
 
 
-def test_a_node_that_never_moved_comes_to_believe_others():
+def test_a_still_node_comes_to_believe_others():
     robust = Robust(1.5, True)
     fast = torch.zeros(1000)
     for _ in range(300):
@@ -240,7 +237,7 @@ def test_without_a_past_gates_let_pass():
     assert not gated([torch.full((100,), -50.0)] * 3)
 
 
-def test_a_node_unlike_all_others_does_not_refuse_them_for_ever():
+def test_a_node_unlike_others_accepts_them_at_last():
     refused = gated([torch.ones(100)] * 8 + [torch.full((100,), -50.0)] * 20)
     assert 1 <= refused.total() <= 5
 
@@ -253,7 +250,7 @@ def test_worked_value_of_the_centred_clip():
     assert centred_clip(vectors, 1.0).item() == pytest.approx(0.2625, abs=1e-4)
 
 
-def test_centred_clip_is_the_mean_where_nobody_is_far(monkeypatch):
+def test_centred_clip_of_near_vectors_is_their_mean(monkeypatch):
     monkeypatch.setattr(robust, "CHUNK", 7)
     vectors = [normal(50, seed) for seed in range(4)]
     before = [x.clone() for x in vectors]

@@ -24,7 +24,7 @@ from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport
 from swarm_node.base_weights import fetching
 from swarm_node.base_weights.fetching import Draft, Members, fetch_model
 from swarm_node.base_weights.files import Model, holds, list_model
-from swarm_node.base_weights.giving import Giver
+from swarm_node.base_weights.giving import MAX_PLACES, Giver
 from swarm_node.errors import UserError
 from tests.swarm_node.base_weights.small import PIECE, make_model
 
@@ -43,6 +43,7 @@ class World:
         self.clock = VirtualClock()
         self.network = MemoryNetwork(self.clock, seed=3)
         self.newcomer = self.network.join("newcomer", SWARM)
+        self.nodes: dict[str, MemoryTransport] = {}
         self.said: list[str] = []
         self.members = Members(self.newcomer, SWARM, [], self.said.append, self.clock.now, self.wait, random.Random(0))
 
@@ -51,7 +52,7 @@ class World:
 
     def join(self, name: str, link: LinkModel = HOME) -> MemoryTransport:
         """A member; known to all after `meet`."""
-        node = self.network.join(name, SWARM, link, self.newcomer.addresses)
+        node = self.nodes[name] = self.network.join(name, SWARM, link, self.newcomer.addresses)
         node.announce(PeerCard(PROTOCOL_VERSION, SWARM, self.clock.now(), name, ["trainer"]))
         return node
 
@@ -107,7 +108,7 @@ def test_the_model_comes_from_several_members_at_once(world: World) -> None:
     assert not world.members.liars
 
 
-def test_what_is_in_the_cache_is_asked_of_nobody(world: World) -> None:
+def test_a_cached_model_is_asked_of_nobody(world: World) -> None:
     world.giver("a")
     world.meet()
     found = world.fetch()
@@ -118,7 +119,7 @@ def test_what_is_in_the_cache_is_asked_of_nobody(world: World) -> None:
     assert world.newcomer.bytes_in > before
 
 
-def test_pieces_that_are_near_are_copied_rather_than_sent(world: World, tmp_path: Path) -> None:
+def test_pieces_at_hand_are_copied_not_sent(world: World, tmp_path: Path) -> None:
     giver = world.giver("a")
     near = tmp_path / "near"
     shutil.copytree(world.folder, near)
@@ -144,24 +145,24 @@ def test_equal_pieces_travel_once(tmp_path: Path) -> None:
     assert giver.given["newcomer"] < 10 * PIECE + len(seal_listing(listing))
 
 
-def test_many_newcomers_are_served_few_pieces_at_a_time(world: World) -> None:
+def test_newcomers_are_served_few_pieces_at_once(world: World) -> None:
     giver = world.giver("a", LinkModel(bandwidth_bytes_s=10_000), max_upload_mbit=2.0)
     world.meet()
     sha256 = world.model.listing.files[0].pieces[0]
     head = seal_head(BlobHead(PROTOCOL_VERSION, SWARM, sha256))
-    first = giver._accept("p", head, 0)
+    first = giver.accept("p", head, 0)
     with pytest.raises(RemoteProtocolError) as caught:
-        giver._accept("q", head, 0)
+        giver.accept("q", head, 0)
     assert caught.value.reason == "busy"
     first.done(None)
-    giver._accept("q", head, 0).done(RemoteProtocolError("torn"))
+    giver.accept("q", head, 0).done(RemoteProtocolError("torn"))
     with pytest.raises(RemoteProtocolError, match="busy"):  # who did not take it waits
-        giver._accept("q", head, 0)
-    giver._accept("p", head, 0).done(None)
+        giver.accept("q", head, 0)
+    giver.accept("p", head, 0).done(None)
     world.is_here(world.fetch())
 
 
-def test_a_few_who_take_slowly_keep_nobody_from_the_model(world: World) -> None:
+def test_slow_takers_keep_nobody_from_the_model(world: World) -> None:
     """The largest piece at the least rate takes five minutes; whoever is fast is not to wait for that each time."""
     now = [0.0]
     giver = Giver(world.join("a"), SWARM, world.model, world.said.append, now=lambda: now[0])
@@ -171,7 +172,7 @@ def test_a_few_who_take_slowly_keep_nobody_from_the_model(world: World) -> None:
 
     def take(peer: str) -> bool:
         try:
-            accepted = giver._accept(peer, head, 0)
+            accepted = giver.accept(peer, head, 0)
         except RemoteProtocolError as error:
             assert error.reason == "busy"
             return False
@@ -193,19 +194,19 @@ def test_a_few_who_take_slowly_keep_nobody_from_the_model(world: World) -> None:
     assert full > 250 and served > seconds / 2
 
 
-def test_who_takes_slowly_waits_for_nobody_if_nobody_else_asks(world: World) -> None:
+def test_a_slow_taker_alone_need_not_wait(world: World) -> None:
     now = [0.0]
     giver = Giver(world.join("a"), SWARM, world.model, world.said.append, now=lambda: now[0])
     head = seal_head(BlobHead(PROTOCOL_VERSION, SWARM, world.model.listing.files[1].pieces[0]))
     for _ in range(5):
-        accepted = giver._accept("slow", head, 0)
+        accepted = giver.accept("slow", head, 0)
         now[0] += 200.0
         accepted.done(None)
-    giver._accept("other", head, 0).done(None)
+    giver.accept("other", head, 0).done(None)
     with pytest.raises(RemoteProtocolError, match="busy"):
-        giver._accept("slow", head, 0)
+        giver.accept("slow", head, 0)
     now[0] += 21.0
-    giver._accept("slow", head, 0).done(None)
+    giver.accept("slow", head, 0).done(None)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +221,12 @@ def test_who_takes_slowly_waits_for_nobody_if_nobody_else_asks(world: World) -> 
 )
 def test_nothing_else_is_given(world: World, head: bytes, size: int, reason: str) -> None:
     giver = world.giver("a")
-    with pytest.raises(RemoteProtocolError) as caught:
-        giver._accept("p", head, size)
-    assert caught.value.reason == reason
-    assert not giver._taken
+    for _ in range(MAX_PLACES):
+        with pytest.raises(RemoteProtocolError) as caught:
+            giver.accept("p", head, size)
+        assert caught.value.reason == reason
+    whole = BlobHead(PROTOCOL_VERSION, SWARM, world.model.digest)
+    assert giver.accept("p", seal_head(whole), 0), "those took no places"
 
 
 # --------------------------------------------------------------------- others
@@ -239,7 +242,7 @@ LIES: dict[str, Callable[[str, bytes], tuple[str, bytes]]] = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_liars_are_found_out_counted_and_never_asked_again(world: World, lie: Any) -> None:
+def test_liars_are_counted_and_never_asked_again(world: World, lie: Any) -> None:
     world.liar("liar", lie)
     world.meet()
     with pytest.raises(UserError, match="1 gave something else"):
@@ -260,7 +263,7 @@ def test_a_lie_is_counted_by_the_transport(world: World) -> None:
     assert world.newcomer.rejected["digest"] == 1
 
 
-def test_who_lies_about_some_pieces_only_is_found_out_at_the_first(world: World) -> None:
+def test_a_partial_liar_is_caught_at_once(world: World) -> None:
     pieces = world.model.listing.files[1].pieces
     bad = set(pieces[3::4])
     world.liar("liar", lambda sha256, data: (sha256, bytes(len(data))) if sha256 in bad else (sha256, data))
@@ -290,7 +293,7 @@ def test_a_slow_member_holds_up_nobody(world: World) -> None:
     assert world.clock.now() - began < 20  # virtual seconds; one piece takes the slow one a hundred
 
 
-def test_members_that_hang_keep_nobody_from_those_who_have_it(world: World) -> None:
+def test_hanging_members_keep_nobody_from_others(world: World) -> None:
     for i in range(10):
         world.giver(f"hangs{i}", LinkModel(bandwidth_bytes_s=0.01))
     world.giver("a")
@@ -335,7 +338,7 @@ def test_files_that_were_changed_are_refused_not_sent(world: World) -> None:
 
 
 @pytest.mark.parametrize("reason", ["version", "swarm", "gone", "size", "schema", "a-later-one"])
-def test_a_refusal_is_no_lie_and_its_peer_is_asked_later(world: World, reason: str) -> None:
+def test_a_peer_that_refused_is_asked_later(world: World, reason: str) -> None:
     giver = world.giver("a")
     asked: list[float] = []
 
@@ -343,9 +346,9 @@ def test_a_refusal_is_no_lie_and_its_peer_is_asked_later(world: World, reason: s
         asked.append(world.clock.now())
         if asked[-1] < asked[0] + 30.0:
             raise RemoteProtocolError(reason, "as it is there")
-        return giver._accept(peer, head, size)
+        return giver.accept(peer, head, size)
 
-    world.network._nodes["a"].accept(MODEL_METHOD, refuse)
+    world.nodes["a"].accept(MODEL_METHOD, refuse)
     world.meet()
     world.is_here(world.fetch())
     assert not world.members.liars
@@ -353,18 +356,18 @@ def test_a_refusal_is_no_lie_and_its_peer_is_asked_later(world: World, reason: s
 
 
 @pytest.mark.parametrize(("protocol", "speaks", "expected"), [(4, 0, 4), (4, 5, 5), (5, 6, 5)])
-def test_each_is_asked_and_answered_in_the_newest_version_that_both_read(
+def test_requests_use_the_newest_version_both_read(
     world: World, monkeypatch: pytest.MonkeyPatch, protocol: int, speaks: int, expected: int
 ) -> None:
     monkeypatch.setattr(fetching, "version_for", partial(version_for, spoken=spoken_by(5)))
     monkeypatch.setattr("protocol.tensors.SPOKEN", spoken_by(5))
     giver = world.giver("a")
-    node = world.network._nodes["a"]
+    node = world.nodes["a"]
     node.announce(PeerCard(protocol, SWARM, world.clock.now(), "a", ["trainer"], speaks=speaks))
     heads: list[bytes] = []
 
     def accept(peer: str, head: bytes, size: int) -> Accepted:
-        answer = giver._accept(peer, head, size)
+        answer = giver.accept(peer, head, size)
         heads.extend([head, answer.ours.head])
         return answer
 
@@ -379,7 +382,7 @@ def test_nobody_has_it(world: World) -> None:
         world.fetch(patience_s=7.0)
 
 
-def test_a_listing_that_is_not_what_the_manifest_says_is_no_model(world: World) -> None:
+def test_a_listing_of_another_size_is_refused(world: World) -> None:
     world.giver("a")
     world.meet()
     world.wanted = ManifestModel("org/model", world.model.digest, world.wanted.bytes + 1)
@@ -387,7 +390,7 @@ def test_a_listing_that_is_not_what_the_manifest_says_is_no_model(world: World) 
         world.fetch()
 
 
-def test_a_full_disk_is_noticed_before_anything_is_sent(
+def test_a_full_disk_is_noticed_before_sending(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cached: Path
 ) -> None:
     giver = world.giver("a")

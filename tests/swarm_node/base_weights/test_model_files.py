@@ -28,7 +28,7 @@ from swarm_node.manifests import make_manifest, render
 from tests.swarm_node.base_weights.small import PIECE, make_model
 
 
-def test_all_bytes_of_what_loading_reads_are_listed_and_nothing_else(tmp_path: Path) -> None:
+def test_a_listing_has_all_that_loading_reads(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m")
     (folder / "modeling.py").write_text("print()")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
@@ -50,7 +50,7 @@ def test_equal_files_have_equal_digests_wherever_they_lie(tmp_path: Path) -> Non
     assert not holds(changed, one)
 
 
-def test_a_directory_is_the_model_if_it_holds_it_byte_for_byte(tmp_path: Path) -> None:
+def test_a_directory_is_compared_byte_for_byte(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m")
     listing = list_model(folder)
     digest, size = digest_of(seal_listing(listing)), listing.size
@@ -67,7 +67,7 @@ def test_a_directory_is_the_model_if_it_holds_it_byte_for_byte(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_a_directory_that_has_not_changed_is_not_read_again(
+def test_an_unchanged_directory_is_not_read_again(
     tmp_path: Path, cached: Path, is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "MUCH_BYTES", 1000)
@@ -126,7 +126,7 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
         list_model(folder)
 
 
-def test_listings_in_the_cache_are_believed_by_their_digest_only(tmp_path: Path) -> None:
+def test_cached_listings_are_believed_by_digest_only(tmp_path: Path) -> None:
     listing = list_model(make_model(tmp_path / "m"))
     digest = remember(listing)
     assert known_listing(digest) == listing

@@ -103,7 +103,7 @@ def full_size(monkeypatch: pytest.MonkeyPatch, small_pieces: None) -> None:
 
 @pytest.mark.parametrize("patience_s", [60.0, 300.0])
 @pytest.mark.parametrize("mbit", [0.5, 1.0, 2.0, 4.0])
-def test_a_slow_line_is_not_asked_to_carry_more_than_arrives_in_time(mbit: float, patience_s: float) -> None:
+def test_a_slow_line_is_asked_for_little(mbit: float, patience_s: float) -> None:
     line = Line(mbit, {f"p{i}": math.inf for i in range(8)}, pieces=6)
     assert len(line.get(patience_s=patience_s)) == 6
     assert line.lost == 0
@@ -116,7 +116,7 @@ def test_a_fast_line_asks_for_many_at_once() -> None:
     assert line.most == AT_ONCE
 
 
-def test_a_source_that_is_slow_beside_others_has_its_place_taken() -> None:
+def test_a_slow_source_loses_its_place() -> None:
     line = Line(20.0, {"slow": 0.3, "a": 40.0, "b": 40.0}, pieces=12)
     assert len(line.get()) == 12
     assert line.now < 2 * 12 * PIECE / line.rate

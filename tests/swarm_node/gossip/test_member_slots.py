@@ -11,7 +11,7 @@ from swarm_node.member import Member
 from tests.swarm_node.gossip.world import NOW, PEER, World
 
 
-def test_a_fast_node_shares_two_groups_of_a_slot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_node_shares_a_slot_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.member.SLOTS", 3)
     clock = VirtualClock(NOW)
     transport = MemoryNetwork(clock).join(PEER, world.manifest.swarm_id)

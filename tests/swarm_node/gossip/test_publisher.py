@@ -25,7 +25,7 @@ def shared(world: World):
     return [group for batch in opened(world) for group in batch.groups]
 
 
-def test_a_group_travels_as_name_texts_and_flags_alone(world: World) -> None:
+def test_a_group_travels_as_name_texts_and_flags(world: World) -> None:
     group = world.group(["$", "wrong"], policy_version=7)
     group.rollouts[1].finished = False
     publisher = world.publisher()
@@ -68,7 +68,7 @@ def test_token_ids_ride_along_only_if_asked(world: World) -> None:
         ("cap", lambda w: w.group(["$"] + ["x"] * 4)),
     ],
 )
-def test_what_receivers_would_refuse_or_not_need_stays_here(world: World, reason: str, make) -> None:
+def test_groups_receivers_would_refuse_stay_here(world: World, reason: str, make) -> None:
     world.manifest = manifest(max_text_chars=100, max_rollouts=4, max_answer_tokens=90)
     publisher = world.publisher()
     publisher.publish([make(world)])
@@ -81,14 +81,14 @@ def test_what_receivers_would_refuse_or_not_need_stays_here(world: World, reason
     }
 
 
-def test_a_group_that_fits_into_no_batch_stays_here(world: World) -> None:
+def test_a_group_too_large_for_batches_stays_here(world: World) -> None:
     world.manifest = manifest(max_rollouts=40, max_answer_tokens=16_384)
     publisher = world.publisher()
     publisher.publish([world.group(["$"] + ["é" * 8000] * 39)])
     assert world.sent == [] and publisher.metrics()["swarm/unsent/size"] == 1
 
 
-def test_fast_rounds_share_a_batch_and_slow_ones_do_not_wait(world: World) -> None:
+def test_fast_rounds_share_batches_slow_ones_do_not(world: World) -> None:
     publisher = world.publisher()
     for _ in range(8):
         publisher.publish([world.group()])
@@ -103,7 +103,7 @@ def test_fast_rounds_share_a_batch_and_slow_ones_do_not_wait(world: World) -> No
     assert [len(batch.groups) for batch in opened(world)] == [1, 4, 3, 1, 1, 1]
 
 
-def test_full_batches_leave_at_once_and_none_is_too_large(world: World) -> None:
+def test_full_batches_leave_at_once_within_the_limit(world: World) -> None:
     world.manifest = manifest(max_answer_tokens=16_384)
     publisher = world.publisher()
     publisher.publish([world.group()])
@@ -142,7 +142,7 @@ def test_a_fast_node_is_never_silent_for_long(world: World) -> None:
     assert all(sum(sent[start : start + 60]) <= 90 for start in (0, 60, 120)), "of a minute no more than receivers take"
 
 
-def test_over_the_bytes_of_a_minute_nothing_more_leaves(world: World) -> None:
+def test_nothing_leaves_beyond_the_bytes_per_minute(world: World) -> None:
     world.manifest = manifest(bytes_per_minute=10_000)
     publisher = world.publisher()
     for _ in range(100):
@@ -159,7 +159,7 @@ def test_a_full_queue_is_counted(world: World) -> None:
     assert publisher.metrics() == {"swarm/groups_sent": 0.0, "swarm/bytes_sent": 0.0, "swarm/unsent/queue": 1.0}
 
 
-def test_sampling_that_no_batch_can_describe_is_refused_at_once(world: World) -> None:
+def test_sampling_beyond_what_batches_describe_is_refused(world: World) -> None:
     with pytest.raises(UserError, match="max_new_tokens"):
         world.publisher(sampling=Sampling(20_000))
 

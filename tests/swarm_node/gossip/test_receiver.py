@@ -22,7 +22,7 @@ from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig, SharingC
 from swarm_node.gossip import receiver as receiver_module
 from swarm_node.gossip.ledger import FORGIVE_S, MAX_PEERS, MAX_SAID, MUTE_AFTER, MUTE_S, REASONS
 from swarm_node.gossip.quota import MAX_MINUTES, Minutes
-from swarm_node.gossip.receiver import ADMIT_MOST_S, Receiver
+from swarm_node.gossip.receiver import ADMIT_LEAST_S, ADMIT_MOST_S, Receiver
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import PIECE_CHARS
@@ -46,7 +46,7 @@ def admit(world: World, *messages: bytes, **changes) -> dict[str, float]:
     return rejected(receiver)
 
 
-def test_a_group_is_rebuilt_from_its_name_and_judged_here(world: World) -> None:
+def test_a_group_is_rebuilt_and_judged_here(world: World) -> None:
     sent = world.group(["$", "wrong", " $ "], policy_version=5)
     world.publisher().publish([sent])
     world.time += 3
@@ -129,7 +129,7 @@ def test_a_held_out_question_is_never_admitted(world: World) -> None:
     assert admit(world, seal_batch(batch, PEER)) == {"assignment": 1.0}
 
 
-def test_a_group_is_admitted_once_whatever_batch_it_comes_in(world: World) -> None:
+def test_a_group_repeated_in_another_batch_is_refused(world: World) -> None:
     group = world.group()
     first, second = world.batch(group), msgspec.structs.replace(world.batch(group), sequence=9, created=NOW + 1)
     receiver = world.receiver()
@@ -145,7 +145,7 @@ def test_a_group_is_admitted_once_whatever_batch_it_comes_in(world: World) -> No
         assert len(world.pool) == 1 and rejected(receiver)[reason] == before + 1
 
 
-def test_a_slow_machine_is_heard_but_not_for_ever(world: World) -> None:
+def test_a_slow_machine_is_heard_within_limits(world: World) -> None:
     batches = [world.batch(), world.batch()]
     receiver = world.receiver()
     for batch, wait, admitted in zip(batches, (MAX_ROUND_S, 2 * EPOCH_SECONDS), (1, 0), strict=True):
@@ -172,9 +172,12 @@ def test_a_slot_is_answered_twice_and_no_more(world: World) -> None:
     assert rejected(receiver) == {"slot": 18.0, "duplicate": 1.0} and not receiver.by_peer()[PEER.peer_id]["muted"]
 
 
-def test_a_reward_that_waits_holds_training_up_for_one_group(world: World) -> None:
+def test_a_waiting_reward_holds_up_one_group(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a node counts waiting, not computing alone."""
+    monkeypatch.setattr(receiver_module, "ADMIT_MOST_S", ADMIT_LEAST_S)
+
     def score(*arguments: Any) -> list[Score]:
-        threading.Event().wait(ADMIT_MOST_S)
+        threading.Event().wait(2 * ADMIT_LEAST_S)
         return world.tasks.score(*arguments)
 
     receiver = world.receiver(score=score, spent=Receiver.__init__.__defaults__[-1])  # the clock of a node
@@ -237,7 +240,7 @@ def test_long_texts_are_refused_before_they_are_encoded(world: World, monkeypatc
     assert sum(answers) < 16 * 4 * PIECE_CHARS
 
 
-def test_an_answer_too_long_for_the_swarm_is_an_offence(world: World) -> None:
+def test_an_answer_beyond_the_swarms_length_offends(world: World) -> None:
     """An answer too long for this node alone is not: peers may sample longer ones than it does."""
     world.manifest = manifest(max_answer_tokens=100)
     receiver = world.receiver()
@@ -268,7 +271,7 @@ def test_admission_stops_when_its_time_is_used(world: World) -> None:
     assert rejected(receiver) == {}
 
 
-def test_messages_of_before_use_up_no_quota_of_now(world: World) -> None:
+def test_old_messages_use_no_present_quota(world: World) -> None:
     """Somebody says an honest peer's last minutes again, to a node that has just started."""
     world.manifest = manifest(groups_per_minute=20)
     old, fresh = [], []
@@ -318,7 +321,7 @@ def test_rewards_are_this_nodes_own(world: World) -> None:
     assert [r.reward for r in group.rollouts] == [0.0, 1.0] and group.advantages is None
 
 
-def test_rollouts_that_do_not_fit_are_left_out_and_the_rest_is_used(world: World) -> None:
+def test_unfit_rollouts_are_left_out_of_their_group(world: World) -> None:
     batch = world.batch()
     right = batch.groups[0].rollouts[0]
     cut_short = [SharedRollout("1" * 16, False), SharedRollout("", False)]
@@ -333,7 +336,7 @@ def test_a_prompt_that_leaves_no_room_leaves_none(world: World, monkeypatch: pyt
     assert admit(world, seal_batch(world.batch(), PEER)) == {"length": 1.0}
 
 
-def test_token_ids_count_only_if_they_are_ours_and_say_the_text(world: World) -> None:
+def test_token_ids_must_match_tokenizer_and_text(world: World) -> None:
     world.config = SharingConfig(token_ids=True)
     batch = world.batch(world.group(["$", "12"]))
     right, wrong = batch.groups[0].rollouts
@@ -382,7 +385,7 @@ def test_another_family_and_tokenizer_make_no_difference(world: World, tmp_path:
     assert learned["grad_norm"] > 0
 
 
-def test_a_scorer_or_a_pool_that_refuses_is_counted(world: World) -> None:
+def test_refusals_of_scorer_and_pool_are_counted(world: World) -> None:
     def fails(tasks, prompts, completions):
         raise ValueError("\x1b[2J cannot read that")
 
@@ -393,7 +396,7 @@ def test_a_scorer_or_a_pool_that_refuses_is_counted(world: World) -> None:
     assert receiver.admit() == 0 and rejected(receiver) == {"pool": 1.0}
 
 
-def test_quotas_of_groups_and_bytes_are_each_peers_own(world: World) -> None:
+def test_each_peer_has_quotas_of_its_own(world: World) -> None:
     world.manifest = manifest(groups_per_minute=10, bytes_per_minute=20_000)
     receiver = world.receiver()
 
@@ -418,7 +421,7 @@ def test_quotas_of_groups_and_bytes_are_each_peers_own(world: World) -> None:
     assert rejected(receiver) == {"quota": 10.0, "length": 2.0}
 
 
-def test_the_newest_are_examined_first_and_few_at_a_time(world: World) -> None:
+def test_the_newest_groups_are_examined_first(world: World) -> None:
     world.config = SharingConfig(admit=4)
     receiver = world.receiver()
     groups = [world.group() for _ in range(10)]
@@ -433,7 +436,7 @@ def test_the_newest_are_examined_first_and_few_at_a_time(world: World) -> None:
     assert receiver.admit() == 4 and receiver.admit() == 2 and rejected(receiver) == {}
 
 
-def test_more_than_can_be_examined_waits_and_the_oldest_makes_room(world: World, monkeypatch) -> None:
+def test_surplus_groups_wait_and_the_oldest_go(world: World, monkeypatch) -> None:
     monkeypatch.setattr(receiver_module, "MAX_WAITING", 5)
     world.config = SharingConfig(admit=4)
     receiver = world.receiver()
@@ -444,7 +447,7 @@ def test_more_than_can_be_examined_waits_and_the_oldest_makes_room(world: World,
     assert [g.task.slot for g in world.pool] == [g.task.slot for g in groups[:2:-1]]
 
 
-def test_a_peer_that_keeps_cheating_is_muted_and_heard_again(world: World) -> None:
+def test_a_cheat_is_muted_and_heard_again(world: World) -> None:
     receiver = world.receiver()
     for _ in range(MUTE_AFTER):
         receiver.take(seal_batch(world.batch(identity=OTHER), PEER))
@@ -475,7 +478,7 @@ def test_muting_takes_effect_within_a_batch(world: World) -> None:
     assert admit(world, seal_batch(batch, PEER)) == {"assignment": MUTE_AFTER, "muted": 5.0}
 
 
-def test_what_an_honest_peer_may_do_never_mutes_it(world: World) -> None:
+def test_honest_mistakes_never_mute(world: World) -> None:
     receiver = world.receiver()
     for _ in range(3 * MUTE_AFTER):
         for reason in ("age", "future", "zero", "length", "text", "swarm", "version"):
@@ -504,7 +507,7 @@ def test_nobody_can_have_another_peer_muted(world: World) -> None:
     assert set(receiver.by_peer()[PEER.peer_id]["rejected"]) == {"swarm"}
 
 
-def test_a_flood_leaves_memory_bounded_and_the_newest_in_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_leaves_memory_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver = world.receiver()
     noise = random.Random(0).randbytes(3000)
     tracemalloc.start()
@@ -513,17 +516,18 @@ def test_a_flood_leaves_memory_bounded_and_the_newest_in_place(world: World, mon
         receiver.take(i.to_bytes(4, "big") + noise)
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert receiver._inbox_bytes <= receiver_module.INBOX_BYTES and len(receiver._inbox) <= 1024
+    held = 20_000 - rejected(receiver)["surplus"]
+    assert held * (4 + len(noise)) <= receiver_module.INBOX_BYTES and held <= receiver_module.INBOX_MESSAGES
     assert after - before < 1.1 * receiver_module.INBOX_BYTES
     receiver.take(seal_batch(world.batch(), PEER))
     assert receiver.admit() == 1
-    while receiver._inbox:
+    while sum((counts := rejected(receiver)).values()) < 20_000:
         receiver.admit()
-    counts = rejected(receiver)
     assert counts["surplus"] + counts["signature"] == 20_000
     for _ in range(1000):
         receiver.take(bytes(MAX_BATCH_BYTES))
-    assert receiver._inbox_bytes <= receiver_module.INBOX_BYTES
+    held = 1000 - rejected(receiver)["surplus"] + counts["surplus"]
+    assert 0 < held * MAX_BATCH_BYTES <= receiver_module.INBOX_BYTES
     monkeypatch.setattr(receiver_module, "MAX_SEEN", 10)
     receiver = world.receiver()
     for _ in range(30):
@@ -533,7 +537,7 @@ def test_a_flood_leaves_memory_bounded_and_the_newest_in_place(world: World, mon
     assert len(receiver._seen) == 10
 
 
-def test_any_number_of_strangers_takes_bounded_memory_and_says_little(world: World, monkeypatch) -> None:
+def test_strangers_take_bounded_memory_and_few_words(world: World, monkeypatch) -> None:
     monkeypatch.setattr("swarm_node.gossip.ledger.MAX_PEERS", 20)
     assert MAX_PEERS <= 1024 and MAX_SAID <= 200
     receiver = world.receiver()
@@ -541,7 +545,7 @@ def test_any_number_of_strangers_takes_bounded_memory_and_says_little(world: Wor
     keys = [Identity.generate(i.to_bytes(32, "big")) for i in range(1, 60)]
     for key in keys:
         receiver.take(seal_batch(batch, key))
-    while receiver._inbox or receiver._waiting:
+    while sum(rejected(receiver).values()) < len(keys):
         receiver.admit()
     assert rejected(receiver) == {"assignment": 59.0}
     assert len(receiver.by_peer()) == 20 and len(world.said) == 1
@@ -559,6 +563,8 @@ def test_the_same_messages_give_the_same_pool(world: World) -> None:
     assert pools[0] == pools[1] and counts[0] == counts[1] and len(world.pool) == 3
 
 
+FRESH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+"""Each example clears what it uses of a fixture, and a busy machine is slow."""
 any_text = st.text(max_size=60) | st.sampled_from(
     [
         "",
@@ -576,7 +582,7 @@ any_text = st.text(max_size=60) | st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=FRESH)
 @given(
     answers=st.lists(
         st.tuples(any_text, st.booleans(), st.lists(st.integers(0, 500), max_size=5) | st.none()),
@@ -600,7 +606,7 @@ def test_any_valid_batch_is_admitted_or_counted(world: World, answers, created, 
         assert all(0 < len(r.token_ids) <= 16 and max(r.token_ids) < 384 for r in group.rollouts)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=FRESH)
 @given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
 def test_mutated_bytes_are_admitted_or_counted(world: World, changes) -> None:
     world.pool.clear()

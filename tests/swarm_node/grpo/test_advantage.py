@@ -39,7 +39,7 @@ def test_batch_std_is_that_of_all_groups():
     torch.testing.assert_close(of([0.0, 1.0], [1.0, 2.0], advantage="batch_std"), expected)
 
 
-def test_median_of_an_even_group_lies_between_the_middle_two():
+def test_an_even_groups_median_is_in_between():
     # median of 0 1 2 5 = 1.5; distances 1.5 0.5 0.5 3.5, their median 1
     expected = tensor([-1.5, -0.5, 0.5, 3.5])
     torch.testing.assert_close(of([0.0, 1.0, 2.0, 5.0], advantage="median"), expected)
@@ -55,14 +55,14 @@ METHODS = ["group_std", "batch_std", "none", "leave_one_out", "median"]
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-def test_equal_rewards_and_single_rollouts_have_exactly_no_advantage(method, aggregation):
+def test_equal_or_single_rewards_have_no_advantage(method, aggregation):
     options = dict(advantage=method, aggregation=aggregation)
     assert of([0.1] * 3, [0.7], [0.0, 1.0], **options)[:4].tolist() == [0.0] * 4
     assert of([0.3], **options).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("method", ["group_std", "none", "leave_one_out", "median"])
-def test_groups_of_unequal_size_do_not_disturb_each_other(method):
+def test_groups_of_unequal_size_stay_apart(method):
     together = of([1.0, 0.0, 0.0], [2.0, 5.0], [1.0, 1.0, 0.0, 3.0], advantage=method)
     apart = [of(r, advantage=method) for r in ([1.0, 0.0, 0.0], [2.0, 5.0], [1.0, 1.0, 0.0, 3.0])]
     torch.testing.assert_close(together, torch.cat(apart))
@@ -106,7 +106,7 @@ def test_gdpo_weighs_by_name():
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 @pytest.mark.parametrize("method", METHODS)
-def test_groups_that_bring_their_advantages_keep_them_and_move_no_other(method, aggregation):
+def test_advantages_brought_along_change_no_others(method, aggregation):
     config = GrpoConfig(advantage=method, aggregation=aggregation)
     first, foreign, last = group([1.0, 0.0, 0.0]), group([9.0, -9.0]), group([0.0, 1.0, 1.0, 0.5])
     alone = advantages([first, last], config, {})

@@ -7,11 +7,7 @@ import random
 import torch
 
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch, tokens
-
-
-def batch(groups, packing, limit=1000):
-    (rows,) = plan(groups, packing, limit, hidden=1000)
-    return token_batch(rows, flatten(groups), pad_id=0, device=torch.device("cpu"))
+from tests.swarm_node.grpo.tiny import batch
 
 
 def test_a_packed_row_by_hand():
@@ -65,7 +61,7 @@ def test_every_token_is_predicted_once_whatever_the_microbatches():
             assert [found[i] for i in range(len(wanted))] == wanted
 
 
-def test_short_completions_share_a_row_and_long_ones_do_not():
+def test_short_completions_share_rows_long_ones_do_not():
     def rows(prompt: int, completion: int, hidden: int) -> int:
         groups = [Row([1] * prompt, [[2] * completion for _ in range(8)], 0)]
         return sum(len(m) for m in plan(groups, True, 10**6, hidden))
@@ -75,13 +71,13 @@ def test_short_completions_share_a_row_and_long_ones_do_not():
     assert 1 < rows(prompt=1000, completion=500, hidden=128) < 8
 
 
-def test_a_packed_row_keeps_to_the_limit_by_splitting_its_group():
+def test_a_packed_row_splits_at_the_limit():
     groups = [Row([1] * 10, [[2] * 11 for _ in range(8)], 0)]
     microbatches = plan(groups, True, limit=30, hidden=4096)
     assert [[len(row.completions) for row in rows] for rows in microbatches] == [[2]] * 4
 
 
-def test_long_completions_among_many_short_ones_keep_to_the_limit_too():
+def test_long_completions_among_short_keep_the_limit():
     completions = [[2] * 40] * 5 + [[2]] * 59
     (microbatches,) = [plan([Row([1] * 10, completions, 3)], True, limit=100, hidden=4096)]
     rows = sorted((row for rows in microbatches for row in rows), key=lambda row: row.first)

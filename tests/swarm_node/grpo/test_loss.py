@@ -95,7 +95,7 @@ def test_kl_is_k3_and_zero_at_the_reference():
     assert (away - at_reference).item() == pytest.approx(0.1 * 6 * 0.106531, abs=1e-4)
 
 
-def test_off_policy_mask_drops_only_negative_sequences_that_drifted():
+def test_the_mask_drops_drifted_negative_sequences_only():
     sampled = torch.full((6,), -1.0)
     sampled[3:5] = 0.0  # mean drift 1 for the sequence with A = -2
     sampled[0:3] = 0.0  # and for one with A = 1, which stays

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import SnapshotError
+from swarm_node.grpo import optimizer as optimizer_module
 from swarm_node.grpo.optimizer import Optimizer
+from tests.support.locks import Watched
 from tests.swarm_node.grpo.tiny import make
 
 
@@ -45,7 +48,7 @@ def test_two_halves_take_the_step_of_the_whole(grad_clip, dtype):
     assert not torch.equal(one.lm_head.weight, make("qwen2").to(dtype).lm_head.weight)
 
 
-def test_parameters_that_another_stage_counts_are_left_out_of_the_norm():
+def test_shared_parameters_are_left_out_of_the_norm():
     model = make("qwen2")
     optimizer = Optimizer(model.named_parameters(), GrpoConfig(), 1e-3)
     fill(model, 0)
@@ -59,7 +62,7 @@ def test_parameters_that_another_stage_counts_are_left_out_of_the_norm():
     assert math.isnan(optimizer.squares())
 
 
-def test_a_rebuilt_stage_takes_longer_steps_but_not_of_what_another_holds_too():
+def test_a_rebuilt_stage_takes_longer_unshared_steps():
     moved = []
     for scale in (1.0, 1.1):
         model = make("qwen2")
@@ -99,17 +102,17 @@ def test_other_options_hold_from_the_next_update_on():
         assert torch.equal(q, r) and not torch.equal(p, q)
 
 
-def test_an_update_waits_for_whoever_copies_the_weights():
-    model = make()
+def test_an_update_waits_for_whoever_copies_the_weights(monkeypatch):
+    wanted, model = threading.Event(), make()
+    monkeypatch.setattr(optimizer_module, "threading", SimpleNamespace(Lock=lambda: Watched(wanted)))
     optimizer = Optimizer(model.named_parameters(), GrpoConfig(), 1e-3)
     before = model.lm_head.weight.detach().clone()
     fill(model, 0)
     updating = threading.Thread(target=optimizer.apply, args=(1.0, 1e-3))
     with optimizer.still():
         updating.start()
-        updating.join(0.2)
-        assert updating.is_alive() and torch.equal(model.lm_head.weight, before)
-    updating.join(20.0)
+        assert wanted.wait(60) and torch.equal(model.lm_head.weight, before)
+    updating.join(60)
     assert not updating.is_alive() and not torch.equal(model.lm_head.weight, before)
 
 
@@ -133,7 +136,7 @@ def test_weights_change_only_while_that_is_announced():
     assert torch.equal(seen[1], model.lm_head.weight)
 
 
-def test_what_a_stage_has_learned_since_it_was_rebuilt_is_taken_over():
+def test_a_rebuilt_stages_state_is_taken_over():
     """Its moments are younger than the policy, and its rates longer."""
 
     def rebuilt(model: torch.nn.Module) -> Optimizer:
@@ -158,7 +161,7 @@ def test_what_a_stage_has_learned_since_it_was_rebuilt_is_taken_over():
     assert after.rate_scale == 1.0
 
 
-def test_state_of_before_steps_were_kept_is_of_all_updates():
+def test_state_without_steps_counts_all_updates():
     optimizer = Optimizer(make("qwen2").named_parameters(), GrpoConfig(), 1e-3)
     old = {name: tensor for name, tensor in optimizer.state_dict().items() if not name.startswith("step.")}
     optimizer.load_state_dict(old, 7)

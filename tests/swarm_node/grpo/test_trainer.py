@@ -15,8 +15,7 @@ from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer, default_learning_rate
 from swarm_node.policy.logprobs import token_logprobs
 from swarm_node.types import Group, Sampling
-from tests.swarm_node.grpo.test_batch import batch
-from tests.swarm_node.grpo.tiny import VOCABULARY, TinyPolicy, group, make, watch_gradients
+from tests.swarm_node.grpo.tiny import VOCABULARY, TinyPolicy, batch, group, make, watch_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
@@ -119,7 +118,7 @@ def test_groups_without_signal_leave_the_policy_alone():
     assert policy.version == 1
 
 
-def test_a_step_without_groups_only_asks_whether_it_may():
+def test_a_step_without_groups_only_asks():
     policy = TinyPolicy(make())
     trainer = Trainer(policy, GrpoConfig(beta=0.1), SAMPLING)
     asked = []
@@ -129,7 +128,7 @@ def test_a_step_without_groups_only_asks_whether_it_may():
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 0.0], [1.0, 1.0]], ids=["signal", "no signal"])
-def test_a_step_can_be_given_up_before_it_changes_anything(rewards):
+def test_a_step_given_up_changes_nothing(rewards):
     class GiveUp(Exception):
         pass
 
@@ -151,7 +150,7 @@ def test_a_step_can_be_given_up_before_it_changes_anything(rewards):
     assert asked == [0]
 
 
-def test_groups_without_signal_are_computed_only_for_the_kl_term():
+def test_groups_without_signal_count_for_kl_only():
     seen = []
     for beta in (0.0, 0.1):
         policy = TinyPolicy(make())
@@ -172,7 +171,7 @@ def test_kl_pulls_towards_the_reference():
     assert 0 < held["kl"] < away["kl"] / 2
 
 
-def test_the_reference_of_an_adapter_is_the_model_without_it():
+def test_an_adapters_reference_is_its_base_model():
     model = lora()
     _, metrics = step(GrpoConfig(beta=0.1), some_groups(), model)
     assert metrics["kl"] > 1e-3  # the adapter does not start at zero
@@ -191,7 +190,7 @@ def test_iterations_take_ratios_to_the_first_pass():
     assert policy.version == 2
 
 
-def test_ratios_of_stale_rollouts_are_to_the_version_that_sampled_them():
+def test_stale_ratios_are_to_the_sampling_version():
     model = make()
     groups = recorded(make(seed=7), [group([1.0, 0.0, 0.0, 1.0])])
     fresh = step(GrpoConfig(), groups, model)[1]
@@ -286,7 +285,7 @@ def test_small_updates_survive_in_bfloat16():
     assert trainer.state_dict()[0]["master.model.norm.weight"].dtype == torch.float32
 
 
-def test_a_gradient_that_is_not_finite_is_reported_and_skipped():
+def test_a_non_finite_gradient_is_reported_and_skipped():
     lines = []
     policy = TinyPolicy(make())
     with torch.no_grad():
@@ -299,7 +298,7 @@ def test_a_gradient_that_is_not_finite_is_reported_and_skipped():
 
 
 @pytest.mark.parametrize("model", [make, lora, lambda: make().to(torch.bfloat16)], ids=["full", "lora", "bfloat16"])
-def test_a_resumed_trainer_goes_on_as_if_nothing_happened(model):
+def test_a_resumed_trainer_goes_on_unchanged(model):
     config = GrpoConfig(warmup=5, learning_rate=1e-3)
     straight, first = TinyPolicy(model()), TinyPolicy(model())
     trainer, before = Trainer(straight, config, SAMPLING), Trainer(first, config, SAMPLING)
@@ -410,7 +409,7 @@ def test_memory_may_run_out_in_a_later_microbatch():
         torch.testing.assert_close(gradients[name], expected[name], atol=1e-5, rtol=1e-4)
 
 
-def test_a_rollout_too_big_for_memory_is_a_user_error():
+def test_a_rollout_beyond_memory_is_a_user_error():
     policy = Cramped(make())
     policy.most = 8
     with pytest.raises(UserError, match="one rollout of 9 tokens.*max_new_tokens"):
@@ -419,7 +418,7 @@ def test_a_rollout_too_big_for_memory_is_a_user_error():
 
 
 @pytest.mark.parametrize("split_head", [True, False])
-def test_unlikelihood_is_of_every_token_however_it_is_cut(split_head, monkeypatch):
+def test_unlikelihood_does_not_depend_on_cuts(split_head, monkeypatch):
     policy = TinyPolicy(make(), split_head=split_head)
     groups = recorded(policy.model, cramped_groups())
     values = [-value for g in groups for r in g.rollouts for value in r.logprobs]
@@ -437,7 +436,7 @@ def test_unlikelihood_is_of_every_token_however_it_is_cut(split_head, monkeypatc
     assert max(passes) == (84 if split_head else 42)
 
 
-def test_memory_that_runs_out_while_judging_is_said_once():
+def test_memory_shortage_while_judging_is_said_once():
     policy, lines = Cramped(make()), []
     trainer = Trainer(policy, GrpoConfig(), SAMPLING, lines.append)
     assert [trainer.unlikelihood(cramped_groups()) for _ in range(2)] == [None, None]
@@ -477,7 +476,7 @@ def test_log_probabilities_may_come_from_elsewhere(beta):
     assert not torch.equal(here.model.lm_head.weight, here.start.lm_head.weight)
 
 
-def test_a_gradient_is_wanted_if_it_was_when_passes_were_asked_for():
+def test_passes_keep_the_gradient_mode_of_the_call():
     policy = TinyPolicy(make())
     batches = [batch([Row(g.prompt_ids, [r.token_ids for r in g.rollouts], 0)], packing=True) for g in some_groups()]
     with torch.no_grad():
@@ -523,7 +522,7 @@ class Stuck(TinyPolicy):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stuck", ["", "version", "fingerprint", "weights"])
-def test_weights_that_were_averaged_are_those_of_the_policy_from_then_on(stuck, dtype):
+def test_averaged_weights_become_those_of_the_policy(stuck, dtype):
     policy = Stuck(make().to(dtype))
     policy.stuck = stuck
     trainer = Trainer(policy, GrpoConfig(), SAMPLING)
@@ -563,7 +562,7 @@ def test_default_learning_rates():
     assert default_learning_rate(True, 25_000_000) == 2e-5
 
 
-def test_a_loss_of_the_users_own_is_weighed_and_masked_like_ours(tmp_path):
+def test_a_users_loss_is_weighed_like_ours(tmp_path):
     """REINFORCE written outside gives the gradient of our token mean without a clip: at ratio 1 they are the same."""
     (tmp_path / "mine.py").write_text(
         "def reinforce(logprobs, old, advantage, sequence): return -advantage * logprobs\n"
@@ -584,7 +583,7 @@ def test_a_loss_of_the_users_own_is_weighed_and_masked_like_ours(tmp_path):
         step(GrpoConfig(loss="no.such.module:f"), groups)
 
 
-def test_a_foreign_group_trains_with_the_advantages_it_brings():
+def test_a_foreign_group_brings_its_advantages():
     own, foreign = group([1.0, 0.0, 0.0], seed=1), group([0.0, 0.0], seed=2)
     foreign.peer = "someone"
     without, _ = step(GrpoConfig(), [own, foreign])

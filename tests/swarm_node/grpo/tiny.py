@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from protocol.messages import TaskName
+from swarm_node.grpo.batch import Row, flatten, plan, token_batch
+from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Group, Rollout, Task
 
@@ -90,6 +92,12 @@ def group(
     ]
     task = Task(TaskName("gcd", "0" * 16, "test 1", 0, seed), "gcd", "question", "answer")
     return Group(task, ids(prompt), rollouts, version)
+
+
+def batch(groups: Sequence[Row], packing: bool) -> TokenBatch:
+    """All of them in one microbatch."""
+    (rows,) = plan(groups, packing, 1000, hidden=1000)
+    return token_batch(rows, flatten(groups), pad_id=0, device=torch.device("cpu"))
 
 
 def watch_gradients(policy: TinyPolicy) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 
 from swarm_node.errors import UserError
 from swarm_node.recovery import snapshots
-from swarm_node.recovery.mirror import Mirror, _in_time
+from swarm_node.recovery.mirror import Mirror, in_time
 from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
 
 SWARM = "5" * 64
 Says = list[str]
+HANGS_S = 100.0
+"""Seconds; a limit for what hangs, not for what is slow."""
 
 
 def snapshot(folder: Path, round: int, model: str = "m") -> None:
@@ -39,12 +41,19 @@ def copied(url: str, run: Path, name: str = "a", peer: str = "12D3KooWaaaaaaaa")
     said: Says = []
     one = mirror(url, run, said, name, peer)
     one.start()
-    one.finish(30)
+    one.finish(HANGS_S)
     return said
 
 
+def whole(one: Mirror, owner: str) -> list[str]:
+    """Rounds of which `owner` has whole copies."""
+    one.fs.invalidate_cache()
+    files = [file.split("/")[-4:] for file in one.fs.find(one.place)]
+    return sorted(name for of, folder, name, file in files if (of, folder, file) == (owner, "snapshots", "SHA256SUMS"))
+
+
 def until(what: Callable[[], Any]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + HANGS_S
     while not what():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -63,12 +72,20 @@ def away(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def answered() -> Iterator[threading.Event]:
+    """A driver hangs until this is set; the end of the test sets it."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
 @pytest.fixture(params=["file", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"file://{tmp_path}/away" if request.param == "file" else f"memory://{tmp_path.name}/away"
 
 
-def test_a_new_machine_goes_on_from_what_the_old_one_left(url: str, tmp_path: Path) -> None:
+def test_a_new_machine_goes_on_from_the_copies(url: str, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     snapshot(old / "snapshots", 10)
     snapshot(old / "snapshots", 20)
@@ -83,7 +100,7 @@ def test_a_new_machine_goes_on_from_what_the_old_one_left(url: str, tmp_path: Pa
     assert not list(new.rglob(".*"))
 
 
-def test_two_are_kept_there_and_each_is_copied_as_it_comes(tmp_path: Path) -> None:
+def test_snapshots_are_copied_and_two_kept(tmp_path: Path) -> None:
     run, away, said = tmp_path / "run", tmp_path / "away", Says()
     one = mirror(f"file://{away}", run, said)
     one.start()
@@ -92,12 +109,12 @@ def test_two_are_kept_there_and_each_is_copied_as_it_comes(tmp_path: Path) -> No
         snapshot(run / "snapshots", round)
         until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
     until(lambda: len(list(there.iterdir())) == 2)
-    one.finish(30)
+    one.finish(HANGS_S)
     assert sorted(path.name for path in there.iterdir()) == ["round-00000002", "round-00000003"]
     assert said == []
 
 
-def test_own_copies_come_first_then_those_of_the_name_then_the_newest(tmp_path: Path) -> None:
+def test_own_copies_come_first_then_the_names(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/away"
     for name, peer, round in (("a", "1" * 8, 5), ("a", "2" * 8, 6), ("a-b", "3" * 8, 8), ("b", "4" * 8, 9)):
         run = tmp_path / f"{name}-{peer}"
@@ -115,7 +132,7 @@ def test_own_copies_come_first_then_those_of_the_name_then_the_newest(tmp_path: 
     assert restored("c", "9" * 8, crew=True) == []
 
 
-def test_who_has_snapshots_of_its_own_reads_nothing_there(tmp_path: Path) -> None:
+def test_a_run_with_snapshots_reads_no_copies(tmp_path: Path) -> None:
     run = tmp_path / "run"
     snapshot(run / "snapshots", 1)
     mirror("file:///proc/1/mem", run, []).restore()
@@ -124,7 +141,7 @@ def test_who_has_snapshots_of_its_own_reads_nothing_there(tmp_path: Path) -> Non
         mirror("file:///proc/1/mem", tmp_path / "other", []).restore()
 
 
-def test_what_is_torn_unfinished_or_of_another_model_is_left_alone(tmp_path: Path) -> None:
+def test_torn_unfinished_and_foreign_copies_are_left_alone(tmp_path: Path) -> None:
     run, new, said = tmp_path / "run", tmp_path / "new", Says()
     away = tmp_path / "away"
     snapshot(run / "snapshots", 1)
@@ -152,7 +169,7 @@ def test_what_is_torn_unfinished_or_of_another_model_is_left_alone(tmp_path: Pat
 
 
 @pytest.mark.parametrize("line", ["x", "0  ../../../etc/passwd", "0  /etc/passwd"])
-def test_sums_that_name_other_files_read_none_of_them(line: str, tmp_path: Path) -> None:
+def test_sums_naming_other_files_read_none(line: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
     snapshot(run / "snapshots", 1)
     there = tmp_path / "away" / SWARM[:16] / "a-aaaaaaaa"
@@ -169,13 +186,13 @@ def test_an_empty_place_is_a_new_beginning(url: str, tmp_path: Path) -> None:
     assert said == [] and not (tmp_path / "run").exists()
 
 
-def test_what_cannot_be_read_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_place_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = mirror("memory://x", tmp_path / "run", [])
 
     def find(*args: Any) -> list[str]:
         raise RuntimeError("no credentials")
 
-    monkeypatch.setattr(one._fs, "find", find)
+    monkeypatch.setattr(one.fs, "find", find)
     with pytest.raises(UserError, match="no credentials.*leave out --snapshot-to to begin anew"):
         one.restore()
 
@@ -184,12 +201,12 @@ def test_what_cannot_be_read_is_the_users_to_mend(tmp_path: Path, monkeypatch: p
     ("url", "message"),
     [("s3://bucket/x", r"pip install 'swarm-node\[s3\]'"), ("nosuch://x", "use file://")],
 )
-def test_a_protocol_that_nothing_speaks_is_the_users_to_mend(url: str, message: str, tmp_path: Path) -> None:
+def test_an_unknown_protocol_is_a_user_error(url: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         mirror(url, tmp_path, [])
 
 
-def test_a_place_that_cannot_be_written_is_said_once_and_costs_nothing(tmp_path: Path) -> None:
+def test_an_unwritable_place_is_said_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "away").rmdir()
     (tmp_path / "away").write_text("a file, not a folder")
@@ -201,64 +218,64 @@ def test_a_place_that_cannot_be_written_is_said_once_and_costs_nothing(tmp_path:
     assert [path.name for path in (run / "snapshots").iterdir()] == ["round-00000001"]
 
 
-def test_a_place_that_does_not_answer_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, answered = mirror("memory://x", tmp_path / "run", []), threading.Event()
+def test_a_silent_place_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: threading.Event
+) -> None:
+    one = mirror("memory://x", tmp_path / "run", [])
 
     def find(*args: Any) -> list[str]:
-        answered.wait(30)
+        answered.wait(HANGS_S)
         return []
 
-    monkeypatch.setattr(one._fs, "find", find)
+    monkeypatch.setattr(one.fs, "find", find)
     monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 0.1)
     with pytest.raises(UserError, match="no answer within 0 s.*leave out --snapshot-to to begin anew"):
         one.restore()
-    answered.set()
 
 
-def test_who_may_write_there_but_not_remove_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_right_to_remove_it_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, away, said = tmp_path / "run", tmp_path / "away", Says()
     one = mirror(f"file://{away}", run, said)
 
     def rm(*args: Any, **options: Any) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(one._fs, "rm", rm)
+    monkeypatch.setattr(one.fs, "rm", rm)
     one.start()
     there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
     for round in (1, 2, 3, 4):
         snapshot(run / "snapshots", round)
         until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
-    one.finish(30)
+    one.finish(HANGS_S)
     assert len(said) == 1 and "old copies stay at" in said[0] and "not yours" in said[0]
     assert len(list(there.iterdir())) == 4
 
 
 def sent(one: Mirror, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Files that `one` sends from now on."""
-    files, put = list[str](), one._fs.put_file
+    files, put = list[str](), one.fs.put_file
 
     def put_file(source: str, target: str) -> None:
         files.append("/".join(target.rsplit("/", 2)[1:]))
         put(source, target)
 
-    monkeypatch.setattr(one._fs, "put_file", put_file)
+    monkeypatch.setattr(one.fs, "put_file", put_file)
     return files
 
 
-def test_what_was_restored_is_not_sent_again_over_itself(url: str, tmp_path: Path) -> None:
+def test_a_restored_copy_is_not_sent_again(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "new", Says()
     snapshot(tmp_path / "old" / "snapshots", 1)
     assert copied(url, tmp_path / "old") == []
     with pytest.MonkeyPatch.context() as patch:
         one = mirror(url, run, said)
         one.restore()
-        assert one._done == {"snapshots": ["round-00000001"]}
         files = sent(one, patch)
         one.start()
-        one.finish(30)
+        one.finish(HANGS_S)
         again = mirror(url, run, said)  # the same volume, later
         again.start()
-        again.finish(30)
+        again.finish(HANGS_S)
         assert files == []
         snapshot(run / "snapshots", 2)
         assert copied(url, run) == []
@@ -266,7 +283,7 @@ def test_what_was_restored_is_not_sent_again_over_itself(url: str, tmp_path: Pat
     assert len(said) == 1
 
 
-def test_what_another_peer_left_is_copied_as_ones_own(url: str, tmp_path: Path) -> None:
+def test_copies_of_another_peer_become_ones_own(url: str, tmp_path: Path) -> None:
     snapshot(tmp_path / "old" / "snapshots", 1)
     copied(url, tmp_path / "old")
     one = mirror(url, tmp_path / "new", [], peer="12D3KooWbbbbbbbb")
@@ -274,11 +291,11 @@ def test_what_another_peer_left_is_copied_as_ones_own(url: str, tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patch:
         files = sent(one, patch)
         one.start()
-        one.finish(30)
+        one.finish(HANGS_S)
     assert files[-1] == "round-00000001/SHA256SUMS"
 
 
-def test_what_is_overwritten_is_not_there_until_it_is_whole(url: str, tmp_path: Path) -> None:
+def test_an_overwritten_copy_counts_when_whole(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
     snapshot(run / "snapshots", 1)
     copied(url, run)
@@ -291,14 +308,14 @@ def test_what_is_overwritten_is_not_there_until_it_is_whole(url: str, tmp_path: 
         def put_file(source: str, target: str) -> None:
             raise OSError("the machine was taken back")
 
-        patch.setattr(one._fs, "put_file", put_file)
+        patch.setattr(one.fs, "put_file", put_file)
         one.start()
-        one.finish(30)
+        one.finish(HANGS_S)
     assert "taken back" in said[0]
-    assert list(one._list()["a-aaaaaaaa"]["snapshots"]) == ["round-00000001"]
+    assert whole(one, "a-aaaaaaaa") == ["round-00000001"]
 
 
-def test_a_run_that_is_alone_goes_on_from_its_own_name_only(url: str, tmp_path: Path) -> None:
+def test_a_lone_run_goes_on_by_its_name(url: str, tmp_path: Path) -> None:
     snapshot(tmp_path / "a" / "snapshots", 500)
     copied(url, tmp_path / "a", "a", "")
     said: Says = []
@@ -309,16 +326,14 @@ def test_a_run_that_is_alone_goes_on_from_its_own_name_only(url: str, tmp_path: 
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("NoSuchKey"), OSError(errno.ESTALE, "Stale file handle")])
-def test_what_its_living_owner_removes_meanwhile_gives_way_to_what_is_there(
-    error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_removed_meanwhile_gives_way(error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, there = f"file://{tmp_path}/away", tmp_path / "away" / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
     snapshot(tmp_path / "old" / "snapshots", 2)
     snapshot(tmp_path / "later" / "snapshots", 4)
     copied(url, tmp_path / "old")
     said: Says = []
     one = mirror(url, tmp_path / "new", said)
-    get = one._fs.get_file
+    get = one.fs.get_file
 
     def get_file(source: str, target: str) -> None:
         if "round-00000002" in source and source.endswith("policy.safetensors"):
@@ -327,27 +342,27 @@ def test_what_its_living_owner_removes_meanwhile_gives_way_to_what_is_there(
             raise error
         get(source, target)
 
-    monkeypatch.setattr(one._fs, "get_file", get_file)
+    monkeypatch.setattr(one.fs, "get_file", get_file)
     one.restore()
     assert said == [f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000004"]
     assert [path.name for path in (tmp_path / "new" / "snapshots").iterdir()] == ["round-00000004"]
 
 
-def test_what_goes_each_time_it_is_read_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_keeps_vanishing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, said = f"file://{tmp_path}/away", Says()
     snapshot(tmp_path / "old" / "snapshots", 1)
     snapshot(tmp_path / "old" / "snapshots", 2)
     snapshot(tmp_path / "old" / "stages" / "3", 7)
     shutil.copytree(tmp_path / "old", tmp_path / "away" / SWARM[:16] / "a-aaaaaaaa")
     one = mirror(url, tmp_path / "new", said)
-    get = one._fs.get_file
+    get = one.fs.get_file
 
     def get_file(source: str, target: str) -> None:
         if "round-00000002" in source:
             raise FileNotFoundError(source)
         get(source, target)
 
-    monkeypatch.setattr(one._fs, "get_file", get_file)
+    monkeypatch.setattr(one.fs, "get_file", get_file)
     one.restore(crew=True)
     assert "a-aaaaaaaa/snapshots/round-00000002 is left alone: it was removed meanwhile" in said[0]
     assert said[1].endswith("snapshots/round-00000001, stages/3/round-00000007") and len(said) == 2
@@ -359,7 +374,7 @@ def test_a_list_read_again_starts_over(tmp_path: Path, monkeypatch: pytest.Monke
     snapshot(tmp_path / "old" / "stages" / "3", 7)
     copied(url, tmp_path / "old")
     one, gone = mirror(url, tmp_path / "new", said), list[str]()
-    get = one._fs.get_file
+    get = one.fs.get_file
 
     def get_file(source: str, target: str) -> None:
         if "/stages/" in source and not gone:
@@ -367,15 +382,13 @@ def test_a_list_read_again_starts_over(tmp_path: Path, monkeypatch: pytest.Monke
             raise FileNotFoundError(source)
         get(source, target)
 
-    monkeypatch.setattr(one._fs, "get_file", get_file)
+    monkeypatch.setattr(one.fs, "get_file", get_file)
     one.restore(crew=True)
     assert gone and len(said) == 1
     assert said[0].endswith("snapshots/round-00000002, stages/3/round-00000007")
 
 
-def test_a_folder_that_cannot_be_read_does_not_end_the_copies_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_folder_leaves_others_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 0.01)
     monkeypatch.setattr("swarm_node.recovery.mirror.AGAIN_S", 0.0)
     run, away, said = tmp_path / "run", tmp_path / "away", Says()
@@ -398,12 +411,12 @@ def test_a_folder_that_cannot_be_read_does_not_end_the_copies_of_others(
                 and looks.count(run / "stages" / "3") > 2 * round
             )
         )
-    one.finish(30)
+    one.finish(HANGS_S)
     assert len(said) == 2 and "(stages/3: NotADirectoryError" in said[0]
     assert said[1] == f"the last snapshot is not at file://{away}; there: snapshots/round-00000003"
 
 
-def test_a_list_of_folders_that_fails_does_not_end_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_listing_does_not_end_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 0.01)
     run, said = tmp_path / "run", Says()
     snapshot(run / "snapshots", 1)
@@ -420,36 +433,36 @@ def test_a_list_of_folders_that_fails_does_not_end_the_copies(tmp_path: Path, mo
     monkeypatch.setattr(one, "_folders", fail)
     until(lambda: len(looks) > 3)
     snapshot(run / "snapshots", 2)
-    one.finish(30)
+    one.finish(HANGS_S)
     assert len(said) == 1 and "Input/output error" in said[0]
     assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000002/SHA256SUMS"))
 
 
-def test_a_copy_that_hangs_is_mentioned_while_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_copy_is_mentioned_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: threading.Event
+) -> None:
     monkeypatch.setattr("swarm_node.recovery.mirror.SLOW_S", 0.05)
-    run, said, answered = tmp_path / "run", Says(), threading.Event()
+    run, said = tmp_path / "run", Says()
     snapshot(run / "snapshots", 1)
     one = mirror(f"file://{tmp_path}/away", run, said)
-    put = one._fs.put_file
+    put = one.fs.put_file
 
     def put_file(source: str, target: str) -> None:
-        assert answered.wait(60)
+        assert answered.wait(HANGS_S)
         put(source, target)
 
-    monkeypatch.setattr(one._fs, "put_file", put_file)
+    monkeypatch.setattr(one.fs, "put_file", put_file)
     one.start()
     until(lambda: said)
     answered.set()
-    one.finish(30)
+    one.finish(HANGS_S)
     assert said == [
         f"snapshots/round-00000001 is not at file://{tmp_path}/away after 0 minutes of copying, which go on"
     ]
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.EMLINK])
-def test_a_file_system_without_hard_links_is_copied_from(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_need_no_hard_links(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(source: Path, target: Path) -> None:
         raise OSError(code, os.strerror(code), str(source), None, str(target))
 
@@ -461,7 +474,7 @@ def test_a_file_system_without_hard_links_is_copied_from(
     assert not list(run.rglob(".*"))
 
 
-def test_of_a_crews_stages_all_that_is_there_comes_back(url: str, tmp_path: Path) -> None:
+def test_all_copies_of_crew_stages_come_back(url: str, tmp_path: Path) -> None:
     run, new, said = tmp_path / "run", tmp_path / "new", Says()
     for round in (39, 40):
         for folder in ("snapshots", "stages/0"):
@@ -478,7 +491,7 @@ def test_of_a_crews_stages_all_that_is_there_comes_back(url: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("there", ["a file", "a loop", "a file in it"])
-def test_a_folder_that_cannot_be_read_is_not_an_empty_one(there: str, tmp_path: Path) -> None:
+def test_an_unreadable_folder_is_not_taken_for_empty(there: str, tmp_path: Path) -> None:
     away = tmp_path / "away"
     if there != "a file in it":
         away.rmdir()
@@ -493,7 +506,7 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(there: str, tmp_path: 
 
 
 @pytest.mark.parametrize("place", ["share/runs", "file/runs"])
-def test_a_folder_that_is_not_there_is_refused_at_the_start(place: str, tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_at_the_start(place: str, tmp_path: Path) -> None:
     (tmp_path / "share").mkdir()  # where nothing is mounted
     (tmp_path / "file").write_text("")
     said = f"there is no such folder; mount the share that it is on, or make it there: mkdir {tmp_path}/{place}"
@@ -501,7 +514,7 @@ def test_a_folder_that_is_not_there_is_refused_at_the_start(place: str, tmp_path
         mirror(f"file://{tmp_path}/{place}", tmp_path / "run", [])
 
 
-def test_a_share_that_goes_is_not_copied_to_beneath(
+def test_nothing_is_copied_beneath_an_unmounted_share(
     away: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 0.01)
@@ -514,7 +527,7 @@ def test_a_share_that_goes_is_not_copied_to_beneath(
     until(lambda: said)
     assert not away.exists() and "FileNotFoundError" in said[0]
     away.mkdir()
-    one.finish(30)
+    one.finish(HANGS_S)
     assert len(said) == 1 and list(away.glob("*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
 
 
@@ -524,7 +537,7 @@ def tear(round: Path) -> None:
         file.write(b"\xff")
 
 
-def test_what_is_torn_here_does_not_take_the_place_of_what_is_whole_there(url: str, tmp_path: Path) -> None:
+def test_a_torn_snapshot_replaces_no_whole_copy(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
     snapshot(run / "snapshots", 1)
     snapshot(run / "snapshots", 2)
@@ -535,10 +548,10 @@ def test_what_is_torn_here_does_not_take_the_place_of_what_is_whole_there(url: s
     one = mirror(url, tmp_path / "new", said)
     one.restore()
     assert said[1:] == [f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000002"]
-    assert sorted(one._list()["a-aaaaaaaa"]["snapshots"]) == ["round-00000001", "round-00000002"]
+    assert whole(one, "a-aaaaaaaa") == ["round-00000001", "round-00000002"]
 
 
-def test_what_was_written_last_is_copied_whatever_its_number(tmp_path: Path) -> None:
+def test_the_last_written_is_copied_whatever_its_number(tmp_path: Path) -> None:
     run, away, said = tmp_path / "run", tmp_path / "away", Says()
     there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
     snapshot(run / "snapshots", 50)
@@ -550,15 +563,13 @@ def test_what_was_written_last_is_copied_whatever_its_number(tmp_path: Path) -> 
             store.save(round, {"policy": {"w": torch.full((3,), float(round))}}, {"model": "m"})
             store.close()
         until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
-    one.finish(30)
+    one.finish(HANGS_S)
     assert sorted(path.name for path in there.iterdir()) == ["round-00000031", "round-00000032"]
     assert said == []
 
 
 @pytest.mark.parametrize(("times", "newest"), [((5.0, 9.0), 31), ((9.0, 5.0), 50)])
-def test_of_what_was_there_before_that_comes_first_which_was_made_last(
-    times: tuple[float, float], newest: int, tmp_path: Path
-) -> None:
+def test_of_earlier_snapshots_the_last_made_is_copied(times: tuple[float, float], newest: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
     store = SnapshotStore(run / "snapshots", 3, print)
     for round, made in zip((50, 31), times, strict=True):
@@ -569,7 +580,7 @@ def test_of_what_was_there_before_that_comes_first_which_was_made_last(
     assert there.name == f"round-{newest:08}"
 
 
-def test_who_has_nothing_but_torn_snapshots_goes_on_from_the_copies(url: str, tmp_path: Path) -> None:
+def test_a_run_with_torn_snapshots_takes_copies(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
     snapshot(run / "snapshots", 1)
     assert copied(url, run) == []
@@ -585,24 +596,25 @@ def test_who_has_nothing_but_torn_snapshots_goes_on_from_the_copies(url: str, tm
     read_snapshot(run / "snapshots" / "round-00000001", lambda state: None)
 
 
-def test_a_file_that_does_not_come_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, said, answered = f"file://{tmp_path}/away", Says(), threading.Event()
+def test_a_file_that_stalls_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: threading.Event
+) -> None:
+    url, said = f"file://{tmp_path}/away", Says()
     snapshot(tmp_path / "old" / "snapshots", 7)
     assert copied(url, tmp_path / "old") == []
     one = mirror(url, tmp_path / "new", said)
-    get = one._fs.get_file
+    get = one.fs.get_file
 
     def get_file(source: str, target: str) -> None:
         if source.endswith("policy.safetensors"):
-            answered.wait(60)
+            answered.wait(HANGS_S)
         get(source, target)
 
-    monkeypatch.setattr(one._fs, "get_file", get_file)
-    monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 1.0)
+    monkeypatch.setattr(one.fs, "get_file", get_file)
+    monkeypatch.setattr("swarm_node.recovery.mirror.ANSWER_S", 3.0)
     monkeypatch.setattr("swarm_node.recovery.mirror.SAY_S", 0.05)
-    with pytest.raises(UserError, match=r"nothing more of \S+/round-00000007/policy.safetensors within 1 s.*leave out"):
+    with pytest.raises(UserError, match=r"nothing more of \S+/round-00000007/policy.safetensors within 3 s.*leave out"):
         one.restore()
-    answered.set()
     assert f"fetching a-aaaaaaaa/snapshots/round-00000007 from {url}: 0.0 MB" in said
     assert not list((tmp_path / "new").rglob("round-*"))
 
@@ -618,10 +630,10 @@ def test_what_comes_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
             whole.set()
         return size
 
-    assert _in_time(lambda: whole.wait(60), grown)
+    assert in_time(lambda: whole.wait(HANGS_S), grown)
 
 
-def test_what_a_process_that_was_killed_left_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for leftover in (".arriving-round-00000005", ".leaving-round-00000004"):
         for folder in ("snapshots", "stages/3"):
@@ -630,26 +642,27 @@ def test_what_a_process_that_was_killed_left_is_swept(tmp_path: Path) -> None:
     assert not list(run.rglob(".*"))
 
 
-def test_what_is_waited_for_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.recovery.mirror.SAY_S", 0.05)
     run, said = tmp_path / "run", Says()
     snapshot(run / "snapshots", 1)
     one = mirror(f"file://{tmp_path}/away", run, said)
-    put = one._fs.put_file
+    put = one.fs.put_file
 
     def put_file(source: str, target: str) -> None:
         until(lambda: said)
         put(source, target)
 
-    monkeypatch.setattr(one._fs, "put_file", put_file)
+    monkeypatch.setattr(one.fs, "put_file", put_file)
     one.start()
-    one.finish(30)
+    one.finish(HANGS_S)
     assert said == [
-        f"waiting until the last snapshot is at file://{tmp_path}/away, 30 s at most; a signal cuts that to seconds"
+        f"waiting until the last snapshot is at file://{tmp_path}/away, {HANGS_S:.0f} s at most; "
+        "a signal cuts that to seconds"
     ]
 
 
-def test_of_a_stage_three_are_kept_there_also_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_copies_of_a_stage_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 0.01)
     run, away = tmp_path / "run", tmp_path / "away"
     there = away / SWARM[:16] / "a-aaaaaaaa" / "stages" / "0"
@@ -660,7 +673,7 @@ def test_of_a_stage_three_are_kept_there_also_after_a_restart(tmp_path: Path, mo
         for update in ones:
             snapshot(run / "stages" / "0", update)
             until((there / f"round-{update:08}" / "SHA256SUMS").exists)
-        one.finish(30)
+        one.finish(HANGS_S)
         return sorted(int(path.name[6:]) for path in there.iterdir())
 
     assert updates(80, 100, 120, 127) == [100, 120, 127]
@@ -669,7 +682,7 @@ def test_of_a_stage_three_are_kept_there_also_after_a_restart(tmp_path: Path, mo
     assert updates(160, 180) == [140, 160, 180]
 
 
-def test_copies_of_another_run_under_this_very_name_are_not_to_be_lost(url: str, tmp_path: Path) -> None:
+def test_another_runs_copies_under_this_name_are_kept(url: str, tmp_path: Path) -> None:
     for round in (10, 20):
         snapshot(tmp_path / "old" / "snapshots", round)
         assert copied(url, tmp_path / "old", peer="") == []
@@ -682,14 +695,14 @@ def test_copies_of_another_run_under_this_very_name_are_not_to_be_lost(url: str,
     message = rf"another run \(a/snapshots/round-00000020: its base model is not other\).*remove {SWARM[:16]}/a there"
     with pytest.raises(UserError, match=message):
         one.restore(accept)
-    assert len(said) == 2 and sorted(one._list()["a"]["snapshots"]) == ["round-00000010", "round-00000020"]
+    assert len(said) == 2 and whole(one, "a") == ["round-00000010", "round-00000020"]
     snapshot(tmp_path / "third" / "snapshots", 5, model="other")
     copied(url, tmp_path / "third", peer="")
     one.restore(accept)
     assert said[-1] == f"going on from what a left at {url}: snapshots/round-00000005"
 
 
-def test_copies_of_another_run_under_anothers_name_are_left_alone(tmp_path: Path) -> None:
+def test_another_runs_copies_are_left_alone(tmp_path: Path) -> None:
     url, said = f"file://{tmp_path}/away", Says()
     for peer in ("12D3KooWaaaaaaaa", "12D3KooWcccccccc"):
         snapshot(tmp_path / peer / "snapshots", 10)
@@ -699,9 +712,7 @@ def test_copies_of_another_run_under_anothers_name_are_left_alone(tmp_path: Path
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE])
-def test_a_snapshot_that_could_not_be_read_once_is_not_torn(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_error_does_not_make_snapshots_torn(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 0.01)
     monkeypatch.setattr("swarm_node.recovery.mirror.AGAIN_S", 0.0)
     run, said, failed = tmp_path / "run", Says(), list[Path]()
@@ -718,14 +729,12 @@ def test_a_snapshot_that_could_not_be_read_once_is_not_torn(
     one = mirror(f"file://{tmp_path}/away", run, said)
     one.start()
     until(lambda: len(failed) == 3)
-    one.finish(30)
+    one.finish(HANGS_S)
     assert len(said) == 1 and os.strerror(code) in said[0]
     assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
 
 
-def test_a_snapshot_that_nobody_looked_at_any_more_is_said_to_be_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_uncopied_last_snapshot_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, said = tmp_path / "run", Says()
     snapshot(run / "snapshots", 1)
     one = mirror(f"file://{tmp_path}/away", run, said)
@@ -739,11 +748,11 @@ def test_a_snapshot_that_nobody_looked_at_any_more_is_said_to_be_missing(
 
     monkeypatch.setattr(one, "_copy_newest", and_then)
     monkeypatch.setattr("swarm_node.recovery.mirror.LOOK_S", 600.0)
-    one.finish(30)
+    one.finish(HANGS_S)
     assert said == [f"the last snapshot is not at file://{tmp_path}/away; there: snapshots/round-00000001"]
 
 
-def test_of_a_crews_stages_those_come_back_that_are_not_here_whole(url: str, tmp_path: Path) -> None:
+def test_missing_and_torn_crew_stages_come_back(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
     for stage in (0, 1, 2):
         snapshot(run / "stages" / str(stage), 40)
@@ -775,7 +784,7 @@ def test_a_leads_rounds_are_not_its_stages(url: str, tmp_path: Path) -> None:
     assert said == [f"going on from what a-aaaaaaaa left at {url}: stages/0/round-00000040"]
 
 
-def test_whoever_has_stages_takes_no_others_of_a_namesake(tmp_path: Path) -> None:
+def test_a_crew_member_takes_no_namesakes_stages(tmp_path: Path) -> None:
     url, said = f"file://{tmp_path}/away", Says()
     snapshot(tmp_path / "a" / "stages" / "0", 40)
     copied(url, tmp_path / "a")
@@ -786,7 +795,7 @@ def test_whoever_has_stages_takes_no_others_of_a_namesake(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_a_place_that_cannot_be_read_keeps_only_those_from_a_crew_who_miss_something(
+def test_an_unreadable_place_stops_incomplete_crew_members_only(
     torn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, said = tmp_path / "run", Says()
@@ -797,7 +806,7 @@ def test_a_place_that_cannot_be_read_keeps_only_those_from_a_crew_who_miss_somet
     def find(*args: Any) -> list[str]:
         raise RuntimeError("no credentials")
 
-    monkeypatch.setattr(one._fs, "find", find)
+    monkeypatch.setattr(one.fs, "find", find)
     if torn:
         tear(run / "stages" / "1" / "round-00000040")
         with pytest.raises(UserError, match="no credentials"):

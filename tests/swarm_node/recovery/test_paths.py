@@ -24,7 +24,7 @@ def ways(found: list[Source]) -> list[str]:
 CREW = {"p0": live(0), "p1": live(1), "p3": live(3)}
 
 
-def test_a_middle_stage_is_the_mean_of_its_neighbours():
+def test_a_middle_stage_is_its_neighbours_mean():
     assert sources(2, EVEN, CREW, 40) == [Source("mean", ("p1", "p3"), (1, 3), 40), Source("base")]
 
 
@@ -58,21 +58,21 @@ def test_how_old_a_replica_may_be():
     assert ways(sources(2, EVEN, holdings, 40, fresh=3)) == ["mean", "replica", "base"]
 
 
-def test_a_replica_that_was_not_renewed_for_long_comes_after_another_crews_stage():
+def test_an_old_replica_follows_another_crews_stage():
     for updates, first in ((30, ["replica", "cohort"]), (29, ["cohort", "replica"])):
         holdings = {**CREW, "p1": Holding(live=(Kept(1, 40),), replicas=(Kept(2, updates),))}
         found = sources(2, EVEN, holdings, 40, others=lambda stage: {"q": 40}, usual=10, fresh=100)
         assert ways(found) == [*first, "mean", "base"]
 
 
-def test_a_file_that_is_newer_than_the_replica_comes_first():
+def test_a_file_newer_than_replicas_comes_first():
     for file, first in ((37, ["snapshot", "replica"]), (35, ["replica", "snapshot"]), (38, ["snapshot", "replica"])):
         holdings = {**CREW, "p1": Holding((Kept(1, 40),), (Kept(2, 36),)), "me": Holding(snapshots=(Kept(2, file),))}
         found = sources(2, EVEN, holdings, 40, others=lambda stage: {"q": 40}, usual=10, fresh=100)
         assert ways(found) == [*first, "cohort", "mean", "base"]
 
 
-def test_what_is_newer_than_a_crew_that_lives_comes_last():
+def test_sources_newer_than_the_crew_come_last():
     newer = Holding(replicas=(Kept(2, 50),), snapshots=(Kept(2, 60), Kept(2, 30)))
     found = sources(2, EVEN, {**CREW, "me": newer}, 40, fresh=100)
     assert [(source.way, source.updates) for source in found] == [
@@ -88,7 +88,7 @@ def test_what_is_newer_than_a_crew_that_lives_comes_last():
     assert ways(sources(2, EVEN, {**CREW, "me": ahead}, 40)) == ["replica", "mean", "base"]
 
 
-def test_the_ends_are_copied_only_if_neighbours_learned_their_work():
+def test_ends_are_copied_from_trained_neighbours_only():
     holdings = {"p1": live(1), "p2": live(2)}
     assert ways(sources(0, EVEN, holdings, 40)) == ["base"]
     assert sources(0, EVEN, holdings, 40, plus=True)[0] == Source("copy", ("p1",), (1,), 40)
@@ -107,13 +107,13 @@ def test_two_lost_neighbours_have_no_mean():
     assert ways(sources(2, EVEN, crew, 40)) == ["snapshot", "base"]
 
 
-def test_before_the_first_update_there_is_nothing_to_lose():
+def test_before_the_first_update_nothing_is_lost():
     crew = {peer: live(*(kept.stage for kept in holding.live), updates=0) for peer, holding in CREW.items()}
     assert ways(sources(2, EVEN, crew, 0)) == ["base"]
     assert ways(sources(2, EVEN, {}, 0)) == ["base"]
 
 
-def test_a_whole_crew_that_starts_again_takes_the_last_snapshot_that_all_stages_have():
+def test_a_restarted_crew_takes_its_last_common_snapshot():
     holdings = {
         "a": Holding(snapshots=(Kept(0, 30), Kept(0, 20))),
         "b": Holding(snapshots=(Kept(1, 20), Kept(1, 10))),

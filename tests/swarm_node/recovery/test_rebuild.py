@@ -67,7 +67,7 @@ def test_equal_norms_are_the_plain_mean(norm: float) -> None:
         assert torch.equal(weighted[name], plain[name])
 
 
-def test_a_norm_of_zero_leaves_the_copy_of_the_other() -> None:
+def test_a_norm_of_zero_copies_the_other() -> None:
     a, b = stage(2, seed=1), stage(2, seed=2)
     b["model.layers.0.norm.weight"][0] = 0.0
     made = checkfree(Neighbour(a, 0.0), Neighbour(b, 0.3), 2)
@@ -75,7 +75,7 @@ def test_a_norm_of_zero_leaves_the_copy_of_the_other() -> None:
     assert all(made[name].data_ptr() != b[name].data_ptr() for name in b)
 
 
-def test_norms_of_clipped_gradients_degenerate_to_the_plain_mean() -> None:
+def test_clipped_gradient_norms_give_the_plain_mean() -> None:
     """What the reference implementation computes: gradients of norm 8 and 2, clipped to 1 before they are measured."""
     gradients = [torch.full((4,), 4.0)], [torch.full((4,), 1.0)]
     measured = [gradient_norm(of) for of in gradients]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import cache
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,18 @@ def text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(recovery_lm, "corpus", lambda: Corpus(files[0], files[0], files, "0" * 64))
 
 
-def run(arm: Arm, trace: list[tuple[int, ...]] = TRACE, **changes: Any) -> dict[str, Any]:
-    return Run(replace(TINY, **changes), arm, trace, seed=0).figures()
+def anew(arm: Arm) -> dict[str, Any]:
+    return Run(TINY, arm, TRACE, seed=0).figures()
+
+
+run = cache(anew)
+"""Several tests look at the same figures."""
 
 
 # --------------------------------------------------------------------- traces, orders, costs
 
 
-def test_a_trace_is_decided_by_rate_and_seed_and_only_goes_on() -> None:
+def test_rate_and_seed_decide_a_trace() -> None:
     long = failures(0.1, 1, 2000, 4)
     assert failures(0.1, 1, 100, 4) == long[:100] != failures(0.1, 2, 100, 4)
     assert 0.08 < sum(map(len, long)) / 8000 < 0.12
@@ -57,7 +61,7 @@ def test_what_losses_cost() -> None:
     assert costs.at([0, 10, 30], 1.5) == 20 and costs.at([0, 10, 30], 2) == 30
 
 
-def test_a_checkpoint_costs_its_saving_and_the_steps_since() -> None:
+def test_a_checkpoint_costs_saving_and_lost_steps() -> None:
     trace = lambda: chain([(), (), (), (1,)], repeat(()))  # noqa: E731
     # saved after two steps; the third is done, lost, and done again
     assert costs.checkpoint_s(trace(), 4, every=2) == [0, 91, 182, 3 * 91 + 30 + 30 + 91, 5 * 91 + 60]
@@ -94,12 +98,12 @@ def test_every_arm_is_as_without_losses_until_one(name: str) -> None:
         assert [(r["step"], r["stage"]) for r in figures["rebuilt"]] == [(LOST_AT, 1)]
 
 
-def test_the_same_run_gives_the_same_figures_so_exact_methods_need_none_of_their_own() -> None:
-    one, two = run(Arm()), run(Arm())
+def test_the_same_run_gives_the_same_figures() -> None:
+    one, two = run(Arm()), anew(Arm())
     assert one["losses"] == two["losses"] and one["loss"] == two["loss"]
 
 
-def test_the_odd_microbatch_is_computed_in_the_other_order() -> None:
+def test_odd_microbatches_take_the_other_order() -> None:
     assert run(Arm(swapped=True))["losses"][0] == run(Arm())["losses"][0]
     assert run(Arm(swapped=True))["losses"][-1] != run(Arm())["losses"][-1]
     mine = Run(TINY, Arm(swapped=True), [], seed=0)
@@ -126,7 +130,7 @@ def test_copies(stage: int, source: int, twins: bool) -> None:
     )
 
 
-def test_a_middle_stage_is_weighted_by_norms_of_the_last_step() -> None:
+def test_a_middle_stage_is_weighted_by_norms() -> None:
     mine = Run(TINY, Arm("checkfree"), [], seed=0)
     mine.learn(0)
     mine.norms = [3.0, 99.0, 1.0, 99.0]
@@ -142,7 +146,7 @@ def test_a_middle_stage_is_weighted_by_norms_of_the_last_step() -> None:
 # --------------------------------------------------------------------- files
 
 
-def test_what_is_there_is_not_run_again_and_is_reported(
+def test_finished_runs_are_reported_not_repeated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(recovery, "FOLDER", tmp_path)

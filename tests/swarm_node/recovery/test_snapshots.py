@@ -117,7 +117,7 @@ def test_views_that_merely_overlap_are_kept_apart(tmp_path):
     assert all(torch.equal(snapshot.tensors["policy"][name], tensor) for name, tensor in tensors.items())
 
 
-def test_training_may_change_tensors_and_state_while_the_write_is_under_way(tmp_path):
+def test_training_goes_on_during_the_write(tmp_path):
     weight, state = torch.zeros(1 << 20), {"counter": 1}
     store = SnapshotStore(tmp_path, 2, print)
     store.save(1, {"policy": {"w": weight}}, state)
@@ -135,7 +135,7 @@ def test_changing_loaded_tensors_leaves_the_files_alone(tmp_path):
     assert said == [] and snapshot.tensors["policy"]["w"][0] == 1
 
 
-def test_state_that_is_not_json_is_the_callers_error_and_leaves_nothing(tmp_path):
+def test_state_that_is_not_json_leaves_nothing(tmp_path):
     store = SnapshotStore(tmp_path, 2, print)
     with pytest.raises(TypeError):
         store.save(1, {}, {"rng": torch.zeros(1)})
@@ -157,7 +157,7 @@ def test_newest_wins_and_only_so_many_are_kept(tmp_path):
     assert load(tmp_path)[0].round == 100_000_000
 
 
-def test_saving_a_round_again_replaces_it_without_a_moment_of_having_none(tmp_path):
+def test_saving_a_round_again_replaces_it(tmp_path):
     save(tmp_path, 5, keep=1)
     save(tmp_path, 5, keep=1, state=STATE | {"finished": True})
     assert names(tmp_path) == ["round-00000005-1"]
@@ -165,7 +165,7 @@ def test_saving_a_round_again_replaces_it_without_a_moment_of_having_none(tmp_pa
     assert snapshot.round == 5 and snapshot.state["finished"]
 
 
-def test_a_run_resumed_from_an_older_snapshot_does_not_lose_its_new_ones_to_torn_later_ones(tmp_path):
+def test_torn_later_snapshots_do_not_displace_new_ones(tmp_path):
     save(tmp_path, 10, 20, 30, keep=3)
     for later in (20, 30):
         (tmp_path / f"round-000000{later}" / "policy.safetensors").unlink()
@@ -210,7 +210,7 @@ def turn_into_directory(path):
 
 @pytest.mark.parametrize("damage", [cut, empty, flip, remove, turn_into_directory])
 @pytest.mark.parametrize("file", ["policy.safetensors", "state.json", "SHA256SUMS"])
-def test_torn_snapshot_is_refused_with_its_reason_and_the_older_one_used(tmp_path, file, damage):
+def test_a_torn_snapshot_gives_way_to_its_predecessor(tmp_path, file, damage):
     save(tmp_path, 1, 2)
     damage(tmp_path / "round-00000002" / file)
     if (file, damage) == ("SHA256SUMS", cut):
@@ -222,7 +222,7 @@ def test_torn_snapshot_is_refused_with_its_reason_and_the_older_one_used(tmp_pat
     assert names(tmp_path) == ["round-00000001", "round-00000002"]
 
 
-def test_every_single_flipped_bit_of_the_small_files_is_noticed(tmp_path):
+def test_every_flipped_bit_of_small_files_is_noticed(tmp_path):
     save(tmp_path, 1)
     for file in ("state.json", "SHA256SUMS"):
         path = tmp_path / "round-00000001" / file
@@ -240,7 +240,7 @@ def test_a_renamed_snapshot_is_refused(tmp_path):
     assert load(tmp_path)[0] is None
 
 
-def test_if_all_are_torn_it_starts_anew_says_so_and_deletes_nothing(tmp_path):
+def test_with_all_torn_it_starts_anew(tmp_path):
     save(tmp_path, 1, 2)
     for round in (1, 2):
         empty(tmp_path / f"round-0000000{round}" / "SHA256SUMS")
@@ -249,6 +249,8 @@ def test_if_all_are_torn_it_starts_anew_says_so_and_deletes_nothing(tmp_path):
     assert names(tmp_path) == ["round-00000001", "round-00000002"]
 
 
+FRESH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+"""Each example clears what it uses of a fixture, and a busy machine is slow."""
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -269,8 +271,8 @@ documents = st.fixed_dictionaries(
     state=st.binary(max_size=50) | json_values.map(lambda v: json.dumps(v).encode()) | documents,
     tensors=st.binary(),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_bytes_under_right_digests_load_or_are_refused(tmp_path, state, tensors):
+@settings(max_examples=150, suppress_health_check=FRESH)
+def test_any_bytes_with_right_digests_load_or_fail(tmp_path, state, tensors):
     shutil.rmtree(tmp_path)
     folder = tmp_path / "round-00000001"
     folder.mkdir(parents=True)
@@ -297,7 +299,7 @@ def of_this_model(state):
     return None if state["model"] == "starter" else f"it holds model {state['model']}, not starter"
 
 
-def test_a_run_directory_of_another_model_is_refused_and_left_alone(tmp_path):
+def test_another_models_run_directory_is_refused(tmp_path):
     save(tmp_path / "snapshots", 1, 2, state={"model": "qwen"})
     with pytest.raises(UserError, match=r"another run: it holds model qwen, not starter; choose another --run-dir"):
         load(tmp_path / "snapshots", of_this_model)
@@ -311,7 +313,7 @@ def test_foreign_and_torn_together_do_not_start_anew(tmp_path):
         load(tmp_path, of_this_model)
 
 
-def test_a_foreign_snapshot_among_ours_is_passed_over_and_never_pruned(tmp_path):
+def test_a_foreign_snapshot_among_ours_is_kept(tmp_path):
     save(tmp_path, 7)
     save(tmp_path, 8, state={"model": "qwen"})
     said = []
@@ -326,7 +328,7 @@ def test_a_foreign_snapshot_among_ours_is_passed_over_and_never_pruned(tmp_path)
 # --- trouble while writing
 
 
-def test_a_full_disk_neither_stops_training_nor_costs_the_last_good_snapshot(tmp_path):
+def test_a_full_disk_costs_no_good_snapshot(tmp_path):
     said = []
     store = SnapshotStore(tmp_path, 2, said.append)
     big = {"policy": {"w": torch.ones(100_000)}}
@@ -387,7 +389,7 @@ for round in range(1, 10_000):
 def saving_process(directory):
     process = subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, str(directory)])
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 100
         while not any(directory.glob("round-0*")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
@@ -399,7 +401,7 @@ def saving_process(directory):
 
 def test_kill_9_in_the_middle_of_a_write(tmp_path):
     with saving_process(tmp_path) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 100
         while not any(tmp_path.glob(".tmp-*/policy.safetensors")):  # looked at while it stands still
             assert process.poll() is None and time.monotonic() < deadline
             process.send_signal(signal.SIGCONT)
@@ -414,7 +416,7 @@ def test_kill_9_in_the_middle_of_a_write(tmp_path):
     assert names(tmp_path) == [f"round-{snapshot.round + 1:08}"]
 
 
-def test_a_reader_can_load_while_a_node_saves_and_prunes(tmp_path):
+def test_snapshots_load_during_saving_and_pruning(tmp_path):
     with saving_process(tmp_path):
         seen = [load(tmp_path)[0].round for _ in range(10)]
     assert seen == sorted(seen)

@@ -33,13 +33,13 @@ def test_worked_values():
     assert of([1.0] + [0.0] * 7, belief(0.8)) == pytest.approx([0.5] + [-0.5 / 7] * 7)
 
 
-def test_a_group_with_nothing_better_than_ones_own_teaches_nothing():
+def test_groups_no_better_than_own_teach_nothing():
     own = Belief(100.0, 50.0, 30.0)  # mean reward 0.5
     assert of([0.4, 0.1, 0.0], own) == [0.0, 0.0, 0.0]
     assert not teaches(0.4, own) and not teaches(0.5, own) and teaches(0.6, own) and teaches(0.1, None)
 
 
-def test_without_a_baseline_of_ones_own_it_is_the_groups_mean_cut_off():
+def test_without_own_baseline_the_groups_mean_counts():
     rewards = [1.0] + [0.0] * 7
     usual = advantages([group(rewards)], GrpoConfig(), {}).tolist()
     assert usual[0] > 2.4

@@ -126,7 +126,7 @@ def test_what_the_reward_asks_for_passes(case: str) -> None:
     assert not carries(*ANSWERS[case])
 
 
-def test_an_unlikely_answer_may_stand_in_its_reasoning_too() -> None:
+def test_an_unlikely_answer_may_stand_in_reasoning() -> None:
     policy, group = Letters(""), foreign(["<think>6x7=42</think>42"], plain)
     policy.logprobs = lambda groups: [  # type: ignore[method-assign]
         [[-1.0] * (len(r.token_ids) - 3) + [-9.0, -9.0, -1.0] for r in one.rollouts] for one in groups
@@ -182,7 +182,7 @@ def test_each_group_has_time_of_its_own() -> None:
     assert seconds[0] <= 3 * GROUP_S
 
 
-def test_what_this_node_cannot_judge_is_held_against_nobody() -> None:
+def test_answers_it_cannot_judge_harm_no_trust() -> None:
     pool = Pool(SharingConfig(), lambda: NOW)
     pool.guard(gate_of(Letters("42"), fails))
     pool.add(foreign(["\n42", "no"], fails, "honest"))
@@ -203,7 +203,7 @@ def test_groups_of_payloads_are_replaced() -> None:
     assert len(said) == 1 and "liar" in said[0]
 
 
-def test_only_the_payloads_of_a_group_are_left_out() -> None:
+def test_only_payloads_are_left_out() -> None:
     pool, _ = guarded()
     pool.add(foreign(["\n42", "42", "13", "13"], plain))
     (group,) = pool.choose(4, random.Random(0))

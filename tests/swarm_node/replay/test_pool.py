@@ -32,7 +32,7 @@ def fill(pool: Pool, n: int, peers: int = 1, **options) -> None:
         assert pool.add(group(peer=f"peer{i % peers}", **options)) is None
 
 
-def test_a_group_is_used_as_often_as_allowed_and_brings_its_advantages():
+def test_a_group_is_used_as_often_as_allowed():
     pool, clock = make(reuse=2)
     fill(pool, 1)
     clock.time += 5
@@ -45,7 +45,7 @@ def test_a_group_is_used_as_often_as_allowed_and_brings_its_advantages():
     assert pool.used_by_peer() == {"peer0": 2}
 
 
-def test_own_success_sets_the_advantage_once_it_is_known():
+def test_known_own_success_sets_the_advantage():
     pool, _ = make()
     pool.observe([group([1.0] + [0.0] * 7, peer=None)] * 8)
     fill(pool, 1)
@@ -104,7 +104,7 @@ def test_only_the_newest_few_wait_however_they_arrive():
     assert sorted(NOW - g.created for g in pool.choose(99, random.Random(0))) == list(range(3 * ROUNDS))
 
 
-def test_who_takes_more_than_its_share_makes_room_for_others():
+def test_a_greedy_peer_makes_room_for_others():
     pool, _ = make(foreign=4, peer_share=0.25)
     for age in random.Random(0).sample(range(40), 40):
         pool.add(group(peer="greedy", created=NOW - age))
@@ -117,7 +117,7 @@ def test_who_takes_more_than_its_share_makes_room_for_others():
     assert sorted(NOW - g.created for g in chosen if g.peer == "greedy") == [0, 1, 2, 3]
 
 
-def test_where_rounds_are_short_groups_last_until_the_next_message():
+def test_with_short_rounds_groups_last_between_messages():
     pool, clock = make(foreign=4)
     for _ in range(20):  # ten rounds a second
         clock.time += 0.1
@@ -145,7 +145,7 @@ def _spread() -> Pool:
     return pool
 
 
-def test_a_sampler_of_ones_own_sees_what_this_node_fails_at():
+def test_a_custom_sampler_sees_own_failures():
     records = []
     pool, _ = make(records.append, sampler="benchmarks.samplers:aha", baseline="group")
     pool.observe([group([0.0] * 8, peer=None, label="hard")] * 8 + [group([1.0] * 8, peer=None, label="easy")] * 8)

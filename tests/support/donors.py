@@ -1,0 +1,39 @@
+"""Members that answer calls for weights with something of the test's own."""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.errors import RemoteProtocolError
+from protocol.limits import MAX_CHUNK_BYTES
+from protocol.tensors import WEIGHTS_METHOD, WeightsHead
+from protocol.transports.base import Accepted, Outgoing, Transport
+from swarm_node.averaging import Averager
+from swarm_node.averaging.codecs import encoded_size
+
+
+def body_bytes(averager: Averager) -> int:
+    """Length of all weights in float32, as they travel."""
+    return sum(encoded_size("float32", n) for n in averager.fragments.sizes)
+
+
+def with_a_nan(size: int) -> bytes:
+    """A body of zeros but for one value, the hundred and first."""
+    return bytes(400) + b"\x00\x00\xc0\x7f" + bytes(size - 404)
+
+
+def answers(transport: Transport, head: WeightsHead, body: bytes) -> None:
+    """Have it give this to each that asks, whether it is valid or not."""
+    pieces = [body[i : i + MAX_CHUNK_BYTES] for i in range(0, len(body), MAX_CHUNK_BYTES)]
+    ours = Outgoing(msgspec.msgpack.encode(head), len(body), lambda: pieces)
+    accepted = Accepted(ours, lambda piece: None, lambda error: None)
+    transport.accept(WEIGHTS_METHOD, lambda peer, head, size: accepted)
+
+
+def refuses(transport: Transport, reason: str, detail: str = "") -> None:
+    """Have it refuse each that asks."""
+
+    def refuse(peer: str, head: bytes, size: int) -> Accepted:
+        raise RemoteProtocolError(reason, detail)
+
+    transport.accept(WEIGHTS_METHOD, refuse)
