@@ -23,7 +23,7 @@ def test_the_commands_of_a_page_exist(page: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @every_page
-def test_the_shell_can_read_it_and_its_variables_set_something(page: Path) -> None:
+def test_scripts_parse_and_variables_set_something(page: Path) -> None:
     check_variables(page.read_text())
     for fence in fences(page):
         if fence.is_shell:
@@ -57,7 +57,7 @@ def test_a_wrong_command_is_noticed(line: str, reason: str, monkeypatch: pytest.
             raise
 
 
-def test_a_wrong_variable_and_a_wrong_script_are_noticed() -> None:
+def test_wrong_variables_and_scripts_are_noticed() -> None:
     with pytest.raises(AssertionError, match="SWARM_NODE_GRPO__LSOS sets nothing"):
         check_variables("`SWARM_NODE_GRPO__LSOS=gspo`, not SWARM_NODE_*")
     with pytest.raises(AssertionError, match="syntax error"):

@@ -274,7 +274,7 @@ def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypat
 
 
 @pytest.mark.long
-def test_the_two_terminals_of_the_readme_hold_one_policy(terminals: Terminals) -> None:
+def test_two_terminals_of_the_readme_hold_one_policy(terminals: Terminals) -> None:
     first, second = blocks("--stages 2")
     a = terminals.type(first)
     printed = terminals.folder / "terminal-0.txt"

@@ -63,7 +63,7 @@ class Hub(FakeTransport):
         self.closed = True
 
 
-def test_a_bootstrap_serves_all_shards_tells_its_link_whenever_it_changes_and_leaves_on_a_signal(
+def test_a_bootstrap_serves_shards_and_tells_links(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("q.jsonl").write_bytes(QUESTIONS)
@@ -112,7 +112,7 @@ def test_it_relays_if_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path("runs/hub/swarm.json").exists()
 
 
-def test_that_nobody_reads_the_link_any_more_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pipe_ends_no_bootstrap(monkeypatch: pytest.MonkeyPatch) -> None:
     write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
     hub = Hub()
     monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: hub)
@@ -127,7 +127,7 @@ def test_that_nobody_reads_the_link_any_more_does_not_matter(monkeypatch: pytest
     assert parse_link(json.loads(Path("hub/swarm.json").read_text())["link"]).peers == [address(0, 2)]
 
 
-def test_lines_come_whole_so_that_the_link_is_glued_to_none_of_them() -> None:
+def test_each_line_is_one_write() -> None:
     script = "from swarm_node.bootstrap import _print; import sys; _print('0 members'); _print('swarm://', sys.stdout)"
     ours, theirs = socket.socketpair(type=socket.SOCK_DGRAM)  # each write is a message
     with ours, theirs:
@@ -187,7 +187,7 @@ def test_its_limits_reach_the_network_and_its_priority(monkeypatch: pytest.Monke
     assert (config.network.max_upload_mbit, config.network.max_download_mbit) == (5.0, 20.0)
 
 
-def test_a_bootstrap_that_lost_its_port_says_that_links_are_dead(tmp_path: Path) -> None:
+def test_a_lost_port_is_said_to_kill_links(tmp_path: Path) -> None:
     run, said = RunDir(tmp_path), []
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -210,7 +210,7 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     assert browser.errors == []
 
 
-def test_curves_can_be_read_by_keyboard_and_as_tables(browser: Chromium, url: str) -> None:
+def test_curves_are_read_by_keyboard_and_table(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     browser.value("document.getElementById('smoothing').value = '0'")
@@ -238,7 +238,7 @@ def test_curves_can_be_read_by_keyboard_and_as_tables(browser: Chromium, url: st
     assert label == f"Reward: {rewards(1)['reward']:.3f} at first, {rewards(40)['reward']:.3f} now"
 
 
-def test_a_new_round_appears_by_itself_once_it_is_whole(browser: Chromium, url: str) -> None:
+def test_a_whole_new_round_appears_by_itself(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     with open("runs/alice/metrics.jsonl", "a") as file:
@@ -266,7 +266,7 @@ def test_running_totals_go_on_over_a_restart(browser: Chromium, url: str) -> Non
     assert "received: 2 at first, 1,101 now" in browser.value(texts)
 
 
-def test_a_bootstrap_comes_last_and_shows_nothing_that_it_does_not_do(browser: Chromium, url: str) -> None:
+def test_a_bootstrap_comes_last_without_training_figures(browser: Chromium, url: str) -> None:
     boot = RunDir("runs/bootstrap")
     boot.path.mkdir()
     boot.config.write_text('[policy]\nmodel = "starter"\n')
@@ -289,7 +289,7 @@ def test_a_bootstrap_comes_last_and_shows_nothing_that_it_does_not_do(browser: C
     assert browser.errors == []
 
 
-def test_a_round_shorter_than_a_second_has_two_digits(browser: Chromium, url: str) -> None:
+def test_short_rounds_have_two_digits(browser: Chromium, url: str) -> None:
     RunDir("runs/quick").path.mkdir()
     write(RunDir("runs/quick").metrics, metrics(1, step_time=0.0434))
     browser.open(f"{url}#quick")
@@ -349,7 +349,7 @@ def test_it_tries_again_until_it_is_let_in(browser: Chromium, tmp_path: Path) ->
         browser.wait("document.querySelector('[data-figure=rounds]').textContent === '41'")
 
 
-def test_a_connection_on_which_nothing_is_heard_is_lost(browser: Chromium, tmp_path: Path) -> None:
+def test_a_silent_connection_is_lost(browser: Chromium, tmp_path: Path) -> None:
     run = make_swarm_run()
     with serving() as (url, process):
         browser.open(f"{url}#alice")
@@ -394,7 +394,7 @@ def test_news_take_neither_focus_nor_selection_nor_place(browser: Chromium, url:
     assert browser.errors == []
 
 
-def test_a_new_round_leaves_the_table_of_a_curve_in_place(browser: Chromium, url: str) -> None:
+def test_a_new_round_leaves_a_table_in_place(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     browser.value("document.querySelector('#first details').open = true")
@@ -405,7 +405,7 @@ def test_a_new_round_leaves_the_table_of_a_curve_in_place(browser: Chromium, url
     assert browser.value("document.activeElement.getAttribute('aria-label')") == "Values of Reward"
 
 
-def test_a_chosen_curve_is_called_by_its_metric_alone(browser: Chromium, url: str) -> None:
+def test_a_chosen_curve_bears_its_metric_s_name(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     browser.value("window.figure = document.querySelector('[aria-label=\"Metric of curve 1\"]').closest('figure')")
@@ -430,7 +430,7 @@ def test_a_pause_and_its_reason_are_shown(browser: Chromium, url: str) -> None:
         assert browser.value("document.title") == "alice: paused – swarm-node"
 
 
-def test_a_lost_stage_is_not_its_last_holder_s_and_who_held_it_is_silent(browser: Chromium, url: str) -> None:
+def test_a_lost_stage_and_its_silent_holder_show(browser: Chromium, url: str) -> None:
     run = RunDir("runs/alice")
     bob = "12D3KooWbobbobbob"
     crew = json.loads(run.status.read_text())["crew"] | {"whole": False, "absent": [bob]}
@@ -462,7 +462,7 @@ def test_a_run_that_comes_back_is_there_again(browser: Chromium, url: str) -> No
     assert figure(browser, "rounds").startswith("Round 40 of 90")
 
 
-def test_what_a_run_has_cost_is_shown_where_there_is_a_price(browser: Chromium, url: str) -> None:
+def test_costs_are_shown_where_prices_are(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     assert not browser.value("!!document.querySelector('[data-figure=cost]')")

@@ -107,7 +107,7 @@ def test_packages_that_are_missing_or_not_tested(monkeypatch: pytest.MonkeyPatch
     assert (check.verdict, check.detail) == ("fail", "missing: no-such-package")
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gpu_unusable_by_torch_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert nvidia_gpus(tmp_path) == []
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
@@ -155,7 +155,7 @@ def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -
     assert (check.verdict, check.remedy) == ("fail", "hf download no/such")
 
 
-def test_snapshots_and_weights_that_share_a_disk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_on_one_disk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(Path("hub").absolute()))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert disk(NodeConfig(), Path("runs/new"), 600, 400).verdict == "ok"
@@ -261,7 +261,7 @@ def test_dialling_tells_who_answers(listener: int) -> None:
 @pytest.mark.parametrize(
     ("off", "verdict"), [(0, "ok"), (-14, "ok"), (20, "warn"), (-20, "warn"), (40, "fail"), (-3600, "fail")]
 )
-def test_the_clock_is_compared_with_the_cards_of_others(off: float, verdict: str) -> None:
+def test_the_clock_is_compared_with_others_cards(off: float, verdict: str) -> None:
     now = 1e9
     ages = (1.0, CARD_RENEWAL_S / 2, CARD_RENEWAL_S - 1)
     members = {peer_id(i): card(created=now - age - off) for i, age in enumerate(ages)}
@@ -271,7 +271,7 @@ def test_the_clock_is_compared_with_the_cards_of_others(off: float, verdict: str
 
 
 @pytest.mark.parametrize("off", [-3600.0, -300.0, -60.0, 70.0, 3600.0])
-def test_a_clock_by_which_nobody_is_a_member_is_a_failure(off: float) -> None:
+def test_a_clock_that_expires_everybody_fails(off: float) -> None:
     now = 1e9
     made = {peer_id(i): now - age - off for i, age in enumerate((1.0, CARD_RENEWAL_S / 2, CARD_RENEWAL_S - 1))}
     check = clock({}, now, made)
@@ -300,14 +300,14 @@ def test_whoever_keeps_sending_rubbish_is_named(
     assert verdict == "ok" or f"10 × malformed, from bob …{peer_id(2)[-8:]}" in check.detail
 
 
-def test_those_who_are_left_by_this_machines_clock_do_not_decide() -> None:
+def test_unexpired_members_alone_do_not_decide() -> None:
     now, off = 1e9, 50.0
     made = {peer_id(i): now - CARD_RENEWAL_S * i / 8 - off for i in range(8)}
     members = {peer: card(created=at) for peer, at in made.items() if at + CARD_TTL_S > now}
     assert 0 < len(members) < len(made) and clock(members, now, made).verdict == "fail"
 
 
-def test_strangers_do_not_set_the_clock_where_there_are_members() -> None:
+def test_strangers_do_not_outvote_members_on_time() -> None:
     now = 1e9
     members = {peer_id(i): card(created=now - 7.0) for i in range(2)}
     strangers = {peer_id(i): now - 3600.0 for i in range(2, 20)}
@@ -358,7 +358,7 @@ def test_remedies_of_the_network_say_what_is_known(way: Way) -> None:
     assert ports(away, way=way).remedy.startswith(f"{started} --listen")
 
 
-def test_whoever_has_nobody_to_begin_with_is_told_of_somebody() -> None:
+def test_dead_addresses_are_replaced_by_live_ones() -> None:
     dead = {address(1): False}
     assert begin(dead, way=Way()).remedy == "swarm-node bootstrap MANIFEST"
     assert begin(dead, way=Way(swarm="my swarm.toml")).remedy == "swarm-node bootstrap 'my swarm.toml'"
@@ -374,11 +374,11 @@ def test_whoever_has_nobody_to_begin_with_is_told_of_somebody() -> None:
     assert people({}, {}, True, Way(swarm="a.toml")).remedy == "swarm-node bootstrap a.toml"
 
 
-def test_whoever_has_peers_with_an_older_version_is_told_what_they_need() -> None:
+def test_older_peers_remedy_is_an_upgrade() -> None:
     assert "pip install --upgrade swarm-node" in versions({peer_id(1): card()}, {"rejected/version": 1.0}).remedy
 
 
-def test_a_machine_is_examined_and_a_failure_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_check_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     config = NodeConfig(network=NetworkConfig(port=0, gossip_port=0))
     assert examine(None, config, json_output=True) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
@@ -393,7 +393,7 @@ def test_a_machine_is_examined_and_a_failure_is_exit_code_1(capsys: pytest.Captu
     assert "-> swarm-node join SWARM --run-dir DIR" in output
 
 
-def test_a_run_is_examined_with_its_own_settings_and_from_outside(
+def test_a_run_is_examined_with_own_settings(
     listener: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir("runs/alice")
@@ -452,7 +452,7 @@ def names(capsys: pytest.CaptureFixture[str]) -> dict[str, Check]:
 
 
 @pytest.mark.parametrize("stages", [0, 2])
-def test_a_run_that_trains_alone_needs_no_network_and_its_memory_is_its_own(
+def test_a_lone_run_needs_no_network(
     stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 1)
@@ -495,7 +495,7 @@ def test_a_bootstrap_needs_no_room_for_a_model(
 
 
 @pytest.mark.parametrize("text", ["{", "\xff", '{"time": "now"}', '{"addresses": [1]}'])
-def test_a_damaged_status_is_a_finding_among_the_others(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_status_is_one_finding(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = a_member_run()
     run.status.write_bytes(text.encode("latin-1"))
     examine("runs/alice", NodeConfig(), json_output=True)
@@ -505,7 +505,7 @@ def test_a_damaged_status_is_a_finding_among_the_others(text: str, capsys: pytes
 
 
 @pytest.mark.parametrize("claimed", ["/ip4", "/ip4/999.1.1.1/tcp/1", "/ip6/1/tcp/x", "/"])
-def test_what_a_member_says_of_its_address_breaks_nothing(claimed: str, listener: int) -> None:
+def test_false_member_addresses_break_nothing(claimed: str, listener: int) -> None:
     network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
     members = {peer_id(1): replace(card(), addresses=[claimed])}
     guess = Check("reachable", "warn", "as it seems")
@@ -516,7 +516,7 @@ def test_what_a_member_says_of_its_address_breaks_nothing(claimed: str, listener
 
 
 @pytest.mark.parametrize("json_output", [True, False])
-def test_what_was_found_is_shown_whatever_comes_after_it(
+def test_findings_before_a_crash_are_shown(
     json_output: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*arguments: Any) -> Check:

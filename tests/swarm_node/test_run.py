@@ -66,7 +66,7 @@ def stopped_at(patch: str, word: str, run: Path) -> tuple[str, int]:
 
 
 @pytest.mark.timeout(240)
-def test_a_signal_during_the_last_copy_ends_it_and_the_run_ends_as_others_do(tmp_path: Path) -> None:
+def test_a_signal_ends_the_last_copy_well(tmp_path: Path) -> None:
     out, code = stopped_at('Mirror._copy = hangs("copying")', "copying", tmp_path / "run")
     assert code == 0, out
     assert "never" not in out and "the last snapshot is not at file://" in out
@@ -76,7 +76,7 @@ def test_a_signal_during_the_last_copy_ends_it_and_the_run_ends_as_others_do(tmp
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("what", ["load_policy", "load_tasks"])
-def test_a_signal_before_training_has_begun_is_one_sentence(tmp_path: Path, what: str) -> None:
+def test_a_signal_before_training_is_one_sentence(tmp_path: Path, what: str) -> None:
     out, code = stopped_at(f'run.{what} = hangs("loading")', "loading", tmp_path / "run")
     assert code == 0, out
     assert "stopping before training began; the same command begins here again" in out
@@ -100,7 +100,7 @@ run.Node.share = lambda node, collected: print("shared", len(collected.groups), 
 
 
 @pytest.mark.timeout(240)
-def test_what_is_finished_of_a_round_is_shared_when_a_signal_ends_it(tmp_path: Path) -> None:
+def test_a_stopped_round_shares_what_is_finished(tmp_path: Path) -> None:
     out, code = stopped_at(SCORES_SLOWLY, "scoring", tmp_path / "run")
     assert code == 0, out
     assert "shared 1\n" in out

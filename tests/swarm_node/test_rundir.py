@@ -35,7 +35,7 @@ def test_open_makes_the_folders(tmp_path):
         assert (run.path / "lock").read_text() == f"{os.getpid()}\n"
 
 
-def test_second_process_is_told_who_holds_it_and_a_killed_holder_is_no_obstacle(tmp_path):
+def test_a_held_run_names_its_holder_until_killed(tmp_path):
     holder = hold_in_another_process(tmp_path)
     try:
         with pytest.raises(UserError, match=rf"in use by process {holder.pid}.*--run-dir"):
@@ -76,7 +76,7 @@ def test_readers_need_no_lock(tmp_path):
 @pytest.mark.parametrize(
     "name", ["offers.jsonl", "ports.json", "config.tmp", "swarm.tmp", "peers.new", "ports.new", "identity.4711.new"]
 )
-def test_a_run_that_was_killed_before_it_had_a_configuration_is_no_obstacle(tmp_path, name):
+def test_leftovers_of_a_killed_start_are_no_obstacle(tmp_path, name):
     (tmp_path / name).write_text("")
     RunDir.open(tmp_path).close()
 
@@ -134,7 +134,7 @@ def test_loads_no_torch():
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0
 
 
-def test_a_look_at_a_run_that_starts_is_no_obstacle(tmp_path, monkeypatch):
+def test_a_look_blocks_no_start(tmp_path, monkeypatch):
     RunDir.open(tmp_path).close()
     look = os.open(tmp_path / "lock", os.O_RDONLY)
     fcntl.flock(look, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as `in_use` for a moment

@@ -42,7 +42,7 @@ def rounds(health: Health, clock: Clock, count: int, seconds: float) -> None:
         health.write(number, {"reward": 0.5})
 
 
-def test_who_trains_is_healthy_and_who_merely_runs_is_not() -> None:
+def test_only_a_node_that_trains_is_healthy() -> None:
     clock = Clock()
     health = Health(clock=clock)
     clock.now += 9
@@ -66,7 +66,7 @@ def test_slow_rounds_have_more_time() -> None:
     assert not health.verdict()[0]
 
 
-def test_to_wait_for_others_of_the_crew_is_healthy_and_to_leave_is_not() -> None:
+def test_waiting_for_the_crew_is_healthy_leaving_not() -> None:
     health = Health()
     health.waiting = lambda: "stage 1 is missing"
     assert health.verdict() == (True, "waiting: stage 1 is missing")
@@ -90,7 +90,7 @@ def test_who_waits_is_told_from_who_trains() -> None:
     assert gauges() == ["swarm_node_training 0.0", "swarm_node_waiting 0.0"]
 
 
-def test_silence_is_counted_without_waits_and_no_wait_is_the_longest_round() -> None:
+def test_waits_count_as_neither_silence_nor_rounds() -> None:
     clock = Clock()
     health = Health(clock=clock)
     why = ""
@@ -236,14 +236,14 @@ def test_only_expected_names_are_answered() -> None:
         assert asked(port, "Host: anything.example\r\n", "/healthz")[0] == 200
 
 
-def test_a_port_that_is_taken_is_the_users_to_mend() -> None:
+def test_a_taken_port_is_a_user_error() -> None:
     with serving(Health(), "127.0.0.1", 0) as port:
         with pytest.raises(UserError, match="choose another --health-port"):
             with serving(Health(), "127.0.0.1", port):
                 pass
 
 
-def test_the_check_of_a_container_asks_the_node_of_its_machine(
+def test_the_container_check_asks_its_machine_s_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     health = Health()
@@ -268,7 +268,7 @@ def test_a_port_that_is_none_is_one_line(
 
 
 @pytest.mark.parametrize("variable", ["SWARM_NODE_HEALTH_PORT", "SWARM_NODE_HEALTH__PORT"])
-def test_a_node_that_was_told_to_answer_nobody_is_healthy(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_told_to_answer_nobody_is_healthy(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "0")
     assert main() == 0
 
@@ -280,7 +280,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("way", ["--health-port", "SWARM_NODE_HEALTH__PORT", "SWARM_NODE_SET"])
-def test_the_check_asks_where_the_node_of_its_run_directory_listens_whatever_set_it(
+def test_the_check_finds_the_port_whatever_set_it(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = free_port()

@@ -43,29 +43,29 @@ def test_a_plain_line():
     assert plain_lines(200, 0.5, rounds=1) == ["round 1/200  reward 0.005  1,234 tok/s  0.50 s/round  1:40 left"]
 
 
-def test_plain_lines_come_at_each_tenth_of_the_run():
+def test_plain_lines_come_at_each_tenth():
     lines = plain_lines(200, 1.0)
     assert rounds_of(lines) == [1, 20, 40, 60, 80, 100, 120, 140, 160, 180, 200]
     assert lines[-1].endswith("took 3:20")
 
 
-def test_a_quick_run_prints_few_and_a_slow_one_at_least_each_minute():
+def test_slow_runs_print_each_minute_quick_ones_seldom():
     assert rounds_of(plain_lines(200, 0.01)) == [1, 200]
     assert rounds_of(plain_lines(10_000, 30.0, rounds=9)) == [1, 3, 5, 7, 9]
 
 
-def test_the_last_round_is_shown_whatever_ended_the_run():
+def test_the_last_round_is_always_shown():
     assert rounds_of(plain_lines(200, 0.01, rounds=7)) == [1, 7]
     assert plain_lines(200, 1.0, rounds=-1) == []
 
 
-def test_time_left_obeys_the_minutes_and_counts_from_where_it_resumed():
+def test_time_left_obeys_minutes_and_resuming():
     assert plain_lines(1000, 1.0, rounds=1, minutes=2)[0].endswith("1:59 left")
     assert plain_lines(1000, 1.0, rounds=901, start=900)[0].endswith("1:39 left")
     assert plain_lines(100_000, 1.0, rounds=1)[0].endswith("27:46:39 left")
 
 
-def test_what_came_before_the_first_round_is_not_taken_for_a_part_of_it():
+def test_preparation_is_no_part_of_the_first_round():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(200, stream=stream, clock=clock)
     progress.start()
@@ -78,7 +78,7 @@ def test_what_came_before_the_first_round_is_not_taken_for_a_part_of_it():
     assert first.endswith("  0.50 s/round  1:40 left") and second.endswith("  0.50 s/round  1:39 left")
 
 
-def test_minutes_are_those_of_rounds_without_what_came_before_them_and_without_pauses():
+def test_minutes_exclude_preparation_and_pauses():
     stream, clock, paused = io.StringIO(), Clock(), [0.0]
     progress = Progress(math.inf, minutes=10, stream=stream, clock=clock)
     progress.paused_s = lambda: paused[0]
@@ -97,7 +97,7 @@ def test_minutes_are_those_of_rounds_without_what_came_before_them_and_without_p
     assert stream.getvalue().splitlines()[-1].endswith("60.00 s/round  7:00 left")
 
 
-def test_after_a_pause_the_rounds_left_take_as_long_as_those_before():
+def test_a_pause_changes_no_estimate_of_rounds():
     stream, clock, paused = io.StringIO(), Clock(), [0.0]
     progress = Progress(10, stream=stream, clock=clock)
     progress.paused_s = lambda: paused[0]
@@ -124,7 +124,7 @@ def test_a_round_without_a_reward_changes_nothing():
     assert "reward" not in first and "reward 0.500" in last
 
 
-def test_what_is_said_is_one_whole_line_and_markup_means_nothing():
+def test_said_lines_stay_whole_and_without_markup():
     stream = io.StringIO()
     link = "swarm://" + "a" * 300 + "?peer=/ip4/127.0.0.1/tcp/1 [bold]:smile:[/bold]"
     Progress(3, stream=stream).say(link)
@@ -152,7 +152,7 @@ def test_json_output_leaves_standard_output_alone(capsys):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_log_on_a_full_disk_does_not_end_the_run():
+def test_a_log_on_a_full_disk_ends_nothing():
     command = """
 from swarm_node.observability.progress import Progress
 progress = Progress(1)
@@ -201,7 +201,7 @@ def screen(output):
 
 
 @pytest.mark.parametrize(("columns", "waiting"), [(100, ""), (60, ""), (100, "stage 1 is missing")])
-def test_on_a_terminal_the_bar_stays_below_what_is_said(monkeypatch, columns, waiting):
+def test_the_bar_stays_below_what_is_said(monkeypatch, columns, waiting):
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("COLUMNS", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
@@ -259,7 +259,7 @@ class Vanished(io.StringIO):
 
 
 @pytest.mark.parametrize("writes", range(6))
-def test_a_terminal_that_vanishes_does_not_end_the_run(monkeypatch, writes):
+def test_a_terminal_that_vanishes_ends_nothing(monkeypatch, writes):
     monkeypatch.setenv("TERM", "xterm-256color")
     failed = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
@@ -291,7 +291,7 @@ progress.table("held-out", ["task", "pass@1"], [["gcd", 0.1]])
 """
 
 
-def test_a_run_whose_terminal_is_closed_ends_as_it_should():
+def test_a_run_survives_its_terminal_s_end():
     master, slave = os.openpty()
     environment = os.environ | {"TERM": "xterm-256color"}
     with subprocess.Popen(
@@ -306,7 +306,7 @@ def test_a_run_whose_terminal_is_closed_ends_as_it_should():
     assert (process.returncode, said) == (0, b"")
 
 
-def test_in_a_swarm_lines_say_who_is_there_and_what_was_used_of_them() -> None:
+def test_lines_count_the_others_and_their_groups() -> None:
     out = io.StringIO()
     progress = Progress(2, stream=out)
     progress.start()
@@ -315,7 +315,7 @@ def test_in_a_swarm_lines_say_who_is_there_and_what_was_used_of_them() -> None:
     assert "averaged" not in out.getvalue()
 
 
-def test_what_came_of_averaging_ends_a_plain_line_s_figures_and_is_a_line_on_a_terminal() -> None:
+def test_averaging_is_shown_in_pipe_and_terminal() -> None:
     out = io.StringIO()
     progress = Progress(2, stream=out)
     progress.start()
@@ -365,7 +365,7 @@ def test_the_whole_view_at_80_columns():
     ]
 
 
-def test_at_40_columns_it_says_the_same_in_fewer_words():
+def test_the_view_fits_40_columns():
     head, *rest = view(40, averaged=AVERAGED, said=SAID)
     assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
     assert rest == [
@@ -380,7 +380,7 @@ def test_at_40_columns_it_says_the_same_in_fewer_words():
 @pytest.mark.parametrize("width", [1, 5, 10, 20, 33, 40, 60, 80, 200])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
 @pytest.mark.parametrize("waiting", ["", "paused: quiet hours, 22:00-07:00"])
-def test_no_line_is_ever_longer_than_the_terminal_is_wide(width, encoding, waiting):
+def test_no_line_is_wider_than_the_terminal(width, encoding, waiting):
     for lines in (
         view(
             width, encoding, waiting=waiting, averaged=AVERAGED, said="名前 of\tpeer\x1b[2J\nsecond line " * 9, crew=1
@@ -392,7 +392,7 @@ def test_no_line_is_ever_longer_than_the_terminal_is_wide(width, encoding, waiti
         assert not any(c in line for line in lines for c in "\t\x1b"), "nobody else moves the cursor"
 
 
-def test_where_only_ascii_can_be_shown_nothing_else_is():
+def test_an_ascii_terminal_gets_ascii_only():
     lines = view(80, "ascii", averaged="averaged 3 times, last with bob", said="met Zoë " * 20)
     assert lines[1] == "reward 0.775 ..:::--===+++**###@@  2,310 tok/s"
     assert lines[-1].startswith(r"1 min ago: met Zo\xeb met") and lines[-1].endswith("...")
@@ -424,11 +424,11 @@ def test_nobody_there_is_said_as_such():
     assert "nobody else trains" in out.getvalue()
 
 
-def test_while_it_waits_traffic_is_told_in_all_only():
+def test_a_waiting_node_shows_total_traffic_only():
     assert view(80, waiting="paused: by `swarm-node pause`")[3] == "240 kB in, 180 kB out"
 
 
-def test_a_plain_line_has_traffic_where_it_stays_short():
+def test_short_plain_lines_show_traffic():
     def last_line(averaged):
         out, clock = io.StringIO(), Clock()
         progress = Progress(2, stream=out, clock=clock)
@@ -446,7 +446,7 @@ def test_a_plain_line_has_traffic_where_it_stays_short():
     )
 
 
-def test_only_what_matters_stays_in_view_and_not_beyond_the_end():
+def test_only_lasting_news_stay_in_view():
     progress = Progress(3, stream=io.StringIO(), clock=Clock())
     progress.say("loading")
     progress.start()
@@ -469,7 +469,7 @@ def test_a_table_without_room_becomes_sentences():
     ]
 
 
-def test_paragraphs_are_broken_between_words_on_a_terminal_and_whole_in_a_pipe(monkeypatch):
+def test_paragraphs_wrap_on_terminals_and_not_in_pipes(monkeypatch):
     line = "learned   reward 0.250 -> 0.500, first and last tenth of 20 rounds"
     for on_terminal, shown in ((False, [line]), (True, [line[:32], " " * 10 + line[33:59], " " * 10 + line[60:]])):
         out = io.StringIO()
@@ -479,7 +479,7 @@ def test_paragraphs_are_broken_between_words_on_a_terminal_and_whole_in_a_pipe(m
         assert out.getvalue().splitlines() == shown
 
 
-def test_what_is_said_is_broken_between_words_on_a_terminal_unless_it_holds_a_link():
+def test_sentences_wrap_unless_they_hold_a_link():
     out = io.StringIO()
     progress = Progress(3, stream=out)
     progress._on_terminal, progress._console.width = True, 20
@@ -488,7 +488,7 @@ def test_what_is_said_is_broken_between_words_on_a_terminal_unless_it_holds_a_li
     assert out.getvalue().splitlines() == ["averaging: bob is", "here", link, "b" * 30]
 
 
-def test_a_run_without_end_has_neither_bar_nor_share():
+def test_an_endless_run_has_no_bar():
     out = io.StringIO()
     for minutes, head in ((None, r"round 7"), (10, r"round 7 [━╸╺]* +0% 10:00 left")):
         progress = Progress(math.inf, minutes, stream=out, clock=Clock())
@@ -500,7 +500,7 @@ def test_a_run_without_end_has_neither_bar_nor_share():
         assert re.fullmatch(head, out.getvalue()[before:].splitlines()[0].rstrip())
 
 
-def test_a_character_that_a_stream_cannot_show_does_not_end_a_run():
+def test_characters_beyond_the_encoding_end_nothing():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     progress = Progress(3, stream=stream)
     progress.say("met Zoë")

@@ -95,7 +95,7 @@ def test_a_template_that_takes_too_much_is_refused(name: str) -> None:
     assert "chat template of their/model" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_model_with_such_a_template_is_not_loaded(model: Path, tmp_path: Path) -> None:
+def test_a_model_with_a_bad_template_is_refused(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         (tmp_path / file.name).symlink_to(file)
     template = tmp_path / "chat_template.jinja"

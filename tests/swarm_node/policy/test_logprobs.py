@@ -145,7 +145,7 @@ print(peak())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_large_vocabulary_never_has_all_its_logits_in_memory():
+def test_a_large_vocabulary_never_has_all_logits():
     """All logits of 8 x 64 tokens are 311 MB a copy, of which autograd would keep two and make a third.
 
     VmHWM is the peak of the child alone; its ru_maxrss would begin at that of this process.

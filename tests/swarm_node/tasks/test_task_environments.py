@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 PINNED = ROOT / "tests" / "data" / "task_digests.json"
 
 
-def test_two_hash_seeds_and_two_processes_make_the_pinned_items() -> None:
+def test_other_processes_make_the_pinned_items() -> None:
     script = Path(__file__).with_name("digests.py")
     processes = [
         subprocess.Popen(
@@ -58,7 +58,7 @@ def test_an_item_depends_on_seed_plus_index_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_the_reference_is_right_and_other_answers_are_not(name: str) -> None:
+def test_only_the_reference_is_right(name: str) -> None:
     taskset = load_tasks([name], RewardsConfig())
     tasks = taskset.sample(random.Random(0), 50)
     prompts = [task.question for task in tasks]
@@ -140,7 +140,7 @@ def test_hostile_answers_execute_nothing_and_cost_little(name: str, tmp_path: Pa
     assert not marker.exists()
 
 
-def test_the_hostile_answers_do_execute_in_a_scorer_that_evaluates(tmp_path: Path) -> None:
+def test_hostile_answers_execute_where_a_scorer_evaluates(tmp_path: Path) -> None:
     """Shows that the test above can fail: the library's own binary_matrix scorer falls for the same texts."""
     from reasoning_gym import create_dataset
 
@@ -150,7 +150,7 @@ def test_the_hostile_answers_do_execute_in_a_scorer_that_evaluates(tmp_path: Pat
     assert marker.exists()
 
 
-def test_a_scorer_that_raises_is_a_wrong_answer_and_counted() -> None:
+def test_a_raising_scorer_is_a_wrong_answer() -> None:
     taskset = load_tasks(["prime_factorization"], RewardsConfig())
     (task,) = taskset.sample(random.Random(0), 1)
     (score,) = taskset.score([task], [task.question], ["<answer>two × three</answer>"])
@@ -164,7 +164,7 @@ def test_bf_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == ""
 
 
-def test_an_answer_that_is_too_long_never_reaches_the_scorer() -> None:
+def test_long_answers_never_reach_the_scorer() -> None:
     taskset = load_tasks(["prime_factorization"], RewardsConfig())
     (task,) = taskset.sample(random.Random(0), 1)
     for length, errors in ((MAX_ANSWER_CHARS, 1), (MAX_ANSWER_CHARS + 1, 1)):
@@ -190,7 +190,7 @@ def by_trial_division(a: int, b: int) -> list[int]:
     return found
 
 
-def test_items_that_stall_the_library_are_made_at_once() -> None:
+def test_items_that_stall_the_library_are_made() -> None:
     """The library lists the divisors of 3 · 10^16 for this default item."""
     start = time.process_time()
     task = Environment("basic_arithmetic", {}).task(865289177)
@@ -209,7 +209,7 @@ def test_items_that_stall_the_library_are_made_at_once() -> None:
         ("calendar_arithmetic", {"offset_upper_bound": 0}),
     ],
 )
-def test_options_with_which_an_item_may_take_for_ever_are_refused(name: str, options: dict[str, int]) -> None:
+def test_options_that_may_never_end_are_refused(name: str, options: dict[str, int]) -> None:
     with pytest.raises(UserError, match=f"'{name}': wrong options: {ENDLESS[name][1][:12]}"):
         Environment(name, options)
 

@@ -63,7 +63,7 @@ HOSTILE = [
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3)).map("".join))
-def test_any_text_gives_a_stripped_part_of_it_or_nothing(text: str) -> None:
+def test_any_text_gives_a_part_or_nothing(text: str) -> None:
     answer = extract(text)
     assert answer is None or (answer and answer == answer.strip() and answer in text)
 
