@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import re
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -397,13 +396,17 @@ def test_a_missing_run_is_said_in_one_line(path: str | None, message: str) -> No
     assert str(caught.value) == message
 
 
+@pytest.fixture
+def looks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "AT_MOST_EACH_S", 0.0)
+
+
+@pytest.mark.usefixtures("looks_each_time")
 def test_a_page_is_told_only_what_is_new() -> None:
     run = make_run(rounds=3)
     gallery, told = Gallery([]), Told()
 
     def now() -> dict[str, Any]:
-        gallery._looked.clear()
-        gallery._list = 0.0, []
         return dict(news(gallery, ["alice"], told))
 
     first = now()
@@ -437,13 +440,13 @@ def test_a_removed_run_is_told_once() -> None:
     assert "gone" not in dict(news(gallery, ["alice"], told))
 
 
+@pytest.mark.usefixtures("looks_each_time")
 def test_a_returning_run_is_told_anew() -> None:
     run, aside = make_run(), Path("aside")
     run.write_status({"time": 1.0})
     gallery, told = Gallery([Path("runs")]), Told()
 
     def now() -> dict[str, Any]:
-        gallery._scanned = -math.inf, {}
         return dict(news(gallery, ["alice"], told))
 
     parts = {"summary", "curves", "status", "events"}
@@ -468,7 +471,6 @@ def test_runs_are_looked_for_once_for_all(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gallery, "runs", lambda: scans.append(1) or runs())
     monkeypatch.setattr(finding, "AT_MOST_EACH_S", 1e6)
     for _ in range(3):
-        gallery._list = 0.0, []
         list(news(gallery, [f"r{i}" for i in range(SHOWN)], told))
     assert len(scans) == 1
     monkeypatch.setattr(finding, "AT_MOST_EACH_S", 0.0)
@@ -671,27 +673,25 @@ def test_a_port_in_use_is_explained_or_avoided() -> None:
             assert PORT < int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/", url)[1]) < PORT + 20  # type: ignore[index]
 
 
+@pytest.mark.usefixtures("looks_each_time")
 def test_looks_from_many_threads_agree() -> None:
-    run = make_run(rounds=1)
-    gallery, found, done = Gallery([]), [], threading.Event()
+    run, gallery, together = make_run(rounds=1), Gallery([Path("runs")]), threading.Barrier(5)
 
-    def look() -> None:
-        while not done.is_set():
-            gallery._looked.clear()
+    def look() -> list[int]:
+        found = []
+        for _ in range(2, 60):
+            together.wait()
             view = gallery.view("alice")
             assert view is not None
             found.append(view.curves.rounds)
+        return found
 
-    threads = [threading.Thread(target=look) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for round in range(2, 60):
-        write(run.metrics, metrics(round))
-        time.sleep(0.001)
-    done.set()
-    for thread in threads:
-        thread.join()
-    gallery._looked.clear()
+    with ThreadPoolExecutor(4) as pool:
+        looks = [pool.submit(look) for _ in range(4)]
+        for round in range(2, 60):
+            together.wait()
+            write(run.metrics, metrics(round))
+    assert all(look.result() == sorted(look.result()) for look in looks)
     view = gallery.view("alice")
     assert view is not None
     assert view.curves.points()["round"]["mean"] == list(range(1, 60))

@@ -211,7 +211,7 @@ def test_members_connect_back(listener: int) -> None:
 
     def connects(peer: str, ports: Sequence[int]) -> list[bool]:
         asked.append(peer)
-        return [doctor._answers(address(0, port)) for port in ports]
+        return [*dial([address(0, port) for port in ports]).values()]
 
     def silent(peer: str, ports: Sequence[int]) -> list[bool]:
         asked.append(peer)

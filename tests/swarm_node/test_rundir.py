@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import sys, time
 from swarm_node.rundir import RunDir
 run = RunDir.open(sys.argv[1])
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -56,14 +55,12 @@ def test_closing_lets_the_next_one_in(tmp_path):
 
 def test_the_lock_does_not_leak_into_child_processes(tmp_path):
     run = RunDir.open(tmp_path)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
-    try:
+    waits = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False) as child:
+        child.stdout.readline()  # it has closed by now what it is to close
         run.close()
-        time.sleep(0.2)  # the system closes inherited files a moment after the child is off
         RunDir.open(tmp_path).close()
-    finally:
-        child.kill()
-        child.wait()
+        child.communicate(b"\n")
 
 
 def test_readers_need_no_lock(tmp_path):

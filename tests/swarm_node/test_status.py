@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from swarm_node.rundir import RunDir
 from swarm_node.status import look_around, show_status
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 
+NOW = 1_800_000_000.0
 STATUS: dict[str, Any] = {
     "swarm": SWARM,
     "swarm_name": "sums",
@@ -57,9 +59,15 @@ STATUS: dict[str, Any] = {
 def make_run(path: str, age: float = 0.0, **more: Any) -> RunDir:
     run = RunDir(path)
     run.path.mkdir(parents=True)
-    run.status.write_text(json.dumps({**STATUS, "time": time.time() - age, **more}))
+    run.status.write_text(json.dumps({**STATUS, "time": NOW - age, **more}))
     run.metrics.write_text('{"round": 41, "reward": 0.25, "swarm/groups_used": 4.0}\n')
     return run
+
+
+@pytest.fixture(autouse=True)
+def clock_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = SimpleNamespace(time=lambda: NOW, monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(status, "time", still)
 
 
 def shown(capsys: pytest.CaptureFixture[str], target: str | None = None, json_output: bool = False) -> str:
@@ -98,8 +106,8 @@ def test_a_run_shows_members_admissions_and_refusals(
 
 def test_the_worst_sources_of_refusals_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     says = "1,204 × too many keys asked at once"
-    row = {"source": peer_id(2), "says": says, "count": 1204, "hostile": 1204, "last": time.time() - 400}
-    first = row | {"name": "bob", "address": "203.0.113.9", "last": time.time() - 3}
+    row = {"source": peer_id(2), "says": says, "count": 1204, "hostile": 1204, "last": NOW - 400}
+    first = row | {"name": "bob", "address": "203.0.113.9", "last": NOW - 3}
     make_run("runs/alice", refused=[first, *[row] * 7])
     lines = shown(capsys, "runs/alice").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("refused"))
@@ -202,7 +210,7 @@ def test_a_crew_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("taker", [None, {"peer": peer_id(0), "name": "alice"}])
 def test_a_lost_stage_is_shown_as_lost(taker: dict[str, str] | None, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = {"since": time.time() - 12.0, "taker": taker}
+    missing = {"since": NOW - 12.0, "taker": taker}
     stages = [
         {"layers": [0, 5], "peer": peer_id(0), "name": "alice", "missing": None},
         {"layers": [6, 11], "peer": peer_id(1), "name": "bob", "missing": missing},
@@ -234,7 +242,7 @@ def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
         "exchanges": 12,
         "bytes": 1_250_000,
         "spread": 0.1,
-        "last": {"time": time.time() - 20.0, "peers": [peer_id(1)], "with": "bob"},
+        "last": {"time": NOW - 20.0, "peers": [peer_id(1)], "with": "bob"},
         "skipped": {"odd": 1, "late": 3},
         "refused": {"crossed": 2},
     }

@@ -35,6 +35,17 @@ def plain_lines(total, seconds_per_round, rounds=None, minutes=None, start=0):
     return stream.getvalue().splitlines()
 
 
+def lines_in_view(progress):
+    out = io.StringIO()
+    Console(file=out, width=60).print(progress.view())
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def head(progress):
+    """The first line in view, without its bar."""
+    return re.sub(r"[━╸╺ ]+", " ", lines_in_view(progress)[0])
+
+
 def rounds_of(lines):
     return [int(re.match(r"round (\d+)/", line)[1]) for line in lines]
 
@@ -84,14 +95,14 @@ def test_minutes_exclude_preparation_and_pauses():
     progress.paused_s = lambda: paused[0]
     progress.start()
     clock.now += 300.0  # held-out questions
-    assert (progress._share(), progress._time_left()) == (0.0, "10:00 left")
+    assert head(progress) == "round 0 0% 10:00 left"
     for round in (1, 2):
         clock.now += 60.0
         progress.update(round, {"reward": 0.5, "step_time": 60.0})
-    assert (progress._share(), progress._time_left()) == (pytest.approx(0.2), "8:00 left")
+    assert head(progress) == "round 2 20% 8:00 left"
     clock.now += 3600.0
     paused[0] += 3600.0
-    assert (progress._share(), progress._time_left()) == (pytest.approx(0.2), "8:00 left")
+    assert head(progress) == "round 2 20% 8:00 left"
     clock.now += 60.0
     progress.update(3, {"reward": 0.5, "step_time": 60.0})
     assert stream.getvalue().splitlines()[-1].endswith("60.00 s/round  7:00 left")
@@ -106,7 +117,7 @@ def test_a_pause_changes_no_estimate_of_rounds():
     progress.update(1, {"reward": 0.5})
     clock.now += 3600.0
     paused[0] += 3600.0
-    assert progress._time_left() == "9:00 left"
+    assert head(progress) == "round 1/10 10% 9:00 left"
     for round in range(2, 11):
         clock.now += 60.0
         progress.update(round, {"reward": 0.5})
@@ -229,7 +240,7 @@ def test_the_bar_stays_below_what_is_said(monkeypatch, columns, waiting):
         progress.waiting = lambda: waiting
         progress.stop()
         progress.say("THE END")
-        reader.join(10)
+        reader.join()
     os.close(master)
     shown = screen(b"".join(output).decode())
     assert shown[0] == f"round 10: swarm://{'a' * 150}"
@@ -239,17 +250,19 @@ def test_the_bar_stays_below_what_is_said(monkeypatch, columns, waiting):
     assert shown[4] == "THE END"
 
 
-class Vanished(io.StringIO):
-    """A terminal that is closed after so many writes."""
-
+class Terminal(io.StringIO):
     encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+class Vanished(Terminal):
+    """One that is closed after so many writes."""
 
     def __init__(self, writes=0):
         super().__init__()
         self.writes = writes
-
-    def isatty(self):
-        return True
 
     def write(self, text):
         self.writes -= 1
@@ -267,7 +280,6 @@ def test_a_terminal_that_vanishes_ends_nothing(monkeypatch, writes):
     progress = Progress(3, stream=Vanished(writes))
     progress.start()
     progress.say("round 1")
-    progress._live.refresh()
     progress.update(1, {"reward": 0.5})
     progress.paragraphs(["learned   reward 0.250 -> 0.500"], indent=10)
     progress.table("held-out", ["task", "pass@1"], [["gcd", 0.1]])
@@ -321,19 +333,17 @@ def test_averaging_is_shown_in_pipe_and_terminal() -> None:
     progress.start()
     progress.update(1, {"reward": 0.5, "perf/generated_tok_s": 10.0}, "averaged 3 times, last with bob")
     assert "reward 0.500  10 tok/s  averaged 3 times, last with bob  " in out.getvalue()
-    console = Console(file=io.StringIO(), width=60)
-    console.print(progress._render())
-    assert console.file.getvalue().splitlines()[-1].rstrip() == "averaged 3 times, last with bob"  # type: ignore[attr-defined]
+    assert lines_in_view(progress)[-1] == "averaged 3 times, last with bob"
 
 
 # --- what stays in view, at any width
 
 
-def view(width, encoding="utf-8", rounds=20, others=3, crew=None, waiting="", averaged="", said="", **swarm):
+def in_view(width, encoding="utf-8", rounds=20, others=3, crew=None, waiting="", averaged="", said="", **swarm):
     """The lines of a terminal of `width` columns after `rounds` of 2000, a second each."""
     clock = Clock()
-    progress = Progress(2000, stream=io.TextIOWrapper(io.BytesIO(), encoding=encoding), clock=clock)
-    progress._console = Console(file=progress._stream, width=width, highlight=False, markup=False, emoji=False)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    progress = Progress(2000, stream=stream, clock=clock, width=width)
     progress.waiting, progress.crew = lambda: waiting, lambda: crew
     progress.start()
     for round in range(1, rounds + 1):
@@ -344,10 +354,10 @@ def view(width, encoding="utf-8", rounds=20, others=3, crew=None, waiting="", av
     if said:
         progress.say(said)
         clock.now += 90
-    before = len(progress._stream.buffer.getvalue())
-    progress._console.print(progress._render())
-    progress._stream.flush()
-    return progress._stream.buffer.getvalue()[before:].decode(encoding).splitlines()
+    before = len(stream.buffer.getvalue())
+    Console(file=stream, width=width, highlight=False, markup=False, emoji=False).print(progress.view())
+    stream.flush()
+    return stream.buffer.getvalue()[before:].decode(encoding).splitlines()
 
 
 AVERAGED = "averaged 12 times, last with bob"
@@ -355,7 +365,7 @@ SAID = "an exchange of weights with bob was skipped (late: round 9 is over); the
 
 
 def test_the_whole_view_at_80_columns():
-    head, *rest = view(80, averaged=AVERAGED, said=SAID)
+    head, *rest = in_view(80, averaged=AVERAGED, said=SAID)
     assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
     assert rest == [
         f"reward 0.775 {sparkline(range(20))}  2,310 tok/s",
@@ -366,7 +376,7 @@ def test_the_whole_view_at_80_columns():
 
 
 def test_the_view_fits_40_columns():
-    head, *rest = view(40, averaged=AVERAGED, said=SAID)
+    head, *rest = in_view(40, averaged=AVERAGED, said=SAID)
     assert re.fullmatch(r"round 20/2000 [━╸╺]* +1% 31:30 left", head)
     assert rest == [
         f"reward 0.775 {sparkline(range(20), 14)}  2,310 tok/s",
@@ -382,25 +392,25 @@ def test_the_view_fits_40_columns():
 @pytest.mark.parametrize("waiting", ["", "paused: quiet hours, 22:00-07:00"])
 def test_no_line_is_wider_than_the_terminal(width, encoding, waiting):
     for lines in (
-        view(
+        in_view(
             width, encoding, waiting=waiting, averaged=AVERAGED, said="名前 of\tpeer\x1b[2J\nsecond line " * 9, crew=1
         ),
-        view(width, encoding, waiting=waiting, others=None, rounds=1),
-        view(width, encoding, waiting=waiting, others=None, rounds=0),
+        in_view(width, encoding, waiting=waiting, others=None, rounds=1),
+        in_view(width, encoding, waiting=waiting, others=None, rounds=0),
     ):
         assert len(lines) <= 6 and all(cell_len(line) <= width for line in lines), lines
         assert not any(c in line for line in lines for c in "\t\x1b"), "nobody else moves the cursor"
 
 
 def test_an_ascii_terminal_gets_ascii_only():
-    lines = view(80, "ascii", averaged="averaged 3 times, last with bob", said="met Zoë " * 20)
+    lines = in_view(80, "ascii", averaged="averaged 3 times, last with bob", said="met Zoë " * 20)
     assert lines[1] == "reward 0.775 ..:::--===+++**###@@  2,310 tok/s"
     assert lines[-1].startswith(r"1 min ago: met Zo\xeb met") and lines[-1].endswith("...")
 
 
 def test_a_run_alone_shows_nothing_of_others():
-    assert len(view(80, others=None)) == 2
-    assert view(80, others=0)[2] == "0 others, 4.0 of their groups a round", "of those that have left"
+    assert len(in_view(80, others=None)) == 2
+    assert in_view(80, others=0)[2] == "0 others, 4.0 of their groups a round", "of those that have left"
 
 
 @pytest.mark.parametrize(
@@ -413,7 +423,7 @@ def test_a_run_alone_shows_nothing_of_others():
     ],
 )
 def test_a_crew_is_told_from_the_others(others, crew, words):
-    assert view(80, others=others, crew=crew)[2] == words
+    assert in_view(80, others=others, crew=crew)[2] == words
 
 
 def test_nobody_there_is_said_as_such():
@@ -425,7 +435,7 @@ def test_nobody_there_is_said_as_such():
 
 
 def test_a_waiting_node_shows_total_traffic_only():
-    assert view(80, waiting="paused: by `swarm-node pause`")[3] == "240 kB in, 180 kB out"
+    assert in_view(80, waiting="paused: by `swarm-node pause`")[3] == "240 kB in, 180 kB out"
 
 
 def test_short_plain_lines_show_traffic():
@@ -450,18 +460,17 @@ def test_only_lasting_news_stay_in_view():
     progress = Progress(3, stream=io.StringIO(), clock=Clock())
     progress.say("loading")
     progress.start()
-    assert progress._last_event() == "", "preparations"
+    assert len(lines_in_view(progress)) == 1, "preparations"
     progress.say("averaging: bob is here")
     progress.say("swarm://...", lasting=False)
-    assert progress._last_event() == "0 s ago: averaging: bob is here"
+    assert lines_in_view(progress)[1:] == ["0 s ago: averaging: bob is here"]
     progress.stop()
-    assert progress._last_event() == ""
+    assert len(lines_in_view(progress)) == 1
 
 
 def test_a_table_without_room_becomes_sentences():
     out = io.StringIO()
-    progress = Progress(3, stream=out)
-    progress._console.width = 40
+    progress = Progress(3, stream=out, width=40)
     progress.table("held-out", ["task", "pass@1 before", "pass@1 after", "pass@8 before"], [["a" * 20, 0.1, 0.2, 0.3]])
     assert out.getvalue().splitlines() == [
         "held-out:",
@@ -471,33 +480,28 @@ def test_a_table_without_room_becomes_sentences():
 
 def test_paragraphs_wrap_on_terminals_and_not_in_pipes(monkeypatch):
     line = "learned   reward 0.250 -> 0.500, first and last tenth of 20 rounds"
+    monkeypatch.setenv("TERM", "xterm-256color")
     for on_terminal, shown in ((False, [line]), (True, [line[:32], " " * 10 + line[33:59], " " * 10 + line[60:]])):
-        out = io.StringIO()
-        progress = Progress(3, stream=out)
-        progress._on_terminal, progress._console.width = on_terminal, 36
+        out = Terminal() if on_terminal else io.StringIO()
+        progress = Progress(3, stream=out, width=36)
         progress.paragraphs([line], indent=10)
         assert out.getvalue().splitlines() == shown
 
 
-def test_sentences_wrap_unless_they_hold_a_link():
-    out = io.StringIO()
-    progress = Progress(3, stream=out)
-    progress._on_terminal, progress._console.width = True, 20
+def test_sentences_wrap_unless_they_hold_a_link(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = Terminal()
+    progress = Progress(3, stream=out, width=20)
     link = f"swarm-node join swarm://{'a' * 40} --name bob"
     progress.say(f"averaging: bob is here\n{link}\n{'b' * 30}")
     assert out.getvalue().splitlines() == ["averaging: bob is", "here", link, "b" * 30]
 
 
 def test_an_endless_run_has_no_bar():
-    out = io.StringIO()
-    for minutes, head in ((None, r"round 7"), (10, r"round 7 [━╸╺]* +0% 10:00 left")):
-        progress = Progress(math.inf, minutes, stream=out, clock=Clock())
-        progress._console = Console(file=out, width=60)
-        progress.start()
-        progress._round = 7
-        before = len(out.getvalue())
-        progress._console.print(progress._render())
-        assert re.fullmatch(head, out.getvalue()[before:].splitlines()[0].rstrip())
+    for minutes, shown in ((None, "round 7"), (10, "round 7 0% 10:00 left")):
+        progress = Progress(math.inf, minutes, stream=io.StringIO(), clock=Clock(), width=60)
+        progress.start(7)
+        assert head(progress) == shown
 
 
 def test_characters_beyond_the_encoding_end_nothing():
