@@ -205,7 +205,7 @@ class Terminals:
 
     def press_ctrl_c(self, shell: subprocess.Popen[bytes]) -> int:
         os.killpg(shell.pid, signal.SIGINT)
-        return shell.wait(30)
+        return shell.wait(120)
 
     def close(self) -> None:
         for shell in self.open:
@@ -260,7 +260,7 @@ def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypat
     terminals.type(dashboard)
     shown = terminals.folder / "terminal-3.txt"
     address = terminals.until(lambda: (m := re.search(r"http://\S+", shown.read_text())) and m.group())
-    with urllib.request.urlopen(f"{address.rstrip('/')}/api/runs", timeout=20) as answer:
+    with urllib.request.urlopen(f"{address.rstrip('/')}/api/runs", timeout=60) as answer:
         shown_runs = answer.read().decode()
     assert all(f'"{name}"' in shown_runs for name in names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from protocol.errors import ProtocolError
 from protocol.tensors import AVERAGE_METHOD
 from protocol.transports.base import Outgoing
 from swarm_node import seats as seats_module
+from swarm_node.cohorts import StageCohort
 from swarm_node.config import PolicyConfig
+from tests.swarm_node.stages import seats_world
 from tests.swarm_node.stages.harness import Crew, save, some_groups
 from tests.swarm_node.stages.seats_world import PERIOD_S, Peer, World, same
 
@@ -225,13 +228,13 @@ def test_ends_that_hold_nothing_together_are_left_alone(saved: Saved) -> None:
     assert not crew.seen[0, "Share"] and not crew.refused
 
 
-def test_a_stage_waits_only_a_moment(saved: Saved, tmp_path: Path) -> None:
+def test_a_stage_waits_only_a_moment(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(saved("llama"), 2, tmp_path)
     world.averaging = world.averaging.model_copy(update={"method": "per_step", "overlap": False})
+    # the clock of the swarm stands still meanwhile: nobody would ever give up
+    monkeypatch.setattr(seats_world, "StageCohort", partial(StageCohort, most_s=0.2))
     red, blue = seated(world, "a", 1, "red"), seated(world, "b", 1, "blue")
     world.run(30.0)
-    for peer in (red, blue):
-        peer.cohort._most_s = 0.2  # the clock of the swarm stands still meanwhile: nobody would ever give up
     red.train(1, seed=1)
     red.cohort.step()
     averager = red.cohort.averager

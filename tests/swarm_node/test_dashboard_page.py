@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+import uvicorn
 
+from swarm_node.observability.dashboard.app import make_app
+from swarm_node.observability.dashboard.gallery import Gallery
+from swarm_node.observability.dashboard.serve import LOCAL_NAMES
 from swarm_node.rundir import RunDir
 from tests.support.chromium import Chromium, find_chromium
 from tests.swarm_node.test_dashboard import metrics, write
@@ -27,7 +33,7 @@ ROUNDS = 40
 READY = "document.querySelector('[data-figure=rounds]')?.textContent.length > 0"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     assert CHROMIUM is not None
     browser = Chromium(CHROMIUM, tmp_path_factory.mktemp("chromium"))
@@ -37,11 +43,21 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    """A dashboard of the runs of this test, which are there before it is asked for."""
+    """A dashboard, in a thread, of the runs of this test, which are there before it is asked for."""
     make_swarm_run()
     make_silo()
-    with serving() as (url, _):
-        yield url
+    server: uvicorn.Server
+    app = make_app(Gallery([]), LOCAL_NAMES, None, stopping=lambda: server.should_exit)
+    server = uvicorn.Server(
+        uvicorn.Config(app, ws="none", loop="asyncio", lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(server.run, [listener])
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+    served.result()
 
 
 @contextmanager

@@ -69,6 +69,27 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "FILE_WAIT_S", 0.05)
 
 
+class Clock:
+    """Stands in for `time`: passes while somebody sleeps, and when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(joining, "time", clock)
+    monkeypatch.setattr(joining, "FILE_WAIT_S", 20.0)
+    return clock
+
+
 @pytest.fixture
 def web() -> Iterator[dict[str, bytes | str]]:
     """Path -> page, or where it redirects to; served at `web["url"]`."""
@@ -239,6 +260,7 @@ def test_any_member_may_give_the_right_manifest() -> None:
     assert manifest.bootstrap == [address(1)]
 
 
+@pytest.mark.usefixtures("clock")
 def test_waiting_for_the_manifest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "FIRST_WORD_S", 0.0)
     said: list[str] = []
@@ -364,27 +386,6 @@ def test_a_source_is_checked_before_it_is_used(run: RunDir, monkeypatch: pytest.
     files, _ = gather(manifest, run, [])
     assert len(files) == 1
     assert asked == [("https://example.org/q", len(QUESTIONS), True)] * 2
-
-
-class Clock:
-    """Stands in for `time`: passes while somebody sleeps, and when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(joining, "time", clock)
-    monkeypatch.setattr(joining, "FILE_WAIT_S", 20.0)
-    return clock
 
 
 class Trickling(FakeTransport):
@@ -593,22 +594,22 @@ def test_settings_join_configuration_and_swarm() -> None:
         settings_of(NetworkConfig(bootstrap=["localhost:1"]), [])
 
 
-def test_a_link_of_another_swarm_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("clock")
+def test_a_link_of_another_swarm_ends() -> None:
     other = Manifest(name="other", tasks=PLAIN.tasks)
     server: dict[str, Server] = {MANIFEST_METHOD: lambda caller, payload: render(other)}
     swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}&peer={address(2)}")
     transport = FakeTransport({peer_id(1): server, peer_id(2): server})
     with pytest.raises(UserError, match=f"its peers are in swarm {other.swarm_id[:16]}"):
         fetch_manifest(transport, swarm, lambda sentence: None)
-    monkeypatch.setattr(joining, "PATIENCE_S", 0.5)
     transport.others = {peer_id(1): server}  # the other one may come back meanwhile
     with pytest.raises(UserError, match="its peers are in swarm"):
         fetch_manifest(transport, swarm, lambda sentence: None)
     assert transport.asked[peer_id(2), MANIFEST_METHOD] > 2
 
 
-def test_peers_without_this_swarms_protocol_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "PATIENCE_S", 0.5)
+@pytest.mark.usefixtures("clock")
+def test_peers_without_this_swarms_protocol_end_it() -> None:
     asked = 0
 
     def starting(caller: str, payload: bytes) -> bytes:
@@ -628,10 +629,10 @@ def test_peers_without_this_swarms_protocol_end_it(monkeypatch: pytest.MonkeyPat
         fetch_manifest(FakeTransport({peer_id(1): {MANIFEST_METHOD: elsewhere}}), swarm, lambda sentence: None)
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("reply", [b"\xff", None])
-def test_one_peer_of_another_swarm_ends_nothing(reply: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_peer_of_another_swarm_ends_nothing(reply: bytes | None) -> None:
     """While somebody else may have the right one, be it now busy or damaged."""
-    monkeypatch.setattr(joining, "PATIENCE_S", 0.1)
 
     def other(caller: str, payload: bytes) -> bytes:
         return render(Manifest(name="other", tasks=PLAIN.tasks))
@@ -647,4 +648,4 @@ def test_one_peer_of_another_swarm_ends_nothing(reply: bytes | None, monkeypatch
     }
     swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}&peer={address(2)}")
     with pytest.raises(PeerUnreachable):
-        fetch_manifest(FakeTransport(others), swarm, lambda sentence: None, wait_s=1.0)
+        fetch_manifest(FakeTransport(others), swarm, lambda sentence: None, wait_s=100.0)

@@ -126,11 +126,6 @@ def test_directory_that_may_not_be_written(tmp_path, read_only):
     assert "choose another directory" in process.stderr
 
 
-def test_loads_no_torch():
-    command = "import swarm_node.rundir, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
-
-
 def test_a_look_blocks_no_start(tmp_path, monkeypatch):
     RunDir.open(tmp_path).close()
     look = os.open(tmp_path / "lock", os.O_RDONLY)

@@ -1,6 +1,4 @@
 import random
-import subprocess
-import sys
 
 import pytest
 from PIL import Image
@@ -58,8 +56,3 @@ def test_moving_average_is_centred_and_spans_the_run():
     assert moving_average([1, 2, 3, 4], 1) == [1, 2, 3, 4]
     assert moving_average([0, 3, 6, 9], 3) == [1.5, 3, 6, 7.5]
     assert moving_average([0, 2, 4, 6], 2) == [1, 3, 5, 6]
-
-
-def test_matplotlib_is_loaded_only_to_plot():
-    command = "import swarm_node.observability.plots, sys; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", command]).returncode == 0

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.policy import framing
 from swarm_node.policy.asking import ASKING, read_asking, with_system, write_asking
 from swarm_node.policy.loading import load_policy
 from tests.swarm_node.policy.models import save
@@ -43,6 +44,7 @@ def test_an_export_runs_no_template_here(tmp_path: Path, monkeypatch: pytest.Mon
     def runs(*args: object, **kwargs: object) -> None:
         pytest.fail("a template may be a stranger's program")
 
+    monkeypatch.setattr(framing, "CPU_S", 1)
     save("llama", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = SHOWS_ALL
