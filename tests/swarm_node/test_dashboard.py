@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,18 +31,9 @@ from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.dashboard.view import View
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.rundir import RunDir
+from tests.support.run_files import metrics, write
 
 NAME = "<img src=x onerror=alert(1)>"
-
-
-def metrics(round: int, **more: Any) -> dict[str, Any]:
-    return {"round": round, "time": 1000.0 + round, "reward": round / 100, "step_time": 1.0, **more}
-
-
-def write(path: Path, *records: Mapping[str, Any], mode: str = "a") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, mode) as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def make_run(name: str = "runs/alice", rounds: int = 3, config: str = "rounds = 9\n") -> RunDir:

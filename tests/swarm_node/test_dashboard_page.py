@@ -24,7 +24,7 @@ from swarm_node.observability.dashboard.gallery import Gallery
 from swarm_node.observability.dashboard.serve import LOCAL_NAMES
 from swarm_node.rundir import RunDir
 from tests.support.chromium import Chromium, find_chromium
-from tests.swarm_node.test_dashboard import metrics, write
+from tests.support.run_files import metrics, write
 
 CHROMIUM = find_chromium()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]

@@ -51,6 +51,7 @@ from swarm_node.refused import Row
 from swarm_node.rundir import RunDir
 from tests.docs.placing import parse
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
+from tests.support.ports import free_port
 
 PRIVATE, PUBLIC = "/ip4/192.168.1.5/tcp/31330/p2p/x", "/ip4/8.8.8.8/tcp/31330/p2p/x"
 RELAYED = f"{PUBLIC}/p2p-circuit/p2p/y"
@@ -88,11 +89,6 @@ class Visitor(FakeTransport):
 
     def dial_back(self, peer: str, ports: Sequence[int]) -> list[bool]:
         return [True] * len(ports)
-
-
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_this_machine_can_run_it() -> None:
@@ -173,7 +169,7 @@ def test_directory() -> None:
 
 
 def test_ports(listener: int) -> None:
-    free = closed_port()
+    free = free_port()
     config = NetworkConfig(listen="127.0.0.1", port=free, gossip_port=0)
     assert ports(config).verdict == "ok"
     taken = config.model_copy(update={"port": listener})
@@ -205,7 +201,7 @@ def test_reachable(network: dict[str, Any], addresses: list[str], verdict: str, 
 
 
 def test_members_connect_back(listener: int) -> None:
-    network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
+    network = NetworkConfig(listen="127.0.0.1", port=free_port(), gossip_port=0)
     guess = Check("reachable", "warn", "as it seems")
     members = {peer_id(i): replace(card(), addresses=[address(i)]) for i in range(1, 8)}
 
@@ -247,7 +243,7 @@ def test_versions_are_compared() -> None:
 
 
 def test_dialling_tells_who_answers(listener: int) -> None:
-    answers, dead = address(1, listener), address(2, closed_port())
+    answers, dead = address(1, listener), address(2, free_port())
     found = dial([answers, dead, dead, RELAYED, "/nonsense", "/ip4/127.0.0.1/udp/x/p2p/z"])
     assert found == {answers: True, dead: False, "/nonsense": False, "/ip4/127.0.0.1/udp/x/p2p/z": False}
     assert begin({}).verdict == "warn"
@@ -351,7 +347,7 @@ def test_remedies_say_what_is_known(way: Way, started: str, elsewhere: str, monk
 @pytest.mark.parametrize("way", [Way(), Way(swarm=LINK), IN_THAT_RUN, Way("bootstrap", "sums.toml", "hub")])
 def test_remedies_of_the_network_say_what_is_known(way: Way) -> None:
     started = way.start()
-    network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
+    network = NetworkConfig(listen="127.0.0.1", port=free_port(), gossip_port=0)
     assert reachable(network, [], way).remedy == f"{started} --listen 0.0.0.0"
     assert reachable(network, [PRIVATE], way).remedy == f"{started} --set network.nat_port_map=true"
     away = network.model_copy(update={"listen": "203.0.113.1"})
@@ -476,7 +472,7 @@ def a_member_run(role: str = "") -> RunDir:
     network = NetworkConfig(port=0, gossip_port=0, listen="127.0.0.1")
     run.write_config(dump_toml(NodeConfig(swarm="sums.toml", network=network)))
     run.write_status({"swarm": SWARM, "time": 0.0, "role": role, "peer": peer_id(0), "addresses": []})
-    run.swarm.write_text(f'name = "sums"\nbootstrap = ["{address(1, closed_port())}"]\ntasks = [{{env = "gcd"}}]\n')
+    run.swarm.write_text(f'name = "sums"\nbootstrap = ["{address(1, free_port())}"]\ntasks = [{{env = "gcd"}}]\n')
     return run
 
 
@@ -506,7 +502,7 @@ def test_a_damaged_status_is_one_finding(text: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("claimed", ["/ip4", "/ip4/999.1.1.1/tcp/1", "/ip6/1/tcp/x", "/"])
 def test_false_member_addresses_break_nothing(claimed: str, listener: int) -> None:
-    network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
+    network = NetworkConfig(listen="127.0.0.1", port=free_port(), gossip_port=0)
     members = {peer_id(1): replace(card(), addresses=[claimed])}
     guess = Check("reachable", "warn", "as it seems")
     check = seen_from_others(lambda peer, ports: [True, True], members, network, False, guess)

@@ -50,6 +50,7 @@ from swarm_node.run import run_join
 from swarm_node.rundir import RunDir
 from swarm_node.tasks import load_tasks
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
+from tests.support.virtual_time import VirtualTime
 
 QUESTIONS = (
     b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'
@@ -67,27 +68,6 @@ def run() -> RunDir:
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "RETRY_S", 0.01)
     monkeypatch.setattr(joining, "FILE_WAIT_S", 0.05)
-
-
-class Clock:
-    """Stands in for `time`: passes while somebody sleeps, and when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(joining, "time", clock)
-    monkeypatch.setattr(joining, "FILE_WAIT_S", 20.0)
-    return clock
 
 
 @pytest.fixture
@@ -391,7 +371,7 @@ def test_a_source_is_checked_before_it_is_used(run: RunDir, monkeypatch: pytest.
 class Trickling(FakeTransport):
     """Members who use all the time they are given, and then give nothing."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualTime) -> None:
         super().__init__()
         self.clock = clock
         self.cards = {peer_id(1 + i): card() for i in range(20)}
@@ -408,7 +388,7 @@ def many_files(source: str = "") -> Manifest:
     return Manifest(name="sums", tasks=tasks)
 
 
-def test_trickling_members_do_not_hold_up_joining(run: RunDir, clock: Clock) -> None:
+def test_trickling_members_do_not_hold_up_joining(run: RunDir, clock: VirtualTime) -> None:
     transport = Trickling(clock)
     files, said = gather(many_files(), run, [], lambda: transport)
     assert files == {}
@@ -417,7 +397,9 @@ def test_trickling_members_do_not_hold_up_joining(run: RunDir, clock: Clock) -> 
     assert len(said) == 64  # each is said to be missing
 
 
-def test_trickling_sources_do_not_hold_up_joining(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trickling_sources_do_not_hold_up_joining(
+    run: RunDir, clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[float] = []
 
     def trickle(url: str, limit: int, seconds: float, public: bool) -> bytes:
@@ -432,7 +414,7 @@ def test_trickling_sources_do_not_hold_up_joining(run: RunDir, clock: Clock, mon
     assert clock.now - 1000 <= joining.GATHER_S + 64 * (joining.MAX_RETRY_S + 0.1)
 
 
-def test_a_member_that_gives_gets_more_time(run: RunDir, clock: Clock) -> None:
+def test_a_member_that_gives_gets_more_time(run: RunDir, clock: VirtualTime) -> None:
     def slow(caller: str, payload: bytes) -> bytes:
         clock.now += 15.0
         return texts[payload.decode()]

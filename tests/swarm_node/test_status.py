@@ -22,6 +22,7 @@ from swarm_node.guest import Guest, pause, resume
 from swarm_node.rundir import RunDir
 from swarm_node.status import look_around, show_status
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
+from tests.support.ports import free_port
 
 NOW = 1_800_000_000.0
 STATUS: dict[str, Any] = {
@@ -309,8 +310,7 @@ def listening() -> Iterator[int]:
 @pytest.fixture
 def closed() -> int:
     """One at which nothing does."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_port()
 
 
 def test_a_manifest_without_address_dials_nothing(

@@ -15,15 +15,10 @@ from swarm_node.errors import UserError
 from swarm_node.observability.health import MAX_REQUESTS, Health, main, metric_name, serving
 from swarm_node.rundir import RunDir
 from swarm_node.screen import Screen
+from tests.support.ports import free_port
+from tests.support.virtual_time import VirtualTime
 
 SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*({reason=\"[a-z]+\"})? (-?[0-9.]+(e[+-]?[0-9]+)?|NaN|[+-]Inf)")
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def get(port: int, path: str) -> tuple[int, str, str]:
@@ -36,14 +31,14 @@ def get(port: int, path: str) -> tuple[int, str, str]:
         connection.close()
 
 
-def rounds(health: Health, clock: Clock, count: int, seconds: float) -> None:
+def rounds(health: Health, clock: VirtualTime, count: int, seconds: float) -> None:
     for number in range(1, count + 1):
         clock.now += seconds
         health.write(number, {"reward": 0.5})
 
 
 def test_only_a_node_that_trains_is_healthy() -> None:
-    clock = Clock()
+    clock = VirtualTime()
     health = Health(clock=clock)
     clock.now += 9
     assert health.verdict() == (False, "starting for 9 s: no round has ended yet")
@@ -57,7 +52,7 @@ def test_only_a_node_that_trains_is_healthy() -> None:
 
 
 def test_slow_rounds_have_more_time() -> None:
-    clock = Clock()
+    clock = VirtualTime()
     health = Health(clock=clock)
     rounds(health, clock, 20, 60.0)
     clock.now += 600
@@ -91,7 +86,7 @@ def test_who_waits_is_told_from_who_trains() -> None:
 
 
 def test_waits_count_as_neither_silence_nor_rounds() -> None:
-    clock = Clock()
+    clock = VirtualTime()
     health = Health(clock=clock)
     why = ""
     health.waiting = lambda: why
@@ -111,7 +106,7 @@ def test_waits_count_as_neither_silence_nor_rounds() -> None:
 
 
 def test_waits_are_noticed_also_if_nobody_asks() -> None:
-    clock = Clock()
+    clock = VirtualTime()
     health = Health(clock=clock)
     rounds(health, clock, 2, 2.0)
     looked, why = threading.Event(), "for the others of the crew"
@@ -271,12 +266,6 @@ def test_a_port_that_is_none_is_one_line(
 def test_a_node_told_to_answer_nobody_is_healthy(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "0")
     assert main() == 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("way", ["--health-port", "SWARM_NODE_HEALTH__PORT", "SWARM_NODE_SET"])

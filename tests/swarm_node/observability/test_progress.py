@@ -15,17 +15,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from swarm_node.observability.progress import Progress, sparkline, volume
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+from tests.support.virtual_time import VirtualTime
 
 
 def plain_lines(total, seconds_per_round, rounds=None, minutes=None, start=0):
-    stream, clock = io.StringIO(), Clock()
+    stream, clock = io.StringIO(), VirtualTime()
     progress = Progress(total, minutes, stream=stream, clock=clock)
     progress.start(start)
     for round in range(start + 1, (rounds or total) + 1):
@@ -77,7 +71,7 @@ def test_time_left_obeys_minutes_and_resuming():
 
 
 def test_preparation_is_no_part_of_the_first_round():
-    stream, clock = io.StringIO(), Clock()
+    stream, clock = io.StringIO(), VirtualTime()
     progress = Progress(200, stream=stream, clock=clock)
     progress.start()
     clock.now += 10.0  # held-out questions
@@ -90,7 +84,7 @@ def test_preparation_is_no_part_of_the_first_round():
 
 
 def test_minutes_exclude_preparation_and_pauses():
-    stream, clock, paused = io.StringIO(), Clock(), [0.0]
+    stream, clock, paused = io.StringIO(), VirtualTime(), [0.0]
     progress = Progress(math.inf, minutes=10, stream=stream, clock=clock)
     progress.paused_s = lambda: paused[0]
     progress.start()
@@ -109,7 +103,7 @@ def test_minutes_exclude_preparation_and_pauses():
 
 
 def test_a_pause_changes_no_estimate_of_rounds():
-    stream, clock, paused = io.StringIO(), Clock(), [0.0]
+    stream, clock, paused = io.StringIO(), VirtualTime(), [0.0]
     progress = Progress(10, stream=stream, clock=clock)
     progress.paused_s = lambda: paused[0]
     progress.start()
@@ -126,7 +120,7 @@ def test_a_pause_changes_no_estimate_of_rounds():
 
 def test_a_round_without_a_reward_changes_nothing():
     stream = io.StringIO()
-    progress = Progress(3, stream=stream, clock=Clock())
+    progress = Progress(3, stream=stream, clock=VirtualTime())
     progress.start()
     for round, reward in ((1, None), (2, float("nan")), (3, 0.5)):
         progress.update(round, {"reward": reward})
@@ -228,7 +222,7 @@ def test_the_bar_stays_below_what_is_said(monkeypatch, columns, waiting):
 
     reader = threading.Thread(target=drain)
     reader.start()
-    clock = Clock()
+    clock = VirtualTime()
     with open(slave, "w", encoding="utf-8") as stream:
         progress = Progress(20, stream=stream, clock=clock)
         progress.start()
@@ -341,7 +335,7 @@ def test_averaging_is_shown_in_pipe_and_terminal() -> None:
 
 def in_view(width, encoding="utf-8", rounds=20, others=3, crew=None, waiting="", averaged="", said="", **swarm):
     """The lines of a terminal of `width` columns after `rounds` of 2000, a second each."""
-    clock = Clock()
+    clock = VirtualTime()
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     progress = Progress(2000, stream=stream, clock=clock, width=width)
     progress.waiting, progress.crew = lambda: waiting, lambda: crew
@@ -440,7 +434,7 @@ def test_a_waiting_node_shows_total_traffic_only():
 
 def test_short_plain_lines_show_traffic():
     def last_line(averaged):
-        out, clock = io.StringIO(), Clock()
+        out, clock = io.StringIO(), VirtualTime()
         progress = Progress(2, stream=out, clock=clock)
         progress.start()
         for round in (1, 2):
@@ -457,7 +451,7 @@ def test_short_plain_lines_show_traffic():
 
 
 def test_only_lasting_news_stay_in_view():
-    progress = Progress(3, stream=io.StringIO(), clock=Clock())
+    progress = Progress(3, stream=io.StringIO(), clock=VirtualTime())
     progress.say("loading")
     progress.start()
     assert len(lines_in_view(progress)) == 1, "preparations"
@@ -499,7 +493,7 @@ def test_sentences_wrap_unless_they_hold_a_link(monkeypatch):
 
 def test_an_endless_run_has_no_bar():
     for minutes, shown in ((None, "round 7"), (10, "round 7 0% 10:00 left")):
-        progress = Progress(math.inf, minutes, stream=io.StringIO(), clock=Clock(), width=60)
+        progress = Progress(math.inf, minutes, stream=io.StringIO(), clock=VirtualTime(), width=60)
         progress.start(7)
         assert head(progress) == shown
 
