@@ -67,7 +67,7 @@ def test_the_newest_rounds_stay_whole(long: Path) -> None:
 
 def test_no_line_stands_for_many_rounds() -> None:
     rounds: list[int] = []
-    for _ in range(920):
+    for _ in range(300):
         rounds += [1] * (EACH if rounds else WHOLE + EACH)
         lines = iter(rounds)
         rounds = [sum(next(lines) for _ in range(n)) for n in plan(rounds)]
