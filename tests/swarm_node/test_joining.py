@@ -71,6 +71,14 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    clock = VirtualTime(1000.0)
+    monkeypatch.setattr(joining, "time", clock)
+    monkeypatch.setattr(joining, "FILE_WAIT_S", 20.0)
+    return clock
+
+
+@pytest.fixture
 def web() -> Iterator[dict[str, bytes | str]]:
     """Path -> page, or where it redirects to; served at `web["url"]`."""
     pages: dict[str, bytes | str] = {}
