@@ -165,14 +165,14 @@ def test_a_reader_looking_on_sees_whole_records_only(path):
     with ThreadPoolExecutor(1) as pool:
         writing, lengths = pool.submit(write_until_enough), set()
         try:
-            while len(lengths) < 20 and not writing.done():
+            while len(lengths) < 8 and not writing.done():
                 seen = rounds_in(path) if path.exists() else []
                 assert seen == list(range(1, len(seen) + 1))
                 lengths.add(len(seen))
         finally:
             enough.set()
     writing.result()
-    assert len(lengths) == 20
+    assert len(lengths) == 8
 
 
 def test_a_full_disk_is_reported_once_and_survived(path):
