@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, Command, commands, fences, name_of, split
-from tests.docs.placing import check, check_syntax, check_variables
+from tests.support.pages import PAGES, ROOT, Command, commands, fences, name_of, split
+from tests.support.placing import check, check_syntax, check_variables
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 

@@ -25,8 +25,19 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
-from tests.docs.pages import PAGES, ROOT, Command, Fence, commands, fences, lines, name_of, split, stands_for_something
-from tests.docs.placing import HERE
+from tests.support.pages import (
+    PAGES,
+    ROOT,
+    Command,
+    Fence,
+    commands,
+    fences,
+    lines,
+    name_of,
+    split,
+    stands_for_something,
+)
+from tests.support.placing import HERE
 from tests.support.processes import LINK, until
 
 pytestmark = [

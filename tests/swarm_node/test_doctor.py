@@ -49,8 +49,8 @@ from swarm_node.installed import upgrade_command
 from swarm_node.policy.loading import prepare
 from swarm_node.refused import Row
 from swarm_node.rundir import RunDir
-from tests.docs.placing import parse
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
+from tests.support.placing import parse
 from tests.support.ports import free_port
 
 PRIVATE, PUBLIC = "/ip4/192.168.1.5/tcp/31330/p2p/x", "/ip4/8.8.8.8/tcp/31330/p2p/x"
