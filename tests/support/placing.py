@@ -50,7 +50,8 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         elif command.program not in ELSEWHERE:
             raise AssertionError(
                 f"no test knows what {command.program!r} is. If it is a program of others that cannot be run here, add "
-                "it to ELSEWHERE in tests/support/pages.py; if it is ours, say in tests/support/placing.py how it is checked"
+                "it to ELSEWHERE in tests/support/pages.py; if it is ours, say in tests/support/placing.py how it is "
+                "checked"
             )
         check_paths(words)
     except (AssertionError, UserError) as error:
