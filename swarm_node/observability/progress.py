@@ -85,16 +85,17 @@ class Progress:
         json_output: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        width: int | None = None,
     ) -> None:
+        """`width`: columns, instead of those that the terminal has."""
         stream = stream or (sys.stderr if json_output else sys.stdout)
         if isinstance(stream, io.TextIOWrapper):  # where it cannot show a character, that is no fault of a run
             stream.reconfigure(errors="backslashreplace")
         self._stream = cast(TextIO, Lasting(stream))
-        self._console = Console(file=self._stream, highlight=False, markup=False, emoji=False)
+        piped = None if self._stream.isatty() else PLAIN_WIDTH
+        self._console = Console(file=self._stream, width=width or piped, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._on_terminal = self._stream.isatty() and not self._console.is_dumb_terminal and not json_output
-        if not self._stream.isatty():
-            self._console.width = PLAIN_WIDTH
         self._clock = clock
         self.waiting: Callable[[], str] = str
         """What the run waits for, in words; empty = it goes on. Asked whenever the live bar is drawn, on its thread."""
@@ -135,7 +136,7 @@ class Progress:
         self._ended.append(self._now())
         self._rounds_at = None
         if self._on_terminal:
-            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
+            self._live = Live(get_renderable=self.view, console=self._console, refresh_per_second=4)
             self._live.start()
 
     def update(self, round: int, metrics: Mapping[str, float | None], averaged: str = "") -> None:
@@ -246,7 +247,8 @@ class Progress:
     def _plain(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
 
-    def _render(self) -> Group:
+    def view(self) -> Group:
+        """The lines that stay on a terminal, each as wide as it is at most. Also from Rich's thread."""
         width, waiting = self._console.width, self.waiting()
         traffic, averaged = self._fitting(self._traffic_words(waiting)), self._averaged
         both = "  ".join(filter(None, [traffic, averaged]))

@@ -14,8 +14,10 @@ from functools import lru_cache
 
 from swarm_node.errors import UserError
 from swarm_node.policy import chat_frame
-from swarm_node.policy.chat_frame import CPU_S, Frame, FrameError, frame_of
+from swarm_node.policy.chat_frame import Frame, FrameError, frame_of
 
+CPU_S = 5
+"""A frame takes 0.1 s, Python's start included."""
 WALL_S = 60.0
 """On a machine that is busy with other things."""
 RUN = "import json, runpy, sys; sys.path += json.loads(sys.argv[2]); runpy.run_path(sys.argv[1], run_name='__main__')"
@@ -49,4 +51,5 @@ def framed(template: str, system: str, special: str, model: str, trusted: bool =
 
 def child(*options: str) -> list[str]:
     """The command that renders a template; `options` are Python's."""
-    return [sys.executable, "-I", *options, "-c", RUN, chat_frame.__file__, json.dumps([*map(str, sys.path)])]
+    paths = json.dumps([*map(str, sys.path)])
+    return [sys.executable, "-I", *options, "-c", RUN, chat_frame.__file__, paths, str(CPU_S)]

@@ -422,7 +422,7 @@ def bf16_slowdown(hidden: int, seconds: float = 2.0) -> float:
         x, w = torch.randn(256, hidden, dtype=dtype), torch.randn(4 * hidden, hidden, dtype=dtype)
         torch.nn.functional.linear(x, w)
         best, end = float("inf"), time.monotonic() + seconds / 2
-        while time.monotonic() < end:
+        while math.isinf(best) or time.monotonic() < end:
             start = time.perf_counter()
             torch.nn.functional.linear(x, w)
             best = min(best, time.perf_counter() - start)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, Command, commands, fences, name_of, split
-from tests.docs.placing import check, check_syntax, check_variables
+from tests.support.pages import PAGES, ROOT, Command, commands, fences, name_of, split
+from tests.support.placing import check, check_syntax, check_variables
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
@@ -23,7 +23,7 @@ def test_the_commands_of_a_page_exist(page: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @every_page
-def test_the_shell_can_read_it_and_its_variables_set_something(page: Path) -> None:
+def test_scripts_parse_and_variables_set_something(page: Path) -> None:
     check_variables(page.read_text())
     for fence in fences(page):
         if fence.is_shell:
@@ -57,7 +57,7 @@ def test_a_wrong_command_is_noticed(line: str, reason: str, monkeypatch: pytest.
             raise
 
 
-def test_a_wrong_variable_and_a_wrong_script_are_noticed() -> None:
+def test_wrong_variables_and_scripts_are_noticed() -> None:
     with pytest.raises(AssertionError, match="SWARM_NODE_GRPO__LSOS sets nothing"):
         check_variables("`SWARM_NODE_GRPO__LSOS=gspo`, not SWARM_NODE_*")
     with pytest.raises(AssertionError, match="syntax error"):

@@ -25,8 +25,19 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
-from tests.docs.pages import PAGES, ROOT, Command, Fence, commands, fences, lines, name_of, split, stands_for_something
-from tests.docs.placing import HERE
+from tests.support.pages import (
+    PAGES,
+    ROOT,
+    Command,
+    Fence,
+    commands,
+    fences,
+    lines,
+    name_of,
+    split,
+    stands_for_something,
+)
+from tests.support.placing import HERE
 from tests.support.processes import LINK, until
 
 pytestmark = [
@@ -205,7 +216,7 @@ class Terminals:
 
     def press_ctrl_c(self, shell: subprocess.Popen[bytes]) -> int:
         os.killpg(shell.pid, signal.SIGINT)
-        return shell.wait(30)
+        return shell.wait(120)
 
     def close(self) -> None:
         for shell in self.open:
@@ -260,7 +271,7 @@ def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypat
     terminals.type(dashboard)
     shown = terminals.folder / "terminal-3.txt"
     address = terminals.until(lambda: (m := re.search(r"http://\S+", shown.read_text())) and m.group())
-    with urllib.request.urlopen(f"{address.rstrip('/')}/api/runs", timeout=20) as answer:
+    with urllib.request.urlopen(f"{address.rstrip('/')}/api/runs", timeout=60) as answer:
         shown_runs = answer.read().decode()
     assert all(f'"{name}"' in shown_runs for name in names)
 
@@ -274,7 +285,7 @@ def test_the_terminals_of_the_readme_are_a_swarm(terminals: Terminals, monkeypat
 
 
 @pytest.mark.long
-def test_the_two_terminals_of_the_readme_hold_one_policy(terminals: Terminals) -> None:
+def test_two_terminals_of_the_readme_hold_one_policy(terminals: Terminals) -> None:
     first, second = blocks("--stages 2")
     a = terminals.type(first)
     printed = terminals.folder / "terminal-0.txt"

@@ -34,6 +34,7 @@ class Chromium:
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"import os, sys; {there}", *command],
             pass_fds=(its_input, its_output),
+            env=os.environ | {"TMPDIR": str(profile)},  # what it leaves behind goes with its profile
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

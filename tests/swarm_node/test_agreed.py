@@ -17,7 +17,7 @@ THEIRS = NodeConfig(
 )
 
 
-def test_a_node_with_other_options_goes_by_its_crews_and_says_which() -> None:
+def test_a_node_adopts_its_crew_s_options() -> None:
     config, changed = agreed(NodeConfig(), settings_of(THEIRS))
     assert config.stages.wire == "int8" and config.stages.swap and config.stages.replica == "off"
     assert config.grpo.weight_decay == 0.1 and config.grpo.betas == (0.8, 0.9)
@@ -29,7 +29,7 @@ def test_a_node_with_other_options_goes_by_its_crews_and_says_which() -> None:
     assert settings_of(config).wire == "int8" and config.rollouts.groups == NodeConfig().rollouts.groups
 
 
-def test_a_run_has_as_many_rounds_as_its_first_lead_said() -> None:
+def test_the_first_lead_decides_the_rounds() -> None:
     hundred, endless = NodeConfig(rounds=100, swarm="x"), NodeConfig(swarm="x")
     config, changed = agreed(hundred, settings_of(endless))
     assert math.isinf(config.total_rounds) and changed == ["rounds = without end (here 100)"]
@@ -42,13 +42,13 @@ def test_nothing_changes_with_ones_own() -> None:
         assert agreed(config, settings_of(config)) == (config, [])
 
 
-def test_there_is_no_penalty_where_nobody_kept_a_reference() -> None:
+def test_no_penalty_without_a_reference() -> None:
     config, changed = agreed(THEIRS, settings_of(NodeConfig()))
     assert config.grpo.beta == 0.0 and "grpo.beta = 0.0 (here 0.02)" in changed
     assert settings_of(THEIRS).reference and not settings_of(NodeConfig()).reference
 
 
-def test_what_a_new_lead_sends_is_within_what_the_others_take() -> None:
+def test_a_new_lead_keeps_the_others_limits() -> None:
     mine = NodeConfig(rollouts=RolloutsConfig(group_size=500, max_new_tokens=2000))
     config, _ = agreed(mine, settings_of(THEIRS))
     rollouts, most = config.rollouts, limits(settings_of(THEIRS), 8, 100)

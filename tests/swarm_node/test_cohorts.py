@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from protocol.errors import ProtocolError
 from protocol.tensors import AVERAGE_METHOD
 from protocol.transports.base import Outgoing
 from swarm_node import seats as seats_module
+from swarm_node.cohorts import StageCohort
 from swarm_node.config import PolicyConfig
+from tests.swarm_node.stages import seats_world
 from tests.swarm_node.stages.harness import Crew, save, some_groups
 from tests.swarm_node.stages.seats_world import PERIOD_S, Peer, World, same
 
@@ -63,7 +66,7 @@ def distance(one: Peer, other: Peer, stage: int) -> float:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_equal_stages_of_two_crews_come_together_and_others_do_not(saved: Saved, tmp_path: Path, lora: bool) -> None:
+def test_only_equal_stages_of_crews_average(saved: Saved, tmp_path: Path, lora: bool) -> None:
     world = World(saved("llama", lora), 3, tmp_path)
     red, blue = seated(world, "a", 1, "red"), seated(world, "b", 1, "blue")
     other = seated(world, "c", 2, "blue")
@@ -91,7 +94,7 @@ def test_equal_stages_of_two_crews_come_together_and_others_do_not(saved: Saved,
     assert distance(red, blue, 1) > 3 * apart  # so much for those who do not average
 
 
-def test_what_arrives_is_applied_right_after_an_update_and_at_no_other_time(saved: Saved, tmp_path: Path) -> None:
+def test_arrivals_are_applied_only_after_updates(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     red, blue = seated(world, "a", 1, "red"), seated(world, "b", 1, "blue")
     world.run(3 * PERIOD_S)
@@ -123,7 +126,7 @@ def test_other_starts_are_other_cohorts(saved: Saved, tmp_path: Path) -> None:
     assert blue.cohort.id and blue.cohort.id != red.cohort.id
 
 
-def test_a_stage_that_was_trained_before_is_of_the_same_cohort(saved: Saved, tmp_path: Path) -> None:
+def test_a_trained_stage_stays_in_its_cohort(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     red = seated(world, "a", 1)
     red.train(1, seed=1, updates=9)
@@ -133,7 +136,7 @@ def test_a_stage_that_was_trained_before_is_of_the_same_cohort(saved: Saved, tmp
     assert blue.cohort.id == red.cohort.id and same(red.weights(1), blue.weights(1))
 
 
-def test_a_newcomer_goes_on_with_the_weights_of_its_cohort(saved: Saved, tmp_path: Path) -> None:
+def test_a_newcomer_takes_its_cohort_s_weights(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     old = seated(world, "a", 1, "red")
     updates(world, [old], 20)
@@ -189,7 +192,7 @@ def test_nothing_is_averaged_unless_asked(saved: Saved, tmp_path: Path) -> None:
     assert peer.cohort.id == "" and not any("averag" in line for line in peer.said)
 
 
-def test_a_matrix_that_two_stages_hold_is_averaged_at_the_first(saved: Saved, tmp_path: Path) -> None:
+def test_a_shared_matrix_is_averaged_once(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama_tied"), 2, tmp_path)
     peer = seated(world, "a", 1)
     assert peer.cohort.averager is not None
@@ -225,13 +228,13 @@ def test_ends_that_hold_nothing_together_are_left_alone(saved: Saved) -> None:
     assert not crew.seen[0, "Share"] and not crew.refused
 
 
-def test_a_stage_waits_for_others_for_a_moment_only(saved: Saved, tmp_path: Path) -> None:
+def test_a_stage_waits_only_a_moment(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(saved("llama"), 2, tmp_path)
     world.averaging = world.averaging.model_copy(update={"method": "per_step", "overlap": False})
+    # the clock of the swarm stands still meanwhile: nobody would ever give up
+    monkeypatch.setattr(seats_world, "StageCohort", partial(StageCohort, most_s=0.2))
     red, blue = seated(world, "a", 1, "red"), seated(world, "b", 1, "blue")
     world.run(30.0)
-    for peer in (red, blue):
-        peer.cohort._most_s = 0.2  # the clock of the swarm stands still meanwhile: nobody would ever give up
     red.train(1, seed=1)
     red.cohort.step()
     averager = red.cohort.averager

@@ -22,7 +22,7 @@ def test_there_are_configs() -> None:
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
-def test_every_config_file_loads_and_says_where_it_runs(file: Path) -> None:
+def test_every_config_file_loads_and_explains_itself(file: Path) -> None:
     config = load_config(file)
     assert config.run_dir == f"runs/{file.stem}"
 
@@ -48,7 +48,7 @@ def test_precedence_is_defaults_file_environment_flags_set(tmp_path: Path) -> No
     assert config.grpo.warmup == 4
 
 
-def test_set_wins_over_the_flag_and_the_variable_of_the_same_key() -> None:
+def test_set_wins_over_flag_and_variable() -> None:
     assert load_config(flags={"rounds": 3}, sets=["rounds=4"]).rounds == 4
     assert load_config(env={"SWARM_NODE_ROUNDS": "3", "SWARM_NODE_SET": "rounds=4"}).rounds == 4
     assert load_config(env={"SWARM_NODE_SET": "rounds=4"}, flags={"rounds": 5}).rounds == 5
@@ -172,13 +172,13 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
         ("rounds", "--set rounds: write section.key=value"),
     ],
 )
-def test_wrong_values_are_one_line_with_key_value_source_and_what_is_allowed(set_: str, message: str) -> None:
+def test_wrong_values_are_explained_in_one_line(set_: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         load_config(sets=[set_])
     assert "\n" not in str(caught.value)
 
 
-def test_a_wrong_value_is_blamed_on_its_source_even_if_a_later_one_replaces_it() -> None:
+def test_overridden_wrong_values_are_blamed_too() -> None:
     file = Path("x.toml")
     file.write_text("rounds = 0")
     with pytest.raises(UserError, match=r"^rounds = 0 in x\.toml: "):
@@ -224,7 +224,7 @@ def test_a_dumped_configuration_loads_equal(prompt: str, names: list[str], rate:
 
 
 @given(key=st.sampled_from(["rounds", "tasks", "grpo", "grpo.betas", "policy.lora", "log", "x"]), value=st.text())
-def test_any_text_is_a_value_or_a_user_error(key: str, value: str) -> None:
+def test_any_text_is_value_or_user_error(key: str, value: str) -> None:
     try:
         load_config(sets=[f"{key}={value}"])
     except UserError as error:
@@ -251,7 +251,7 @@ def test_the_reference_explains_every_key() -> None:
     assert all(len(meaning) > 5 for _, _, meaning in meanings.values())
 
 
-def test_values_that_go_together_may_come_from_anywhere_in_any_order() -> None:
+def test_related_values_may_come_in_any_order() -> None:
     Path("x.toml").write_text("[averaging]\ngamma = 1.4\n")
     for sets in (["averaging.gamma=0.5", "averaging.alpha=0.8"], ["averaging.alpha=0.8", "averaging.gamma=0.5"]):
         for file in (None, Path("x.toml")):
@@ -260,7 +260,7 @@ def test_values_that_go_together_may_come_from_anywhere_in_any_order() -> None:
     assert load_config(sets=["averaging.gamma=2.5", "averaging.gamma=0.5"]).averaging.gamma == 0.5
 
 
-def test_values_that_do_not_go_together_are_named_with_where_they_came_from() -> None:
+def test_conflicting_values_are_named_with_their_sources() -> None:
     Path("x.toml").write_text("[averaging]\ngamma = 1.4\n")
     message = (
         "averaging = { gamma = 1.4, alpha = 0.6 } in x.toml and --set: gamma must be less than 2 (1 - alpha^2) = 1.28"

@@ -32,7 +32,7 @@ def test_without_a_price_there_is_no_figure() -> None:
     assert meter.round(0.5, 8, 3600.0) == {}
 
 
-def test_money_runs_with_the_clock_and_is_shared_among_the_groups_trained_on() -> None:
+def test_cost_follows_the_clock_and_the_groups() -> None:
     meter = CostMeter(3.6, 100.0)  # 0.001 a second
     assert meter.round(0.0, 0, 110.0) == pytest.approx({"cost/spent": 0.01, "cost/groups": 0})
     assert meter.round(0.0, 4, 120.0) == pytest.approx(
@@ -44,7 +44,7 @@ def test_money_runs_with_the_clock_and_is_shared_among_the_groups_trained_on() -
     )
 
 
-def test_a_point_of_reward_costs_what_was_spent_over_the_gain() -> None:
+def test_a_reward_point_costs_spending_over_gain() -> None:
     meter, figures = CostMeter(36.0, 0.0), {}
     for second in range(1, 21):
         figures = meter.round(0.25 if second <= 10 else 0.75, 1, float(second))
@@ -53,7 +53,7 @@ def test_a_point_of_reward_costs_what_was_spent_over_the_gain() -> None:
     assert figures["cost/per_reward_point"] == pytest.approx(0.2 / 0.5)
 
 
-def test_the_gain_is_of_tenths_once_they_are_long_enough() -> None:
+def test_the_gain_compares_first_and_last_tenth() -> None:
     assert gained(*[0.0] * 19) is None
     assert gained(*[0.0] * 10, *[0.5] * 10) == 0.5
     assert gained(*[0.0] * 10, *[9.0] * 80, *[0.5] * 10) == 0.5
@@ -66,7 +66,7 @@ def test_nothing_gained_is_no_gain() -> None:
     assert gained(*[0.5] * 20, *[0.25] * 20) is None
 
 
-def test_a_gain_has_to_exceed_twice_its_standard_error() -> None:
+def test_a_gain_exceeds_twice_its_standard_error() -> None:
     # ten of 0 and 1 in turn: mean 1/2, variance 10/36; so 2 * sqrt(2 * 10/36 / 10) = 0.471
     swinging = [0.0, 1.0] * 5
     assert gained(*swinging, *[r + 0.48 for r in swinging]) == pytest.approx(0.48)
@@ -99,7 +99,7 @@ def run_rounds(path: Path, price: float | None, first: int, last: int) -> list[d
     return read_metrics(path)
 
 
-def test_a_resumed_run_goes_on_from_the_last_line_kept(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_costs(tmp_path: Path) -> None:
     whole = run_rounds(tmp_path / "whole.jsonl", 36.0, 1, 30)
     run_rounds(tmp_path / "resumed.jsonl", 36.0, 1, 17)
     resumed = run_rounds(tmp_path / "resumed.jsonl", 36.0, 13, 30)  # the snapshot is of round 12
@@ -108,7 +108,7 @@ def test_a_resumed_run_goes_on_from_the_last_line_kept(tmp_path: Path) -> None:
         assert one == pytest.approx(other, rel=1e-5)
 
 
-def test_another_price_holds_from_then_on_and_rounds_without_one_are_free(tmp_path: Path) -> None:
+def test_a_new_price_holds_from_then_on(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run_rounds(path, 36.0, 1, 10)
     assert run_rounds(path, 72.0, 11, 20)[-1]["cost/spent"] == pytest.approx(3.0)

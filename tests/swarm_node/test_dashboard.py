@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import re
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,18 +31,9 @@ from swarm_node.observability.dashboard.tail import Tail
 from swarm_node.observability.dashboard.view import View
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.rundir import RunDir
+from tests.support.run_files import metrics, write
 
 NAME = "<img src=x onerror=alert(1)>"
-
-
-def metrics(round: int, **more: Any) -> dict[str, Any]:
-    return {"round": round, "time": 1000.0 + round, "reward": round / 100, "step_time": 1.0, **more}
-
-
-def write(path: Path, *records: Mapping[str, Any], mode: str = "a") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, mode) as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def make_run(name: str = "runs/alice", rounds: int = 3, config: str = "rounds = 9\n") -> RunDir:
@@ -69,7 +59,7 @@ def client(hosts: frozenset[str] | None = LOCAL_NAMES, token: str | None = None,
 # ----------------------------------------------------------------- tailing
 
 
-def test_lines_are_read_once_and_a_half_one_waits_for_its_rest(tmp_path: Path) -> None:
+def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     tail = Tail(path)
     assert tail.read() == (False, [])
@@ -96,7 +86,7 @@ def test_what_the_run_itself_writes_is_followed(tmp_path: Path) -> None:
     lines.close()
 
 
-def test_a_file_that_was_cut_and_has_grown_beyond_where_it_was_is_read_anew(tmp_path: Path) -> None:
+def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     write(path, metrics(1), metrics(2))
     tail = Tail(path)
@@ -107,7 +97,7 @@ def test_a_file_that_was_cut_and_has_grown_beyond_where_it_was_is_read_anew(tmp_
     assert [record["round"] for record in records] == [1, 2, 3]
 
 
-def test_a_file_that_was_set_aside_is_void_and_the_new_one_is_read(tmp_path: Path) -> None:
+def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     write(path, metrics(1))
     tail = Tail(path)
@@ -132,7 +122,7 @@ def test_damaged_lines_are_left_out_and_numbered(tmp_path: Path) -> None:
     assert tail.damaged == [2, 3, 4, 5, 6]
 
 
-def test_a_line_without_end_is_skipped_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_is_skipped_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tailing, "CHUNK", 100)
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"a": 1}\n' + b"x" * 350 + b'\n{"a": 2}\n')
@@ -143,7 +133,7 @@ def test_a_line_without_end_is_skipped_in_bounded_memory(tmp_path: Path, monkeyp
     assert tail.damaged == [2]
 
 
-def test_of_a_long_file_only_the_end_can_be_read(tmp_path: Path) -> None:
+def test_only_a_file_s_end_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     write(path, *(metrics(round) for round in range(100)))
     _, records = Tail(path, last=200).read()
@@ -166,7 +156,7 @@ def test_few_rounds_are_shown_as_they_are() -> None:
     assert curves.points(first=1)["round"]["mean"] == [2.0]
 
 
-def test_fifty_thousand_rounds_become_bounded_points_that_lose_nothing() -> None:
+def test_many_rounds_become_bounded_points() -> None:
     names = [f"metric/{i}" for i in range(55)]
     values = [{**metrics(round), **dict.fromkeys(names, float(round % 7))} for round in range(1, 50_001)]
     whole, parts = Curves(), Curves()
@@ -186,7 +176,7 @@ def test_fifty_thousand_rounds_become_bounded_points_that_lose_nothing() -> None
     assert len(json.dumps(points)) < 2_500_000
 
 
-def test_a_file_may_name_more_metrics_than_are_shown() -> None:
+def test_only_so_many_metrics_are_shown() -> None:
     curves = Curves()
     curves.add([{f"x{i}": 1.0 for i in range(MAX_NAMES + 5)}])
     assert len(curves.points()) == MAX_NAMES
@@ -208,7 +198,7 @@ def test_key_figures_equal_the_files() -> None:
     assert summary["problems"] == []
 
 
-def test_the_state_of_a_run_is_told_from_its_files() -> None:
+def test_a_run_s_state_follows_its_files() -> None:
     run = make_run(rounds=0)
     assert seen(run).state(1000.0) == "ended"
     with RunDir.open(run.path):
@@ -244,7 +234,7 @@ def test_a_paused_run_is_paused_and_says_why() -> None:
         assert view.summary(1005.0)["paused"] is None
 
 
-def test_a_paused_run_that_is_in_no_swarm_is_paused_and_says_why() -> None:
+def test_a_lone_paused_run_says_why() -> None:
     run = make_run()
     with RunDir.open(run.path) as held:
         view = seen(run)
@@ -257,7 +247,7 @@ def test_a_paused_run_that_is_in_no_swarm_is_paused_and_says_why() -> None:
     assert view.state(1005.0) == "ended"
 
 
-def test_the_lock_of_an_ended_run_is_not_touched_before_somebody_has_written_into_it() -> None:
+def test_an_ended_run_s_lock_is_left_alone() -> None:
     run = make_run()
     with RunDir.open(run.path):
         pass
@@ -320,7 +310,7 @@ def test_status_and_events_are_bounded() -> None:
     assert all(len(event["text"]) <= 4000 for event in view.events)
 
 
-def test_the_name_of_a_crew_which_is_its_password_is_not_shown() -> None:
+def test_a_crew_s_name_is_not_shown() -> None:
     run = make_run(config='[stages]\ncrew = "home sweet"\n')
     run.write_status({"time": 1.0, "crew": {"name": "home sweet", "whole": True}})
     write(
@@ -340,7 +330,7 @@ def test_the_name_of_a_crew_which_is_its_password_is_not_shown() -> None:
 # ----------------------------------------------------------------- which runs
 
 
-def test_runs_are_found_below_runs_those_that_run_first_then_the_newest() -> None:
+def test_active_then_newest_runs_are_listed() -> None:
     for age, name in enumerate(["b", "a", "c"]):
         run = make_run(f"runs/{name}")
         os.utime(run.config, (1000 - age, 1000 - age))
@@ -353,7 +343,7 @@ def test_runs_are_found_below_runs_those_that_run_first_then_the_newest() -> Non
     assert set(gallery.runs()) == {"a", "b", "c", "late"}
 
 
-def test_the_list_has_a_bootstrap_after_what_trains_and_knows_a_pause() -> None:
+def test_bootstraps_are_listed_after_trainers() -> None:
     make_run("runs/alice")
     boot = make_run("runs/bootstrap", rounds=0)
     boot.write_status({"role": BOOTSTRAP, "time": 1100.0, "peers": {}})
@@ -390,20 +380,24 @@ def test_runs_of_one_name_are_told_apart() -> None:
         ("empty", "empty is no run and holds none: name the directory of a run (with its config.toml), or one of runs"),
     ],
 )
-def test_what_is_no_run_is_said_in_one_line(path: str | None, message: str) -> None:
+def test_a_missing_run_is_said_in_one_line(path: str | None, message: str) -> None:
     Path("empty").mkdir()
     with pytest.raises(UserError) as caught:
         Gallery([] if path is None else [Path(path)])
     assert str(caught.value) == message
 
 
+@pytest.fixture
+def looks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "AT_MOST_EACH_S", 0.0)
+
+
+@pytest.mark.usefixtures("looks_each_time")
 def test_a_page_is_told_only_what_is_new() -> None:
     run = make_run(rounds=3)
     gallery, told = Gallery([]), Told()
 
     def now() -> dict[str, Any]:
-        gallery._looked.clear()
-        gallery._list = 0.0, []
         return dict(news(gallery, ["alice"], told))
 
     first = now()
@@ -426,7 +420,7 @@ def test_a_page_is_told_only_what_is_new() -> None:
     assert (anew["first"], anew["points"]["round"]["mean"]) == (0, [1])
 
 
-def test_a_run_that_is_removed_while_it_is_shown_is_gone() -> None:
+def test_a_removed_run_is_told_once() -> None:
     run = make_run()
     gallery, told = Gallery([]), Told()
     dict(news(gallery, ["alice"], told))
@@ -437,13 +431,13 @@ def test_a_run_that_is_removed_while_it_is_shown_is_gone() -> None:
     assert "gone" not in dict(news(gallery, ["alice"], told))
 
 
-def test_a_run_that_comes_back_is_told_anew_and_may_go_again() -> None:
+@pytest.mark.usefixtures("looks_each_time")
+def test_a_returning_run_is_told_anew() -> None:
     run, aside = make_run(), Path("aside")
     run.write_status({"time": 1.0})
     gallery, told = Gallery([Path("runs")]), Told()
 
     def now() -> dict[str, Any]:
-        gallery._scanned = -math.inf, {}
         return dict(news(gallery, ["alice"], told))
 
     parts = {"summary", "curves", "status", "events"}
@@ -460,7 +454,7 @@ def test_a_run_that_comes_back_is_told_anew_and_may_go_again() -> None:
     assert back["status"]["status"] is None
 
 
-def test_however_many_runs_are_shown_they_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_looked_for_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(SHOWN):
         make_run(f"runs/r{i}")
     gallery, told, scans = Gallery([]), Told(), []
@@ -468,7 +462,6 @@ def test_however_many_runs_are_shown_they_are_looked_for_once(monkeypatch: pytes
     monkeypatch.setattr(gallery, "runs", lambda: scans.append(1) or runs())
     monkeypatch.setattr(finding, "AT_MOST_EACH_S", 1e6)
     for _ in range(3):
-        gallery._list = 0.0, []
         list(news(gallery, [f"r{i}" for i in range(SHOWN)], told))
     assert len(scans) == 1
     monkeypatch.setattr(finding, "AT_MOST_EACH_S", 0.0)
@@ -495,7 +488,7 @@ def test_page_and_data_are_served_with_strict_headers() -> None:
         assert client().get(path).status_code == 404
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_sets_no_html() -> None:
+def test_the_page_loads_nothing_and_sets_no_html() -> None:
     for file in STATIC.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|\binnerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", text), file
@@ -515,7 +508,7 @@ def test_this_machine_may_be_called_by_its_names(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:31380", "127.0.0.1.evil.example", "", "localhost:x"])
-def test_a_name_that_was_pointed_at_this_machine_is_refused(host: str) -> None:
+def test_foreign_host_names_are_refused(host: str) -> None:
     make_run()
     answer = client().get("/api/runs", headers={"host": host})
     assert answer.status_code == 403
@@ -538,7 +531,7 @@ def test_who_has_the_token_sees_and_nobody_else() -> None:
     assert asking.get("/api/runs").status_code == 200  # by the cookie
 
 
-def test_a_page_that_there_is_nothing_new_for_hears_that_the_connection_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quiet_connection_hears_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     make_run()
     monkeypatch.setattr(answering, "LOOK_S", 0.0)
     monkeypatch.setattr(answering, "ALIVE_S", 0.0)
@@ -579,7 +572,7 @@ def events(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield kind, json.loads(line.removeprefix("data: "))
 
 
-def test_a_new_round_arrives_by_itself_and_ctrl_c_ends_it() -> None:
+def test_a_new_round_arrives_and_ctrl_c_ends() -> None:
     run = make_run()
     with dashboard("--port", "0") as (url, process):
         with httpx.stream("GET", f"{url}api/stream?run=alice", timeout=60) as answer:
@@ -603,7 +596,7 @@ def test_a_new_round_arrives_by_itself_and_ctrl_c_ends_it() -> None:
         assert process.stderr.read() == ""
 
 
-def test_elsewhere_than_on_this_machine_there_is_a_token() -> None:
+def test_other_addresses_need_a_token() -> None:
     make_run()
     with dashboard("--port", "0", "--host", "0.0.0.0") as (url, _):
         match = re.fullmatch(r"http://[^/]+:(\d+)/\?token=([\w-]{32})", url)
@@ -627,7 +620,7 @@ def is_closed_while_bytes_come(connection: socket.socket) -> bool:
     return False
 
 
-def test_connections_that_ask_nothing_are_closed_and_shut_nobody_out() -> None:
+def test_idle_connections_shut_nobody_out() -> None:
     run, half = make_run(), b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\n"
     with dashboard("--port", "0") as (url, _), httpx.stream("GET", f"{url}api/stream?run=alice", timeout=60) as answer:
         told = events(answer.iter_lines())
@@ -648,7 +641,7 @@ def test_connections_that_ask_nothing_are_closed_and_shut_nobody_out() -> None:
         assert next(message["rounds"] for kind, message in told if kind == "curves" and message["first"]) == 4
 
 
-def test_a_port_in_use_is_one_line_or_the_next_one_is_taken() -> None:
+def test_a_port_in_use_is_explained_or_avoided() -> None:
     make_run()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -671,27 +664,25 @@ def test_a_port_in_use_is_one_line_or_the_next_one_is_taken() -> None:
             assert PORT < int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/", url)[1]) < PORT + 20  # type: ignore[index]
 
 
+@pytest.mark.usefixtures("looks_each_time")
 def test_looks_from_many_threads_agree() -> None:
-    run = make_run(rounds=1)
-    gallery, found, done = Gallery([]), [], threading.Event()
+    run, gallery, together = make_run(rounds=1), Gallery([Path("runs")]), threading.Barrier(5)
 
-    def look() -> None:
-        while not done.is_set():
-            gallery._looked.clear()
+    def look() -> list[int]:
+        found = []
+        for _ in range(2, 60):
+            together.wait()
             view = gallery.view("alice")
             assert view is not None
             found.append(view.curves.rounds)
+        return found
 
-    threads = [threading.Thread(target=look) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for round in range(2, 60):
-        write(run.metrics, metrics(round))
-        time.sleep(0.001)
-    done.set()
-    for thread in threads:
-        thread.join()
-    gallery._looked.clear()
+    with ThreadPoolExecutor(4) as pool:
+        looks = [pool.submit(look) for _ in range(4)]
+        for round in range(2, 60):
+            together.wait()
+            write(run.metrics, metrics(round))
+    assert all(look.result() == sorted(look.result()) for look in looks)
     view = gallery.view("alice")
     assert view is not None
     assert view.curves.points()["round"]["mean"] == list(range(1, 60))

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+import uvicorn
 
+from swarm_node.observability.dashboard.app import make_app
+from swarm_node.observability.dashboard.gallery import Gallery
+from swarm_node.observability.dashboard.serve import LOCAL_NAMES
 from swarm_node.rundir import RunDir
 from tests.support.chromium import Chromium, find_chromium
-from tests.swarm_node.test_dashboard import metrics, write
+from tests.support.run_files import metrics, write
 
 CHROMIUM = find_chromium()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
@@ -27,7 +33,7 @@ ROUNDS = 40
 READY = "document.querySelector('[data-figure=rounds]')?.textContent.length > 0"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     assert CHROMIUM is not None
     browser = Chromium(CHROMIUM, tmp_path_factory.mktemp("chromium"))
@@ -37,11 +43,21 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    """A dashboard of the runs of this test, which are there before it is asked for."""
+    """A dashboard, in a thread, of the runs of this test, which are there before it is asked for."""
     make_swarm_run()
     make_silo()
-    with serving() as (url, _):
-        yield url
+    server: uvicorn.Server
+    app = make_app(Gallery([]), LOCAL_NAMES, None, stopping=lambda: server.should_exit)
+    server = uvicorn.Server(
+        uvicorn.Config(app, ws="none", loop="asyncio", lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(server.run, [listener])
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+    served.result()
 
 
 @contextmanager
@@ -210,7 +226,7 @@ def test_the_page_says_what_the_files_say(browser: Chromium, url: str) -> None:
     assert browser.errors == []
 
 
-def test_curves_can_be_read_by_keyboard_and_as_tables(browser: Chromium, url: str) -> None:
+def test_curves_are_read_by_keyboard_and_table(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     browser.value("document.getElementById('smoothing').value = '0'")
@@ -238,7 +254,7 @@ def test_curves_can_be_read_by_keyboard_and_as_tables(browser: Chromium, url: st
     assert label == f"Reward: {rewards(1)['reward']:.3f} at first, {rewards(40)['reward']:.3f} now"
 
 
-def test_a_new_round_appears_by_itself_once_it_is_whole(browser: Chromium, url: str) -> None:
+def test_a_whole_new_round_appears_by_itself(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     with open("runs/alice/metrics.jsonl", "a") as file:
@@ -266,7 +282,7 @@ def test_running_totals_go_on_over_a_restart(browser: Chromium, url: str) -> Non
     assert "received: 2 at first, 1,101 now" in browser.value(texts)
 
 
-def test_a_bootstrap_comes_last_and_shows_nothing_that_it_does_not_do(browser: Chromium, url: str) -> None:
+def test_a_bootstrap_comes_last_without_training_figures(browser: Chromium, url: str) -> None:
     boot = RunDir("runs/bootstrap")
     boot.path.mkdir()
     boot.config.write_text('[policy]\nmodel = "starter"\n')
@@ -289,7 +305,7 @@ def test_a_bootstrap_comes_last_and_shows_nothing_that_it_does_not_do(browser: C
     assert browser.errors == []
 
 
-def test_a_round_shorter_than_a_second_has_two_digits(browser: Chromium, url: str) -> None:
+def test_short_rounds_have_two_digits(browser: Chromium, url: str) -> None:
     RunDir("runs/quick").path.mkdir()
     write(RunDir("runs/quick").metrics, metrics(1, step_time=0.0434))
     browser.open(f"{url}#quick")
@@ -349,7 +365,7 @@ def test_it_tries_again_until_it_is_let_in(browser: Chromium, tmp_path: Path) ->
         browser.wait("document.querySelector('[data-figure=rounds]').textContent === '41'")
 
 
-def test_a_connection_on_which_nothing_is_heard_is_lost(browser: Chromium, tmp_path: Path) -> None:
+def test_a_silent_connection_is_lost(browser: Chromium, tmp_path: Path) -> None:
     run = make_swarm_run()
     with serving() as (url, process):
         browser.open(f"{url}#alice")
@@ -394,7 +410,7 @@ def test_news_take_neither_focus_nor_selection_nor_place(browser: Chromium, url:
     assert browser.errors == []
 
 
-def test_a_new_round_leaves_the_table_of_a_curve_in_place(browser: Chromium, url: str) -> None:
+def test_a_new_round_leaves_a_table_in_place(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     browser.value("document.querySelector('#first details').open = true")
@@ -405,7 +421,7 @@ def test_a_new_round_leaves_the_table_of_a_curve_in_place(browser: Chromium, url
     assert browser.value("document.activeElement.getAttribute('aria-label')") == "Values of Reward"
 
 
-def test_a_chosen_curve_is_called_by_its_metric_alone(browser: Chromium, url: str) -> None:
+def test_a_chosen_curve_bears_its_metric_s_name(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     browser.value("window.figure = document.querySelector('[aria-label=\"Metric of curve 1\"]').closest('figure')")
@@ -430,7 +446,7 @@ def test_a_pause_and_its_reason_are_shown(browser: Chromium, url: str) -> None:
         assert browser.value("document.title") == "alice: paused – swarm-node"
 
 
-def test_a_lost_stage_is_not_its_last_holder_s_and_who_held_it_is_silent(browser: Chromium, url: str) -> None:
+def test_a_lost_stage_and_its_silent_holder_show(browser: Chromium, url: str) -> None:
     run = RunDir("runs/alice")
     bob = "12D3KooWbobbobbob"
     crew = json.loads(run.status.read_text())["crew"] | {"whole": False, "absent": [bob]}
@@ -462,7 +478,7 @@ def test_a_run_that_comes_back_is_there_again(browser: Chromium, url: str) -> No
     assert figure(browser, "rounds").startswith("Round 40 of 90")
 
 
-def test_what_a_run_has_cost_is_shown_where_there_is_a_price(browser: Chromium, url: str) -> None:
+def test_costs_are_shown_where_prices_are(browser: Chromium, url: str) -> None:
     browser.open(f"{url}#alice")
     browser.wait(READY)
     assert not browser.value("!!document.querySelector('[data-figure=cost]')")

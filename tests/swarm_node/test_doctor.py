@@ -49,8 +49,9 @@ from swarm_node.installed import upgrade_command
 from swarm_node.policy.loading import prepare
 from swarm_node.refused import Row
 from swarm_node.rundir import RunDir
-from tests.docs.placing import parse
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
+from tests.support.placing import parse
+from tests.support.ports import free_port
 
 PRIVATE, PUBLIC = "/ip4/192.168.1.5/tcp/31330/p2p/x", "/ip4/8.8.8.8/tcp/31330/p2p/x"
 RELAYED = f"{PUBLIC}/p2p-circuit/p2p/y"
@@ -90,11 +91,6 @@ class Visitor(FakeTransport):
         return [True] * len(ports)
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def test_this_machine_can_run_it() -> None:
     assert python().verdict == packages().verdict == "ok"
 
@@ -107,7 +103,7 @@ def test_packages_that_are_missing_or_not_tested(monkeypatch: pytest.MonkeyPatch
     assert (check.verdict, check.detail) == ("fail", "missing: no-such-package")
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gpu_unusable_by_torch_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert nvidia_gpus(tmp_path) == []
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
@@ -155,7 +151,7 @@ def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -
     assert (check.verdict, check.remedy) == ("fail", "hf download no/such")
 
 
-def test_snapshots_and_weights_that_share_a_disk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_on_one_disk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(Path("hub").absolute()))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert disk(NodeConfig(), Path("runs/new"), 600, 400).verdict == "ok"
@@ -173,7 +169,7 @@ def test_directory() -> None:
 
 
 def test_ports(listener: int) -> None:
-    free = closed_port()
+    free = free_port()
     config = NetworkConfig(listen="127.0.0.1", port=free, gossip_port=0)
     assert ports(config).verdict == "ok"
     taken = config.model_copy(update={"port": listener})
@@ -205,13 +201,13 @@ def test_reachable(network: dict[str, Any], addresses: list[str], verdict: str, 
 
 
 def test_members_connect_back(listener: int) -> None:
-    network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
+    network = NetworkConfig(listen="127.0.0.1", port=free_port(), gossip_port=0)
     guess = Check("reachable", "warn", "as it seems")
     members = {peer_id(i): replace(card(), addresses=[address(i)]) for i in range(1, 8)}
 
     def connects(peer: str, ports: Sequence[int]) -> list[bool]:
         asked.append(peer)
-        return [doctor._answers(address(0, port)) for port in ports]
+        return [*dial([address(0, port) for port in ports]).values()]
 
     def silent(peer: str, ports: Sequence[int]) -> list[bool]:
         asked.append(peer)
@@ -247,7 +243,7 @@ def test_versions_are_compared() -> None:
 
 
 def test_dialling_tells_who_answers(listener: int) -> None:
-    answers, dead = address(1, listener), address(2, closed_port())
+    answers, dead = address(1, listener), address(2, free_port())
     found = dial([answers, dead, dead, RELAYED, "/nonsense", "/ip4/127.0.0.1/udp/x/p2p/z"])
     assert found == {answers: True, dead: False, "/nonsense": False, "/ip4/127.0.0.1/udp/x/p2p/z": False}
     assert begin({}).verdict == "warn"
@@ -261,7 +257,7 @@ def test_dialling_tells_who_answers(listener: int) -> None:
 @pytest.mark.parametrize(
     ("off", "verdict"), [(0, "ok"), (-14, "ok"), (20, "warn"), (-20, "warn"), (40, "fail"), (-3600, "fail")]
 )
-def test_the_clock_is_compared_with_the_cards_of_others(off: float, verdict: str) -> None:
+def test_the_clock_is_compared_with_others_cards(off: float, verdict: str) -> None:
     now = 1e9
     ages = (1.0, CARD_RENEWAL_S / 2, CARD_RENEWAL_S - 1)
     members = {peer_id(i): card(created=now - age - off) for i, age in enumerate(ages)}
@@ -271,7 +267,7 @@ def test_the_clock_is_compared_with_the_cards_of_others(off: float, verdict: str
 
 
 @pytest.mark.parametrize("off", [-3600.0, -300.0, -60.0, 70.0, 3600.0])
-def test_a_clock_by_which_nobody_is_a_member_is_a_failure(off: float) -> None:
+def test_a_clock_that_expires_everybody_fails(off: float) -> None:
     now = 1e9
     made = {peer_id(i): now - age - off for i, age in enumerate((1.0, CARD_RENEWAL_S / 2, CARD_RENEWAL_S - 1))}
     check = clock({}, now, made)
@@ -300,14 +296,14 @@ def test_whoever_keeps_sending_rubbish_is_named(
     assert verdict == "ok" or f"10 × malformed, from bob …{peer_id(2)[-8:]}" in check.detail
 
 
-def test_those_who_are_left_by_this_machines_clock_do_not_decide() -> None:
+def test_unexpired_members_alone_do_not_decide() -> None:
     now, off = 1e9, 50.0
     made = {peer_id(i): now - CARD_RENEWAL_S * i / 8 - off for i in range(8)}
     members = {peer: card(created=at) for peer, at in made.items() if at + CARD_TTL_S > now}
     assert 0 < len(members) < len(made) and clock(members, now, made).verdict == "fail"
 
 
-def test_strangers_do_not_set_the_clock_where_there_are_members() -> None:
+def test_strangers_do_not_outvote_members_on_time() -> None:
     now = 1e9
     members = {peer_id(i): card(created=now - 7.0) for i in range(2)}
     strangers = {peer_id(i): now - 3600.0 for i in range(2, 20)}
@@ -351,14 +347,14 @@ def test_remedies_say_what_is_known(way: Way, started: str, elsewhere: str, monk
 @pytest.mark.parametrize("way", [Way(), Way(swarm=LINK), IN_THAT_RUN, Way("bootstrap", "sums.toml", "hub")])
 def test_remedies_of_the_network_say_what_is_known(way: Way) -> None:
     started = way.start()
-    network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
+    network = NetworkConfig(listen="127.0.0.1", port=free_port(), gossip_port=0)
     assert reachable(network, [], way).remedy == f"{started} --listen 0.0.0.0"
     assert reachable(network, [PRIVATE], way).remedy == f"{started} --set network.nat_port_map=true"
     away = network.model_copy(update={"listen": "203.0.113.1"})
     assert ports(away, way=way).remedy.startswith(f"{started} --listen")
 
 
-def test_whoever_has_nobody_to_begin_with_is_told_of_somebody() -> None:
+def test_dead_addresses_are_replaced_by_live_ones() -> None:
     dead = {address(1): False}
     assert begin(dead, way=Way()).remedy == "swarm-node bootstrap MANIFEST"
     assert begin(dead, way=Way(swarm="my swarm.toml")).remedy == "swarm-node bootstrap 'my swarm.toml'"
@@ -374,11 +370,11 @@ def test_whoever_has_nobody_to_begin_with_is_told_of_somebody() -> None:
     assert people({}, {}, True, Way(swarm="a.toml")).remedy == "swarm-node bootstrap a.toml"
 
 
-def test_whoever_has_peers_with_an_older_version_is_told_what_they_need() -> None:
+def test_older_peers_remedy_is_an_upgrade() -> None:
     assert "pip install --upgrade swarm-node" in versions({peer_id(1): card()}, {"rejected/version": 1.0}).remedy
 
 
-def test_a_machine_is_examined_and_a_failure_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_check_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     config = NodeConfig(network=NetworkConfig(port=0, gossip_port=0))
     assert examine(None, config, json_output=True) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
@@ -393,7 +389,7 @@ def test_a_machine_is_examined_and_a_failure_is_exit_code_1(capsys: pytest.Captu
     assert "-> swarm-node join SWARM --run-dir DIR" in output
 
 
-def test_a_run_is_examined_with_its_own_settings_and_from_outside(
+def test_a_run_is_examined_with_own_settings(
     listener: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir("runs/alice")
@@ -452,7 +448,7 @@ def names(capsys: pytest.CaptureFixture[str]) -> dict[str, Check]:
 
 
 @pytest.mark.parametrize("stages", [0, 2])
-def test_a_run_that_trains_alone_needs_no_network_and_its_memory_is_its_own(
+def test_a_lone_run_needs_no_network(
     stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 1)
@@ -476,7 +472,7 @@ def a_member_run(role: str = "") -> RunDir:
     network = NetworkConfig(port=0, gossip_port=0, listen="127.0.0.1")
     run.write_config(dump_toml(NodeConfig(swarm="sums.toml", network=network)))
     run.write_status({"swarm": SWARM, "time": 0.0, "role": role, "peer": peer_id(0), "addresses": []})
-    run.swarm.write_text(f'name = "sums"\nbootstrap = ["{address(1, closed_port())}"]\ntasks = [{{env = "gcd"}}]\n')
+    run.swarm.write_text(f'name = "sums"\nbootstrap = ["{address(1, free_port())}"]\ntasks = [{{env = "gcd"}}]\n')
     return run
 
 
@@ -495,7 +491,7 @@ def test_a_bootstrap_needs_no_room_for_a_model(
 
 
 @pytest.mark.parametrize("text", ["{", "\xff", '{"time": "now"}', '{"addresses": [1]}'])
-def test_a_damaged_status_is_a_finding_among_the_others(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_status_is_one_finding(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = a_member_run()
     run.status.write_bytes(text.encode("latin-1"))
     examine("runs/alice", NodeConfig(), json_output=True)
@@ -505,8 +501,8 @@ def test_a_damaged_status_is_a_finding_among_the_others(text: str, capsys: pytes
 
 
 @pytest.mark.parametrize("claimed", ["/ip4", "/ip4/999.1.1.1/tcp/1", "/ip6/1/tcp/x", "/"])
-def test_what_a_member_says_of_its_address_breaks_nothing(claimed: str, listener: int) -> None:
-    network = NetworkConfig(listen="127.0.0.1", port=closed_port(), gossip_port=0)
+def test_false_member_addresses_break_nothing(claimed: str, listener: int) -> None:
+    network = NetworkConfig(listen="127.0.0.1", port=free_port(), gossip_port=0)
     members = {peer_id(1): replace(card(), addresses=[claimed])}
     guess = Check("reachable", "warn", "as it seems")
     check = seen_from_others(lambda peer, ports: [True, True], members, network, False, guess)
@@ -516,7 +512,7 @@ def test_what_a_member_says_of_its_address_breaks_nothing(claimed: str, listener
 
 
 @pytest.mark.parametrize("json_output", [True, False])
-def test_what_was_found_is_shown_whatever_comes_after_it(
+def test_findings_before_a_crash_are_shown(
     json_output: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*arguments: Any) -> Check:

@@ -46,7 +46,7 @@ def leave(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(snapshots.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - free, free))
 
 
-def test_a_disk_without_room_for_two_snapshots_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_small_for_snapshots_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 2 * STARTER_BYTES - 2**16)
     with pytest.raises(UserError, match=r"run/snapshots for two snapshots of 5\.0 MiB: 10\.0 MiB are free"):
         run_local(config(tmp_path))
@@ -76,7 +76,7 @@ def test_a_stage_needs_room_for_two_snapshots(tmp_path: Path, monkeypatch: pytes
         node.check_room()
 
 
-def test_room_is_looked_at_where_the_directory_will_be(tmp_path: Path) -> None:
+def test_room_is_checked_at_the_future_directory(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     SnapshotStore(tmp_path / "not/yet/there", 2, print).check_room(1)
     with pytest.raises(UserError, match="--run-dir"):

@@ -33,7 +33,7 @@ def made_of(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ({"url": 3, "dir_info": []}, "swarm-node"),
     ],
 )
-def test_an_environment_is_mended_in_place_and_from_where_it_came(
+def test_an_environment_is_mended_from_its_source(
     made_of: SimpleNamespace, told: object, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_of.told = told
@@ -48,7 +48,7 @@ def test_an_environment_is_mended_in_place_and_from_where_it_came(
 
 
 @pytest.mark.parametrize(("editable", "way"), [(True, "-e "), (False, "")])
-def test_a_clone_is_upgraded_from_where_it_was_cloned(
+def test_a_clone_is_upgraded_from_its_clone(
     made_of: SimpleNamespace, editable: bool, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clone = tmp_path / "my clone"
@@ -69,7 +69,7 @@ def test_a_clone_is_upgraded_from_where_it_was_cloned(
         ({"url": "https://example.org/a.git", "vcs_info": {"vcs": "git"}}, "git+https://example.org/a.git"),
     ],
 )
-def test_what_is_of_no_clone_is_upgraded_from_where_it_came(
+def test_other_installations_are_upgraded_from_their_source(
     made_of: SimpleNamespace, told: object, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_of.told = told

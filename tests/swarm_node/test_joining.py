@@ -50,6 +50,7 @@ from swarm_node.run import run_join
 from swarm_node.rundir import RunDir
 from swarm_node.tasks import load_tasks
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
+from tests.support.virtual_time import VirtualTime
 
 QUESTIONS = (
     b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'
@@ -67,6 +68,14 @@ def run() -> RunDir:
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "RETRY_S", 0.01)
     monkeypatch.setattr(joining, "FILE_WAIT_S", 0.05)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    clock = VirtualTime(1000.0)
+    monkeypatch.setattr(joining, "time", clock)
+    monkeypatch.setattr(joining, "FILE_WAIT_S", 20.0)
+    return clock
 
 
 @pytest.fixture
@@ -110,7 +119,7 @@ def no_network() -> Transport:
 # --------------------------------------------------------------------- which swarm
 
 
-def test_a_path_an_address_and_a_link_name_the_same_swarm(run: RunDir, web: dict[str, Any]) -> None:
+def test_path_address_and_link_name_one_swarm(run: RunDir, web: dict[str, Any]) -> None:
     Path("sums.toml").write_bytes(render(PLAIN))
     web["/sums.toml"] = render(PLAIN)
     by_path, by_url = find_swarm("sums.toml", run), find_swarm(f"{web['url']}/sums.toml", run)
@@ -156,21 +165,21 @@ def test_a_restart_needs_nobody(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("before", ["", "https://127.0.0.1:1/other.toml", "sums.toml", 'https://a"\n'])
-def test_an_address_that_cannot_be_had_leads_to_no_other_swarm(run: RunDir, before: str) -> None:
+def test_an_unreachable_address_opens_no_other_swarm(run: RunDir, before: str) -> None:
     keep(PLAIN, run, before)
     assert find_swarm(f"swarm://{PLAIN.swarm_id}", run).manifest == PLAIN  # whatever is written above it
     with pytest.raises(UserError, match="cannot get"):
         find_swarm("https://127.0.0.1:1/sums.toml", run)
 
 
-def test_an_address_without_encryption_is_never_gone_on_from(run: RunDir) -> None:
+def test_plain_http_addresses_are_never_resumed(run: RunDir) -> None:
     for named, message in (("http://example.org/sums.toml", "use https"), ("http://127.0.0.1:1/x.toml", "cannot get")):
         keep(PLAIN, run, named)
         with pytest.raises(UserError, match=message):
             find_swarm(named, run)
 
 
-def test_a_link_that_was_not_copied_whole_is_told_so(run: RunDir) -> None:
+def test_a_link_copied_in_part_is_explained(run: RunDir) -> None:
     with pytest.raises(UserError, match="the id in this link has 63 characters instead of 64: copy the whole link"):
         find_swarm(f"swarm://{PLAIN.swarm_id[:-1]}?peer={address(1)}", run)
     with pytest.raises(UserError, match="and has no 'X'"):
@@ -198,7 +207,7 @@ def test_a_damaged_copy_is_as_good_as_none(run: RunDir) -> None:
     assert find_swarm(f"swarm://{PLAIN.swarm_id}", run).manifest is None
 
 
-def test_downloads_are_bounded_and_stay_where_they_may_be(web: dict[str, Any]) -> None:
+def test_downloads_are_bounded_and_stay_encrypted(web: dict[str, Any]) -> None:
     web["/big"] = b"x" * 1001
     web["/away"] = "http://example.org/"
     assert len(download(f"{web['url']}/big", 1001)) == 1001
@@ -216,7 +225,7 @@ def test_downloads_are_bounded_and_stay_where_they_may_be(web: dict[str, Any]) -
 # --------------------------------------------------------------------- what members are asked for
 
 
-def test_the_manifest_is_believed_from_whoever_has_the_right_one() -> None:
+def test_any_member_may_give_the_right_manifest() -> None:
     def forged(caller: str, payload: bytes) -> bytes:
         return render(Manifest(name="other", tasks=PLAIN.tasks))
 
@@ -239,6 +248,7 @@ def test_the_manifest_is_believed_from_whoever_has_the_right_one() -> None:
     assert manifest.bootstrap == [address(1)]
 
 
+@pytest.mark.usefixtures("clock")
 def test_waiting_for_the_manifest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "FIRST_WORD_S", 0.0)
     said: list[str] = []
@@ -251,7 +261,7 @@ def test_waiting_for_the_manifest_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert f"nobody answers at {address(1)}" in said[-1] and f"`swarm-node doctor '{link}'`" in said[-1]
 
 
-def test_a_member_hands_on_the_manifest_and_its_files_and_nothing_else(run: RunDir) -> None:
+def test_members_serve_manifest_and_files_only(run: RunDir) -> None:
     manifest = with_questions()
     Path("q.jsonl").write_bytes(QUESTIONS)
     transport = FakeTransport()
@@ -294,7 +304,7 @@ def test_question_files_may_lie_beside_the_manifest(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("unusable", [b"x" * 500, None])
-def test_a_file_that_merely_has_the_name_is_no_obstacle(
+def test_a_wrong_file_of_the_name_is_skipped(
     run: RunDir, unusable: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = with_questions()
@@ -312,7 +322,7 @@ def test_a_file_that_merely_has_the_name_is_no_obstacle(
     assert "shared/q.jsonl" in said[0] and "looking elsewhere" in said[0]
 
 
-def test_what_a_manifest_calls_a_source_moves_no_cursor(run: RunDir) -> None:
+def test_a_manifest_s_source_moves_no_cursor(run: RunDir) -> None:
     manifest = with_questions()
     task = replace(manifest.tasks[0], source="http://\x1b]0;title\x07\u202e")
     transport = FakeTransport({peer_id(2): {FILE_METHOD: lambda caller, payload: QUESTIONS}})
@@ -321,7 +331,7 @@ def test_what_a_manifest_calls_a_source_moves_no_cursor(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("bad", [QUESTIONS[:-1] + b" ", QUESTIONS[:-1], b""])
-def test_members_give_question_files_and_forged_ones_are_not_believed(run: RunDir, bad: bytes) -> None:
+def test_forged_question_files_are_not_believed(run: RunDir, bad: bytes) -> None:
     manifest = with_questions()
     transport = FakeTransport({peer_id(2): {FILE_METHOD: lambda caller, payload: bad}})
     files, said = gather(manifest, run, [], lambda: transport)
@@ -366,31 +376,10 @@ def test_a_source_is_checked_before_it_is_used(run: RunDir, monkeypatch: pytest.
     assert asked == [("https://example.org/q", len(QUESTIONS), True)] * 2
 
 
-class Clock:
-    """Stands in for `time`: passes while somebody sleeps, and when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(joining, "time", clock)
-    monkeypatch.setattr(joining, "FILE_WAIT_S", 20.0)
-    return clock
-
-
 class Trickling(FakeTransport):
     """Members who use all the time they are given, and then give nothing."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualTime) -> None:
         super().__init__()
         self.clock = clock
         self.cards = {peer_id(1 + i): card() for i in range(20)}
@@ -407,7 +396,7 @@ def many_files(source: str = "") -> Manifest:
     return Manifest(name="sums", tasks=tasks)
 
 
-def test_trickling_members_do_not_hold_up_joining(run: RunDir, clock: Clock) -> None:
+def test_trickling_members_do_not_hold_up_joining(run: RunDir, clock: VirtualTime) -> None:
     transport = Trickling(clock)
     files, said = gather(many_files(), run, [], lambda: transport)
     assert files == {}
@@ -416,7 +405,9 @@ def test_trickling_members_do_not_hold_up_joining(run: RunDir, clock: Clock) -> 
     assert len(said) == 64  # each is said to be missing
 
 
-def test_trickling_sources_do_not_hold_up_joining(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trickling_sources_do_not_hold_up_joining(
+    run: RunDir, clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[float] = []
 
     def trickle(url: str, limit: int, seconds: float, public: bool) -> bytes:
@@ -431,7 +422,7 @@ def test_trickling_sources_do_not_hold_up_joining(run: RunDir, clock: Clock, mon
     assert clock.now - 1000 <= joining.GATHER_S + 64 * (joining.MAX_RETRY_S + 0.1)
 
 
-def test_who_had_one_file_is_given_time_for_the_next(run: RunDir, clock: Clock) -> None:
+def test_a_member_that_gives_gets_more_time(run: RunDir, clock: VirtualTime) -> None:
     def slow(caller: str, payload: bytes) -> bytes:
         clock.now += 15.0
         return texts[payload.decode()]
@@ -472,9 +463,7 @@ def test_an_identity_that_cannot_be_read_is_explained(run: RunDir) -> None:
         enter_swarm(Swarm(PLAIN.swarm_id, PLAIN, []), NodeConfig(), run, print, stack)
 
 
-def test_what_leaves_the_machine_is_said_before_it_does_once_for_each_swarm_and_run(
-    monkeypatch: pytest.MonkeyPatch, run: RunDir
-) -> None:
+def test_what_becomes_public_is_said_once_before(monkeypatch: pytest.MonkeyPatch, run: RunDir) -> None:
     class Dialled(Exception):
         pass
 
@@ -536,9 +525,7 @@ def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any],
     assert given not in told(with_model, give=False) and given not in told(PLAIN)
 
 
-def test_a_swarm_is_found_once_and_before_there_is_a_directory(
-    monkeypatch: pytest.MonkeyPatch, web: dict[str, Any]
-) -> None:
+def test_a_swarm_is_found_before_directories_are_made(monkeypatch: pytest.MonkeyPatch, web: dict[str, Any]) -> None:
     class Entered(Exception):
         pass
 
@@ -567,7 +554,7 @@ def test_a_swarm_is_found_once_and_before_there_is_a_directory(
     assert not Path("other").exists()
 
 
-def test_the_link_leads_to_this_node_first_and_to_others_if_it_cannot_be_reached() -> None:
+def test_a_link_prefers_this_node_if_reachable() -> None:
     relayed = f"{address(1)}/p2p-circuit/p2p/{peer_id(0)}"
     link = parse_link(join_link(PLAIN.swarm_id, [relayed, address(0)], [address(1), address(0), address(2)]))
     assert link.swarm == PLAIN.swarm_id
@@ -575,7 +562,7 @@ def test_the_link_leads_to_this_node_first_and_to_others_if_it_cannot_be_reached
     assert len(parse_link(join_link(PLAIN.swarm_id, [], [address(i) for i in range(20)])).peers) == 8
 
 
-def test_links_name_a_few_members_who_can_be_reached() -> None:
+def test_links_name_a_few_reachable_members() -> None:
     relayed = f"{address(9)}/p2p-circuit/p2p/{peer_id(1)}"
     told = {1: [relayed, address(1)], 2: [], 3: [address(3), address(3, 31331)], 4: [address(4)], 5: [address(5)]}
     members = {peer_id(i): replace(card(), addresses=addresses) for i, addresses in told.items()}
@@ -585,7 +572,7 @@ def test_links_name_a_few_members_who_can_be_reached() -> None:
     assert len(living(members, [])) == 3 and living({}, [peer_id(1)]) == []
 
 
-def test_settings_are_those_of_the_configuration_and_the_swarm() -> None:
+def test_settings_join_configuration_and_swarm() -> None:
     config = NetworkConfig(listen="127.0.0.1", announce=["a.example"], bootstrap=[address(1)], dial_only=True)
     settings = settings_of(config, [address(2), address(1)])
     assert settings.bootstrap == (address(1), address(2))
@@ -597,22 +584,22 @@ def test_settings_are_those_of_the_configuration_and_the_swarm() -> None:
         settings_of(NetworkConfig(bootstrap=["localhost:1"]), [])
 
 
-def test_a_link_of_another_swarm_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("clock")
+def test_a_link_of_another_swarm_ends() -> None:
     other = Manifest(name="other", tasks=PLAIN.tasks)
     server: dict[str, Server] = {MANIFEST_METHOD: lambda caller, payload: render(other)}
     swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}&peer={address(2)}")
     transport = FakeTransport({peer_id(1): server, peer_id(2): server})
     with pytest.raises(UserError, match=f"its peers are in swarm {other.swarm_id[:16]}"):
         fetch_manifest(transport, swarm, lambda sentence: None)
-    monkeypatch.setattr(joining, "PATIENCE_S", 0.5)
     transport.others = {peer_id(1): server}  # the other one may come back meanwhile
     with pytest.raises(UserError, match="its peers are in swarm"):
         fetch_manifest(transport, swarm, lambda sentence: None)
     assert transport.asked[peer_id(2), MANIFEST_METHOD] > 2
 
 
-def test_peers_without_this_swarms_protocol_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "PATIENCE_S", 0.5)
+@pytest.mark.usefixtures("clock")
+def test_peers_without_this_swarms_protocol_end_it() -> None:
     asked = 0
 
     def starting(caller: str, payload: bytes) -> bytes:
@@ -632,10 +619,10 @@ def test_peers_without_this_swarms_protocol_end_it(monkeypatch: pytest.MonkeyPat
         fetch_manifest(FakeTransport({peer_id(1): {MANIFEST_METHOD: elsewhere}}), swarm, lambda sentence: None)
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("reply", [b"\xff", None])
-def test_one_peer_of_another_swarm_ends_nothing(reply: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_peer_of_another_swarm_ends_nothing(reply: bytes | None) -> None:
     """While somebody else may have the right one, be it now busy or damaged."""
-    monkeypatch.setattr(joining, "PATIENCE_S", 0.1)
 
     def other(caller: str, payload: bytes) -> bytes:
         return render(Manifest(name="other", tasks=PLAIN.tasks))
@@ -651,4 +638,4 @@ def test_one_peer_of_another_swarm_ends_nothing(reply: bytes | None, monkeypatch
     }
     swarm = find_swarm(f"swarm://{PLAIN.swarm_id}?peer={address(1)}&peer={address(2)}")
     with pytest.raises(PeerUnreachable):
-        fetch_manifest(FakeTransport(others), swarm, lambda sentence: None, wait_s=1.0)
+        fetch_manifest(FakeTransport(others), swarm, lambda sentence: None, wait_s=100.0)

@@ -96,7 +96,7 @@ def test_layers_go_where_there_is_room(saved: Saved, tmp_path: Path) -> None:
         memory.divide([0] * (layers + 1))
 
 
-def test_ends_are_counted_with_the_first_and_the_last() -> None:
+def test_ends_count_with_first_and_last_stage() -> None:
     sizes = Sizes([1, 2, 4], 10, 20)
     assert sizes.of([(0, 1), (1, 3)]) == [11, 26]
     assert sizes.of([(0, 1), (1, 3)], layers=False) == [10, 20]

@@ -88,7 +88,7 @@ def test_a_start_says_that_it_still_relays() -> None:
     assert said == "r goes on with its own settings: network.serve_relay = true\n"
 
 
-def test_a_file_that_names_its_directory_goes_on_there() -> None:
+def test_a_file_may_name_the_run_directory() -> None:
     a_run({"grpo": {"loss": "gspo"}, "rounds": 60})
     Path("x.toml").write_text("run_dir = 'r'\nrounds = 80\n")
     config = start("local", "--config", "x.toml")
@@ -100,7 +100,7 @@ def test_a_new_length_replaces_both_of_the_run() -> None:
     assert "rounds" not in start(*LOCAL, "--minutes", "5"), "60 rounds are done, and five minutes are wanted"
 
 
-def test_a_copy_of_a_run_trains_in_its_own_directory() -> None:
+def test_a_copied_run_trains_in_its_own_directory() -> None:
     a_run({"run_dir": "elsewhere", "name": "alice"})
     assert start(*LOCAL)["run_dir"] == "r"
     RUN.rename("runs-r")
@@ -122,7 +122,7 @@ def test_settings_of_another_version_are_left_out_aloud() -> None:
 
 
 @pytest.mark.parametrize("write", [dump_own, lambda config, asked: dump_toml(config)], ids=["now", "before"])
-def test_defaults_of_then_are_nothing_that_a_user_has_set(write: Any) -> None:
+def test_old_defaults_are_no_user_settings(write: Any) -> None:
     """Ports are taken as given, and tasks as chosen, only where a user names them."""
     given = {"swarm": "swarm://x", "network": {"port": 4711}}
     RUN.mkdir()
@@ -133,7 +133,7 @@ def test_defaults_of_then_are_nothing_that_a_user_has_set(write: Any) -> None:
     assert "tasks" not in again.model_fields_set
 
 
-def test_what_a_member_chose_is_kept_what_its_swarm_gave_is_not() -> None:
+def test_only_a_member_s_own_choices_are_kept() -> None:
     chosen = {"tasks": ["small"], "swarm": "swarm://x"}
     a_run(chosen, {"policy": {"model": "/cache/of/the/swarm"}})
     again = load_run_config(None, {}, {"run_dir": "r"}, (), True, print)
@@ -149,7 +149,7 @@ def test_local_leaves_a_member_s_run_alone() -> None:
     assert sorted(path.name for path in RUN.iterdir()) == ["config.toml", "snapshots"]
 
 
-def test_join_goes_on_in_the_run_s_own_swarm() -> None:
+def test_join_resumes_the_run_s_own_swarm() -> None:
     a_run({"swarm": "gone.toml", "name": "alice"})
     kept = a_manifest("swarm", ["small/gcd"], RUN)
     config = start("join", "--run-dir", "r")
@@ -158,7 +158,7 @@ def test_join_goes_on_in_the_run_s_own_swarm() -> None:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_join_of_another_swarm_leaves_a_trained_run_alone(trained: bool) -> None:
+def test_joining_another_swarm_spares_a_trained_run(trained: bool) -> None:
     before = a_run({"swarm": "swarm.toml"}, trained=trained)
     a_manifest("swarm", ["small/gcd"], RUN)
     other = a_manifest("other", ["small/lcm"])
@@ -180,7 +180,7 @@ def test_json_says_why_a_start_is_refused() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"tasks": ["small/gcd"]}], ids=["all", "some"])
-def test_a_member_s_snapshot_names_the_tasks_it_chose(given: dict[str, Any]) -> None:
+def test_a_member_s_snapshot_names_chosen_tasks(given: dict[str, Any]) -> None:
     asked = NodeConfig.model_validate({"swarm": "swarm://x", **given})
     config = NodeConfig.model_validate(asked.model_dump(exclude_none=True) | {"seed": 7})
     behind = OwnSettings(RunDir("r"), config, asked, print).of_weights
@@ -193,6 +193,6 @@ def test_a_snapshot_s_settings_choose_no_code(settings: object) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"policy": []}, {"rollouts": {"made_up": 1}}, {"tasks": 3}])
-def test_settings_of_a_newer_snapshot_are_refused_in_one_line(settings: object) -> None:
+def test_newer_snapshot_settings_are_refused(settings: object) -> None:
     with pytest.raises(UserError, match="the snapshot has settings that this version does not know"):
         as_trained(NodeConfig(), settings)

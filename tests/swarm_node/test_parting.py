@@ -44,7 +44,7 @@ def test_it_comes_about_while_there_is_time(method: str) -> None:
     assert pair.b.counts["exchanges"] == 1
 
 
-def test_it_is_not_waited_for_when_there_is_none() -> None:
+def test_no_exchange_is_not_waited_for() -> None:
     pair = Pair("noloco")
     pair.cohort.trainees[1].transport.close()
     assert not last_exchange(pair.a, pair.average, lambda: 0.0)
@@ -97,7 +97,7 @@ def heirs(leaver: Leaver) -> list[Trainee]:
     return [trainee for trainee in leaver.others if torch.allclose(trainee.flat, torch.tensor(0.5), atol=1e-3)]
 
 
-def test_what_was_learned_since_goes_to_one_whose_turn_it_is_not() -> None:
+def test_a_leaver_s_update_goes_to_an_heir() -> None:
     leaver = Leaver(4)
     assert leaver.leaves()
     assert len(heirs(leaver)) == 1
@@ -122,7 +122,7 @@ def test_who_cannot_is_passed_over() -> None:
     assert heirs(leaver) == there[1:]
 
 
-def test_who_does_not_answer_costs_a_third_of_the_time() -> None:
+def test_a_mute_heir_is_replaced_in_time() -> None:
     leaver = Leaver(4)
     clock, mute = leaver.cohort.clock, []
     mine, members = leaver.mine.averager, [trainee.transport.peer_id for trainee in leaver.cohort.trainees]
@@ -137,7 +137,7 @@ def test_who_does_not_answer_costs_a_third_of_the_time() -> None:
     assert len(mute) == 1 and len(heirs(leaver)) == 1 and heirs(leaver) != mute
 
 
-def test_a_liar_that_says_it_leaves_again_and_again_is_heard_once_an_hour() -> None:
+def test_repeated_farewells_are_heard_once_an_hour() -> None:
     leaver = Leaver(2)
     (heir,) = leaver.others
     for hours, heard in ((0, True), (0, False), (1, True)):
@@ -147,14 +147,14 @@ def test_a_liar_that_says_it_leaves_again_and_again_is_heard_once_an_hour() -> N
             tensor += 1.0
         before = heir.flat.clone()
         mine = leaver.mine.averager
-        mine._asked.clear()  # type: ignore[attr-defined]
+        mine._asked.clear()  # type: ignore[attr-defined]  # a liar goes by no memory; an honest node has no way to
         assert last_exchange(mine, leaver.turn, lambda: math.inf) == heard
         leaver.turn()
         assert bool((heir.flat - before).abs().max() > 0.1) == heard
     assert heir.averager.refused["late"] == 1
 
 
-def test_who_leaves_and_stalls_keeps_nobody_from_whose_turn_it_is() -> None:
+def test_a_stalling_leaver_blocks_no_due_exchange() -> None:
     leaver = LeftOver()
     leaver.mine.transport.link = LinkModel(latency_s=0.02, bandwidth_bytes_s=50.0)  # a minute for its weights
     leaver.mine.averager.leave(1.0)
@@ -169,7 +169,7 @@ def test_who_leaves_and_stalls_keeps_nobody_from_whose_turn_it_is() -> None:
     assert leaver.of_others() == leaver.before + 2
 
 
-def test_no_more_than_one_is_taken_over_in_a_round() -> None:
+def test_one_inheritance_a_round_at_most() -> None:
     leaver = Leaver(3)
     assert leaver.leaves()
     first = heirs(leaver)
@@ -221,7 +221,7 @@ def test_who_is_busy_is_asked_again() -> None:
     assert leaver.of_others() == leaver.before + 3
 
 
-def test_who_has_taken_over_goes_on_in_its_round() -> None:
+def test_an_heir_goes_on_in_its_round() -> None:
     leaver = LeftOver()
     assert leaver.leaves()
     assert leaver.of_others() == leaver.before + 1

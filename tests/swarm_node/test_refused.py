@@ -21,7 +21,7 @@ def test_every_reason_of_a_receiver_has_words() -> None:
     assert REASONS - {"echo"} <= WORDS.keys() and MALICIOUS <= HOSTILE and SAID <= WORDS.keys()
 
 
-def test_the_worst_sources_come_first_with_what_and_where() -> None:
+def test_the_worst_sources_come_first() -> None:
     sources = {
         MALLORY: Refused({"find": 1204, "schema": 3}, 90.0, "203.0.113.9"),
         "198.51.100.7": Refused({"connections": 5000}, 80.0),
@@ -44,7 +44,7 @@ def test_the_worst_sources_come_first_with_what_and_where() -> None:
     ]
 
 
-def test_a_node_started_again_and_again_is_no_attacker() -> None:
+def test_a_restarting_node_is_no_attacker() -> None:
     assert rows({}, {MALLORY: account(slot=5000)}, {}) == []
     assert rows({}, {MALLORY: account(slot=5000, assignment=1)}, {})[0].hostile == 1
 

@@ -31,7 +31,7 @@ def start(rounds: int, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, An
     return json.loads(out), err
 
 
-def test_a_run_in_two_starts_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_starts_are_reported_as_one_run(capsys: pytest.CaptureFixture[str]) -> None:
     first, words = start(1, capsys)
     assert "resumed_at" not in first and "several starts" not in words
     document, words = start(2, capsys)
@@ -48,7 +48,7 @@ def test_a_run_in_two_starts_is_told_as_one(capsys: pytest.CaptureFixture[str]) 
     assert Path("run/plots/reward.png").exists()
 
 
-def test_a_round_that_a_crash_cost_is_in_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_round_is_in_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
     first, _ = start(2, capsys)
     with open("run/metrics.jsonl", "a") as file:  # recorded, but no snapshot of it was made
         file.write('{"round": 3, "reward": 1e6, "step_time": 1e6, "num_tokens": 1}\n')
@@ -58,7 +58,7 @@ def test_a_round_that_a_crash_cost_is_in_no_figure(capsys: pytest.CaptureFixture
     assert document["reward_first_tenth"] == first["reward_first_tenth"], "exactly, since the snapshot has the figures"
 
 
-def test_two_questions_are_too_few_to_hold_one_out_which_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_questions_hold_none_out(capsys: pytest.CaptureFixture[str]) -> None:
     Path("q.jsonl").write_text("".join(f'{{"question": "{n}+1?", "answer": "{n + 1}"}}\n' for n in (1, 2)))
     rollouts = {"groups": 2, "group_size": 2, "max_new_tokens": 4}
     config = {"run_dir": "run", "rounds": 1, "tasks": ["q.jsonl"], "rollouts": rollouts}
@@ -70,14 +70,14 @@ def test_two_questions_are_too_few_to_hold_one_out_which_is_said_once(capsys: py
         evaluation("run", None, 2, None, False)
 
 
-def test_a_run_without_a_round_has_nothing_to_tell_and_no_picture(tmp_path: Path) -> None:
+def test_a_run_without_rounds_has_no_report(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     told = Report(RunDir(tmp_path), Tally(), 0, Evaluation(), Evaluation(), 8)
     told.draw()
     assert told.figures.rounds_recorded == 0 and not (tmp_path / "plots").exists()
 
 
-def test_held_out_figures_are_compared_only_if_both_are_there_and_judged_only_if_by_question() -> None:
+def test_held_out_figures_need_both_evaluations() -> None:
     table = {"all": Held(128, 0.5, 0.75)}
     assert compared(Evaluation(), Evaluation(table, [0.5] * 128), 8) is None
     assert compared(Evaluation(table), Evaluation(), 8) is None

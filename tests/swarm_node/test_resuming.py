@@ -39,7 +39,7 @@ def changes(said: list[str]) -> list[str]:
     return [text for text in said if text.startswith("changed: ")]
 
 
-def test_changed_settings_are_said_and_written_with_the_first_round() -> None:
+def test_changed_settings_are_written_with_the_first_round() -> None:
     folder = Path("run")
     averaging = {"averaging": {"method": "noloco", "fragments": 4}}
     assert changes(start(1, **averaging)) == []
@@ -58,7 +58,7 @@ def test_changed_settings_are_said_and_written_with_the_first_round() -> None:
     assert {path.name for path in folder.glob("config*")} == {"config-0001.toml", "config-0002.toml", "config.toml"}
 
 
-def test_a_full_disk_at_the_change_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_changes_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     start(1)
     first = Path("run/config.toml").read_bytes()
     keep = RunDir.keep_config
@@ -92,7 +92,7 @@ def newest_settings() -> dict[str, Any]:
     return settings
 
 
-def test_the_name_of_a_crew_is_not_for_dashboards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_never_get_a_crew_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[dict[str, Any]] = []
     monkeypatch.setattr(run, "open_sinks", lambda names, folder, config, first: shown.append(config) or [])
     start(1)
@@ -107,7 +107,7 @@ def test_a_configuration_of_another_version_is_no_obstacle() -> None:
     assert "made_up" not in said
 
 
-def test_a_state_that_could_not_be_written_is_written_again(tmp_path: Path) -> None:
+def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
     said: list[str] = []
     folder = tmp_path / "snapshots"
     store = SnapshotStore(folder, 2, said.append)

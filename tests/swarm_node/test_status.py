@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from swarm_node.guest import Guest, pause, resume
 from swarm_node.rundir import RunDir
 from swarm_node.status import look_around, show_status
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
+from tests.support.ports import free_port
 
+NOW = 1_800_000_000.0
 STATUS: dict[str, Any] = {
     "swarm": SWARM,
     "swarm_name": "sums",
@@ -57,9 +60,15 @@ STATUS: dict[str, Any] = {
 def make_run(path: str, age: float = 0.0, **more: Any) -> RunDir:
     run = RunDir(path)
     run.path.mkdir(parents=True)
-    run.status.write_text(json.dumps({**STATUS, "time": time.time() - age, **more}))
+    run.status.write_text(json.dumps({**STATUS, "time": NOW - age, **more}))
     run.metrics.write_text('{"round": 41, "reward": 0.25, "swarm/groups_used": 4.0}\n')
     return run
+
+
+@pytest.fixture(autouse=True)
+def clock_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = SimpleNamespace(time=lambda: NOW, monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(status, "time", still)
 
 
 def shown(capsys: pytest.CaptureFixture[str], target: str | None = None, json_output: bool = False) -> str:
@@ -67,7 +76,7 @@ def shown(capsys: pytest.CaptureFixture[str], target: str | None = None, json_ou
     return capsys.readouterr().out
 
 
-def test_a_run_shows_who_is_there_what_was_admitted_and_why_the_rest_was_not(
+def test_a_run_shows_members_admissions_and_refusals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_run("runs/alice")
@@ -96,10 +105,10 @@ def test_a_run_shows_who_is_there_what_was_admitted_and_why_the_rest_was_not(
     assert "runs/alice, ended; as of 0 s ago" in shown(capsys, "runs/alice")
 
 
-def test_the_worst_sources_of_what_was_refused_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_worst_sources_of_refusals_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     says = "1,204 × too many keys asked at once"
-    row = {"source": peer_id(2), "says": says, "count": 1204, "hostile": 1204, "last": time.time() - 400}
-    first = row | {"name": "bob", "address": "203.0.113.9", "last": time.time() - 3}
+    row = {"source": peer_id(2), "says": says, "count": 1204, "hostile": 1204, "last": NOW - 400}
+    first = row | {"name": "bob", "address": "203.0.113.9", "last": NOW - 3}
     make_run("runs/alice", refused=[first, *[row] * 7])
     lines = shown(capsys, "runs/alice").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("refused"))
@@ -109,7 +118,7 @@ def test_the_worst_sources_of_what_was_refused_are_shown(capsys: pytest.CaptureF
     assert f"refused    {says}, from bob" in shown(capsys, "runs/hub")
 
 
-def test_a_swarm_whose_name_is_not_known_goes_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nameless_swarm_goes_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
     make_run("runs/alice", swarm_name="")
     assert f"swarm      {SWARM[:16]}\n" in shown(capsys, "runs/alice")
 
@@ -201,10 +210,8 @@ def test_a_crew_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("taker", [None, {"peer": peer_id(0), "name": "alice"}])
-def test_a_lost_stage_is_not_its_last_holder_s_though_its_card_has_not_run_out(
-    taker: dict[str, str] | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    missing = {"since": time.time() - 12.0, "taker": taker}
+def test_a_lost_stage_is_shown_as_lost(taker: dict[str, str] | None, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = {"since": NOW - 12.0, "taker": taker}
     stages = [
         {"layers": [0, 5], "peer": peer_id(0), "name": "alice", "missing": None},
         {"layers": [6, 11], "peer": peer_id(1), "name": "bob", "missing": missing},
@@ -218,7 +225,7 @@ def test_a_lost_stage_is_not_its_last_holder_s_though_its_card_has_not_run_out(
     assert re.search(r"bob +silent", text) and "members    0 others" in text
 
 
-def test_a_crew_that_is_not_there_yet_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_crew_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     crew = {"name": "home", "count": 2, "lead": None, "whole": False, "updates": 0, "round": 0, "stages": []}
     make_run("runs/alice", crew=crew | {"spares": 0, "held": [], "replicas": {}, "recovered": {}})
     text = shown(capsys, "runs/alice")
@@ -236,7 +243,7 @@ def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
         "exchanges": 12,
         "bytes": 1_250_000,
         "spread": 0.1,
-        "last": {"time": time.time() - 20.0, "peers": [peer_id(1)], "with": "bob"},
+        "last": {"time": NOW - 20.0, "peers": [peer_id(1)], "with": "bob"},
         "skipped": {"odd": 1, "late": 3},
         "refused": {"crossed": 2},
     }
@@ -303,11 +310,10 @@ def listening() -> Iterator[int]:
 @pytest.fixture
 def closed() -> int:
     """One at which nothing does."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_port()
 
 
-def test_a_manifest_without_an_address_is_refused_before_anything_is_dialled(
+def test_a_manifest_without_address_dials_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "visitor", None)
@@ -338,7 +344,7 @@ def test_nobody_answering_is_not_an_empty_swarm(
     assert shown(capsys, swarm).endswith("members    0\n")
 
 
-def test_a_swarm_s_members_are_shown_with_their_cohorts_if_there_are_any(
+def test_members_are_shown_with_their_cohorts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int
 ) -> None:
     boot = PeerCard(PROTOCOL_VERSION, SWARM, 0.0, "boot", ["bootstrap"])  # all else is left at its default
@@ -374,7 +380,7 @@ def test_on_a_terminal_it_says_that_it_looks(
 # --------------------------------------------------------------------- for programs
 
 
-def test_a_swarm_s_document_lists_members_and_adds_them_up(
+def test_the_json_lists_members_and_totals(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int
 ) -> None:
     head = PROTOCOL_VERSION, SWARM, 0.0
@@ -417,9 +423,7 @@ def test_a_swarm_s_document_lists_members_and_adds_them_up(
 
 
 @pytest.mark.parametrize("swarm_age", [None, 3600.0])
-def test_a_pause_of_a_run_that_trains_alone_is_told(
-    swarm_age: float | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lone_run_s_pause_is_told(swarm_age: float | None, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where a run was a member once, whose last words are of then."""
     run = make_run("runs/alice", age=swarm_age or 0.0, paused="on battery")
     run.config.touch()
@@ -448,7 +452,7 @@ def test_a_pause_of_a_run_that_trains_alone_is_told(
         assert paused() is None, "what another process left is not of this one"
 
 
-def test_a_run_s_document_says_what_a_fleet_asks_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_s_json_says_what_fleets_ask(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run("runs/alice", paused="quiet hours", averaging={"method": "noloco"}, crew={"name": "home"})
     run.metrics.write_text('{"round": 1, "reward": 0.1, "cost/spent": 0.5, "cost/groups": 4}\n')
     with RunDir.open("runs/alice"):

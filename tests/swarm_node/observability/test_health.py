@@ -15,19 +15,14 @@ from swarm_node.errors import UserError
 from swarm_node.observability.health import MAX_REQUESTS, Health, main, metric_name, serving
 from swarm_node.rundir import RunDir
 from swarm_node.screen import Screen
+from tests.support.ports import free_port
+from tests.support.virtual_time import VirtualTime
 
 SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*({reason=\"[a-z]+\"})? (-?[0-9.]+(e[+-]?[0-9]+)?|NaN|[+-]Inf)")
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def get(port: int, path: str) -> tuple[int, str, str]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -36,14 +31,14 @@ def get(port: int, path: str) -> tuple[int, str, str]:
         connection.close()
 
 
-def rounds(health: Health, clock: Clock, count: int, seconds: float) -> None:
+def rounds(health: Health, clock: VirtualTime, count: int, seconds: float) -> None:
     for number in range(1, count + 1):
         clock.now += seconds
         health.write(number, {"reward": 0.5})
 
 
-def test_who_trains_is_healthy_and_who_merely_runs_is_not() -> None:
-    clock = Clock()
+def test_only_a_node_that_trains_is_healthy() -> None:
+    clock = VirtualTime()
     health = Health(clock=clock)
     clock.now += 9
     assert health.verdict() == (False, "starting for 9 s: no round has ended yet")
@@ -57,7 +52,7 @@ def test_who_trains_is_healthy_and_who_merely_runs_is_not() -> None:
 
 
 def test_slow_rounds_have_more_time() -> None:
-    clock = Clock()
+    clock = VirtualTime()
     health = Health(clock=clock)
     rounds(health, clock, 20, 60.0)
     clock.now += 600
@@ -66,7 +61,7 @@ def test_slow_rounds_have_more_time() -> None:
     assert not health.verdict()[0]
 
 
-def test_to_wait_for_others_of_the_crew_is_healthy_and_to_leave_is_not() -> None:
+def test_waiting_for_the_crew_is_healthy_leaving_not() -> None:
     health = Health()
     health.waiting = lambda: "stage 1 is missing"
     assert health.verdict() == (True, "waiting: stage 1 is missing")
@@ -90,8 +85,8 @@ def test_who_waits_is_told_from_who_trains() -> None:
     assert gauges() == ["swarm_node_training 0.0", "swarm_node_waiting 0.0"]
 
 
-def test_silence_is_counted_without_waits_and_no_wait_is_the_longest_round() -> None:
-    clock = Clock()
+def test_waits_count_as_neither_silence_nor_rounds() -> None:
+    clock = VirtualTime()
     health = Health(clock=clock)
     why = ""
     health.waiting = lambda: why
@@ -111,7 +106,7 @@ def test_silence_is_counted_without_waits_and_no_wait_is_the_longest_round() -> 
 
 
 def test_waits_are_noticed_also_if_nobody_asks() -> None:
-    clock = Clock()
+    clock = VirtualTime()
     health = Health(clock=clock)
     rounds(health, clock, 2, 2.0)
     looked, why = threading.Event(), "for the others of the crew"
@@ -124,14 +119,14 @@ def test_waits_are_noticed_also_if_nobody_asks() -> None:
     with serving(health, "127.0.0.1", 0) as port:
         for _ in range(2):
             looked.clear()
-            assert looked.wait(10)
+            assert looked.wait(60)
         clock.now += 3600
         for _ in range(2):
             looked.clear()
-            assert looked.wait(10)
+            assert looked.wait(60)
         why = ""
         looked.clear()
-        assert looked.wait(10)
+        assert looked.wait(60)
         assert get(port, "/healthz")[2] == "round 2 ended 3600 s ago\n"
 
 
@@ -177,7 +172,7 @@ def test_names_that_differ_in_signs_only_are_one() -> None:
 def test_idle_connections_keep_nobody_out() -> None:
     with serving(Health(), "127.0.0.1", 0) as port, ExitStack() as stack:
         idle = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             for _ in range(4 * MAX_REQUESTS)
         ]
         for _ in range(3):
@@ -222,7 +217,7 @@ def test_only_expected_names_are_answered() -> None:
     health.write(1, {})
 
     def asked(port: int, header: str, path: str) -> tuple[int, str]:
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(f"GET {path} HTTP/1.0\r\n{header}\r\n".encode())
             text = connection.makefile().read()
             return int(text.split()[1]), text
@@ -236,14 +231,14 @@ def test_only_expected_names_are_answered() -> None:
         assert asked(port, "Host: anything.example\r\n", "/healthz")[0] == 200
 
 
-def test_a_port_that_is_taken_is_the_users_to_mend() -> None:
+def test_a_taken_port_is_a_user_error() -> None:
     with serving(Health(), "127.0.0.1", 0) as port:
         with pytest.raises(UserError, match="choose another --health-port"):
             with serving(Health(), "127.0.0.1", port):
                 pass
 
 
-def test_the_check_of_a_container_asks_the_node_of_its_machine(
+def test_the_container_check_asks_its_machine_s_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     health = Health()
@@ -268,19 +263,13 @@ def test_a_port_that_is_none_is_one_line(
 
 
 @pytest.mark.parametrize("variable", ["SWARM_NODE_HEALTH_PORT", "SWARM_NODE_HEALTH__PORT"])
-def test_a_node_that_was_told_to_answer_nobody_is_healthy(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_told_to_answer_nobody_is_healthy(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "0")
     assert main() == 0
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
-
-
 @pytest.mark.parametrize("way", ["--health-port", "SWARM_NODE_HEALTH__PORT", "SWARM_NODE_SET"])
-def test_the_check_asks_where_the_node_of_its_run_directory_listens_whatever_set_it(
+def test_the_check_finds_the_port_whatever_set_it(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = free_port()

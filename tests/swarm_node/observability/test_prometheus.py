@@ -38,7 +38,7 @@ def families(name: str = "alice") -> dict[str, Any]:
     return found
 
 
-def test_prometheus_reads_every_number_with_its_type_and_meaning() -> None:
+def test_prometheus_reads_every_number_with_its_type() -> None:
     found = families()
     for each in EVERY:
         name, labels = labelled(example(each))
@@ -53,14 +53,14 @@ def test_prometheus_reads_every_number_with_its_type_and_meaning() -> None:
     assert set(EVERY) >= COUNTERS
 
 
-def test_who_a_node_is_survives_any_name_of_a_directory() -> None:
+def test_any_node_name_survives_in_labels() -> None:
     name = 'a "quoted" \\ name\nof two lines'
     [sample] = families(name)["swarm_node_info"].samples
     assert sample.labels == {"name": name, "swarm": "0" * 64, "version": swarm_node.__version__}
     assert sample.value == 1.0
 
 
-def test_what_a_resumed_run_takes_up_is_no_counter() -> None:
+def test_what_survives_resuming_is_no_counter() -> None:
     assert describe_metric("swarm/rejected/age") == describe_metric("swarm/rejected/seal")
     assert describe_metric("swarm/bytes_in") == ("All traffic in, in bytes: a running total.", True)
     for name in ("round", "num_tokens", "cost/spent", "averaging/exchanges"):
@@ -95,7 +95,7 @@ def test_every_expression_names_what_a_node_can_say() -> None:
     assert len(used) > 30
 
 
-def test_every_panel_is_of_the_nodes_that_were_chosen() -> None:
+def test_every_panel_is_of_the_chosen_nodes() -> None:
     """By name and by instance: an instance alone is any, unless one is chosen."""
     chosen = 'on (job, instance) group_left (name) swarm_node_info{name=~"$name", instance=~"$instance"}'
     panels = [each for each in expressions() if not each.startswith("label_values(")]

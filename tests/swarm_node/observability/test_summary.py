@@ -109,7 +109,7 @@ def test_a_crew_s_lead() -> None:
     assert figures(rounds([0.5], stages__recovered__base=[2])).stages is None, "so every crew begins"
 
 
-def test_after_a_signal_in_the_first_round_little_is_said_and_without_a_round_nothing() -> None:
+def test_few_rounds_leave_little_to_say() -> None:
     assert summary(figures(rounds([0.5]))) == [
         "outcome   reward 0.500 in its only round",
         "rounds    1 in 0:00; 1,000 tokens trained on, 2,000 a second",
@@ -135,7 +135,7 @@ def test_a_resumed_run_is_told_as_a_whole() -> None:
     assert summary(run)[-1] == f"{'':{INDENT}}in several starts; this one went on from round 3"
 
 
-def test_what_is_in_json_is_what_is_said_and_leaves_out_what_was_not() -> None:
+def test_json_says_what_the_sentences_say() -> None:
     silo = msgspec.to_builtins(figures(rounds([0.5]), held_out=HELD))
     assert silo.keys() == {
         "rounds_recorded",
@@ -162,7 +162,7 @@ def questions(n: int, gain: float, seed: int = 0, samples: int = 8) -> tuple[lis
     return before, after
 
 
-def test_a_gain_is_told_from_noise_and_noise_is_not_a_gain() -> None:
+def test_a_gain_is_told_from_noise() -> None:
     low, high = interval(*questions(128, gain=0.1)) or (0.0, 0.0)
     assert 0 < low < 0.1 < high
     outside = sum(low > 0 or high < 0 for seed in range(200) for low, high in [interval(*questions(64, 0.0, seed))])
@@ -189,7 +189,7 @@ def test_many_questions_take_no_more_memory_than_some() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(49, 49), (100, 99), (0, 128)])
-def test_few_questions_or_others_than_before_are_no_ground_for_a_claim(before: int, after: int) -> None:
+def test_few_or_other_questions_support_no_claim(before: int, after: int) -> None:
     assert interval([0.0] * before, [1.0] * after) is None
 
 
@@ -201,7 +201,7 @@ def test_few_questions_or_others_than_before_are_no_ground_for_a_claim(before: i
         (None, "+0.020: 128 questions are too few to tell it from noise"),
     ],
 )
-def test_what_cannot_be_told_from_noise_is_called_that(interval: tuple[float, float] | None, words: str) -> None:
+def test_noise_is_called_noise(interval: tuple[float, float] | None, words: str) -> None:
     held = HeldOut(128, 1, (0.20, 0.22), (0.20, 0.22), interval)
     assert summary(Figures(held_out=held)) == [f"outcome   held-out pass@1 0.200 -> 0.220, {words}"]
 
@@ -211,7 +211,7 @@ def test_what_cannot_be_told_from_noise_is_called_that(interval: tuple[float, fl
     [(0.297, 0.266, 20, None), (0.2, 0.3, 19, None), (0.2, 0.3, 20, (0.5, 0.4))],
     ids=["reward fell", "few rounds", "held-out fell"],
 )
-def test_a_fall_or_a_few_rounds_are_not_called_learned(
+def test_falls_and_few_rounds_are_not_learned(
     first: float, last: float, n: int, held: tuple[float, float] | None
 ) -> None:
     compared = None if held is None else HeldOut(50, 1, held, held)

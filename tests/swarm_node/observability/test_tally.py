@@ -34,7 +34,7 @@ def test_means_and_variances_of_both_ends(n: int) -> None:
     assert buckets.first(n)[0] == pytest.approx(statistics.fmean(values))
 
 
-def test_many_alike_at_once_are_as_one_by_one() -> None:
+def test_many_at_once_equal_one_by_one() -> None:
     at_once, one_by_one = Buckets(), Buckets()
     for value, times in ((1.0, 700), (2.0, 3), (0.5, 4096), (math.nan, 9)):
         at_once.add(value, times)

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
+from swarm_node.policy import framing
 from swarm_node.policy.asking import ASKING, read_asking, with_system, write_asking
 from swarm_node.policy.loading import load_policy
 from tests.swarm_node.policy.models import save
@@ -24,7 +25,7 @@ AWKWARD = 'Say "it",\nit\'s {{ 6 * 7 }} %} {% raw %} \\n é 🦆'
 
 
 @pytest.mark.parametrize("template", [SHOWS_ALL, REFUSES, USERS_ONLY])
-def test_a_conversation_without_system_prompt_reads_as_in_training(tmp_path: Path, template: str) -> None:
+def test_a_missing_system_prompt_reads_as_in_training(tmp_path: Path, template: str) -> None:
     save("llama", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     config = NodeConfig.model_validate({"policy": {"model": str(tmp_path), "system_prompt": AWKWARD}})
@@ -39,10 +40,11 @@ def test_a_conversation_without_system_prompt_reads_as_in_training(tmp_path: Pat
     assert again.frame.around("2 + 2?") == trained, "who gives a system prompt gets that one, once"
 
 
-def test_an_export_runs_no_chat_template_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_runs_no_template_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def runs(*args: object, **kwargs: object) -> None:
         pytest.fail("a template may be a stranger's program")
 
+    monkeypatch.setattr(framing, "CPU_S", 1)
     save("llama", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = SHOWS_ALL
@@ -64,7 +66,7 @@ def test_a_template_that_drops_system_prompts_is_named(tmp_path: Path, template:
     assert ("```\nAnswer.\n```" in text) == (template != USERS_ONLY)
 
 
-def test_sampling_is_that_of_training_whatever_the_base_model_had(tmp_path: Path) -> None:
+def test_exported_sampling_is_that_of_training(tmp_path: Path) -> None:
     save("llama", tmp_path)
     GenerationConfig(
         eos_token_id=[2, 3], pad_token_id=0, do_sample=True, top_k=20, repetition_penalty=1.1
@@ -77,7 +79,7 @@ def test_sampling_is_that_of_training_whatever_the_base_model_had(tmp_path: Path
     assert sampling.eos_token_id == [2, 3]
 
 
-def test_no_path_of_this_machine_leaves_with_an_export(tmp_path: Path) -> None:
+def test_an_export_holds_no_local_path(tmp_path: Path) -> None:
     save("llama", tmp_path, chat=False)
     tasks = ["gcd", "/home/me/secret.jsonl", {"file": "/home/me/other.jsonl"}, {"env": "lcm", "weight": 2}]
     config = NodeConfig.model_validate(
@@ -106,7 +108,7 @@ def test_no_path_of_this_machine_leaves_with_an_export(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_stranger_s_file_is_read_for_texts_and_numbers_alone(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_stranger_s_file_gives_only_data(tmp_path: Path, change: dict[str, Any]) -> None:
     save("llama", tmp_path)
     write_asking(tmp_path, AutoTokenizer.from_pretrained(tmp_path), NodeConfig(), ["small"])
     file = tmp_path / ASKING

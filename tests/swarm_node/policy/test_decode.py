@@ -37,7 +37,7 @@ def full_logprobs(model, prompt, tokens, sampling):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", NATIVE)
 @pytest.mark.parametrize("sampling", [Sampling(20), Sampling(20, temperature=0.7, top_p=0.8)])
-def test_recorded_logprobs_are_those_of_a_full_forward_pass(kind, sampling):
+def test_recorded_logprobs_equal_a_full_forward_pass(kind, sampling):
     model = make(kind)
     uniform = uniforms([1, 2, 3, 4], 5, sampling.max_new_tokens)
     samples = Decoder(model).generate(PROMPTS, 5, sampling, uniform, EOS)
@@ -139,7 +139,7 @@ def generate_in_slices(slices, embed, head, prompts, n, sampling, uniform, eos):
 
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("kind", NATIVE)
-def test_layers_in_two_places_make_the_very_same_samples(kind, fuse, monkeypatch):
+def test_layers_in_two_places_make_equal_samples(kind, fuse, monkeypatch):
     monkeypatch.setattr("swarm_node.policy.decode.FUSED_COPY_BYTES", 2**40 if fuse else 0)
     model, sampling = make(kind), Sampling(20)
     uniform = uniforms([1, 2, 3, 4], 5, 20)
@@ -152,7 +152,7 @@ def test_layers_in_two_places_make_the_very_same_samples(kind, fuse, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "qwen3", "mistral_window"])
-def test_slices_of_any_architecture_make_the_samples_of_the_model(kind):
+def test_slices_of_any_architecture_make_equal_samples(kind):
     model, sampling = make(kind), Sampling(16, temperature=0.9)
     backbone = model.get_decoder()
     uniform = uniforms([1, 2, 3, 4], 5, 16)
@@ -206,7 +206,7 @@ def test_draws_follow_the_distribution():
 
 
 @pytest.mark.parametrize("edge", [0.0, 1.0 - 2**-24])
-def test_the_ends_of_the_unit_interval_give_tokens_with_probability(edge):
+def test_interval_ends_give_only_possible_tokens(edge):
     logits = torch.full((1, 5), float("-inf"))
     logits[0, 1:4] = 0.0
     token, _ = sample(logits, torch.tensor([edge]), Sampling(1))

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
+from swarm_node.policy import framing
 from swarm_node.policy.framing import child, framed
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from tests.swarm_node.policy.models import save
@@ -46,7 +47,7 @@ REFUSED = {
         "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "memory",
     ),
-    "nested loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "5 s"),
+    "nested loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "1 s"),
     "a long text": ("{{ messages[0].content }}{{ 'x' * 300000 }}", "characters"),
     "recursion": ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
     "no template": ("{% for %}", "fails"),
@@ -54,7 +55,7 @@ REFUSED = {
     "loops for some questions only": (
         "{{ messages[0].content }}{% if 'two' in messages[0].content %}{% for a in range(99999) %}"
         "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}",
-        "5 s",
+        "1 s",
     ),
     "a question changed": ("{{ messages[0].content | replace('two', '2') }}", "does more to a question"),
 }
@@ -88,14 +89,15 @@ def test_questions_look_as_transformers_renders_them(name: str, model: Path) -> 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_template_that_takes_too_much_is_refused(name: str) -> None:
+def test_a_template_that_takes_too_much_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "CPU_S", 1)
     template, said = REFUSED[name]
     with pytest.raises(UserError, match=said) as refused:
         framed(template, "", "{}", "their/model")
     assert "chat template of their/model" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_model_with_such_a_template_is_not_loaded(model: Path, tmp_path: Path) -> None:
+def test_a_model_with_a_bad_template_is_refused(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         (tmp_path / file.name).symlink_to(file)
     template = tmp_path / "chat_template.jinja"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def load(path, rollouts=None, **options):
 
 
 @pytest.mark.parametrize("kind", PATHS)
-def test_fast_paths_are_taken_only_where_they_are_right(kind, tmp_path):
+def test_fast_paths_are_taken_only_where_right(kind, tmp_path):
     policy, said = load(save(kind, tmp_path))
     assert (policy.native, policy.packing, policy.split_head) == PATHS[kind], said
     assert ("native engine" in said) == policy.native
@@ -56,7 +57,7 @@ def test_fast_paths_are_taken_only_where_they_are_right(kind, tmp_path):
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_the_adapter_is_chosen_by_size_or_flag_and_starts_equal_everywhere(tmp_path):
+def test_adapters_start_equal_everywhere(tmp_path):
     save("llama", tmp_path)
     full, _ = load(tmp_path)
     first, _ = load(tmp_path, lora=True, lora_rank=4)
@@ -100,13 +101,13 @@ def test_state_of_another_model_changes_nothing(tmp_path):
     assert all(torch.equal(t, policy.trainable_state()[n]) for n, t in before.items())
 
 
-def test_without_a_chat_template_the_prompt_template_is_used_and_said(tmp_path):
+def test_models_without_chat_template_use_the_prompt_template(tmp_path):
     policy, said = load(save("llama", tmp_path, chat=False), prompt_template="Q: {question} A:")
     assert policy.tokenizer.decode(policy.encode("one {x} plus")) == "Q: one {x} plus A:"
     assert "prompt_template" in said
 
 
-def test_a_template_without_system_role_gets_the_instruction_in_the_question(tmp_path):
+def test_templates_without_system_role_get_one_message(tmp_path):
     policy, _ = load(save("llama", tmp_path), system_prompt="Be brief.")
     policy.tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -115,7 +116,7 @@ def test_a_template_without_system_role_gets_the_instruction_in_the_question(tmp
     assert policy.tokenizer.decode(policy.encode("one plus two")) == "Be brief.\n\none plus two"
 
 
-def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path):
+def test_unloadable_models_are_refused_in_one_line(tmp_path):
     save("llama", tmp_path / "good")
     pickled = shutil.copytree(tmp_path / "good", tmp_path / "pickled")
     (pickled / "model.safetensors").unlink()
@@ -140,7 +141,7 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["some/model", "nosuch"])
-def test_a_hub_out_of_reach_is_one_sentence_and_none_of_its_librarys(name, caplog):
+def test_an_unreachable_hub_is_one_sentence(name, caplog):
     with pytest.raises(UserError) as refused, refusing("Config", name):
         hub_logging.get_logger("huggingface_hub.utils._http").warning("Retrying in 1s")
         try:
@@ -197,11 +198,15 @@ def test_a_model_without_end_or_pad_token(tmp_path):
     assert policy.pad_id == policy.tokenizer.eos_token_id == 2
 
 
-def test_dtype_is_measured():
-    assert 0.01 < bf16_slowdown(64, seconds=0.05) < 100
+def test_the_slowdown_is_of_the_best_times(monkeypatch):
+    """By a clock that passes 3 s in a float32 layer, then 4 s, and twice as much in a bfloat16 one."""
+    ticks = iter([*(0.0, 0, 3, 1, 0, 4, 9), *(0.0, 0, 8, 1, 0, 6, 9)])
+    clock = SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=lambda: next(ticks))
+    monkeypatch.setattr(loading, "time", clock)
+    assert bf16_slowdown(8, seconds=4.0) == 2.0
 
 
-def test_nothing_is_measured_where_others_must_come_to_the_same(tmp_path, monkeypatch):
+def test_crews_choose_a_type_without_measuring(tmp_path, monkeypatch):
     save("llama", tmp_path)
     monkeypatch.setattr(loading, "bf16_slowdown", lambda hidden: 0.1)
     config = PolicyConfig(model=str(tmp_path), device="cpu", lora=True)
@@ -223,7 +228,7 @@ class _Cramped:
         return self.decoder.generate(prompts, *rest)
 
 
-def test_out_of_memory_while_sampling_halves_the_batch_and_changes_no_sample(tmp_path, monkeypatch):
+def test_halving_a_batch_changes_no_sample(tmp_path, monkeypatch):
     policy, _ = load(save("llama", tmp_path))
     prompts, seeds = [[4 + i, 5] for i in range(7)], list(range(7))
     expected = policy.generate(prompts, 2, Sampling(6), seeds)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.policy import logprobs
@@ -123,33 +123,30 @@ def test_a_chunked_head_equals_a_whole_one(monkeypatch, tokens_a_chunk, bias, dt
         assert (whole - chunked).abs().max() <= tolerance * whole.abs().max().clamp(min=1)
 
 
-MEASURE = """
-import re, torch
-from pathlib import Path
-from transformers import LlamaConfig, LlamaForCausalLM
-from swarm_node.policy.logprobs import TokenBatch, token_logprobs
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-torch.set_num_threads(1)
-V, H, R, T = 152_064, 16, 8, 64
-config = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=16, num_hidden_layers=1,
-    num_attention_heads=1, tie_word_embeddings=True)
-model = LlamaForCausalLM(config)
-ids = torch.randint(V, (R, T + 1))
-row, col = torch.arange(R).repeat_interleave(T), torch.arange(T).repeat(R)
-batch = TokenBatch(ids[:, :-1], None, None, row, col, ids[:, 1:].flatten(), row, torch.arange(R * T))
-print(peak())
-token_logprobs(model, batch, 1.0, entropy=True)[0].sum().backward()
-print(peak())
-"""
+VOCABULARY, HIDDEN = 384, 48
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_large_vocabulary_never_has_all_its_logits_in_memory():
-    """All logits of 8 x 64 tokens are 311 MB a copy, of which autograd would keep two and make a third.
+class Logits(TorchDispatchMode):
+    """Notes the most rows of logits, [.., VOCABULARY], that an operator makes while it is in use."""
 
-    VmHWM is the peak of the child alone; its ru_maxrss would begin at that of this process.
-    """
-    out = subprocess.run([sys.executable, "-c", MEASURE], check=True, capture_output=True, text=True).stdout
-    before, after = (int(kilobytes) / 2**10 for kilobytes in out.split())
-    assert after - before < 280
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.shape[-1:] == (VOCABULARY,) and tensor.shape[0] != HIDDEN:
+                self.most = max(self.most, tensor.numel() // VOCABULARY)  # a head's weights have HIDDEN rows
+        return made
+
+
+@pytest.mark.parametrize("head", ["plain", "adapted"])
+def test_a_large_vocabulary_never_has_all_logits(monkeypatch, head):
+    """Of 16 tokens, those of one chunk at a time; autograd keeps none."""
+    model = make("llama") if head == "plain" else adapted("qwen2", ["lm_head"])
+    b, chunk = batch(packing=True), 3
+    monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * VOCABULARY * chunk)
+    kept: list[torch.Size] = []
+    with Logits() as logits, saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        token_logprobs(model, b, TEMPERATURE, entropy=True)[0].sum().backward()
+    assert logits.most == chunk < len(b.target)
+    assert kept and not [shape for shape in kept if shape[-1:] == (VOCABULARY,) and shape[0] != HIDDEN]

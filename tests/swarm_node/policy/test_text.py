@@ -61,7 +61,7 @@ def test_other_weights_have_another_fingerprint_at_once(options):
         assert changed != before == policy.fingerprint
 
 
-def test_a_completion_of_ones_own_is_encoded_as_it_was_sampled(starter):
+def test_own_completions_are_encoded_as_sampled(starter):
     """Where the sampled tokens are the tokenizer's own for that text: for short answers nearly always."""
     samples = starter.generate([starter.encode("What is 3 + 4?")], 64, Sampling(16), [1])[0]
     same = [starter.encode_completion(r.text, r.finished) == r.token_ids for r in samples]
@@ -70,7 +70,7 @@ def test_a_completion_of_ones_own_is_encoded_as_it_was_sampled(starter):
 
 
 @pytest.mark.parametrize("text", ["<eos>", "12<pad>", "<sep>", "a<eos>b"])
-def test_text_that_spells_a_special_token_has_no_encoding(starter, other, text):
+def test_text_spelling_special_tokens_has_no_encoding(starter, other, text):
     assert starter.encode_completion(text, True) is None
     assert other.encode_completion(text, False) is None
     assert starter.encode_completion(text.replace(">", ""), True)
@@ -88,7 +88,7 @@ def test_any_text_comes_back_or_has_no_encoding(starter, other, text, finished):
         assert policy.is_completion(ids, back, finished) and not policy.is_completion(ids, back + "x", finished)
 
 
-def test_ids_that_nobody_could_have_sampled_are_no_completion(starter):
+def test_impossible_ids_are_no_completion(starter):
     one, two, eos = starter.encode_completion("12", True)
     assert starter.is_completion([one, two, eos], "12", True) and starter.is_completion([one, two], "12", False)
     for ids, finished in (

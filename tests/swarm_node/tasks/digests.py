@@ -1,7 +1,8 @@
-"""Print digests of what every allowed environment makes; test_task_environments.py runs it in fresh
-processes.
+"""Print digests of what every allowed environment makes; test_task_environments.py runs it in a fresh process.
 
-After auditing a new reasoning-gym: python tests/swarm_node/tasks/digests.py > tests/data/task_digests.json
+After auditing a new reasoning-gym:
+
+    PYTHONHASHSEED=2 python tests/swarm_node/tasks/digests.py > tests/data/task_digests.json
 """
 
 from __future__ import annotations

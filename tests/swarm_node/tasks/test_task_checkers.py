@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reasoning_gym import create_dataset
 
 from swarm_node.tasks.checkers import conclusion, matrix, parse_number, text_or_number
-from swarm_node.tasks.environments import Environment
 
 REFERENCE = "0 1 0\n1 0 1\n12 1 0"
 
@@ -69,15 +70,16 @@ def formulas(variables: str) -> st.SearchStrategy[str]:
 
 
 @pytest.fixture(scope="module")
-def logic() -> Environment:
-    return Environment("propositional_logic", {})
+def logic() -> Any:
+    """The library's own."""
+    return create_dataset("propositional_logic", seed=0, size=301)
 
 
 @given(answer=formulas("PQR"), index=st.integers(0, 300))
-def test_conclusion_scores_like_the_library(logic: Environment, answer: str, index: int) -> None:
-    item = logic._dataset[index]
+def test_conclusion_scores_like_the_library(logic: Any, answer: str, index: int) -> None:
+    item = logic[index]
     premises, variables = item["metadata"]["premises"], item["metadata"]["variables"]
-    assert conclusion(answer, premises, variables) == logic._dataset.score_answer(answer, item)
+    assert conclusion(answer, premises, variables) == logic.score_answer(answer, item)
 
 
 @given(st.text(alphabet="PQRX()¬∧∨→↔ \n"))

@@ -62,7 +62,7 @@ def test_the_same_source_twice_is_one_source() -> None:
     assert load_tasks(["small/gcd", "small/gcd", "bf", "sapo/bf"], REWARDS).labels == ["gcd", "bf"]
 
 
-def test_sampling_depends_on_the_rng_alone_and_shares_out(small: TaskSet) -> None:
+def test_sampling_is_seeded_and_even(small: TaskSet) -> None:
     drawn = small.sample(random.Random(3), 21)
     assert drawn == small.sample(random.Random(3), 21) != small.sample(random.Random(4), 21)
     assert Counter(task.label for task in drawn) == dict.fromkeys(small.labels, 3)
@@ -95,7 +95,7 @@ def test_training_and_evaluation_are_disjoint_by_content(small: TaskSet) -> None
     assert not any(map(is_held_out, trained)) and all(map(is_held_out, evaluated))
 
 
-def test_held_out_is_the_same_each_time_and_even(small: TaskSet) -> None:
+def test_held_out_questions_are_fixed_and_even(small: TaskSet) -> None:
     tasks = small.held_out(28)
     assert tasks == small.held_out(28)
     assert Counter(task.label for task in tasks) == dict.fromkeys(small.labels, 4)
@@ -114,7 +114,7 @@ def test_the_split_is_pinned_and_ignores_layout() -> None:
 PINNED_SPLIT = [bool(int(bit)) for bit in "00000000010000000010"]
 
 
-def test_nothing_left_to_train_on_is_said_at_once(tmp_path: Path) -> None:
+def test_nothing_left_to_train_on_is_said(tmp_path: Path) -> None:
     question = next(f"q{i}" for i in range(100) if is_held_out(f"q{i}"))
     with pytest.raises(UserError, match="no training question"):
         load_tasks([write_lines(tmp_path / "one.jsonl", [{"question": question, "answer": "1"}])], REWARDS)
@@ -123,7 +123,7 @@ def test_nothing_left_to_train_on_is_said_at_once(tmp_path: Path) -> None:
 # --- names ---
 
 
-def test_a_task_is_regenerated_from_its_encoded_name_by_another_node(small: TaskSet) -> None:
+def test_another_node_regenerates_a_task_by_name(small: TaskSet) -> None:
     other = load_tasks(["small/gcd", "small/products", "sapo"], REWARDS)
     for task in small.sample(random.Random(1), 70):
         name = decode_task_name(encode_task_name(task.name))
@@ -270,9 +270,10 @@ def test_exact_by_default_and_partial_on_request() -> None:
 
 
 FUNCTIONS = """
-calls = []
+import json
+from pathlib import Path
 def length(prompts, completions, **columns):
-    calls.append((prompts, completions, columns))
+    Path("calls.json").write_text(json.dumps([prompts, completions, columns]))
     return [len(text) for text in completions]
 def some(completions, answer, task, level, **columns):
     return [None if grade is None else float(grade) for grade in level]
@@ -293,7 +294,7 @@ def functions(tmp_path: Path, *names: str, weight: float = 1.0) -> list[RewardFu
     return [RewardFunction(path=f"{path}:{name}", weight=weight) for name in names]
 
 
-def test_rewards_are_summed_by_weight_and_none_is_left_out(tmp_path: Path) -> None:
+def test_rewards_are_summed_by_weight(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "sums.jsonl", rows(60))
     rewards = RewardsConfig(checker_weight=2.0, functions=functions(tmp_path, "length", "some", weight=0.5))
     tasks = load_tasks([file, "small/gcd"], rewards)
@@ -323,7 +324,7 @@ def test_functions_get_strings_and_columns(tmp_path: Path) -> None:
     tasks = load_tasks([file], RewardsConfig(functions=functions(tmp_path, "length")))
     drawn = tasks.sample(random.Random(0), 2)
     tasks.score(drawn, ["p1", "p2"], ["c1", "c2"])
-    prompts, completions, columns = tasks._functions["length"].__globals__["calls"][0]
+    prompts, completions, columns = json.loads(Path("calls.json").read_text())
     assert (prompts, completions) == (["p1", "p2"], ["c1", "c2"])
     assert columns == {
         "question": [task.question for task in drawn],
@@ -370,7 +371,7 @@ def test_functions_that_cannot_be_loaded(tmp_path: Path) -> None:
         load_tasks(["small/gcd"], RewardsConfig(functions=functions(tmp_path, "length", "length")))
 
 
-def test_a_file_of_functions_is_a_module_of_its_own(tmp_path: Path) -> None:
+def test_function_files_are_modules_of_their_own(tmp_path: Path) -> None:
     """Dataclasses with postponed annotations look their module up; files of one name do not get in each other's way."""
     paths = [tmp_path / "a" / "json.py", tmp_path / "b" / "json.py"]
     for value, path in enumerate(paths):
@@ -396,7 +397,7 @@ def test_importing_tasks_imports_neither_torch_nor_reasoning_gym() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=root).strip() == "set()"
 
 
-def test_only_what_is_chosen_is_drawn_but_all_is_judged() -> None:
+def test_chosen_tasks_are_drawn_all_are_judged() -> None:
     Path("q.jsonl").write_text("".join(f'{{"question": "{i}+1?", "answer": "{i + 1}"}}\n' for i in range(20)))
     wide = TaskConfig(env="gcd", config={"max_value": 50})
     tasks = load_tasks(["small", wide, "q.jsonl"], RewardsConfig())

@@ -19,7 +19,7 @@ from swarm_node.cli import app
 from swarm_node.config import all_variables, load_config
 from swarm_node.config.keys import COMMAND_VARIABLES
 from swarm_node.errors import UserError
-from tests.docs.pages import ELSEWHERE, ROOT, Command, stands_for_something
+from tests.support.pages import ELSEWHERE, ROOT, Command, stands_for_something
 
 HERE = set("config doctor eval export identity merge new pause resume starter status tasks".split())
 """Verbs that do something and end: test_docs_runs runs them."""
@@ -50,7 +50,8 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         elif command.program not in ELSEWHERE:
             raise AssertionError(
                 f"no test knows what {command.program!r} is. If it is a program of others that cannot be run here, add "
-                "it to ELSEWHERE in tests/docs/pages.py; if it is ours, say in tests/docs/placing.py how it is checked"
+                "it to ELSEWHERE in tests/support/pages.py; if it is ours, say in tests/support/placing.py how it is "
+                "checked"
             )
         check_paths(words)
     except (AssertionError, UserError) as error:
@@ -62,7 +63,7 @@ def check_swarm_node(words: Sequence[str], typed: bool) -> None:
     verb = words[0] if words else ""
     if not verb or verb in {"--help", "-h", "--version"}:
         return
-    assert verb in HERE | TRAINS | SERVES | LONG, f"say in tests/docs/placing.py whether `{verb}` ends by itself"
+    assert verb in HERE | TRAINS | SERVES | LONG, f"say in tests/support/placing.py whether `{verb}` ends by itself"
     given = parse(words, typed)
     if given is None:
         return

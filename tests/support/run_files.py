@@ -1,0 +1,20 @@
+"""What a run writes into its directory, made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def metrics(round: int, **more: Any) -> dict[str, Any]:
+    """A record of metrics.jsonl."""
+    return {"round": round, "time": 1000.0 + round, "reward": round / 100, "step_time": 1.0, **more}
+
+
+def write(path: Path, *records: Mapping[str, Any], mode: str = "a") -> None:
+    """Lines of JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, mode) as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
