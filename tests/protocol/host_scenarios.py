@@ -1,10 +1,9 @@
 """What the other end of a gossip connection may say before it is admitted, when a stream is opened, and on streams. For
-test_safe_host.py, which starts a process for each: libp2p and hivemind cannot be imported into one."""
+test_safe_host.py."""
 
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from protocol.transports import gossip_sidecar
 from protocol.transports.gossip_pipe import GossipSettings, Status
 from protocol.transports.gossip_places import MAX_HANDSHAKE_BYTES
 from protocol.transports.safe_host import MAX_PROTOCOL_BYTES, CountedTCP, Wire, make_host
+from tests.support.scenarios import serve
 
 
 class Talker:
@@ -204,4 +204,4 @@ async def the_heaviest_connection_gives_way_to_memory() -> None:
 
 
 if __name__ == "__main__":
-    trio.run(globals()[sys.argv[1]])
+    serve(globals(), trio.run)
