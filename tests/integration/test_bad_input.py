@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
+from tests.support.processes import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,6 @@ def test_so_it_is_of_a_process(place):
         env=os.environ | {"SWARM_NODE_RUN_DIR": "run"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     check(place, said, done.returncode, done.stderr)
