@@ -30,7 +30,7 @@ from protocol.transports.records import CardStorage
 from protocol.transports.settings import NetworkSettings
 
 
-async def a_member_that_is_not_connected_is_reached_by_its_card() -> None:
+async def an_unconnected_member_is_reached_by_its_card() -> None:
     async with started("hub", "one", "two") as (hub, one, two):
         for node in (hub, two):
             await node.plane.store_card(node.card())
@@ -47,7 +47,7 @@ async def p2pd_keeps_nothing_for_strangers() -> None:
             assert "protocols not supported" in str(failure)
 
 
-async def a_p2pd_that_has_grown_is_replaced_and_keeps_its_port() -> None:
+async def a_grown_p2pd_is_replaced_on_its_port() -> None:
     async with started("one", "two") as (one, two):
         port, before = one.plane.port, one.plane.daemon_pid
         limit, p2pd_memory.MAX_RSS = p2pd_memory.MAX_RSS, 2**20
@@ -70,7 +70,7 @@ async def a_p2pd_that_has_grown_is_replaced_and_keeps_its_port() -> None:
         await until(back)
 
 
-async def a_full_bucket_takes_newcomers_and_keeps_connected_ones() -> None:
+async def a_full_bucket_keeps_connected_peers() -> None:
     own: set[str] = {"friend", "late"} | {f"p{i}" for i in range(2000)}
     storage, key, now = CardStorage(), b"key", time.time()
     storage.connected = {"friend"}
@@ -116,7 +116,7 @@ async def one_answer_makes_few_cards_of_others_known() -> None:
         assert one.plane.traffic.rejected["newcomers"] >= 200
 
 
-async def a_bystander_that_cards_name_is_dialled_a_few_times() -> None:
+async def a_named_bystander_is_dialled_few_times() -> None:
     dialled: list[bool] = []
 
     async def noted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -406,7 +406,7 @@ async def what_a_handler_cannot_send_is_forgotten() -> None:
         await until(lambda: not control._handler_tasks)
 
 
-async def an_answer_to_a_call_given_up_ends_no_others() -> None:
+async def late_answers_end_no_other_calls() -> None:
     """The answer comes after the call was given up, and before its end was noted."""
     async with started("one", "two") as (one, two):
         control = one.plane._daemon._client.control

@@ -146,7 +146,7 @@ async def world() -> AsyncIterator[World]:
 # --------------------------------------------------------------------- whole
 
 
-def test_messages_of_any_size_arrive_in_order_both_ways() -> None:
+def test_messages_of_any_size_arrive_in_order() -> None:
     sizes = [0, 1, 2**14, 2**14 + 1, 2**16, MAX_CHUNK_BYTES, 3 * MAX_CHUNK_BYTES + 1, *range(200)]
     messages = {seed: [(b"%d" % i, random.Random(seed).randbytes(n)) for i, n in enumerate(sizes)] for seed in (1, 2)}
 
@@ -172,7 +172,7 @@ def test_messages_of_any_size_arrive_in_order_both_ways() -> None:
     run(scenario())
 
 
-def test_any_thread_may_send_and_its_messages_keep_their_order() -> None:
+def test_messages_of_any_thread_keep_their_order() -> None:
     def talk(channel: Channel, name: int) -> None:
         for i in range(100):
             assert channel.send(b"%d" % name, b"%d" % i)
@@ -231,7 +231,7 @@ def test_channels_are_refused_and_counted() -> None:
     run(scenario())
 
 
-def test_there_is_room_for_few_and_again_when_they_end() -> None:
+def test_there_is_room_again_when_channels_end() -> None:
     async def scenario() -> None:
         async with world() as w:
             taken: list[Channel] = []
@@ -271,7 +271,7 @@ def test_openings_that_do_not_come_keep_nobody_out() -> None:
     run(scenario())
 
 
-def test_a_message_is_judged_before_its_body_is_read() -> None:
+def test_messages_are_judged_before_bodies_are_read() -> None:
     def judge(head: bytes, size: int) -> None:
         raise RemoteProtocolError("shape", f"{size} bytes for {head!r}")
 
@@ -314,7 +314,7 @@ def test_what_is_no_message_ends_it(data: bytes, reason: str) -> None:
     run(scenario())
 
 
-def test_faults_of_a_listener_end_its_channel_and_no_other() -> None:
+def test_a_listener_s_fault_ends_its_channel_only() -> None:
     def fault(*arguments: object) -> None:
         raise ValueError("oops")
 
@@ -389,7 +389,7 @@ def test_what_was_sent_before_a_goodbye_arrives() -> None:
     run(scenario())
 
 
-def test_one_that_is_closed_or_cancelled_while_it_is_opened_ends_at_once() -> None:
+def test_a_channel_closed_while_opening_ends() -> None:
     async def nobody() -> Streams:
         await asyncio.sleep(1000)
         raise AssertionError
@@ -415,7 +415,7 @@ def test_one_that_is_closed_or_cancelled_while_it_is_opened_ends_at_once() -> No
     run(scenario())
 
 
-def test_a_stream_may_break_anywhere_and_nothing_torn_is_told() -> None:
+def test_nothing_torn_is_told() -> None:
     good, torn = frame(b"good", b"body"), frame(b"head", bytes(100))
 
     async def scenario(cut: int) -> None:
@@ -474,7 +474,7 @@ def test_silence_ends_it_and_beats_keep_it() -> None:
     run(scenario())
 
 
-def test_a_body_under_way_is_a_sign_of_life() -> None:
+def test_a_body_under_way_is_no_silence() -> None:
     async def scenario() -> None:
         async with world() as w:
             _, writer = await w.raw()
@@ -509,7 +509,7 @@ def test_beats_do_not_cut_into_a_message() -> None:
     run(scenario())
 
 
-def test_a_node_that_was_held_up_does_not_blame_its_peers() -> None:
+def test_a_held_up_node_blames_no_peers() -> None:
     async def scenario() -> None:
         async with world() as w:
             channel = await w.open()
@@ -521,7 +521,7 @@ def test_a_node_that_was_held_up_does_not_blame_its_peers() -> None:
     run(scenario())
 
 
-def test_who_takes_nothing_is_too_slow() -> None:
+def test_a_peer_that_takes_nothing_is_dropped() -> None:
     async def scenario() -> None:
         async with world() as w:
             _, writer = await w.raw()
@@ -536,7 +536,7 @@ def test_who_takes_nothing_is_too_slow() -> None:
     run(scenario())
 
 
-def test_who_sends_a_body_too_slowly_is_too_slow() -> None:
+def test_a_slow_sender_is_dropped() -> None:
     async def scenario() -> None:
         async with world() as w:
             _, writer = await w.raw()

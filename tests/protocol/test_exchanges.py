@@ -240,7 +240,7 @@ def test_memory_does_not_grow_with_the_body() -> None:
     run(scenario())
 
 
-def test_no_more_is_made_than_can_leave_and_no_more_is_read_than_is_taken() -> None:
+def test_few_pieces_lie_between_maker_and_taker() -> None:
     go = threading.Event()
 
     async def scenario() -> None:
@@ -428,7 +428,7 @@ def points(length: int) -> Iterable[int]:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("where", [TO_ACCEPTOR, TO_CALLER])
-def test_a_stream_that_ends_early_is_never_a_success(where: str) -> None:
+def test_an_early_end_is_never_a_success(where: str) -> None:
     sizes = (301, 257)
     length = lengths(sizes)[where]
 
@@ -512,7 +512,7 @@ def test_a_peer_that_stalls_is_given_up(where: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("who", [TO_ACCEPTOR, TO_CALLER])
-def test_whoever_has_everything_and_the_last_word_has_succeeded_although_the_other_has_left(who: str) -> None:
+def test_a_side_that_has_everything_has_succeeded(who: str) -> None:
     taking, go = threading.Event(), threading.Event()
     theirs = Side(3, 2)
 
@@ -584,7 +584,7 @@ class Body(bytearray):
     """One that weak references can be made to."""
 
 
-def test_whoever_keeps_an_error_keeps_no_buffer_of_the_calls_that_led_to_it() -> None:
+def test_a_kept_error_keeps_no_buffers() -> None:
     held = []
 
     def fail() -> None:
@@ -620,7 +620,7 @@ def test_whoever_keeps_an_error_keeps_no_buffer_of_the_calls_that_led_to_it() ->
         (2 * MAX_CHUNK_BYTES, 2 * MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 1),
     ],
 )
-def test_pieces_that_do_not_add_up_are_a_fault_of_ours(who: str, claims: int, size: int, piece: int) -> None:
+def test_pieces_must_add_up(who: str, claims: int, size: int, piece: int) -> None:
     async def scenario() -> None:
         us, them = Side(1, 1), Side(1, 2)
         wrong, right = (us, them) if who == TO_CALLER else (them, us)
@@ -667,7 +667,7 @@ def test_faults_in_callbacks_are_reported_and_survived(who: str, callback: str) 
     run(scenario())
 
 
-def test_an_acceptor_with_too_long_a_head_is_told_too() -> None:
+def test_an_acceptor_s_long_head_is_refused() -> None:
     async def scenario() -> None:
         us, them = Side(1), Side(1)
         them.head = bytes(MAX_HEAD_BYTES + 1)
@@ -681,7 +681,7 @@ def test_an_acceptor_with_too_long_a_head_is_told_too() -> None:
 # --------------------------------------------------------------------- places, ends
 
 
-def test_one_peer_gets_few_places_and_all_together_not_many() -> None:
+def test_one_peer_gets_few_places() -> None:
     async def scenario() -> None:
         async with node() as there:
             them = Side()
@@ -778,7 +778,7 @@ def test_cancelling_waits_for_callbacks_and_tells_once(callback: str) -> None:
     run(scenario())
 
 
-def test_a_caller_that_is_cancelled_ends_its_callbacks_first() -> None:
+def test_a_cancelled_caller_ends_its_callbacks_first() -> None:
     inside, go = threading.Event(), threading.Event()
 
     async def scenario() -> None:

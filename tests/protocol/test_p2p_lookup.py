@@ -38,7 +38,7 @@ class Plane:
         return self.cards
 
 
-def test_connected_peers_are_greeted_again_when_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connected_peers_are_greeted_again_when_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 1000.0
     monkeypatch.setattr(p2p.time, "monotonic", lambda: clock)
     plane = Plane()
@@ -120,7 +120,7 @@ def test_gossip_peers_without_a_card_cause_few_lookups(monkeypatch: pytest.Monke
     assert 10 < plane.looked <= most
 
 
-def test_a_newcomer_is_looked_for_at_once_and_large_swarms_look_less() -> None:
+def test_large_swarms_look_less_often() -> None:
     strangers = Strangers()
     assert [strangers.are_worth_a_lookup({"a"}, 5, 100.0 + t) for t in range(8)] == [True, False] * 2 + [False] * 2 + [
         True,

@@ -153,7 +153,7 @@ def test_the_manifest_is_given_while_places_are_taken() -> None:
     run(scenario())
 
 
-def test_one_address_does_not_take_all_places_for_answers() -> None:
+def test_one_address_never_takes_all_places() -> None:
     async def scenario() -> None:
         async with node() as (answers, dial, rejected):
             go = threading.Event()
@@ -180,7 +180,7 @@ def test_a_reader_that_takes_nothing_is_dropped() -> None:
     run(scenario())
 
 
-def test_the_loop_goes_on_while_a_file_is_read() -> None:
+def test_the_loop_goes_on_during_file_reads() -> None:
     asked, go = threading.Event(), threading.Event()
 
     def slow(peer: str, payload: bytes) -> bytes:

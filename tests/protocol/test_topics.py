@@ -67,7 +67,7 @@ def test_first_slots_differ_between_peers_and_epochs() -> None:
     assert spread(by_peer, 16) < 2.5 and spread(by_epoch, 16) < 2.5
 
 
-def test_a_slot_gives_one_task_and_no_two_share_one() -> None:
+def test_no_two_slots_share_a_task() -> None:
     keys = {
         slot_key(swarm, peer, epoch, slot)
         for swarm in (SWARM, "5b" * 32)
