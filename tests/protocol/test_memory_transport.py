@@ -365,10 +365,9 @@ def test_halves_merge_by_remembered_addresses() -> None:
 
 def test_a_restarted_node_joins_by_its_cache() -> None:
     world = World()
-    for name in "abc":
-        world.join(name, "a")
+    nodes = {name: world.join(name, "a") for name in "abc"}
     world.run(60.0)
-    cache = world.network._nodes["c"].table.write_cache()
+    cache = nodes["c"].table.write_cache()
     world.network.kill("c")
     world.network.kill("a")
     again = world.join("c")

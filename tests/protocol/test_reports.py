@@ -58,4 +58,4 @@ def test_it_remembers_so_many() -> None:
     told = Told()
     for i in range(3 * MAX_SENTENCES):
         told.reports(f"fault {i}")
-    assert len(told.reports._told) == MAX_SENTENCES and len(told.sentences) == 3 * MAX_SENTENCES
+    assert len(told.reports) == MAX_SENTENCES and len(told.sentences) == 3 * MAX_SENTENCES
