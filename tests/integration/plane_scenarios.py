@@ -624,11 +624,11 @@ async def an_exchange_fails_with_its_p2pd() -> None:
 
 async def exchanges_that_stall_are_given_up() -> None:
     async with started("one", "two") as (one, two):
-        theirs, stop = Body(2**20), threading.Event()
+        theirs = Body(2**20)
         two.plane.accept("swap", theirs.accept)
 
         def stuck(head: bytes, size: int) -> Sink:
-            stop.wait(HANG_S)
+            time.sleep(6.0)  # longer than the caller has; it waits for what works for it to end
             return theirs.answered(head, size)
 
         ours = Body(2**20)
@@ -637,8 +637,7 @@ async def exchanges_that_stall_are_given_up() -> None:
             call = one.plane.exchange(peer, "swap", ours.outgoing, ours.answered, 5.0)
             assert isinstance(await fails(call, ProtocolError), PeerUnreachable)
         call = one.plane.exchange(two.id, "swap", ours.outgoing, stuck, 5.0, two.plane.addresses)
-        assert "within 5.0 s" in str(await fails(call, PeerUnreachable))
-        stop.set()
+        assert "within 5 s" in str(await fails(call, PeerUnreachable))
         await until(lambda: len(theirs.outcomes) == 1)
 
         ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
