@@ -251,6 +251,7 @@ def test_a_latecomer_hears_large_messages_whole() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_a_full_hub_says_no_until_somebody_leaves() -> None:
     async def run() -> None:
         async with swarm(1, max_connections=2) as (hub,), swarm(3, first=1, dial_only=True) as leaves:

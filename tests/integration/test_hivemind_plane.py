@@ -10,7 +10,20 @@ import pytest
 
 from tests.support.scenarios import Play, names, player
 
+pytestmark = pytest.mark.timeout(300)
 PLANE, DHT, CARD = (Path(__file__).with_name(f"{name}_scenarios.py") for name in ("plane", "dht", "card"))
+
+LONG = {
+    "a_named_bystander_is_dialled_few_times",
+    "an_exchange_fails_with_its_p2pd",
+    "members_see_each_other_among_ground_keys",
+    "nobody_relays_unless_told_to",
+}
+"""Scenarios that `make test-long` plays."""
+
+
+def cases(program: Path) -> list[object]:
+    return [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in names(program)]
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +44,16 @@ def play_card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
         yield play
 
 
-@pytest.mark.parametrize("name", names(PLANE))
+@pytest.mark.parametrize("name", cases(PLANE))
 def test_plane(play_plane: Play, name: str) -> None:
     assert not (failure := play_plane(name)), failure
 
 
-@pytest.mark.parametrize("name", names(DHT))
+@pytest.mark.parametrize("name", cases(DHT))
 def test_dht(play_dht: Play, name: str) -> None:
     assert not (failure := play_dht(name)), failure
 
 
-@pytest.mark.parametrize("name", names(CARD))
+@pytest.mark.parametrize("name", cases(CARD))
 def test_card(play_card: Play, name: str) -> None:
     assert not (failure := play_card(name)), failure

@@ -12,7 +12,10 @@ from protocol.transports.p2p import P2PTransport
 from protocol.transports.settings import NetworkSettings
 from tests.support.processes import PATIENCE_S, until
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, which the network's thread imports
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, which the network's thread imports
+]
 SWARM = "a" * 64
 
 
