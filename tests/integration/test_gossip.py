@@ -33,7 +33,7 @@ from protocol.transports.gossip_pipe import (
     frame,
 )
 from protocol.transports.ports import Port
-from tests.integration.gossip_samples import batch, peer_on_shard
+from tests.support.gossip_samples import batch, peer_on_shard
 from tests.support.processes import alive
 
 SWARM = "ab" * 32

@@ -31,7 +31,7 @@ from protocol.transports.gossip_pipe import (
     gossip_settings,
 )
 from protocol.transports.settings import NetworkSettings, announced
-from tests.integration.gossip_samples import batch, peer_on_shard, seal_as
+from tests.support.gossip_samples import batch, peer_on_shard, seal_as
 
 SWARM = "ab" * 32
 TOPIC = topics.rollout_topic(SWARM, 0)
