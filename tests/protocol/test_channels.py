@@ -31,8 +31,8 @@ from protocol.transports.channels import (
 )
 from protocol.transports.exchanges import MAX_OPENINGS
 from protocol.transports.streams import Traffic
-from tests.protocol.wire import mutations
 from tests.support.clocks import HANG_S, hold_up, run, until
+from tests.support.wire import mutations
 
 BEAT, GOODBYE = b"\0", b"\2"
 OPENING = b"\4talk"

@@ -42,7 +42,7 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_STAGES
 from protocol.lineage import MAX_SEGMENTS
 from protocol.messages import PROTOCOL_VERSION
-from tests.protocol.wire import SWARM, fields, mutations, refused, values
+from tests.support.wire import SWARM, fields, mutations, refused, values
 
 REASONS = {"size", "schema", "version", "plan", "run"}
 HELLO = Hello(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.identity import Identity, peer_id_of, public_key_of, verify
-from tests.protocol.wire import IDENTITY, STRANGER, mutations, refused
+from tests.support.wire import IDENTITY, STRANGER, mutations, refused
 
 KEY_FILE = bytes.fromhex("08011240") + bytes(range(32)) + IDENTITY.public_key
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protocol.errors import MAX_DETAIL_CHARS, RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import MAX_DOTS, MAX_FILES_BYTES, Link, Manifest, ManifestTask, parse_link, parse_manifest
-from tests.protocol.wire import SWARM, mutations, refused
+from tests.support.wire import SWARM, mutations, refused
 
 DATA = Path(__file__).parents[1] / "data"
 TOML = (DATA / "manifest_v1.toml").read_bytes()

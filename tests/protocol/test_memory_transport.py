@@ -35,7 +35,7 @@ from protocol.transports.memory import (
     MemoryTransport,
     VirtualClock,
 )
-from tests.protocol.wire import SWARM
+from tests.support.wire import SWARM
 
 START = 1_800_000_000.0
 UP = START + 30.0

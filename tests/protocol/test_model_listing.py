@@ -26,7 +26,7 @@ from protocol.model_listing import (
     open_listing,
     seal_listing,
 )
-from tests.protocol.wire import mutations, refused
+from tests.support.wire import mutations, refused
 
 REASONS = {"size", "digest", "schema"}
 A, B = "ab" * 32, "0f" * 32

@@ -32,7 +32,7 @@ from protocol.peers import (
     parse_cache,
     peer_of,
 )
-from tests.protocol.wire import SWARM, mutations, refused
+from tests.support.wire import SWARM, mutations, refused
 
 NOW = 1_800_000_000.0
 

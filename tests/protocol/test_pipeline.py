@@ -40,7 +40,7 @@ from protocol.pipeline import (
     open_envelope,
     seal_envelope,
 )
-from tests.protocol.wire import fields, mutations, refused, values
+from tests.support.wire import fields, mutations, refused, values
 
 GOLDEN = Path(__file__).parents[1] / "data" / "stage_envelope_v1.msgpack"
 REASONS = {"size", "version", "schema"}

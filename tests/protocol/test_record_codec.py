@@ -39,7 +39,7 @@ from protocol.limits import (
     SLOTS,
 )
 from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch
-from tests.protocol.wire import BATCH, CARD, IDENTITY, STRANGER, SWARM, fields, mutations, refused, seal, values
+from tests.support.wire import BATCH, CARD, IDENTITY, STRANGER, SWARM, fields, mutations, refused, seal, values
 
 DATA = Path(__file__).parents[1] / "data"
 REASONS = {"size", "signature", "version", "newer", "schema", "swarm"}

@@ -29,7 +29,7 @@ from protocol.tensors import (
     open_weights_head,
     seal_head,
 )
-from tests.protocol.wire import IDENTITY, STRANGER, SWARM, fields, mutations, refused, values
+from tests.support.wire import IDENTITY, STRANGER, SWARM, fields, mutations, refused, values
 
 DATA = Path(__file__).parents[1] / "data"
 REASONS = {"size", "version", "schema"}

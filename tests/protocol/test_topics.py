@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.limits import EPOCH_SECONDS, MEMBERSHIP_BUCKETS
 from protocol.topics import bucket_of, epoch_at, membership_key, rollout_topic, shard_of, slot_key, slot_place
-from tests.protocol.wire import IDENTITY, SWARM
+from tests.support.wire import IDENTITY, SWARM
 
 PEERS = [f"peer-{i}" for i in range(4000)]
 
