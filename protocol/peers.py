@@ -134,6 +134,10 @@ class PeerTable:
         self._unclaimed: dict[str, float] = {}
         """Gossip id -> since when it is connected without a card."""
 
+    def __len__(self) -> int:
+        """Peers whose addresses are remembered beyond their cards."""
+        return len(self._known)
+
     # ----------------------------------------------------------------- what it is told
 
     def learn(self, addresses: Iterable[str], now: float, bootstrap: bool = False) -> list[str]:

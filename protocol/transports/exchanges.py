@@ -98,7 +98,7 @@ class Exchanges:
                 await self._call(peer, reader, writer, method, ours, answered)
         except BaseException as error:
             writer.transport.abort()  # what has not left by now need not
-            _let_go(error)
+            let_go(error)
             raise
         finally:
             writer.close()
@@ -207,7 +207,7 @@ class Exchanges:
             outcome = error
             raise
         finally:
-            _let_go(outcome)
+            let_go(outcome)
             for one in accepted:
                 with suppress(ProtocolError):
                     await self._in_thread(method, one.done, outcome)
@@ -379,8 +379,8 @@ def pieces_of(ours: Outgoing) -> Iterator[memoryview]:
         raise LocalProtocolError(f"pieces of {made} bytes together, where {ours.size} were promised")
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Of what the calls that led to an error were working on: whoever keeps the error would keep their buffers."""
+def let_go(error: BaseException | None) -> None:
+    """Of what the calls that led to an error worked on: an error that is kept would keep their buffers."""
     while error is not None:
         clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -37,6 +37,10 @@ class Reports:
         self._told: dict[str, _Told] = {}
         """Latest come up last."""
 
+    def __len__(self) -> int:
+        """Sentences remembered."""
+        return len(self._told)
+
     def __call__(self, sentence: str) -> None:
         now, key = self._clock(), _PASSING.sub("", sentence)
         told = self._told.pop(key, None)

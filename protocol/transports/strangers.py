@@ -35,6 +35,10 @@ class Strangers:
         """Peer -> (when it is worth a lookup again, the wait after that one), the one looked for last at the end."""
         self._budget = Budgets(1, LOOKUPS)
 
+    def __len__(self) -> int:
+        """How many are remembered."""
+        return len(self._waits)
+
     def are_worth_a_lookup(self, strangers: Collection[str], members: int, now: float) -> bool:
         """Whether to look up all cards, while `members` others are known, because these peers have none; if so, that is
         remembered."""

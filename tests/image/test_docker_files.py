@@ -24,7 +24,7 @@ def image_env() -> dict[str, str]:
     return dict(re.findall(r"\b(SWARM_NODE_\w+)=(\S+)", text))
 
 
-def test_the_image_runs_a_node_with_its_data_in_one_place() -> None:
+def test_the_image_keeps_data_in_one_place() -> None:
     config = load_config(env=image_env() | {"SWARM_NODE_SWARM": "swarm.toml"})
     assert str(config.directory) == "/data/run"
     assert (config.health.port, config.health.listen) == (31390, "0.0.0.0")
@@ -65,7 +65,7 @@ def test_the_script_of_the_guide_is_one() -> None:
     subprocess.run(["sh", "-n"], input=script[1], text=True, check=True)
 
 
-def test_the_script_of_the_guide_keeps_what_is_secret(tmp_path: Path) -> None:
+def test_the_guide_s_script_keeps_secrets(tmp_path: Path) -> None:
     script = re.search(r"```sh\n(#!/bin/sh\n.*?)```", (DOCKER / "spot.md").read_text(), re.DOTALL)
     assert script is not None
     etc, commands = tmp_path / "etc", tmp_path / "bin"
@@ -88,7 +88,7 @@ def test_the_script_of_the_guide_keeps_what_is_secret(tmp_path: Path) -> None:
     assert all(f"--env-file {path} " in unit for path in its.values())
 
 
-def test_nothing_but_what_the_image_is_made_of_is_sent_to_the_builder() -> None:
+def test_the_builder_is_sent_nothing_else() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     kept = {line[1:] for line in lines if line.startswith("!")}
     copied = set(re.findall(r"^COPY (?!--from)(.*) \S+$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE))
@@ -96,5 +96,5 @@ def test_nothing_but_what_the_image_is_made_of_is_sent_to_the_builder() -> None:
     assert kept == {name for names in copied for name in names.split()}
 
 
-def test_compose_has_no_key_that_an_older_compose_refuses() -> None:
+def test_older_compose_versions_know_all_keys() -> None:
     assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "volumes"}

@@ -51,6 +51,8 @@ class Node:
         self.averager._pieces = self._slowly  # type: ignore[method-assign]
         self.transport.announce(PeerCard(PROTOCOL_VERSION, SWARM, 0.0, name, ["trainer"], cohort=COHORT))
         self.status: dict[str, Any] = {}
+        self.skipped: dict[str, Any] | None = None
+        """The status when the first exchange had failed."""
         threading.Thread(target=self._train, daemon=True).start()
 
     def _slowly(self, exchange: Any) -> Iterator[memoryview]:
@@ -65,7 +67,7 @@ class Node:
             updates += 1
             self.averager.step(updates)
             plane = self.transport._plane
-            self.status = {
+            now = {
                 "addresses": self.transport.addresses,
                 "members": [card.name for card in self.transport.members().values()],
                 "bytes_in": self.transport.stats()["bytes_in"],
@@ -75,6 +77,9 @@ class Node:
                 "mean": float(self.weights["w"].mean(dtype=torch.float64)),
                 "said": list(self.said),
             }
+            torn = {"averaging/skipped/torn", "averaging/skipped/unreachable"} & now["metrics"].keys()
+            self.skipped = self.skipped or (now if torn else None)
+            self.status = now | {"skipped": self.skipped}
             time.sleep(0.05)
 
     def do_status(self) -> dict[str, Any]:

@@ -325,10 +325,8 @@ async def hostile_answers_end_no_lookup() -> None:
         for name, answer in answers.items():
             peer.answer, before = answer, peer.asked["find"]
             await peer.ping(PeerID.from_base58(one.id))  # whoever answers nonsense is passed over for a while
-            began = time.monotonic()
             assert await one.names() == {"one", "two"}, name
             assert peer.asked["find"] > before, name
-            assert time.monotonic() - began < 20.0, name
         refused = one.plane.refusals.by_peer()[peer.id]
         assert refused.keys() >= {"schema", "signature", "node_id"}, refused
         handlers = peer.p2p._client.control.unary_handlers
@@ -408,7 +406,7 @@ async def what_a_handler_cannot_send_is_forgotten() -> None:
         await until(lambda: not control._handler_tasks)
 
 
-async def an_answer_to_a_call_given_up_ends_no_others() -> None:
+async def late_answers_end_no_other_calls() -> None:
     """The answer comes after the call was given up, and before its end was noted."""
     async with started("one", "two") as (one, two):
         control = one.plane._daemon._client.control

@@ -31,7 +31,7 @@ from libp2p.utils import encode_varint_prefixed
 from protocol import topics
 from protocol.identity import Identity
 from protocol.topics import shard_of
-from tests.integration.gossip_samples import batch, peer_on_shard, seal_as
+from tests.support.gossip_samples import batch, peer_on_shard, seal_as
 
 GOSSIP = "/meshsub/1.1.0"
 PREFIX = b"libp2p-pubsub:"

@@ -47,8 +47,8 @@ class Talk:
     def __init__(self) -> None:
         self.got = 0
         self.digest = hashlib.sha256()
-        self.ends: list[tuple[float, str]] = []
-        """When (`time.monotonic`) and why."""
+        self.ends: list[str] = []
+        """Why."""
 
     def opened(self, channel: Channel) -> Listener:
         self.channel = channel
@@ -59,7 +59,7 @@ class Talk:
         self.digest.update(head + b":" + body + b";")
 
     def closed(self, why: str) -> None:
-        self.ends.append((time.monotonic(), why))
+        self.ends.append(why)
 
     def say(self, seed: int, count: int) -> str:
         """Send messages of mixed size; their digest."""
@@ -80,7 +80,6 @@ class Node:
         self.identity = Identity.load_or_create(path)
         self.shards = settings.pop("shards", 1)
         roles = settings.pop("roles", ["trainer"])
-        began = time.monotonic()
         self.transport = P2PTransport(
             path,
             SWARM,
@@ -99,7 +98,6 @@ class Node:
         self.outcomes: list[str] = []
         self.call: Future[None] = Future()
         self.transport.announce(PeerCard(1, SWARM, 0.0, name, roles))
-        self.constructed = time.monotonic() - began
 
     def echo(self, peer: str, payload: bytes) -> bytes:
         if payload == b"fail":
@@ -123,7 +121,6 @@ class Node:
         transport, plane = self.transport, self.transport._plane
         return {
             "peer": transport.peer_id,
-            "constructed": self.constructed,
             "addresses": transport.addresses,
             "members": {card.name: card.gossip_id for card in transport.members().values()},
             "ways": {card.name: card.addresses for card in transport.members().values()},
@@ -189,10 +186,8 @@ class Node:
         """Of this process, not of its gossip process."""
         clock.ahead = ahead
 
-    def do_close(self) -> float:
-        began = time.monotonic()
+    def do_close(self) -> None:
         self.transport.close()
-        return time.monotonic() - began
 
 
 def main() -> None:

@@ -1,19 +1,15 @@
-"""Scenarios with real p2pd processes, for test_hivemind_plane.py: reads their names from stdin, answers each with a
-line of JSON. A process of its own, because hivemind and libp2p cannot be imported into one."""
+"""Scenarios with real p2pd processes, for test_hivemind_plane.py."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,9 +24,11 @@ from protocol.transports import hivemind_plane
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.hivemind_plane import NEW_S, HivemindPlane
 from protocol.transports.settings import NetworkSettings
+from tests.support.scenarios import serve
 
 SWARM = "ab" * 32
 TTL_S = 20.0
+HANG_S = 60.0
 EVERYWHERE = range(16)
 Scenario = Callable[[], Awaitable[None]]
 
@@ -57,11 +55,11 @@ class Node:
         return {card.name for card in (await self.plane.get_cards(EVERYWHERE)).values()}
 
     async def ask(
-        self, peer: Node, method: str, payload: bytes = b"", timeout: float = 20.0, limit: int = 1024
+        self, peer: Node, method: str, payload: bytes = b"", timeout: float = HANG_S, limit: int = 1024
     ) -> bytes:
         return await self.plane.request(peer.id, method, payload, timeout, limit)
 
-    async def refused(self, peer: Node, method: str, payload: bytes = b"", timeout: float = 20.0) -> str:
+    async def refused(self, peer: Node, method: str, payload: bytes = b"", timeout: float = HANG_S) -> str:
         """How a request fails: the reason, or `unreachable`."""
         try:
             await self.ask(peer, method, payload, timeout)
@@ -88,7 +86,7 @@ async def started(*names: str, **settings: Any) -> AsyncIterator[list[Node]]:
                 await node.plane.close()
 
 
-async def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+async def until(condition: Callable[[], Any], seconds: float = HANG_S) -> Any:
     """What `condition` gives once it is true; it may be a coroutine function."""
     deadline = time.monotonic() + seconds
     while True:
@@ -173,7 +171,7 @@ async def two_that_relay_for_others_know_each_other() -> None:
         with tempfile.TemporaryDirectory() as folder:
             two = Node(Path(folder), "two", serve_relay=True, relay=True)
             try:
-                await asyncio.wait_for(two.plane.start(), 20.0)
+                await asyncio.wait_for(two.plane.start(), HANG_S)
                 await two.plane.connect(one.id, one.plane.addresses)
                 assert two.id in await one.plane.connected() and two.said == []
             finally:
@@ -232,7 +230,7 @@ async def addresses_that_make_no_sense_are_unreachable() -> None:
         assert await fails(one.plane.connect("?", [f"/ip4/127.0.0.1/tcp/{one.plane.port}/p2p/?"]), PeerUnreachable)
 
 
-async def cards_of_before_the_clock_was_set_back_give_way_to_new_ones() -> None:
+async def new_cards_win_after_a_clock_set_back() -> None:
     async with started("one", "two") as nodes:
         real = time.time
         try:
@@ -254,7 +252,7 @@ async def cards_of_before_the_clock_was_set_back_give_way_to_new_ones() -> None:
 # -------------------------------------------------------------------- death of p2pd
 
 
-async def a_panic_of_p2pd_is_told_by_its_first_line() -> None:
+async def a_panic_of_p2pd_is_told() -> None:
     make = hivemind_plane._daemon_class
 
     def panicking(plane: HivemindPlane) -> Any:
@@ -282,19 +280,18 @@ async def a_killed_p2pd_is_replaced() -> None:
     async with started("one", "two") as (one, two):
         for node in (one, two):
             await node.plane.store_card(node.card())
-            node.plane.serve(FILE_METHOD, lambda peer, payload: bytes(40 * 2**20))
             node.plane.serve("echo", lambda peer, payload: payload)
+        asked, go_on = threading.Event(), threading.Event()
+        two.plane.serve("hold", lambda peer, payload: asked.set() or bytes(go_on.wait(HANG_S)))
         pid, port = one.plane.daemon_pid, one.plane.port
-        pull = asyncio.create_task(one.plane.request(two.id, FILE_METHOD, b"", 20.0, 2**26))
-        await asyncio.sleep(0.02)
-        assert not pull.done()
+        held = asyncio.create_task(one.ask(two, "hold", timeout=7200.0))
+        await until(asked.is_set)
         os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
         lookup = asyncio.create_task(one.plane.get_cards(EVERYWHERE))
-        results = await asyncio.wait_for(asyncio.gather(pull, lookup, return_exceptions=True), 5.0)
+        results = await asyncio.wait_for(asyncio.gather(held, lookup, return_exceptions=True), HANG_S)
         assert all(isinstance(result, PeerUnreachable) for result in results), results
-        await until(lambda: one.plane.restarts == 1, 5.0)
-        print(f"p2pd back after {time.monotonic() - killed:.2f} s", file=sys.stderr)
+        go_on.set()
+        await until(lambda: one.plane.restarts == 1)
         assert one.plane.port == port and one.plane.daemon_pid != pid
         assert any("code -9" in sentence for sentence in one.said)
         assert await until(lambda: two.ask(one, "echo", b"still you")) == b"still you"  # same peer id, same address
@@ -302,7 +299,7 @@ async def a_killed_p2pd_is_replaced() -> None:
         assert len(os.listdir(one.plane._folder)) == 2  # sockets of the dead one are gone
 
 
-async def a_p2pd_that_dies_again_and_again_is_replaced_each_time() -> None:
+async def p2pd_is_replaced_each_time_it_dies() -> None:
     async with started("one") as (one,):
         for round in range(3):
             pid = await until(lambda: one.plane.daemon_pid)
@@ -327,7 +324,7 @@ async def a_port_that_is_taken_is_left_alone() -> None:
                 assert two.plane.port > one.plane.port
 
 
-async def two_that_start_at_once_do_not_share_a_port() -> None:
+async def nodes_starting_at_once_share_no_port() -> None:
     with tempfile.TemporaryDirectory() as folder:
         port = _unused_port()
         nodes = [Node(Path(folder), name, port=port) for name in ("one", "two", "three")]
@@ -419,13 +416,11 @@ async def ctrl_c_does_not_reach_p2pd() -> None:
         assert os.getsid(pid) == pid != os.getsid(0)  # the terminal's signals go to its session, group by group
 
 
-async def closing_while_all_processes_are_ended_is_quick() -> None:
+async def closing_while_all_processes_are_ended_restarts_none() -> None:
     async with started("one") as (one,):
         os.kill(one.plane.daemon_pid, signal.SIGTERM)
-        started_closing = time.monotonic()
         await one.plane.close()
-        assert time.monotonic() - started_closing < 8.0
-        assert one.said == []
+        assert one.said == [] and one.plane.restarts == 0
 
 
 # -------------------------------------------------------------------- requests
@@ -445,7 +440,7 @@ async def requests_are_answered() -> None:
         assert await one.refused(two, FILE_METHOD) == "unreachable"  # served by the other only
 
 
-async def a_peer_of_another_swarm_is_told_from_a_dead_one() -> None:
+async def other_swarms_are_told_from_the_dead() -> None:
     async with started("one", "two") as (one, two):
         one.plane.serve("echo", lambda peer, payload: payload)
         two.plane._protocol = two.plane._protocol.replace(SWARM[:16], "cd" * 8)
@@ -516,7 +511,7 @@ async def callers_that_lie_are_borne() -> None:
             writer.write(data)
             if writer.can_write_eof() and not data.endswith(b"hold"):
                 writer.write_eof()
-            answer = await asyncio.wait_for(reader.read(4096), 15.0)
+            answer = await asyncio.wait_for(reader.read(4096), HANG_S)
             writer.close()
             return answer
 
@@ -576,7 +571,7 @@ class Body:
         return Accepted(self.outgoing, self.answered(head, size), self.outcomes.append)
 
 
-async def exchange(caller: Node, acceptor: Node, ours: Body, timeout: float = 30.0) -> str:
+async def exchange(caller: Node, acceptor: Node, ours: Body, timeout: float = HANG_S) -> str:
     """How it ended: `whole`, a reason, or `unreachable`."""
     try:
         await caller.plane.exchange(
@@ -593,9 +588,7 @@ async def bodies_are_exchanged() -> None:
     async with started("one", "two") as (one, two):
         ours, theirs = Body(8 * 2**20), Body(8 * 2**20 + 17)
         two.plane.accept("swap", theirs.accept)
-        began = time.monotonic()
         assert await exchange(one, two, ours) == "whole"
-        print(f"16 MiB exchanged in {time.monotonic() - began:.2f} s", file=sys.stderr)
         await until(lambda: theirs.outcomes == [None])
         assert ours.got == theirs.sent and theirs.got == ours.sent
         assert one.plane.traffic.bytes_out > 8 * 2**20 and one.plane.traffic.bytes_in > 8 * 2**20
@@ -609,7 +602,7 @@ async def bodies_are_exchanged() -> None:
         assert not one.said and not two.said
 
 
-async def an_exchange_fails_with_its_p2pd_and_the_next_one_works() -> None:
+async def an_exchange_fails_with_its_p2pd() -> None:
     async with started("one", "two") as (one, two):
         for victim, ends in ((one, ("unreachable",)), (two, ("torn", "unreachable"))):
             ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
@@ -617,7 +610,7 @@ async def an_exchange_fails_with_its_p2pd_and_the_next_one_works() -> None:
             call = asyncio.create_task(exchange(one, two, ours))
             await until(lambda ours=ours, theirs=theirs: ours.got and theirs.got)
             os.kill(victim.plane.daemon_pid, signal.SIGKILL)
-            assert await asyncio.wait_for(call, 20.0) in ends
+            assert await asyncio.wait_for(call, HANG_S) in ends
             await until(lambda theirs=theirs: len(theirs.outcomes) == 1)
             assert isinstance(theirs.outcomes[0], ProtocolError)
             assert ours.got != theirs.sent and theirs.got != ours.sent
@@ -629,13 +622,13 @@ async def an_exchange_fails_with_its_p2pd_and_the_next_one_works() -> None:
             assert ours.got == theirs.sent and theirs.got == ours.sent
 
 
-async def exchanges_end_in_time() -> None:
+async def exchanges_that_stall_are_given_up() -> None:
     async with started("one", "two") as (one, two):
-        theirs, stop = Body(2**20), threading.Event()
+        theirs = Body(2**20)
         two.plane.accept("swap", theirs.accept)
 
         def stuck(head: bytes, size: int) -> Sink:
-            stop.wait(20.0)
+            time.sleep(6.0)  # longer than the caller has; it waits for what works for it to end
             return theirs.answered(head, size)
 
         ours = Body(2**20)
@@ -643,9 +636,8 @@ async def exchanges_end_in_time() -> None:
         for peer in (nobody, one.id, "?"):
             call = one.plane.exchange(peer, "swap", ours.outgoing, ours.answered, 5.0)
             assert isinstance(await fails(call, ProtocolError), PeerUnreachable)
-        call = one.plane.exchange(two.id, "swap", ours.outgoing, stuck, 0.5, two.plane.addresses)
-        assert "within 0.5 s" in str(await fails(call, PeerUnreachable))
-        stop.set()
+        call = one.plane.exchange(two.id, "swap", ours.outgoing, stuck, 5.0, two.plane.addresses)
+        assert "within 5 s" in str(await fails(call, PeerUnreachable))
         await until(lambda: len(theirs.outcomes) == 1)
 
         ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
@@ -653,7 +645,7 @@ async def exchanges_end_in_time() -> None:
         running = asyncio.create_task(exchange(one, two, ours))
         await until(lambda: ours.got)
         await one.plane.close()
-        assert await asyncio.wait_for(running, 5.0) == "unreachable"
+        assert await asyncio.wait_for(running, HANG_S) == "unreachable"
         await until(lambda: len(theirs.outcomes) == 1)
         assert isinstance(theirs.outcomes[0], ProtocolError)
         assert await exchange(one, two, ours) == "unreachable"
@@ -667,7 +659,7 @@ async def closing_tells_acceptors() -> None:
         await until(lambda: theirs.got)
         await two.plane.close()
         assert len(theirs.outcomes) == 1 and isinstance(theirs.outcomes[0], ProtocolError)
-        assert await asyncio.wait_for(running, 20.0) in ("torn", "unreachable")
+        assert await asyncio.wait_for(running, HANG_S) in ("torn", "unreachable")
 
 
 # -------------------------------------------------------------------- helpers, main
@@ -702,18 +694,11 @@ def _alive(pid: int | None) -> bool:
 
 async def _run(scenario: Scenario) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # hivemind's own tasks after a kill
-    await asyncio.wait_for(scenario(), 90.0)
+    await scenario()
 
 
 def main(scenarios: dict[str, Any]) -> None:
-    for line in sys.stdin:
-        began = time.monotonic()
-        try:
-            asyncio.run(_run(scenarios[line.strip()]))
-            failure = ""
-        except BaseException:
-            failure = traceback.format_exc()
-        print(json.dumps({"failure": failure, "seconds": round(time.monotonic() - began, 2)}), flush=True)
+    serve(scenarios, lambda scenario: asyncio.run(_run(scenario)))
 
 
 if __name__ == "__main__":

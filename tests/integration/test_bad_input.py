@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
+from tests.support.processes import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +65,13 @@ def test_bad_input_is_one_clear_line(place, arguments, said, monkeypatch):
 
 
 def test_so_it_is_of_a_process(place):
-    arguments, said = next(case for case in CASES if case[0] == ["local", "--model", "notes"])
+    arguments, said = CASES[0]
     done = subprocess.run(
         [sys.executable, "-m", "swarm_node", *arguments],
         cwd=place,
         env=os.environ | {"SWARM_NODE_RUN_DIR": "run"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     check(place, said, done.returncode, done.stderr)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,14 @@ from protocol.transports.gossip_pipe import (
     frame,
 )
 from protocol.transports.ports import Port
-from tests.integration.gossip_samples import batch, peer_on_shard
+from tests.support.gossip_samples import batch, peer_on_shard
+from tests.support.processes import alive
 
 SWARM = "ab" * 32
 TOPIC = topics.rollout_topic(SWARM, 0)
 PACE_S = 0.06
+HANG_S = 120.0
+pytestmark = pytest.mark.timeout(300)
 
 
 class Peer(GossipClient):
@@ -73,19 +77,27 @@ async def swarm(count: int, first: int = 0, **settings: Any) -> AsyncIterator[li
         await asyncio.gather(*(peer.close() for peer in peers))
 
 
-async def until(what: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "this did not happen in time"
-        await asyncio.sleep(0.05)
+async def until(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not what():
+            await asyncio.sleep(0.05)
 
 
-async def until_stat(peer: Peer, what: Callable[[Stat], bool], seconds: float = 20) -> Stat:
-    deadline = time.monotonic() + seconds
+async def until_stat(peer: Peer, what: Callable[[Stat], bool], again: Callable[[], object] = lambda: None) -> Stat:
+    """`again` is called every ten seconds: a dial may fail on a busy machine, and a node would dial again, too."""
+    deadline, calm = time.monotonic() + HANG_S, time.monotonic() + 10.0
     while not what(stat := await peer.stat()):
-        assert time.monotonic() < deadline, f"this did not happen in time: {stat}"
+        assert time.monotonic() < deadline, f"this did not happen: {stat}"
+        if time.monotonic() > calm:
+            calm += 10.0
+            again()
         await asyncio.sleep(0.1)
     return stat
+
+
+def dial_all(peers: Sequence[Peer], hub: Peer) -> None:
+    for peer in peers:
+        peer.dial(hub.addresses[0])
 
 
 async def connect_all(peers: Sequence[Peer]) -> None:
@@ -110,11 +122,11 @@ def expected(peer: Peer, said: list[tuple[Peer, bytes]]) -> list[bytes]:
     return sorted(data for speaker, data in said if speaker is not peer)
 
 
-async def until_all_heard(peers: Sequence[Peer], said: list[tuple[Peer, bytes]], seconds: float = 20) -> None:
+async def until_all_heard(peers: Sequence[Peer], said: list[tuple[Peer, bytes]]) -> None:
     """Everything that others said; and nothing else, and nothing twice."""
     for peer in peers:
         wanted = expected(peer, said)
-        await until(lambda peer=peer, wanted=wanted: len(peer.heard) >= len(wanted), seconds)  # type: ignore[misc]
+        await until(lambda peer=peer, wanted=wanted: len(peer.heard) >= len(wanted))
         assert sorted(peer.heard) == wanted
 
 
@@ -124,32 +136,21 @@ def rss(pid: int | None) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 
 
-@pytest.mark.slow
 def test_each_message_reaches_each_peer_once() -> None:
     async def run() -> None:
         async with swarm(4) as peers:
             await connect_all(peers)
-            for size, count in ((5_000, 60), (300_000, 60)):
-                for peer in peers:
-                    peer.heard.clear()
-                said = await talk(peers, count, size)
-                await until_all_heard(peers, said)
-                await asyncio.sleep(0.5)
-                await until_all_heard(peers, said)  # still: nothing came twice
+            said = []
+            for size in (300_000, 5_000):
+                said += await talk(peers, 20, size)
+                await until_all_heard(peers, said)  # nor anything twice of what was said before
             stats = [await peer.stat() for peer in peers]
             assert all(stat.rejected == {} and stat.dropped == 0 for stat in stats)
-            assert all(stat.messages_out == 30 and stat.messages_in == 90 for stat in stats)
-            assert sum(stat.bytes_in for stat in stats) >= 60 * 3 * 305_000  # all of it passed over sockets
+            assert all(stat.messages_out == 10 and stat.messages_in == 30 for stat in stats)
+            assert sum(stat.bytes_in for stat in stats) >= 20 * 3 * 305_000  # all of it passed over sockets
 
     asyncio.run(run())
 
@@ -164,11 +165,9 @@ def test_a_killed_sidecar_comes_back_with_its_subscriptions() -> None:
             for kills in (1, 2):
                 assert victim.pid is not None
                 os.kill(victim.pid, signal.SIGKILL)
-                killed = time.monotonic()
                 await until(lambda kills=kills: victim.restarts == kills and victim.pid is not None)
                 queued = victim.say()  # while it starts
                 await until_stat(victim, lambda stat: stat.mesh.get(TOPIC, 0) == 2)
-                assert time.monotonic() - killed < 10  # typically two
                 await until(lambda queued=queued: all(queued in peer.heard for peer in others))
             assert victim.gossip_id != before[0]
             assert [a.split("/p2p/")[0] for a in victim.addresses] == [a.split("/p2p/")[0] for a in before[1]]
@@ -201,7 +200,7 @@ def test_a_taken_port_is_passed_over() -> None:
     asyncio.run(run())
 
 
-def test_a_port_that_is_taken_while_the_sidecar_starts_is_given_up() -> None:
+def test_a_port_taken_while_starting_is_given_up() -> None:
     async def run() -> None:
         peer, port = Peer(0), Port("127.0.0.1", 0)
         peer._port = port
@@ -236,33 +235,33 @@ def test_dials_that_fail_harm_nothing() -> None:
             ):
                 for _ in range(20):  # more in all than may be under way
                     peer.dial(address)
-            await asyncio.sleep(2)
-            peer.dial(other.addresses[0])
-            await until_stat(peer, lambda stat: stat.mesh.get(TOPIC, 0) == 1)
+            await until_stat(peer, lambda stat: peer.dial(other.addresses[0]) or stat.mesh.get(TOPIC, 0) == 1)
             assert peer.restarts == 0
 
     asyncio.run(run())
 
 
-def test_who_joins_amid_large_messages_hears_the_rest() -> None:
+@pytest.mark.long
+def test_a_latecomer_hears_large_messages_whole() -> None:
     """Recent messages are replayed to a newcomer while new ones are sent: each must arrive whole."""
 
     async def run() -> None:
         async with swarm(2) as peers, swarm(1, first=2) as (late,):
             await connect_all(peers)
-            talking = asyncio.create_task(talk(peers, 60, 450_000))
-            await asyncio.sleep(10 * PACE_S)
+            said = await talk(peers, 10, 450_000)
             for peer in peers:
                 late.dial(peer.addresses[0])
-            said = await talking
+            while len(late.heard) < 20:
+                said += await talk(peers, 2, 450_000)
             await until(lambda: said[-1][1] in late.heard)
-            assert len(late.heard) == len(set(late.heard)) >= 20
+            assert len(late.heard) == len(set(late.heard))
             assert (await late.stat()).rejected == {}
             await until_all_heard(peers, said)
 
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_a_full_hub_says_no_until_somebody_leaves() -> None:
     async def run() -> None:
         async with swarm(1, max_connections=2) as (hub,), swarm(3, first=1, dial_only=True) as leaves:
@@ -284,7 +283,8 @@ def test_a_full_hub_says_no_until_somebody_leaves() -> None:
     asyncio.run(run())
 
 
-def test_two_peers_that_dial_each_other_at_once_are_linked() -> None:
+@pytest.mark.long
+def test_peers_that_dial_each_other_are_linked() -> None:
     async def run() -> None:
         async with swarm(2) as peers:
             for _ in range(5):
@@ -302,9 +302,24 @@ def test_two_peers_that_dial_each_other_at_once_are_linked() -> None:
     asyncio.run(run())
 
 
+def test_hostile_messages_are_refused_and_counted() -> None:
+    refused = {"garbage": "frame", "forged": "forged", "wrong_swarm": "swarm", "far_future": "future"}
+
+    async def run() -> None:
+        async with swarm(2, shards=2) as peers:
+            await connect_all(peers)
+            reports = await attack(peers[0].addresses[0], *refused, "bad_mux")
+            assert all(report["sent"] for report in reports), reports
+            assert (await peers[0].stat()).rejected.keys() >= set(refused.values())
+            await until_all_heard(peers, await talk(peers, 2, 5000))  # that, and nothing of the other's
+            assert all(peer.restarts == 0 for peer in peers)
+
+    asyncio.run(run())
+
+
+@pytest.mark.long
 @needs_proc
-@pytest.mark.slow
-def test_a_hostile_peer_gets_nothing_in_and_brings_nothing_down() -> None:
+def test_a_hostile_peer_brings_nothing_down() -> None:
     refused = {
         "garbage": "frame",
         "endless": "frame",
@@ -375,7 +390,8 @@ def test_a_hostile_peer_gets_nothing_in_and_brings_nothing_down() -> None:
     asyncio.run(run())
 
 
-def test_a_hostile_peer_that_is_dialled_brings_nothing_down() -> None:
+@pytest.mark.long
+def test_a_hostile_dialled_peer_brings_nothing_down() -> None:
     attacks = ["garbage", "control", "bad_mux", "bad_noise"]
 
     async def run() -> None:
@@ -385,8 +401,8 @@ def test_a_hostile_peer_that_is_dialled_brings_nothing_down() -> None:
                 process = await asyncio.create_subprocess_exec(*ATTACKS, "serve", SWARM, "2", name, stdout=-1)
                 try:
                     assert process.stdout is not None
-                    peers[0].dial(json.loads(await asyncio.wait_for(process.stdout.readline(), 20))["address"])
-                    report = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+                    peers[0].dial(json.loads(await asyncio.wait_for(process.stdout.readline(), HANG_S))["address"])
+                    report = json.loads(await asyncio.wait_for(process.stdout.readline(), HANG_S))
                     assert report["attack"] == name and report["sent"]
                 finally:
                     process.kill()
@@ -399,7 +415,8 @@ def test_a_hostile_peer_that_is_dialled_brings_nothing_down() -> None:
     asyncio.run(run())
 
 
-def test_a_frozen_peer_harms_nobody_and_its_node_does_not_wait() -> None:
+@pytest.mark.long
+def test_a_frozen_sidecar_harms_nobody() -> None:
     async def run() -> None:
         async with swarm(4) as peers:
             await connect_all(peers)
@@ -437,7 +454,7 @@ def test_a_sidecar_ends_with_its_parent(root: Path) -> None:
         parent.kill()
 
     async def run() -> None:
-        await until(lambda: not alive(sidecar), 10)
+        await until(lambda: not alive(sidecar))
 
     asyncio.run(run())
 
@@ -452,8 +469,7 @@ sys.stdout.buffer.write(bytes(2**22))
 """
 
 
-@pytest.mark.timeout(60)
-def test_a_process_that_still_has_much_to_say_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sidecar_with_much_to_say_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than fits into the pipe and what is read ahead: nobody wants it any more, but somebody has to read it."""
     (tmp_path / "chatty.py").write_text(CHATTY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -462,39 +478,40 @@ def test_a_process_that_still_has_much_to_say_can_end(tmp_path: Path, monkeypatc
     async def run() -> None:
         peer = Peer(0)
         await peer.start()
-        await asyncio.wait_for(peer.close(), 20)
+        await asyncio.wait_for(peer.close(), HANG_S)
 
     asyncio.run(run())
 
 
+@pytest.mark.long
 @needs_proc
-@pytest.mark.slow
-def test_a_parent_that_does_not_read_loses_the_oldest() -> None:
-    """Spoken to by hand: 120 messages of 450 KB, 54 MB, fill an outbox of 32 MiB."""
+def test_an_unread_outbox_loses_the_oldest() -> None:
+    """Spoken to by hand: 120 messages of 450 KB, 54 MB, fill an outbox of 32 MiB; all of them are passed on."""
 
     async def run() -> None:
-        async with swarm(1) as (speaker,):
+        async with swarm(2) as (speaker, listener):
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", gossip_client.SIDECAR, stdin=-1, stdout=-1, limit=2**16
             )
             assert process.stdin is not None and process.stdout is not None
             try:
                 settings = GossipSettings(SWARM, dial_only=True, messages_per_minute=10**6, bytes_per_minute=2**30)
-                for command in (settings, Subscribe(TOPIC), Dial(speaker.addresses[0])):
+                dials = [Dial(peer.addresses[0]) for peer in (speaker, listener)]
+                for command in (settings, Subscribe(TOPIC), *dials):
                     process.stdin.write(frame(command))
-                await until_stat(speaker, lambda stat: stat.mesh.get(TOPIC, 0) == 1)
+                for peer in (speaker, listener):
+                    await until_stat(peer, lambda stat: stat.mesh.get(TOPIC, 0) == 1)
                 said = await talk([speaker], 120, 450_000)
-                await until_stat(speaker, lambda stat: stat.messages_out == 120, 60)
-                await asyncio.sleep(1)
+                await until(lambda: len(listener.heard) == 120)
                 assert rss(process.pid) < 200 * 2**20
                 process.stdin.write(frame(Ask(1)))
                 frames: Frames[Event] = Frames(Event)
                 events: list[Event] = []
                 while not any(isinstance(event, Status) for event in events):
-                    events += frames.feed(await asyncio.wait_for(process.stdout.read(2**18), 20))
+                    events += frames.feed(await asyncio.wait_for(process.stdout.read(2**18), HANG_S))
             finally:
                 process.stdin.close()
-                await asyncio.wait_for(process.communicate(), 10)
+                await asyncio.wait_for(process.communicate(), HANG_S)
             status = events[-1]
             assert isinstance(events[0], Ready) and isinstance(status, Status)
             heard = [event.data for event in events if isinstance(event, Message)]
@@ -531,9 +548,7 @@ def test_a_sidecar_that_talks_nonsense_is_replaced(monkeypatch: pytest.MonkeyPat
     asyncio.run(run())
 
 
-def test_a_client_that_is_closed_while_it_ends_a_sidecar_leaves_none_behind(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_client_closed_early_leaves_no_sidecar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "deaf.py").write_text(
         "import sys, time\nsys.stdout.buffer.write(b'\\xff' * 64)\nsys.stdout.flush()\ntime.sleep(60)\n"
     )
@@ -556,8 +571,8 @@ def test_a_client_that_is_closed_while_it_ends_a_sidecar_leaves_none_behind(
     asyncio.run(run())
 
 
-@pytest.mark.slow
-def test_a_hub_serves_twelve_peers_that_can_only_dial() -> None:
+@pytest.mark.long
+def test_a_hub_serves_twelve_that_only_dial() -> None:
     async def run() -> None:
         async with swarm(1, degree=3) as (hub,), swarm(12, first=1, dial_only=True) as leaves:
             for leaf in leaves:
@@ -567,13 +582,13 @@ def test_a_hub_serves_twelve_peers_that_can_only_dial() -> None:
             await asyncio.sleep(3)  # heartbeats, at which a usual hub would cut its mesh from 12 to 3
             said = await talk(leaves, 36, 20_000)
             said += [(leaf, leaf.say(20_000)) for _ in range(4) for leaf in leaves]  # all at once
-            await until_all_heard(leaves, said, 60)
+            await until_all_heard(leaves, said)
             assert (await hub.stat()).mesh[TOPIC] == 12
 
     asyncio.run(run())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_hubs_with_leaves_enough_still_link() -> None:
     async def run() -> None:
         async with (
@@ -582,9 +597,9 @@ def test_two_hubs_with_leaves_enough_still_link() -> None:
             swarm(5, first=7, dial_only=True) as right,
         ):
             for hub, leaves in zip(hubs, (left, right), strict=True):
-                for leaf in leaves:
-                    leaf.dial(hub.addresses[0])
-                await until_stat(hub, lambda stat: stat.mesh.get(TOPIC, 0) == 5)
+                dial_all(leaves, hub)
+                again = partial(dial_all, leaves, hub)
+                await until_stat(hub, lambda stat: stat.mesh.get(TOPIC, 0) == 5, again)
             hubs[0].dial(hubs[1].addresses[0])
             for hub in hubs:
                 await until_stat(hub, lambda stat: stat.mesh[TOPIC] == 6)
@@ -602,7 +617,7 @@ ATTACKS = [sys.executable, "-m", "tests.integration.gossip_attacks"]
 async def attack(address: str, *names: str) -> list[dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(*ATTACKS, address, SWARM, "2", *names, stdout=-1)
     try:
-        out, _ = await asyncio.wait_for(process.communicate(), 90)
+        out, _ = await asyncio.wait_for(process.communicate(), HANG_S)
     finally:
         if process.returncode is None:
             process.kill()

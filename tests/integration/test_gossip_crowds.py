@@ -12,6 +12,7 @@ import pytest
 
 from protocol.transports.gossip_places import MAX_BUFFERED
 from tests.integration.test_gossip import (
+    HANG_S,
     Peer,
     connect_all,
     needs_proc,
@@ -22,9 +23,10 @@ from tests.integration.test_gossip import (
     until_stat,
 )
 
-HANG_S = 60.0
 KEYS = 4
 """That flood at a time; the connection of each may have `MAX_BUFFERED` lying unread."""
+
+pytestmark = pytest.mark.timeout(300)
 
 
 @asynccontextmanager
@@ -60,12 +62,13 @@ def test_idle_tcp_keeps_nobody_out() -> None:
                 for _ in range(150):  # more than may be in their handshake, each for longer than the test takes
                     stack.enter_context(socket.create_connection(("127.0.0.1", hub.settings.port)))
                 leaf.dial(hub.addresses[0])
-                await until_stat(hub, lambda stat: leaf.gossip_id in stat.peers, 8)
+                await until_stat(hub, lambda stat: leaf.gossip_id in stat.peers)
             assert (await hub.stat()).rejected["handshake"] > 0 and hub.restarts == 0
 
     asyncio.run(run())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "sources"), [("idle", 0), ("idle", 3), ("half", 0), ("valid", 3)])
 def test_crowds_keep_nobody_out(kind: str, sources: int) -> None:
     async def run() -> None:
@@ -73,7 +76,7 @@ def test_crowds_keep_nobody_out(kind: str, sources: int) -> None:
             await get_in(leaves[0], hub)
             async with crowd(hub, kind, 16, sources):
                 if kind in ("idle", "valid"):
-                    await until_stat(hub, lambda stat: len(stat.peers) == 8, HANG_S)
+                    await until_stat(hub, lambda stat: len(stat.peers) == 8)
                 await get_in(leaves[1], hub)
                 assert leaves[0].gossip_id in (await hub.stat()).peers
             assert hub.restarts == 0
@@ -81,6 +84,7 @@ def test_crowds_keep_nobody_out(kind: str, sources: int) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.long
 @needs_proc
 @pytest.mark.parametrize("kind", ["push", "names", "frames", "unread"])
 def test_a_flood_costs_its_senders_only(kind: str) -> None:
@@ -89,7 +93,7 @@ def test_a_flood_costs_its_senders_only(kind: str) -> None:
             await connect_all(peers)
             hub, size = peers[0], rss(peers[0].pid)
             async with crowd(hub, kind, KEYS, 0):
-                await until_stat(hub, lambda stat: stat.rejected.get("flood", 0) >= KEYS, HANG_S)
+                await until_stat(hub, lambda stat: stat.rejected.get("flood", 0) >= KEYS)
             assert rss(hub.pid) < size + 2 * KEYS * MAX_BUFFERED  # a buffer that grows is copied
             await until_all_heard(peers, await talk(peers, 6, 5000))
             assert all(peer.restarts == 0 for peer in peers)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -128,7 +123,7 @@ def own(tmp_path_factory):
     return run_dir, report["held_out_after"]
 
 
-def test_a_finished_run_keeps_its_settings_and_its_figure(own):
+def test_a_finished_run_keeps_settings_and_figure(own):
     run_dir, held_out = own
     assert held_out["all"]["pass_1"] > 0
     config = (run_dir / "config.toml").read_bytes()
@@ -151,7 +146,7 @@ def test_an_export_is_asked_as_its_run_was(own, tmp_path):
     assert "leaves system prompts out" in (tmp_path / "out/README.md").read_text()  # as the starter's template does
 
 
-def test_a_stranger_s_export_chooses_no_options_beyond_bounds(own, tmp_path):
+def test_an_export_chooses_no_options_beyond_bounds(own, tmp_path):
     export_run(own[0], tmp_path / "out", lambda text: None)
     file = tmp_path / "out/swarm-node.json"
     tasks = [{"env": "gcd", "config": {"max_numbers": 10**9}}, {"env": "products", "config": {"max_digits": 1}}]
@@ -202,45 +197,22 @@ def parity(completions, **columns):
 # --------------------------------------------------------------------- stopping and resuming
 
 
-@contextmanager
-def started(run_dir, rounds):
-    """A run as a process, which does not outlive the block."""
-    command = [sys.executable, "-m", "swarm_node", "local", "--run-dir", str(run_dir), "--rounds", str(rounds)]
-    for pair in ("rollouts.groups=7", "rollouts.group_size=4", "rollouts.max_new_tokens=8", "eval.questions=0"):
-        command += ["--set", pair]
-    command += ["--set", "snapshots.every=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+SETS = (
+    *("rollouts.groups=7", "rollouts.group_size=4", "rollouts.max_new_tokens=8"),
+    *("eval.questions=0", "snapshots.every=2"),
+)
+"""As `settings` has them."""
 
 
-def wait_for_rounds(run_dir, process, rounds):
-    metrics = run_dir / "metrics.jsonl"
-    for _ in range(600):
-        if metrics.exists() and len(read_metrics(metrics)) >= rounds:
-            return
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    raise AssertionError("no progress within 30 seconds")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_was_stopped_ends_like_one_that_was_not(tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_stopped_run_ends_as_if_never_stopped(start, tmp_path, number):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    with started(parts, 100_000) as process:
-        wait_for_rounds(parts, process, 5)
-        began = time.monotonic()
-        process.send_signal(number)
-        out, _ = process.communicate(timeout=20)
-    assert time.monotonic() - began < 10
+    node = start("local", "--rounds", "100000", run_dir=parts, sets=SETS)
+    node.until(lambda: node.rounds >= 5)
+    code = node.stop(number)
     done = len(read_metrics(parts / "metrics.jsonl"))
     if number == signal.SIGTERM:
-        assert process.returncode == 0 and f"stopping after round {done}" in out
+        assert code == 0 and f"stopping after round {done}" in node.output
         assert newest(parts).name == f"round-{done:08}"
     rounds = done + 3
     run_local(settings(parts, rounds), json_output=True)
@@ -264,7 +236,7 @@ def test_a_torn_snapshot_is_passed_over(tmp_path, capsys):
     assert [line["round"] for line in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_directory_of_another_model_is_refused_and_left_alone(tmp_path, finished):
+def test_a_run_of_another_model_is_left_alone(tmp_path, finished):
     content = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file() and p.name not in ("lock", "events.jsonl")}
     other = save("llama", tmp_path / "other")
     with pytest.raises(UserError, match="belongs to another run.*--run-dir"):
@@ -298,7 +270,7 @@ def test_dynamic_sampling_and_a_reference_policy_work_together(tmp_path):
     )
 
 
-def test_resuming_with_other_tasks_trains_on_them_and_says_so(tmp_path, capsys):
+def test_resuming_with_other_tasks_trains_on_them(tmp_path, capsys):
     questions = tmp_path / "sums.jsonl"
     questions.write_text(
         "".join(json.dumps({"question": f"Calculate {i} * 1.", "answer": str(i)}) + "\n" for i in range(40))
@@ -339,7 +311,7 @@ def broken_after_three_calls(completions, **columns):
 calls: list[int] = []
 
 
-def test_a_failing_reward_function_ends_the_run_with_its_rounds_saved(tmp_path):
+def test_a_failing_reward_function_saves_finished_rounds(tmp_path):
     rewards = {"functions": [{"path": f"{__file__}:broken_after_three_calls"}]}
     with pytest.raises(UserError, match="out of order"):
         run_local(settings(tmp_path / "run", rewards=rewards), json_output=True)

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_p2p_transport import Node, alive, until
+from tests.integration.test_p2p_transport import Node
 from tests.integration.test_swarm import learns_from_others
-from tests.support.processes import QUICK, make_manifest, nodes
+from tests.support.processes import PATIENCE_S, QUICK, alive, make_manifest, nodes, until
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="makes network namespaces: needs root"),
 ]
 HUB, LEFT, RIGHT = (f"swarm-{os.getpid()}-{name}" for name in ("hub", "left", "right"))
@@ -54,23 +54,22 @@ def inside(name: str) -> tuple[str, ...]:
     return "ip", "netns", "exec", name
 
 
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize("dial_only", [True, False], ids=["told", "untold"])
 @pytest.mark.usefixtures("namespaces")
-def test_nodes_that_can_only_dial_out_learn_from_each_other(tmp_path: Path, dial_only: bool) -> None:
+def test_nodes_that_only_dial_learn(tmp_path: Path) -> None:
+    """One was told that nobody can dial it, the other was not."""
     manifest = make_manifest(tmp_path)
     sets = tuple(pair for pair in QUICK if not pair.startswith("network.listen"))
-    sets += (f"network.dial_only={str(dial_only).lower()}",)
+    told = (*sets, "network.dial_only=true")
     with nodes() as start:
         hub = start("bootstrap", str(manifest), run_dir=tmp_path / "hub", sets=(), prefix=inside(HUB))
         link = hub.link()
-        left = start("join", link, "--name", "left", run_dir=tmp_path / "left", sets=sets, prefix=inside(LEFT))
+        left = start("join", link, "--name", "left", run_dir=tmp_path / "left", sets=told, prefix=inside(LEFT))
         right = start("join", link, "--name", "right", run_dir=tmp_path / "right", sets=sets, prefix=inside(RIGHT))
         unreachable = subprocess.run([*inside(LEFT), "ping", "-c1", "-W1", "10.77.2.2"], capture_output=True)
         assert unreachable.returncode != 0 or shutil.which("ping") is None
         for node in (left, right):
-            node.until(lambda node=node: node.rounds > 0 or None, 60)  # type: ignore[misc]
-            node.until(lambda node=node: node.last("swarm/peers") == 2 or None, 40)  # type: ignore[misc]
+            node.until(lambda node=node: node.rounds > 0)
+            node.until(lambda node=node: node.last("swarm/peers") == 2)
             learns_from_others(node)
 
 
@@ -89,12 +88,12 @@ def can_connect(space: str, host: str) -> bool:
         try:
             tried = subprocess.run([*inside(space), sys.executable, "-c", CONNECT, host, port], capture_output=True)
         finally:
-            listener.communicate("\n", 10)
+            listener.communicate("\n", PATIENCE_S)
     return tried.returncode == 0
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_nodes_that_only_dial_are_asked_through_a_relay(tmp_path: Path) -> None:
+def test_nodes_are_asked_through_a_relay(tmp_path: Path) -> None:
     with ExitStack() as ends:
 
         def start(space: str, name: str, **settings: Any) -> Node:
@@ -114,7 +113,7 @@ def test_nodes_that_only_dial_are_asked_through_a_relay(tmp_path: Path) -> None:
         ways["right"] = [f"{near_right}/p2p-circuit/p2p/{right.peer}"]
         for node in (left, right, apart, hub):
             others = {name: way for name, way in ways.items() if name != node.name}
-            until(lambda node=node, others=others: others.items() <= node("status")["ways"].items(), 20.0)
+            until(lambda node=node, others=others: others.items() <= node("status")["ways"].items())
 
         text = "?" * 30_000  # a circuit may end after 128 KiB
         for asking, asked in ((left, right), (right, left), (apart, left)):
@@ -125,11 +124,9 @@ def test_nodes_that_only_dial_are_asked_through_a_relay(tmp_path: Path) -> None:
 
         pids = hub("status")["pids"]
         hub.end()
-        until(lambda: not any(map(alive, pids)), 10.0)
-        began = time.monotonic()
+        until(lambda: not any(map(alive, pids)))
         for asking, asked in ((left, right), (right, left)):
             assert asking("ask", asked.peer, "?").startswith("PeerUnreachable")
-        assert time.monotonic() - began < 20.0
 
         start(HUB, "hub", serve_relay=True, roles=["bootstrap", "relay"], port=int(near_left.split("/")[4]))
         until(lambda: left("ask", right.peer, "again") == left.peer[-4:] + "again")

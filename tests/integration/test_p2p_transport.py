@@ -17,10 +17,14 @@ from typing import Any
 import pytest
 
 from protocol.identity import Identity
+from tests.support.processes import PATIENCE_S, alive, free_port, until
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 PROGRAM = Path(__file__).with_name("p2p_node.py")
 QUICK = {"listen": "127.0.0.1", "port": 0, "gossip_port": 0, "relay": False}
 PERIODS = {"card_ttl_s": 12.0, "card_renewal_s": 2.0, "lookup_s": 0.5}
+LONG_LIVED = {"card_ttl_s": 3600.0}
+"""Cards that do not run out: a member that is gone has said goodbye."""
 
 
 class Node:
@@ -61,7 +65,7 @@ class Node:
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
@@ -85,54 +89,32 @@ def start(tmp_path: Path) -> Iterator[Start]:
         node.end()
 
 
-def until(condition: Callable[[], Any], seconds: float = 40.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "still waiting"
-        time.sleep(0.1)
-    return result
+def hears(listener: Node, speaker: Node) -> None:
+    """Until a message arrives. One that is sent before the gossip of both has met is lost, so it is said again."""
 
-
-def hears(listener: Node, speaker: Node) -> bool:
-    """Whether a message sent now arrives."""
-    number = speaker("publish")
-    with contextlib.suppress(AssertionError):
-        return bool(until(lambda: f"{speaker.peer[-4:]}/{number}" in listener("status")["heard"], 3.0))
-    return False
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            return not Path("/proc/self").exists()
+    def said() -> bool:
+        number = speaker("publish")
+        with contextlib.suppress(AssertionError):
+            return bool(until(lambda: f"{speaker.peer[-4:]}/{number}" in listener("status")["heard"], 3.0))
         return False
 
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    until(said)
 
 
-@pytest.mark.slow
-def test_nodes_find_each_other_talk_and_come_back_from_the_dead(start: Start) -> None:
-    hub = start("hub")
+def test_nodes_come_back_from_the_dead(start: Start) -> None:
+    hub = start("hub", **LONG_LIVED)
     addresses = hub.up()
-    one, two = (start(name, bootstrap=addresses) for name in ("one", "two"))
+    one, two = (start(name, bootstrap=addresses, **LONG_LIVED) for name in ("one", "two"))
     nodes = {node.name: node for node in (hub, one, two)}
     for node in nodes.values():
         until(lambda node=node: node.members == nodes.keys() - {node.name})
-        assert node("status")["constructed"] < 3.0  # the network came up behind its back
     cache = Path.cwd() / "two.json"
-    until(lambda: cache.exists() and addresses[0] in cache.read_text(), 20.0)  # it may be killed at any moment
+    until(lambda: cache.exists() and addresses[0] in cache.read_text())  # it may be killed at any moment
     for speaker in nodes.values():
         assert hub("status")["said"] == []
         for listener in nodes.values():
             if speaker is not listener:
-                until(lambda s=speaker, li=listener: hears(li, s))
+                hears(listener, speaker)
                 assert listener("ask", speaker.peer, "hello") == listener.peer[-4:] + "hello"
     assert two("ask", Identity.generate().peer_id, "hello").startswith("PeerUnreachable")
 
@@ -146,24 +128,24 @@ def test_nodes_find_each_other_talk_and_come_back_from_the_dead(start: Start) ->
     os.kill(before["pids"][2], signal.SIGKILL)
     until(lambda: (now := one("status"))["stats"]["restarts/gossip"] == 1 and now["gossip"] != before["gossip"])
     until(lambda: two("status")["members"].get("one") == one("status")["gossip"])  # a new card at once
-    until(lambda: hears(two, one) and hears(one, two))
+    hears(two, one)
+    hears(one, two)
 
     stats = two("status")["stats"]
     assert stats["bytes_in"] > 1000 and stats["bytes_out"] > 1000 and stats["messages_in"] >= 1
     pids = [pid for node in nodes.values() for pid in node("status")["pids"]]
-    assert one("close") < 10.0
-    until(lambda: two.members == {"hub"}, 8.0)  # it said goodbye: sooner than its card runs out
+    one("close")
+    until(lambda: two.members == {"hub"})  # it said goodbye
     for node in (hub, two):
-        assert node("close") < 10.0
+        node("close")
     for node in nodes.values():
         node.end()
-    until(lambda: not any(map(alive, pids)), 20.0)
+    until(lambda: not any(map(alive, pids)))
     assert addresses[0] in cache.read_text()  # kept for the next run
 
 
-@pytest.mark.slow
-def test_nobody_waits_for_dead_bootstraps_and_parts_merge_when_one_appears(start: Start, tmp_path: Path) -> None:
-    port, peer = unused_port(), Identity.load_or_create(tmp_path / "bridge.key").peer_id
+def test_parts_merge_when_a_bootstrap_appears(start: Start, tmp_path: Path) -> None:
+    port, peer = free_port(), Identity.load_or_create(tmp_path / "bridge.key").peer_id
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
     one, two = start("one", bootstrap=[address]), start("two", bootstrap=[address])
     for node in (one, two):
@@ -171,20 +153,21 @@ def test_nobody_waits_for_dead_bootstraps_and_parts_merge_when_one_appears(start
         assert node.members == set()
     bridge = start("bridge", port=port)
     until(lambda: one.members == {"two", "bridge"} and two.members == {"one", "bridge"})
-    until(lambda: hears(one, two) and hears(two, one))
+    hears(one, two)
+    hears(two, one)
 
     pids = bridge("status")["pids"]
     bridge.process.kill()  # its p2pd and its gossip process go with it
     until(lambda: not any(map(alive, pids[1:])))
     until(lambda: one.members == {"two"} and two.members == {"one"})
-    assert hears(one, two)  # the others do not need it
+    hears(one, two)  # the others do not need it
     bridge.end()
     (tmp_path / "bridge.json").unlink(missing_ok=True)
     back = start("bridge", port=port)  # knows nobody
     until(lambda: back.members == {"one", "two"} and one.members == {"two", "bridge"})
 
 
-def test_ports_that_are_taken_and_a_node_that_only_dials(start: Start) -> None:
+def test_a_node_that_only_dials_is_heard(start: Start) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -198,15 +181,16 @@ def test_ports_that_are_taken_and_a_node_that_only_dials(start: Start) -> None:
     inside = start("inside", bootstrap=addresses, dial_only=True)
     until(lambda: inside.members == {"hub"} and hub.members == {"inside"})
     assert inside("status")["addresses"] == []
-    until(lambda: hears(hub, inside) and hears(inside, hub))
+    hears(hub, inside)
+    hears(inside, hub)
     assert hub("ask", inside.peer, "x") == hub.peer[-4:] + "x"  # over the connection that it made
     for _ in range(3):
         assert hub("ask", inside.peer, "fail").startswith("PeerUnreachable")
     assert sum("ValueError('fail')" in sentence for sentence in inside("status")["said"]) == 1  # not again and again
 
 
-def test_nodes_that_start_together_share_no_port_and_keep_theirs_after_ctrl_c(start: Start, tmp_path: Path) -> None:
-    port = unused_port()
+def test_nodes_keep_their_ports_after_ctrl_c(start: Start, tmp_path: Path) -> None:
+    port = free_port()
     wanted = {"port": port, "gossip_port": port + 1}
     nodes = [start(name, **wanted) for name in ("one", "two")]  # the network of the first is not up yet
 
@@ -220,8 +204,10 @@ def test_nodes_that_start_together_share_no_port_and_keep_theirs_after_ctrl_c(st
     got = [noted(node) for node in nodes]
     assert len({number for one in got for number in one.values()}) == 4
     assert os.getsid(nodes[1]("status")["pids"][1]) != nodes[1].process.pid  # Ctrl-C does not reach p2pd
+    pids = nodes[1]("status")["pids"]
     os.killpg(nodes[1].process.pid, signal.SIGINT)
-    nodes[1].process.wait(40)
+    nodes[1].process.wait(PATIENCE_S)
+    until(lambda: not any(map(alive, pids)))
     assert json.loads((tmp_path / "two.ports").read_text()) == got[1]
     assert noted(start("two", **wanted)) == got[1]
 
@@ -237,24 +223,23 @@ def test_bodies_are_exchanged_until_the_network_closes(start: Start) -> None:
     assert one("status")["stats"]["bytes_out"] > 3 * 2**20
 
     one("exchange", hub.peer, "late", 10, False)
-    assert one("close") < 10.0
+    one("close")
     assert one("outcome").startswith("PeerUnreachable")
     assert one("exchange", hub.peer, "x", 0) == "PeerUnreachable: the network is closed"
     until(lambda: len(outcomes := hub("status")["outcomes"]) == 2 and "torn" in outcomes[1])
 
 
-@pytest.mark.slow
-def test_channels_carry_messages_both_ways_and_notice_every_end(start: Start) -> None:
+def test_channels_notice_every_end(start: Start) -> None:
     hub = start("hub")
     addresses = hub.up()
     one, two = (start(name, bootstrap=addresses) for name in ("one", "two"))
     for node in (one, two):
         until(lambda node=node: "hub" in node.members)
 
-    def ended(node: Node, which: int = -1) -> Any:
-        """When and why a channel of that node ended."""
-        ((at, why),) = until(lambda: node("status")["talks"][which][2])
-        return at, why
+    def ended(node: Node) -> str:
+        """Why the last channel of that node ended."""
+        (why,) = until(lambda: node("status")["talks"][-1][2])
+        return str(why)
 
     def talk(node: Node, count: int) -> None:
         """Over a new channel to the hub; what is sent arrives in order, both ways."""
@@ -266,33 +251,29 @@ def test_channels_carry_messages_both_ways_and_notice_every_end(start: Start) ->
         until(lambda: node("status")["talks"][-1] == [count, answered, []])
 
     assert one("talk", Identity.generate().peer_id, 0, 1)
-    assert "not found" in ended(one)[1] or "failed" in ended(one)[1]
+    assert "not found" in ended(one) or "failed" in ended(one)
     talk(one, 200)
-    began = time.monotonic()
     one.process.kill()
-    at, why = ended(hub)
-    assert why == "gone" and at - began < 5.0
+    assert ended(hub) == "gone"
 
     talk(two, 3)
     os.kill(hub("status")["pids"][1], signal.SIGKILL)
-    assert ended(hub)[1] == ended(two)[1] == "gone"
+    assert ended(hub) == ended(two) == "gone"
     until(lambda: hub("status")["stats"]["restarts/dht"] == 1)
     until(lambda: two("ask", hub.peer, "again") == two.peer[-4:] + "again")
 
     talk(two, 3)
-    began = time.monotonic()
     two.process.send_signal(signal.SIGSTOP)
-    at, why = ended(hub)
-    assert why == "silent" and at - began < 6.0
+    assert ended(hub) == "silent"
     two.process.send_signal(signal.SIGCONT)
-    assert ended(two)[1] in ("closed", "gone", "silent")
+    assert ended(two) in ("closed", "gone", "silent")
 
     talk(two, 3)
-    assert two("close") < 10.0
-    assert ended(hub)[1] == ended(two)[1] == "closed"
+    two("close")
+    assert ended(hub) == ended(two) == "closed"
 
 
-def test_cards_are_renewed_and_looked_up_although_the_clock_was_set_back(start: Start) -> None:
+def test_cards_are_renewed_after_a_clock_set_back(start: Start) -> None:
     hub = start("hub", clock=3600.0)
     one = start("one", clock=3600.0, bootstrap=hub.up())
     until(lambda: one.members == {"hub"} and hub.members == {"one"})
@@ -301,12 +282,3 @@ def test_cards_are_renewed_and_looked_up_although_the_clock_was_set_back(start: 
     soon = time.time() + 60.0
     for node, other in ((hub, "one"), (one, "hub")):
         until(lambda node=node, other=other: 0 < node("status")["created"].get(other, 0) < soon)
-
-
-def test_after_ctrl_c_no_process_is_left(start: Start) -> None:
-    node = start("one")
-    node.up()
-    pids = node("status")["pids"]
-    os.killpg(node.process.pid, signal.SIGINT)
-    node.process.wait(40)
-    until(lambda: not any(map(alive, pids)), 20.0)

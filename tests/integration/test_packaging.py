@@ -43,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(out.glob("swarm_node-*.whl")))
 
 
-def test_the_wheel_holds_both_packages_whole_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_both_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
     expected = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
     assert {

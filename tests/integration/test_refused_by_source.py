@@ -4,45 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from protocol.transports.p2p import P2PTransport
 from protocol.transports.settings import NetworkSettings
+from tests.support.processes import PATIENCE_S, until
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, which the network's thread imports
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, which the network's thread imports
+]
 SWARM = "a" * 64
-PATIENCE_S = 90.0
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
-
-
-def test_a_hostile_peer_is_named_by_key_and_address(tmp_path: Path) -> None:
-    settings = NetworkSettings(listen="127.0.0.1", port=0, gossip_port=0)
-    node = P2PTransport(tmp_path / "identity.key", SWARM, settings)
-    try:
-        until(lambda: bool(node.addresses))
-        peer = asyncio.run(_rubbish(node))
-        until(lambda: node.refusals()[peer].address == "127.0.0.1")
-        assert node.refusals()[peer].reasons["find"] >= 3
-    finally:
-        node.close()
-
-
-def test_a_peer_that_leaves_at_once_is_located(tmp_path: Path) -> None:
+def test_hostile_peers_are_named_by_key_and_address(tmp_path: Path) -> None:
     node = P2PTransport(tmp_path / "identity.key", SWARM, NetworkSettings(listen="127.0.0.1", port=0, gossip_port=0))
     try:
-        until(lambda: bool(node.addresses))
-        peer = asyncio.run(_rubbish_once(node.addresses[0]))
-        until(lambda: peer in node.refusals())
-        until(lambda: node.refusals()[peer].address == "127.0.0.1")
+        address = until(lambda: node.addresses)[0]
+        stays, leaves = asyncio.run(_rubbish(node)), asyncio.run(_rubbish_once(address))
+        for peer in (stays, leaves):
+            until(lambda peer=peer: peer in node.refusals() and node.refusals()[peer].address == "127.0.0.1")
+        assert node.refusals()[stays].reasons["find"] >= 3
     finally:
         node.close()
 

@@ -21,14 +21,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_spot import free_port
-from tests.support.processes import NodeProcess, make_manifest, nodes, until
+from tests.support.processes import LOCAL, NodeProcess, Start, free_port, make_manifest, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Of the account that azurite has; Microsoft publishes it."""
 DRIVERS = {"s3": ("s3fs", "moto"), "gs": ("gcsfs", "gcp_storage_emulator"), "az": ("adlfs",)}
-Start = Callable[..., NodeProcess]
 
 
 class Service:
@@ -56,7 +54,7 @@ class Service:
         self._port = port
 
     def make_bucket(self, scheme: str) -> None:
-        until(lambda: _answers(self._port) or None, 180)
+        until(lambda: _answers(self._port))
         if scheme == "s3":
             import boto3
 
@@ -89,22 +87,13 @@ def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         service.process.wait()
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    with nodes() as starter:
-        yield starter
-
-
-def test_a_fleet_that_is_lost_all_at_once_goes_on_from_its_copies(
-    start: Start, service: Service, tmp_path: Path
-) -> None:
+def test_a_lost_fleet_goes_on_from_its_copies(start: Start, service: Service, tmp_path: Path) -> None:
     manifest = make_manifest(tmp_path)
     names = "alice", "bob"
 
     def fleet(era: str) -> list[NodeProcess]:
         (tmp_path / era).mkdir()
-        place = "--listen", "127.0.0.1", "--port", "0", "--gossip-port", "0"
-        link = start("bootstrap", str(manifest), *place, run_dir=tmp_path / era / "hub", sets=()).link(120)
+        link = start("bootstrap", str(manifest), *LOCAL, run_dir=tmp_path / era / "hub", sets=()).link()
         options = "--snapshot-to", service.url
         return [start("join", link, "--name", name, *options, run_dir=tmp_path / era / name) for name in names]
 
@@ -112,29 +101,29 @@ def test_a_fleet_that_is_lost_all_at_once_goes_on_from_its_copies(
     there = listing(service)
     for node, name in zip(before, names, strict=True):
         # the third takes the place of the first
-        node.until(lambda name=name: whole(there(), name) and min(whole(there(), name)) > 2 or None, 180)  # type: ignore[misc]
+        node.until(lambda name=name: whole(there(), name) and min(whole(there(), name)) > 2)
     for node in before:
         node.stop(signal.SIGKILL)
     left = {name: whole(there(), name) for name in names}
     shutil.rmtree(tmp_path / "first", ignore_errors=True)  # with its machines, their disks have gone
     for node, name in zip(fleet("second"), names, strict=True):
         line = rf"going on from what {name}-\w{{8}} left at \S+: snapshots/round-0*([1-9][0-9]*)"
-        found = node.until(lambda node=node, line=line: re.search(line, node.output), 180)  # type: ignore[misc]
+        found = node.until(lambda node=node, line=line: re.search(line, node.output))
         assert int(found[1]) == max(left[name])
-        node.until(lambda node=node, found=found: node.rounds > int(found[1]) or None, 180)  # type: ignore[misc]
+        node.until(lambda node=node, found=found: node.rounds > int(found[1]))
         assert "snapshots do not get to" not in node.output and "old copies stay" not in node.output
 
 
 def test_a_service_that_hangs_holds_up_nobody(start: Start, service: Service, tmp_path: Path) -> None:
     node = start("local", "--snapshot-to", service.url, run_dir=tmp_path / "run")
     there = listing(service)
-    node.until(lambda: whole(there(), "run") or None, 180)
+    node.until(lambda: whole(there(), "run"))
     service.process.send_signal(signal.SIGSTOP)
     try:
-        node.until_rounds(5, 180)
-        assert node.stop(signal.SIGTERM, 60) == 0, node.output
+        node.until_rounds(5)
+        assert node.stop(signal.SIGTERM) == 0, node.output
         again = start("local", "--snapshot-to", service.url, run_dir=tmp_path / "new")
-        code = again.process.wait(200)
+        code = again.ended()
     finally:
         service.process.send_signal(signal.SIGCONT)
     assert f"the last snapshot is not at {service.url}; there: snapshots/round-" in node.output

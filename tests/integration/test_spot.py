@@ -5,36 +5,20 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import socket
-from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import QUICK, NodeProcess, make_manifest, nodes, until
+from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, free_port, make_manifest
 from tests.swarm_node.test_preemption import PREEMPTED, fake
 
-pytestmark = pytest.mark.slow
-Start = Callable[..., NodeProcess]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 AVERAGING = (*QUICK, "averaging.method=noloco", "averaging.every=1")
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    with nodes() as starter:
-        yield starter
-
-
 def bootstrap(start: Start, manifest: Path, directory: Path) -> str:
-    arguments = "bootstrap", str(manifest), "--listen", "127.0.0.1", "--port", "0", "--gossip-port", "0"
-    return start(*arguments, run_dir=directory, sets=()).link()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return start("bootstrap", str(manifest), *LOCAL, run_dir=directory, sets=()).link()
 
 
 def get(port: int, path: str) -> tuple[int, str]:
@@ -49,8 +33,7 @@ def get(port: int, path: str) -> tuple[int, str]:
         connection.close()
 
 
-@pytest.mark.timeout(240)
-def test_after_a_notice_a_node_leaves_and_nobody_waits_for_it(start: Start, tmp_path: Path) -> None:
+def test_a_node_leaves_after_a_notice(start: Start, tmp_path: Path) -> None:
     manifest = make_manifest(tmp_path, "--averaging-period-s", "15")  # no next turn comes soon
     link, port = bootstrap(start, manifest, tmp_path / "hub"), free_port()
     with fake("gcp") as cloud:
@@ -60,25 +43,23 @@ def test_after_a_notice_a_node_leaves_and_nobody_waits_for_it(start: Start, tmp_
         a = start("join", link, "--name", "alice", *options, run_dir=tmp_path / "a", sets=sets)
         b = start("join", link, "--name", "bob", run_dir=tmp_path / "b", sets=AVERAGING)
         for node in (a, b):
-            node.until(lambda node=node: node.last("averaging/exchanges") > 0 or None, 90)  # type: ignore[misc]
+            node.until(lambda node=node: node.last("averaging/exchanges") > 0)
         assert get(port, "/healthz")[0] == 200
         a.until_rounds(2)
         assert re.search(r"^swarm_node_averaging_exchanges [1-9]", get(port, "/metrics")[1], re.MULTILINE)
         cloud.answers = {PREEMPTED: (200, b"TRUE")}
-        until(lambda: a.process.poll() is not None or None, 40, lambda: a.output[-2000:])
-    assert a.process.returncode == 0, a.output[-2000:]
+        assert a.ended() == 0, a.output[-2000:]
     assert "gcp gives 30 s of notice" in a.output
     assert "gcp takes this machine back in 30 s: leaving" in a.output
     assert "averaged a last time" in a.output
-    b.until(lambda: b.last("averaging/exchanges") > 1 or None, 20)
+    b.until(lambda: b.last("averaging/exchanges") > 1)
     assert get(port, "/healthz")[0] == 0
     assert any((tmp_path / "a" / "snapshots").glob(f"round-{a.rounds:08}*/SHA256SUMS"))
-    b.until(lambda: b.last("swarm/trainers") == 0 or None, 20)  # it has said goodbye: its card runs for a minute
+    b.until(lambda: b.last("swarm/trainers") == 0)
     b.until_rounds(3)
 
 
-@pytest.mark.timeout(240)
-def test_a_fleet_that_is_lost_all_at_once_goes_on_from_its_copies(start: Start, tmp_path: Path) -> None:
+def test_a_lost_fleet_goes_on_from_its_copies(start: Start, tmp_path: Path) -> None:
     manifest, away = make_manifest(tmp_path), tmp_path / "away"
     away.mkdir()
 
@@ -92,13 +73,13 @@ def test_a_fleet_that_is_lost_all_at_once_goes_on_from_its_copies(start: Start, 
     (tmp_path / "first").mkdir()
     before = fleet("first")
     for node, name in zip(before, ("alice", "bob"), strict=True):
-        node.until(lambda name=name: any(away.glob(f"*/{name}-*/snapshots/*/SHA256SUMS")) or None, 90)  # type: ignore[misc]
+        node.until(lambda name=name: any(away.glob(f"*/{name}-*/snapshots/*/SHA256SUMS")))
     for node in before:
         node.stop(signal.SIGKILL)
     shutil.rmtree(tmp_path / "first", ignore_errors=True)  # with its machines, their disks have gone
     (tmp_path / "second").mkdir()
     for node, name in zip(fleet("second"), ("alice", "bob"), strict=True):
         line = rf"going on from what {name}-\w{{8}} left at \S+: snapshots/round-0*([1-9][0-9]*)"
-        found = node.until(lambda node=node, line=line: re.search(line, node.output), 60)  # type: ignore[misc]
-        node.until(lambda node=node, found=found: node.rounds > int(found[1]) or None, 60)  # type: ignore[misc]
+        found = node.until(lambda node=node, line=line: re.search(line, node.output))
+        node.until(lambda node=node, found=found: node.rounds > int(found[1]))
         assert f"at round {found[1]}" in node.output

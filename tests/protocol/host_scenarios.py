@@ -1,10 +1,9 @@
 """What the other end of a gossip connection may say before it is admitted, when a stream is opened, and on streams. For
-test_safe_host.py, which starts a process for each: libp2p and hivemind cannot be imported into one."""
+test_safe_host.py."""
 
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from protocol.transports import gossip_sidecar
 from protocol.transports.gossip_pipe import GossipSettings, Status
 from protocol.transports.gossip_places import MAX_HANDSHAKE_BYTES
 from protocol.transports.safe_host import MAX_PROTOCOL_BYTES, CountedTCP, Wire, make_host
+from tests.support.scenarios import serve
 
 
 class Talker:
@@ -78,7 +78,7 @@ async def nothing_is_bounded_once_it_is_admitted() -> None:
     assert not tcp.rejected
 
 
-async def no_long_answer_is_read_when_a_stream_is_opened() -> None:
+async def no_long_answer_opens_a_stream() -> None:
     host: Any = make_host(CountedTCP(4))
     talker: Any = Talker(encode_uvarint(2**26))
     with pytest.raises(MultiselectClientError):
@@ -130,7 +130,7 @@ async def linked() -> AsyncIterator[tuple[CountedTCP, Any, Any]]:
             yield tcp, here, there
 
 
-async def what_lies_unread_on_a_refused_stream_is_dropped() -> None:
+async def unread_data_of_refused_streams_is_dropped() -> None:
     async with linked() as (_, here, there):
         streams = [await there.open_stream() for _ in range(8)]
         for stream in streams:
@@ -140,7 +140,7 @@ async def what_lies_unread_on_a_refused_stream_is_dropped() -> None:
         assert sum(map(len, here.stream_buffers.values())) == 0 and not here.streams
 
 
-async def a_frame_that_is_too_long_ends_its_connection() -> None:
+async def a_long_frame_ends_its_connection() -> None:
     async with linked() as (tcp, here, there):
         await there._write_frame(struct.pack("!BBHII", 0, 0, 1, 1, 2**20))  # a megabyte is to come on a new stream
         await here.event_closed.wait()
@@ -204,4 +204,4 @@ async def the_heaviest_connection_gives_way_to_memory() -> None:
 
 
 if __name__ == "__main__":
-    trio.run(globals()[sys.argv[1]])
+    serve(globals(), trio.run)

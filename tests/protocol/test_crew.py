@@ -42,7 +42,7 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_STAGES
 from protocol.lineage import MAX_SEGMENTS
 from protocol.messages import PROTOCOL_VERSION
-from tests.protocol.wire import SWARM, fields, mutations, refused, values
+from tests.support.wire import SWARM, fields, mutations, refused, values
 
 REASONS = {"size", "schema", "version", "plan", "run"}
 HELLO = Hello(
@@ -126,13 +126,13 @@ def test_a_later_version_may_add_fields(record: Record) -> None:
     assert open_record(msgspec.msgpack.encode({**fields(record), "later": [1, {"deep": 2}]})) == record
 
 
-def test_heads_of_others_do_not_begin_like_a_control_message() -> None:
+def test_other_heads_are_no_control_messages() -> None:
     with pytest.raises(msgspec.DecodeError):
         msgspec.msgpack.decode(CONTROL)
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, min(SPOKEN) - 1, None])
-def test_another_version_is_refused_before_its_schema_is_looked_at(version: int | None) -> None:
+def test_versions_are_checked_before_schemas(version: int | None) -> None:
     assert reason(msgspec.msgpack.encode({"kind": "hello", "protocol": version, "everything": "else"})) == "version"
 
 
@@ -157,7 +157,7 @@ def plan(*spans: tuple[int, int]) -> bytes:
 @pytest.mark.parametrize(
     "spans", [[(1, 2)], [(0, 2), (3, 4)], [(0, 2), (1, 4)], [(0, 2), (2, 2)], [(0, 0)], [(0, 3), (3, 1)]]
 )
-def test_a_plan_whose_stages_are_not_all_the_layers_is_refused(spans: list[tuple[int, int]]) -> None:
+def test_a_plan_must_cover_all_layers(spans: list[tuple[int, int]]) -> None:
     assert reason(plan((0, 2), (2, 4))) is None
     assert reason(plan(*spans)) == "plan"
     assert reason(msgspec.msgpack.encode(replace(HELLO, spans=spans))) == "plan"
@@ -221,19 +221,19 @@ def test_fields_out_of_range_are_refused(record: Record, change: dict[str, Any])
 
 @pytest.mark.parametrize("record", [HELLO, PLAN, Report(HELLO.holding, HELLO.run)], ids=["hello", "plan", "report"])
 @pytest.mark.parametrize("segments", [[["0" * 16, 0], ["0" * 16, 1]], [["0" * 16, 5], ["1" * 16, 4]]])
-def test_a_run_whose_segments_do_not_follow_each_other_is_refused(record: Record, segments: list[Any]) -> None:
+def test_segments_of_a_run_must_follow_each_other(record: Record, segments: list[Any]) -> None:
     assert reason(msgspec.msgpack.encode({**fields(record), "run": segments})) == "run"
     assert reason(msgspec.msgpack.encode({**fields(record), "run": [segments[0], ["1" * 16, 5]]})) is None
 
 
-def test_marks_tell_plans_apart_whoever_made_them_but_not_their_spares() -> None:
+def test_marks_tell_plans_apart_but_not_spares() -> None:
     others = [replace(PLAN, term=3), replace(PLAN, number=8), replace(PLAN, seats=(Seat("z", (0, 2)), *PLAN.seats[1:]))]
     assert len({PLAN.mark, *(other.mark for other in others)}) == 4
     assert replace(PLAN, spares=()).mark == PLAN.mark < 2**53
     assert (PLAN.lead, PLAN.held_by("b"), PLAN.held_by("d"), PLAN.spans[1]) == ("a", (1,), (), (2, 4))
 
 
-def test_a_crew_is_known_by_what_only_its_name_makes() -> None:
+def test_a_crew_is_known_by_its_name() -> None:
     key = crew_key(SWARM, "home")
     assert crew_key(SWARM, "home") == key and len({key, crew_key(SWARM, "homes"), crew_key("0" * 64, "home")}) == 3
     assert crew_id(key) == "fd189051a39dc3f1"  # peers of other versions must have the same
@@ -253,7 +253,7 @@ def test_random_bytes(noise: bytes) -> None:
 
 @settings(max_examples=300)
 @given(data=st.data(), record=st.sampled_from(RECORDS))
-def test_mutated_records_open_within_all_limits_or_not_at_all(data: st.DataObject, record: Record) -> None:
+def test_mutated_records_keep_limits_or_are_refused(data: st.DataObject, record: Record) -> None:
     mutated = data.draw(mutations(seal_record(record)))
     if reason(mutated) is None:
         opened = open_record(mutated)

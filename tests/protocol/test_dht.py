@@ -127,7 +127,7 @@ def test_few_cards_of_one_message_are_looked_at() -> None:
         ("rpc_ping", lambda node, peer: dht_pb2.PingRequest(), MAX_TOLD),
     ],
 )
-def test_a_peer_that_calls_without_end_is_answered_so_often(call: str, request_of: Any, most: int) -> None:
+def test_endless_calls_are_answered_so_often(call: str, request_of: Any, most: int) -> None:
     node, peer = Node(), Identity.generate()
     caller = SimpleNamespace(remote_id=PeerID.from_base58(peer.peer_id))
     request, answered = request_of(node, peer), 0
@@ -147,7 +147,7 @@ def test_a_peer_that_calls_without_end_is_answered_so_often(call: str, request_o
     asyncio.run(getattr(node.dht, call)(request, other))
 
 
-def test_a_peer_that_goes_on_is_hung_up_on() -> None:
+def test_peers_that_go_on_are_disconnected() -> None:
     node, caller = Node(), SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
     ended: list[PeerID] = []
 
@@ -202,7 +202,7 @@ def test_a_connection_brings_few_cards_of_others(way: str) -> None:
     assert len(node.dht.storage) == 0 and len(taken()) == 3
 
 
-def test_its_own_peer_s_card_finds_room_in_a_full_bucket() -> None:
+def test_own_cards_find_room_in_full_buckets() -> None:
     node, bob, carol = Node(), Identity.generate(), Identity.generate()
     caller = SimpleNamespace(remote_id=PeerID.from_base58(bob.peer_id))
     for peer, is_kept in ((carol, False), (bob, True)):

@@ -83,7 +83,7 @@ def test_names_of_nobody_end_no_search() -> None:
     assert found[KEYS[0]] == nearest(KEYS[0], {liar, *PEERS[:30]})
 
 
-def test_a_search_ends_in_time_with_what_it_has() -> None:
+def test_a_search_ends_with_what_it_has() -> None:
     async def ask(peer: int, keys: Sequence[int]) -> list[int]:
         if peer != PEERS[0]:
             await asyncio.sleep(3600)

@@ -205,7 +205,7 @@ def test_a_system_that_lists_no_routes(tmp_path: Path) -> None:
     assert dial_back._routers(tmp_path / "none") == []
 
 
-def test_nobody_is_looked_at_in_a_net_that_is_not_this_nodes(connected: list[tuple[str, int]]) -> None:
+def test_other_nets_are_not_looked_at(connected: list[tuple[str, int]]) -> None:
     with pytest.raises(PeerUnreachable):
         asked([5000], HERE, DialBack(lambda: PUBLIC))
     assert connected == []

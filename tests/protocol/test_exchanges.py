@@ -21,6 +21,7 @@ from protocol.transports import exchanges
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER, Exchanges
 from protocol.transports.streams import Traffic
+from tests.support.clocks import HANG_S, run, settle, until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Tap = Callable[[str, int, bytes], Awaitable[bytes | None]]
@@ -151,7 +152,7 @@ class Node:
     async def run(self, us: Side, them: Side, tap: Tap | None = None) -> tuple[Exception | None, Exception | None]:
         """One exchange: how it ended for the caller and for the acceptor."""
         self.exchanges.acceptors["swap"] = them.accept
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await self.call(us, tap=tap)
             await asyncio.gather(*self.tasks)
         us.check(them)
@@ -170,16 +171,10 @@ async def node() -> AsyncIterator[Node]:
             pump.cancel()
         for writer in node.writers:
             writer.transport.abort()
-        await asyncio.wait_for(asyncio.gather(*node.tasks), 20)
+        await asyncio.wait_for(asyncio.gather(*node.tasks), HANG_S)
         await asyncio.gather(*node.pumps, return_exceptions=True)
         await asyncio.sleep(0)  # for sockets to be closed
-        assert not node.exchanges._tasks and not node.exchanges._running and not node.exchanges._openings
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
+        assert not node.exchanges.cancel()
 
 
 def reason(error: Exception | None) -> str:
@@ -220,7 +215,7 @@ def test_bodies_of_any_size_arrive_both_ways(ours: int, theirs: int, piece: int)
         assert there.traffic.bytes_out == there.callers.bytes_in == theirs + len(them.head) + 72
         assert not there.traffic.rejected and not there.callers.rejected and not there.said
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_memory_does_not_grow_with_the_body() -> None:
@@ -242,10 +237,10 @@ def test_memory_does_not_grow_with_the_body() -> None:
             finally:
                 tracemalloc.stop()
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_no_more_is_made_than_can_leave_and_no_more_is_read_than_is_taken() -> None:
+def test_few_pieces_lie_between_maker_and_taker() -> None:
     go = threading.Event()
 
     async def scenario() -> None:
@@ -253,7 +248,7 @@ def test_no_more_is_made_than_can_leave_and_no_more_is_read_than_is_taken() -> N
         take = them.sink
 
         def slow(piece: memoryview) -> None:
-            assert go.wait(20)
+            assert go.wait(HANG_S)
             take(piece)
 
         them.sink = slow  # type: ignore[method-assign]
@@ -267,7 +262,7 @@ def test_no_more_is_made_than_can_leave_and_no_more_is_read_than_is_taken() -> N
             go.set()
             assert await running == (None, None)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_the_loop_goes_on_while_callbacks_are_busy() -> None:
@@ -278,7 +273,7 @@ def test_the_loop_goes_on_while_callbacks_are_busy() -> None:
 
         def slow(piece: memoryview) -> None:
             taking.set()
-            assert go.wait(20)
+            assert go.wait(HANG_S)
             us.got += piece
 
         us.sink = slow  # type: ignore[method-assign]
@@ -292,7 +287,7 @@ def test_the_loop_goes_on_while_callbacks_are_busy() -> None:
             go.set()
             assert await running == (None, None)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 # --------------------------------------------------------------------- refused
@@ -316,7 +311,7 @@ def test_refusals_come_before_anything_of_the_body() -> None:
         assert there.traffic.rejected == {"early": 1, "method": 1} and not there.callers.rejected
         assert there.traffic.refusals.by_peer() == {"peer": {"early": 1, "method": 1}}
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_a_caller_may_refuse_the_answer() -> None:
@@ -333,7 +328,7 @@ def test_a_caller_may_refuse_the_answer() -> None:
         assert there.callers.rejected == {"size": 1} and there.traffic.rejected == {"torn": 1}
         assert there.callers.refusals.by_peer() == {"peer": {"size": 1}} and not there.traffic.refusals.by_peer()
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 HEAD = (
@@ -363,7 +358,7 @@ def test_a_hostile_caller_is_refused_unread(sent: bytes, status: bytes, why: byt
             assert answer[:1] == status and why in answer
             assert not them.told and there.traffic.rejected.total() == 1
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -390,7 +385,7 @@ def test_a_hostile_acceptor_is_seen_through(sent: bytes, why: str) -> None:
                 await there.mine.call(reader, writer, "swap", us.outgoing, us.answered, "peer")
         assert reason(caught.value) == why and not us.told and not us.made
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -422,7 +417,7 @@ def lengths(sizes: tuple[int, int]) -> dict[str, int]:
         async with node() as there:
             assert await there.run(Side(sizes[0], 1, 50), Side(sizes[1], 2, 50), tap) == (None, None)
 
-    asyncio.run(scenario())
+    run(scenario())
     return passed
 
 
@@ -433,7 +428,7 @@ def points(length: int) -> Iterable[int]:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("where", [TO_ACCEPTOR, TO_CALLER])
-def test_a_stream_that_ends_early_is_never_a_success(where: str) -> None:
+def test_an_early_end_is_never_a_success(where: str) -> None:
     sizes = (301, 257)
     length = lengths(sizes)[where]
 
@@ -452,7 +447,7 @@ def test_a_stream_that_ends_early_is_never_a_success(where: str) -> None:
         for offset in points(length):
             await cut_at(offset)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -480,26 +475,25 @@ def test_an_altered_byte_is_never_a_success(where: str, monkeypatch: pytest.Monk
         for start in range(0, length, 64):
             await asyncio.gather(*(alter_at(i, i % 8) for i in points(length) if start <= i < start + 64))
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("where", [TO_ACCEPTOR, TO_CALLER])
 def test_a_peer_that_stalls_is_given_up(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the side that it leaves waiting, whose patience is shorter here; the other finds the stream broken."""
-    monkeypatch.setattr(exchanges, "REQUEST_S", 0.3)
     monkeypatch.setattr(exchanges, "MAX_IN_FLIGHT", 0)
     sizes = (301, 257)
     length = lengths(sizes)[where]
     answer = 1 + 40 + len(b"head 2") + 8  # a caller's own time limit bounds how long it waits for one
 
-    async def stall_at(offset: int, patience: float = 0.3) -> None:
+    async def stall_at(offset: int) -> None:
         async def tap(who: str, before: int, data: bytes) -> bytes | None:
             return Held(data[: offset - before]) if who == where and before + len(data) > offset else None
 
         async with node() as there:
             sides = {TO_ACCEPTOR: there.exchanges, TO_CALLER: there.mine}
-            sides[where].piece_s = patience
+            sides[where].piece_s = exchanges.PIECE_S / 2
             caller, acceptor = await there.run(Side(sizes[0], 1, 50), Side(sizes[1], 2, 50), tap)
             ends = {TO_ACCEPTOR: (acceptor, there.traffic), TO_CALLER: (caller, there.callers)}
             error, traffic = ends.pop(where)
@@ -512,13 +506,13 @@ def test_a_peer_that_stalls_is_given_up(where: str, monkeypatch: pytest.MonkeyPa
 
     async def scenario() -> None:
         await asyncio.gather(*map(stall_at, range(0 if where == TO_ACCEPTOR else answer, length - 1, 16)))
-        await stall_at(length - 1, patience=3.0)  # long enough for all else to come in time
+        await stall_at(length - 1)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("who", [TO_ACCEPTOR, TO_CALLER])
-def test_whoever_has_everything_and_the_last_word_has_succeeded_although_the_other_has_left(who: str) -> None:
+def test_a_side_that_has_everything_has_succeeded(who: str) -> None:
     taking, go = threading.Event(), threading.Event()
     theirs = Side(3, 2)
 
@@ -540,7 +534,7 @@ def test_whoever_has_everything_and_the_last_word_has_succeeded_although_the_oth
 
         def slow(piece: memoryview) -> None:
             taking.set()
-            assert go.wait(20)
+            assert go.wait(HANG_S)
             take(piece)
 
         us.sink = slow  # type: ignore[method-assign]
@@ -559,7 +553,7 @@ def test_whoever_has_everything_and_the_last_word_has_succeeded_although_the_oth
         assert us.outcomes == [None]
         us.check(theirs)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 # --------------------------------------------------------------------- faults of peers and of ours
@@ -583,14 +577,14 @@ def test_a_sink_may_end_the_exchange(who: str) -> None:
             assert reason(error) == "torn" and traffic.rejected == {"torn": 1}
             assert not there.said
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 class Body(bytearray):
     """One that weak references can be made to."""
 
 
-def test_whoever_keeps_an_error_keeps_no_buffer_of_the_calls_that_led_to_it() -> None:
+def test_a_kept_error_keeps_no_buffers() -> None:
     held = []
 
     def fail() -> None:
@@ -611,7 +605,7 @@ def test_whoever_keeps_an_error_keeps_no_buffer_of_the_calls_that_led_to_it() ->
     except RemoteProtocolError as error:
         kept = error
     assert all(reference() is not None for reference in held)
-    exchanges._let_go(kept)
+    exchanges.let_go(kept)
     assert len(held) == 2 and all(reference() is None for reference in held)
 
 
@@ -626,7 +620,7 @@ def test_whoever_keeps_an_error_keeps_no_buffer_of_the_calls_that_led_to_it() ->
         (2 * MAX_CHUNK_BYTES, 2 * MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 1),
     ],
 )
-def test_pieces_that_do_not_add_up_are_a_fault_of_ours(who: str, claims: int, size: int, piece: int) -> None:
+def test_pieces_must_add_up(who: str, claims: int, size: int, piece: int) -> None:
     async def scenario() -> None:
         us, them = Side(1, 1), Side(1, 2)
         wrong, right = (us, them) if who == TO_CALLER else (them, us)
@@ -638,7 +632,7 @@ def test_pieces_that_do_not_add_up_are_a_fault_of_ours(who: str, claims: int, si
             assert (there.callers if who == TO_CALLER else there.traffic).rejected == {"handler": 1}
             assert len(there.said) == 1 and "'swap' failed" in there.said[0]
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -670,10 +664,10 @@ def test_faults_in_callbacks_are_reported_and_survived(who: str, callback: str) 
             good, fine = Side(10, 3), Side(20, 4)
             assert await there.run(good, fine) == (None, None)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_an_acceptor_with_too_long_a_head_is_told_too() -> None:
+def test_an_acceptor_s_long_head_is_refused() -> None:
     async def scenario() -> None:
         us, them = Side(1), Side(1)
         them.head = bytes(MAX_HEAD_BYTES + 1)
@@ -681,13 +675,13 @@ def test_an_acceptor_with_too_long_a_head_is_told_too() -> None:
             caller, acceptor = await there.run(us, them)
             assert isinstance(caller, PeerUnreachable) and isinstance(acceptor, LocalProtocolError)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 # --------------------------------------------------------------------- places, ends
 
 
-def test_one_peer_gets_few_places_and_all_together_not_many() -> None:
+def test_one_peer_gets_few_places() -> None:
     async def scenario() -> None:
         async with node() as there:
             them = Side()
@@ -700,13 +694,13 @@ def test_one_peer_gets_few_places_and_all_together_not_many() -> None:
             there.exchanges.acceptors["swap"] = them.accept
             for _ in range(MAX_EXCHANGES_PER_PEER):
                 await hold("greedy")
-            await until(lambda: there.exchanges._running.peers["greedy"] == MAX_EXCHANGES_PER_PEER)
+            await until(lambda: len(them.told) == MAX_EXCHANGES_PER_PEER)
             us = Side()
             await there.call(us, "greedy")
             assert isinstance(us.outcomes[0], PeerUnreachable) and str(us.outcomes[0]) == "busy"
             for i in range(MAX_EXCHANGES - MAX_EXCHANGES_PER_PEER):
                 await hold(f"peer {i}")
-            await until(lambda: len(there.exchanges._running) == MAX_EXCHANGES)
+            await until(lambda: len(them.told) == MAX_EXCHANGES)
             late = Side()
             await there.call(late, "late")
             assert str(late.outcomes[0]) == "busy" and there.traffic.rejected == {"busy": 2}
@@ -714,31 +708,29 @@ def test_one_peer_gets_few_places_and_all_together_not_many() -> None:
             for writer in there.writers:
                 writer.transport.abort()
             await until(lambda: len(them.outcomes) == MAX_EXCHANGES)
-            await until(lambda: not there.exchanges._running)
+            await asyncio.gather(*there.tasks)
             again = Side()
             await there.call(again, "greedy")
             assert again.outcomes == [None]
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_openings_have_few_places_and_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanges, "REQUEST_S", 0.5)
-
+def test_openings_have_few_places_and_little_time() -> None:
     async def scenario() -> None:
         async with node() as there:
             there.exchanges.acceptors["swap"] = Side().accept
             for _ in range(exchanges.MAX_OPENINGS_PER_PEER):
                 _, writer = await there.dial("slow")
                 writer.write(b"\4sw")
-            await until(lambda: len(there.exchanges._openings) == exchanges.MAX_OPENINGS_PER_PEER)
+            await settle()
             us = Side()
             await there.call(us, "slow")
             assert us.outcomes == [None]
             await until(lambda: there.traffic.rejected["slow"] == exchanges.MAX_OPENINGS_PER_PEER - 1)
             assert there.traffic.rejected["crowded"] == 1 and len(there.said) == 1  # the oldest made room
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_openings_that_do_not_come_keep_nobody_out() -> None:
@@ -749,10 +741,10 @@ def test_openings_that_do_not_come_keep_nobody_out() -> None:
                 (await there.dial(f"slow {i}"))[1].write(b"\4sw")
             us = Side()
             await there.call(us, "newcomer")
-            assert us.outcomes == [None] and len(there.exchanges._openings) <= exchanges.MAX_OPENINGS
+            assert us.outcomes == [None]
             assert there.traffic.rejected["crowded"] >= 10 and there.traffic.rejected["busy"] == 0
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("callback", ["accept", "pieces", "sink", "done"])
@@ -765,7 +757,7 @@ def test_cancelling_waits_for_callbacks_and_tells_once(callback: str) -> None:
 
         def slow(*arguments: object) -> object:
             inside.set()
-            assert go.wait(20)
+            assert go.wait(HANG_S)
             return original(*arguments)
 
         setattr(them, callback, slow)
@@ -783,10 +775,10 @@ def test_cancelling_waits_for_callbacks_and_tells_once(callback: str) -> None:
             if callback != "done":
                 assert isinstance(them.outcomes[0], PeerUnreachable) and us.outcomes != [None]
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_a_caller_that_is_cancelled_ends_its_callbacks_first() -> None:
+def test_a_cancelled_caller_ends_its_callbacks_first() -> None:
     inside, go = threading.Event(), threading.Event()
 
     async def scenario() -> None:
@@ -794,7 +786,7 @@ def test_a_caller_that_is_cancelled_ends_its_callbacks_first() -> None:
 
         def slow(piece: memoryview) -> None:
             inside.set()
-            assert go.wait(20)
+            assert go.wait(HANG_S)
             us.got += piece
 
         async with node() as there:
@@ -815,4 +807,4 @@ def test_a_caller_that_is_cancelled_ends_its_callbacks_first() -> None:
             await asyncio.gather(*there.tasks)
             assert reason(them.outcomes[0]) == "torn"
 
-    asyncio.run(scenario())
+    run(scenario())

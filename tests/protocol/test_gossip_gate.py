@@ -31,7 +31,7 @@ from protocol.transports.gossip_pipe import (
     gossip_settings,
 )
 from protocol.transports.settings import NetworkSettings, announced
-from tests.integration.gossip_samples import batch, peer_on_shard, seal_as
+from tests.support.gossip_samples import batch, peer_on_shard, seal_as
 
 SWARM = "ab" * 32
 TOPIC = topics.rollout_topic(SWARM, 0)
@@ -90,13 +90,13 @@ def test_reasons(reason: str | None, data: bytes) -> None:
     assert ask(gate(), data) == reason
 
 
-def test_a_batch_is_let_in_once_whoever_wraps_it() -> None:
+def test_a_batch_is_let_in_once() -> None:
     door, data = gate(), sealed()
     assert ask(door, data) is None
     assert ask(door, data, "another") == "seen"
 
 
-def test_messages_of_an_author_are_capped_and_the_cap_refills() -> None:
+def test_messages_of_an_author_are_capped() -> None:
     door = gate(messages_per_minute=10)
     verdicts = [ask(door, sealed(), f"origin {i}") for i in range(15)]
     assert verdicts == [None] * 10 + ["rate"] * 5
@@ -112,7 +112,7 @@ def test_bytes_of_an_author_are_capped() -> None:
     assert verdicts == [None] * 3 + ["rate"] * 2
 
 
-def test_what_was_refused_for_its_rate_may_come_again_and_takes_no_place_in_memory() -> None:
+def test_rate_limited_messages_are_not_remembered() -> None:
     door = gate(messages_per_minute=2)
     early, late = sealed(), [sealed() for _ in range(5)]
     assert [ask(door, data) for data in (early, *late)] == [None, None, *["rate"] * 4]
@@ -121,7 +121,7 @@ def test_what_was_refused_for_its_rate_may_come_again_and_takes_no_place_in_memo
     assert ask(door, late[-1], now=NOW + 31) is None
 
 
-def test_the_excess_of_an_author_is_blamed_on_who_signed_it_and_on_nobody_else() -> None:
+def test_excess_is_blamed_on_its_signer() -> None:
     """`flood` counts against the forwarder, `rate` does not."""
     assert "rate" in HARMLESS and "flood" not in HARMLESS
     door = gate(messages_per_minute=3)
@@ -136,7 +136,7 @@ def test_one_process_cannot_speak_for_many_authors(unsealed: None) -> None:
     assert [ask(door, plain(f"author {i}"), "it", "it") for i in range(5)] == [None] * 3 + ["flood"] * 2
 
 
-def test_fresh_keys_over_one_connection_are_bounded_and_blamed(unsealed: None) -> None:
+def test_fresh_keys_of_one_connection_are_bounded(unsealed: None) -> None:
     door = gate(shards=1)
     verdicts = [ask(door, plain(f"author {i}"), f"origin {i}", now=NOW + i / 100) for i in range(3000)]  # half a minute
     assert SHARD_AUTHORS <= verdicts.count(None) <= 1.5 * SHARD_AUTHORS + 1
@@ -149,9 +149,7 @@ def test_fresh_keys_over_one_connection_are_bounded_and_blamed(unsealed: None) -
     assert [ask(door, plain(f"late {i}"), forwarder="another", now=NOW + 30) for i in range(30)] == [None] * 30
 
 
-def test_a_hub_is_not_blamed_for_those_who_flood_it_with_fresh_keys(
-    unsealed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flooded_hub_is_not_blamed(unsealed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gossip_gate, "SHARD_AUTHORS", 8)
     hub, leaf, passed_on = gate(shards=1), gate(shards=1), []
     for i in range(12_000):  # over twenty connections, for two minutes
@@ -161,16 +159,14 @@ def test_a_hub_is_not_blamed_for_those_who_flood_it_with_fresh_keys(
     assert len(passed_on) >= 64 and set(passed_on) <= {None, "newcomers"}
 
 
-def test_a_hub_may_speak_for_a_whole_shard_of_large_batches_at_once_and_each_second(unsealed: None) -> None:
+def test_a_hub_may_speak_for_a_shard(unsealed: None) -> None:
     door = gate(shards=1)
     for second in range(90):
         for i in range(SHARD_AUTHORS):
             assert ask(door, plain(f"author {i}", 60_000), f"origin {i}", now=NOW + second) is None
 
 
-def test_a_connection_brings_no_more_than_its_budget_whoever_it_speaks_for(
-    unsealed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_brings_no_more_than_its_budget(unsealed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gossip_gate, "CONNECTION_MESSAGES", 100)
     monkeypatch.setattr(gossip_gate, "CONNECTION_BYTES", 300_000)
     door = gate(messages_per_minute=20, bytes_per_minute=100_000)
@@ -184,7 +180,7 @@ def test_a_connection_brings_no_more_than_its_budget_whoever_it_speaks_for(
     assert ask(gate(messages_per_minute=500), plain("author 0"), "a", "a") is None
 
 
-def test_who_keeps_to_the_limits_of_the_swarm_is_not_refused(unsealed: None) -> None:
+def test_peers_within_the_limits_are_not_refused(unsealed: None) -> None:
     """Small groups, each a message of its own: a minute's worth at once, then evenly, half of a minute held up."""
     for limits in (ManifestLimits(), ManifestLimits(groups_per_minute=1), ManifestLimits(groups_per_minute=4096)):
         door = Gate(gossip_settings(SWARM, 1, limits, NetworkSettings()))
@@ -197,7 +193,7 @@ def test_who_keeps_to_the_limits_of_the_swarm_is_not_refused(unsealed: None) -> 
     assert {ask(door, plain("author", 2**19), "it", "it", NOW + max(0, i - 3) * 15) for i in range(20)} == {None}
 
 
-def test_an_author_that_is_not_let_in_pays_nothing(unsealed: None) -> None:
+def test_refused_authors_pay_nothing(unsealed: None) -> None:
     door = gate(messages_per_minute=2)
     for _ in range(2):
         assert ask(door, plain("noisy"), "it", "it") is None
@@ -242,12 +238,12 @@ COMMANDS = [
         {"gossip_port": 65_536},
     ],
 )
-def test_settings_that_the_process_would_refuse_are_refused_before(network: dict[str, Any]) -> None:
+def test_bad_settings_never_reach_the_process(network: dict[str, Any]) -> None:
     with pytest.raises(LocalProtocolError, match="gossip"):
         gossip_settings(SWARM, 1, ManifestLimits(), NetworkSettings(**network))
 
 
-def test_settings_at_their_bounds_are_taken_and_told_of() -> None:
+def test_settings_at_their_bounds_are_taken() -> None:
     host, whole = "a" * 113 + ".local", "/ip4/203.0.113.7/tcp/1"
     network = NetworkSettings(announce=(host, *["b.example"] * 7, whole), max_connections=512)
     limits = ManifestLimits(groups_per_minute=4096, bytes_per_minute=2**30)
@@ -297,7 +293,5 @@ def test_arbitrary_bytes_from_the_pipe(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("spoken", "reason"), [((5, 6), None), ((6, 7), "version"), ((3, 4), "newer")])
-def test_versions_are_those_that_the_node_speaks_whatever_this_process_is_of(
-    spoken: tuple[int, ...], reason: str | None
-) -> None:
+def test_the_node_says_which_versions_it_speaks(spoken: tuple[int, ...], reason: str | None) -> None:
     assert ask(gate(spoken=spoken), sealed(protocol=5)) == reason

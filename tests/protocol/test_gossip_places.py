@@ -80,7 +80,7 @@ def test_dialled_connections_never_give_way() -> None:
     assert places.seated == set(dialled)
 
 
-def test_the_longest_silent_handshake_of_the_busiest_address_gives_way() -> None:
+def test_the_busiest_address_s_oldest_handshake_gives_way() -> None:
     places = Places(MOST)
     honest = Link("honest", True, 0.0)
     assert places.arrive(honest) is None
@@ -91,7 +91,7 @@ def test_the_longest_silent_handshake_of_the_busiest_address_gives_way() -> None
     assert {honest, talking} <= places.arriving and len(places.arriving) == MAX_ARRIVING
 
 
-def test_handshakes_have_less_time_when_many_are_under_way() -> None:
+def test_many_handshakes_have_less_time_each() -> None:
     places = Places(MOST)
     for _ in range(MAX_ARRIVING // 2):
         places.arrive(Link("slow", True, 0.0))

@@ -23,7 +23,7 @@ from protocol.hosts import neighbourhood, neighbourhood_of_stream
         ("nowhere", "nowhere"),
     ],
 )
-def test_addresses_that_cost_as_much_as_one_are_one(host: str, same: str) -> None:
+def test_neighbouring_addresses_count_as_one(host: str, same: str) -> None:
     assert neighbourhood(host) == same
     family = "ip6" if ":" in host else "ip4"
     assert neighbourhood_of_stream(f"/{family}/{host}/tcp/1234/p2p/x") == same

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.identity import Identity, peer_id_of, public_key_of, verify
-from tests.protocol.wire import IDENTITY, STRANGER, mutations, refused
+from tests.support.wire import IDENTITY, STRANGER, mutations, refused
 
 KEY_FILE = bytes.fromhex("08011240") + bytes(range(32)) + IDENTITY.public_key
 
@@ -55,7 +55,7 @@ Identity.load_or_create(Path(sys.argv[1]))
 """
 
 
-def test_who_was_killed_while_making_it_makes_it_the_next_time(tmp_path: Path) -> None:
+def test_a_killed_maker_makes_it_next_time(tmp_path: Path) -> None:
     path = tmp_path / "identity.key"
     assert subprocess.run([sys.executable, "-c", KILLED, str(path)]).returncode == 9
     assert list(tmp_path.iterdir())  # it had begun
@@ -70,7 +70,7 @@ def failing(number: int) -> Callable[..., None]:
     return fail
 
 
-def test_nothing_is_left_of_one_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_identity_never_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
         STRANGER.save(tmp_path / "identity.key")

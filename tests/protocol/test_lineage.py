@@ -53,13 +53,13 @@ def test_runs_are_one_up_to_where_they_fork(one: Lineage, other: Lineage, upto: 
     assert shared(one, other) == shared(other, one) == upto
 
 
-def test_a_run_leads_to_what_has_gone_on_from_it() -> None:
+def test_a_run_leads_to_its_continuations() -> None:
     assert leads_to(run(A), run(A, B)) and leads_to(run(A), run(A)) and leads_to(run(A, B), run(B, C))
     for one, other in ((run(A, B), run(A)), (run(A, B), run(A, C)), (run(A), run(("d", 0))), (NO_RUN, run(A))):
         assert not leads_to(one, other)
 
 
-def test_who_goes_back_is_of_no_branch_that_began_later() -> None:
+def test_going_back_leaves_later_branches() -> None:
     assert branch(NO_RUN, "d", 0) == (("d", 0),)
     assert branch(run(A, B, C), "d", 60) == (*run(A, B, C), ("d", 60))
     assert branch(run(A, B, C), "d", 40) == (*run(A, B), ("d", 40))
@@ -101,7 +101,7 @@ LINEAGES = st.lists(
 
 
 @given(one=LINEAGES, other=LINEAGES)
-def test_whatever_peers_make_up_is_the_same_from_both_sides(one: Lineage, other: Lineage) -> None:
+def test_made_up_lineages_compare_alike_both_ways(one: Lineage, other: Lineage) -> None:
     check_lineage(one)
     assert shared(one, other) == shared(other, one)
     assert (leads_to(one, other) and leads_to(other, one)) == (shared(one, other) == math.inf)
@@ -114,7 +114,7 @@ def test_segments_are_in_order_and_each_is_another(segments: tuple[tuple[str, in
     assert caught.value.reason == "run"
 
 
-def test_a_lineage_is_read_from_json_and_nothing_else_is() -> None:
+def test_lineages_are_read_from_json_alone() -> None:
     whole = tuple((f"{number:016x}", number) for number in range(MAX_SEGMENTS))
     for lineage in (run(A, B, C), whole, NO_RUN):
         assert read_lineage(msgspec.json.decode(msgspec.json.encode(lineage))) == lineage

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protocol.errors import MAX_DETAIL_CHARS, RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
 from protocol.manifest import MAX_DOTS, MAX_FILES_BYTES, Link, Manifest, ManifestTask, parse_link, parse_manifest
-from tests.protocol.wire import SWARM, mutations, refused
+from tests.support.wire import SWARM, mutations, refused
 
 DATA = Path(__file__).parents[1] / "data"
 TOML = (DATA / "manifest_v1.toml").read_bytes()
@@ -43,7 +43,7 @@ def test_another_manifest_than_the_link_promised() -> None:
     assert caught.value.reason == "swarm"
 
 
-def test_the_id_depends_on_neither_bootstrap_nor_order_nor_spelling() -> None:
+def test_the_id_ignores_bootstrap_order_and_spelling() -> None:
     document = tomllib.loads(TOML.decode())
     backwards: dict[str, Any] = dict(reversed(document.items()))
     backwards["tasks"] = [dict(reversed(task.items())) for task in document["tasks"]]
@@ -111,7 +111,7 @@ def test_bad_manifests_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("evil", ["\\u001b]0;title\\u0007", "\\u202e", "\\u009b2J", "a\\nb"])
-def test_what_is_said_of_a_bad_manifest_moves_no_cursor_and_is_short(evil: str) -> None:
+def test_errors_of_manifests_are_short_and_printable(evil: str) -> None:
     for bad in (f'name = "x"\n"{evil}" = 1', HEAD + f'"{evil}{"x" * 9000}" = 1'):
         with pytest.raises(RemoteProtocolError) as caught:
             parse_manifest(bad.encode())

@@ -35,7 +35,7 @@ from protocol.transports.memory import (
     MemoryTransport,
     VirtualClock,
 )
-from tests.protocol.wire import SWARM
+from tests.support.wire import SWARM
 
 START = 1_800_000_000.0
 UP = START + 30.0
@@ -75,7 +75,7 @@ def members(node: Transport) -> set[str]:
 # --------------------------------------------------------------------- the clock
 
 
-def test_events_happen_in_order_of_time_then_of_asking() -> None:
+def test_events_happen_in_order() -> None:
     clock, order = VirtualClock(5.0), []
     for t, name in ((7.0, "c"), (6.0, "a"), (6.0, "b"), (8.0, "d"), (1.0, "past"), (9.0, "later")):
         clock.call_at(t, lambda name=name: order.append((clock.now(), name)))  # type: ignore[misc]
@@ -90,7 +90,7 @@ def test_events_happen_in_order_of_time_then_of_asking() -> None:
 # --------------------------------------------------------------------- delivery
 
 
-def test_messages_reach_every_subscriber_but_the_sender_once_after_their_delay() -> None:
+def test_messages_reach_every_other_subscriber_once() -> None:
     world = World()
     a = world.join("a", link=LinkModel(latency_s=0.1, jitter_s=0.05))
     world.join("b", "a", link=LinkModel(latency_s=0.2))
@@ -117,7 +117,7 @@ def test_bytes_and_messages_are_counted() -> None:
     assert a.stats()["peers"] == 2
 
 
-def test_a_narrow_uplink_sends_one_after_the_other_and_refuses_when_it_is_full() -> None:
+def test_a_full_uplink_refuses() -> None:
     world = World()
     a = world.join("a", link=LinkModel(latency_s=0.0, bandwidth_bytes_s=1000.0))
     world.join("b", "a", link=LinkModel(latency_s=0.0))
@@ -140,7 +140,7 @@ def test_an_oversized_message_is_not_sent() -> None:
     assert world.heard == [] and a.stats()["dropped"] == 1
 
 
-def test_what_a_handler_refuses_is_counted_and_a_bug_is_not_hidden() -> None:
+def test_refusals_are_counted_and_bugs_raised() -> None:
     world = World()
     a, b = world.join("a"), world.join("b", "a")
 
@@ -192,7 +192,7 @@ def test_equal_seeds_give_equal_events(degree: int | None) -> None:
 
 
 @pytest.mark.parametrize("degree", [None, 4])
-def test_loss_and_duplication_really_happen_and_nobody_hears_anything_twice(degree: int | None) -> None:
+def test_nobody_hears_duplicates(degree: int | None) -> None:
     heard, faults, stats = run_with_faults(3, degree)
     assert faults["lost"] > 50 and faults["duplicated"] > 50
     assert sum(line["duplicates"] for line in stats) >= 50
@@ -212,7 +212,7 @@ def test_loss_and_duplication_have_the_rates_asked_for() -> None:
     assert world.network.faults["lost"] + len(world.heard) == 4000
 
 
-def test_a_message_under_way_does_not_cross_a_cut_nor_reach_the_dead() -> None:
+def test_messages_cross_no_cut() -> None:
     world = World()
     a = world.join("a", link=LinkModel(latency_s=5.0))
     world.join("b", "a")
@@ -226,7 +226,7 @@ def test_a_message_under_way_does_not_cross_a_cut_nor_reach_the_dead() -> None:
     assert world.network.faults["cut"] == 2
 
 
-def test_a_killed_node_is_silent_and_its_card_runs_out() -> None:
+def test_a_killed_node_s_card_runs_out() -> None:
     world = World()
     a, b = world.join("a"), world.join("b", "a")
     world.clock.run_until(UP)
@@ -273,7 +273,7 @@ def test_another_swarm_is_not_seen() -> None:
     assert members(a) == set() and members(other) == set()
 
 
-def test_a_bootstrap_that_starts_last_or_again_is_found_within_30_s() -> None:
+def test_a_late_bootstrap_is_found_within_30_s() -> None:
     world = World()
     nodes = [world.join(f"n{i}", "boot") for i in range(4)]
     world.run(600.0)
@@ -302,7 +302,7 @@ def two_halves(world: World) -> tuple[list[MemoryTransport], list[MemoryTranspor
     return left, right
 
 
-def test_two_halves_merge_when_a_third_node_knows_both_and_stay_together_without_it() -> None:
+def test_halves_merge_through_a_third_node() -> None:
     world = World()
     left, right = two_halves(world)
     world.join("bridge", "l2", "r3")
@@ -316,7 +316,7 @@ def test_two_halves_merge_when_a_third_node_knows_both_and_stay_together_without
     assert members(left[1]) == {"l0", "l2", "l3", "r0", "r1", "r2", "r3"}
 
 
-def test_a_partition_cuts_and_after_it_heals_the_halves_find_each_other_again() -> None:
+def test_halves_meet_again_after_a_partition() -> None:
     world = World()
     nodes = {name: world.join(name, "a") for name in "abcdef"}
     world.clock.run_until(UP)
@@ -332,7 +332,7 @@ def test_a_partition_cuts_and_after_it_heals_the_halves_find_each_other_again() 
     assert members(nodes["b"]) == set("acdef") and members(nodes["e"]) == set("abcdf")
 
 
-def test_those_who_are_cut_off_while_they_meet_do_not_become_one() -> None:
+def test_a_cut_while_meeting_prevents_it() -> None:
     world = World()
     a, b = world.join("a"), world.join("b", "a")
     world.run(SPREAD_S / 2)
@@ -341,7 +341,7 @@ def test_those_who_are_cut_off_while_they_meet_do_not_become_one() -> None:
     assert members(a) == members(b) == set()
 
 
-def test_a_node_that_only_dials_is_of_no_use_as_bootstrap() -> None:
+def test_nodes_that_only_dial_bootstrap_nobody() -> None:
     world = World()
     world.join("shy", dial_only=True)
     node = world.join("node", "shy")
@@ -349,7 +349,7 @@ def test_a_node_that_only_dials_is_of_no_use_as_bootstrap() -> None:
     assert members(node) == set()
 
 
-def test_halves_without_a_common_bootstrap_merge_by_the_addresses_they_remember() -> None:
+def test_halves_merge_by_remembered_addresses() -> None:
     world = World()
     left, right = two_halves(world)
     world.join("bridge", "l0", "r0")
@@ -363,12 +363,11 @@ def test_halves_without_a_common_bootstrap_merge_by_the_addresses_they_remember(
     assert members(left[1]) == {"l0", "l2", "l3", "r0", "r1", "r2", "r3"}
 
 
-def test_a_restarted_node_finds_its_swarm_by_its_cache_alone() -> None:
+def test_a_restarted_node_joins_by_its_cache() -> None:
     world = World()
-    for name in "abc":
-        world.join(name, "a")
+    nodes = {name: world.join(name, "a") for name in "abc"}
     world.run(60.0)
-    cache = world.network._nodes["c"].table.write_cache()
+    cache = nodes["c"].table.write_cache()
     world.network.kill("c")
     world.network.kill("a")
     again = world.join("c")
@@ -377,7 +376,7 @@ def test_a_restarted_node_finds_its_swarm_by_its_cache_alone() -> None:
     assert "b" in members(again)
 
 
-def test_nodes_that_only_dial_hear_each_other_through_one_that_listens() -> None:
+def test_dialling_nodes_hear_each_other_through_listeners() -> None:
     world = World(degree=6)
     world.join("hub")
     nodes = [world.join(f"n{i}", "hub", dial_only=True) for i in range(12)]
@@ -392,7 +391,7 @@ def test_nodes_that_only_dial_hear_each_other_through_one_that_listens() -> None
     assert all(members(node) == set() for node in nodes)
 
 
-def test_nodes_that_only_dial_do_not_hear_each_other_when_nobody_who_listens_serves_their_topic() -> None:
+def test_dialling_nodes_need_a_listener_of_their_topic() -> None:
     world = World(degree=6)
     world.network.join("hub", SWARM)
     nodes = [world.join(f"n{i}", "hub", dial_only=True) for i in range(4)]
@@ -406,7 +405,7 @@ def test_nodes_that_only_dial_do_not_hear_each_other_when_nobody_who_listens_ser
 # --------------------------------------------------------------------- cards
 
 
-def test_cards_carry_addresses_and_are_renewed_with_what_was_said_last() -> None:
+def test_cards_are_renewed_with_the_last_word() -> None:
     world = World()
     a, b = world.join("a"), world.join("b", "a")
     world.clock.run_until(UP)
@@ -417,7 +416,7 @@ def test_cards_carry_addresses_and_are_renewed_with_what_was_said_last() -> None
     assert world.clock.now() - seen.created < CARD_RENEWAL_S + 10.0
 
 
-def test_a_card_that_nobody_would_accept_is_refused_where_it_is_made() -> None:
+def test_an_unacceptable_card_is_refused_when_made() -> None:
     world = World()
     node = world.network.join(Identity.generate(bytes(32)), SWARM)
     with pytest.raises(LocalProtocolError):
@@ -484,7 +483,7 @@ def crowd(n: int, degree: int | None, loss: float = 0.0) -> tuple[World, Sequenc
     return world, nodes
 
 
-def test_a_mesh_delivers_to_all_and_everybody_pays_for_what_it_forwards() -> None:
+def test_a_mesh_s_members_pay_for_forwarding() -> None:
     world, nodes = crowd(60, degree=6)
     for node in nodes:
         node.publish("t", bytes(100))
@@ -498,7 +497,7 @@ def test_a_mesh_delivers_to_all_and_everybody_pays_for_what_it_forwards() -> Non
     assert sum(node.stats()["duplicates"] for node in nodes) * 100 == received - len(world.heard) * 100
 
 
-def test_a_mesh_takes_hops_and_survives_loss_that_one_hop_does_not() -> None:
+def test_a_mesh_survives_loss() -> None:
     world, nodes = crowd(60, degree=8, loss=0.1)
     nodes[0].publish("t", b"")
     world.run(5.0)
@@ -510,7 +509,7 @@ def test_a_mesh_takes_hops_and_survives_loss_that_one_hop_does_not() -> None:
     assert len(direct.heard) < 59
 
 
-def test_a_mesh_mends_itself_when_nodes_come_and_go() -> None:
+def test_a_mesh_mends_itself() -> None:
     world, nodes = crowd(30, degree=4)
     nodes[0].publish("t", b"1")
     world.run(5.0)
@@ -524,7 +523,7 @@ def test_a_mesh_mends_itself_when_nodes_come_and_go() -> None:
     assert {who for _, who, _ in world.heard} == {f"n{i}" for i in range(30) if not 10 <= i < 25 and i != 1} | {"new"}
 
 
-def test_one_who_does_not_listen_can_publish_into_a_mesh() -> None:
+def test_nonlisteners_can_publish_into_a_mesh() -> None:
     world, _ = crowd(20, degree=4)
     outsider = world.network.join("outsider", SWARM, bootstrap=["/memory/p2p/n0"], dial_only=True)
     world.run(30.0)
@@ -587,7 +586,7 @@ def trade(ours: int = 0, theirs: int = 0, a: LinkModel | None = None, b: LinkMod
     return trade
 
 
-def test_an_exchange_takes_its_latencies_and_the_slower_body() -> None:
+def test_an_exchange_takes_latencies_and_slower_body() -> None:
     size = 2_500_000
     swap = trade(size, 100, LinkModel(0.1, bandwidth_bytes_s=1e6), LinkModel(0.2, bandwidth_bytes_s=1e5))
     before = dict(swap.a.stats()), dict(swap.b.stats())
@@ -608,7 +607,7 @@ def test_an_exchange_takes_its_latencies_and_the_slower_body() -> None:
         assert node.stats()["bytes_in"] - old["bytes_in"] == taken + len("from b")
 
 
-def test_both_bodies_travel_at_once_and_empty_ones_arrive() -> None:
+def test_both_bodies_travel_at_once() -> None:
     link = LinkModel(0.0, bandwidth_bytes_s=1000.0)
     swap = trade(4000, 4000, link, link)
     future = swap.start()
@@ -620,7 +619,7 @@ def test_both_bodies_travel_at_once_and_empty_ones_arrive() -> None:
     assert future.done() and future.exception() is None and empty.outcomes == [None]
 
 
-def test_a_body_shares_its_uplink_with_gossip_and_with_other_bodies() -> None:
+def test_a_body_shares_its_uplink() -> None:
     swap = trade(10_000, 0, LinkModel(0.0, bandwidth_bytes_s=1000.0), LinkModel(0.0))
     world = swap.world
     swap.a.publish("t", bytes(1000))
@@ -671,7 +670,7 @@ def test_a_sink_may_end_an_exchange(who: str) -> None:
 
 @pytest.mark.parametrize("when", [0.1, 0.3, 1.0, 9.8])
 @pytest.mark.parametrize("what", ["kill a", "kill b", "close a", "close b", "partition", "rejoin"])
-def test_an_exchange_does_not_survive_its_peers_nor_a_cut(what: str, when: float) -> None:
+def test_exchanges_survive_neither_peers_nor_cuts(what: str, when: float) -> None:
     slow = LinkModel(0.1, bandwidth_bytes_s=100.0)
     swap = trade(930, 930, slow, slow)  # 0.4 s until they leave, 9.3 s to leave, 0.2 s to arrive
     future = swap.start()
@@ -695,7 +694,7 @@ def test_an_exchange_does_not_survive_its_peers_nor_a_cut(what: str, when: float
     assert len(swap.outcomes) <= 1 and not swap.got["a"] and not swap.got["b"]
 
 
-def test_an_exchange_that_takes_too_long_is_given_up_and_frees_its_uplink() -> None:
+def test_a_long_exchange_is_given_up() -> None:
     swap = trade(10_000, 0, LinkModel(0.0, bandwidth_bytes_s=100.0), LinkModel(0.0))
     future = swap.start(timeout=5.0)
     swap.world.run(4.99)
@@ -713,7 +712,7 @@ class Body(bytearray):
 
 
 @pytest.mark.parametrize("end", ["whole", "refused", "torn", "cut"])
-def test_bodies_are_let_go_of_when_an_exchange_is_over(end: str) -> None:
+def test_bodies_are_let_go_of_in_time(end: str) -> None:
     """Long before its time is up, and without Python's collector."""
     swap = trade()
     network, held = swap.world.network, []
@@ -754,7 +753,7 @@ def test_bodies_are_let_go_of_when_an_exchange_is_over(end: str) -> None:
         gc.enable()
 
 
-def test_whom_a_request_does_not_reach_an_exchange_does_not_either() -> None:
+def test_exchanges_reach_no_further_than_requests() -> None:
     swap = trade(10, 10)
     for peer in ("nobody", "a"):
         assert isinstance(
@@ -773,7 +772,7 @@ def test_whom_a_request_does_not_reach_an_exchange_does_not_either() -> None:
         swap.b.exchange("a", "swap", Outgoing(bytes(MAX_HEAD_BYTES + 1)), swap.answered, 1.0)
 
 
-def test_a_peer_takes_part_in_few_exchanges_at_once() -> None:
+def test_a_peer_has_few_exchanges_at_once() -> None:
     swap = trade(100, 0, LinkModel(0.0, bandwidth_bytes_s=100.0), LinkModel(0.0))
     futures = []
     for _ in range(MAX_EXCHANGES_PER_PEER + 1):
@@ -872,7 +871,7 @@ class Talk:
         return events
 
 
-def test_messages_take_their_latency_and_their_turn_on_the_uplink() -> None:
+def test_channel_messages_take_turns_on_the_uplink() -> None:
     talk = Talk(LinkModel(0.1, bandwidth_bytes_s=1000.0), LinkModel(0.2))
     before = talk.a.stats()["bytes_out"]
     channel = talk.connect()
@@ -952,7 +951,7 @@ def test_ends_find_out_that_a_channel_is_over(what: str, who: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["kill", "partition", "close", "blip"])
-def test_a_peer_may_vanish_while_a_channel_is_opened(what: str) -> None:
+def test_a_peer_may_vanish_during_opening(what: str) -> None:
     for delay in (0.01, 0.05):
         talk = Talk()
         talk.connect()
@@ -1002,7 +1001,7 @@ def test_channels_are_refused_and_counted() -> None:
     assert talk.b.rejected == {"crew": 1, "method": 1, "busy": 1}
 
 
-def test_a_listener_may_end_its_channel_and_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queues_of_channels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(head: bytes, size: int) -> None:
         raise RemoteProtocolError("shape", f"{size} bytes")
 

@@ -26,7 +26,7 @@ from protocol.model_listing import (
     open_listing,
     seal_listing,
 )
-from tests.protocol.wire import mutations, refused
+from tests.support.wire import mutations, refused
 
 REASONS = {"size", "digest", "schema"}
 A, B = "ab" * 32, "0f" * 32
@@ -79,7 +79,7 @@ SPELT = {
 
 
 @pytest.mark.parametrize("data", SPELT.values(), ids=SPELT)
-def test_a_listing_has_one_form_so_that_whoever_hands_it_on_gives_the_same(data: bytes) -> None:
+def test_a_listing_has_one_form(data: bytes) -> None:
     assert data != GOLDEN and msgspec.json.decode(data, type=ModelListing) == LISTING
     with pytest.raises(RemoteProtocolError) as caught:
         open_listing(data, digest_of(data))
@@ -185,7 +185,7 @@ def manifest(table: dict[str, Any]) -> bytes:
     return f'name = "sums"\n[[tasks]]\nenv = "gcd"\n[model]\n{lines}\n'.encode()
 
 
-def test_a_swarm_with_a_model_is_another_one_and_its_digest_is_behind_the_id() -> None:
+def test_the_id_covers_the_model_s_digest() -> None:
     with_model = replace(PLAIN, model=MODEL)
     assert parse_manifest(manifest(msgspec.to_builtins(MODEL)), with_model.swarm_id).model == MODEL
     changed = [replace(with_model, model=replace(MODEL, **change)) for change in ({"digest": B}, {"bytes": 124})]

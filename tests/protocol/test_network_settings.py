@@ -19,7 +19,7 @@ from protocol.transports.settings import (
 PEER = "12D3KooWJyxp9or857hV95SVFhoYMvHEgrykTdAzobpW2NdXboKz"
 
 
-def test_a_port_that_is_taken_gives_way_to_the_next() -> None:
+def test_taken_ports_give_way_to_the_next() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -30,7 +30,7 @@ def test_a_port_that_is_taken_gives_way_to_the_next() -> None:
     assert free_port("127.0.0.1", 0) > 0
 
 
-def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+def test_other_machines_addresses_cannot_be_listened_on() -> None:
     with pytest.raises(LocalProtocolError, match="192.0.2.1"):
         free_port("192.0.2.1", 31330)
 

@@ -19,7 +19,7 @@ def test_each_connection_may_take_memory(connections: int, more: int) -> None:
     assert most_rss(connections) == MAX_RSS + more * CONNECTION_BYTES
 
 
-def test_a_process_too_large_for_its_connections_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_grown_too_large_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p2pd_memory, "LOOK_S", 0.01)
     monkeypatch.setattr(p2pd_memory, "rss", lambda pid: MAX_RSS + 10 * CONNECTION_BYTES)
 

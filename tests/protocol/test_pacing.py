@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
 
-def test_bytes_are_spread_and_rest_is_made_up_for_a_little() -> None:
+def test_rest_is_made_up_for_a_little() -> None:
     clock = Clock()
     pace = Pace(1000.0, clock)
     assert pace.take(500) == pytest.approx(0.5)
@@ -66,7 +66,7 @@ async def streams() -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
 
 
 @pytest.mark.parametrize("paced", ["writer", "reader"])
-def test_a_frame_arrives_whole_in_the_time_it_may_take(monkeypatch: pytest.MonkeyPatch, paced: str) -> None:
+def test_a_paced_frame_arrives_whole(monkeypatch: pytest.MonkeyPatch, paced: str) -> None:
     payload = bytes(range(256)) * (3 * MAX_CHUNK_BYTES // 512)
     slept = Slept(monkeypatch)
     pace = Pace(float(len(payload)), slept.clock)
@@ -86,7 +86,7 @@ def test_a_frame_arrives_whole_in_the_time_it_may_take(monkeypatch: pytest.Monke
     assert slept.seconds == pytest.approx(1.0, abs=BURST_S + PIECE_BYTES / len(payload))
 
 
-def test_what_is_given_up_in_the_middle_does_not_leave_at_once() -> None:
+def test_an_abandoned_write_does_not_burst() -> None:
     async def go() -> int:
         (_, writer), (reader, other) = await streams()
         paced = PacedWriter(writer, Pace(1000.0))
@@ -146,7 +146,7 @@ def test_short_answers_keep_to_the_limit_between_them(monkeypatch: pytest.Monkey
     assert slept.seconds == pytest.approx(count * (1000 + 40) / 1000, abs=BURST_S)
 
 
-def test_what_its_own_limit_holds_up_is_not_the_takers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_limits_are_not_the_taker_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, deadlines = Clock(), []
 
     class Deadline(asyncio.Timeout):
@@ -190,7 +190,7 @@ async def take_in(pace: Pace, sizes: list[int], others: int = 0) -> None:
         assert len(await paced.readexactly(size)) == size
 
 
-def test_beats_do_not_queue_behind_the_bodies_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beats_pass_the_bodies_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     slept, pieces = Slept(monkeypatch), 100
     pace = Pace(bytes_s(1.0), slept.clock)
     asyncio.run(take_in(pace, [1] * pieces, PIECE_BYTES))
@@ -255,7 +255,7 @@ class Taker:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_who_shares_a_limit_with_others_is_not_dropped_for_it(count: int) -> None:
+def test_sharing_a_limit_drops_nobody(count: int) -> None:
     clock, rate, takers = Clock(), bytes_s(1.0), [Taker() for _ in range(count)]
     pace = Pace(rate, clock)
 
@@ -268,7 +268,7 @@ def test_who_shares_a_limit_with_others_is_not_dropped_for_it(count: int) -> Non
     assert clock.now - Clock.now == pytest.approx(count * MAX_CHUNK_BYTES / rate, rel=0.05)
 
 
-def test_who_takes_nothing_is_dropped_under_a_limit_as_well() -> None:
+def test_takers_of_nothing_are_dropped_despite_limits() -> None:
     clock = Clock()
     asleep: Any = PacedWriter(cast("Any", Taker(takes=False)), Pace(bytes_s(1.0), clock))
     with pytest.raises(TimeoutError):
@@ -276,7 +276,7 @@ def test_who_takes_nothing_is_dropped_under_a_limit_as_well() -> None:
     assert clock.now - Clock.now == pytest.approx(GRACE_S)
 
 
-def test_a_large_answer_takes_as_long_as_the_limit_has_it_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_answer_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, taker, answer = Clock(), Taker(), bytes(12 * MAX_CHUNK_BYTES)
     assert len(answer) / bytes_s(1.0) > ANSWER_S
     answers = Answers(Traffic(), print)
@@ -298,7 +298,7 @@ def test_a_large_answer_takes_as_long_as_the_limit_has_it_take(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("what", ["exchange", "channel"])
-def test_bodies_that_share_a_limit_are_not_given_up_for_it(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_sharing_a_limit_are_not_dropped(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, rate, takers = Clock(), bytes_s(1.0), [Taker() for _ in range(4)]
     assert len(takers) * MAX_CHUNK_BYTES / rate > PIECE_S
     pace, exchanges = Pace(rate, clock), Exchanges(Traffic(), print)
@@ -324,7 +324,7 @@ def test_bodies_that_share_a_limit_are_not_given_up_for_it(what: str, monkeypatc
 
 
 @pytest.mark.parametrize("what", ["exchange", "channel"])
-def test_who_takes_nothing_of_a_body_is_given_up_under_a_limit_as_well(what: str) -> None:
+def test_untaken_bodies_are_given_up_despite_limits(what: str) -> None:
     clock = Clock()
     asleep: Any = PacedWriter(cast("Any", Taker(takes=False)), Pace(bytes_s(1.0), clock))
 
@@ -342,9 +342,7 @@ def test_who_takes_nothing_of_a_body_is_given_up_under_a_limit_as_well(what: str
 
 
 @pytest.mark.parametrize("what", ["exchange", "channel"])
-def test_bodies_that_arrive_within_one_limit_are_not_given_up_for_it(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arriving_bodies_sharing_a_limit_are_kept(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, rate, count, got = Clock(), bytes_s(1.0), 4, []
     body = bytes(range(256)) * (MAX_CHUNK_BYTES // 256)
     assert count * len(body) / rate > PIECE_S
@@ -374,7 +372,7 @@ def test_bodies_that_arrive_within_one_limit_are_not_given_up_for_it(
 
 
 @pytest.mark.parametrize("what", ["exchange", "channel"])
-def test_who_sends_no_more_of_a_body_is_given_up_under_a_limit_as_well(what: str) -> None:
+def test_unsent_bodies_are_given_up_despite_limits(what: str) -> None:
     clock = Clock()
     pace, part = Pace(bytes_s(1.0), clock), bytes(PIECE_BYTES)
 
@@ -392,7 +390,7 @@ def test_who_sends_no_more_of_a_body_is_given_up_under_a_limit_as_well(what: str
     assert clock.now - Clock.now == pytest.approx(PIECE_S + len(part) / pace.bytes_s - BURST_S, abs=BURST_S)
 
 
-def test_a_channel_has_a_minute_for_each_piece_of_a_body() -> None:
+def test_each_piece_of_a_body_has_a_minute() -> None:
     clock, size = Clock(), 3 * MAX_CHUNK_BYTES
     piece_s = 0.9 * PIECE_S
 
@@ -408,9 +406,7 @@ def test_a_channel_has_a_minute_for_each_piece_of_a_body() -> None:
 
 
 @pytest.mark.parametrize("what", ["request", "exchange", "channel"])
-def test_what_is_asked_while_others_have_used_up_the_limit_is_not_late_for_it(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_held_up_by_limits_are_not_late(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, traffic, taker = Clock(), Traffic(), Taker()
     pace, asked = Pace(bytes_s(1.0), clock), []
     pace.take(int((REQUEST_S + 5) * pace.bytes_s))  # by others

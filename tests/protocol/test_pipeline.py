@@ -40,7 +40,7 @@ from protocol.pipeline import (
     open_envelope,
     seal_envelope,
 )
-from tests.protocol.wire import fields, mutations, refused, values
+from tests.support.wire import fields, mutations, refused, values
 
 GOLDEN = Path(__file__).parents[1] / "data" / "stage_envelope_v1.msgpack"
 REASONS = {"size", "version", "schema"}
@@ -125,7 +125,7 @@ def test_sizes_of_parts(coding: str, shape: tuple[int, ...], size: int) -> None:
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, min(SPOKEN) - 1, -1, 2**63])
-def test_another_version_is_refused_before_its_schema_is_looked_at(version: int) -> None:
+def test_versions_are_checked_before_schemas(version: int) -> None:
     assert reason(msgspec.msgpack.encode({"protocol": version, "everything": "else"})) == "version"
 
 
@@ -171,7 +171,7 @@ def test_what_is_refused(bad: bytes) -> None:
     ],
     ids=str,
 )
-def test_a_head_that_no_peer_would_take_is_not_sent(head: Head) -> None:
+def test_unacceptable_heads_are_not_sent(head: Head) -> None:
     with pytest.raises(LocalProtocolError, match="cannot be sent"):
         seal_envelope(replace(ENVELOPE, head=head))
 
@@ -182,7 +182,7 @@ def test_random_bytes(noise: bytes) -> None:
 
 
 @given(data=st.data())
-def test_mutated_heads_open_within_all_limits_or_not_at_all(data: st.DataObject) -> None:
+def test_mutated_heads_keep_limits_or_are_refused(data: st.DataObject) -> None:
     head = data.draw(st.sampled_from(HEADS))
     mutated = data.draw(mutations(seal_envelope(replace(ENVELOPE, head=head))))
     if reason(mutated) is None:

@@ -59,7 +59,7 @@ def choose(port: int, gossip_port: int, file: Path) -> tuple[int, int, list[str]
 # --------------------------------------------------------------------- a port of one's own
 
 
-def test_what_is_claimed_is_left_alone_before_anybody_listens(stack: ExitStack) -> None:
+def test_claimed_ports_are_left_alone(stack: ExitStack) -> None:
     first = take(stack, 0)
     second, third = take(stack, first.number), take(stack, first.number)
     assert first.number < second.number < third.number <= first.number + 5
@@ -68,7 +68,7 @@ def test_what_is_claimed_is_left_alone_before_anybody_listens(stack: ExitStack) 
     assert take(stack, first.number).number == first.number
 
 
-def test_another_process_leaves_it_alone_and_its_death_gives_it_free(stack: ExitStack) -> None:
+def test_a_claim_ends_with_its_process(stack: ExitStack) -> None:
     script = (
         "import sys; from protocol.transports.ports import Port\n"
         f"port = Port('{LOOPBACK}', int(sys.argv[1])); print(port.take(), flush=True); sys.stdin.read()"
@@ -86,7 +86,7 @@ def test_another_process_leaves_it_alone_and_its_death_gives_it_free(stack: Exit
     assert take(stack, theirs).number == theirs
 
 
-def test_a_port_that_was_taken_meanwhile_gives_way_to_another(stack: ExitStack) -> None:
+def test_ports_taken_meanwhile_give_way(stack: ExitStack) -> None:
     said: list[str] = []
     port = Port(LOOPBACK, 0, report=said.append)
     stack.callback(port.release)
@@ -127,7 +127,7 @@ def test_that_none_is_left_is_said(stack: ExitStack, monkeypatch: pytest.MonkeyP
 # --------------------------------------------------------------------- from run to run
 
 
-def test_what_was_got_takes_the_place_of_what_is_taken(tmp_path: Path, ports: tuple[int, int, int, int]) -> None:
+def test_earlier_ports_replace_taken_ones(tmp_path: Path, ports: tuple[int, int, int, int]) -> None:
     one, two, free, other = ports
     file = tmp_path / "ports.json"
     note_ports(NetworkSettings(port=one, gossip_port=two), free, other, file)
@@ -137,9 +137,7 @@ def test_what_was_got_takes_the_place_of_what_is_taken(tmp_path: Path, ports: tu
 
 
 @pytest.mark.parametrize("note", ["", "[]", "{%d: 70000}", "{%d: 80}", "{%d: -1}", '{%d: "x"}', "\xff", '{"a": 1}'])
-def test_without_a_good_note_the_next_ones_are_taken(
-    tmp_path: Path, ports: tuple[int, int, int, int], note: str
-) -> None:
+def test_without_a_note_next_ports_are_taken(tmp_path: Path, ports: tuple[int, int, int, int], note: str) -> None:
     file = tmp_path / "ports.json"
     file.write_text(note.replace("%d", f'"{ports[0]}"'), encoding="latin-1")
     port, gossip_port, said = choose(ports[0], ports[0], file)

@@ -39,7 +39,7 @@ from protocol.limits import (
     SLOTS,
 )
 from protocol.messages import PROTOCOL_VERSION, PeerCard, RolloutBatch
-from tests.protocol.wire import BATCH, CARD, IDENTITY, STRANGER, SWARM, fields, mutations, refused, seal, values
+from tests.support.wire import BATCH, CARD, IDENTITY, STRANGER, SWARM, fields, mutations, refused, seal, values
 
 DATA = Path(__file__).parents[1] / "data"
 REASONS = {"size", "signature", "version", "newer", "schema", "swarm"}
@@ -83,7 +83,7 @@ def test_a_later_version_may_add_fields(kind: Kind) -> None:
     assert kind.open(seal(later, kind.tag), SWARM) == (IDENTITY.peer_id, kind.record)
 
 
-def test_a_later_version_may_add_fields_to_groups_and_rollouts() -> None:
+def test_later_versions_may_extend_groups_and_rollouts() -> None:
     batch: Any = fields(BATCH)
     batch["groups"][0]["later"] = 1
     batch["groups"][0]["task"]["later"] = 1
@@ -134,14 +134,14 @@ def test_another_swarm(kind: Kind) -> None:
 
 @both
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, min(SPOKEN) - 1, -1, 2**63])
-def test_another_version_is_refused_before_its_schema_is_looked_at(kind: Kind, version: int) -> None:
+def test_versions_are_checked_before_schemas(kind: Kind, version: int) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         kind.open(seal({"protocol": version, "everything": "else"}, kind.tag), SWARM)
     assert caught.value.reason == ("newer" if version > PROTOCOL_VERSION else "version")
 
 
 @both
-def test_a_node_speaks_its_version_and_the_one_before(kind: Kind) -> None:
+def test_a_node_speaks_two_versions(kind: Kind) -> None:
     for version, reason in ((4, "version"), (5, None), (6, None), (7, "newer")):
         sealed = kind.seal(msgspec.structs.replace(kind.record, protocol=version), IDENTITY)
         if reason is None:
@@ -173,7 +173,7 @@ def test_all_write_what_all_understand() -> None:
         assert open_card(seal_card(written, IDENTITY), SWARM, spoken)[1] == written
 
 
-def test_a_version_that_is_not_spoken_is_explained_to_both_ends() -> None:
+def test_unspoken_versions_are_explained_to_both_ends() -> None:
     assert unspoken(7, spoken_by(6)) == "protocol 7 is too new for a node that speaks 5 and 6"
     assert unspoken(4, spoken_by(6)) == "protocol 4 is too old for a node that speaks 5 and 6"
 
@@ -300,7 +300,7 @@ def test_random_bytes_signed_or_not(kind: Kind, data: st.DataObject) -> None:
 
 @both
 @given(data=st.data())
-def test_mutated_bodies_open_within_all_limits_or_not_at_all(kind: Kind, data: st.DataObject) -> None:
+def test_mutated_bodies_keep_limits_or_are_refused(kind: Kind, data: st.DataObject) -> None:
     sealed = seal(data.draw(mutations(BODY[kind])), kind.tag)
     if refused(lambda: kind.open(sealed, SWARM), REASONS) is None:
         kind.seal(kind.open(sealed, SWARM)[1], IDENTITY)  # raises for a record beyond a limit

@@ -7,7 +7,7 @@ import pytest
 from protocol.transports.refusals import MAX_SOURCES, Refusals, Refused, ip_of
 
 
-def test_refusals_are_counted_by_source_and_forgotten_oldest_first() -> None:
+def test_refusals_are_counted_by_source() -> None:
     totals: Counter[str] = Counter(schema=1)
     clock = [100.0]
     refusals = Refusals(totals, lambda: clock[0])
@@ -23,7 +23,7 @@ def test_refusals_are_counted_by_source_and_forgotten_oldest_first() -> None:
     assert refusals.by_peer()["peer 0"] == copy["peer 0"].reasons
 
 
-def test_a_source_keeps_the_address_it_was_last_seen_at() -> None:
+def test_a_source_keeps_its_last_address() -> None:
     refusals = Refusals(Counter())
     refusals.note("mallory", "find")
     refusals.locate({"mallory": "203.0.113.9", "bob": "192.0.2.1"})
@@ -42,5 +42,5 @@ def test_a_source_keeps_the_address_it_was_last_seen_at() -> None:
         (["/dns4/example.org/tcp/1", "/ip4/not an address", "nonsense"], ""),
     ],
 )
-def test_the_ip_address_is_that_of_the_first_direct_way(addresses: list[str], ip: str) -> None:
+def test_the_first_direct_way_gives_the_ip(addresses: list[str], ip: str) -> None:
     assert ip_of(addresses) == ip

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.scenarios import Play, names, player
+
 PROGRAM = Path(__file__).with_name("host_scenarios.py")
-SCENARIOS = re.findall(r"^async def ([a-z]\w+)\(\) -> None:", PROGRAM.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_host(name: str) -> None:
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(PROGRAM.parents[2])}
-    ran = subprocess.run([sys.executable, PROGRAM, name], env=env, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+    with player(PROGRAM, tmp_path_factory.mktemp("host")) as play:
+        yield play
+
+
+@pytest.mark.parametrize("name", names(PROGRAM))
+def test_host(play: Play, name: str) -> None:
+    assert not (failure := play(name)), failure

@@ -29,7 +29,7 @@ from protocol.tensors import (
     open_weights_head,
     seal_head,
 )
-from tests.protocol.wire import IDENTITY, STRANGER, SWARM, fields, mutations, refused, values
+from tests.support.wire import IDENTITY, STRANGER, SWARM, fields, mutations, refused, values
 
 DATA = Path(__file__).parents[1] / "data"
 REASONS = {"size", "version", "schema"}
@@ -103,7 +103,7 @@ def test_fields_with_defaults_may_be_missing() -> None:
     assert open_weights_head(msgspec.msgpack.encode({name: fields(WEIGHTS.head)[name] for name in needed})).version == 0
 
 
-def test_a_call_for_weights_does_not_pass_for_one_for_averaging() -> None:
+def test_weight_calls_are_no_averaging_calls() -> None:
     assert reason(AVERAGE, seal_head(WEIGHTS.head)) == "schema"
 
 
@@ -112,7 +112,7 @@ def test_a_call_for_weights_does_not_pass_for_one_for_averaging() -> None:
 
 @each
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION + 1, min(SPOKEN) - 1, -1, 2**63])
-def test_another_version_is_refused_before_its_schema_is_looked_at(kind: Kind, version: int) -> None:
+def test_versions_are_checked_before_schemas(kind: Kind, version: int) -> None:
     assert reason(kind, sealed(kind, protocol=version)) == "version"
     assert reason(kind, msgspec.msgpack.encode({"protocol": version, "everything": "else"})) == "version"
 
@@ -126,7 +126,7 @@ def test_size_is_checked_before_anything_else(kind: Kind) -> None:
     assert reason(kind, longest + b"\0") == "size"
 
 
-def test_a_head_that_no_peer_would_take_is_not_sent() -> None:
+def test_unacceptable_heads_are_not_sent() -> None:
     with pytest.raises(LocalProtocolError, match="cannot be sent"):
         seal_head(replace(AVERAGE.head, sender=""))
 
@@ -230,7 +230,7 @@ def test_random_bytes(kind: Kind, noise: bytes) -> None:
 
 @each
 @given(data=st.data())
-def test_mutated_heads_open_within_all_limits_or_not_at_all(kind: Kind, data: st.DataObject) -> None:
+def test_mutated_heads_keep_limits_or_are_refused(kind: Kind, data: st.DataObject) -> None:
     mutated = data.draw(mutations(seal_head(kind.head)))
     if reason(kind, mutated) is None:
         opened = kind.open(mutated)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.limits import EPOCH_SECONDS, MEMBERSHIP_BUCKETS
 from protocol.topics import bucket_of, epoch_at, membership_key, rollout_topic, shard_of, slot_key, slot_place
-from tests.protocol.wire import IDENTITY, SWARM
+from tests.support.wire import IDENTITY, SWARM
 
 PEERS = [f"peer-{i}" for i in range(4000)]
 
@@ -67,7 +67,7 @@ def test_first_slots_differ_between_peers_and_epochs() -> None:
     assert spread(by_peer, 16) < 2.5 and spread(by_epoch, 16) < 2.5
 
 
-def test_a_slot_gives_one_task_and_no_two_share_one() -> None:
+def test_no_two_slots_share_a_task() -> None:
     keys = {
         slot_key(swarm, peer, epoch, slot)
         for swarm in (SWARM, "5b" * 32)

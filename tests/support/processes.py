@@ -6,19 +6,19 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
 
-Found = TypeVar("Found")
 LINK = re.compile(r"^swarm://[0-9a-f]{64}\?peer=\S+$", re.MULTILINE)
 QUICK = (
     "rollouts.group_size=4",
@@ -33,6 +33,12 @@ QUICK = (
 """Settings under which a round of the starter takes a fifth of a second, most of which it leaves to other processes."""
 
 
+PATIENCE_S = 300.0
+"""Only what hangs takes so long, on however busy a machine."""
+LOCAL = ("--listen", "127.0.0.1", "--port", "0", "--gossip-port", "0")
+"""Options of `swarm-node bootstrap` on this machine."""
+
+
 def make_manifest(folder: Path, *options: str) -> Path:
     """Of a new swarm, as `swarm-node new` makes it."""
     path = folder / "swarm.toml"
@@ -41,8 +47,20 @@ def make_manifest(folder: Path, *options: str) -> Path:
     return path
 
 
-def until(what: Callable[[], Found | None], seconds: float, describe: Callable[[], str] = lambda: "") -> Found:
-    """The first true result of `what`; AssertionError after `seconds`."""
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def until(what: Callable[[], Any], seconds: float = PATIENCE_S, describe: Callable[[], str] = lambda: "") -> Any:
+    """The first true result of `what`; AssertionError if it hangs."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := what():
@@ -98,24 +116,29 @@ class NodeProcess:
         metrics = self.metrics
         return metrics[-1].get(name, 0.0) if metrics else 0.0
 
-    def link(self, seconds: float = 30.0) -> str:
+    def link(self) -> str:
         """The join link that it prints."""
-        return self.until(lambda: (m := LINK.search(self.output)) and m.group(), seconds)
+        return str(self.until(lambda: (m := LINK.search(self.output)) and m.group()))
 
-    def until(self, what: Callable[[], Found | None], seconds: float) -> Found:
+    def until(self, what: Callable[[], Any]) -> Any:
         """As `until`, with this process's last output in the error; fails at once if it ends."""
 
-        def alive() -> Found | None:
+        def alive() -> Any:
             found = what()
             assert found or self.process.poll() is None, f"ended with {self.process.returncode}\n{self.output[-3000:]}"
             return found
 
-        return until(alive, seconds, lambda: f"{self.output[-3000:]}\n{self.metrics[-1:]}")
+        return until(alive, PATIENCE_S, lambda: f"{self.output[-3000:]}\n{self.metrics[-1:]}")
 
-    def until_rounds(self, more: int, seconds: float = 30.0) -> None:
+    def until_rounds(self, more: int) -> None:
         """Until it has had `more` rounds from now on."""
         goal = self.rounds + more
-        self.until(lambda: self.rounds >= goal or None, seconds)
+        self.until(lambda: self.rounds >= goal)
+
+    def until_says(self, text: str) -> re.Match[str]:
+        """Until what it prints matches."""
+        found: re.Match[str] = self.until(lambda: re.search(text, self.output))
+        return found
 
     def children(self) -> dict[str, int]:
         """Kind (`p2pd`, `gossip`) -> pid of its child processes."""
@@ -131,12 +154,16 @@ class NodeProcess:
                 found[kind] = int(path.parent.name)
         return found
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
+    def ended(self) -> int:
+        """Its exit code, once it has ended by itself."""
+        return self.process.wait(PATIENCE_S)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
         """End it, and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(seconds)
+            return self.ended()
         finally:
             if self.process.poll() is None:
                 self.process.kill()
@@ -144,8 +171,11 @@ class NodeProcess:
             self.file.close()
 
 
+Start = Callable[..., NodeProcess]
+
+
 @contextmanager
-def nodes() -> Iterator[Callable[..., NodeProcess]]:
+def nodes() -> Iterator[Start]:
     """A starter of processes, all of which are gone at the end."""
     started: list[NodeProcess] = []
 

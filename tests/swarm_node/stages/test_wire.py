@@ -37,7 +37,7 @@ from protocol.pipeline import (
 from swarm_node.stages import wire
 from swarm_node.stages.ports import LEAD, Message
 from swarm_node.stages.wire import Limits, decode, encode, judge
-from tests.protocol.wire import mutations
+from tests.support.wire import mutations
 
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
