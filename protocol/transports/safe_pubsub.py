@@ -60,7 +60,8 @@ MAX_BANS = 4096
 STUCK_S = 20.0
 """A peer that reads nothing for so long, or does not speak gossip, is hung up on."""
 WATCH_S, BUFFERS_S = 1.0, 0.1
-"""Between two looks at peers, and at what all of them have lying unread: some 5 MB can arrive in the second."""
+"""Between two looks at peers, and at what all of them have lying unread while that is more than a quarter of the bound:
+some 5 MB can arrive within the shorter time, and less than three quarters of the bound within the longer one."""
 MAX_ALL_BUFFERED = 128 * 2**20
 """Bytes lying unread of all connections together: with 100 MB of its own, the process stays far below `MAX_RSS`."""
 MAX_GOSSIP_STREAMS = 3
@@ -394,9 +395,9 @@ class SafePubsub(Pubsub):
         """For ever: hang up on peers that are banned, stuck, silent, or that flood below the reach of pubsub."""
         swept = trio.current_time()
         while True:
-            for _ in range(round(WATCH_S / BUFFERS_S)):
-                await trio.sleep(BUFFERS_S)
-                await self._bound_buffers()
+            end = trio.current_time() + WATCH_S
+            while (left := end - trio.current_time()) > 0:
+                await trio.sleep(min(left, BUFFERS_S) if await self._bound_buffers() else left)
             await self.tcp.sweep()
             while self.tcp.flooding:
                 peer, address = self.tcp.flooding.popitem()
@@ -425,12 +426,14 @@ class SafePubsub(Pubsub):
         """Bytes that arrived from `peer` and that nothing here has read."""
         return sum(connection.unread() for connection in self._connections(peer))
 
-    async def _bound_buffers(self) -> None:
+    async def _bound_buffers(self) -> bool:
+        """Ban peers while too much lies unread of all; whether more than a quarter of that lies there."""
         unread = {peer: self._unread(peer) for peer in self.host.get_connected_peers()}
         while sum(unread.values()) > MAX_ALL_BUFFERED:
             peer = max(unread, key=lambda peer: unread[peer])
             del unread[peer]
             await self.ban(peer, "flood")
+        return sum(unread.values()) > MAX_ALL_BUFFERED / 4
 
     def _is_stuck(self, peer: ID) -> bool:
         """No stream to it, or the head of its queue has not moved, for `STUCK_S`."""
