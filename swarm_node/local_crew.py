@@ -152,8 +152,8 @@ class Others:
                     self._dead(stage, process.returncode)
 
     def _start(self, stage: int, link: str) -> None:
-        self._processes[stage] = self.launch(stage, link)
         self._started[stage] = self._now()
+        self._processes[stage] = self.launch(stage, link)
         self._again.pop(stage, None)
 
     def launch(self, stage: int, link: str) -> subprocess.Popen[bytes]:
