@@ -222,24 +222,20 @@ class Node:
                 text=True,
                 start_new_session=True,
             )
-        assert self._answer() == "ready"
 
     def __call__(self, command: str = "status") -> Any:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([command]) + "\n")
         self.process.stdin.flush()
-        return self._answer()
+        return self.answer()
 
-    def _answer(self) -> Any:
+    def answer(self) -> Any:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
     def end(self) -> None:
-        self.process.kill()
-        self.ended()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        with self.process:  # closes its pipes and waits for it
+            self.process.kill()
 
 
 @pytest.fixture
@@ -247,8 +243,10 @@ def node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     started: list[Node] = []
 
     def starter(name: str, **settings: Any) -> Node:
-        started.append(Node(tmp_path, name, **settings))
-        return started[-1]
+        one = Node(tmp_path, name, **settings)
+        started.append(one)
+        assert one.answer() == "ready"
+        return one
 
     yield starter
     for one in started:
