@@ -49,7 +49,7 @@ test: dev # in order of names: tests/integration, which waits most and has the l
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SHUFFLE)
 
 test-long: dev
-	$(BIN)/python -m pytest -m long $(SHUFFLE)
+	$(BIN)/python -m pytest -m long -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SHUFFLE)
 
 check: dev
 	$(BIN)/ruff check .
