@@ -28,8 +28,8 @@ from swarm_node.averaging.fetching import weights_head
 from swarm_node.averaging.pairs import PairAverager
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.installed import upgrade_command
+from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.locks import Watched
-from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 
 
 @cache

@@ -14,7 +14,7 @@ from protocol.tensors import AVERAGE_METHOD, AverageHead, seal_head
 from protocol.transports.base import Outgoing
 from swarm_node.averaging.group import FARTHEST, GroupAverager
 from swarm_node.averaging.outer import DiLoCo
-from tests.swarm_node.averaging.cohort import COHORT, SWARM, Cohort, Trainee
+from tests.support.averaging_cohort import COHORT, SWARM, Cohort, Trainee
 
 
 def group(n: int, **options: Any) -> Cohort:

@@ -18,7 +18,7 @@ from swarm_node.averaging import pairs
 from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import Readers, encoded_size, pieces
 from swarm_node.averaging.pairs import ATTEMPTS, GRACE_S, PairAverager
-from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort
+from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort
 
 
 @pytest.fixture

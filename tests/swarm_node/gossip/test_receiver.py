@@ -27,8 +27,8 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import PIECE_CHARS
 from swarm_node.types import Sampling, Score, Task
-from tests.swarm_node.gossip.world import ME, NOW, OTHER, PEER, SAMPLING, World, edit, manifest, rejected, texts
-from tests.swarm_node.policy.models import save
+from tests.support.gossip_room import ME, NOW, OTHER, PEER, SAMPLING, World, edit, manifest, rejected, texts
+from tests.support.tiny_models import save
 
 
 def seal_anything(batch: RolloutBatch, identity: Identity = PEER) -> bytes:

@@ -16,7 +16,7 @@ from swarm_node.replay import Gate, Pool
 from swarm_node.replay.gate import FIXED, GROUP_S, MARGIN, MOST, OWN_MIN, STRICTEST, bound, outside
 from swarm_node.tasks.extract import extract
 from swarm_node.types import Group, Rollout, Score, Task
-from tests.swarm_node.replay.foreign import NOW
+from tests.support.foreign_groups import NOW
 
 TASK = Task(TaskName("gcd", "0" * 16, "test 1", 0, 0), "gcd", "question", "42", slot=(1, 2))
 EOS = 0

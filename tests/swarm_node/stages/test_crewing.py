@@ -33,7 +33,7 @@ from swarm_node.stages.doors import MAX_STRANGERS, PART_S, REDIAL_S, STRANGER_S
 from swarm_node.stages.leading import AGAIN_S, BANNED_S, BREAKS_S, CALM_S, GATHER_S, MAX_TERM, counted
 from swarm_node.stages.post import MAX_SAID, Close, Connect, LeaveSeat, Link, Send, TakeSeat
 from swarm_node.stages.seeking import ALONE_S, AVOID_S, DIAL_S, FIND_S
-from tests.swarm_node.stages.crew_world import (
+from tests.support.crew_world import (
     BUILD_S,
     RUN,
     SETTINGS,

@@ -19,7 +19,7 @@ from swarm_node.stages.mates import Mates
 from swarm_node.stages.ports import LEAD, Message, StageLost
 from swarm_node.stages.post import Action, LeaveLead, LeaveSeat, Link, Spans, TakeLead, TakeSeat
 from swarm_node.stages.wire import Limits, encode
-from tests.swarm_node.stages.crew_world import SETTINGS, SWARM, each_costs_one, post
+from tests.support.crew_world import SETTINGS, SWARM, each_costs_one, post
 
 
 def limits(settings: Settings) -> Limits:

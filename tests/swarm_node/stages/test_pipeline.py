@@ -21,7 +21,7 @@ from swarm_node.stages.ports import LEAD, Message, StageLost
 from swarm_node.stages.schedule import route
 from swarm_node.stages.worker import attend
 from swarm_node.types import Sampling
-from tests.swarm_node.stages.harness import (
+from tests.support.pipeline_crew import (
     RATE,
     SAMPLING,
     SIZES,

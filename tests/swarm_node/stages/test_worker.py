@@ -33,7 +33,7 @@ from swarm_node.stages.cut import load_stage
 from swarm_node.stages.ports import LEAD, Message
 from swarm_node.stages.schedule import schedule
 from swarm_node.stages.worker import Worker
-from tests.swarm_node.stages.harness import SIZES, save
+from tests.support.pipeline_crew import SIZES, save
 
 H = SIZES["hidden_size"]
 MICROBATCHES = 4

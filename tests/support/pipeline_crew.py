@@ -40,7 +40,7 @@ from swarm_node.stages.pipeline import Lead, StagedOptimizer, StagedPolicy
 from swarm_node.stages.ports import LEAD, Message, StageLost
 from swarm_node.stages.worker import Worker, attend, refusal
 from swarm_node.types import Group, Sampling
-from tests.swarm_node.grpo.tiny import group
+from tests.support.tiny_policy import group
 
 SIZES = dict(
     vocab_size=384,
