@@ -947,7 +947,7 @@ def test_who_says_what_nobody_takes_is_given_up():
     world = crew(4, "a", "b", "c", "d", "e")
     before, (spare,) = holders(world), world.plan().spares
     crew_of_3 = world.machines[before[3]].crew
-    link = crew_of_3._doors.neighbours[before[2]]
+    link = crew_of_3.way_to(2)
     world.act(before[3], crew_of_3.refused(link, "nonfinite", world.now))
     assert crew_of_3.counts["refused/nonfinite"] == 1
     world.run(10.0)
