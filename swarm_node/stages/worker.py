@@ -187,6 +187,11 @@ class Worker:
         return self._pass is not None and self._pass.turn == turn and self._pass.done == len(self._pass.operations)
 
     @property
+    def idle(self) -> bool:
+        """No activations or caches of a turn are held."""
+        return self._pass is None and self._engine is None and not self._waves
+
+    @property
     def midway(self) -> bool:
         """The others may be making an update that is still to be made here."""
         return self._norm is not None

@@ -38,7 +38,7 @@ def check_options(path: str, options: Mapping[str, object]) -> None:
         if name not in REFUSED and name not in library_names():
             raise UserError(f"unknown task {path!r}{nearest(name, {*ALLOWED, *SETS})} (`swarm-node tasks` lists all)")
         raise UserError(f"task {path!r} is refused: {REFUSED.get(name, NOT_AUDITED)}")
-    defaults = _defaults(name)
+    defaults = defaults_of(name)
     for option, value in options.items():
         if option not in defaults:
             raise UserError(f"task {path!r} has no option {option!r}{nearest(option, set(defaults))}")
@@ -62,7 +62,7 @@ def _check(path: str, option: str, value: object, defaults: Mapping[str, object]
         )
 
 
-def _defaults(name: str) -> dict[str, object]:
+def defaults_of(name: str) -> dict[str, object]:
     """The library's default of each option. Imports reasoning-gym (about a second), hence only here."""
     from reasoning_gym.factory import DATASETS
 

@@ -23,7 +23,7 @@ from swarm_node.export import export_run
 from swarm_node.observability.metrics import read_metrics
 from swarm_node.run import run_local
 from swarm_node.rundir import RunDir
-from tests.swarm_node.policy.models import save
+from tests.support.tiny_models import save
 
 
 def settings(run_dir, rounds=6, **sections):

@@ -23,7 +23,7 @@ from swarm_node.manifests import make_manifest
 from swarm_node.rundir import RunDir
 from swarm_node.stages.mates import Mates
 from swarm_node.stopping import Stopper, StopRequested
-from tests.swarm_node.stages.harness import SAMPLING, some_groups
+from tests.support.pipeline_crew import SAMPLING, some_groups
 
 SPEED = 10.0
 """Seconds of the network in one of the test."""

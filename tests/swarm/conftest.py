@@ -12,8 +12,8 @@ from protocol.manifest import Manifest
 from swarm_node.config import NodeConfig
 from swarm_node.policy.starter import build_tokenizer
 from swarm_node.sim import Peer, Simulation, Speed, manifest_for
-from tests.swarm_node.policy.models import make
-from tests.swarm_node.policy.models import save as save_model
+from tests.support.tiny_models import make
+from tests.support.tiny_models import save as save_model
 
 SPEED = Speed(generate_tok_s=64.0, train_tok_s=2000.0)
 """A round takes about a virtual second."""

@@ -16,9 +16,9 @@ from protocol.transports.base import Outgoing
 from swarm_node import seats as seats_module
 from swarm_node.cohorts import StageCohort
 from swarm_node.config import PolicyConfig
-from tests.swarm_node.stages import seats_world
-from tests.swarm_node.stages.harness import Crew, save, some_groups
-from tests.swarm_node.stages.seats_world import PERIOD_S, Peer, World, same
+from tests.support import seats_world
+from tests.support.pipeline_crew import Crew, save, some_groups
+from tests.support.seats_world import PERIOD_S, Peer, World, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 Saved = Callable[..., PolicyConfig]

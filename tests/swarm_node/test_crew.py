@@ -31,7 +31,7 @@ from swarm_node.stages.partition import UNKNOWN
 from swarm_node.stages.pipeline import Lead
 from swarm_node.stages.ports import Message
 from tests.support.crew_nodes import CrewWorld, Machine
-from tests.swarm_node.stages.harness import save
+from tests.support.pipeline_crew import save
 
 SWARM = "ab" * 32
 

@@ -13,7 +13,7 @@ from swarm_node.config import RewardsConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.manifests import check_addresses, make_manifest, render, task_tables, write_manifest
 from swarm_node.tasks import load_tasks
-from swarm_node.tasks.bounds import STRETCH, _defaults, check_options
+from swarm_node.tasks.bounds import STRETCH, check_options, defaults_of
 from swarm_node.tasks.catalogue import ALLOWED
 from swarm_node.tasks.environments import Environment
 from tests.support.fake_transport import address
@@ -123,7 +123,7 @@ def test_addresses_end_in_a_peer_id(bad: str) -> None:
 @pytest.mark.parametrize("name", sorted(ALLOWED))
 def test_the_largest_allowed_options_make_items(name: str) -> None:
     """No option that a stranger may choose takes for ever: the time limit of all tests ends what does."""
-    defaults = _defaults(name)
+    defaults = defaults_of(name)
     options = {
         option: type(value)(max(1, STRETCH * value))
         for option, value in defaults.items()

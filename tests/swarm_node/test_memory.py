@@ -12,8 +12,8 @@ from swarm_node.config import GrpoConfig, PolicyConfig
 from swarm_node.errors import UserError
 from swarm_node.memory import Memory, free_memory
 from swarm_node.stages.footprint import Sizes
-from tests.swarm_node.stages.harness import save
-from tests.swarm_node.stages.seats_world import Peer, World
+from tests.support.pipeline_crew import save
+from tests.support.seats_world import Peer, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 Saved = Callable[..., PolicyConfig]

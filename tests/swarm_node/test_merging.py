@@ -28,7 +28,7 @@ from swarm_node.recovery.snapshots import SnapshotStore
 from swarm_node.run import run_local
 from swarm_node.rundir import RunDir
 from swarm_node.tasks import load_tasks
-from tests.swarm_node.policy.models import save
+from tests.support.tiny_models import save
 
 CASES = ["one", "two", "three"]
 

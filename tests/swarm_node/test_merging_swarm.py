@@ -49,7 +49,7 @@ from swarm_node.policy.policy import Policy
 from swarm_node.sources import is_swarm
 from tests.support.donors import answers, body_bytes, refuses, with_a_nan
 from tests.support.fake_transport import FakeTransport, card, peer_id
-from tests.swarm_node.policy.models import save
+from tests.support.tiny_models import save
 
 SWARM = "a" * 64
 FAST = LinkModel(latency_s=0.02, bandwidth_bytes_s=1e6)

@@ -12,7 +12,7 @@ import torch
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging.pairing import partner
 from swarm_node.parting import PART_S, last_exchange
-from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, Cohort, Trainee
+from tests.support.averaging_cohort import COHORT, PERIOD_S, Cohort, Trainee
 
 
 class Pair:

@@ -23,8 +23,8 @@ from swarm_node.seats import kept_for, replica_every, replicated, takers
 from swarm_node.stage_files import StageFile, newest, stage_files
 from swarm_node.stages.cut import load_stage
 from swarm_node.stages.handing import MAX_ASKS, State, layer_of
-from tests.swarm_node.stages.harness import Saved, saver
-from tests.swarm_node.stages.seats_world import ARCHITECTURE, RUN, SWARM, World, same
+from tests.support.pipeline_crew import Saved, saver
+from tests.support.seats_world import ARCHITECTURE, RUN, SWARM, World, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 

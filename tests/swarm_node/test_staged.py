@@ -15,8 +15,8 @@ from swarm_node.config import PolicyConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.export import export_run, policy_of_run
 from swarm_node.rundir import RunDir
-from tests.swarm_node.stages.harness import Saved, saver
-from tests.swarm_node.stages.seats_world import RUN, Peer, World, same
+from tests.support.pipeline_crew import Saved, saver
+from tests.support.seats_world import RUN, Peer, World, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 

@@ -28,8 +28,8 @@ from swarm_node.averaging.fetching import weights_head
 from swarm_node.averaging.pairs import PairAverager
 from swarm_node.errors import SnapshotError, UserError
 from swarm_node.installed import upgrade_command
+from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.locks import Watched
-from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 
 
 @cache
@@ -206,7 +206,11 @@ def test_unusable_weights_replace_nothing() -> None:
 def test_weights_on_trial_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those of another that may be put back, nor averaged ones that the probe has not passed yet."""
     monkeypatch.setattr(averager_module, "COPY_S", 0.01)
-    averager = Cohort(1, probe=True).trainees[0].averager
+    cohort = Cohort(2, every=1, probe=True)
+    victim, other = cohort.trainees
+    victim.trains = other.trains = False
+    other.weights["embed"].fill_(2.0)
+    averager = victim.averager
     looked: list[str] = []
 
     def probe() -> float:
@@ -220,8 +224,9 @@ def test_weights_on_trial_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -
 
     averager.probe = probe  # type: ignore[method-assign]
     assert not averager.replace([torch.full((n,), 2.0) for n in averager.fragments.sizes])
-    assert not averager._apply(0, torch.ones(averager.fragments.sizes[0]))
-    assert looked == ["on trial"] * 2
+    assert looked == ["on trial"]
+    cohort.run(3 * PERIOD_S)
+    assert len(looked) == 1 + averager.counts["skipped/probe"] > 1
     assert not any(bool(copy.any()) for copy in averager.copies())
 
 
@@ -231,7 +236,8 @@ def test_a_copy_made_during_replacement_is_not_averaged() -> None:
     victim.dead = liar.dead = True  # neither ticks: this test says what happens
     averager = victim.averager
     assert isinstance(averager, PairAverager)
-    averager._updates = 100
+    averager.step(100)
+    cohort.run(0.5)  # the call that it made is refused: its partner has made no update
     now, size = int(cohort.clock.now() / PERIOD_S), len(averager.slow[0])
     me, peer = victim.transport.peer_id, liar.transport.peer_id
     head = seal_head(AverageHead(PROTOCOL_VERSION, SWARM, COHORT, peer, me, now, 0))
@@ -483,8 +489,8 @@ def test_ten_times_the_norm_is_clipped() -> None:
     for cohort in (plain, robust):
         liar = cohort.trainees[3]
         cohort.run(100)
-        copy = liar.averager._copy
-        liar.averager._copy = lambda i, copy=copy: -10 * copy(i)  # type: ignore[method-assign]
+        gather = liar.averager.fragments.gather
+        liar.averager.fragments.gather = lambda i, gather=gather: -10 * gather(i)  # type: ignore[method-assign]
         cohort.run(400)
     honest = [[abs(float(t.flat.mean()) - 1.0) for t in cohort.trainees[:3]] for cohort in (plain, robust)]
     assert max(honest[1]) < 0.35 < max(honest[0])
@@ -511,19 +517,32 @@ def test_the_probe_takes_back_what_does_harm() -> None:
 def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this node is the newer one, or its partner is."""
     monkeypatch.setattr("protocol.tensors.SPOKEN", spoken_by(5))
-    cohort = Cohort(2)
+    cohort = Cohort(2, every=1)
     averager = cohort.trainees[0].averager
-    cards = {
-        name: PeerCard(protocol=protocol, swarm=SWARM, created=0.0, name=name, roles=["trainer"], speaks=speaks)
-        for name, protocol, speaks in (("older", 4, 0), ("same", 4, 5), ("newer", 5, 6))
-    }
+    cards: dict[str, PeerCard] = {}
     monkeypatch.setattr(averager.transport, "members", lambda: cards)
     monkeypatch.setattr("swarm_node.averaging.averager.version_for", partial(version_for, spoken=spoken_by(5)))
     monkeypatch.setattr("swarm_node.averaging.fetching.version_for", partial(version_for, spoken=spoken_by(5)))
-    for peer, version in (("older", 4), ("same", 5), ("newer", 5), ("unknown", 4)):
-        half = averager._sealed(peer, "float32", 0, lambda: iter(()), round=0, fragment=0)
-        assert open_average_head(half.head).protocol == version
-        assert open_weights_head(weights_head(averager.transport, peer, SWARM, COHORT, 1)).protocol == version
+    calls: list[AverageHead] = []
+
+    def exchange(peer: str, method: str, ours: Outgoing, *rest: Any) -> Future[None]:
+        calls.append(open_average_head(ours.head))
+        refused: Future[None] = Future()
+        refused.set_exception(RemoteProtocolError("early"))
+        return refused
+
+    def weights_version(peer: str) -> int:
+        return open_weights_head(weights_head(averager.transport, peer, SWARM, COHORT, 1)).protocol
+
+    monkeypatch.setattr(averager.transport, "exchange", exchange)
+    for peer, protocol, speaks, version in (("older", 4, 0, 4), ("same", 4, 5, 5), ("newer", 5, 6, 5)):
+        cards.clear()
+        cards[peer] = PeerCard(protocol, SWARM, 0.0, peer, ["trainer"], cohort=COHORT, speaks=speaks)
+        cohort.run(2 * PERIOD_S)
+        assert (calls[-1].receiver, calls[-1].protocol) == (peer, version)
+        assert weights_version(peer) == version
+    cards["older"] = PeerCard(4, SWARM, 0.0, "older", ["trainer"])
+    assert weights_version("unknown") == 4, "as the oldest here reads"
 
 
 def test_a_failure_over_versions_says_how_to_upgrade() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, Decoder, encoded_size, lost, pieces
-from tests.swarm_node.averaging.vectors import normal
+from tests.support.random_vectors import normal
 
 CODECS = ["float32", "int8", "e3m0"]
 codecs = pytest.mark.parametrize("codec", CODECS)

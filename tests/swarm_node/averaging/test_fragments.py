@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from swarm_node.averaging.fragments import Fragments
-from tests.swarm_node.policy.models import make
+from tests.support.tiny_models import make
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,11 +10,11 @@ import torch
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import AVERAGE_METHOD, AverageHead, seal_head
+from protocol.tensors import AVERAGE_METHOD, AverageHead, open_average_head, seal_head
 from protocol.transports.base import Outgoing
 from swarm_node.averaging.group import FARTHEST, GroupAverager
 from swarm_node.averaging.outer import DiLoCo
-from tests.swarm_node.averaging.cohort import COHORT, SWARM, Cohort, Trainee
+from tests.support.averaging_cohort import COHORT, SWARM, Cohort, Trainee
 
 
 def group(n: int, **options: Any) -> Cohort:
@@ -109,53 +109,66 @@ def call(cohort: Cohort, victim: Trainee, **changes: Any) -> RemoteProtocolError
     return error
 
 
-def with_a_liar() -> tuple[Cohort, Trainee, GroupAverager]:
-    cohort = group(2, fragments=2, timeout_s=5.0)
-    victim, liar = cohort.trainees
-    liar.dead = True  # never ticks: says what the test makes it say
-    assert isinstance(victim.averager, GroupAverager)
-    return cohort, victim, victim.averager
+class Liar:
+    """Peer 1 of two: never trains, and answers each call with the same refusal; but is honest for `honest_s`."""
+
+    def __init__(self, reason: str = "early", detail: str = "", timeout_s: float = 5.0, honest_s: float = 0.0) -> None:
+        self.cohort = group(2, fragments=2, timeout_s=timeout_s)
+        self.cohort.run(honest_s)
+        self.victim, liar = self.cohort.trainees
+        liar.dead = True
+        self.refusal = RemoteProtocolError(reason, detail)
+        self.calls: list[AverageHead] = []
+        """Heads of the victim's calls; a call is repeated as long as it is refused."""
+        liar.transport.accept(AVERAGE_METHOD, self.refuse)
+
+    def refuse(self, peer: str, head: bytes, size: int) -> Any:
+        self.calls.append(open_average_head(head))
+        raise self.refusal
+
+    @property
+    def rounds(self) -> list[int]:
+        """In which the victim has called, each once."""
+        return list(dict.fromkeys(head.round for head in self.calls))
+
+    def call(self, **changes: Any) -> str:
+        return call(self.cohort, self.victim, **changes).reason
 
 
 def test_nobody_leads_others_far_ahead() -> None:
-    cohort, victim, averager = with_a_liar()
-    assert call(cohort, victim, round=2**53 - 2).reason == "early"
-    cohort.run(30)
-    assert FARTHEST <= averager._number <= FARTHEST + 10, "it did follow, so far"
+    liar = Liar()
+    assert liar.call(round=2**53 - 2) == "early"
+    liar.cohort.run(30)
+    assert FARTHEST <= liar.rounds[0] and liar.rounds[-1] <= FARTHEST + 10, "it did follow, so far"
 
 
 @pytest.mark.parametrize(("changes", "reason"), [({"phase": 0}, "schema"), ({"fragment": 1}, "fragment")], ids=str)
 def test_a_round_is_believed_of_valid_heads_only(changes: dict[str, int], reason: str) -> None:
-    cohort, victim, averager = with_a_liar()
-    assert call(cohort, victim, round=8, **changes).reason == reason
-    assert averager._told == {}
-    assert call(cohort, victim, round=8).reason == "early"
-    assert list(averager._told.values()) == [8]
+    liar = Liar(timeout_s=60.0)
+    assert liar.call(round=8, **changes) == reason
+    liar.cohort.run(17)
+    assert liar.rounds == [0]
+    assert liar.call(round=8) == "early"
+    liar.cohort.run(17)
+    assert liar.rounds == [0, 8]
 
 
 def test_a_call_in_another_codec_ends_the_round() -> None:
     """The caller gives it up as well: nobody is to wait for it until time is up."""
-    cohort, victim, averager = with_a_liar()
-    averager.config = averager.config.model_copy(update={"timeout_s": 60.0})
-    cohort.run(17)
-    assert averager._round is not None and averager._round.codec == "int8"
-    group = averager._group(averager._round.members)
-    assert call(cohort, victim, group=group, codec="float32").reason == "codec"
-    cohort.run(0.5)
-    assert averager.counts["skipped/codec"] == 1 and averager._in_step == [[], None]
+    liar = Liar(timeout_s=60.0, honest_s=50.0)
+    assert min(liar.cohort.exchanges()) >= 2, "both fragments were averaged"
+    for codec in ("int8", "int8", "float32"):  # the second is of the other fragment, of which nothing was missed
+        liar.cohort.run(17)
+        last = liar.calls[-1]
+        assert last.codec == codec
+        place = {"round": last.round, "fragment": last.fragment, "phase": last.phase, "group": last.group}
+        assert liar.call(**place, codec="float32" if codec == "int8" else "int8") == "codec"
+    assert liar.victim.averager.counts["skipped/codec"] == 3
 
 
-@pytest.mark.parametrize(("detail", "told"), [("7", 7), ("²", None), ("٣", None), ("-3", None), ("9" * 16, None)])
-def test_only_plain_numbers_are_rounds(detail: str, told: int | None) -> None:
-    """A peer says in words of its own that a call is late."""
-    cohort, victim, averager = with_a_liar()
-    refused = []
-
-    def late(peer: str, head: bytes, size: int) -> Any:
-        refused.append(peer)
-        raise RemoteProtocolError("late", detail)
-
-    cohort.trainees[1].transport.accept(AVERAGE_METHOD, late)
-    cohort.run(17)
-    assert refused, "it was called"
-    assert averager._told.get(cohort.trainees[1].transport.peer_id) == told
+@pytest.mark.parametrize(("detail", "followed"), [("7", 7), ("²", 1), ("٣", 1), ("-3", 1), ("9" * 16, 1)], ids=ascii)
+def test_only_plain_numbers_are_rounds(detail: str, followed: int) -> None:
+    """A peer says in words of its own that a call is late; round 1 comes when the time of round 0 is over."""
+    liar = Liar("late", detail)
+    liar.cohort.run(30)
+    assert liar.rounds[:2] == [0, followed]

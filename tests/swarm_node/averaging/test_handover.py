@@ -21,8 +21,8 @@ from protocol.transports.memory import LinkModel
 from swarm_node.averaging import fetching
 from swarm_node.averaging.fetching import AT_ONCE, GRACE_S, TRIES, Fetch, collect, longest_s
 from swarm_node.averaging.handover import COOL_S, REST_S, SEEK_S, Handover
+from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.donors import answers, body_bytes, with_a_nan
-from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 
 SLOW = LinkModel(latency_s=0.02, bandwidth_bytes_s=400.0)
 """A body takes some eight seconds."""

@@ -25,7 +25,7 @@ from swarm_node.averaging.lattice import (
     most_written_out,
 )
 from swarm_node.averaging.outer import NoLoCo
-from tests.swarm_node.averaging.vectors import normal
+from tests.support.random_vectors import normal
 
 both = pytest.mark.parametrize("bits", [8, 4])
 U = 0.4034405686180216

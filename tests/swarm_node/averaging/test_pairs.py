@@ -17,8 +17,9 @@ from protocol.transports.base import Accepted
 from swarm_node.averaging import pairs
 from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import Readers, encoded_size, pieces
+from swarm_node.averaging.pairing import partner
 from swarm_node.averaging.pairs import ATTEMPTS, GRACE_S, PairAverager
-from tests.swarm_node.averaging.cohort import COHORT, PERIOD_S, SWARM, Cohort
+from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ class Answering:
     def called(self, round: int, peer: str = "") -> Accepted:
         """By its partner of that round, in round `round`."""
         size, me = len(self.averager.slow[0]), self.averager.place.peer_id
-        peer = peer or self.averager._partner(round) or ""
+        peer = peer or partner(me, self.averager.transport.members(), round, COHORT) or ""
         head = AverageHead(PROTOCOL_VERSION, SWARM, COHORT, peer, me, round, 0)
         return self.averager.accept(peer, seal_head(head), encoded_size("float32", size))
 
@@ -126,9 +127,9 @@ class Answering:
     def body(self, value: float) -> Tensor:
         return torch.full_like(self.averager.slow[0], value)
 
-    def exchange(self, round: int) -> None:
+    def exchange(self, round: int, peer: str = "") -> None:
         """A whole one."""
-        send(self.called(round), self.body(1.0)).done(None)
+        send(self.called(round, peer), self.body(1.0)).done(None)
         self.step()
 
     @property
@@ -305,7 +306,7 @@ def test_a_call_costs_no_more_than_it_must(monkeypatch: pytest.MonkeyPatch) -> N
     node = Answering(n=3)
     assert node.refusal(1010, "stranger") == "partner" and not asked
     assert [node.refusal(1010, "peer2") for _ in range(3)] == ["partner"] * 3 and asked == [1010]
-    node.exchange(1010)
+    node.exchange(1010, "peer1")
     node.at(1011, 0.5)
-    node.called(1011)
+    node.called(1011, "peer1")
     assert asked == [1010, 1011]

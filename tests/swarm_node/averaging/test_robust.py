@@ -14,7 +14,7 @@ from torch import Tensor, tensor
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging import robust
 from swarm_node.averaging.robust import GROWTH, Robust, centred_clip, clipped_mean, measure
-from tests.swarm_node.averaging.vectors import normal
+from tests.support.random_vectors import normal
 
 ZERO = torch.zeros(1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm_node.base_weights.small import PIECE
+from tests.support.model_folders import PIECE
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from swarm_node.config import NodeConfig, PolicyConfig, SharingConfig
 from swarm_node.enter import EnteredSwarm
 from swarm_node.errors import UserError
 from tests.support.fake_transport import FakeTransport
-from tests.swarm_node.base_weights.small import make_model
+from tests.support.model_folders import make_model
 
 COMMIT = "c" * 40
 

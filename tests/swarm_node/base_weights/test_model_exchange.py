@@ -26,7 +26,7 @@ from swarm_node.base_weights.fetching import Draft, Members, fetch_model
 from swarm_node.base_weights.files import Model, holds, list_model
 from swarm_node.base_weights.giving import MAX_PLACES, Giver
 from swarm_node.errors import UserError
-from tests.swarm_node.base_weights.small import PIECE, make_model
+from tests.support.model_folders import PIECE, make_model
 
 SWARM = "5a" * 32
 HOME = LinkModel()

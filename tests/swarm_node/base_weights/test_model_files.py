@@ -25,7 +25,7 @@ from swarm_node.base_weights.files import (
 )
 from swarm_node.errors import UserError
 from swarm_node.manifests import make_manifest, render
-from tests.swarm_node.base_weights.small import PIECE, make_model
+from tests.support.model_folders import PIECE, make_model
 
 
 def test_a_listing_has_all_that_loading_reads(tmp_path: Path) -> None:

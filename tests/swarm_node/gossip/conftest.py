@@ -6,7 +6,7 @@ from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.tasks import TaskSet, load_tasks
-from tests.swarm_node.gossip.world import World
+from tests.support.gossip_room import World
 
 
 @pytest.fixture(scope="session")

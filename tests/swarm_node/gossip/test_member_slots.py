@@ -8,7 +8,7 @@ from protocol.limits import EPOCH_SECONDS
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig
 from swarm_node.member import Member
-from tests.swarm_node.gossip.world import NOW, PEER, World
+from tests.support.gossip_room import NOW, PEER, World
 
 
 def test_a_fast_node_shares_a_slot_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from swarm_node.errors import UserError
 from swarm_node.gossip.publisher import FLUSH_S
 from swarm_node.tasks.split import normalise
 from swarm_node.types import Sampling
-from tests.swarm_node.gossip.world import NOW, PEER, World, manifest
+from tests.support.gossip_room import NOW, PEER, World, manifest
 
 
 def opened(world: World):

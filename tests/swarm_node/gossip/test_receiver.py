@@ -27,8 +27,8 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import PIECE_CHARS
 from swarm_node.types import Sampling, Score, Task
-from tests.swarm_node.gossip.world import ME, NOW, OTHER, PEER, SAMPLING, World, edit, manifest, rejected, texts
-from tests.swarm_node.policy.models import save
+from tests.support.gossip_room import ME, NOW, OTHER, PEER, SAMPLING, World, edit, manifest, rejected, texts
+from tests.support.tiny_models import save
 
 
 def seal_anything(batch: RolloutBatch, identity: Identity = PEER) -> bytes:
@@ -530,11 +530,12 @@ def test_a_flood_leaves_memory_bounded(world: World, monkeypatch: pytest.MonkeyP
     assert 0 < held * MAX_BATCH_BYTES <= receiver_module.INBOX_BYTES
     monkeypatch.setattr(receiver_module, "MAX_SEEN", 10)
     receiver = world.receiver()
-    for _ in range(30):
-        receiver.take(seal_batch(world.batch(), PEER))
-    receiver.admit()
-    receiver.metrics()
-    assert len(receiver._seen) == 10
+    batches = [seal_batch(world.batch(), PEER) for _ in range(30)]
+    for repeats in (0, 10):
+        for data in batches:
+            receiver.take(data)
+        receiver.admit()
+        assert rejected(receiver).get("duplicate", 0) == repeats, "the last ten are known, others are not"
 
 
 def test_strangers_take_bounded_memory_and_few_words(world: World, monkeypatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, tensor
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import UserError
 from swarm_node.grpo.advantage import advantages
-from tests.swarm_node.grpo.tiny import group
+from tests.support.tiny_policy import group
 
 
 def of(*rewards: list[float | None], **options: str) -> Tensor:

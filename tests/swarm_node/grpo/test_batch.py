@@ -7,7 +7,7 @@ import random
 import torch
 
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch, tokens
-from tests.swarm_node.grpo.tiny import batch
+from tests.support.tiny_policy import batch
 
 
 def test_a_packed_row_by_hand():

@@ -14,7 +14,7 @@ from swarm_node.errors import SnapshotError
 from swarm_node.grpo import optimizer as optimizer_module
 from swarm_node.grpo.optimizer import Optimizer
 from tests.support.locks import Watched
-from tests.swarm_node.grpo.tiny import make
+from tests.support.tiny_policy import make
 
 
 def fill(model: torch.nn.Module, seed: int) -> None:

@@ -15,7 +15,7 @@ from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer, default_learning_rate
 from swarm_node.policy.logprobs import token_logprobs
 from swarm_node.types import Group, Sampling
-from tests.swarm_node.grpo.tiny import VOCABULARY, TinyPolicy, batch, group, make, watch_gradients
+from tests.support.tiny_policy import VOCABULARY, TinyPolicy, batch, group, make, watch_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 

@@ -23,7 +23,7 @@ from swarm_node.grpo.loss import clip_range, policy_loss, sequence_weights
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.logprobs import token_logprobs
 from swarm_node.types import Sampling
-from tests.swarm_node.grpo.tiny import VOCABULARY, TinyPolicy, group, make, watch_gradients
+from tests.support.tiny_policy import VOCABULARY, TinyPolicy, group, make, watch_gradients
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:::transformers", "ignore:::trl", "ignore:::torch", "ignore:::accelerate"

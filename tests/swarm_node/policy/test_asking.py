@@ -14,7 +14,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy import framing
 from swarm_node.policy.asking import ASKING, read_asking, with_system, write_asking
 from swarm_node.policy.loading import load_policy
-from tests.swarm_node.policy.models import save
+from tests.support.tiny_models import save
 
 SHOWS_ALL = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + SHOWS_ALL

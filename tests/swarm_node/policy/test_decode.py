@@ -13,7 +13,7 @@ from swarm_node.policy.decode import Decoder, Rows, Slice
 from swarm_node.policy.decode_transformers import ModelSlice
 from swarm_node.policy.sampling import sample, uniforms
 from swarm_node.types import Sampling
-from tests.swarm_node.policy.models import make
+from tests.support.tiny_models import make
 
 PROMPTS = [[5, 9, 200, 31], [7], [40, 41, 42, 43, 44, 45, 46, 47, 300], [17, 18]]
 EOS = torch.arange(2, 384, 30)

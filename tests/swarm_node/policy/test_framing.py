@@ -15,7 +15,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy import framing
 from swarm_node.policy.framing import child, framed
 from swarm_node.policy.loading import load_policy, load_tokenizer
-from tests.swarm_node.policy.models import save
+from tests.support.tiny_models import save
 
 HONEST = {
     "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "

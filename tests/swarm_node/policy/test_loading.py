@@ -18,7 +18,7 @@ from swarm_node.errors import SnapshotError, UserError
 from swarm_node.policy import loading
 from swarm_node.policy.loading import bf16_slowdown, load_policy, prepare, refusing
 from swarm_node.types import Sampling
-from tests.swarm_node.policy.models import save
+from tests.support.tiny_models import save
 
 # native, packing, split_head
 PATHS = {

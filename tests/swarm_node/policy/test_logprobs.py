@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.policy import logprobs
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
-from tests.swarm_node.policy.models import make
+from tests.support.tiny_models import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 

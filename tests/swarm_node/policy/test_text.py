@@ -17,7 +17,7 @@ from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Sampling
-from tests.swarm_node.policy.models import save
+from tests.support.tiny_models import save
 
 ROLLOUTS = RolloutsConfig(max_new_tokens=16)
 

@@ -19,7 +19,7 @@ from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy, prepare, skeleton
 from swarm_node.policy.policy import Policy
 from swarm_node.stages.cut import load_stage
-from tests.swarm_node.policy.models import SIZES, save
+from tests.support.tiny_models import SIZES, save
 
 
 @pytest.fixture(scope="module")

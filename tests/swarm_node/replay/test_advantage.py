@@ -10,7 +10,7 @@ from swarm_node.config import GrpoConfig
 from swarm_node.grpo.advantage import advantages
 from swarm_node.replay.advantage import foreign_advantages, teaches
 from swarm_node.replay.posterior import Belief, Posterior
-from tests.swarm_node.replay.foreign import group
+from tests.support.foreign_groups import group
 
 
 def belief(success: float, n: float = 100.0) -> Belief:

@@ -16,7 +16,7 @@ from swarm_node.replay import Gate, Pool
 from swarm_node.replay.gate import FIXED, GROUP_S, MARGIN, MOST, OWN_MIN, STRICTEST, bound, outside
 from swarm_node.tasks.extract import extract
 from swarm_node.types import Group, Rollout, Score, Task
-from tests.swarm_node.replay.foreign import NOW
+from tests.support.foreign_groups import NOW
 
 TASK = Task(TaskName("gcd", "0" * 16, "test 1", 0, 0), "gcd", "question", "42", slot=(1, 2))
 EOS = 0
@@ -27,8 +27,9 @@ class Letters:
 
     max_positions, eos_id = 1000, EOS
 
-    def __init__(self, expects: str) -> None:
+    def __init__(self, expects: str, odd: float = -9.0) -> None:
         self.expects = expects
+        self.odd = odd
         self.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: self.decode(ids))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -41,7 +42,7 @@ class Letters:
         return [[[self.of(i) for i in r.token_ids] for r in group.rollouts] for group in groups]
 
     def of(self, token: int) -> float:
-        return -9.0 if token == EOS or chr(token) not in self.expects else -1.0
+        return self.odd if token == EOS or chr(token) not in self.expects else -1.0
 
 
 def plain(text: str) -> float:
@@ -152,12 +153,15 @@ def test_the_bound_follows_own_right_answers() -> None:
 
 
 def test_own_answers_with_negative_rewards_count_as_well() -> None:
-    gate = gate_of(Letters("42"), plain)
+    policy = Letters("42")
+    gate = gate_of(policy, plain)
     own = msgspec.structs.replace(foreign(["42", "13"], lambda text: -1.0 - (text == "13")), peer=None)
     for rollout, least in zip(own.rollouts, (-9.0, -30.0), strict=True):
         rollout.logprobs = [-1.0, least]
-    gate.observe([own] * OWN_MIN)
-    assert bound(gate._right, []) == -9.0 - MARGIN
+    gate.observe([own] * 256)
+    for odd, payload in ((-9.0, False), (-8.9 - MARGIN, False), (-9.1 - MARGIN, True)):
+        policy.odd = odd
+        assert gate.payloads([foreign(["\n42"], plain)], [[True]]) == [[payload]]
 
 
 def guarded(now=lambda: NOW) -> tuple[Pool, list[str]]:
@@ -187,7 +191,7 @@ def test_answers_it_cannot_judge_harm_no_trust() -> None:
     pool.guard(gate_of(Letters("42"), fails))
     pool.add(foreign(["\n42", "no"], fails, "honest"))
     assert pool.choose(4, random.Random(0)) == []
-    assert not pool.refused_by_peer() and pool._trust.of("honest") == 1
+    assert not pool.refused_by_peer()
 
 
 def test_groups_of_payloads_are_replaced() -> None:
@@ -220,9 +224,8 @@ def test_liars_are_drawn_and_kept_less() -> None:
     for _ in range(12):
         for peer in ("liar", "one", "two", "three"):
             pool.add(foreign(["\n42" if peer == "liar" else "42", "13"], plain, peer))
-    waiting = [entry.group.peer for entry in pool._entries.values()]
-    assert waiting.count("liar") <= 1 and len(waiting) == 16
-    assert pool.available() == 16 - waiting.count("liar")
+    assert pool.metrics()["swarm/groups_waiting"] == 16
+    assert pool.available() >= 15, "groups count by trust: one is a liar's, at most"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from swarm_node.errors import UserError
 from swarm_node.replay import Pool
 from swarm_node.replay.pool import ROUNDS
 from swarm_node.replay.samplers import draw
-from tests.swarm_node.replay.foreign import NOW, group
+from tests.support.foreign_groups import NOW, group
 
 
 class Clock:

@@ -33,7 +33,7 @@ from swarm_node.stages.doors import MAX_STRANGERS, PART_S, REDIAL_S, STRANGER_S
 from swarm_node.stages.leading import AGAIN_S, BANNED_S, BREAKS_S, CALM_S, GATHER_S, MAX_TERM, counted
 from swarm_node.stages.post import MAX_SAID, Close, Connect, LeaveSeat, Link, Send, TakeSeat
 from swarm_node.stages.seeking import ALONE_S, AVOID_S, DIAL_S, FIND_S
-from tests.swarm_node.stages.crew_world import (
+from tests.support.crew_world import (
     BUILD_S,
     RUN,
     SETTINGS,
@@ -947,7 +947,7 @@ def test_who_says_what_nobody_takes_is_given_up():
     world = crew(4, "a", "b", "c", "d", "e")
     before, (spare,) = holders(world), world.plan().spares
     crew_of_3 = world.machines[before[3]].crew
-    link = crew_of_3._doors.neighbours[before[2]]
+    link = crew_of_3.way_to(2)
     world.act(before[3], crew_of_3.refused(link, "nonfinite", world.now))
     assert crew_of_3.counts["refused/nonfinite"] == 1
     world.run(10.0)

@@ -31,8 +31,8 @@ from swarm_node.policy.loading import load_policy, load_tokenizer, prepare
 from swarm_node.policy.policy import digest_of, lines
 from swarm_node.stages.cut import load_stage, weights_digest
 from swarm_node.stages.partition import Span
-from tests.swarm_node.policy.models import GROUPED, SIZES
-from tests.swarm_node.policy.models import save as save_tiny
+from tests.support.tiny_models import GROUPED, SIZES
+from tests.support.tiny_models import save as save_tiny
 
 LAYERS = 5
 DEEP, DEEP_GROUPED = dict(SIZES, num_hidden_layers=LAYERS), dict(GROUPED, num_hidden_layers=LAYERS)

@@ -9,7 +9,7 @@ import pytest
 
 from swarm_node.errors import UserError
 from swarm_node.stages.partition import FAMILIES, UNKNOWN, partition, sizes
-from tests.swarm_node.policy.models import MAKERS, make
+from tests.support.tiny_models import MAKERS, make
 
 
 def loads(bounds, layers, embed, head, capacities):

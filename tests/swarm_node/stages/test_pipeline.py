@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.pipeline import Apply, Backward, Forward, LossGradient, open_envelope, seal_envelope
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import Unworkable
+from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.policy import Policy
 from swarm_node.stages import wire
@@ -21,7 +23,7 @@ from swarm_node.stages.ports import LEAD, Message, StageLost
 from swarm_node.stages.schedule import route
 from swarm_node.stages.worker import attend
 from swarm_node.types import Sampling
-from tests.swarm_node.stages.harness import (
+from tests.support.pipeline_crew import (
     RATE,
     SAMPLING,
     SIZES,
@@ -517,17 +519,18 @@ def test_a_stage_short_of_memory_makes_microbatches_smaller(saved: Saved, monkey
 
 def test_passes_that_are_given_up_leave_nothing_behind(saved: Saved) -> None:
     crew = Crew(saved("llama"), 3, grpo(microbatch_tokens=12, packing=False))
-    trainer = crew.trainer
-    step = trainer._prepare(some_groups())
-    assert step is not None
-    trainer.optimizer.zero_grad()
-    passes = crew.policy.passes(trainer._token_batches(trainer._plan(step.groups), step.flat), 1.0)
+    rollouts, policy = count(), crew.policy
+    rows = [Row(group.prompt_ids, [r.token_ids], next(rollouts)) for group in some_groups() for r in group.rollouts]
+    flat, microbatches = flatten(rows), plan(rows, False, 12, policy.width)
+    assert len(microbatches) > 2
+    crew.trainer.optimizer.zero_grad()
+    passes = policy.passes((token_batch(r, flat, policy.pad_id, policy.device) for r in microbatches), 1.0)
     _, logprobs, _ = next(passes)
-    assert logprobs.requires_grad and any(w._pass and w._pass.held for w in crew.workers.values())
+    assert logprobs.requires_grad and not all(worker.idle for worker in crew.workers.values())
     passes.close()
     while (message := crew.receive(0.0)) is not None:
-        attend(message, crew.own, crew.send, crew._refuse)
-    assert not any(worker._pass for worker in crew.workers.values())
+        attend(message, crew.own, crew.send, crew.refuse)
+    assert all(worker.idle for worker in crew.workers.values())
     crew.trainer.step(some_groups())
     assert crew.policy.version == 1 and not crew.refused
 
@@ -591,4 +594,4 @@ def test_caches_are_dropped_when_a_generation_is_over(saved: Saved) -> None:
     crew.policy.generate(PROMPTS, 2, Sampling(3), [1, 2, 3, 4, 5])
     while crew.receive(0.0) is not None:
         pass  # what is still under way
-    assert all(not worker._waves and worker._engine is None for worker in list(crew.workers.values())[1:])
+    assert all(worker.idle for worker in list(crew.workers.values())[1:])

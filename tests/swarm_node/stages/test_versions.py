@@ -13,7 +13,7 @@ from protocol.messages import CrewCard, PeerCard
 from swarm_node.installed import upgrade_command
 from swarm_node.stages import crewing
 from swarm_node.stages.post import Link, Say, Send
-from tests.swarm_node.stages.crew_world import SWARM, World
+from tests.support.crew_world import SWARM, World
 
 
 @pytest.mark.parametrize(("protocol", "speaks", "expected"), [(4, 0, 4), (4, 5, 5), (5, 6, 5)])

@@ -33,7 +33,7 @@ from swarm_node.stages.cut import load_stage
 from swarm_node.stages.ports import LEAD, Message
 from swarm_node.stages.schedule import schedule
 from swarm_node.stages.worker import Worker
-from tests.swarm_node.stages.harness import SIZES, save
+from tests.support.pipeline_crew import SIZES, save
 
 H = SIZES["hidden_size"]
 MICROBATCHES = 4
@@ -72,6 +72,14 @@ def backward(i: int, turn: int = 1) -> Message:
 def in_order(turn: int = 1, total: int = 1) -> list[Message]:
     operations = schedule(3, MICROBATCHES)[1]
     return [forward(o.microbatch, turn, total) if o.kind == "F" else backward(o.microbatch, turn) for o in operations]
+
+
+def begin(worker: Worker, total: int) -> None:
+    """That sum, with a microbatch that is then given up: nothing is added to it."""
+    index = torch.tensor([0])
+    x = numbers(0, 1, 5, H) if worker.index else torch.ones(1, 5, dtype=torch.long)
+    worker.handle(Message(worker.index, Forward(1, total, 0, 1, worker.index, 1.0), (x, index, index, index)))
+    worker.handle(Message(worker.index, Reset(1)))
 
 
 def gradients(worker: Worker) -> dict[str, Tensor]:
@@ -195,7 +203,7 @@ def test_tied_ends_add_gradients_and_count_them_once(config: PolicyConfig) -> No
     assert names == {0: "model.embed_tokens.weight", 1: "model.embed_tokens.weight"}
     grads = {k: numbers(k, 384, H) for k in ends}
     for k, worker in ends.items():
-        worker._total = 1
+        begin(worker, total=1)
         for name, p in worker.stage.named().items():
             p.grad = grads[k].clone() if name == names[k] else torch.zeros_like(p)
     messages, squares = [Message(k, Squares(1)) for k in (1, 0)], {}
@@ -227,9 +235,9 @@ def test_gradient_blocks_come_in_turn_and_count_once(config: PolicyConfig, monke
     monkeypatch.setattr(wire, "BLOCK_BYTES", 1)
     first, theirs = make(config, 0, 2), numbers(5, 384, H)
     parameter = first.stage.named()[first.tied_name or ""]
+    begin(first, total=2)
     parameter.grad = numbers(6, 384, H)
     expected = parameter.grad + theirs
-    first._total = 2
 
     def block(i: int, total: int = 2) -> Message:
         return Message(0, TiedGradient(total, i), (theirs[64 * i : 64 * (i + 1)],))

@@ -40,7 +40,7 @@ from swarm_node.stages.pipeline import Lead, StagedOptimizer, StagedPolicy
 from swarm_node.stages.ports import LEAD, Message, StageLost
 from swarm_node.stages.worker import Worker, attend, refusal
 from swarm_node.types import Group, Sampling
-from tests.swarm_node.grpo.tiny import group
+from tests.support.tiny_policy import group
 
 SIZES = dict(
     vocab_size=384,
@@ -147,7 +147,7 @@ class Crew:
             for worker in self.workers.values():
                 worker.keep_reference()
         self.own = {k: worker for k, worker in self.workers.items() if self.peer(k) == 0}
-        self.lead = Lead(self, self.own, self.mend, self.codec, self.swapped, self._refuse, patience_s=0.2)
+        self.lead = Lead(self, self.own, self.mend, self.codec, self.swapped, self.refuse, patience_s=0.2)
         self.policy = StagedPolicy(self.lead, load_tokenizer(self.config), self.config, lambda line: None)
         self.policy.packing = True
         self.optimizer = StagedOptimizer(self.lead)
@@ -201,7 +201,7 @@ class Crew:
                 continue
             if receiver == 0:
                 return message
-            attend(message, self.workers, lambda answer, peer=receiver: self._put(peer, answer), self._refuse)
+            attend(message, self.workers, lambda answer, peer=receiver: self._put(peer, answer), self.refuse)
 
     def mend(self, lost: StageLost) -> None:
         """Put a copy in the place of what was lost."""
@@ -250,14 +250,14 @@ class Crew:
             wire.judge(head, len(body), limits)
             return wire.decode(head, body, limits)
         except RemoteProtocolError as error:
-            self._refuse(error)
+            self.refuse(error)
             if sender == 0 and error.reason != "plan":  # the lead hears of it, as from `Mates`
                 envelope = open_envelope(head)
                 for answer in refusal(envelope.stage, envelope.head):
                     self._put(receiver, answer)
             return None
 
-    def _refuse(self, error: RemoteProtocolError) -> None:
+    def refuse(self, error: RemoteProtocolError) -> None:
         self.refused[error.reason] += 1
 
     def _kills(self, message: Message) -> bool:
