@@ -33,8 +33,9 @@ KEPT = re.compile(r"swarm-node-|torchinductor_|pymp-|.*wandb-(artifacts|media)$"
 remove their own at exit."""
 HELPERS = "multiprocessing.resource_tracker", "multiprocessing.forkserver", "multiprocessing.semaphore_tracker"
 """Processes that Python keeps until it exits."""
-THREADS = "fsspecIO", "tqdm_monitor"
-"""Names of threads that libraries keep until Python exits."""
+THREADS = "fsspecIO", "asyncio_", "tqdm_monitor"
+"""Names of threads that libraries keep until Python exits. "asyncio_" are those of an event loop's default executor, of
+which fsspec never closes its own."""
 
 
 class Things:
