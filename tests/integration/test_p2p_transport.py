@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from protocol.identity import Identity
-from tests.support.processes import PATIENCE_S, alive, free_port, until
+from tests.support.ports import free_port
+from tests.support.processes import PATIENCE_S, alive, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 PROGRAM = Path(__file__).with_name("p2p_node.py")

@@ -14,6 +14,7 @@ import pytest
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.transports import dial_back
 from protocol.transports.dial_back import MAX_ASKED, MAX_PORTS, DialBack, ask_back, may_look_at
+from tests.support.ports import free_port
 
 HERE = "/ip4/127.0.0.1/tcp/4001"
 
@@ -22,11 +23,6 @@ HERE = "/ip4/127.0.0.1/tcp/4001"
 def listener() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
-
-
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def over(serve: Callable[..., Awaitable[None]], use: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable]):
@@ -52,7 +48,7 @@ def asked(ports: list[int], came_from: str = HERE, back: DialBack | None = None)
 
 
 def test_a_peer_connects_to_each_port(listener: int) -> None:
-    assert asked([listener, closed_port()]) == [True, False]
+    assert asked([listener, free_port()]) == [True, False]
     assert asked([listener]) == [True]
 
 
