@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 from tests.image.test_docker_files import COMPOSE, NODES
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("buildah", "debootstrap", "ip", "unshare")
@@ -180,11 +181,6 @@ class Container:
         self.process.kill()
         self.process.wait()
         self.file.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 Start = Callable[..., Container]

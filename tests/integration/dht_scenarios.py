@@ -23,7 +23,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
-from plane_scenarios import EVERYWHERE, SWARM, TTL_S, Node, main, same, started, until
+from plane_scenarios import EVERYWHERE, HANG_S, SWARM, TTL_S, Node, main, same, started, until
 
 from benchmarks.attacks.hostile import EXT_DICTIONARY, EXT_TUPLE, call, dht_peer, memory_mib, nested_ext
 from protocol.codec import seal_card
@@ -417,9 +417,18 @@ async def late_answers_end_no_other_calls() -> None:
             if message.HasField("callUnary"):
                 control._pending_calls[uuid.UUID(bytes=message.callId)].cancel()
 
-        async def note_later(call_id: Any) -> None:
-            await asyncio.sleep(1.0)
+        class Watched(type(control._pending_calls)):
+            """Knows when the answer to a call that was given up has come."""
 
+            def __contains__(self, call_id: object) -> bool:
+                if self[call_id].cancelled():
+                    answered.set()
+                return super().__contains__(call_id)
+
+        async def note_later(call_id: Any) -> None:
+            await asyncio.wait_for(answered.wait(), HANG_S)
+
+        answered, control._pending_calls = asyncio.Event(), Watched(control._pending_calls)
         control._pending_messages.put, control._cancel_unary_call = give_up, note_later
         late = asyncio.create_task(call(one.plane._daemon, to, "rpc_ping", request, dht_pb2.PingResponse))
         await asyncio.wait({late})

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +27,7 @@ from protocol.transports.p2p import P2PTransport
 from protocol.transports.settings import NetworkSettings
 
 SWARM = "cd" * 32
+HANG_S = 300.0
 
 
 class Clock:
@@ -97,6 +99,8 @@ class Node:
         self.talks: list[Talk] = []
         self.outcomes: list[str] = []
         self.call: Future[None] = Future()
+        self.holds, self.let_go = False, threading.Event()
+        """Whether a caller waits until it is let go."""
         self.transport.announce(PeerCard(1, SWARM, 0.0, name, roles))
 
     def echo(self, peer: str, payload: bytes) -> bytes:
@@ -106,7 +110,8 @@ class Node:
 
     def swap(self, peer: str, head: bytes, size: int) -> Accepted:
         if head == b"late":
-            time.sleep(3.0)
+            self.holds = True
+            assert self.let_go.wait(HANG_S)
         return Accepted(Outgoing(head, 5, lambda: [b"hello"]), len, lambda error: self.outcomes.append(repr(error)))
 
     def taken(self, channel: Channel) -> Listener:
@@ -130,6 +135,7 @@ class Node:
             "pids": [os.getpid(), plane and plane.daemon_pid, transport._gossip.pid],
             "said": self.said,
             "outcomes": self.outcomes,
+            "holds": self.holds,
             "talks": [[talk.got, talk.digest.hexdigest(), talk.ends] for talk in self.talks],
             "heard": sorted({f"{sender[-4:]}/{sequence}" for sender, sequence in self.heard}),
         }
@@ -174,6 +180,10 @@ class Node:
     def do_outcome(self) -> str:
         error = self.call.exception(25.0)
         return "" if error is None else f"{type(error).__name__}: {error}"
+
+    def do_let_go(self) -> None:
+        """Who was called `late`."""
+        self.let_go.set()
 
     def do_talk(self, peer: str | None, seed: int, count: int) -> str:
         """On a new channel to `peer`, or on the last one there is."""

@@ -24,6 +24,7 @@ from protocol.transports import hivemind_plane
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.hivemind_plane import NEW_S, HivemindPlane
 from protocol.transports.settings import NetworkSettings
+from tests.support.ports import free_port
 from tests.support.scenarios import serve
 
 SWARM = "ab" * 32
@@ -126,7 +127,7 @@ async def a_newer_card_replaces_an_older_one() -> None:
 async def a_dead_bootstrap_is_joined_when_it_appears() -> None:
     async with started("one") as (one,):
         with tempfile.TemporaryDirectory() as folder:
-            late = Node(Path(folder), "late", port=_unused_port())
+            late = Node(Path(folder), "late", port=free_port())
             address = f"/ip4/127.0.0.1/tcp/{late.plane.port}/p2p/{late.id}"
             assert await fails(one.plane.connect(late.id, [address]), PeerUnreachable)
             await one.plane.store_card(one.card())
@@ -326,7 +327,7 @@ async def a_port_that_is_taken_is_left_alone() -> None:
 
 async def nodes_starting_at_once_share_no_port() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        port = _unused_port()
+        port = free_port()
         nodes = [Node(Path(folder), name, port=port) for name in ("one", "two", "three")]
         try:
             await asyncio.gather(*(node.plane.start() for node in nodes))
@@ -675,12 +676,6 @@ async def fails(call: Awaitable[Any], kind: type[Exception]) -> Exception:
     except kind as error:
         return error
     raise AssertionError(f"no {kind.__name__}, but {result!r}")
-
-
-def _unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _alive(pid: int | None) -> bool:

@@ -3,12 +3,11 @@ dht_scenarios.py and card_scenarios.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.scenarios import Play, names, player
+from tests.support.scenarios import Play, names, stage
 
 pytestmark = pytest.mark.timeout(300)
 PLANE, DHT, CARD = (Path(__file__).with_name(f"{name}_scenarios.py") for name in ("plane", "dht", "card"))
@@ -26,22 +25,7 @@ def cases(program: Path) -> list[object]:
     return [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in names(program)]
 
 
-@pytest.fixture(scope="module")
-def play_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
-    with player(PLANE, tmp_path_factory.mktemp("plane")) as play:
-        yield play
-
-
-@pytest.fixture(scope="module")
-def play_dht(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
-    with player(DHT, tmp_path_factory.mktemp("dht")) as play:
-        yield play
-
-
-@pytest.fixture(scope="module")
-def play_card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
-    with player(CARD, tmp_path_factory.mktemp("card")) as play:
-        yield play
+play_plane, play_dht, play_card = stage(PLANE), stage(DHT), stage(CARD)
 
 
 @pytest.mark.parametrize("name", cases(PLANE))

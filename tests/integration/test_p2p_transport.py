@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from protocol.identity import Identity
-from tests.support.processes import PATIENCE_S, alive, free_port, until
+from tests.support.ports import free_port
+from tests.support.processes import PATIENCE_S, alive, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 PROGRAM = Path(__file__).with_name("p2p_node.py")
@@ -223,8 +224,10 @@ def test_bodies_are_exchanged_until_the_network_closes(start: Start) -> None:
     assert one("status")["stats"]["bytes_out"] > 3 * 2**20
 
     one("exchange", hub.peer, "late", 10, False)
+    until(lambda: hub("status")["holds"])
     one("close")
     assert one("outcome").startswith("PeerUnreachable")
+    hub("let_go")
     assert one("exchange", hub.peer, "x", 0) == "PeerUnreachable: the network is closed"
     until(lambda: len(outcomes := hub("status")["outcomes"]) == 2 and "torn" in outcomes[1])
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, free_port, make_manifest
+from tests.support.ports import free_port
+from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, make_manifest
 from tests.swarm_node.test_preemption import PREEMPTED, fake
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

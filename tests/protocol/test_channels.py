@@ -105,9 +105,9 @@ class World:
 
     async def open(self, side: Side | None = None, method: str = "talk", peer: str = "us") -> StreamChannel:
         """A channel from `ours` to `theirs`."""
-        return self._call(side or self.us, method, lambda: self.taker(peer))
+        return self.call(side or self.us, method, lambda: self.taker(peer))
 
-    def _call(self, side: Side, method: str, dial: Callable[[], object]) -> StreamChannel:
+    def call(self, side: Side, method: str, dial: Callable[[], object]) -> StreamChannel:
         channel = self.ours.new("them", asyncio.get_running_loop())
         channel.listener = side.opened(channel)
         self.tasks.append(asyncio.create_task(self.ours.call(channel, method, dial)))  # type: ignore[arg-type]
@@ -400,11 +400,11 @@ def test_a_channel_closed_while_opening_ends() -> None:
     async def scenario() -> None:
         async with world() as w:
             sides = [Hasty(), Side(), Side(), Side()]
-            w._call(sides[0], "talk", nobody)
+            w.call(sides[0], "talk", nobody)
             await w.ended()
-            closed = w._call(sides[1], "talk", nobody)
-            w._call(sides[2], "talk", far)
-            w._call(sides[3], "talk", nobody)
+            closed = w.call(sides[1], "talk", nobody)
+            w.call(sides[2], "talk", far)
+            w.call(sides[3], "talk", nobody)
             await asyncio.sleep(0.01)
             closed.close()
             for task in w.ours.cancel():
@@ -595,7 +595,7 @@ def test_an_opener_survives_whatever_it_is_sent(data: bytes) -> None:
             async def dial() -> Streams:
                 return near
 
-            w._call(w.us, "talk", dial)
+            w.call(w.us, "talk", dial)
             writer.write(data)
             writer.write_eof()
             await w.ended()

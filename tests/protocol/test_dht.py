@@ -38,14 +38,14 @@ def record(peer: Identity) -> Record:
 class Node:
     """One `CardDHT`, and what the peers that it calls answer to a find; those that are not there cannot be dialled."""
 
-    def __init__(self) -> None:
+    def __init__(self, p2p: Any = None) -> None:
         self.identity = Identity.generate()
         self.validator = CardValidator(SWARM, 60.0)
         self.accounts = Accounts()
         self.refused: Counter[str] = Counter()
         self.names: list[tuple[str, set[PeerID]]] = []
         self.dht = CardDHT(
-            None,  # type: ignore[arg-type]
+            p2p,
             self.identity.peer_id,
             self.validator,
             CardStorage(),
@@ -54,10 +54,12 @@ class Node:
             named=lambda namer, peers: self.names.append((namer, set(peers))),
         )
         self.answers: dict[str, Find] = {}
+        self.asked = Counter[str]()
         self.dht.get_stub = self._stub
 
     def _stub(self, p2p: object, peer: PeerID) -> Any:
         async def find(request: dht_pb2.FindRequest, timeout: float) -> dht_pb2.FindResponse:
+            self.asked[str(peer)] += 1
             if str(peer) not in self.answers:
                 raise PeerUnreachable("nobody listens there")
             return self.answers[str(peer)](request)
@@ -148,24 +150,26 @@ def test_endless_calls_are_answered_so_often(call: str, request_of: Any, most: i
 
 
 def test_peers_that_go_on_are_disconnected() -> None:
-    node, caller = Node(), SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
+    caller = SimpleNamespace(remote_id=PeerID.from_base58(Identity.generate().peer_id))
     ended: list[PeerID] = []
 
     async def disconnect(peer: PeerID) -> None:
         ended.append(peer)
 
-    node.dht._p2p = SimpleNamespace(_client=SimpleNamespace(disconnect=disconnect))
+    node = Node(SimpleNamespace(_client=SimpleNamespace(disconnect=disconnect)))
 
     async def ping(times: int) -> None:
         for _ in range(times):
             with suppress(RemoteProtocolError):
                 await node.dht.rpc_ping(dht_pb2.PingRequest(), caller)
-        await asyncio.gather(*node.dht._ending.values())
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     asyncio.run(ping(MAX_TOLD + MAX_REFUSED // 2))
     assert ended == [] and node.refused["rate"]
     asyncio.run(ping(MAX_TOLD + MAX_REFUSED))
-    assert ended == [caller.remote_id] and node.dht._ending == {}
+    assert ended == [caller.remote_id]
+    asyncio.run(ping(1))
+    assert ended == [caller.remote_id] * 2  # it has come back
 
 
 def test_a_name_counts_once_in_a_message() -> None:
@@ -217,7 +221,8 @@ def test_a_name_of_nobody_ends_no_lookup() -> None:
     node, bob, nobody = Node(), Identity.generate(), PeerID.from_base58(Identity.generate().peer_id)
     node.meets(bob, answer(node, record(bob), named=[nobody.to_bytes()]))
     assert node.finds() == {bob.peer_id}
-    assert node.dht._is_avoided(nobody) and node.names == [(bob.peer_id, {nobody})]
+    assert node.names == [(bob.peer_id, {nobody})]
+    assert node.finds() == {bob.peer_id} and node.asked[str(nobody)] == 1  # avoided from then on
 
 
 @pytest.mark.parametrize("id", [b"", bytes(65), bytes(2**20)])

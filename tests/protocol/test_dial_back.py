@@ -14,6 +14,7 @@ import pytest
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.transports import dial_back
 from protocol.transports.dial_back import MAX_ASKED, MAX_PORTS, DialBack, ask_back, may_look_at
+from tests.support.ports import free_port
 
 HERE = "/ip4/127.0.0.1/tcp/4001"
 
@@ -22,11 +23,6 @@ HERE = "/ip4/127.0.0.1/tcp/4001"
 def listener() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
-
-
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def over(serve: Callable[..., Awaitable[None]], use: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable]):
@@ -52,7 +48,7 @@ def asked(ports: list[int], came_from: str = HERE, back: DialBack | None = None)
 
 
 def test_a_peer_connects_to_each_port(listener: int) -> None:
-    assert asked([listener, closed_port()]) == [True, False]
+    assert asked([listener, free_port()]) == [True, False]
     assert asked([listener]) == [True]
 
 
@@ -69,13 +65,23 @@ def test_who_came_another_way_gets_no_answer(came_from: str, listener: int) -> N
 def test_no_answer_to_nonsense_or_to_too_many(listener: int) -> None:
     with pytest.raises(PeerUnreachable):
         asked([listener] * (MAX_PORTS + 1))
+
+
+def test_few_askers_are_answered_at_a_time(listener: int) -> None:
     busy = DialBack(lambda: [HERE])
-    busy._asked = MAX_ASKED
+
+    async def serve_beside_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        silent = [asyncio.StreamReader() for _ in range(MAX_ASKED)]
+        serving = [asyncio.create_task(busy.serve(HERE, one, SimpleNamespace(close=int))) for one in silent]
+        await asyncio.sleep(0)  # for them to begin
+        await busy.serve(HERE, reader, writer)
+        for one in silent:
+            one.feed_eof()
+        await asyncio.gather(*serving)
+
     with pytest.raises(PeerUnreachable):
-        asked([listener], back=busy)
-    busy._asked = 0
+        over(serve_beside_silent, lambda reader, writer: ask_back([listener], reader, writer))
     assert asked([listener], back=busy) == [True]
-    assert busy._asked == 0
 
 
 def test_an_answer_that_is_none() -> None:
@@ -201,8 +207,9 @@ def test_private_addresses_only_where_this_node_is_found(
     assert may_look_at(host, told) is may
 
 
-def test_a_system_that_lists_no_routes(tmp_path: Path) -> None:
-    assert dial_back._routers(tmp_path / "none") == []
+def test_a_system_that_lists_no_routes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(dial_back, "PROC_NET", tmp_path / "none")
+    assert may_look_at("127.0.0.1", [HERE])
 
 
 def test_other_nets_are_not_looked_at(connected: list[tuple[str, int]]) -> None:

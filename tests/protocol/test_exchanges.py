@@ -21,7 +21,7 @@ from protocol.transports import exchanges
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.exchanges import MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER, Exchanges
 from protocol.transports.streams import Traffic
-from tests.support.clocks import HANG_S, run, settle, until
+from tests.support.clocks import HANG_S, Loop, run, settle, until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Tap = Callable[[str, int, bytes], Awaitable[bytes | None]]
@@ -177,6 +177,18 @@ async def node() -> AsyncIterator[Node]:
         assert not node.exchanges.cancel()
 
 
+async def until_still(busy: int) -> None:
+    """Until so many threads work, and nothing else can happen before one of them is done."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, Loop)
+    turns = 0
+    async with asyncio.timeout(HANG_S):
+        while turns < 100:
+            still = loop.clock.working == busy
+            turns = turns + 1 if still else 0
+            await asyncio.sleep(0 if still else 0.01)
+
+
 def reason(error: Exception | None) -> str:
     return error.reason if isinstance(error, RemoteProtocolError) else type(error).__name__
 
@@ -254,11 +266,9 @@ def test_few_pieces_lie_between_maker_and_taker() -> None:
         them.sink = slow  # type: ignore[method-assign]
         async with node() as there:
             running = asyncio.create_task(there.run(us, them))
-            made = -1
-            while made != us.made or made <= 0:
-                made = us.made
-                await asyncio.sleep(0.3)
-            assert made <= 8  # two at each end, two in asyncio's buffers, the rest in the socket's
+            await until(lambda: us.made)
+            await until_still(busy=1)
+            assert us.made <= 8  # two at each end, two in asyncio's buffers, the rest in the socket's
             go.set()
             assert await running == (None, None)
 
@@ -767,7 +777,7 @@ def test_cancelling_waits_for_callbacks_and_tells_once(callback: str) -> None:
             tasks = there.exchanges.cancel()
             assert tasks == set(there.tasks)
             there.exchanges.cancel()
-            await asyncio.sleep(0.1)
+            await until_still(busy=1)
             assert them.outcomes == [] and not any(task.done() for task in tasks)
             go.set()
             await running
@@ -798,7 +808,7 @@ def test_a_cancelled_caller_ends_its_callbacks_first() -> None:
             await until(inside.is_set)
             (task,) = there.mine.cancel()
             assert task is call
-            await asyncio.sleep(0.1)
+            await until_still(busy=1)
             assert not call.done()
             go.set()
             with pytest.raises(asyncio.CancelledError):

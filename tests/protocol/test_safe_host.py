@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.scenarios import Play, names, player
+from tests.support.scenarios import Play, names, stage
 
 PROGRAM = Path(__file__).with_name("host_scenarios.py")
-
-
-@pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
-    with player(PROGRAM, tmp_path_factory.mktemp("host")) as play:
-        yield play
+play = stage(PROGRAM)
 
 
 @pytest.mark.parametrize("name", names(PROGRAM))

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 Play = Callable[[str], str]
 """The name of a scenario -> what went wrong in it, if anything did."""
@@ -63,6 +65,17 @@ def player(program: Path, folder: Path) -> Iterator[Play]:
             assert process.stdin is not None
             process.stdin.close()
             assert process.wait() == 0
+
+
+def stage(program: Path) -> Any:
+    """A fixture of a test module: its `player` of `program`."""
+
+    @pytest.fixture(scope="module")
+    def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+        with player(program, tmp_path_factory.mktemp(program.stem)) as play:
+            yield play
+
+    return play
 
 
 def serve(scenarios: dict[str, Any], run: Callable[[Any], None]) -> None:
