@@ -43,7 +43,7 @@ def lines(rounds: int) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Runs of FEW and of MANY rounds, of which two starts were made."""
     folder = tmp_path_factory.mktemp("runs")
     start(folder / "begun", 1)
@@ -64,9 +64,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return paths
 
 
-def test_all_rounds_are_kept_only_on_request(runs: dict[int, Path], tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    shutil.copytree(runs[MANY], run.path)
+@pytest.fixture
+def runs(made: dict[int, Path], tmp_path: Path) -> dict[int, Path]:
+    """Copies, which a test may go on with."""
+    return {rounds: shutil.copytree(path, tmp_path / path.name) for rounds, path in made.items()}
+
+
+def test_all_rounds_are_kept_only_on_request(runs: dict[int, Path]) -> None:
+    run = RunDir(runs[MANY])
     newest = list(lines(MANY + 1))[-4000:]
     run.metrics.write_text("".join(newest))
     start(run.path, MANY + 2, metrics={"keep": "all"})
