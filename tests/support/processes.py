@@ -165,6 +165,13 @@ class NodeProcess:
             self.file.close()
 
 
+def learns_from_others(node: NodeProcess, more: int = 1) -> None:
+    """Until `node` has admitted and used foreign groups again."""
+    admitted = node.last("swarm/groups_admitted")
+    node.until(lambda: node.last("swarm/groups_admitted") >= admitted + more)
+    node.until(lambda: node.last("swarm/groups_used") > 0)
+
+
 Start = Callable[..., NodeProcess]
 
 
