@@ -27,7 +27,6 @@ from typer.testing import CliRunner
 from swarm_node.cli import app
 from tests.support.pages import (
     PAGES,
-    ROOT,
     Command,
     Fence,
     commands,
@@ -39,6 +38,7 @@ from tests.support.pages import (
 )
 from tests.support.placing import HERE
 from tests.support.processes import LINK, until
+from tests.support.repository import ROOT
 
 pytestmark = [
     pytest.mark.slow,

@@ -28,10 +28,10 @@ from typing import Any
 
 import pytest
 
-from tests.image.test_docker_files import COMPOSE, NODES
+from tests.support.docker_files import COMPOSE, NODES
 from tests.support.ports import free_port
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 NEEDED = ("buildah", "debootstrap", "ip", "unshare")
 IMAGE = "localhost/swarm-node"
 MOST_BYTES = 1.6e9
