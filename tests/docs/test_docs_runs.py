@@ -37,8 +37,9 @@ from tests.support.pages import (
     stands_for_something,
 )
 from tests.support.placing import HERE
-from tests.support.processes import LINK, until
+from tests.support.processes import LINK
 from tests.support.repository import ROOT
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.slow,

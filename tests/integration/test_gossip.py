@@ -42,11 +42,11 @@ from tests.support.gossip_peers import (
     rss,
     swarm,
     talk,
-    until,
     until_all_heard,
     until_stat,
 )
 from tests.support.processes import alive
+from tests.support.waiting import until_async
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -77,10 +77,10 @@ def test_a_killed_sidecar_comes_back_with_its_subscriptions() -> None:
             for kills in (1, 2):
                 assert victim.pid is not None
                 os.kill(victim.pid, signal.SIGKILL)
-                await until(lambda kills=kills: victim.restarts == kills and victim.pid is not None)
+                await until_async(lambda kills=kills: victim.restarts == kills and victim.pid is not None, HANG_S)
                 queued = victim.say()  # while it starts
                 await until_stat(victim, lambda stat: stat.mesh.get(TOPIC, 0) == 2)
-                await until(lambda queued=queued: all(queued in peer.heard for peer in others))
+                await until_async(lambda queued=queued: all(queued in peer.heard for peer in others), HANG_S)
             assert victim.gossip_id != before[0]
             assert [a.split("/p2p/")[0] for a in victim.addresses] == [a.split("/p2p/")[0] for a in before[1]]
             for peer in peers:
@@ -119,7 +119,7 @@ def test_a_port_taken_while_starting_is_given_up() -> None:
         lost = port.take()
         with socket.socket() as other:
             taking = asyncio.create_task(peer.start())
-            await until(lambda: peer.pid is not None)
+            await until_async(lambda: peer.pid is not None, HANG_S)
             other.bind(("127.0.0.1", lost))
             other.listen()
             try:
@@ -165,7 +165,7 @@ def test_a_latecomer_hears_large_messages_whole() -> None:
                 late.dial(peer.addresses[0])
             while len(late.heard) < 20:
                 said += await talk(peers, 2, 450_000)
-            await until(lambda: said[-1][1] in late.heard)
+            await until_async(lambda: said[-1][1] in late.heard, HANG_S)
             assert len(late.heard) == len(set(late.heard))
             assert (await late.stat()).rejected == {}
             await until_all_heard(peers, said)
@@ -190,7 +190,7 @@ def test_a_full_hub_says_no_until_somebody_leaves() -> None:
             for leaf in leaves:
                 leaf.heard.clear()
             said = await talk(leaves[1:], 4, 5000)
-            await until(lambda: all(set(expected(leaf, said)) <= set(leaf.heard) for leaf in leaves[1:]))
+            await until_async(lambda: all(set(expected(leaf, said)) <= set(leaf.heard) for leaf in leaves[1:]), HANG_S)
 
     asyncio.run(run())
 
@@ -366,7 +366,7 @@ def test_a_sidecar_ends_with_its_parent(root: Path) -> None:
         parent.kill()
 
     async def run() -> None:
-        await until(lambda: not alive(sidecar))
+        await until_async(lambda: not alive(sidecar), HANG_S)
 
     asyncio.run(run())
 
@@ -414,7 +414,7 @@ def test_an_unread_outbox_loses_the_oldest() -> None:
                 for peer in (speaker, listener):
                     await until_stat(peer, lambda stat: stat.mesh.get(TOPIC, 0) == 1)
                 said = await talk([speaker], 120, 450_000)
-                await until(lambda: len(listener.heard) == 120)
+                await until_async(lambda: len(listener.heard) == 120, HANG_S)
                 assert rss(process.pid) < 200 * 2**20
                 process.stdin.write(frame(Ask(1)))
                 frames: Frames[Event] = Frames(Event)
@@ -449,7 +449,7 @@ def test_a_sidecar_that_talks_nonsense_is_replaced(monkeypatch: pytest.MonkeyPat
         peer = Peer(0)
         starting = asyncio.create_task(peer.start())
         try:
-            await until(lambda: peer.restarts >= 2)
+            await until_async(lambda: peer.restarts >= 2, HANG_S)
             assert all("unreadable: size" in report for report in peer.reports)
             assert peer.publish(TOPIC, b"x")  # it waits for a better one
         finally:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support.p2p_processes import Node
-from tests.support.processes import PATIENCE_S, QUICK, alive, learns_from_others, make_manifest, nodes, until
+from tests.support.processes import QUICK, alive, learns_from_others, make_manifest, nodes
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = [
     pytest.mark.long,

@@ -17,7 +17,8 @@ import pytest
 from protocol.identity import Identity
 from tests.support.p2p_processes import Node
 from tests.support.ports import free_port
-from tests.support.processes import PATIENCE_S, alive, until
+from tests.support.processes import alive
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 LONG_LIVED = {"card_ttl_s": 3600.0}

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
-from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, alive, learns_from_others, make_manifest, until
+from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, alive, learns_from_others, make_manifest
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 AVERAGING = (*QUICK, "averaging.method=noloco", "averaging.every=2", "averaging.codec=float32", "pace_s=1")

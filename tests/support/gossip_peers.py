@@ -16,6 +16,7 @@ from protocol import codec, topics
 from protocol.transports.gossip_client import GossipClient, Stat
 from protocol.transports.gossip_pipe import GossipSettings
 from tests.support.gossip_samples import batch, peer_on_shard
+from tests.support.waiting import until_async
 
 SWARM = "ab" * 32
 TOPIC = topics.rollout_topic(SWARM, 0)
@@ -54,12 +55,6 @@ async def swarm(count: int, first: int = 0, **settings: Any) -> AsyncIterator[li
         yield peers
     finally:
         await asyncio.gather(*(peer.close() for peer in peers))
-
-
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not what():
-            await asyncio.sleep(0.05)
 
 
 async def until_stat(peer: Peer, what: Callable[[Stat], bool], again: Callable[[], object] = lambda: None) -> Stat:
@@ -105,7 +100,7 @@ async def until_all_heard(peers: Sequence[Peer], said: list[tuple[Peer, bytes]])
     """Everything that others said; and nothing else, and nothing twice."""
     for peer in peers:
         wanted = expected(peer, said)
-        await until(lambda peer=peer, wanted=wanted: len(peer.heard) >= len(wanted))
+        await until_async(lambda peer=peer, wanted=wanted: len(peer.heard) >= len(wanted), HANG_S)
         assert sorted(peer.heard) == wanted
 
 

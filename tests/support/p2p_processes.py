@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.identity import Identity
-from tests.support.processes import until
+from tests.support.waiting import until
 
 PROGRAM = Path(__file__).with_name("p2p_node.py")
 QUICK = {"listen": "127.0.0.1", "port": 0, "gossip_port": 0, "relay": False}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,17 +25,11 @@ from tests.support.cloud_metadata import (
     MetadataService,
     metadata_service,
 )
+from tests.support.waiting import until
 
 NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
 HANGS_S = 100.0
 """Nothing takes so long, unless it hangs."""
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANGS_S
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def look(server: MetadataService, now: float = NOW) -> Notice | None:
@@ -130,7 +123,7 @@ def test_a_malformed_answer_is_said_once_and_retried(
         work = (cloud, CLOUDS[cloud](service(server.endpoint)), ended, noticed.append, lambda: None, said.append, 0.01)
         thread = threading.Thread(target=watch_cloud, args=work)
         thread.start()
-        until(lambda: sum(path in asked for asked in server.asked) >= 4)
+        until(lambda: sum(path in asked for asked in server.asked) >= 4, HANGS_S)
         assert thread.is_alive()
         ended.set()
         thread.join()
@@ -164,7 +157,7 @@ def test_advice_counts_once_and_a_notice_ends_asking() -> None:
         thread.start()
         assert advised.wait(HANGS_S)
         asked = len(server.asked)
-        until(lambda: len(server.asked) >= asked + 6)
+        until(lambda: len(server.asked) >= asked + 6, HANGS_S)
         server.answers[ACTION] = 200, b'{"action": "terminate", "time": "no time"}'
         thread.join(HANGS_S)
         assert not thread.is_alive()
