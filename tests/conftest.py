@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.repository import ROOT
+
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # torch reads it when first imported, here and in processes that tests start
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "MPLBACKEND": "agg",
 }
-ROOT = Path(__file__).parent.parent
 settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without a clock")  # an example takes as long as a busy machine makes it
 pytest_plugins = "tests.support.leaks", "tests.support.shuffle"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import PAGES, ROOT, Command, commands, fences, name_of, split
+from tests.support.pages import PAGES, Command, commands, fences, name_of, split
 from tests.support.placing import check, check_syntax, check_variables
+from tests.support.repository import ROOT
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 

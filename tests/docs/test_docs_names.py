@@ -18,7 +18,8 @@ from protocol.manifest import parse_manifest
 from swarm_node.cli import app
 from swarm_node.config import all_keys, load_config
 from swarm_node.sweep import grid_settings, read_grid
-from tests.support.pages import ELSEWHERE, PAGES, ROOT, Fence, fences, name_of, spans
+from tests.support.pages import ELSEWHERE, PAGES, Fence, fences, name_of, spans
+from tests.support.repository import ROOT
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 SECTIONS = {key.partition(".")[0] for key in all_keys() if "." in key and "[]" not in key}

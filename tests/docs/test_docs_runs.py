@@ -27,7 +27,6 @@ from typer.testing import CliRunner
 from swarm_node.cli import app
 from tests.support.pages import (
     PAGES,
-    ROOT,
     Command,
     Fence,
     commands,
@@ -38,7 +37,9 @@ from tests.support.pages import (
     stands_for_something,
 )
 from tests.support.placing import HERE
-from tests.support.processes import LINK, until
+from tests.support.processes import LINK
+from tests.support.repository import ROOT
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.slow,

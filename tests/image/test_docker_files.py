@@ -6,17 +6,12 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from swarm_node.config import load_config
-
-ROOT = Path(__file__).parents[2]
-DOCKER = ROOT / "docker"
-COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-NODES = ["alice", "bob", "carol"]
+from tests.support.docker_files import COMPOSE, DOCKER, NODES
+from tests.support.repository import ROOT
 
 
 def image_env() -> dict[str, str]:

@@ -28,10 +28,11 @@ from typing import Any
 
 import pytest
 
-from tests.image.test_docker_files import COMPOSE, NODES
+from tests.support.docker_files import COMPOSE, NODES
 from tests.support.ports import free_port
+from tests.support.repository import ROOT
+from tests.support.waiting import until
 
-ROOT = Path(__file__).parents[2]
 NEEDED = ("buildah", "debootstrap", "ip", "unshare")
 IMAGE = "localhost/swarm-node"
 MOST_BYTES = 1.6e9
@@ -162,11 +163,12 @@ class Container:
         return [int(child) for child in children.read_text().split()] if children.exists() else []
 
     def until(self, what: Callable[[], Any], seconds: float) -> Any:
-        end = time.monotonic() + seconds
-        while not (found := what()):
-            assert self.process.poll() is None and time.monotonic() < end, self.output[-3000:]
-            time.sleep(0.1)
-        return found
+        def while_it_runs() -> Any:
+            found = what()
+            assert found or self.process.poll() is None, self.output[-3000:]
+            return found
+
+        return until(while_it_runs, seconds, lambda: self.output[-3000:])
 
     def stop(self, seconds: float = 60.0) -> float:
         """As `docker stop`: how long it takes to exit with 0."""

@@ -26,6 +26,7 @@ from protocol.transports.hivemind_plane import NEW_S, HivemindPlane
 from protocol.transports.settings import NetworkSettings
 from tests.support.ports import free_port
 from tests.support.scenarios import serve
+from tests.support.waiting import until_async
 
 SWARM = "ab" * 32
 TTL_S = 20.0
@@ -88,19 +89,18 @@ async def started(*names: str, **settings: Any) -> AsyncIterator[list[Node]]:
 
 
 async def until(condition: Callable[[], Any], seconds: float = HANG_S) -> Any:
-    """What `condition` gives once it is true; it may be a coroutine function."""
-    deadline = time.monotonic() + seconds
-    while True:
+    """What `condition` gives once it is true; it may be a coroutine function, and ask a peer that is not back yet."""
+
+    async def reached() -> Any:
         result = condition()
-        if asyncio.iscoroutine(result):
-            try:
-                result = await result
-            except PeerUnreachable:
-                result = None
-        if result:
+        if not asyncio.iscoroutine(result):
             return result
-        assert time.monotonic() < deadline, "still waiting"
-        await asyncio.sleep(0.05)
+        try:
+            return await result
+        except PeerUnreachable:
+            return None
+
+    return await until_async(reached, seconds)
 
 
 # -------------------------------------------------------------------- membership

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from swarm_node.recovery.snapshots import Snapshot, SnapshotStore, read_snapshot
-from tests.support.processes import LOCAL, PATIENCE_S, QUICK, NodeProcess, Start, make_manifest, until
+from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, make_manifest
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 PROGRAM = Path(__file__).with_name("averaging_node.py")

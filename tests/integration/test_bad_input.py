@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
-from tests.support.processes import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from swarm_node.cli import app
 from swarm_node.config import load_config
-from tests.support.processes import QUICK, NodeProcess, Start, alive, make_manifest, until
+from tests.support.processes import QUICK, NodeProcess, Start, alive, make_manifest
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 SETS = (*QUICK, "stages.spare_wait_s=1", "pace_s=0.2", "policy.threads=1")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import PATIENCE_S, QUICK, make_manifest, nodes
+from tests.support.processes import QUICK, make_manifest, nodes
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -10,17 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protocol import codec, topics
 from protocol.transports import gossip_client
-from protocol.transports.gossip_client import GossipClient, Stat
 from protocol.transports.gossip_pipe import (
     Ask,
     Dial,
@@ -34,109 +30,25 @@ from protocol.transports.gossip_pipe import (
     frame,
 )
 from protocol.transports.ports import Port
-from tests.support.gossip_samples import batch, peer_on_shard
+from tests.support.gossip_peers import (
+    HANG_S,
+    SWARM,
+    TOPIC,
+    Peer,
+    connect_all,
+    dial_all,
+    expected,
+    needs_proc,
+    rss,
+    swarm,
+    talk,
+    until_all_heard,
+    until_stat,
+)
 from tests.support.processes import alive
+from tests.support.waiting import until_async
 
-SWARM = "ab" * 32
-TOPIC = topics.rollout_topic(SWARM, 0)
-PACE_S = 0.06
-HANG_S = 120.0
 pytestmark = pytest.mark.timeout(300)
-
-
-class Peer(GossipClient):
-    """A client that keeps what it hears, and seals what it says."""
-
-    def __init__(self, number: int, **settings: Any) -> None:
-        defaults = {"listen": "127.0.0.1", "messages_per_minute": 10**6, "bytes_per_minute": 2**30}
-        self.heard: list[bytes] = []
-        self.reports: list[str] = []
-        super().__init__(
-            GossipSettings(SWARM, **{**defaults, **settings}),
-            lambda topic, data: self.heard.append(data),
-            self.reports.append,
-        )
-        self.sealer = peer_on_shard(0, self.settings.shards, skip=number + 1)
-
-    def say(self, size: int = 5000) -> bytes:
-        data = codec.seal_batch(batch(SWARM, size), self.sealer)
-        assert self.publish(TOPIC, data)
-        return data
-
-
-@asynccontextmanager
-async def swarm(count: int, first: int = 0, **settings: Any) -> AsyncIterator[list[Peer]]:
-    """Peers that listen, subscribed, not connected."""
-    peers = [Peer(first + number, **settings) for number in range(count)]
-    try:
-        await asyncio.gather(*(peer.start() for peer in peers))
-        for peer in peers:
-            peer.subscribe(TOPIC)
-        yield peers
-    finally:
-        await asyncio.gather(*(peer.close() for peer in peers))
-
-
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not what():
-            await asyncio.sleep(0.05)
-
-
-async def until_stat(peer: Peer, what: Callable[[Stat], bool], again: Callable[[], object] = lambda: None) -> Stat:
-    """`again` is called every ten seconds: a dial may fail on a busy machine, and a node would dial again, too."""
-    deadline, calm = time.monotonic() + HANG_S, time.monotonic() + 10.0
-    while not what(stat := await peer.stat()):
-        assert time.monotonic() < deadline, f"this did not happen: {stat}"
-        if time.monotonic() > calm:
-            calm += 10.0
-            again()
-        await asyncio.sleep(0.1)
-    return stat
-
-
-def dial_all(peers: Sequence[Peer], hub: Peer) -> None:
-    for peer in peers:
-        peer.dial(hub.addresses[0])
-
-
-async def connect_all(peers: Sequence[Peer]) -> None:
-    for i, peer in enumerate(peers):
-        for other in peers[:i]:
-            peer.dial(other.addresses[0])
-    for peer in peers:
-        await until_stat(peer, lambda stat: stat.mesh.get(TOPIC, 0) >= min(4, len(peers) - 1))
-
-
-async def talk(peers: Sequence[Peer], count: int, size: int) -> list[tuple[Peer, bytes]]:
-    """They take turns."""
-    said = []
-    for i in range(count):
-        speaker = peers[i % len(peers)]
-        said.append((speaker, speaker.say(size)))
-        await asyncio.sleep(PACE_S)
-    return said
-
-
-def expected(peer: Peer, said: list[tuple[Peer, bytes]]) -> list[bytes]:
-    return sorted(data for speaker, data in said if speaker is not peer)
-
-
-async def until_all_heard(peers: Sequence[Peer], said: list[tuple[Peer, bytes]]) -> None:
-    """Everything that others said; and nothing else, and nothing twice."""
-    for peer in peers:
-        wanted = expected(peer, said)
-        await until(lambda peer=peer, wanted=wanted: len(peer.heard) >= len(wanted))
-        assert sorted(peer.heard) == wanted
-
-
-def rss(pid: int | None) -> int:
-    """Bytes."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 
 
 def test_each_message_reaches_each_peer_once() -> None:
@@ -165,10 +77,10 @@ def test_a_killed_sidecar_comes_back_with_its_subscriptions() -> None:
             for kills in (1, 2):
                 assert victim.pid is not None
                 os.kill(victim.pid, signal.SIGKILL)
-                await until(lambda kills=kills: victim.restarts == kills and victim.pid is not None)
+                await until_async(lambda kills=kills: victim.restarts == kills and victim.pid is not None, HANG_S)
                 queued = victim.say()  # while it starts
                 await until_stat(victim, lambda stat: stat.mesh.get(TOPIC, 0) == 2)
-                await until(lambda queued=queued: all(queued in peer.heard for peer in others))
+                await until_async(lambda queued=queued: all(queued in peer.heard for peer in others), HANG_S)
             assert victim.gossip_id != before[0]
             assert [a.split("/p2p/")[0] for a in victim.addresses] == [a.split("/p2p/")[0] for a in before[1]]
             for peer in peers:
@@ -207,7 +119,7 @@ def test_a_port_taken_while_starting_is_given_up() -> None:
         lost = port.take()
         with socket.socket() as other:
             taking = asyncio.create_task(peer.start())
-            await until(lambda: peer.pid is not None)
+            await until_async(lambda: peer.pid is not None, HANG_S)
             other.bind(("127.0.0.1", lost))
             other.listen()
             try:
@@ -253,7 +165,7 @@ def test_a_latecomer_hears_large_messages_whole() -> None:
                 late.dial(peer.addresses[0])
             while len(late.heard) < 20:
                 said += await talk(peers, 2, 450_000)
-            await until(lambda: said[-1][1] in late.heard)
+            await until_async(lambda: said[-1][1] in late.heard, HANG_S)
             assert len(late.heard) == len(set(late.heard))
             assert (await late.stat()).rejected == {}
             await until_all_heard(peers, said)
@@ -278,7 +190,7 @@ def test_a_full_hub_says_no_until_somebody_leaves() -> None:
             for leaf in leaves:
                 leaf.heard.clear()
             said = await talk(leaves[1:], 4, 5000)
-            await until(lambda: all(set(expected(leaf, said)) <= set(leaf.heard) for leaf in leaves[1:]))
+            await until_async(lambda: all(set(expected(leaf, said)) <= set(leaf.heard) for leaf in leaves[1:]), HANG_S)
 
     asyncio.run(run())
 
@@ -439,7 +351,7 @@ def test_a_frozen_sidecar_harms_nobody() -> None:
 def test_a_sidecar_ends_with_its_parent(root: Path) -> None:
     program = (
         "import asyncio\n"
-        "from tests.integration.test_gossip import Peer\n"
+        "from tests.support.gossip_peers import Peer\n"
         "async def main():\n"
         "    peer = Peer(0)\n"
         "    await peer.start()\n"
@@ -454,7 +366,7 @@ def test_a_sidecar_ends_with_its_parent(root: Path) -> None:
         parent.kill()
 
     async def run() -> None:
-        await until(lambda: not alive(sidecar))
+        await until_async(lambda: not alive(sidecar), HANG_S)
 
     asyncio.run(run())
 
@@ -502,7 +414,7 @@ def test_an_unread_outbox_loses_the_oldest() -> None:
                 for peer in (speaker, listener):
                     await until_stat(peer, lambda stat: stat.mesh.get(TOPIC, 0) == 1)
                 said = await talk([speaker], 120, 450_000)
-                await until(lambda: len(listener.heard) == 120)
+                await until_async(lambda: len(listener.heard) == 120, HANG_S)
                 assert rss(process.pid) < 200 * 2**20
                 process.stdin.write(frame(Ask(1)))
                 frames: Frames[Event] = Frames(Event)
@@ -537,7 +449,7 @@ def test_a_sidecar_that_talks_nonsense_is_replaced(monkeypatch: pytest.MonkeyPat
         peer = Peer(0)
         starting = asyncio.create_task(peer.start())
         try:
-            await until(lambda: peer.restarts >= 2)
+            await until_async(lambda: peer.restarts >= 2, HANG_S)
             assert all("unreadable: size" in report for report in peer.reports)
             assert peer.publish(TOPIC, b"x")  # it waits for a better one
         finally:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager
 import pytest
 
 from protocol.transports.gossip_places import MAX_BUFFERED
-from tests.integration.test_gossip import (
+from tests.support.gossip_peers import (
     HANG_S,
     Peer,
     connect_all,

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protocol.manifest import parse_link
-from tests.support.processes import LOCAL, PATIENCE_S, QUICK, Start, make_manifest
+from tests.support.processes import LOCAL, QUICK, Start, make_manifest
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 PROGRAM = Path(__file__).with_name("merge_keeping.py")

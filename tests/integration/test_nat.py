@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_p2p_transport import Node
-from tests.integration.test_swarm import learns_from_others
-from tests.support.processes import PATIENCE_S, QUICK, alive, make_manifest, nodes, until
+from tests.support.p2p_processes import Node
+from tests.support.processes import QUICK, alive, learns_from_others, make_manifest, nodes
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = [
     pytest.mark.long,

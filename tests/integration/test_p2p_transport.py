@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,60 +15,14 @@ from typing import Any
 import pytest
 
 from protocol.identity import Identity
+from tests.support.p2p_processes import Node
 from tests.support.ports import free_port
-from tests.support.processes import PATIENCE_S, alive, until
+from tests.support.processes import alive
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-PROGRAM = Path(__file__).with_name("p2p_node.py")
-QUICK = {"listen": "127.0.0.1", "port": 0, "gossip_port": 0, "relay": False}
-PERIODS = {"card_ttl_s": 12.0, "card_renewal_s": 2.0, "lookup_s": 0.5}
 LONG_LIVED = {"card_ttl_s": 3600.0}
 """Cards that do not run out: a member that is gone has said goodbye."""
-
-
-class Node:
-    """A node process and what it says."""
-
-    def __init__(self, folder: Path, name: str, prefix: tuple[str, ...] = (), **settings: Any) -> None:
-        self.name = name
-        self.peer = Identity.load_or_create(folder / f"{name}.key").peer_id
-        with (folder / f"{name}.err").open("w") as errors:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, str(PROGRAM), str(folder), name, json.dumps(QUICK | PERIODS | settings)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
-        assert self._answer() == "ready"
-
-    def __call__(self, command: str, *arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([command, *arguments]) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    @property
-    def members(self) -> set[str]:
-        return set(self("status")["members"])
-
-    def up(self) -> list[str]:
-        """Its addresses, once it has any and its gossip runs."""
-        return until(lambda: (status := self("status"))["gossip"] and status["addresses"])
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
 
 
 Start = Callable[..., Node]

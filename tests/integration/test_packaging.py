@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import swarm_node
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ["swarm_node", "protocol"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = {

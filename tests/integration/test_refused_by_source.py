@@ -10,7 +10,7 @@ import pytest
 
 from protocol.transports.p2p import P2PTransport
 from protocol.transports.settings import NetworkSettings
-from tests.support.processes import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = [
     pytest.mark.timeout(300),

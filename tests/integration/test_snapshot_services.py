@@ -22,7 +22,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.ports import free_port
-from tests.support.processes import LOCAL, NodeProcess, Start, make_manifest, until
+from tests.support.processes import LOCAL, NodeProcess, Start, make_manifest
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cloud_metadata import PREEMPTED, metadata_service
 from tests.support.ports import free_port
 from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, make_manifest
-from tests.swarm_node.test_preemption import PREEMPTED, fake
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 AVERAGING = (*QUICK, "averaging.method=noloco", "averaging.every=1")
@@ -37,7 +37,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 def test_a_node_leaves_after_a_notice(start: Start, tmp_path: Path) -> None:
     manifest = make_manifest(tmp_path, "--averaging-period-s", "15")  # no next turn comes soon
     link, port = bootstrap(start, manifest, tmp_path / "hub"), free_port()
-    with fake("gcp") as cloud:
+    with metadata_service("gcp") as cloud:
         cloud.answers = {PREEMPTED: (200, b"FALSE")}
         options = "--spot", "gcp", "--health-port", str(port)
         sets = (*AVERAGING, f"spot.endpoint={cloud.endpoint}")

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
-from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, alive, make_manifest, until
+from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, alive, learns_from_others, make_manifest
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 AVERAGING = (*QUICK, "averaging.method=noloco", "averaging.every=2", "averaging.codec=float32", "pace_s=1")
@@ -24,13 +25,6 @@ def manifest(tmp_path: Path) -> Path:
 
 def bootstrap(start: Start, manifest: Path, directory: Path) -> NodeProcess:
     return start("bootstrap", str(manifest), *LOCAL, run_dir=directory, sets=())
-
-
-def learns_from_others(node: NodeProcess, more: int = 1) -> None:
-    """Until `node` has admitted and used foreign groups again."""
-    admitted = node.last("swarm/groups_admitted")
-    node.until(lambda: node.last("swarm/groups_admitted") >= admitted + more)
-    node.until(lambda: node.last("swarm/groups_used") > 0)
 
 
 def test_two_nodes_learn_from_each_other_and_average(start: Start, tmp_path: Path) -> None:

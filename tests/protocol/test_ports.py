@@ -68,14 +68,13 @@ def test_claimed_ports_are_left_alone(stack: ExitStack) -> None:
     assert take(stack, first.number).number == first.number
 
 
-def test_a_claim_ends_with_its_process(stack: ExitStack) -> None:
+def test_a_claim_ends_with_its_process(stack: ExitStack, root: Path) -> None:
     script = (
         "import sys; from protocol.transports.ports import Port\n"
         f"port = Port('{LOOPBACK}', int(sys.argv[1])); print(port.take(), flush=True); sys.stdin.read()"
     )
     mine = take(stack, 0)
     command = [sys.executable, "-c", script, str(mine.number)]
-    root = str(Path(__file__).parents[2])
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
     with process:
         assert process.stdout is not None

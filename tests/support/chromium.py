@@ -9,9 +9,10 @@ import select
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from tests.support.waiting import until
 
 NAMES = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 PATIENCE_S = 60.0
@@ -84,11 +85,7 @@ class Chromium:
 
     def wait(self, expression: str) -> Any:
         """Its value, once that is true."""
-        until = time.monotonic() + PATIENCE_S
-        while not (value := self.value(expression)):
-            assert time.monotonic() < until, f"{expression} did not come true"
-            time.sleep(0.1)
-        return value
+        return until(lambda: self.value(expression), PATIENCE_S, lambda: expression)
 
     def key(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

@@ -24,6 +24,7 @@ from swarm_node.rundir import RunDir
 from swarm_node.stages.mates import Mates
 from swarm_node.stopping import Stopper, StopRequested
 from tests.support.pipeline_crew import SAMPLING, some_groups
+from tests.support.waiting import until
 
 SPEED = 10.0
 """Seconds of the network in one of the test."""
@@ -197,13 +198,20 @@ class CrewWorld:
         return machine
 
     def until(self, true: Callable[[], object]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not true():
+        """Fails at once if a machine dies."""
+
+        def while_all_live() -> bool:
+            if true():
+                return True
             for machine in self.machines.values():
                 if machine.error is not None:
                     raise AssertionError(f"{machine.name} died: {machine.said}") from machine.error
-            assert time.monotonic() < end, {name: machine.said for name, machine in self.machines.items()}
-            time.sleep(0.01)
+            return False
+
+        def said() -> str:
+            return str({name: machine.said for name, machine in self.machines.items()})
+
+        until(while_all_live, PATIENCE_S, said, pause_s=0.01)  # in which a tenth of a second of the network passes
 
     def train(self, updates: int) -> None:
         """Until the crew, whoever leads it, has made so many more."""

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",

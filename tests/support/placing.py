@@ -19,7 +19,8 @@ from swarm_node.cli import app
 from swarm_node.config import all_variables, load_config
 from swarm_node.config.keys import COMMAND_VARIABLES
 from swarm_node.errors import UserError
-from tests.support.pages import ELSEWHERE, ROOT, Command, stands_for_something
+from tests.support.pages import ELSEWHERE, Command, stands_for_something
+from tests.support.repository import ROOT
 
 HERE = set("config doctor eval export identity merge new pause resume starter status tasks".split())
 """Verbs that do something and end: test_docs_runs runs them."""

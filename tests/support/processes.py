@@ -17,6 +17,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from swarm_node.cli import app
+from tests.support.waiting import PATIENCE_S, until
 
 LINK = re.compile(r"^swarm://[0-9a-f]{64}\?peer=\S+$", re.MULTILINE)
 QUICK = (
@@ -32,8 +33,6 @@ QUICK = (
 """Settings under which a round of the starter takes a fifth of a second, most of which it leaves to other processes."""
 
 
-PATIENCE_S = 300.0
-"""Only what hangs takes so long, on however busy a machine."""
 LOCAL = ("--listen", "127.0.0.1", "--port", "0", "--gossip-port", "0")
 """Options of `swarm-node bootstrap` on this machine."""
 
@@ -51,16 +50,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def until(what: Callable[[], Any], seconds: float = PATIENCE_S, describe: Callable[[], str] = lambda: "") -> Any:
-    """The first true result of `what`; AssertionError if it hangs."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := what():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"not within {seconds:g} s\n{describe()}")
 
 
 class NodeProcess:
@@ -163,6 +152,13 @@ class NodeProcess:
                 self.process.kill()
                 self.process.wait()
             self.file.close()
+
+
+def learns_from_others(node: NodeProcess, more: int = 1) -> None:
+    """Until `node` has admitted and used foreign groups again."""
+    admitted = node.last("swarm/groups_admitted")
+    node.until(lambda: node.last("swarm/groups_admitted") >= admitted + more)
+    node.until(lambda: node.last("swarm/groups_used") > 0)
 
 
 Start = Callable[..., NodeProcess]

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 Play = Callable[[str], str]
 """The name of a scenario -> what went wrong in it, if anything did."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.processes import until
+from tests.support.waiting import until
 
 HANG_S = 110.0
 LEAVING = """

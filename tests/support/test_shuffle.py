@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import psutil
 
-from tests.support.processes import until
 from tests.support.shuffle import pytest_collection_modifyitems
+from tests.support.waiting import until
 
 HANG_S = 60.0
 MAKE = """#!/bin/sh

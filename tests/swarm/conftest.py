@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 from protocol.manifest import Manifest
 from swarm_node.config import NodeConfig
 from swarm_node.policy.starter import build_tokenizer
-from swarm_node.sim import Peer, Simulation, Speed, manifest_for
+from swarm_node.sim import Peer, Speed, manifest_for
+from tests.support.simulated_peers import SPEED, MakePeer
 from tests.support.tiny_models import make
 from tests.support.tiny_models import save as save_model
-
-SPEED = Speed(generate_tok_s=64.0, train_tok_s=2000.0)
-"""A round takes about a virtual second."""
-MakePeer = Callable[..., Peer]
 
 
 @pytest.fixture(scope="session")
@@ -53,29 +49,3 @@ def peer(models: dict[str, Path]) -> MakePeer:
 @pytest.fixture
 def manifest(peer: MakePeer) -> Manifest:
     return manifest_for(peer().config)
-
-
-def peer_id(peer: Peer) -> str:
-    assert peer.node.member is not None
-    return peer.node.member.peer_id
-
-
-def used(peer: Peer, sender: Peer) -> int:
-    """Groups of `sender` that `peer` has trained on so far."""
-    assert peer.node.member is not None
-    return peer.node.member.pool.used_by_peer().get(peer_id(sender), 0)
-
-
-def exchange(peers: list[Peer]) -> dict[tuple[int, int], int]:
-    """(i, j) -> groups of j that i has trained on."""
-    return {
-        (i, j): used(a, b)
-        for i, a in enumerate(peers)
-        for j, b in enumerate(peers)
-        if i != j and not a.silo and not b.silo
-    }
-
-
-def total(simulation: Simulation, name: str) -> float:
-    """A metric of the last round, summed over the peers."""
-    return sum(peer.metrics[-1].get(name, 0.0) for peer in simulation.peers)

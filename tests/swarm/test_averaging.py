@@ -12,7 +12,7 @@ from torch import Tensor
 from protocol.manifest import Manifest
 from protocol.transports.memory import LinkModel
 from swarm_node.sim import Peer, Simulation
-from tests.swarm.conftest import MakePeer, used
+from tests.support.simulated_peers import MakePeer, used
 
 
 def averaging(**options: Any) -> dict[str, Any]:

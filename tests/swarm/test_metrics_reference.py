@@ -12,7 +12,7 @@ import swarm_node
 from protocol.manifest import Manifest
 from swarm_node.observability.metrics_reference import METRICS, find_metric, metrics_reference
 from swarm_node.sim import Simulation
-from tests.swarm.conftest import MakePeer
+from tests.support.simulated_peers import MakePeer
 
 ROOT = Path(swarm_node.__file__).parent
 NAMES = [name for section in METRICS.values() for name in section]

@@ -14,7 +14,7 @@ from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_pl
 from swarm_node.gossip.content import prompt_digest
 from swarm_node.sim import Peer, Simulation
 from swarm_node.tasks import load_tasks
-from tests.swarm.conftest import MakePeer, exchange
+from tests.support.simulated_peers import MakePeer, exchange
 
 RIGHT, WRONG = "ab", "abc"
 """Texts that the members' reward likes, and does not."""

@@ -8,7 +8,7 @@ from protocol.manifest import Manifest
 from protocol.topics import rollout_topic
 from swarm_node.installed import upgrade_command
 from swarm_node.sim import Simulation
-from tests.swarm.conftest import MakePeer, exchange, peer_id, used
+from tests.support.simulated_peers import MakePeer, exchange, peer_id, used
 
 OLD, NEW, NEWEST = 0, 1, 2
 

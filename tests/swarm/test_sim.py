@@ -15,7 +15,7 @@ from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.sim import START, Peer, Simulation, Speed
 from swarm_node.types import Group
-from tests.swarm.conftest import SPEED, MakePeer, exchange, peer_id, total, used
+from tests.support.simulated_peers import SPEED, MakePeer, exchange, peer_id, total, used
 
 SPARING = {"pace_s": 2.5}
 """Rounds of which fewer fit into the minutes that the network needs."""

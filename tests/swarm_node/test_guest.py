@@ -46,8 +46,8 @@ from swarm_node.observability.metrics import read_metrics
 from swarm_node.run import run_local
 from swarm_node.rundir import RunDir, goes_with_container
 from swarm_node.stopping import StopRequested
-from tests.support.processes import until
 from tests.support.virtual_time import VirtualTime
+from tests.support.waiting import until
 
 
 def made(path: Path, **sections: Any) -> RunDir:

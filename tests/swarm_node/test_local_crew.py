@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from swarm_node import local_crew
 from swarm_node.config import NodeConfig, StagesConfig
 from swarm_node.local_crew import Others
+from tests.support.waiting import until
 
 HANGS_S = 100.0
 """Nothing takes so long, unless it hangs."""
@@ -54,39 +54,32 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]
         yield watched
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANGS_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_each_stages_process_restarts_on_its_own(others: Watched) -> None:
     for times, again in enumerate((1.0, 3.0, 7.0), 1):
-        until(lambda times=times: others.ends(1) == times)  # type: ignore[misc]
+        until(lambda times=times: others.ends(1) == times, HANGS_S)  # type: ignore[misc]
         others.clock = again
-        until(lambda times=times: len(others.started[1]) == times + 1)  # type: ignore[misc]
-    until(lambda: others.ends(1) == 4)
+        until(lambda times=times: len(others.started[1]) == times + 1, HANGS_S)  # type: ignore[misc]
+    until(lambda: others.ends(1) == 4, HANGS_S)
     others.newest[4].kill()
-    until(lambda: others.ends(4) == 1)
+    until(lambda: others.ends(4) == 1, HANGS_S)
     others.clock = 8.0
-    until(lambda: len(others.started[4]) == 2)
+    until(lambda: len(others.started[4]) == 2, HANGS_S)
     others.clock = 100.0  # it has lived for long: its next death is as its first
-    until(lambda: len(others.started[1]) == 5)
+    until(lambda: len(others.started[1]) == 5, HANGS_S)
     others.newest[4].kill()
-    until(lambda: others.ends(4) == 2)
+    until(lambda: others.ends(4) == 2, HANGS_S)
     others.clock = 101.0
-    until(lambda: len(others.started[4]) == 3)
+    until(lambda: len(others.started[4]) == 3, HANGS_S)
     assert others.started[1] == [0.0, 1.0, 3.0, 7.0, 100.0] and others.started[4] == [0.0, 8.0, 101.0]
     assert any("stage 4 ended with -9" in line for line in others.said)
 
 
 def test_a_process_that_is_over_is_left_alone(others: Watched) -> None:
-    until(lambda: others.ends(1) == others.ends(2) == others.ends(3) == 1)
+    until(lambda: others.ends(1) == others.ends(2) == others.ends(3) == 1, HANGS_S)
     others.clock = 9.0  # the run may be over, and this process not know it yet
-    until(lambda: others.ends(1) == 2)
+    until(lambda: others.ends(1) == 2, HANGS_S)
     assert others.started[2] == [0.0]
     others.clock = 1000.0
-    until(lambda: len(others.started[2]) == 2 and len(others.started[1]) == 3)
+    until(lambda: len(others.started[2]) == 2 and len(others.started[1]) == 3, HANGS_S)
     assert others.started[3] == [0.0]
     assert "the process of stage 3 ended: give it another name" in others.said

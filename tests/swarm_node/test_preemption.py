@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,88 +15,24 @@ import pytest
 from swarm_node.config import SpotConfig
 from swarm_node.preemption import AZURE_TAG, CLOUDS, MAX_BYTES, Notice, detect, reach, service, stopper, watch_cloud
 from swarm_node.stopping import StopRequested
+from tests.support.cloud_metadata import (
+    ACTION,
+    EVENTS,
+    NAME,
+    PREEMPTED,
+    REBALANCE,
+    Answer,
+    MetadataService,
+    metadata_service,
+)
+from tests.support.waiting import until
 
 NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
 HANGS_S = 100.0
 """Nothing takes so long, unless it hangs."""
-Answer = tuple[int, bytes]
-EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
-NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-PREEMPTED = "/computeMetadata/v1/instance/preempted"
-ACTION = "/latest/meta-data/spot/instance-action"
-REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 
-class Fake(ThreadingHTTPServer):
-    """A metadata service that answers as documented: with the headers that it asks for, or not at all."""
-
-    daemon_threads = True
-
-    def __init__(self, cloud: str) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.cloud = cloud
-        self.answers: dict[str, Answer] = {}
-        self.asked: list[str] = []
-        self.tokens = 0
-
-    @property
-    def endpoint(self) -> str:
-        return f"127.0.0.1:{self.server_address[1]}"
-
-    def answer(self, method: str, path: str, headers: Any) -> Answer:
-        self.asked.append(f"{method} {path}")
-        if self.cloud == "aws":
-            if method == "PUT" and path == "/latest/api/token":
-                good = 1 <= int(headers["X-aws-ec2-metadata-token-ttl-seconds"]) <= 21600
-                self.tokens += good
-                return (200, b"token-%d" % self.tokens) if good else (400, b"")
-            if headers["X-aws-ec2-metadata-token"] != f"token-{self.tokens}":
-                return 401, b""
-        if self.cloud == "gcp" and headers["Metadata-Flavor"] != "Google":
-            return 403, b""
-        if self.cloud == "azure" and headers["Metadata"] != "true":
-            return 400, b""
-        return self.answers.get(path, (404, b"not found"))
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Fake
-
-    def do_GET(self) -> None:
-        status, body = self.server.answer(self.command, self.path, self.headers)
-        self.send_response(status)
-        if status == 302:
-            self.send_header("Location", body.decode())
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_PUT = do_GET
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@contextmanager
-def fake(cloud: str) -> Iterator[Fake]:
-    with Fake(cloud) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANGS_S
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def look(server: Fake, now: float = NOW) -> Notice | None:
+def look(server: MetadataService, now: float = NOW) -> Notice | None:
     ask = service(server.endpoint)
     return CLOUDS[server.cloud](ask).look() if server.cloud == "gcp" else CLOUDS[server.cloud](ask, lambda: now).look()  # type: ignore[call-arg]
 
@@ -143,7 +76,7 @@ def event(
     ],
 )
 def test_documented_answers(cloud: str, answers: dict[str, Answer], left_s: float | None) -> None:
-    with fake(cloud) as server:
+    with metadata_service(cloud) as server:
         server.answers = {NAME: (200, b"FrontEnd_IN_0")} | answers
         notice = look(server)
     assert (None if notice is None else notice.left_s) == left_s
@@ -151,7 +84,7 @@ def test_documented_answers(cloud: str, answers: dict[str, Answer], left_s: floa
 
 def test_aws_tokens_are_renewed_when_old_or_refused() -> None:
     now = [NOW]
-    with fake("aws") as server:
+    with metadata_service("aws") as server:
         aws = CLOUDS["aws"](service(server.endpoint), lambda: now[0])  # type: ignore[call-arg]
         assert [aws.look() for _ in range(3)] == [None] * 3
         assert server.tokens == 1
@@ -183,14 +116,14 @@ def test_a_malformed_answer_is_said_once_and_retried(
 ) -> None:
     monkeypatch.setattr("swarm_node.preemption.PATIENCE_S", dict.fromkeys(CLOUDS, 0.0))
     said: list[str] = []
-    with fake(cloud) as server:
+    with metadata_service(cloud) as server:
         server.answers = {NAME: (200, b"me"), EVENTS: (200, b"{}"), "/elsewhere": (200, b"TRUE"), path: answer}
         ended = threading.Event()
         noticed: list[float] = []
         work = (cloud, CLOUDS[cloud](service(server.endpoint)), ended, noticed.append, lambda: None, said.append, 0.01)
         thread = threading.Thread(target=watch_cloud, args=work)
         thread.start()
-        until(lambda: sum(path in asked for asked in server.asked) >= 4)
+        until(lambda: sum(path in asked for asked in server.asked) >= 4, HANGS_S)
         assert thread.is_alive()
         ended.set()
         thread.join()
@@ -200,14 +133,14 @@ def test_a_malformed_answer_is_said_once_and_retried(
 
 
 def test_nobody_there_is_survived() -> None:
-    with fake("gcp") as server:
+    with metadata_service("gcp") as server:
         endpoint = server.endpoint
     with pytest.raises(OSError):
         service(endpoint)("/", {})
 
 
 def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake("gcp") as proxy, fake("gcp") as server:
+    with metadata_service("gcp") as proxy, metadata_service("gcp") as server:
         monkeypatch.setenv("http_proxy", f"http://{proxy.endpoint}")
         server.answers = {PREEMPTED: (200, b"TRUE")}
         assert look(server) is not None
@@ -217,14 +150,14 @@ def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_advice_counts_once_and_a_notice_ends_asking() -> None:
     said: list[str] = []
     advised, noticed = threading.Event(), []
-    with fake("aws") as server:
+    with metadata_service("aws") as server:
         server.answers = {REBALANCE: (200, b'{"noticeTime": "2017-09-18T08:19:00Z"}')}
         work = (server.cloud, CLOUDS["aws"](service(server.endpoint)), threading.Event(), noticed.append)
         thread = threading.Thread(target=watch_cloud, args=(*work, advised.set, said.append, 0.01))
         thread.start()
         assert advised.wait(HANGS_S)
         asked = len(server.asked)
-        until(lambda: len(server.asked) >= asked + 6)
+        until(lambda: len(server.asked) >= asked + 6, HANGS_S)
         server.answers[ACTION] = 200, b'{"action": "terminate", "time": "no time"}'
         thread.join(HANGS_S)
         assert not thread.is_alive()
@@ -237,7 +170,7 @@ def test_advice_counts_once_and_a_notice_ends_asking() -> None:
 
 def test_a_notice_stops_a_run_within_its_time() -> None:
     said: list[str] = []
-    with fake("gcp") as server:
+    with metadata_service("gcp") as server:
         server.answers = {PREEMPTED: (200, b"TRUE")}
         config = SpotConfig(cloud="gcp", endpoint=server.endpoint)
         with stopper(config, lambda: None, said.append) as stop:
@@ -292,7 +225,7 @@ def test_the_cloud_is_known_by_its_firmware(names: dict[str, str], cloud: str | 
 @pytest.mark.parametrize("cloud", ["auto", "off"])
 def test_nothing_is_asked_where_no_cloud_is(cloud: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("swarm_node.preemption.detect", lambda: None if cloud == "auto" else "gcp")
-    with fake("gcp") as server:
+    with metadata_service("gcp") as server:
         server.answers = {PREEMPTED: (200, b"TRUE")}
         with stopper(SpotConfig(cloud=cloud, endpoint=server.endpoint), lambda: None, print):  # type: ignore[arg-type]
             assert not any(thread.name == "preemption" for thread in threading.enumerate())

@@ -3,15 +3,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import swarm_node
 from swarm_node.errors import UserError
 from swarm_node.rundir import RunDir
+from tests.support.repository import ROOT
 
-REPOSITORY = Path(swarm_node.__file__).parents[1]
 HOLD = """
 import sys, time
 from swarm_node.rundir import RunDir
@@ -118,7 +116,7 @@ def test_directory_that_may_not_be_written(tmp_path, read_only):
     process = subprocess.run(
         [sys.executable, "-c", OPEN_AS_A_MORTAL],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

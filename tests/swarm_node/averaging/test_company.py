@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from swarm_node.averaging.averager import REASONS
 from swarm_node.averaging.company import LISTED, MAX_NAMES, Company
-from tests.conftest import ROOT
+from tests.support.repository import ROOT
 
 SWARM, MINE, OTHER = "a" * 64, "1" * 16, "2" * 16
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ import pytest
 import swarm_node
 from swarm_node.observability.health import Health, metric_name
 from swarm_node.observability.metrics_reference import COUNTERS, METRICS, OF_BOOTSTRAPS, describe_metric, labelled
+from tests.support.repository import ROOT
 
 parser = pytest.importorskip("prometheus_client.parser")
 
-ROOT = Path(swarm_node.__file__).parents[1]
 DASHBOARD = ROOT / "docker" / "grafana" / "swarm-node.json"
 EVERY = [*(name for section in METRICS.values() for name in section), *OF_BOOTSTRAPS]
 ROWS = ["Is it training?", "Reward", "Groups", "Averaging", "Stages", "Traffic", "Speed", "Cost"]

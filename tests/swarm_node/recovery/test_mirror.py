@@ -7,8 +7,7 @@ import json
 import os
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from swarm_node.errors import UserError
 from swarm_node.recovery import snapshots
 from swarm_node.recovery.mirror import Mirror, in_time
 from swarm_node.recovery.snapshots import SnapshotStore, read_snapshot
+from tests.support.waiting import until
 
 SWARM = "5" * 64
 Says = list[str]
@@ -50,13 +50,6 @@ def whole(one: Mirror, owner: str) -> list[str]:
     one.fs.invalidate_cache()
     files = [file.split("/")[-4:] for file in one.fs.find(one.place)]
     return sorted(name for of, folder, name, file in files if (of, folder, file) == (owner, "snapshots", "SHA256SUMS"))
-
-
-def until(what: Callable[[], Any]) -> None:
-    end = time.monotonic() + HANGS_S
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -107,8 +100,8 @@ def test_snapshots_are_copied_and_two_kept(tmp_path: Path) -> None:
     there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
     for round in (1, 2, 3):
         snapshot(run / "snapshots", round)
-        until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
-    until(lambda: len(list(there.iterdir())) == 2)
+        until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists(), HANGS_S)
+    until(lambda: len(list(there.iterdir())) == 2, HANGS_S)
     one.finish(HANGS_S)
     assert sorted(path.name for path in there.iterdir()) == ["round-00000002", "round-00000003"]
     assert said == []
@@ -245,7 +238,7 @@ def test_without_the_right_to_remove_it_writes_on(tmp_path: Path, monkeypatch: p
     there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
     for round in (1, 2, 3, 4):
         snapshot(run / "snapshots", round)
-        until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
+        until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists(), HANGS_S)
     one.finish(HANGS_S)
     assert len(said) == 1 and "old copies stay at" in said[0] and "not yours" in said[0]
     assert len(list(there.iterdir())) == 4
@@ -409,7 +402,8 @@ def test_an_unreadable_folder_leaves_others_copied(tmp_path: Path, monkeypatch: 
             lambda round=round: (
                 (away / SWARM[:16] / f"a-aaaaaaaa/snapshots/round-{round:08}/SHA256SUMS").exists()
                 and looks.count(run / "stages" / "3") > 2 * round
-            )
+            ),
+            HANGS_S,
         )
     one.finish(HANGS_S)
     assert len(said) == 2 and "(stages/3: NotADirectoryError" in said[0]
@@ -431,7 +425,7 @@ def test_a_failed_listing_does_not_end_the_copies(tmp_path: Path, monkeypatch: p
         return folders()
 
     monkeypatch.setattr(one, "_folders", fail)
-    until(lambda: len(looks) > 3)
+    until(lambda: len(looks) > 3, HANGS_S)
     snapshot(run / "snapshots", 2)
     one.finish(HANGS_S)
     assert len(said) == 1 and "Input/output error" in said[0]
@@ -453,7 +447,7 @@ def test_a_hanging_copy_is_mentioned_meanwhile(
 
     monkeypatch.setattr(one.fs, "put_file", put_file)
     one.start()
-    until(lambda: said)
+    until(lambda: said, HANGS_S)
     answered.set()
     one.finish(HANGS_S)
     assert said == [
@@ -524,7 +518,7 @@ def test_nothing_is_copied_beneath_an_unmounted_share(
     away.rmdir()
     one.start()
     snapshot(run / "snapshots", 1)
-    until(lambda: said)
+    until(lambda: said, HANGS_S)
     assert not away.exists() and "FileNotFoundError" in said[0]
     away.mkdir()
     one.finish(HANGS_S)
@@ -562,7 +556,7 @@ def test_the_last_written_is_copied_whatever_its_number(tmp_path: Path) -> None:
             store = SnapshotStore(run / "snapshots", 3, print)
             store.save(round, {"policy": {"w": torch.full((3,), float(round))}}, {"model": "m"})
             store.close()
-        until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists())
+        until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists(), HANGS_S)
     one.finish(HANGS_S)
     assert sorted(path.name for path in there.iterdir()) == ["round-00000031", "round-00000032"]
     assert said == []
@@ -650,7 +644,7 @@ def test_a_wait_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     put = one.fs.put_file
 
     def put_file(source: str, target: str) -> None:
-        until(lambda: said)
+        until(lambda: said, HANGS_S)
         put(source, target)
 
     monkeypatch.setattr(one.fs, "put_file", put_file)
@@ -672,7 +666,7 @@ def test_three_copies_of_a_stage_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
         one.start()
         for update in ones:
             snapshot(run / "stages" / "0", update)
-            until((there / f"round-{update:08}" / "SHA256SUMS").exists)
+            until((there / f"round-{update:08}" / "SHA256SUMS").exists, HANGS_S)
         one.finish(HANGS_S)
         return sorted(int(path.name[6:]) for path in there.iterdir())
 
@@ -728,7 +722,7 @@ def test_a_read_error_does_not_make_snapshots_torn(code: int, tmp_path: Path, mo
     monkeypatch.setattr(snapshots, "_digest", fail)
     one = mirror(f"file://{tmp_path}/away", run, said)
     one.start()
-    until(lambda: len(failed) == 3)
+    until(lambda: len(failed) == 3, HANGS_S)
     one.finish(HANGS_S)
     assert len(said) == 1 and os.strerror(code) in said[0]
     assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
@@ -739,7 +733,7 @@ def test_an_uncopied_last_snapshot_is_said(tmp_path: Path, monkeypatch: pytest.M
     snapshot(run / "snapshots", 1)
     one = mirror(f"file://{tmp_path}/away", run, said)
     one.start()
-    until(lambda: list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS")))
+    until(lambda: list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS")), HANGS_S)
     copy = one._copy_newest
 
     def and_then(folder: Path, where: str) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from swarm_node.errors import UserError
 from swarm_node.recovery.snapshots import SnapshotStore
+from tests.support.waiting import until
 
 STATE = {
     "model": "starter",
@@ -389,10 +390,8 @@ for round in range(1, 10_000):
 def saving_process(directory):
     process = subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, str(directory)])
     try:
-        deadline = time.monotonic() + 100
-        while not any(directory.glob("round-0*")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: any(directory.glob("round-0*")) or process.poll() is not None, 100.0)
+        assert process.poll() is None
         yield process
     finally:
         process.kill()

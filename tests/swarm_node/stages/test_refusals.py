@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from protocol.pipeline import Forward, Trouble
 from swarm_node.stages.ports import LEAD, Message
+from tests.support.crew_peers import Peers
 from tests.support.crew_world import SETTINGS
-from tests.swarm_node.stages.test_mates import Peers
 
 HEAD = Forward(turn=7, total=1, microbatch=0, microbatches=1, place=1, temperature=1.0)
 

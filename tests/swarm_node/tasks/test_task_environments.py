@@ -20,8 +20,8 @@ from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS, describe
 from swarm_node.tasks.environments import Environment
 from swarm_node.tasks.tame import ENDLESS, common_divisors
 from swarm_node.tasks.taskset import MAX_ANSWER_CHARS
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[3]
 PINNED = ROOT / "tests" / "data" / "task_digests.json"
 
 

@@ -391,9 +391,8 @@ def test_function_files_are_modules_of_their_own(tmp_path: Path) -> None:
     assert [m.f for m in loaded] == [first, second]
 
 
-def test_importing_tasks_imports_neither_torch_nor_reasoning_gym() -> None:
+def test_importing_tasks_imports_neither_torch_nor_reasoning_gym(root: Path) -> None:
     code = "import sys, swarm_node.tasks; print({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules))"
-    root = Path(__file__).parents[3]
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=root).strip() == "set()"
 
 

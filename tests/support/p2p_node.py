@@ -1,4 +1,4 @@
-"""One node of test_p2p_transport.py, as a process: JSON commands on stdin, one line of JSON in answer to each.
+"""One node of the real transport, as a process: JSON commands on stdin, one line of JSON in answer to each.
 
 python p2p_node.py FOLDER NAME SETTINGS        identity, cache in FOLDER; settings as JSON
 """

@@ -1,0 +1,106 @@
+"""Crewmates over the memory transport, as many as a test starts; every machine builds its stages at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from protocol.crew import Holding, Settings, Source
+from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.transports.base import Channel, Listener
+from protocol.transports.memory import MemoryNetwork, VirtualClock
+from swarm_node.recovery.paths import sources, tell
+from swarm_node.stages.mates import Mates
+from swarm_node.stages.post import Spans, TakeSeat
+from swarm_node.stages.wire import Limits
+from tests.support.crew_world import SWARM, each_costs_one, post
+
+
+def limits(settings: Settings) -> Limits:
+    return Limits(
+        plan=0,
+        stages=0,
+        here=frozenset(),
+        sender=frozenset(),
+        width=4,
+        vocabulary=11,
+        tokens=settings.microbatch,
+        rows=8,
+        prompt=settings.prompt,
+        length=settings.length,
+    )
+
+
+def ways(stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, settings: Settings) -> list[Source]:
+    return sources(stage, spans, holdings, updates, plus=settings.swap)
+
+
+class Peers:
+    """A crew and its network, whose time a test lets pass."""
+
+    def __init__(self, stages: int) -> None:
+        self.clock = VirtualClock(1000.0)
+        self.network = MemoryNetwork(self.clock, seed=1)
+        self.stages = stages
+        self.mates: dict[str, Mates] = {}
+        self.orders: dict[str, list[object]] = {}
+        self.said: list[str] = []
+        self.hear = self.said.append
+        """Is told each sentence that a peer says."""
+        self.channels: defaultdict[tuple[str, str, str], list[Channel]] = defaultdict(list)
+        """Of each peer with another, by method, those that are closed included."""
+        self.busy: set[str] = set()
+        """Peers whose main thread does not ask for orders."""
+
+    def start(self, peer: str, **changes: object) -> Mates:
+        first = [f"/memory/p2p/{other}" for other in self.mates][:1]
+        transport = self.network.join(peer, SWARM, bootstrap=first)
+        for tapped in ("connect", "listen"):
+            setattr(transport, tapped, partial(self.tap, peer, getattr(transport, tapped)))
+        place = post(peer, self.stages, spare_wait_s=5.0, **changes)  # type: ignore[arg-type]
+        hear = lambda text: self.hear(text)  # noqa: E731 - a test may change it
+        mates = Mates(transport, place, ways, tell, each_costs_one, limits, hear, now=self.clock.now)
+        transport.announce(PeerCard(PROTOCOL_VERSION, SWARM, self.clock.now(), peer, ["trainer"], crew=mates.card))
+        self.mates[peer], self.orders[peer] = mates, []
+        return mates
+
+    def run(self, seconds: float) -> None:
+        until = self.clock.now() + seconds
+        while self.clock.now() < until:
+            self.clock.run_until(self.clock.now() + 0.25)
+            for peer, mates in self.mates.items():
+                mates.tick()
+                for order in mates.orders() if peer not in self.busy else ():
+                    self.orders[peer].append(order)
+                    if isinstance(order, TakeSeat):
+                        mates.seated(order, 3, order.sources[0])
+
+    def kill(self, peer: str) -> None:
+        del self.mates[peer]
+        self.network.kill(peer)
+
+    def tap(self, me: str, use: Callable[..., Any], *args: Any) -> Any:
+        """`connect` and `listen` of a transport, as they are; their channels are remembered."""
+        *to, method, opened = args
+
+        def tapped(channel: Channel) -> Listener:
+            self.channels[me, channel.peer, method].append(channel)
+            return opened(channel)
+
+        return use(*to, method, tapped)
+
+    def inject(self, sender: Mates, receiver: Mates, method: str, head: bytes, body: bytes = b"") -> None:
+        """A message that an honest sender would not make."""
+        sent = [channel.send(head, body) for channel in self.channels[self.peer(sender), self.peer(receiver), method]]
+        assert any(sent)
+
+    def peer(self, of: Mates) -> str:
+        return next(peer for peer, mates in self.mates.items() if mates is of)
+
+    def at(self, stage: int) -> Mates:
+        """Whoever holds a stage, by the lead's plan."""
+        (lead,) = [mates for mates in self.mates.values() if mates.leading]
+        assert lead.plan is not None
+        return self.mates[lead.plan.seats[stage].peer]

@@ -1,0 +1,113 @@
+"""Gossip clients, each with a process of its own on loopback, that talk and keep what they hear."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol import codec, topics
+from protocol.transports.gossip_client import GossipClient, Stat
+from protocol.transports.gossip_pipe import GossipSettings
+from tests.support.gossip_samples import batch, peer_on_shard
+from tests.support.waiting import until_async
+
+SWARM = "ab" * 32
+TOPIC = topics.rollout_topic(SWARM, 0)
+PACE_S = 0.06
+HANG_S = 120.0
+
+
+class Peer(GossipClient):
+    """A client that keeps what it hears, and seals what it says."""
+
+    def __init__(self, number: int, **settings: Any) -> None:
+        defaults = {"listen": "127.0.0.1", "messages_per_minute": 10**6, "bytes_per_minute": 2**30}
+        self.heard: list[bytes] = []
+        self.reports: list[str] = []
+        super().__init__(
+            GossipSettings(SWARM, **{**defaults, **settings}),
+            lambda topic, data: self.heard.append(data),
+            self.reports.append,
+        )
+        self.sealer = peer_on_shard(0, self.settings.shards, skip=number + 1)
+
+    def say(self, size: int = 5000) -> bytes:
+        data = codec.seal_batch(batch(SWARM, size), self.sealer)
+        assert self.publish(TOPIC, data)
+        return data
+
+
+@asynccontextmanager
+async def swarm(count: int, first: int = 0, **settings: Any) -> AsyncIterator[list[Peer]]:
+    """Peers that listen, subscribed, not connected."""
+    peers = [Peer(first + number, **settings) for number in range(count)]
+    try:
+        await asyncio.gather(*(peer.start() for peer in peers))
+        for peer in peers:
+            peer.subscribe(TOPIC)
+        yield peers
+    finally:
+        await asyncio.gather(*(peer.close() for peer in peers))
+
+
+async def until_stat(peer: Peer, what: Callable[[Stat], bool], again: Callable[[], object] = lambda: None) -> Stat:
+    """`again` is called every ten seconds: a dial may fail on a busy machine, and a node would dial again, too."""
+    deadline, calm = time.monotonic() + HANG_S, time.monotonic() + 10.0
+    while not what(stat := await peer.stat()):
+        assert time.monotonic() < deadline, f"this did not happen: {stat}"
+        if time.monotonic() > calm:
+            calm += 10.0
+            again()
+        await asyncio.sleep(0.1)
+    return stat
+
+
+def dial_all(peers: Sequence[Peer], hub: Peer) -> None:
+    for peer in peers:
+        peer.dial(hub.addresses[0])
+
+
+async def connect_all(peers: Sequence[Peer]) -> None:
+    for i, peer in enumerate(peers):
+        for other in peers[:i]:
+            peer.dial(other.addresses[0])
+    for peer in peers:
+        await until_stat(peer, lambda stat: stat.mesh.get(TOPIC, 0) >= min(4, len(peers) - 1))
+
+
+async def talk(peers: Sequence[Peer], count: int, size: int) -> list[tuple[Peer, bytes]]:
+    """They take turns."""
+    said = []
+    for i in range(count):
+        speaker = peers[i % len(peers)]
+        said.append((speaker, speaker.say(size)))
+        await asyncio.sleep(PACE_S)
+    return said
+
+
+def expected(peer: Peer, said: list[tuple[Peer, bytes]]) -> list[bytes]:
+    return sorted(data for speaker, data in said if speaker is not peer)
+
+
+async def until_all_heard(peers: Sequence[Peer], said: list[tuple[Peer, bytes]]) -> None:
+    """Everything that others said; and nothing else, and nothing twice."""
+    for peer in peers:
+        wanted = expected(peer, said)
+        await until_async(lambda peer=peer, wanted=wanted: len(peer.heard) >= len(wanted), HANG_S)
+        assert sorted(peer.heard) == wanted
+
+
+def rss(pid: int | None) -> int:
+    """Bytes."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
