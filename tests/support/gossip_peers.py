@@ -39,9 +39,13 @@ class Peer(GossipClient):
         self.sealer = peer_on_shard(0, self.settings.shards, skip=number + 1)
 
     def say(self, size: int = 5000) -> bytes:
-        data = codec.seal_batch(batch(SWARM, size), self.sealer)
+        data = self.sealed(size)
         assert self.publish(TOPIC, data)
         return data
+
+    def sealed(self, size: int) -> bytes:
+        """A message that nobody has heard yet."""
+        return codec.seal_batch(batch(SWARM, size), self.sealer)
 
 
 @asynccontextmanager
@@ -83,11 +87,13 @@ async def connect_all(peers: Sequence[Peer]) -> None:
 
 
 async def talk(peers: Sequence[Peer], count: int, size: int) -> list[tuple[Peer, bytes]]:
-    """They take turns."""
+    """They take turns. A speaker whose queue is full waits, as on a busy machine."""
     said = []
     for i in range(count):
         speaker = peers[i % len(peers)]
-        said.append((speaker, speaker.say(size)))
+        data = speaker.sealed(size)
+        await until_async(lambda speaker=speaker, data=data: speaker.publish(TOPIC, data))
+        said.append((speaker, data))
         await asyncio.sleep(PACE_S)
     return said
 
