@@ -16,6 +16,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -189,6 +190,8 @@ def run_tests(copied: Path, log: Path, tests: list[str], limit_s: float) -> str:
             return next(line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))).split(" ")[1]
     if process.exitcode < 0:
         return f"signal {-process.exitcode}"
+    if "PytestUnraisableExceptionWarning" in said:  # it ends the run of all tests as well
+        return "what a test left open"
     raise RuntimeError(f"the tests did not run (exit status {process.exitcode}):\n{said[-3000:]}")
 
 
@@ -289,6 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="mutants that are tried at the same time")
     parser.add_argument("--tests", nargs="*", default=[], help="only these tests instead of all of `make test`")
     parser.add_argument("--out", type=Path, default=ROOT / RESULTS, help=f"default: {RESULTS}")
+    parser.add_argument("--map", type=Path, help="a file that keeps which tests reach which line, for the next time")
     parser.add_argument("--again", action="store_true", help="only mutants that --out does not call killed")
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; --again continues"))  # after the mutants that are tried
@@ -307,7 +311,12 @@ def check(parts: dict[str, list[Mutant]], found: list[Result], work: Path, chose
     copies = [work / f"copy{number}" for number in range(chosen.jobs)]
     for copied in copies:
         copy_repository(ROOT, copied)
-    reach = map_reach(copies[0], work, [name for part in parts for name in PARTS[part]], chosen.tests, chosen.jobs)
+    if chosen.map and chosen.map.exists():
+        reach = Reach(**pickle.loads(chosen.map.read_bytes()))
+    else:
+        reach = map_reach(copies[0], work, [name for part in parts for name in PARTS[part]], chosen.tests, chosen.jobs)
+        if chosen.map:
+            chosen.map.write_bytes(pickle.dumps(asdict(reach)))
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     said = run_tests(copies[0], work / "control.log", sorted(reach.seconds, key=reach.cost)[:FIRST_TESTS], HANG_S)
     if said != "passed":
