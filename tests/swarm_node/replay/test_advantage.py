@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swarm_node.config import GrpoConfig
 from swarm_node.grpo.advantage import advantages
-from swarm_node.replay.advantage import foreign_advantages, teaches
+from swarm_node.replay.advantage import earning, foreign_advantages, teaches
 from swarm_node.replay.posterior import Belief, Posterior
 from tests.support.foreign_groups import group
 
@@ -83,3 +83,9 @@ def test_the_posterior_follows_own_answers_of_each_kind():
     for _ in range(100):
         posterior.observe([group([1.0] * 8, peer=None)])
     assert own.n < 161 and own.reward > 0.99
+
+
+def test_the_least_answers_earn_above_own_success():
+    rewards = [0.5, 0.5]
+    assert earning(group(rewards).rollouts, of(rewards, belief(0.4))) == [True, True]
+    assert earning(group(rewards).rollouts, of(rewards, belief(0.9))) == [False, False]
