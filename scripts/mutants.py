@@ -16,7 +16,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -31,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
 import psutil
 import pytest
 
@@ -312,11 +312,11 @@ def check(parts: dict[str, list[Mutant]], found: list[Result], work: Path, chose
     for copied in copies:
         copy_repository(ROOT, copied)
     if chosen.map and chosen.map.exists():
-        reach = Reach(**pickle.loads(chosen.map.read_bytes()))
+        reach = msgspec.json.decode(chosen.map.read_bytes(), type=Reach)
     else:
         reach = map_reach(copies[0], work, [name for part in parts for name in PARTS[part]], chosen.tests, chosen.jobs)
         if chosen.map:
-            chosen.map.write_bytes(pickle.dumps(asdict(reach)))
+            chosen.map.write_bytes(msgspec.json.encode(reach))
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     said = run_tests(copies[0], work / "control.log", sorted(reach.seconds, key=reach.cost)[:FIRST_TESTS], HANG_S)
     if said != "passed":
