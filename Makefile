@@ -57,7 +57,7 @@ check: dev
 	$(BIN)/mypy --strict protocol
 	$(BIN)/mypy swarm_node
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q tests/swarm_node/test_cli.py -k loads_neither
+	$(BIN)/python -m pytest -q tests/swarm_node/cli/test_cli.py -k loads_neither
 
 format: dev
 	$(BIN)/ruff check --fix .

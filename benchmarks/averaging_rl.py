@@ -41,9 +41,9 @@ from torch import Tensor
 from benchmarks.common import RESULTS, machine, table
 from benchmarks.sharing import SEARCHED_FROM, against, at, held_out, interval, simulate, timed
 from benchmarks.sharing_settings import SETTINGS, Arm, Measured, Setting
-from protocol.transports.memory import LinkModel
+from protocol.transports.memory.transport import LinkModel
 from swarm_node.averaging.merge import uniform
-from swarm_node.sim import START, Peer
+from swarm_node.runtime.simulation import START, Peer
 
 FOLDER = RESULTS / "averaging_rl"
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "averaging_rl.png"

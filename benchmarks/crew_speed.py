@@ -29,7 +29,7 @@ from benchmarks.common import median
 from benchmarks.late_join import FUNCTIONS
 from benchmarks.overhead import LOCAL, commands, link_of, metrics, until
 from benchmarks.processes import kind, tree
-from swarm_node.stages.schedule import bubble_fraction
+from swarm_node.pipeline.compute.schedule import bubble_fraction
 
 GROUPS, SAMPLES = 8, 8
 RATE = 1e-7
@@ -130,14 +130,14 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     """The plain policy's node, that of a crew of one stage, and its CrewNode."""
     from protocol.identity import Identity
     from protocol.manifest import Manifest, ManifestTask
-    from protocol.transports.memory import MemoryNetwork, VirtualClock
+    from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
     from swarm_node.config import load_config
-    from swarm_node.crew import CrewNode
-    from swarm_node.enter import EnteredSwarm
     from swarm_node.node import Node, fitted
+    from swarm_node.pipeline.crew import CrewNode
     from swarm_node.policy.loading import load_policy
-    from swarm_node.rundir import RunDir
-    from swarm_node.stopping import Stopper
+    from swarm_node.shutdown import Stopper
+    from swarm_node.storage.rundir import RunDir
+    from swarm_node.swarm.enter import EnteredSwarm
     from swarm_node.tasks import load_tasks
 
     plain = load_config(file)

@@ -13,8 +13,8 @@ import argparse
 import torch
 
 from benchmarks.common import interleaved, median, table, write
-from swarm_node.policy import decode_transformers
-from swarm_node.policy.decode import Decoder
+from swarm_node.policy.engines import transformers as decode_transformers
+from swarm_node.policy.engines.native import Decoder
 from swarm_node.policy.sampling import uniforms
 from swarm_node.policy.starter import build_model
 from swarm_node.types import Sampling

@@ -12,7 +12,7 @@ from typing import Any
 from protocol.messages import TaskName
 from swarm_node.tasks.catalogue import SETS
 from swarm_node.tasks.checkers import FULL_MARKS
-from swarm_node.tasks.environments import Environment
+from swarm_node.tasks.reasoning_gym import Environment
 from swarm_node.types import Task
 
 MARK = "#"

@@ -159,7 +159,7 @@ def until(what: Callable[[], object], seconds: float) -> bool:
 
 
 def gossip(spec: Spec) -> None:
-    from protocol.transports.p2p import P2PTransport
+    from protocol.transports.p2p.transport import P2PTransport
     from protocol.transports.settings import NetworkSettings
 
     key = Path(spec.folder) / "identity.key"

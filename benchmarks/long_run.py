@@ -35,13 +35,13 @@ from typing import Any
 import msgspec
 
 from benchmarks.common import median, table, write
-from swarm_node.cost import CostMeter
 from swarm_node.observability.jsonl import last_record
 from swarm_node.observability.metrics import EventLog, MetricsWriter
 from swarm_node.observability.metrics_reference import METRICS
 from swarm_node.observability.tally import Tally
-from swarm_node.recovery.snapshots import SnapshotStore
-from swarm_node.rundir import RunDir
+from swarm_node.runtime.cost import CostMeter
+from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.rundir import RunDir
 
 QUICK = ("--price-per-hour", "0.9", "--set", "eval.questions=0", "--set", "rollouts.group_size=4")
 REASONS = ("age", "cap", "duplicate", "length", "quota", "schema", "task", "zero")

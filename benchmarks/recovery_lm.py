@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.averaging_lm import corpus, held_out_loss, windows
-from swarm_node.recovery.rebuild import METHODS, RATE, Neighbour, gradient_norm
+from swarm_node.pipeline.recovery.checkfree import METHODS, RATE, Neighbour, gradient_norm
 
 CLIP = 1.0
 

@@ -36,8 +36,8 @@ from benchmarks.sharing_settings import SETTINGS, SIX, Setting
 from benchmarks.warm_starts import now_and_then, taught
 from swarm_node.config import NodeConfig
 from swarm_node.node import Node
+from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree, gradient_norm
 from swarm_node.policy.loading import load_policy
-from swarm_node.recovery.rebuild import RATE, Neighbour, checkfree, gradient_norm
 from swarm_node.tasks import load_tasks
 
 LAYERS, HIDDEN = 8, 96

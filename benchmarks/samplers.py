@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from swarm_node.replay.samplers import Offer
+from swarm_node.sharing.samplers import Offer
 
 TEMPERATURE = 0.2
 

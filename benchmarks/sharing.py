@@ -32,12 +32,12 @@ import msgspec
 
 from benchmarks.common import RESULTS, machine, table
 from benchmarks.sharing_settings import ARMS, SETTINGS, Arm, Measured, Round, Setting
-from protocol.transports.memory import LinkModel
+from protocol.transports.memory.transport import LinkModel
 from swarm_node.config import NodeConfig, RolloutsConfig
-from swarm_node.evaluate import QUESTIONS_PER_BATCH
 from swarm_node.node import Node
 from swarm_node.rollouts import collect
-from swarm_node.sim import Peer, Simulation, Speed, manifest_for
+from swarm_node.rollouts.evaluate import QUESTIONS_PER_BATCH
+from swarm_node.runtime.simulation import Peer, Simulation, Speed, manifest_for
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Group
 

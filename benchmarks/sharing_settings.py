@@ -20,9 +20,9 @@ import msgspec
 from benchmarks.format_reward import CLOSED, MARK, OPENED
 from benchmarks.warm_starts import now_and_then, plain, taught
 from swarm_node.node import Node
-from swarm_node.replay.advantage import foreign_advantages
-from swarm_node.replay.posterior import Posterior
 from swarm_node.rollouts import Collected, has_signal
+from swarm_node.sharing.foreign_advantage import foreign_advantages
+from swarm_node.sharing.reward_stats import Posterior
 from swarm_node.types import Group, Rollout
 
 SIX = [f"small/{name}" for name in "basic_arithmetic fraction_simplification gcd lcm count_bits products".split()]

@@ -38,7 +38,7 @@ def make_policies(folder: Path) -> None:
     """Both policies of both sizes, once for all contestants."""
     from transformers import AutoTokenizer
 
-    from swarm_node.make_starter import make_starter
+    from swarm_node.cli.commands.starter import make_starter
     from swarm_node.policy.starter import build_model
 
     for size, (hidden, layers) in SIZES.items():

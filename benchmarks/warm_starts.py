@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from swarm_node.cli.commands.starter import EXAMPLES_PER_TASK
 from swarm_node.config import RewardsConfig
-from swarm_node.make_starter import EXAMPLES_PER_TASK
 from swarm_node.policy.policy import save
 from swarm_node.policy.starter import EOS, SEP, train_starter
 from swarm_node.tasks import load_tasks

@@ -5,7 +5,7 @@
 The lead holds stage 0 and drives everything; a *turn* is one pass over microbatches or one generation, numbered by it;
 what belongs to an earlier one is dropped. A channel's ends are authenticated by their peer ids, so heads are not
 signed; `plan` is the number of the crew's plan of who holds what, which both ends must go by. What a head may hold
-besides, and which parts belong to it, `swarm_node.stages.wire` judges before the body is read.
+besides, and which parts belong to it, `swarm_node.pipeline.messages` judges before the body is read.
 """
 
 from __future__ import annotations

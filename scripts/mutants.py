@@ -41,10 +41,10 @@ from scripts.mutations import Mutant, mutants  # noqa: E402
 
 PARTS = {
     "protocol": ["protocol"],
-    "admission": ["swarm_node/gossip", "swarm_node/replay"],
+    "admission": ["swarm_node/sharing"],
     "grpo": ["swarm_node/grpo"],
     "averaging": ["swarm_node/averaging"],
-    "recovery": ["swarm_node/recovery"],
+    "recovery": ["swarm_node/pipeline/recovery", "swarm_node/storage"],
 }
 """Part -> its directories and files."""
 SEED = 2026

@@ -1,5 +1,5 @@
 """`python -m swarm_node` = `swarm-node`."""
 
-from swarm_node.cli import main
+from swarm_node.cli.app import main
 
 main()

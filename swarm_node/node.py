@@ -39,7 +39,7 @@ from swarm_node.types import Group, Sampling
 
 if TYPE_CHECKING:  # alone, a node loads nothing of the network
     from swarm_node.averaging import Averager
-    from swarm_node.member import Member
+    from swarm_node.swarm.member import Member
 
 
 PROBED = 8

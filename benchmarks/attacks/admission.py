@@ -24,10 +24,9 @@ from protocol.manifest import Manifest, ManifestTask
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
 from protocol.topics import epoch_at, slot_key, slot_place
 from swarm_node.config import NodeConfig
-from swarm_node.gossip import Receiver
-from swarm_node.gossip.content import prompt_digest
 from swarm_node.policy.loading import load_policy
-from swarm_node.replay import Pool
+from swarm_node.sharing import Pool, Receiver
+from swarm_node.sharing.content import prompt_digest
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Sampling
 

@@ -29,13 +29,13 @@ from protocol.codec import version_for
 from protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from protocol.tensors import AverageHead, Codec, seal_head
 from protocol.transports.base import Outgoing, Transport
-from swarm_node.averaging.company import Company
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.reducers import find_reducer
 from swarm_node.averaging.robust import Robust
+from swarm_node.averaging.roster import Company
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import SnapshotError
-from swarm_node.installed import upgrade_command
+from swarm_node.install import upgrade_command
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from swarm_node.config.plugins import describe, load_function
 from swarm_node.errors import UserError
-from swarm_node.outside import describe, load_function
 
 Reducer = Callable[[Tensor, Tensor], Tensor]
 

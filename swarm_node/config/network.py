@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES
-from protocol.transports.gossip_pipe import MAX_CONNECTIONS, MAX_HOST_CHARS
+from protocol.transports.gossip.pipe import MAX_CONNECTIONS, MAX_HOST_CHARS
 from protocol.transports.settings import endpoint
 from swarm_node.config.section import Section
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
+from swarm_node.config.plugins import describe, load_function
 from swarm_node.errors import UserError
-from swarm_node.outside import describe, load_function
 from swarm_node.types import Group, Rollout
 
 EPSILON = 1e-4  # TRL's; it matters only for nearly equal rewards

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
+from swarm_node.config.plugins import describe, load_function
 from swarm_node.errors import UserError
-from swarm_node.outside import describe, load_function
-from swarm_node.policy.memory import is_out_of_memory
+from swarm_node.policy.oom import is_out_of_memory
 
 OutsideLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs [N], old [N], advantage of each token [N], sequence of each token [N]) -> l_t [N], which is weighed and

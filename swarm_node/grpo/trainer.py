@@ -28,7 +28,7 @@ from swarm_node.errors import Interrupted, SnapshotError, Unworkable, UserError
 from swarm_node.grpo import advantage, batch, loss
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.policy.logprobs import LOGITS_BYTES, TokenBatch
-from swarm_node.policy.memory import is_out_of_memory
+from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.policy import Policy, some_of
 from swarm_node.types import Group, Rollout, Sampling
 

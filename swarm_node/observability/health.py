@@ -36,7 +36,7 @@ from swarm_node import __version__
 from swarm_node.errors import UserError
 from swarm_node.observability.hosts import is_expected
 from swarm_node.observability.metrics_reference import describe_metric, labelled
-from swarm_node.rundir import RunDir
+from swarm_node.storage.rundir import RunDir
 
 LEAST_S = 120.0
 TIMES = 10

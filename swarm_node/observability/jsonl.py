@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Any
 
 from swarm_node.errors import UserError
-from swarm_node.rundir import explain, os_errors_explained
+from swarm_node.storage.rundir import explain, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
 CHUNK_BYTES = 64 << 10

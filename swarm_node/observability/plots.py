@@ -12,7 +12,7 @@ from typing import Any
 
 from swarm_node.errors import UserError
 from swarm_node.observability.curves import Curves
-from swarm_node.rundir import os_errors_explained
+from swarm_node.storage.rundir import os_errors_explained
 
 BLUE, ORANGE = "#2563eb", "#ea580c"
 SMOOTHED_SHARE = 20  # each point of the smooth line is the mean over a twentieth of the run

@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from swarm_node.observability.progress import clock_face, volume
+from swarm_node.observability.reasons import words
 from swarm_node.observability.tally import Tally
-from swarm_node.reasons import words
 
 LEAST_QUESTIONS = 50
 LEAST_ROUNDS = 20

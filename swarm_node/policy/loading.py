@@ -32,8 +32,9 @@ from transformers.utils import logging as transformers_logging
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
-from swarm_node.policy import decode, vetting
-from swarm_node.policy.memory import is_out_of_memory, keep_freed_memory
+from swarm_node.policy import vetting
+from swarm_node.policy.engines import native as decode
+from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory
 from swarm_node.policy.policy import Policy
 
 LORA_ABOVE = 100_000_000

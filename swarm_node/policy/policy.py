@@ -20,12 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import Interrupted, SnapshotError, UserError
-from swarm_node.policy import decode_transformers
 from swarm_node.policy.chat_frame import Frame
-from swarm_node.policy.decode import Decoder
+from swarm_node.policy.engines import transformers as decode_transformers
+from swarm_node.policy.engines.native import Decoder
 from swarm_node.policy.framing import framed
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
-from swarm_node.policy.memory import is_out_of_memory
+from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.sampling import uniforms
 from swarm_node.policy.starter import CHAT_TEMPLATE
 from swarm_node.types import Rollout, Sampling

@@ -115,7 +115,7 @@ class Entry(NamedTuple):
 
 def describe() -> list[Entry]:
     """Every allowed environment with an example."""
-    from swarm_node.tasks.environments import Environment
+    from swarm_node.tasks.reasoning_gym import Environment
 
     entries = []
     for name, checker in ALLOWED.items():

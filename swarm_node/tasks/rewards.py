@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from swarm_node.config.plugins import describe
 from swarm_node.errors import UserError
-from swarm_node.outside import describe
 from swarm_node.types import Task
 
 RewardFunction = Callable[..., list[float | None]]

@@ -17,16 +17,16 @@ from itertools import accumulate, chain, repeat
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
 from swarm_node.config import RewardsConfig, TaskConfig
+from swarm_node.config.plugins import load_function
 from swarm_node.errors import UserError
-from swarm_node.outside import load_function
-from swarm_node.tasks.allot import allot
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
-from swarm_node.tasks.environments import Environment, library_names, nearest
 from swarm_node.tasks.extract import extract
 from swarm_node.tasks.files import QuestionFile
+from swarm_node.tasks.reasoning_gym import Environment, library_names, nearest
 from swarm_node.tasks.rewards import RewardFunction, call_function
 from swarm_node.tasks.split import is_held_out, normalise
+from swarm_node.tasks.stratify import allot
 from swarm_node.types import Score, Task
 
 Source = Environment | QuestionFile

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from swarm_node.cli import app
+from swarm_node.cli.app import app
 from tests.support.pages import (
     PAGES,
     Command,

@@ -22,11 +22,11 @@ from protocol.identity import Identity
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
-from protocol.transports import p2pd_memory
-from protocol.transports.dht import FOUND_EACH, STORED_EACH
-from protocol.transports.dht_wire import MAX_BUCKET_CARDS
-from protocol.transports.p2p import P2PTransport
-from protocol.transports.records import CardStorage
+from protocol.transports.dht.messages import MAX_BUCKET_CARDS
+from protocol.transports.dht.records import CardStorage
+from protocol.transports.dht.server import FOUND_EACH, STORED_EACH
+from protocol.transports.p2p import p2pd_memory
+from protocol.transports.p2p.transport import P2PTransport
 from protocol.transports.settings import NetworkSettings
 
 

@@ -33,7 +33,7 @@ from protocol.introductions import Introductions
 from protocol.limits import MAX_CARD_BYTES
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
-from protocol.transports.records import CardStorage, CardValidator
+from protocol.transports.dht.records import CardStorage, CardValidator
 
 KEYS = [DHTID.generate(membership_key(SWARM, bucket)) for bucket in EVERYWHERE]
 pack = msgspec.msgpack.encode
@@ -124,7 +124,7 @@ async def a_bucket_is_read_as_it_was_written() -> None:
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.utils.serializer import MSGPackSerializer
 
-    from protocol.transports.dht_wire import MAX_BUCKET_CARDS, decode_bucket, encode_bucket, shares
+    from protocol.transports.dht.messages import MAX_BUCKET_CARDS, decode_bucket, encode_bucket, shares
 
     records = [("a", b"x" * 2048, 5e9), ("b", b"", 6e9)]
     assert decode_bucket(encode_bucket(records)) == records and decode_bucket(encode_bucket([])) == []
@@ -362,7 +362,7 @@ async def an_answer_is_never_larger_than_a_message() -> None:
         for _ in range(3):
             answer = await _asks_for(peer, to, keys)
             assert 2 * 2**20 < answer.ByteSize() < 4 * 2**20
-            from protocol.transports.dht_wire import decode_bucket
+            from protocol.transports.dht.messages import decode_bucket
 
             for key, result in zip(keys, answer.results, strict=True):
                 found = {name for name, _, _ in decode_bucket(result.value)}
@@ -456,7 +456,7 @@ async def made_up_node_ids_are_ignored() -> None:
 
 
 async def the_table_is_bounded() -> None:
-    from protocol.transports.dht import BoundedTable
+    from protocol.transports.dht.server import BoundedTable
 
     me = Identity.generate().peer_id
     table = BoundedTable(DHTID.generate(me), 20, 5)

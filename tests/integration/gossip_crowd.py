@@ -27,7 +27,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.utils import encode_uvarint, encode_varint_prefixed
 from multiaddr import Multiaddr
 
-from protocol.transports.safe_host import CountedTCP, make_host
+from protocol.transports.gossip.safe_host import CountedTCP, make_host
 from tests.integration.gossip_attacks import Attacker
 
 MULTISTREAM = b"\x13/multistream/1.0.0\n"

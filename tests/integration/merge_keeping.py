@@ -11,8 +11,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from swarm_node import merging_swarm
-from swarm_node.cli import app
+from swarm_node.cli.app import app
+from swarm_node.cli.commands import merge_swarm as merging_swarm
 
 gather = merging_swarm.gather
 

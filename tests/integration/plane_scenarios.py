@@ -20,9 +20,9 @@ from protocol.errors import NotOfSwarm, PeerUnreachable, ProtocolError, RemotePr
 from protocol.identity import Identity
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from protocol.messages import PeerCard
-from protocol.transports import hivemind_plane
 from protocol.transports.base import Accepted, Outgoing, Sink
-from protocol.transports.hivemind_plane import NEW_S, HivemindPlane
+from protocol.transports.p2p import plane as hivemind_plane
+from protocol.transports.p2p.plane import NEW_S, HivemindPlane
 from protocol.transports.settings import NetworkSettings
 from tests.support.ports import free_port
 from tests.support.scenarios import serve

@@ -14,6 +14,6 @@ from protocol import messages
 assert "protocol.codec" not in sys.modules  # nobody has read the version yet
 messages.PROTOCOL_VERSION = int(sys.argv.pop(1))
 
-from swarm_node.cli import main  # noqa: E402
+from swarm_node.cli.app import main  # noqa: E402
 
 main()

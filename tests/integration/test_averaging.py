@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_node.recovery.snapshots import Snapshot, SnapshotStore, read_snapshot
+from swarm_node.storage.checkpoints import Snapshot, SnapshotStore, read_snapshot
 from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, make_manifest
 from tests.support.waiting import PATIENCE_S, until
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from swarm_node.base_weights.files import list_model, starter_folder
+from swarm_node.swarm.base_weights.files import list_model, starter_folder
 from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, make_manifest
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from swarm_node.cli import app
+from swarm_node.cli.app import app
 from swarm_node.config import load_config
 from tests.support.processes import QUICK, NodeProcess, Start, alive, make_manifest
 from tests.support.waiting import until
@@ -211,7 +211,7 @@ def test_a_crew_of_processes_of_one_machine(start: Start, tmp_path: Path) -> Non
     lead.until_rounds(3)
 
     def other() -> int | None:
-        found = [pid for command, pid in lead.children().items() if "swarm_node.local_crew" in command]
+        found = [pid for command, pid in lead.children().items() if "swarm_node.runtime.local_pipeline" in command]
         return found[0] if found else None
 
     child = other()

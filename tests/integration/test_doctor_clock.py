@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 WITH_A_CLOCK_OFF = (
     "import sys, time; right = time.time; off = float(sys.argv.pop(1)); time.time = lambda: right() + off; "
-    "from swarm_node.cli import app; app()"
+    "from swarm_node.cli.app import app; app()"
 )
 
 

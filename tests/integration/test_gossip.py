@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from protocol.transports import gossip_client
-from protocol.transports.gossip_pipe import (
+from protocol.transports.gossip import client as gossip_client
+from protocol.transports.gossip.pipe import (
     Ask,
     Dial,
     Event,
@@ -375,7 +375,7 @@ def test_a_sidecar_ends_with_its_parent(root: Path) -> None:
 
 CHATTY = """
 import sys
-from protocol.transports.gossip_pipe import Ready, frame
+from protocol.transports.gossip.pipe import Ready, frame
 sys.stdout.buffer.write(frame(Ready("an-id", [], 0)))
 sys.stdout.buffer.flush()
 sys.stdin.buffer.read()

@@ -10,7 +10,7 @@ from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
-from protocol.transports.gossip_places import MAX_BUFFERED
+from protocol.transports.gossip.places import MAX_BUFFERED
 from tests.support.gossip_peers import (
     HANG_S,
     Peer,

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from swarm_node.cli import app
+from swarm_node.cli.app import app
+from swarm_node.cli.commands.evaluate import main as evaluate_main
+from swarm_node.cli.commands.export import export_run
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
-from swarm_node.evaluate import main as evaluate_main
-from swarm_node.export import export_run
 from swarm_node.observability.metrics import read_metrics
-from swarm_node.run import run_local
-from swarm_node.rundir import RunDir
+from swarm_node.runtime.loop import run_local
+from swarm_node.storage.rundir import RunDir
 from tests.support.tiny_models import save
 
 

@@ -61,13 +61,13 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     assert metadata["Version"] == swarm_node.__version__
     assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.13"}
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert "swarm-node = swarm_node.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "swarm-node = swarm_node.cli.app:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert b"Apache License" in wheel.read(f"{info}/licenses/LICENSE")
 
 
 def test_the_wheel_runs_without_the_repository(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path / "site")
-    script = "import swarm_node, sys; from swarm_node.cli import main; print(swarm_node.__file__); main()"
+    script = "import swarm_node, sys; from swarm_node.cli.app import main; print(swarm_node.__file__); main()"
     done = subprocess.run(
         [sys.executable, "-c", script, "local", "--dry-run"],
         env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},

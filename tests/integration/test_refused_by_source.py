@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.transports.p2p import P2PTransport
+from protocol.transports.p2p.transport import P2PTransport
 from protocol.transports.settings import NetworkSettings
 from tests.support.waiting import PATIENCE_S, until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol.identity import Identity
-from swarm_node.installed import upgrade_command
+from swarm_node.install import upgrade_command
 from tests.support.processes import LOCAL, QUICK, NodeProcess, make_manifest, nodes
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

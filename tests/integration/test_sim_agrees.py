@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from protocol.manifest import Manifest, parse_manifest
-from protocol.transports.memory import LinkModel
+from protocol.transports.memory.transport import LinkModel
 from swarm_node.config import load_config
-from swarm_node.sim import START, Peer, Simulation, Speed
+from swarm_node.runtime.simulation import START, Peer, Simulation, Speed
 from tests.support.processes import QUICK, NodeProcess, make_manifest, nodes
 
 PACES = (0.4, 0.45, 0.6, 1.5)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from swarm_node.cli import app
+from swarm_node.cli.app import app
 from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, alive, learns_from_others, make_manifest
 from tests.support.waiting import until
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from protocol.public import is_public
-from protocol.transports.dial_back import may_look_at
+from protocol.transports.p2p.dial_back import may_look_at
 from protocol.transports.settings import best_first
-from swarm_node.download import public_addresses
+from swarm_node.swarm.download import public_addresses
 
 PUBLIC = ["1.1.1.1", "2606:4700::1111", "::ffff:1.1.1.1", "64:ff9b::101:101"]
 NOT_PUBLIC = [

@@ -13,16 +13,16 @@ from typing import Any, cast
 import pytest
 from torch import Tensor
 
-from protocol.transports.memory import MemoryNetwork, VirtualClock
-from swarm_node import crew as crew_module
+from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
 from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, SnapshotsConfig, StagesConfig
-from swarm_node.crew import CrewNode, Deposed
-from swarm_node.enter import EnteredSwarm
 from swarm_node.grpo.trainer import Trainer
-from swarm_node.manifests import make_manifest
-from swarm_node.rundir import RunDir
-from swarm_node.stages.mates import Mates
-from swarm_node.stopping import Stopper, StopRequested
+from swarm_node.pipeline import crew as crew_module
+from swarm_node.pipeline.crew import CrewNode, Deposed
+from swarm_node.pipeline.transport import Mates
+from swarm_node.shutdown import Stopper, StopRequested
+from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.enter import EnteredSwarm
+from swarm_node.swarm.manifests import make_manifest
 from tests.support.pipeline_crew import SAMPLING, some_groups
 from tests.support.waiting import until
 

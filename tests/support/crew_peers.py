@@ -10,11 +10,11 @@ from typing import Any
 from protocol.crew import Holding, Settings, Source
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Channel, Listener
-from protocol.transports.memory import MemoryNetwork, VirtualClock
-from swarm_node.recovery.paths import sources, tell
-from swarm_node.stages.mates import Mates
-from swarm_node.stages.post import Spans, TakeSeat
-from swarm_node.stages.wire import Limits
+from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
+from swarm_node.pipeline.membership.actions import Spans, TakeSeat
+from swarm_node.pipeline.messages import Limits
+from swarm_node.pipeline.recovery.sources import sources, tell
+from swarm_node.pipeline.transport import Mates
 from tests.support.crew_world import SWARM, each_costs_one, post
 
 

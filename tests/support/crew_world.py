@@ -27,10 +27,7 @@ from protocol.crew import (
 )
 from protocol.lineage import NO_RUN, Lineage, shared
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
-from swarm_node.recovery.paths import sources, tell
-from swarm_node.stages.crewing import Crew
-from swarm_node.stages.leading import Lead
-from swarm_node.stages.post import (
+from swarm_node.pipeline.membership.actions import (
     Action,
     Close,
     Connect,
@@ -45,6 +42,9 @@ from swarm_node.stages.post import (
     TakeLead,
     TakeSeat,
 )
+from swarm_node.pipeline.membership.leader import Lead
+from swarm_node.pipeline.membership.member import Crew
+from swarm_node.pipeline.recovery.sources import sources, tell
 
 SWARM = "5a" * 32
 ARCHITECTURE = "00112233445566aa"

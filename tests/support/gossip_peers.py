@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from protocol import codec, topics
-from protocol.transports.gossip_client import GossipClient, Stat
-from protocol.transports.gossip_pipe import GossipSettings
+from protocol.transports.gossip.client import GossipClient, Stat
+from protocol.transports.gossip.pipe import GossipSettings
 from tests.support.gossip_samples import batch, peer_on_shard
 from tests.support.waiting import until_async
 

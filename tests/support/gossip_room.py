@@ -13,8 +13,8 @@ from protocol.manifest import Manifest, ManifestLimits, ManifestTask
 from protocol.messages import RolloutBatch, SharedGroup, SharedRollout
 from protocol.topics import epoch_at, slot_key, slot_place
 from swarm_node.config import SharingConfig
-from swarm_node.gossip import Publisher, Receiver
 from swarm_node.policy.policy import Policy
+from swarm_node.sharing import Publisher, Receiver
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Rollout, Sampling
 

@@ -23,7 +23,7 @@ from protocol.identity import Identity
 from protocol.messages import PeerCard, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
 from protocol.topics import rollout_topic, shard_of
 from protocol.transports.base import Accepted, Channel, Listener, Outgoing, Sink
-from protocol.transports.p2p import P2PTransport
+from protocol.transports.p2p.transport import P2PTransport
 from protocol.transports.settings import NetworkSettings
 
 SWARM = "cd" * 32

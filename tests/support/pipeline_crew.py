@@ -31,14 +31,14 @@ from protocol.pipeline import Codec, open_envelope
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer
+from swarm_node.pipeline import messages as wire
+from swarm_node.pipeline.compute.stage_model import Stage, load_stage
+from swarm_node.pipeline.compute.worker import Worker, attend, refusal
+from swarm_node.pipeline.driver import Lead, StagedOptimizer, StagedPolicy
+from swarm_node.pipeline.ports import LEAD, Message, StageLost
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.starter import build_tokenizer
-from swarm_node.stages import wire
-from swarm_node.stages.cut import Stage, load_stage
-from swarm_node.stages.pipeline import Lead, StagedOptimizer, StagedPolicy
-from swarm_node.stages.ports import LEAD, Message, StageLost
-from swarm_node.stages.worker import Worker, attend, refusal
 from swarm_node.types import Group, Sampling
 from tests.support.tiny_policy import group
 

@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from swarm_node.cli import app
+from swarm_node.cli.app import app
 from swarm_node.config import all_variables, load_config
 from swarm_node.config.keys import COMMAND_VARIABLES
 from swarm_node.errors import UserError

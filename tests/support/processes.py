@@ -16,7 +16,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from swarm_node.cli import app
+from swarm_node.cli.app import app
 from tests.support.waiting import PATIENCE_S, until
 
 LINK = re.compile(r"^swarm://[0-9a-f]{64}\?peer=\S+$", re.MULTILINE)

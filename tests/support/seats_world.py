@@ -10,15 +10,15 @@ from torch import Tensor
 
 from protocol.crew import Plan, Seat, Source, crew_id, crew_key
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
-from protocol.transports.memory import MemoryNetwork, MemoryTransport, VirtualClock
-from swarm_node.agreed import settings_of
-from swarm_node.cohorts import StageCohort
+from protocol.transports.memory.transport import MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PolicyConfig, StagesConfig
+from swarm_node.pipeline.compute.partition import UNKNOWN, partition, sizes
+from swarm_node.pipeline.membership.actions import TakeSeat
+from swarm_node.pipeline.recovery.held_stages import Seats
+from swarm_node.pipeline.recovery.weight_transfer import Handing
+from swarm_node.pipeline.settings import settings_of
+from swarm_node.pipeline.stage_cohort import StageCohort
 from swarm_node.policy.loading import prepare
-from swarm_node.seats import Seats
-from swarm_node.stages.handing import Handing
-from swarm_node.stages.partition import UNKNOWN, partition, sizes
-from swarm_node.stages.post import TakeSeat
 
 SWARM, ARCHITECTURE = "ab" * 32, "cd" * 8
 PERIOD_S = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from swarm_node.sim import Peer, Simulation, Speed
+from swarm_node.runtime.simulation import Peer, Simulation, Speed
 
 SPEED = Speed(generate_tok_s=64.0, train_tok_s=2000.0)
 """A round takes about a virtual second."""

@@ -10,7 +10,7 @@ import pytest
 from protocol.manifest import Manifest
 from swarm_node.config import NodeConfig
 from swarm_node.policy.starter import build_tokenizer
-from swarm_node.sim import Peer, Speed, manifest_for
+from swarm_node.runtime.simulation import Peer, Speed, manifest_for
 from tests.support.simulated_peers import SPEED, MakePeer
 from tests.support.tiny_models import make
 from tests.support.tiny_models import save as save_model

@@ -12,7 +12,7 @@ import torch
 from benchmarks import averaging_rl, sharing
 from benchmarks.averaging_rl import ARMS, ONCE, apart
 from benchmarks.sharing_settings import SETTINGS, Setting
-from swarm_node.sim import Speed
+from swarm_node.runtime.simulation import Speed
 
 ROUNDS, PEERS = 8, 2
 TASKS = ["small/gcd", "small/lcm"]

@@ -11,7 +11,7 @@ import msgspec
 import swarm_node
 from protocol.manifest import Manifest
 from swarm_node.observability.metrics_reference import METRICS, find_metric, metrics_reference
-from swarm_node.sim import Simulation
+from swarm_node.runtime.simulation import Simulation
 from tests.support.simulated_peers import MakePeer
 
 ROOT = Path(swarm_node.__file__).parent

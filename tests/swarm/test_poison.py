@@ -11,8 +11,8 @@ from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
-from swarm_node.gossip.content import prompt_digest
-from swarm_node.sim import Peer, Simulation
+from swarm_node.runtime.simulation import Peer, Simulation
+from swarm_node.sharing.content import prompt_digest
 from swarm_node.tasks import load_tasks
 from tests.support.simulated_peers import MakePeer, exchange
 

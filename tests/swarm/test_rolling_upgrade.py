@@ -6,8 +6,8 @@ from __future__ import annotations
 from protocol.codec import open_batch
 from protocol.manifest import Manifest
 from protocol.topics import rollout_topic
-from swarm_node.installed import upgrade_command
-from swarm_node.sim import Simulation
+from swarm_node.install import upgrade_command
+from swarm_node.runtime.simulation import Simulation
 from tests.support.simulated_peers import MakePeer, exchange, peer_id, used
 
 OLD, NEW, NEWEST = 0, 1, 2

@@ -13,7 +13,7 @@ from benchmarks import sharing
 from benchmarks.format_reward import marked, tagged
 from benchmarks.sharing_settings import ARMS, SETTINGS, Setting
 from swarm_node.config import RewardsConfig
-from swarm_node.sim import Speed
+from swarm_node.runtime.simulation import Speed
 from swarm_node.tasks import load_tasks
 
 ROUNDS, PEERS = 6, 2

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from protocol.manifest import Manifest
-from protocol.transports.memory import LinkModel
+from protocol.transports.memory.transport import LinkModel
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
-from swarm_node.sim import START, Peer, Simulation, Speed
+from swarm_node.runtime.simulation import START, Peer, Simulation, Speed
 from swarm_node.types import Group
 from tests.support.simulated_peers import SPEED, MakePeer, exchange, peer_id, total, used
 
@@ -45,7 +45,7 @@ SCRIPT = """
 import json, sys, torch
 torch.set_num_threads(1)
 from swarm_node.config import NodeConfig
-from swarm_node.sim import LinkModel, Peer, Simulation, Speed, manifest_for
+from swarm_node.runtime.simulation import LinkModel, Peer, Simulation, Speed, manifest_for
 config = NodeConfig.model_validate(json.loads(sys.argv[1]))
 link = LinkModel(jitter_s=0.5, loss=0.1)
 peers = [Peer(config, Speed(64, 2000), link, starts_at=0.3 * i) for i in range(3)]

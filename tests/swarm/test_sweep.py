@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swarm_node import sweep as module
+from swarm_node.cli.commands import sweep as module
+from swarm_node.cli.commands.sweep import code_version, grid_settings, read_grid, sweep
 from swarm_node.errors import UserError
-from swarm_node.sweep import code_version, grid_settings, read_grid, sweep
 
 GRID = """
 peers = 2

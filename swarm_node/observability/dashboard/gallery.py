@@ -16,7 +16,7 @@ import msgspec
 
 from swarm_node.errors import UserError
 from swarm_node.observability.dashboard.view import Glance, View
-from swarm_node.rundir import RunDir
+from swarm_node.storage.rundir import RunDir
 
 RUNS = Path("runs")
 LISTED = 200

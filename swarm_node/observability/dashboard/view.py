@@ -15,8 +15,8 @@ import msgspec
 
 from swarm_node.observability.curves import MAX_NAMES, Curves
 from swarm_node.observability.dashboard.tail import Tail
-from swarm_node.reasons import words
-from swarm_node.rundir import RunDir
+from swarm_node.observability.reasons import words
+from swarm_node.storage.rundir import RunDir
 
 EVENTS = 300
 """The newest that are shown."""

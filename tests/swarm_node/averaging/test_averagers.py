@@ -20,14 +20,14 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.tensors import AVERAGE_METHOD, AverageHead, open_average_head, open_weights_head, seal_head
 from protocol.transports.base import Accepted, Outgoing
-from protocol.transports.memory import LinkModel
+from protocol.transports.memory.transport import LinkModel
 from swarm_node.averaging import averager as averager_module
 from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import encoded_size, pieces
-from swarm_node.averaging.fetching import weights_head
-from swarm_node.averaging.pairs import PairAverager
+from swarm_node.averaging.cohort_weights import weights_head
+from swarm_node.averaging.noloco import PairAverager
 from swarm_node.errors import SnapshotError, UserError
-from swarm_node.installed import upgrade_command
+from swarm_node.install import upgrade_command
 from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.locks import Watched
 
@@ -522,7 +522,7 @@ def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch
     cards: dict[str, PeerCard] = {}
     monkeypatch.setattr(averager.transport, "members", lambda: cards)
     monkeypatch.setattr("swarm_node.averaging.averager.version_for", partial(version_for, spoken=spoken_by(5)))
-    monkeypatch.setattr("swarm_node.averaging.fetching.version_for", partial(version_for, spoken=spoken_by(5)))
+    monkeypatch.setattr("swarm_node.averaging.cohort_weights.version_for", partial(version_for, spoken=spoken_by(5)))
     calls: list[AverageHead] = []
 
     def exchange(peer: str, method: str, ours: Outgoing, *rest: Any) -> Future[None]:

@@ -13,8 +13,8 @@ import pytest
 from swarm_node.config import load_config
 from swarm_node.errors import UserError
 from swarm_node.observability.health import MAX_REQUESTS, Health, main, metric_name, serving
-from swarm_node.rundir import RunDir
-from swarm_node.screen import Screen
+from swarm_node.runtime.console import Screen
+from swarm_node.storage.rundir import RunDir
 from tests.support.ports import free_port
 from tests.support.virtual_time import VirtualTime
 

@@ -16,9 +16,9 @@ from transformers.integrations import hub_kernels
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
+from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.policy.loading import load_policy, prepare, skeleton
 from swarm_node.policy.policy import Policy
-from swarm_node.stages.cut import load_stage
 from tests.support.tiny_models import SIZES, save
 
 

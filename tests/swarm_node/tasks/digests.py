@@ -11,7 +11,7 @@ import hashlib
 import json
 
 from swarm_node.tasks.catalogue import ALLOWED, SETS
-from swarm_node.tasks.environments import Environment
+from swarm_node.tasks.reasoning_gym import Environment
 
 ITEMS = 20
 

@@ -17,8 +17,8 @@ from swarm_node.config import RewardsConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import load_tasks
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS, describe
-from swarm_node.tasks.environments import Environment
-from swarm_node.tasks.tame import ENDLESS, common_divisors
+from swarm_node.tasks.patches import ENDLESS, common_divisors
+from swarm_node.tasks.reasoning_gym import Environment
 from swarm_node.tasks.taskset import MAX_ANSWER_CHARS
 from tests.support.repository import ROOT
 

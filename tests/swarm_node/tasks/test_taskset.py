@@ -15,11 +15,11 @@ import pytest
 from protocol.codec import decode_task_name, encode_task_name
 from protocol.errors import RemoteProtocolError
 from swarm_node.config import RewardFunction, RewardsConfig, TaskConfig
+from swarm_node.config.plugins import load_function
 from swarm_node.errors import UserError
-from swarm_node.outside import load_function
 from swarm_node.tasks import TaskSet, is_held_out, load_tasks
-from swarm_node.tasks.allot import allot
 from swarm_node.tasks.split import normalise
+from swarm_node.tasks.stratify import allot
 
 REWARDS = RewardsConfig()
 

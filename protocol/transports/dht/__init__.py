@@ -1,0 +1,1 @@
+"""The DHT of a swarm: member cards by key, and the lookups that find them."""

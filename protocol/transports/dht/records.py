@@ -1,0 +1,176 @@
+"""What may lie in the DHT: cards of this swarm's peers, and nothing else.
+
+key = membership_key(swarm, bucket_of(peer))      subkey = peer id      value = sealed card
+expiration = card.created + TTL at most           so that nobody can keep another's old card alive
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Collection
+from functools import lru_cache, partial
+
+import msgspec
+from hivemind.dht.routing import DHTID
+
+from protocol.codec import open_card
+from protocol.errors import RemoteProtocolError
+from protocol.introductions import Introductions
+from protocol.limits import MAX_CLOCK_SKEW_S, MEMBERSHIP_BUCKETS
+from protocol.messages import PeerCard
+from protocol.topics import bucket_of, membership_key
+from protocol.transports.dht.bucket import gives_way
+from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_PEER_ID_CHARS, MAX_VALUE_BYTES, Record
+
+MAX_DATED = 256
+"""Peers whose clocks are told."""
+MAX_OFF_S = 86_400.0
+"""Whose card is of a time further off is not counted among these, nor is such a card opened for long."""
+
+_bytes_decoder = msgspec.msgpack.Decoder(bytes)
+_text_decoder = msgspec.msgpack.Decoder(str)
+
+
+class CardValidator:
+    """Says of a record whether it is the card of a member of this swarm, under that member's name."""
+
+    def __init__(self, swarm: str, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self.keys = [DHTID.generate(membership_key(swarm, bucket)).to_bytes() for bucket in range(MEMBERSHIP_BUCKETS)]
+        """Where the cards of each bucket lie."""
+        self._buckets = {key: bucket for bucket, key in enumerate(self.keys)}
+        self.open = lru_cache(4096)(partial(_open, swarm))
+        """Sealed card -> (peer id, card); each is seen many times, from every replica."""
+        self.too_new = ""
+        """As `Transport.too_new`."""
+        self.made: dict[str, float] = {}
+        """Peer id -> when its newest card was made, by its own clock; also of those that are refused for it."""
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether cards may lie under `key`."""
+        return key in self._buckets
+
+    def check(
+        self, key: bytes, name: str | bytes, value: bytes, expiration: float, account: Introductions, bringer: str
+    ) -> str:
+        """The name of the peer whose card it is. `name` is that name, in msgpack if it is bytes; `value` is msgpack.
+        `bringer` is the peer that the record came from, and `account` counts the valid cards of others that it brings.
+        Raises RemoteProtocolError: key, size, schema, expiration, newcomers, signature, version, newer, swarm or
+        peer."""
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            raise RemoteProtocolError("key", "not a bucket of this swarm's members")
+        if len(value) > MAX_VALUE_BYTES or len(name) > MAX_PEER_ID_CHARS:
+            raise RemoteProtocolError("size", f"record of {len(value)} bytes")
+        try:
+            named = name if isinstance(name, str) else _text_decoder.decode(name)
+            sealed = _bytes_decoder.decode(value)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RemoteProtocolError("schema", str(error)) from error
+        now = time.time()
+        if not abs(expiration - now) <= MAX_OFF_S:  # not >: NaN too
+            raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
+        if not account.may_admit(named, bringer, now):  # costs less than a signature
+            raise RemoteProtocolError("newcomers", f"a card of {named}, over a connection that has brought many")
+        try:
+            peer, card = self.open(sealed)
+        except RemoteProtocolError as error:
+            if error.reason == "newer" and not self.too_new and named.isascii() and named.isalnum():
+                self.too_new = named  # not longer than its record
+            raise
+        if peer != named or bucket_of(peer) != bucket:
+            raise RemoteProtocolError("peer", f"a card of {peer} under the name of {named!r}")
+        if not expiration <= card.created + self._ttl_s:  # not >: NaN too
+            raise RemoteProtocolError("expiration", f"{expiration - card.created:.0f} s after its making")
+        if card.created > now + MAX_OFF_S:
+            raise RemoteProtocolError("expiration", f"made {card.created - now:.0f} s from now")
+        if peer in self.made or len(self.made) < MAX_DATED:
+            self.made[peer] = max(card.created, self.made.get(peer, 0.0))
+        if expiration > now + self._ttl_s + MAX_CLOCK_SKEW_S:
+            raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
+        if not account.admits(peer, bringer, expiration, now):
+            raise RemoteProtocolError("newcomers", f"a card of {peer}, over a connection that has brought many")
+        return peer
+
+    def card(self, value: bytes) -> tuple[str, PeerCard]:
+        """(peer id, card) of a value that `check` let pass."""
+        opened: tuple[str, PeerCard] = self.open(_bytes_decoder.decode(value))
+        return opened
+
+
+class CardStorage:
+    """This node's part of the DHT: the newest card of each peer until it runs out, `MAX_BUCKET_CARDS` a bucket. `now`
+    is Unix time, in seconds."""
+
+    def __init__(self) -> None:
+        self.connected: Collection[str] = ()
+        """Peers whose cards stay."""
+        self._own: dict[bytes, set[str]] = {}
+        """Key -> peers whose cards came from themselves; a few of them may be gone since."""
+        self._rng = random.Random()
+        self._buckets: dict[bytes, dict[str, tuple[bytes, float]]] = {}
+        self._full_until: dict[bytes, float] = {}
+
+    def store(self, key: bytes, peer: str, value: bytes, expiration: float, now: float, is_own: bool) -> bool:
+        """Keep a card that was checked; `is_own` says whether it came from its own peer. False, and nothing kept, if it
+        has run out, if one as new is held, or if the bucket is full and no other card makes way (`places`)."""
+        bucket = self._buckets.setdefault(key, {})
+        held = bucket.get(peer)
+        if expiration <= now or (held is not None and held[1] >= expiration):
+            return False
+        if held is None and not self._has_room(key, now):
+            own = self._own.get(key, set())
+            gone = gives_way(self._buckets[key], own, self.connected, is_own, self._rng)
+            if gone is None:
+                return False
+            del self._buckets[key][gone]
+            own.discard(gone)
+        bucket = self._buckets[key]
+        bucket[peer] = value, expiration
+        if is_own:
+            own = self._own.setdefault(key, set())
+            own.add(peer)
+            if len(own) > 2 * MAX_BUCKET_CARDS:
+                own.intersection_update(bucket)
+        return True
+
+    def clear(self) -> None:
+        """Forget all cards: the clock was set back."""
+        self._own.clear()
+        self._buckets.clear()
+        self._full_until.clear()
+
+    def value(self, key: bytes, peer: str) -> bytes | None:
+        """The card of a peer that is stored here, as it came."""
+        held = self._buckets.get(key, {}).get(peer)
+        return None if held is None else held[0]
+
+    def records(self, key: bytes, now: float) -> list[Record]:
+        """The cards of a bucket that have not run out."""
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            return []
+        self._buckets[key] = bucket = _live(bucket, now)
+        return [(peer, value, expiration) for peer, (value, expiration) in bucket.items()]
+
+    def _has_room(self, key: bytes, now: float) -> bool:
+        bucket = self._buckets[key]
+        if len(bucket) < MAX_BUCKET_CARDS:
+            return True
+        if now < self._full_until.get(key, now):
+            return False
+        bucket = self._buckets[key] = _live(bucket, now)
+        self._full_until[key] = min((expiration for _, expiration in bucket.values()), default=now)
+        return len(bucket) < MAX_BUCKET_CARDS
+
+    def __len__(self) -> int:
+        return sum(map(len, self._buckets.values()))
+
+
+def _live(bucket: dict[str, tuple[bytes, float]], now: float) -> dict[str, tuple[bytes, float]]:
+    return {peer: record for peer, record in bucket.items() if record[1] > now}
+
+
+def _open(swarm: str, sealed: bytes) -> tuple[str, PeerCard]:
+    return open_card(sealed, swarm)

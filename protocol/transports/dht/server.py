@@ -1,0 +1,440 @@
+"""This swarm's DHT: cards of members under `MEMBERSHIP_BUCKETS` keys, at the nodes whose ids are nearest to them.
+
+    store_card    -> own copy + the REPLICAS nearest peers + some that are connected
+    find_cards    -> own copy + the BEAM nearest peers + some that are connected
+
+On the wire it is hivemind 1.1.12's DHT (`DHTProtocol`: ping, store, find). Of hivemind's code only the routing table
+and the calls are used: its handlers decode whatever comes, believe any node id, and build answers without a bound. Here
+a peer is what its key says, a message is read with a schema (`dht_wire`), and an answer has a size.
+
+Nothing that a peer sends raises out of here but into the answer to that peer; it is counted in `refusals`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from google.protobuf.message import DecodeError
+from hivemind.dht.routing import DHTID, RoutingTable
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
+from hivemind.proto import dht_pb2
+
+from protocol.errors import PeerUnreachable, RemoteProtocolError
+from protocol.introductions import Introductions
+from protocol.limits import MEMBERSHIP_BUCKETS
+from protocol.transports.dht import messages as dht_wire
+from protocol.transports.dht.lookup import SMALL, direct, search
+from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_NEAREST, Record, node_id_of
+from protocol.transports.dht.records import CardStorage, CardValidator
+from protocol.transports.gossip.gate import Budgets
+from protocol.transports.refusals import Refusals
+
+REPLICAS = 5
+"""Nearest peers that keep a card: hivemind's default."""
+CALL_S = 3.0
+"""Longest that a peer may take to answer; hivemind's default."""
+DEPTH_MODULO = 5
+"""hivemind's default: how far a table is split that this node is not in itself."""
+MAX_ANSWER_CARDS_BYTES = 3 * 2**20
+"""Cards in one answer: with the peers named beside them (20 KB) it stays well below the 4 MiB of a message of p2pd."""
+MAX_GIVEN_BYTES = 32 * 2**20
+"""Cards that one peer gets in a minute: ten answers of the largest size, which only a newcomer to a swarm of thousands
+asks for. Beyond, it gets answers without cards."""
+MAX_FINDS = 600
+"""Finds of one peer in a minute: a node makes one to five a round, and a round takes a second at least. Each takes this
+node 1 ms, or 7 ms where all buckets are full."""
+MAX_TOLD = 1200
+"""Pings and stores of one peer in a minute, and the cards in these: a node stores its own card every 15 s, or once a
+round while nobody takes it, and pings when it connects. Each takes this node a signature or less."""
+MAX_REFUSED = 600
+"""Calls of one peer that are refused in a minute before it is hung up on: an answer, also a refusal, costs as much as a
+store. A handshake costs the peer as much as this node."""
+ASKERS = 1024
+"""Peers whose share is remembered: more than p2pd has connections."""
+BREATHE = 64
+"""Records checked before others get their turn: some 10 ms of signatures."""
+AVOIDED_S = 5.0
+"""A peer that did not answer, or answered with nonsense, is not asked for so long: about one round of lookups, so that
+a bootstrap peer that was busy once is asked in the next."""
+MAX_AVOIDED = 1024
+STORED_EACH, STORED_ALL = 128, 512
+"""Cards of others that one connection, and all together, may have stored here at a time: a node that joins gets those
+of its buckets from its neighbours, some 60 a bucket in a swarm of 1,000; their own peers renew them within 15 s."""
+FOUND_EACH, FOUND_ALL = 1024, 8192
+"""Cards of others that are believed at a time from one peer's answers, and from those of all: a quarter of, and twice,
+what the peer table holds."""
+_FAILURES = (P2PDaemonError, P2PHandlerError, PeerUnreachable, OSError, EOFError, DecodeError)
+"""What a call to a peer raises; `OSError` includes running into its time limit, and `PeerUnreachable` is raised for a
+peer that is only known by name and cannot be dialled."""
+
+T = TypeVar("T")
+Found = dict[str, tuple[bytes, float]]
+"""Peer id -> value and expiration of its newest card."""
+
+
+class Accounts:
+    """What connections have brought of other peers' cards. A node has one for its life, over all starts of p2pd.
+
+        X stores   -> X's own card: always   others': `STORED_EACH` at a time over one connection, `STORED_ALL` in all
+        X answers  -> X's own card: always   others': `FOUND_EACH` at a time over one connection, `FOUND_ALL` in all
+
+    A peer stores its own card every few seconds; what others bring of it is a help in the meantime. So the cards that
+    others bring keep out no card that its own peer brings.
+    """
+
+    def __init__(self) -> None:
+        self.stored = Introductions(STORED_EACH, STORED_ALL)
+        self.found = Introductions(FOUND_EACH, FOUND_ALL)
+
+
+class BoundedTable(RoutingTable):  # type: ignore[misc]
+    """hivemind's routing table, in which no more peers wait for a bucket's places than the bucket has."""
+
+    def add_or_update_node(self, node_id: DHTID, peer_id: PeerID) -> tuple[DHTID, PeerID] | None:
+        stale: tuple[DHTID, PeerID] | None = super().add_or_update_node(node_id, peer_id)
+        bucket = self.buckets[self.get_bucket_index(node_id)]
+        while len(bucket.replacement_nodes) > self.bucket_size:
+            del self[next(iter(bucket.replacement_nodes))]
+        return stale
+
+    def forget(self, node_id: DHTID) -> None:
+        """Remove a peer, if it is there."""
+        if node_id in self:
+            self.buckets[self.get_bucket_index(node_id)].nodes_requested_for_ping.discard(node_id)
+            del self[node_id]
+
+
+class CardDHT(ServicerBase):  # type: ignore[misc]
+    """One node's part in the DHT, over one p2pd. `client`: it asks, and is not asked."""
+
+    def __init__(
+        self,
+        p2p: P2P,
+        peer: str,
+        validator: CardValidator,
+        storage: CardStorage,
+        accounts: Accounts,
+        refusals: Refusals,
+        client: bool = False,
+        named: Callable[[str, Iterable[PeerID]], None] = lambda namer, peers: None,
+    ) -> None:
+        """`named` is told which peers a peer named in an answer."""
+        super().__init__()
+        self.me = PeerID.from_base58(peer)
+        self.table = BoundedTable(node_id_of(self.me), MAX_NEAREST, DEPTH_MODULO)
+        self.storage = storage
+        self._p2p = p2p
+        self._validator = validator
+        self._accounts = accounts
+        self._refusals = refusals
+        self._client = client
+        self._named = named
+        self._info = dht_pb2.NodeInfo(node_id=b"" if client else node_id_of(self.me).to_bytes())
+        self._mine: tuple[bytes, Record] | None = None
+        """This node's own card, and its key."""
+        self._given = Budgets(ASKERS, MAX_GIVEN_BYTES)
+        self._calls = Budgets(ASKERS, MAX_FINDS, MAX_TOLD, MAX_REFUSED)
+        self._ending: dict[PeerID, asyncio.Future[Any]] = {}
+        """Peers that are being hung up on."""
+        self._avoided: dict[PeerID, float] = {}
+        """Peer -> until when (monotonic)."""
+        self._pings: set[asyncio.Task[bool]] = set()
+        self._rng = random.Random()
+
+    async def serve(self) -> None:
+        """Answer peers from now on, unless this is a client."""
+        if not self._client:
+            await self.add_p2p_handlers(self._p2p)
+
+    @classmethod
+    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        return f"DHTProtocol.{method_name}"  # whatever this class is called
+
+    # ---------------------------------------------------------------- what others ask
+
+    async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+        """A peer says that it is there."""
+        self._take_call(context.remote_id, told=1)
+        self._meet(context.remote_id, request.peer.node_id)
+        return dht_pb2.PingResponse(peer=self._info, dht_time=time.time())
+
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        """A peer wants cards kept: single ones, or buckets."""
+        peer = str(context.remote_id)
+        self._take_call(context.remote_id, told=1)
+        self._meet(context.remote_id, request.peer.node_id)
+        kept, left = [], STORED_EACH  # no more would be let in; this project's nodes send one
+        for key, name, value, expiration in self._read(peer, dht_wire.read_store, request):
+            if name:
+                records: Sequence[Any] = [(name, value, expiration)]
+            else:
+                records = self._bucket(peer, key, value)
+            self._take_call(context.remote_id, told=len(records[:left]))
+            checked = await self._checked(self._accounts.stored, peer, key, records[:left])
+            left -= len(records[:left])
+            kept_now = [self.storage.store(key, *record, time.time(), record[0] == peer) for record in checked]
+            kept.append(bool(records) and len(checked) == len(records) and all(kept_now))
+        return dht_pb2.StoreResponse(store_ok=kept, peer=self._info)
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        """A peer asks for the cards under some keys, and who is near to these."""
+        asker, peer = context.remote_id, str(context.remote_id)
+        self._take_call(asker, finds=1)
+        self._meet(asker, request.peer.node_id)
+        keys = self._read(peer, dht_wire.read_keys, request.keys)
+        held = [self._held(key) for key in keys]
+        sizes = [sum(len(value) + 80 for _, value, _ in records) for records in held]
+        rooms = dht_wire.shares(sizes, MAX_ANSWER_CARDS_BYTES)
+        answer = dht_pb2.FindResponse(peer=self._info)
+        for key, records, size, room in zip(keys, held, sizes, rooms, strict=True):
+            result = answer.results.add(type=dht_pb2.NOT_FOUND)
+            if records and self._given.take(peer, time.time(), min(size, room)):
+                result.type = dht_pb2.FOUND_DICTIONARY
+                result.value = dht_wire.encode_bucket(self._some(records, size, room))
+                result.expiration_time = max(expiration for _, _, expiration in records)
+            elif records:
+                self._refusals.note(peer, "rate")
+            for node_id, near in self.table.get_nearest_neighbors(
+                DHTID.from_bytes(key), MAX_NEAREST, exclude=node_id_of(asker)
+            ):
+                result.nearest_node_ids.append(node_id.to_bytes())
+                result.nearest_peer_ids.append(near.to_bytes())
+        return answer
+
+    def _take_call(self, peer: PeerID, finds: int = 0, told: int = 0) -> None:
+        """Count finds of a peer, or what it tells. Raises RemoteProtocolError `rate` for more than a minute allows."""
+        name, now = str(peer), time.time()
+        if self._calls.take(name, now, finds, told, 0):
+            return
+        self._refusals.note(name, "rate")
+        if not self._calls.take(name, now, 0, 0, 1) and peer not in self._ending:
+            self._ending[peer] = asyncio.ensure_future(self._hang_up(peer))
+        raise RemoteProtocolError(
+            "rate", f"more than {MAX_FINDS} finds, or {MAX_TOLD} pings, stores and cards, a minute"
+        )
+
+    async def _hang_up(self, peer: PeerID) -> None:
+        try:
+            with suppress(*_FAILURES):  # it has gone, or p2pd has
+                await asyncio.wait_for(self._p2p._client.disconnect(peer), CALL_S)
+        finally:
+            del self._ending[peer]
+
+    def _held(self, key: bytes) -> list[Record]:
+        """The cards under a key; this node's own comes first, and is there even if the bucket is full."""
+        records = self.storage.records(key, time.time())
+        if self._mine is not None and self._mine[0] == key:
+            mine = self._mine[1]
+            records = [mine, *(record for record in records if record[0] != mine[0])]
+        return records
+
+    def _some(self, records: list[Record], size: int, room: int) -> list[Record]:
+        """As many as fit, chosen by chance each time: who asks several peers, or again, comes to know the others."""
+        if size <= room:
+            return records
+        first, *rest = records
+        self._rng.shuffle(rest)
+        some, left = [first], room - len(first[1]) - 80
+        for record in rest:
+            left -= len(record[1]) + 80
+            if left < 0:
+                break
+            some.append(record)
+        return some
+
+    # ---------------------------------------------------------------- what this node asks
+
+    async def ping(self, peer: PeerID) -> bool:
+        """Whether a peer answers and keeps a part of the DHT."""
+        request = dht_pb2.PingRequest(peer=self._info)
+        answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_ping(request, timeout=CALL_S))
+        return answer is not None and self._meet(peer, answer.peer.node_id)
+
+    async def give_own(self, peer: PeerID) -> None:
+        """Give a peer this node's card, if there is one that lives."""
+        if self._mine is not None and self._mine[1][2] > time.time():
+            await self._give(peer, *self._mine)
+
+    async def store_card(
+        self, key: bytes, record: Record, members: int, bootstrap: Collection[str], connected: Sequence[str]
+    ) -> int:
+        """Keep this node's own card, and have it kept by others; by how many it is."""
+        self._mine = key, record
+        self.storage.store(key, *record, time.time(), is_own=True)
+        also = self._direct(bootstrap, connected, members)
+        nearest = await self._search([key], {}, lambda peer, keys: self._find(peer, keys, {}))
+        takers = dict.fromkeys([*nearest[int.from_bytes(key, "big")][:REPLICAS], *also])
+        taken = await asyncio.gather(*(self._give(peer, key, record) for peer in takers))
+        return sum(taken)
+
+    async def find_cards(
+        self, keys: Sequence[bytes], members: int, bootstrap: Collection[str], connected: Sequence[str]
+    ) -> Found:
+        """The newest card of each peer under these keys, from the peers nearest to each and from some that are
+        `connected`, while `members` others are known."""
+        some = self._rng.sample(keys, max(1, len(keys) * SMALL // max(SMALL, members)))
+        also = dict.fromkeys(self._direct(bootstrap, connected, members), some)
+        found: Found = {}
+        for key in keys:
+            _keep_newest(found, self._held(key))
+        await self._search(keys, also, lambda peer, keys: self._find(peer, keys, found))
+        return found
+
+    def forget_cards(self) -> None:
+        """Forget the cards that are stored here, and who brought any: the clock was set back."""
+        self.storage.clear()
+        self._accounts.stored.clear()
+        self._accounts.found.clear()
+
+    async def look_around(self) -> None:
+        """Ask for the peers nearest to this node, and let these know of it."""
+        me = node_id_of(self.me).to_bytes()
+        await self._search([me], {}, lambda peer, keys: self._find(peer, keys, {}))
+
+    def _direct(self, bootstrap: Collection[str], connected: Sequence[str], members: int) -> list[PeerID]:
+        chosen = [PeerID.from_base58(peer) for peer in direct(connected, bootstrap, members, self._rng)]
+        return [peer for peer in chosen if not self._is_avoided(peer)]
+
+    async def _search(
+        self,
+        keys: Collection[bytes],
+        also: Mapping[PeerID, Sequence[bytes]],
+        find: Callable[[PeerID, Sequence[bytes]], Awaitable[Collection[PeerID] | None]],
+    ) -> dict[int, list[PeerID]]:
+        ids = {int.from_bytes(key, "big"): key for key in keys}
+        near = [self.table.get_nearest_neighbors(DHTID(id), MAX_NEAREST) for id in ids]
+
+        async def ask(peer: PeerID, wanted: Sequence[int]) -> Collection[PeerID] | None:
+            return None if self._is_avoided(peer) else await find(peer, [ids[id] for id in wanted])
+
+        also_ids = {peer: [int.from_bytes(key, "big") for key in wanted] for peer, wanted in also.items()}
+        return await search(list(ids), {peer for some in near for _, peer in some}, also_ids, ask, node_id_of)
+
+    async def _find(self, peer: PeerID, keys: Sequence[bytes], found: Found) -> list[PeerID] | None:
+        """Ask one peer; its valid cards go to `found`. The peers that it names, or None if it failed."""
+        request = dht_pb2.FindRequest(keys=keys, peer=self._info)
+        answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_find(request, timeout=CALL_S))
+        if answer is None:
+            return None
+        self._meet(peer, answer.peer.node_id)
+        if len(answer.results) != len(keys):
+            self._refusals.note(str(peer), "schema")
+            self._avoid(peer)
+            return None
+        named: set[PeerID] = set()
+        for key, result in zip(keys, answer.results, strict=True):
+            near, false = dht_wire.read_nearest(result.nearest_node_ids, result.nearest_peer_ids)
+            if false:
+                self._refusals.note(str(peer), "node_id", false)
+            named.update(near)
+            if result.type == dht_pb2.NOT_FOUND or key not in self._validator:
+                continue
+            try:
+                records = self._bucket(str(peer), key, result.value)
+            except RemoteProtocolError:
+                self._avoid(peer)
+                return None
+            _keep_newest(found, await self._checked(self._accounts.found, str(peer), key, records))
+        named.discard(self.me)
+        self._named(str(peer), named)
+        return list(named)
+
+    async def _give(self, peer: PeerID, key: bytes, record: Record) -> bool:
+        """Whether a peer took a card."""
+        name, value, expiration = record
+        request = dht_pb2.StoreRequest(
+            keys=[key],
+            subkeys=[msgspec.msgpack.encode(name)],
+            values=[value],
+            expiration_time=[expiration],
+            in_cache=[False],
+            peer=self._info,
+        )
+        answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_store(request, timeout=CALL_S))
+        if answer is None:
+            return False
+        self._meet(peer, answer.peer.node_id)
+        return any(answer.store_ok)
+
+    async def _call(self, peer: PeerID, call: Awaitable[T]) -> T | None:
+        """What a peer answers; None if it does not, and then it is passed over for a while."""
+        try:
+            return await call
+        except _FAILURES:
+            self._avoid(peer)
+            return None
+
+    # ---------------------------------------------------------------- what is believed
+
+    def _meet(self, peer: PeerID, claimed: bytes) -> bool:
+        """Take a peer that was heard of into the table, if the node id that it claims follows from its key. A peer that
+        only asks claims none."""
+        if not claimed:
+            return False
+        node_id = node_id_of(peer)
+        if claimed != node_id.to_bytes():
+            self._refusals.note(str(peer), "node_id")
+            return False
+        self._avoided.pop(peer, None)
+        if peer != self.me:
+            stale = self.table.add_or_update_node(node_id, peer)
+            if stale is not None:  # it makes way for one that waits, if it does not answer
+                ping = asyncio.ensure_future(self.ping(stale[1]))
+                self._pings.add(ping)
+                ping.add_done_callback(self._pings.discard)
+        return True
+
+    def _avoid(self, peer: PeerID) -> None:
+        self.table.forget(node_id_of(peer))
+        self._avoided.pop(peer, None)
+        self._avoided[peer] = time.monotonic() + AVOIDED_S
+        if len(self._avoided) > MAX_AVOIDED:
+            del self._avoided[next(iter(self._avoided))]
+
+    def _is_avoided(self, peer: PeerID) -> bool:
+        return self._avoided.get(peer, 0.0) > time.monotonic()
+
+    def _bucket(self, peer: str, key: bytes, value: bytes) -> list[Record]:
+        """The records of a bucket that a peer sent. Raises RemoteProtocolError: key or schema."""
+        if key not in self._validator:
+            self._refusals.note(peer, "key")
+            raise RemoteProtocolError("key", "not a bucket of this swarm's members")
+        return self._read(peer, dht_wire.decode_bucket, value)
+
+    async def _checked(
+        self, account: Introductions, peer: str, key: bytes, records: Iterable[tuple[str | bytes, bytes, float]]
+    ) -> list[Record]:
+        """The records that are cards and that `account` admits; the rest is counted against `peer`, which sent them."""
+        checked, names = [], set()
+        for place, (name, value, expiration) in enumerate(records, 1):
+            try:
+                if name in names:
+                    raise RemoteProtocolError("schema", "two cards under one name")
+                names.add(name)
+                checked.append((self._validator.check(key, name, value, expiration, account, peer), value, expiration))
+            except RemoteProtocolError as error:
+                self._refusals.note(peer, error.reason)
+            if place % BREATHE == 0:
+                await asyncio.sleep(0)
+        return checked
+
+    def _read(self, peer: str, read: Callable[[Any], T], data: Any) -> T:
+        try:
+            return read(data)
+        except RemoteProtocolError as error:
+            self._refusals.note(peer, error.reason)
+            raise
+
+
+def _keep_newest(found: Found, records: Iterable[Record]) -> None:
+    """Take records into what is found, up to as many as all buckets hold."""
+    for peer, value, expiration in records:
+        held = found.get(peer)
+        if held is None and len(found) < MEMBERSHIP_BUCKETS * MAX_BUCKET_CARDS or held and held[1] < expiration:
+            found[peer] = value, expiration

@@ -1,0 +1,361 @@
+"""The node's end of gossip: starts `gossip_sidecar` as a process of its own, talks to it, and starts it again when it
+dies. asyncio only: libp2p and hivemind cannot be imported into one process.
+
+    publish -> bounded queue -> stdin  | sidecar |  stdout -> on_message
+
+Nothing here waits for the sidecar: while it is away, messages queue up to their bounds, then are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from protocol.transports.gossip.pipe import (
+    Ask,
+    Command,
+    Dial,
+    Drop,
+    Event,
+    Frames,
+    GossipSettings,
+    Message,
+    Publish,
+    Ready,
+    Status,
+    Subscribe,
+    frame,
+)
+from protocol.transports.ports import Port
+from protocol.transports.refusals import Refused
+
+SIDECAR = "protocol.transports.gossip.sidecar"
+START_S = 30.0
+"""A start takes a second or two; on a machine that swaps, longer."""
+RESTART_S = 0.5, 30.0
+"""First and longest pause before a restart; doubled each time, until a process has lived for `SETTLED_S`."""
+SETTLED_S = 20.0
+ASK_S = 5.0
+PROBE_S = 10.0
+"""A sidecar that answers none of two probes in a row is killed: it hangs, or was stopped."""
+MAX_QUEUE, MAX_QUEUE_BYTES = 64, 16 * 2**20
+"""Messages waiting for the sidecar."""
+MAX_COMMANDS = 1024
+"""Other commands waiting for it."""
+LOG_LINES, LOG_CHARS = 40, 400
+"""Of the sidecar's stderr that are kept."""
+CHUNK = 256 * 1024
+
+
+class Stat(msgspec.Struct, frozen=True):
+    """`Status` with totals over all lives of the sidecar."""
+
+    peers: list[str]
+    mesh: dict[str, int]
+    bytes_in: int
+    bytes_out: int
+    messages_in: int
+    messages_out: int
+    dropped: int
+    rejected: dict[str, int]
+    ways: dict[str, str] = {}
+    sources: dict[str, Refused] = {}
+    """Of the life of the sidecar that was asked last."""
+
+
+class GossipClient:
+    """Lives in one asyncio loop. `publish` may be called from any thread, everything else from that loop."""
+
+    def __init__(
+        self,
+        settings: GossipSettings,
+        on_message: Callable[[str, bytes], None],
+        report: Callable[[str], None],
+        port: Port | None = None,
+    ) -> None:
+        """`on_message` is told (topic, data); `report` a line for people when something went wrong. With a `port`, the
+        sidecar listens there and nowhere else; without, on that of the settings or the next free one."""
+        self.settings = settings
+        self._port = port
+        self.on_message = on_message
+        self.report = report
+        self.on_restart: Callable[[], None] | None = None
+        """Told when a new sidecar is up: `gossip_id` and `addresses` have changed, all connections are gone."""
+        self.gossip_id = ""
+        """Of the sidecar that lives now or lived last."""
+        self.addresses: list[str] = []
+        """Multiaddresses of it, those worth telling first; none if it only dials."""
+        self.restarts = 0
+        self.pid: int | None = None
+        """None while it is away."""
+        self._topics: dict[str, None] = {}
+        self._messages: deque[Publish] = deque()
+        self._queued = 0  # bytes
+        self._lock = threading.Lock()  # of the two above
+        self._commands: deque[Command] = deque(maxlen=MAX_COMMANDS)
+        self._wake = asyncio.Event()
+        self._up = asyncio.Event()
+        self._asked: dict[int, asyncio.Future[Status]] = {}
+        self._asks = 0
+        self._before = Stat([], {}, 0, 0, 0, 0, 0, {})
+        self._last = self._before
+        self._log: deque[str] = deque(maxlen=LOG_LINES)
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Returns once the first sidecar listens. Raises PeerUnreachable if none does within `START_S`."""
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._supervise())
+        try:
+            await asyncio.wait_for(self._up.wait(), START_S)
+        except TimeoutError as error:
+            await self.close()
+            last = self._log[-1] if self._log else "it says nothing"
+            raise PeerUnreachable(f"the gossip process did not start within {START_S:.0f} s: {last}") from error
+
+    def publish(self, topic: str, data: bytes) -> bool:
+        """Send to all subscribers of `topic`; False if the queue is full. Never waits. From any thread."""
+        with self._lock:
+            if len(self._messages) >= MAX_QUEUE or self._queued + len(data) > MAX_QUEUE_BYTES:
+                return False
+            self._messages.append(Publish(topic, data))
+            self._queued += len(data)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake.set)
+        return True
+
+    def subscribe(self, topic: str) -> None:
+        """Have messages on `topic` delivered, also after restarts."""
+        self._topics[topic] = None
+        self._send(Subscribe(topic))
+
+    def dial(self, address: str) -> None:
+        """Connect to the gossip process at a multiaddress that ends in its id; `stat` tells whether it worked."""
+        self._send(Dial(address))
+
+    def drop(self, ids: list[str]) -> None:
+        """Hang up on these gossip ids."""
+        self._send(Drop(ids))
+
+    async def stat(self) -> Stat:
+        """Raises PeerUnreachable if the sidecar does not answer within `ASK_S`."""
+        self._asks += 1
+        number, answer = self._asks, asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self._send(Ask(number))
+        try:
+            return self._total(await asyncio.wait_for(answer, ASK_S))
+        except TimeoutError as error:
+            raise PeerUnreachable("the gossip process does not answer") from error
+        finally:
+            self._asked.pop(number, None)
+
+    async def close(self) -> None:
+        """Ends the sidecar; within a few seconds."""
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # ------------------------------------------------------------ one life after another
+
+    async def _supervise(self) -> None:
+        pause = RESTART_S[0]
+        while not self._closing:
+            began = asyncio.get_running_loop().time()
+            try:
+                code = await self._live()
+            except (OSError, LocalProtocolError) as error:  # no memory, file descriptors or ports left: later, perhaps
+                self._log.append(str(error))
+                code = None
+            self._up.clear()
+            if asyncio.get_running_loop().time() - began > SETTLED_S:
+                pause = RESTART_S[0]
+            tail = f"; last words: {self._log[-1]}" if self._log else ""
+            self.report(f"gossip process ended ({code}), starts again in {pause:.1f} s{tail}")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RESTART_S[1])
+            self.restarts += 1
+
+    async def _live(self) -> int:
+        """One process from start to end; its exit code. Raises OSError, and LocalProtocolError if no port is left."""
+        if self._port is not None:
+            self.settings = msgspec.structs.replace(self.settings, port=self._port.take())
+        root = str(Path(__file__).parents[2])
+        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            SIDECAR,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,  # Ctrl-C is for the node, which then closes our stdin
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+            limit=CHUNK,
+        )
+        self.pid = process.pid
+        self._log.clear()
+        work = [asyncio.create_task(job) for job in (self._read(process), self._write(process), self._probe())]
+        stderr = asyncio.create_task(self._keep_log(process))
+        try:
+            # The first to end, whichever, ends the others: EOF, a broken pipe, nonsense on stdout, no answer.
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.pid = None
+            self._before = self._last
+            for task in work:
+                task.cancel()
+            assert process.stdin is not None
+            process.stdin.close()
+            rest = [stderr, asyncio.create_task(_drain(process, reading=work[0]))]
+            code = await _end(process, patience=2.0 if self._closing else 0.2)
+            errors = await asyncio.gather(*work, return_exceptions=True)
+            await asyncio.wait(rest, timeout=1.0)
+            for task in rest:
+                task.cancel()
+        for error in errors:
+            if isinstance(error, RemoteProtocolError):
+                self._log.append(f"unreadable: {error}")
+            elif isinstance(error, Exception) and not isinstance(error, ConnectionError):
+                self._log.append(repr(error))
+        return code
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        frames: Frames[Event] = Frames(Event)
+        while data := await process.stdout.read(CHUNK):
+            for event in frames.feed(data):
+                if isinstance(event, Ready) and self._is_elsewhere(event.port):
+                    return
+                try:
+                    self._handle(event)
+                except Exception as error:  # the port's promise: what handlers raise is dropped
+                    self.report(f"{type(event).__name__} from gossip was dropped: {error!r}")
+
+    def _is_elsewhere(self, port: int) -> bool:
+        """Whether a program that claims no ports was quicker."""
+        if self._port is None or (port == self._port.number and not self._port.is_shared()):
+            return False
+        self._log.append(f"port {self._port.number} was taken meanwhile")
+        return True
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Message(topic, data):
+                self.on_message(topic, data)
+            case Status(number):
+                self._last = self._total(event)
+                answer = self._asked.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(event)
+            case Ready(gossip_id, addresses, port):
+                self.gossip_id, self.addresses = gossip_id, addresses
+                if port:
+                    self.settings = msgspec.structs.replace(self.settings, port=port)  # where peers know to find us
+                self._up.set()
+                if self.restarts and self.on_restart is not None:
+                    self.on_restart()
+
+    async def _write(self, process: asyncio.subprocess.Process) -> None:
+        pipe = process.stdin
+        assert pipe is not None
+        pipe.write(frame(self.settings))
+        self._commands = deque(
+            [*map(Subscribe, self._topics), *(command for command in self._commands if not isinstance(command, Ask))],
+            maxlen=MAX_COMMANDS,
+        )
+        while True:
+            while (command := self._next()) is not None:
+                pipe.write(frame(command))
+                await pipe.drain()
+            self._wake.clear()
+            if not self._commands and not self._messages:
+                await self._wake.wait()
+
+    def _next(self) -> Command | None:
+        if self._commands:
+            return self._commands.popleft()
+        with self._lock:
+            if not self._messages:
+                return None
+            message = self._messages.popleft()
+            self._queued -= len(message.data)
+            return message
+
+    async def _probe(self) -> None:
+        """Returns when the sidecar has not answered twice; once is not enough, this process may have slept itself."""
+        try:
+            await asyncio.wait_for(self._up.wait(), START_S)
+        except TimeoutError:
+            self._log.append("it did not start in time and was killed")
+            return
+        missed = 0
+        while missed < 2:
+            await asyncio.sleep(PROBE_S)
+            try:
+                await self.stat()
+                missed = 0
+            except PeerUnreachable:
+                missed += 1
+        self._log.append("it did not answer and was killed")
+
+    async def _keep_log(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        rest = b""
+        while data := await process.stderr.read(4096):
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[-LOG_CHARS:]
+            self._log.extend(line[-LOG_CHARS:].decode(errors="replace") for line in lines if line.strip())
+
+    def _send(self, command: Command) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _total(self, now: Status) -> Stat:
+        before = self._before
+        reasons = before.rejected | {k: n + before.rejected.get(k, 0) for k, n in now.rejected.items()}
+        return Stat(
+            peers=now.peers,
+            mesh=now.mesh,
+            bytes_in=before.bytes_in + now.bytes_in,
+            bytes_out=before.bytes_out + now.bytes_out,
+            messages_in=before.messages_in + now.messages_in,
+            messages_out=before.messages_out + now.messages_out,
+            dropped=before.dropped + now.dropped,
+            rejected=reasons,
+            ways=now.ways,
+            sources=now.sources,
+        )
+
+
+async def _drain(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
+    """Throw away what is still on stdout: a pipe that nobody reads is never closed, and `wait` waits for that."""
+    assert process.stdout is not None
+    await asyncio.wait([reading])
+    while await process.stdout.read(CHUNK):
+        pass
+
+
+async def _end(process: asyncio.subprocess.Process, patience: float) -> int:
+    """Its exit code; killed if it does not go by itself, now that its stdin is closed."""
+    try:
+        return await asyncio.wait_for(process.wait(), patience)
+    except TimeoutError:
+        pass
+    finally:  # also if we are being closed ourselves
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return await process.wait()

@@ -1,0 +1,455 @@
+"""GossipSub of py-libp2p 0.8.1, hardened: what a remote peer could do to it, and what is done against that here.
+
+undecodable frame or key, error in a handler       ended the whole service    the peer is banned
+message ids and topics invented by a peer          kept for ever              stripped before the library sees them
+addresses in peer records, peer exchange           stored, dialled            stripped likewise
+two tasks that write to one stream                 frames interleave          one lock a stream
+a peer that stops reading                          blocks after 32 messages   its connection is closed
+data beyond the window, streams without end        buffered                   its connection is closed
+many peers that each have little lying unread      buffered                   the largest heap's connection is closed
+meshes that are cut to the usual degree            a hub drops its leaves     who dialled us is never pruned
+meshes that are full of leaves                     hubs do not link           two whom we dialled are always in
+
+All that touches the insides of py-libp2p is in this file and in `safe_host`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import trio
+from google.protobuf.message import DecodeError
+from libp2p.abc import IHost, INetStream
+from libp2p.exceptions import ParseError
+from libp2p.io.exceptions import IOException, MessageTooLarge
+from libp2p.network.connection.exceptions import RawConnError
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.peer.id import ID
+from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11, PROTOCOL_ID_V12, GossipSub
+from libp2p.pubsub.pb import rpc_pb2
+from libp2p.pubsub.pubsub import Pubsub
+from libp2p.pubsub.score import ScoreParams, TopicScoreParams
+from libp2p.pubsub.validators import signature_validator
+from libp2p.rcmgr import Direction
+from libp2p.utils.varint import read_varint_prefixed_bytes_limited
+
+from protocol.transports.gossip.pipe import MAX_CONNECTIONS
+from protocol.transports.gossip.places import MAX_BUFFERED
+from protocol.transports.gossip.safe_host import CountedTCP, connect, make_host
+
+__all__ = ["CountedTCP", "HubGossipSub", "SafePubsub", "connect", "make_host"]
+
+log = logging.getLogger("gossip")
+
+MAX_RPC_BYTES = 1 << 20
+"""Larger frames end the stream; the library drops larger ones on the way out."""
+MAX_RPC_MESSAGES = 32
+"""Messages in a frame; honest peers send one, or a few when asked for missed ones."""
+MAX_RPC_CONTROLS = 64
+"""Control entries of a kind in a frame, and message ids in an entry."""
+MAX_BACKOFF_S = 60
+BAN_S = 120.0
+"""A banned peer may come back after this; a fresh key is free anyway."""
+MAX_BANS = 4096
+STUCK_S = 20.0
+"""A peer that reads nothing for so long, or does not speak gossip, is hung up on."""
+WATCH_S, BUFFERS_S = 1.0, 0.1
+"""Between two looks at peers, and at what all of them have lying unread while that is more than a quarter of the bound:
+some 5 MB can arrive within the shorter time, and less than three quarters of the bound within the longer one."""
+MAX_ALL_BUFFERED = 128 * 2**20
+"""Bytes lying unread of all connections together: with 100 MB of its own, the process stays far below `MAX_RSS`."""
+MAX_GOSSIP_STREAMS = 3
+"""Streams on which one peer sends gossip: one, and another after the first broke. Each may hold a frame."""
+MAX_STREAMS = 64
+"""Streams of a connection; an honest one has three or four."""
+HOUSEKEEPING_S = 30.0
+MAX_SEEN = 100_000
+"""Message ids remembered, some 20 MB; forgotten all at once if ever reached (`Gate` still knows what was let in)."""
+
+MAX_QUEUE, MAX_QUEUE_BYTES = 256, 16 * 2**20
+"""Frames that wait for one peer; the rest is lost to it. The library's 32 lose what a dozen peers say at once."""
+MIN_DIALLED = 2
+
+LARGE_BYTES = 2048
+LINGER_S, LINGER_BYTES_PER_S = (0.01, 0.04), 4e6
+"""Large messages are passed on after this and a random part of the time they take at that speed: neighbours say
+meanwhile that they have them. Measured with four peers, all linked, 60 KB: 0.9 copies sent per peer instead of 2.2."""
+
+GRAYLIST = -50.0
+"""Score below which a peer is banned: some six bad messages in a minute; what it delivers first earns at most 10."""
+
+
+# ---------------------------------------------------------------- routing
+
+
+class HubGossipSub(GossipSub):
+    """GossipSub whose meshes keep all who dialled us, whatever the degree."""
+
+    def __init__(self, degree: int) -> None:
+        super().__init__(
+            [PROTOCOL_ID_V12, PROTOCOL_ID_V11],
+            degree,
+            degree_low=max(1, degree * 2 // 3),
+            degree_high=2 * degree,
+            heartbeat_interval=1,
+            prune_back_off=10,
+            score_params=ScoreParams(
+                p2_first_message_deliveries=TopicScoreParams(weight=1, cap=10, decay=0.9),
+                p4_invalid_messages=TopicScoreParams(weight=10, cap=100, decay=0.98),  # positive: it is subtracted
+                p5_behavior_penalty_weight=1,
+                p5_behavior_penalty_decay=0.98,
+                publish_threshold=GRAYLIST,
+                gossip_threshold=GRAYLIST,
+                graylist_threshold=GRAYLIST,
+                accept_px_threshold=float("inf"),
+            ),
+            max_idontwant_messages=256,
+            adaptive_gossip_enabled=False,  # slows the heartbeat down to a minute
+            spam_protection_enabled=False,  # drops bursts; the gate has rates of its own
+            eclipse_protection_enabled=False,  # wants three networks, which a home or a laptop is not
+        )
+
+    def mesh_heartbeat(self) -> Any:
+        """Have `MIN_DIALLED` peers that we dialled in each mesh: two hubs with leaves enough would else never link."""
+        grafts, prunes = super().mesh_heartbeat()
+        assert self.pubsub is not None
+        for topic in self.mesh.keys() & self.pubsub.peer_topics.keys():
+            mesh = self.mesh[topic]
+            missing = MIN_DIALLED - len(self._dialled(mesh))
+            if missing > 0:
+                others = self._get_in_topic_gossipsub_peers_from_minus(topic, MAX_CONNECTIONS, mesh, True)
+                for peer in self.select_from_minus(missing, self._dialled(others), ()):
+                    mesh.add(peer)
+                    grafts[peer].append(topic)
+        return grafts, prunes
+
+    def _select_peers_for_pruning(self, topic: str, num_to_prune: int) -> list[ID]:
+        """Only peers that we dialled, beyond the degree, worst score first: they can be reached by others. One that
+        dialled us may have no other link at all."""
+        assert self.scorer is not None
+        scorer, dialled = self.scorer, self._dialled(self.mesh[topic])
+        dialled.sort(key=lambda peer: scorer.score(peer, [topic]))
+        return dialled[: max(0, len(dialled) - self.degree)]
+
+    def _dialled(self, peers: Iterable[ID]) -> list[ID]:
+        """Those of `peers` that we dialled."""
+        assert self.pubsub is not None
+        network = self.pubsub.host.get_network()
+        return [peer for peer in peers if any(_outbound(link) for link in network.get_connections(peer))]
+
+    def _perform_opportunistic_grafting(self, topic: str, peers_to_graft: Any) -> int:
+        """Not done: it adds two peers a heartbeat until all are in."""
+        return 0
+
+    async def _maintain_mesh_quality(self, topic: str) -> None:
+        """Not done: it replaces quiet peers by busy ones, and a leaf has no other."""
+
+    async def publish(self, msg_forwarder: ID, pubsub_msg: rpc_pb2.Message) -> None:
+        assert self.pubsub is not None
+        size, topic = len(pubsub_msg.data), pubsub_msg.topicIDs[0]
+        others = self.mesh.get(topic, set()) - {msg_forwarder, ID(pubsub_msg.from_id)}
+        if msg_forwarder != self.pubsub.my_id and size >= LARGE_BYTES and others:
+            message_id = self.pubsub.get_message_id(pubsub_msg)
+            for peer in others:
+                await self.emit_idontwant([message_id], peer)
+            await trio.sleep(random.uniform(*LINGER_S) + random.random() * size / LINGER_BYTES_PER_S)
+        await super().publish(msg_forwarder, pubsub_msg)
+        # Kept by the library for 30 s, for every connected peer that is not on this topic: up to 100 messages each.
+        self._pending_messages.clear()
+
+    async def _emit_idontwant_for_message(self, msg_id: bytes, topic_ids: Iterable[str]) -> None:
+        """Done in `publish`, for those messages only where it is worth a frame."""
+
+    def send_rpc(self, peer_id: ID, rpc: rpc_pb2.RPC, priority: bool = False) -> None:
+        """Queue a frame for a peer; the library's way of doing so copies messages twice for each."""
+        assert self.pubsub is not None
+        rpc.ClearField("senderRecord")  # 300 bytes in each frame, for a peer exchange that nobody here takes part in
+        queue = self.pubsub.peer_queues.get(peer_id)
+        if queue is None or rpc.HasField("control") or len(rpc.publish) != 1 or peer_id in self._pending_control:
+            super().send_rpc(peer_id, rpc, priority)
+        elif len(queue) < min(MAX_QUEUE, MAX_QUEUE_BYTES // (len(rpc.publish[0].data) + 1)):
+            queue.push(rpc)
+
+    def has(self, peer: ID, message_id: bytes) -> None:
+        """`peer` sent us this message: it need not be sent there."""
+        known = self.dont_send_message_ids.get(peer)
+        if known is not None and len(known) < self.max_idontwant_messages:
+            known.add(message_id)
+
+    def housekeeping(self) -> None:
+        """Forget what the library keeps for longer than it is of use."""
+        self.equivocation_detection.clear()
+        self.recent_message_deliveries.clear()
+        now = int(time.time())
+        for topic, peers in list(self.back_off.items()):
+            self.back_off[topic] = {peer: until for peer, until in peers.items() if until > now}
+
+
+def _outbound(connection: Any) -> bool:
+    return isinstance(connection, SwarmConn) and connection.direction == Direction.OUTBOUND
+
+
+class SafePubsub(Pubsub):
+    """Pubsub that no frame of a peer can end, and that counts what it refuses by reason."""
+
+    router: HubGossipSub
+
+    def __init__(
+        self,
+        host: IHost,
+        router: HubGossipSub,
+        tcp: CountedTCP,
+        topics: Iterable[str],
+        check: Callable[[str, bytes, str, str], str | None],
+        harmless: frozenset[str],
+        deliver: Callable[[str, bytes], None],
+    ) -> None:
+        """`topics` = all that exist. `check` is told (topic, data, id of who signed the message, id of its forwarder)
+        and says why it is refused; reasons not in `harmless` count against the forwarder. `deliver` is told (topic,
+        data) of the rest."""
+        known = frozenset(topics)
+        super().__init__(
+            host,
+            router,
+            strict_signing=True,
+            seen_ttl=300,
+            max_inbound_rpc_size=MAX_RPC_BYTES,
+            max_subscriptions_per_rpc=len(known) + 16,
+            max_subscriptions_per_peer=len(known),
+            allowed_topics=known,
+        )
+        self.counter = time.time_ns()  # seconds, as in the library, repeat after a restart
+        self.known = known
+        self.tcp = tcp
+        self.check, self.harmless, self.deliver = check, harmless, deliver
+        self.rejected = tcp.rejected
+        self.banned: OrderedDict[ID, float] = OrderedDict()
+        self._write_locks: WeakKeyDictionary[INetStream, trio.Lock] = WeakKeyDictionary()
+        self._stuck: dict[ID, tuple[object, float]] = {}
+        self._reading: Counter[ID] = Counter()
+        """Gossip streams of each peer."""
+
+    # ------------------------------------------------------------ from peers
+
+    async def continuously_read_stream(self, stream: INetStream) -> None:
+        """Handle a peer's frames one after another until the stream ends; nothing it sends gets further than this."""
+        peer = stream.muxed_conn.peer_id
+        if self.is_banned(peer):
+            return await self.hang_up(peer)
+        if self._reading[peer] >= MAX_GOSSIP_STREAMS:
+            return await self.ban(peer, "flood")
+        self._reading[peer] += 1
+        try:
+            while self.manager.is_running and not self.is_banned(peer):
+                data = await read_varint_prefixed_bytes_limited(stream, self.max_inbound_rpc_size)
+                rpc = rpc_pb2.RPC()
+                rpc.ParseFromString(data)
+                self._sanitise(rpc)
+                for message in rpc.publish:
+                    await self.push_msg(peer, message)
+                for subscription in rpc.subscriptions:
+                    self.handle_subscription(peer, subscription)
+                if rpc.HasField("control"):
+                    await self.router.handle_rpc(rpc, peer)
+                await trio.lowlevel.checkpoint()
+        except (MessageTooLarge, ParseError, DecodeError) as error:
+            log.info("bad frame from %s: %r", peer, error)
+            await self.ban(peer, "frame")
+        except (IOException, RawConnError) as error:  # among them all that a stream raises when it simply ends
+            log.debug("stream of %s ended: %r", peer, error)
+            await stream.reset()
+        except Exception as error:  # the library's, brought about by what the peer sent
+            log.warning("frame from %s: %r", peer, error)
+            await self.ban(peer, "frame")
+        finally:
+            self._reading[peer] -= 1
+            self._reading += Counter()  # forgets zeros
+
+    def _sanitise(self, rpc: Any) -> None:
+        """Strip what we do not use, bound the rest."""
+        rpc.ClearField("senderRecord")
+        _cut(rpc.publish, MAX_RPC_MESSAGES)
+        _cut(rpc.subscriptions, self.max_subscriptions_per_rpc)
+        if not rpc.HasField("control"):
+            return
+        control = rpc.control
+        for kind in (control.ihave, control.graft, control.prune):
+            for i in reversed(range(len(kind))):
+                if kind[i].topicID not in self.known:
+                    del kind[i]
+        for prune in control.prune:
+            prune.ClearField("peers")
+            prune.backoff = min(prune.backoff, MAX_BACKOFF_S)
+        for kind in (control.ihave, control.iwant, control.idontwant):
+            _cut(kind, MAX_RPC_CONTROLS)
+            for entry in kind:
+                _cut(entry.messageIDs, MAX_RPC_CONTROLS)
+        _cut(control.graft, len(self.known))
+        _cut(control.prune, len(self.known))
+
+    async def push_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
+        """Check a message, deliver it and pass it on; our own are only passed on."""
+        own = msg_forwarder == self.my_id
+        if not own:
+            if len(msg.topicIDs) != 1 or msg.topicIDs[0] not in self.topic_ids:
+                return
+            if self._is_msg_seen(msg):
+                self.router.has(msg_forwarder, self.get_message_id(msg))
+                return
+            if ID(msg.from_id) == self.my_id or self.is_banned(msg_forwarder):
+                return
+            topic = msg.topicIDs[0]
+            reason = self._refusal(topic, msg, msg_forwarder)
+            if reason is not None:
+                if reason in self.harmless:
+                    self.rejected[reason] += 1
+                else:
+                    self._refuse(msg_forwarder, reason)
+                    await self._blame(msg_forwarder, topic, reason)
+                return
+        self._mark_msg_seen(msg)
+        if not own:
+            if self.router.scorer is not None:
+                self.router.scorer.on_first_delivery(msg_forwarder, topic)
+            for connection in self._connections(msg_forwarder):
+                self.tcp.brought(connection.get_remote_address())
+            self.deliver(topic, msg.data)
+        self.manager.run_task(self._pass_on, msg_forwarder, msg)
+
+    async def _pass_on(self, forwarder: ID, msg: rpc_pb2.Message) -> None:
+        try:
+            await self.router.publish(forwarder, msg)
+        except Exception as error:  # the library's; outside it would end the service
+            log.warning("a message was not passed on: %r", error)
+
+    def _refusal(self, topic: str, msg: Any, forwarder: ID) -> str | None:
+        if not msg.signature:
+            return "unsigned"
+        try:
+            genuine = len(msg.from_id) <= 64 and len(msg.seqno) <= 16 and signature_validator(msg)
+        except Exception as error:  # keys of any kind are parsed there, and raise anything
+            log.info("unreadable key: %r", error)
+            genuine = False
+        if not genuine:
+            return "forged"
+        self._mark_msg_seen(msg)  # its name is proven: not to be fetched or looked at again, whatever it is
+        return self.check(topic, msg.data, ID(msg.from_id).to_base58(), forwarder.to_base58())
+
+    async def _blame(self, peer: ID, topic: str, reason: str) -> None:
+        scorer = self.router.scorer
+        assert scorer is not None
+        scorer.on_invalid_message(peer, topic)
+        if scorer.is_graylisted(peer, [topic]):
+            log.info("%s is banned, last for %s", peer, reason)
+            await self.ban(peer, "graylist")
+
+    # ------------------------------------------------------------ to peers
+
+    async def _handle_new_peer(self, peer_id: ID) -> None:
+        await super()._handle_new_peer(peer_id)
+        if peer_id in self.peer_queues:
+            self.peer_queues[peer_id]._queue.max_size = MAX_QUEUE + 32  # the rest is for control
+
+    async def write_msg(self, stream: INetStream, rpc_msg: rpc_pb2.RPC) -> bool:
+        """One message at a time on a stream, whole or not at all."""
+        async with self._write_locks.setdefault(stream, trio.Lock()):
+            if await super().write_msg(stream, rpc_msg):
+                return True
+        await stream.reset()
+        return False
+
+    # ------------------------------------------------------------ who may stay
+
+    def is_banned(self, peer: ID) -> bool:
+        """Whether `peer` misbehaved not long ago."""
+        return self.banned.get(peer, 0.0) > trio.current_time()
+
+    async def ban(self, peer: ID, reason: str, address: tuple[str, int] | None = None) -> None:
+        """Count, hang up, and do not talk to it for `BAN_S`. `address`: of its connection, if that is gone."""
+        self._refuse(peer, reason, address)
+        self.banned[peer] = trio.current_time() + BAN_S
+        if len(self.banned) > MAX_BANS:
+            self.banned.popitem(last=False)
+        await self.hang_up(peer)
+
+    async def hang_up(self, peer: ID) -> None:
+        """Close all connections with `peer`, without waiting for it."""
+        for connection in self._connections(peer):
+            connection.drop_unread()
+            await self.tcp.hang_up(connection.get_remote_address())
+
+    def _refuse(self, peer: ID, reason: str, address: tuple[str, int] | None = None) -> None:
+        known = [connection.get_remote_address() for connection in self._connections(peer)]
+        self.tcp.refuse(reason, next(iter(known), address))
+
+    def _connections(self, peer: ID) -> list[Any]:
+        return [connection.muxed_conn for connection in self.host.get_network().get_connections(peer)]
+
+    async def watch(self) -> None:
+        """For ever: hang up on peers that are banned, stuck, silent, or that flood below the reach of pubsub."""
+        swept = trio.current_time()
+        while True:
+            end = trio.current_time() + WATCH_S
+            while (left := end - trio.current_time()) > 0:
+                await trio.sleep(min(left, BUFFERS_S) if await self._bound_buffers() else left)
+            await self.tcp.sweep()
+            while self.tcp.flooding:
+                peer, address = self.tcp.flooding.popitem()
+                await self.ban(peer, "flood", address)
+            for peer in self.host.get_connected_peers():
+                if self.is_banned(peer):
+                    await self.hang_up(peer)
+                elif self._floods(peer):
+                    await self.ban(peer, "flood")
+                elif self._is_stuck(peer):
+                    self._refuse(peer, "stuck")
+                    await self.hang_up(peer)
+            connected = set(self.host.get_connected_peers())
+            self._stuck = {peer: since for peer, since in self._stuck.items() if peer in connected}
+            if trio.current_time() - swept > HOUSEKEEPING_S:
+                swept = trio.current_time()
+                self.router.housekeeping()
+                if len(self.seen_messages.cache) > MAX_SEEN:
+                    self.seen_messages.cache.clear()
+
+    def _floods(self, peer: ID) -> bool:
+        streams = (len(connection.stream_buffers) for connection in self._connections(peer))
+        return max(streams, default=0) > MAX_STREAMS or self._unread(peer) > MAX_BUFFERED
+
+    def _unread(self, peer: ID) -> int:
+        """Bytes that arrived from `peer` and that nothing here has read."""
+        return sum(connection.unread() for connection in self._connections(peer))
+
+    async def _bound_buffers(self) -> bool:
+        """Ban peers while too much lies unread of all; whether more than a quarter of that lies there."""
+        unread = {peer: self._unread(peer) for peer in self.host.get_connected_peers()}
+        while sum(unread.values()) > MAX_ALL_BUFFERED:
+            peer = max(unread, key=lambda peer: unread[peer])
+            del unread[peer]
+            await self.ban(peer, "flood")
+        return sum(unread.values()) > MAX_ALL_BUFFERED / 4
+
+    def _is_stuck(self, peer: ID) -> bool:
+        """No stream to it, or the head of its queue has not moved, for `STUCK_S`."""
+        queue = self.peer_queues.get(peer)
+        waiting = queue._queue._priority or queue._queue._non_priority if queue is not None else None
+        if queue is not None and not waiting:
+            self._stuck.pop(peer, None)
+            return False
+        sign = waiting[0] if waiting else None
+        before, since = self._stuck.setdefault(peer, (sign, trio.current_time()))
+        if before is not sign:
+            self._stuck[peer] = (sign, trio.current_time())
+            return False
+        return trio.current_time() - since > STUCK_S
+
+
+def _cut(items: Any, most: int) -> None:
+    if len(items) > most:
+        del items[most:]

@@ -1,0 +1,288 @@
+"""The gossip process: GossipSub of py-libp2p under trio, told what to do by its parent over a pipe (`gossip_pipe`).
+
+    stdin  -> commands -> paced publisher -> mesh
+    mesh   -> gate (gossip_gate) -> bounded outbox -> stdout
+
+    python -m protocol.transports.gossip.sidecar
+
+Its key is made anew at each start: a peer that came back under its old id would not be heard while others still hold
+its old connection. It ends when its stdin does, and when it has grown beyond `MAX_RSS`: its parent starts it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import trio
+from libp2p.abc import IHost
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import info_from_p2p_addr
+from libp2p.tools.anyio_service import background_trio_service
+from multiaddr import Multiaddr
+
+from protocol import topics
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.limits import MAX_ADDRESSES
+from protocol.transports.gossip.gate import HARMLESS, Gate
+from protocol.transports.gossip.pipe import (
+    MAX_TOLD,
+    Ask,
+    Command,
+    Dial,
+    Drop,
+    Event,
+    Frames,
+    GossipSettings,
+    Message,
+    Publish,
+    Ready,
+    Status,
+    Subscribe,
+    frame,
+)
+from protocol.transports.gossip.safe_host import CountedTCP, connect, make_host
+from protocol.transports.gossip.safe_pubsub import HubGossipSub, SafePubsub
+from protocol.transports.pacing import Pace
+from protocol.transports.settings import NetworkSettings, announced, free_port, listen_address
+
+PACE_S = 0.05
+"""Between two messages of ours: the library drops what exceeds 32 in a peer's queue."""
+MAX_PUBLISH = 8
+"""Messages waiting to be published; then the pipe is not read, and fills."""
+MAX_OUT, MAX_OUT_BYTES = 512, 32 * 2**20
+"""Events waiting for the parent; then the oldest is dropped."""
+DIAL_S = 10.0
+MAX_DIALS = 64
+"""Under way at a time; the node asks again for those it does without."""
+CHUNK = 256 * 1024
+MAX_RSS = 512 * 2**20
+"""A healthy process takes 90 to 150 MB."""
+HIGH_RSS, GROWTH_BYTES = MAX_RSS // 2, 4 * 2**20
+"""Beyond the first, a process that grew by the second since the last look hangs up on the connection that has brought
+the most since then: one flood after another ends, and the other links live."""
+MEMORY_S = 1.0
+"""In a second some 50 MB can arrive."""
+
+log = logging.getLogger("gossip")
+
+
+class Sidecar:
+    """One process's gossip; `run` returns when the parent closes the pipe."""
+
+    def __init__(self, settings: GossipSettings) -> None:
+        self.settings = settings
+        paces = Pace(settings.upload_bytes_s), Pace(settings.download_bytes_s)
+        self.tcp = CountedTCP(settings.max_connections, *paces)
+        self.host = make_host(self.tcp)
+        self.router = HubGossipSub(settings.degree)
+        self.gate = Gate(settings)
+        self.pubsub = SafePubsub(
+            self.host,
+            self.router,
+            self.tcp,
+            (topics.rollout_topic(settings.swarm, shard) for shard in range(settings.shards)),
+            lambda topic, data, origin, forwarder: self.gate.refusal(topic, data, origin, forwarder, time.time()),
+            HARMLESS,
+            self._deliver,
+        )
+        self.outbox: deque[bytes] = deque()
+        self.outbox_bytes = 0
+        self.outbox_filled = trio.Event()
+        self.to_publish, self.publishing = trio.open_memory_channel[Publish](MAX_PUBLISH)
+        self.dials = 0
+        self.messages_in = self.messages_out = self.dropped = 0
+
+    async def run(self, commands: AsyncIterator[Command], stdout: trio.lowlevel.FdStream) -> None:
+        port = 0 if self.settings.dial_only else free_port(self.settings.listen, self.settings.port)
+        listen = [] if self.settings.dial_only else [Multiaddr(listen_address(self.settings.listen, port))]
+        async with (
+            self.host.run(listen_addrs=listen),
+            background_trio_service(self.pubsub),
+            background_trio_service(self.router),
+            trio.open_nursery() as nursery,
+        ):
+            await self.pubsub.wait_until_ready()
+            self._emit(Ready(str(self.host.get_id()), self._addresses(port), port))
+            nursery.start_soon(self.pubsub.watch)
+            nursery.start_soon(self._publish_paced)
+            nursery.start_soon(self._drain, stdout)
+            nursery.start_soon(self._watch_memory)
+            async for command in commands:
+                await self._do(command, nursery)
+            nursery.cancel_scope.cancel()
+
+    # ------------------------------------------------------------ from the parent
+
+    async def _do(self, command: Command, nursery: trio.Nursery) -> None:
+        match command:
+            case Subscribe(topic):
+                if topic in self.pubsub.known:
+                    await self.pubsub.subscribe(topic)
+            case Publish():
+                await self.to_publish.send(command)
+            case Dial(address):
+                if self.dials < MAX_DIALS:
+                    self.dials += 1
+                    nursery.start_soon(self._dial, address)
+            case Drop(ids):
+                for peer in self.host.get_connected_peers():
+                    if str(peer) in ids:
+                        await self.pubsub.hang_up(peer)
+            case Ask(number):
+                self._emit(self._status(number))
+
+    async def _publish_paced(self) -> None:
+        async for message in self.publishing:
+            await self.pubsub.publish(message.topic, message.data)
+            self.messages_out += 1
+            await trio.sleep(PACE_S)
+
+    async def _dial(self, address: str) -> None:
+        try:
+            peer = info_from_p2p_addr(Multiaddr(address))
+            if peer.peer_id == self.host.get_id():
+                raise ConnectionError("that is this process")
+            if self.pubsub.is_banned(peer.peer_id):
+                raise ConnectionError("banned")
+            if not self.tcp.places.has_room(inbound=False):
+                raise ConnectionError("no room for another connection")
+            with trio.fail_after(DIAL_S):
+                await connect(self.host, peer)
+            if not await self.pubsub.ensure_peer_stream(peer.peer_id, DIAL_S):
+                raise ConnectionError("it does not speak gossip")
+        except Exception as error:  # of many libraries, on what a stranger wrote on a card
+            log.info("cannot dial %s: %r", address, error)
+        finally:
+            self.dials -= 1
+
+    # ------------------------------------------------------------ to the parent
+
+    def _deliver(self, topic: str, data: bytes) -> None:
+        self.messages_in += 1
+        self._emit(Message(topic, data))
+
+    def _emit(self, event: Event) -> None:
+        """Never waits: a parent that is busy must not stop us from passing on messages of others."""
+        data = frame(event)
+        self.outbox.append(data)
+        self.outbox_bytes += len(data)
+        while len(self.outbox) > MAX_OUT or self.outbox_bytes > MAX_OUT_BYTES:
+            self.outbox_bytes -= len(self.outbox.popleft())
+            self.dropped += 1
+        self.outbox_filled.set()
+
+    async def _drain(self, stdout: trio.lowlevel.FdStream) -> None:
+        while True:
+            await self.outbox_filled.wait()
+            self.outbox_filled = trio.Event()
+            while self.outbox:
+                data = self.outbox.popleft()
+                self.outbox_bytes -= len(data)
+                await stdout.send_all(data)
+
+    def _status(self, number: int) -> Status:
+        return Status(
+            number=number,
+            peers=[str(peer) for peer in self.pubsub.peers],
+            mesh={topic: len(peers) for topic, peers in self.router.mesh.items()},
+            bytes_in=self.tcp.bytes_in,
+            bytes_out=self.tcp.bytes_out,
+            messages_in=self.messages_in,
+            messages_out=self.messages_out,
+            dropped=self.dropped,
+            rejected=dict(self.pubsub.rejected),
+            ways=remote_addresses(self.host, self.pubsub.peers),
+            sources=dict(list(self.tcp.refusals.by_source().items())[-MAX_TOLD:]),
+        )
+
+    def _addresses(self, port: int) -> list[str]:
+        if self.settings.dial_only:
+            return []
+        told = announced(NetworkSettings(announce=tuple(self.settings.announce)), port)
+        told += [listen_address(ip, port) for ip in _own_ips(self.settings.listen)]
+        return [f"{address}/p2p/{self.host.get_id()}" for address in dict.fromkeys(told)][:MAX_ADDRESSES]
+
+    async def _watch_memory(self) -> None:
+        """End the process when it has grown too far; before that, the connections under which it grows."""
+        before = rss()
+        while True:
+            await trio.sleep(MEMORY_S)
+            now = rss()
+            if now > MAX_RSS:
+                raise MemoryError(f"grown to {now >> 20} MiB")
+            heaviest = self.tcp.heaviest()
+            if now > HIGH_RSS and now - before > GROWTH_BYTES and heaviest is not None:
+                self.tcp.refuse("memory", heaviest.address)
+                await heaviest.close()
+            before = now
+
+
+def remote_addresses(host: IHost, peers: Iterable[ID]) -> dict[str, str]:
+    """Gossip id -> multiaddress at the other end of its connection, of those that are still connected."""
+    found = {}
+    for peer in peers:
+        connections = host.get_network().get_connections(peer)
+        addresses = connections[0].get_transport_addresses() if connections else []
+        if addresses:
+            found[str(peer)] = str(addresses[0]).partition("/p2p/")[0]
+    return found
+
+
+def rss() -> int:
+    """Bytes of memory that this process holds; 0 where there is no /proc. (`getrusage` counts the parent's in.)"""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        return 0
+
+
+def _own_ips(listen: str) -> list[str]:
+    """Where a listener on `listen` can be reached: this machine's address on its default route, and loopback."""
+    if listen not in ("0.0.0.0", "::"):
+        return [listen]
+    family, far, loopback = (
+        (socket.AF_INET, "192.0.2.1", "127.0.0.1") if listen == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1", "::1")
+    )
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))  # sends nothing; the system only chooses a route
+            return [probe.getsockname()[0], loopback]
+        except OSError:
+            return [loopback]
+
+
+async def commands_from(stdin: trio.lowlevel.FdStream) -> AsyncIterator[Command]:
+    """Until stdin ends. Raises RemoteProtocolError for what is no command."""
+    frames: Frames[Command] = Frames(Command)
+    while data := await stdin.receive_some(CHUNK):
+        for command in frames.feed(data):
+            yield command
+
+
+async def main(stdin_fd: int, stdout_fd: int) -> None:
+    """Read the settings, then gossip until stdin ends."""
+    commands = commands_from(trio.lowlevel.FdStream(stdin_fd))
+    async for first in commands:
+        if not isinstance(first, GossipSettings):
+            raise LocalProtocolError("the first command must be the settings")
+        await Sidecar(first).run(commands, trio.lowlevel.FdStream(stdout_fd))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it calls every closed connection an error
+    pipe = os.dup(1)
+    os.dup2(2, 1)  # whatever a library prints must not end up between frames
+    try:
+        trio.run(main, os.dup(0), pipe)
+    except* (LocalProtocolError, RemoteProtocolError, MemoryError) as group:
+        sys.exit(str(group.exceptions[0]))
+    except* (BrokenPipeError, trio.BrokenResourceError):  # the parent is gone
+        pass

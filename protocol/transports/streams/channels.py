@@ -1,0 +1,383 @@
+"""Channels over a byte stream between two peers: messages both ways, for as long as both live.
+
+    opener   method length (1 byte) | method
+    taker    status (1 byte), and a frame if it is a refusal                                        as in `streams`
+    both     0: a beat    1 | head length (2 bytes) | body size (4 bytes, big-endian) | head | body    2: goodbye
+
+Whatever arrives is a sign of life, be it part of a body; beats are for when there is nothing else to say. Silence is
+counted in beats of our own, so that a node that was held up itself does not blame its peers. A stream may end at any
+point (a peer was killed, a daemon died): that ends the channel, and what has not arrived whole is never told.
+
+Nothing is allocated for a body before the listener has judged its head and size. Bodies are not hashed: libp2p
+authenticates what a stream carries, and one that is cut ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Any
+
+from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
+from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
+from protocol.transports.base import Channel, Listener
+from protocol.transports.pacing import drain, put_off, read, read_exactly
+from protocol.transports.streams.exchanges import MAX_OPENINGS, MAX_OPENINGS_PER_PEER, PIECE_S
+from protocol.transports.streams.places import Room, Shares
+from protocol.transports.streams.requests import (
+    ANSWER,
+    MAX_REFUSAL_BYTES,
+    REFUSAL,
+    REQUEST_S,
+    UNAVAILABLE,
+    Traffic,
+    read_frame,
+    refusal,
+    refused,
+    write_frame,
+)
+
+BEAT_S = 0.5
+SILENT_BEATS = 8
+SILENCE_S = BEAT_S * SILENT_BEATS
+"""A peer of which nothing was heard for so long has gone: seven beats may be late."""
+MAX_CHANNELS, MAX_CHANNELS_PER_PEER = 64, 4
+"""Taken at once, from all and from one peer: room for a new one while the last is still found to be dead."""
+MAX_QUEUED_BYTES = 2 * MAX_MESSAGE_BYTES
+"""What may wait to leave on one channel; more, and its peer is too slow. It is the sender's memory, not a copy."""
+CLOSED, GONE, SILENT, SLOW = "closed", "gone", "silent", "slow"
+"""Why a channel ended: by a goodbye (either side's), without one, or ours for a peer that cannot keep up; else a fault,
+or why it could not be opened, in words."""
+
+_BEAT, _MESSAGE, _GOODBYE = b"\0", b"\1", b"\2"
+_SIZES = struct.Struct(">HI")
+_SMALL = 2**14
+"""Bodies up to this leave in one piece with their heads."""
+Opened = Callable[[Channel], Listener]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class StreamChannel:
+    """One end of a channel. `listener` is to be set before it is run."""
+
+    def __init__(
+        self,
+        peer: str,
+        loop: asyncio.AbstractEventLoop,
+        traffic: Traffic,
+        report: Callable[[str], None],
+        address: str = "",
+    ) -> None:
+        self.peer, self.address = peer, address
+        self.listener: Listener | None = None
+        self._loop = loop
+        self._traffic = traffic
+        self._report = report
+        self._task: asyncio.Task[Any] | None = None
+        """In which it lives."""
+        self._why = ""
+        """Why it is closed, if it is, or about to be."""
+        self._lock = threading.Lock()
+        """Of what follows."""
+        self._told = False
+        self._queue: deque[tuple[memoryview, ...]] = deque()
+        """Frames that have not begun to leave."""
+        self._queued = 0
+        """Bytes of those that have not left."""
+        self._wake = asyncio.Event()
+        self._quiet = 0
+        """Beats since anything was heard."""
+        self._between = True
+        """Whether no message is on its way out."""
+
+    # ---------------------------------------------------------------- any thread
+
+    def send(self, head: bytes, *body: bytes | memoryview) -> bool:
+        """Raises LocalProtocolError for a message that no peer would take."""
+        parts = parts_of(head, body)
+        size = sum(map(len, parts))
+        start = _MESSAGE + _SIZES.pack(len(head), size) + head
+        frame = (memoryview(b"".join((start, *parts))),) if size <= _SMALL else (memoryview(start), *parts)
+        with self._lock:
+            if self._why:
+                return False
+            self._queued += sum(map(len, frame))
+            if self._queued <= MAX_QUEUED_BYTES:
+                self._queue.append(frame)
+                self._soon(self._wake.set)
+                return True
+        self._stop(SLOW)
+        return False
+
+    def close(self) -> None:
+        self._stop(CLOSED)
+
+    def _stop(self, why: str) -> None:
+        self._why = self._why or why
+        self._soon(self._cancel)
+
+    def _soon(self, function: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and this channel has been told
+            self._loop.call_soon_threadsafe(function)
+
+    # ---------------------------------------------------------------- the loop's thread
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def run(self, life: Coroutine[Any, Any, str]) -> None:
+        """Live, and tell the listener why that ended: what `life` returns or raises."""
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        if self._why:  # closed before it began
+            self._task.cancel()
+        counted = ""
+        """What was nobody's fault."""
+        try:
+            why = await life
+        except asyncio.CancelledError:
+            why = CLOSED
+            counted = SLOW if self._why == SLOW else ""
+        except RemoteProtocolError as error:
+            why = str(error)
+            if error.reason == SILENT:
+                counted = SILENT
+            else:
+                self.refuse(error.reason)
+        except ProtocolError as error:
+            why = str(error)
+        except TimeoutError:
+            why = counted = SLOW
+        except (EOFError, OSError):
+            why = GONE
+        finally:
+            self._task = None
+        if counted:
+            self._traffic.rejected[counted] += 1
+        self.end(self._why or why)
+
+    def refuse(self, reason: str) -> None:
+        """Count something that the peer did wrong."""
+        self._traffic.refusals.note(self.peer, reason, address=self.address)
+
+    def end(self, why: str) -> None:
+        """Tell the listener, if it has not been told."""
+        with self._lock:
+            self._why = self._why or why
+            told, self._told = self._told, True
+            self._queue.clear()
+        if not told and self.listener is not None:
+            with suppress(LocalProtocolError, RemoteProtocolError):
+                self._tell(self.listener.closed, why)
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Raises RemoteProtocolError if it does, and LocalProtocolError for whatever else it raises."""
+        try:
+            callback(*arguments)
+        except RemoteProtocolError:
+            raise
+        except Exception as error:  # a fault of ours: the channel ends, this node lives on
+            self._traffic.rejected["handler"] += 1
+            self._report(f"a channel with {self.peer} failed: {error!r}")
+            raise LocalProtocolError("failed") from error
+
+    async def live(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Carry messages until it is over; why it is. Raises RemoteProtocolError, LocalProtocolError for a fault in a
+        callback, TimeoutError for a peer that is too slow, EOFError or OSError for a stream that broke."""
+        halves = asyncio.create_task(self._receive(reader)), asyncio.create_task(self._transmit(writer))
+        try:
+            while True:
+                done, _ = await asyncio.wait(halves, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    return next(half for half in halves if half in done).result()
+                self._quiet += 1
+                if self._quiet >= SILENT_BEATS:
+                    raise RemoteProtocolError(SILENT)
+                if self._between:
+                    writer.write(_BEAT)
+        finally:
+            for half in halves:
+                half.cancel()
+            await asyncio.gather(*halves, return_exceptions=True)
+            if self._between:
+                writer.write(_GOODBYE)
+            if writer.transport.get_write_buffer_size():
+                writer.transport.abort()  # what is not taken by now need not be kept
+
+    async def _receive(self, reader: asyncio.StreamReader) -> str:
+        while (kind := await reader.read(1)) and not self._why:
+            self._quiet = 0
+            if kind == _MESSAGE:
+                await self._take_message(reader)
+            elif kind == _GOODBYE:
+                return CLOSED
+            elif kind != _BEAT:
+                raise RemoteProtocolError("schema", f"a frame of kind {kind[0]}")
+        return GONE
+
+    async def _take_message(self, reader: asyncio.StreamReader) -> None:
+        assert self.listener is not None
+        length, size = _SIZES.unpack(await self._take(reader, _SIZES.size))
+        if length > MAX_HEAD_BYTES or size > MAX_MESSAGE_BYTES:
+            raise RemoteProtocolError("size", f"a head of {length} and a body of {size} bytes")
+        head = bytes(await self._take(reader, length))
+        self._tell(self.listener.judge, head, size)
+        self._tell(self.listener.received, head, await self._take(reader, size))
+
+    async def _take(self, reader: asyncio.StreamReader, size: int) -> bytearray:
+        """The next bytes. Raises TimeoutError if they come too slowly, EOFError if they do not come; what a limit of
+        this node's own holds up does not count."""
+        taken, got = bytearray(size), 0
+        async with asyncio.timeout(PIECE_S) as deadline:
+            while got < size:
+                piece = await read(reader, size - got, deadline)
+                if not piece:
+                    self._traffic.rejected["torn"] += 1
+                    raise EOFError
+                self._quiet = 0
+                taken[got : got + len(piece)] = piece
+                put_off(deadline, PIECE_S * ((got + len(piece)) // MAX_CHUNK_BYTES - got // MAX_CHUNK_BYTES))
+                got += len(piece)
+                self._traffic.bytes_in += len(piece)
+        return taken
+
+    async def _transmit(self, writer: asyncio.StreamWriter) -> str:
+        while True:
+            self._wake.clear()
+            while self._queue:
+                self._between = False
+                sent = await self._send_frame(writer, self._queue.popleft())
+                self._between = True
+                with self._lock:
+                    self._queued -= sent
+            await self._wake.wait()
+
+    async def _send_frame(self, writer: asyncio.StreamWriter, frame: tuple[memoryview, ...]) -> int:
+        """Its bytes. Raises TimeoutError if the other end takes them too slowly; what a limit of this node's own holds
+        up does not count."""
+        for part in frame:
+            for start in range(0, len(part), MAX_CHUNK_BYTES):
+                piece = part[start : start + MAX_CHUNK_BYTES]
+                writer.write(piece)
+                async with asyncio.timeout(PIECE_S) as deadline:
+                    await drain(writer, deadline)
+                self._traffic.bytes_out += len(piece)
+        return sum(map(len, frame))
+
+
+class Channels:
+    """Those of one node, its own and those that others open."""
+
+    def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
+        self.openings: dict[str, Opened] = {}
+        """Method -> who takes channels of it."""
+        self.traffic = traffic
+        self._report = report
+        self._openings = Room(MAX_OPENINGS, MAX_OPENINGS_PER_PEER, report)
+        self._taken = Shares(MAX_CHANNELS, MAX_CHANNELS_PER_PEER)
+        self._tasks: set[asyncio.Task[Any] | None] = set()
+
+    def cancel(self) -> set[asyncio.Task[Any]]:
+        """Close all, and take no more; the tasks that will have ended when their listeners are told."""
+        self.openings.clear()
+        tasks = {task for task in self._tasks if task is not None}
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def new(self, peer: str, loop: asyncio.AbstractEventLoop, address: str = "") -> StreamChannel:
+        """A channel that is to live in `loop`. `address` = neighbourhood of `peer`."""
+        return StreamChannel(peer, loop, self.traffic, self._report, address)
+
+    async def call(self, channel: StreamChannel, method: str, dial: Callable[[], Awaitable[Streams]]) -> None:
+        """Open `channel` over the stream that `dial` gets, and live through it. Raises nothing that `dial` may not."""
+
+        async def life() -> str:
+            reader, writer = await dial()
+            try:
+                async with asyncio.timeout(REQUEST_S) as deadline:
+                    writer.write(bytes([len(method.encode())]) + method.encode())
+                    status = await read_exactly(reader, 1, deadline)
+                    if status != ANSWER:
+                        why = refused(status, await read_frame(reader, MAX_REFUSAL_BYTES, self.traffic, deadline))
+                        raise PeerUnreachable(f"refused: {why}")
+                return await channel.live(reader, writer)
+            finally:
+                writer.close()
+
+        await self._run(channel, life())
+
+    async def serve(
+        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
+    ) -> None:
+        """Take the channel that is opened on this stream, if there is room and somebody for it, and live through it.
+        `address` = neighbourhood of `peer`."""
+        channel = self.new(peer, asyncio.get_running_loop(), address)
+
+        async def life() -> str:
+            async with asyncio.timeout(REQUEST_S) as deadline:
+                with self._openings.enter(peer, address, deadline):
+                    length = (await read_exactly(reader, 1, deadline))[0]
+                    method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
+            if self._taken.fits(peer, address):
+                with self._taken.place(peer, address):
+                    status, why = self._open(channel, method)
+                    writer.write(status)
+                    if status == ANSWER:
+                        return await channel.live(reader, writer)
+            else:
+                channel.refuse("busy")
+                status, why = UNAVAILABLE, b"busy"
+                writer.write(status)
+            await write_frame(writer, why, self.traffic)
+            return CLOSED
+
+        try:
+            await self._run(channel, life())
+        finally:
+            writer.close()
+
+    async def _run(self, channel: StreamChannel, life: Coroutine[Any, Any, str]) -> None:
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        try:
+            await channel.run(life)
+        finally:
+            self._tasks.discard(task)
+
+    def _open(self, channel: StreamChannel, method: str) -> tuple[bytes, bytes]:
+        """Status, and why it is refused if it is."""
+        opened = self.openings.get(method)
+        if opened is None:
+            channel.refuse("method")
+            return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
+        try:
+            channel.listener = opened(channel)
+        except RemoteProtocolError as error:
+            channel.refuse(error.reason)
+            return REFUSAL, refusal(error)
+        except Exception as error:  # a fault of ours: the peer gets an answer, and this node lives on
+            self.traffic.rejected["handler"] += 1
+            self._report(f"taking a channel of {method!r} failed: {error!r}")
+            return UNAVAILABLE, b"failed"
+        return ANSWER, b""
+
+
+def parts_of(head: bytes, body: Iterable[bytes | memoryview]) -> list[memoryview]:
+    """The body, as bytes. Raises LocalProtocolError for a message that no peer would take."""
+    parts = [view.cast("B") for part in body if (view := memoryview(part)).nbytes]
+    size = sum(map(len, parts))
+    if len(head) > MAX_HEAD_BYTES or size > MAX_MESSAGE_BYTES:
+        raise LocalProtocolError(f"a head of {len(head)} and a body of {size} bytes cannot be sent")
+    return parts
+
+
+def check_method(method: str) -> None:
+    """Raises LocalProtocolError for what no peer would know."""
+    if not 0 < len(method.encode()) < 256:
+        raise LocalProtocolError(f"{method!r} cannot be a method")

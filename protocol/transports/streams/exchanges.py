@@ -1,0 +1,411 @@
+"""Exchanges over a byte stream between two peers: a body each way, both at once, and either may be large.
+
+    caller      method length (1 byte) | method | frame of its head | size of its body (8 bytes, big-endian)
+    acceptor    status (1 byte) | frame of its head | size of its body                    frames and refusals: `streams`
+    both        body | sha256 of it (32 bytes)  ||  "arrived" (1 byte), after the other's body has, whole
+
+    pieces --next, sha256--> piece --write--> stream --read--> piece --sha256, sink-->              each way, at once
+          worker thread              loop                loop         worker thread
+
+While a piece leaves, the next is made; while one is taken, the next is read: a few pieces of MAX_CHUNK_BYTES are in
+memory, whatever the size of the bodies. An exchange has succeeded for whoever has the other's body and its "arrived".
+Streams may end early without an error, so nothing less counts. Should the very last byte be lost, one side succeeds and
+the other does not: no protocol can exclude that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from traceback import clear_frames
+from typing import Any, TypeVar
+
+from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
+from protocol.limits import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_HEAD_BYTES
+from protocol.transports.base import Accepted, Acceptor, Outgoing, Sink
+from protocol.transports.pacing import drain, read, read_exactly
+from protocol.transports.streams.places import Room, Shares
+from protocol.transports.streams.requests import (
+    ANSWER,
+    MAX_REFUSAL_BYTES,
+    REFUSAL,
+    REQUEST_S,
+    UNAVAILABLE,
+    Traffic,
+    read_frame,
+    refusal,
+    refused,
+    write_frame,
+)
+
+MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER = 16, 2
+"""Accepted at once, from all and from one peer: room for a new one while the peer's last is still found to be dead.
+With five pieces each they take 80 MiB at most."""
+MAX_OPENINGS, MAX_OPENINGS_PER_PEER = 64, 8
+"""Streams on which an exchange is only being asked for; one more, and the oldest of the busiest address makes room."""
+PIECE_S = 60.0
+"""Who takes longer over MAX_CHUNK_BYTES is given up. That is 140 kbit/s: a seventh of a home uplink of 1 Mbit/s, which
+gossip and another exchange may share, on a machine that is busy training. Time that this node's own limits
+take does not count."""
+MAX_IN_FLIGHT = 16
+"""Pieces that may have left here and not have arrived there: as much as a stream's window (yamux) can grow."""
+EXCHANGE_S = 7200.0
+"""Longest that one accepted may take: 500 MB at 1 Mbit/s take more than an hour. Callers have their own time limit."""
+_ARRIVED = b"\6"
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Exchanges:
+    """Those of one node, its own and those it is asked for."""
+
+    def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
+        self.acceptors: dict[str, Acceptor] = {}
+        """Method -> who takes part in it."""
+        self.piece_s = PIECE_S
+        """Who takes longer over MAX_CHUNK_BYTES is given up."""
+        self._traffic = traffic
+        self._report = report
+        self._openings = Room(MAX_OPENINGS, MAX_OPENINGS_PER_PEER, report)
+        self._running = Shares(MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER)
+        self._tasks: set[asyncio.Task[Any] | None] = set()
+
+    def cancel(self) -> set[asyncio.Task[Any]]:
+        """End all that are under way, and accept no more; the tasks that will have ended when their callbacks have."""
+        self.acceptors.clear()
+        tasks = {task for task in self._tasks if task is not None}
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    # ---------------------------------------------------------------- the caller's side
+
+    async def call(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        method: str,
+        ours: Outgoing,
+        answered: Callable[[bytes, int], Sink],
+        peer: str,
+    ) -> None:
+        """Exchange with `peer` at the other end, and close the stream. Raises PeerUnreachable, RemoteProtocolError,
+        or LocalProtocolError for a fault in `ours` or `answered`."""
+        try:
+            with self._under_way():
+                await self._call(peer, reader, writer, method, ours, answered)
+        except BaseException as error:
+            writer.transport.abort()  # what has not left by now need not
+            let_go(error)
+            raise
+        finally:
+            writer.close()
+
+    async def _call(
+        self,
+        peer: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        method: str,
+        ours: Outgoing,
+        answered: Callable[[bytes, int], Sink],
+    ) -> None:
+        check_call(method, ours)
+        with self._judged(method, peer):
+            writer.write(bytes([len(method.encode())]) + method.encode())
+            await self._write_head(writer, ours)
+            status = await reader.readexactly(1)
+            head = await read_frame(reader, MAX_HEAD_BYTES if status == ANSWER else MAX_REFUSAL_BYTES, self._traffic)
+        if status != ANSWER:
+            raise refused(status, head)
+        with self._judged(method, peer):
+            size = await self._read_size(reader, None)
+            sink = await self._in_thread(method, answered, head, size)
+            await self._swap(reader, writer, method, ours, size, sink)
+
+    # ---------------------------------------------------------------- the acceptor's side
+
+    async def serve(
+        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
+    ) -> None:
+        """Take part in the one exchange on this stream, and close it. `address` = neighbourhood of `peer`."""
+        try:
+            with self._under_way():
+                failed = await self._serve(peer, address, reader, writer)
+                if failed is not None:
+                    status, why = failed
+                    writer.write(status)
+                    await write_frame(writer, why, self._traffic)
+        except (ProtocolError, EOFError, OSError, asyncio.CancelledError):  # by `cancel`: this was all there was to do
+            writer.transport.abort()
+        finally:
+            writer.close()
+
+    async def _serve(
+        self, peer: str, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[bytes, bytes] | None:
+        """Status and reason if the peer is told that there is no exchange; anything later is raised."""
+        try:
+            with self._judged("a call", peer, address):
+                async with _within(REQUEST_S) as deadline:
+                    with self._openings.enter(peer, address, deadline):
+                        length = (await read_exactly(reader, 1, deadline))[0]
+                        method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
+                        head = await read_frame(reader, MAX_HEAD_BYTES, self._traffic, deadline)
+                        size = await self._read_size(reader, deadline)
+        except RemoteProtocolError as error:
+            return REFUSAL, refusal(error)
+        acceptor = self.acceptors.get(method)
+        if acceptor is None:
+            self._note(peer, address, "method")
+            return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
+        if not self._running.fits(peer, address):
+            self._note(peer, address, "busy")
+            return UNAVAILABLE, b"busy"
+        with self._running.place(peer, address):
+            return await self._accept(peer, address, reader, writer, method, acceptor, head, size)
+
+    async def _accept(
+        self,
+        peer: str,
+        address: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        method: str,
+        acceptor: Acceptor,
+        head: bytes,
+        size: int,
+    ) -> tuple[bytes, bytes] | None:
+        accepted: list[Accepted] = []
+        outcome: Exception | None = PeerUnreachable("this node ended the exchange")
+
+        def accept() -> Accepted:
+            accepted.append(acceptor(peer, head, size))  # known, and told the outcome, even if nobody waits any more
+            check_call(method, accepted[0].ours)
+            return accepted[0]
+
+        try:
+            try:
+                with self._judged(method, peer, address):
+                    theirs = await self._in_thread(method, accept)
+            except RemoteProtocolError as error:
+                outcome = error
+                return REFUSAL, refusal(error)
+            except LocalProtocolError as error:
+                outcome = error
+                return UNAVAILABLE, b"failed"
+            with self._judged(method, peer, address):
+                async with _within(EXCHANGE_S):
+                    writer.write(ANSWER)
+                    await self._write_head(writer, theirs.ours)
+                    await self._swap(reader, writer, method, theirs.ours, size, theirs.sink)
+            outcome = None
+            return None
+        except ProtocolError as error:
+            outcome = error
+            raise
+        finally:
+            let_go(outcome)
+            for one in accepted:
+                with suppress(ProtocolError):
+                    await self._in_thread(method, one.done, outcome)
+
+    # ---------------------------------------------------------------- both
+
+    async def _write_head(self, writer: asyncio.StreamWriter, ours: Outgoing) -> None:
+        await write_frame(writer, ours.head, self._traffic)
+        writer.write(ours.size.to_bytes(8, "big"))
+
+    async def _read_size(self, reader: asyncio.StreamReader, deadline: asyncio.Timeout | None) -> int:
+        size = int.from_bytes(await read_exactly(reader, 8, deadline), "big")
+        if size > MAX_BODY_BYTES:
+            raise RemoteProtocolError("size", f"{size} bytes, allowed are {MAX_BODY_BYTES}")
+        return size
+
+    async def _swap(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        method: str,
+        ours: Outgoing,
+        size: int,
+        sink: Sink,
+    ) -> None:
+        """The bodies. Raises what the caller's side may, and EOFError or OSError for a stream that broke."""
+        await _both(self._receive(reader, method, size, sink), self._send(writer, method, ours))
+        writer.write(_ARRIVED)
+        in_flight = min(ours.size // MAX_CHUNK_BYTES, MAX_IN_FLIGHT)
+        patience_s = self.piece_s * (1 + in_flight)
+        async with _within(patience_s) as deadline:  # no drain: whoever has said the last word may have left
+            if await read_exactly(reader, 1, deadline) != _ARRIVED:
+                raise RemoteProtocolError("schema", f"{method}: what came after the body")
+
+    async def _send(self, writer: asyncio.StreamWriter, method: str, ours: Outgoing) -> None:
+        hashed, pieces = hashlib.sha256(), pieces_of(ours)
+
+        def make() -> memoryview | None:
+            piece = next(pieces, None)
+            if piece is not None:
+                hashed.update(piece)
+            return piece
+
+        piece = await self._in_thread(method, make)
+        while piece is not None:
+            writer.write(piece)
+            self._traffic.bytes_out += len(piece)
+            _, piece = await _both(self._drain(writer), self._in_thread(method, make))
+        writer.write(hashed.digest())
+        await self._drain(writer)
+        self._traffic.bytes_out += 32
+
+    async def _drain(self, writer: asyncio.StreamWriter) -> None:
+        async with _within(self.piece_s) as deadline:
+            await drain(writer, deadline)
+
+    async def _receive(self, reader: asyncio.StreamReader, method: str, size: int, sink: Sink) -> None:
+        hashed = hashlib.sha256()
+        taken, next_ = (bytearray(min(size, MAX_CHUNK_BYTES)) for _ in range(2))
+
+        def take(piece: memoryview) -> None:
+            hashed.update(piece)
+            sink(piece)
+
+        piece = await self._read(reader, size, taken)
+        left = size - len(piece)
+        while piece:
+            _, piece = await _both(self._in_thread(method, take, piece), self._read(reader, left, next_))
+            left -= len(piece)
+            taken, next_ = next_, taken
+        async with _within(self.piece_s) as deadline:
+            digest = await read_exactly(reader, 32, deadline)
+        self._traffic.bytes_in += 32
+        if digest != hashed.digest():
+            raise RemoteProtocolError("hash", f"{method}: {size} bytes that are not what their hash says")
+
+    async def _read(self, reader: asyncio.StreamReader, left: int, buffer: bytearray) -> memoryview:
+        """The next piece of a body of which `left` bytes are missing, in `buffer`."""
+        piece = memoryview(buffer)[:left]
+        missing = piece
+        async with _within(self.piece_s) as deadline:
+            while missing:
+                part = await read(reader, len(missing), deadline)
+                if not part:
+                    raise RemoteProtocolError("torn", f"{left - len(piece) + len(missing)} bytes are missing")
+                missing[: len(part)] = part
+                missing = missing[len(part) :]
+        self._traffic.bytes_in += len(piece)
+        return piece
+
+    async def _in_thread(self, method: str, callback: Callable[..., T], *arguments: object) -> T:
+        """What a callback returns. Whoever cancels this waits for it: none is called, or still runs, after the end of
+        its exchange. Raises RemoteProtocolError if it does, and LocalProtocolError for whatever else it raises."""
+        job = asyncio.get_running_loop().run_in_executor(None, callback, *arguments)
+        cancelled = None
+        while not job.done():
+            try:
+                await asyncio.wait({job})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        try:
+            result = job.result()
+        except RemoteProtocolError:
+            if cancelled is None:
+                raise
+        except (Exception, asyncio.CancelledError) as error:  # a fault of ours: the exchange ends, this node lives on
+            self._traffic.rejected["handler"] += 1
+            self._report(f"exchanging {method!r} failed: {error!r}")
+            if cancelled is None:
+                raise LocalProtocolError(f"exchanging {method!r} failed: {error!r}") from error
+        if cancelled is not None:
+            try:
+                raise cancelled
+            finally:
+                del job, cancelled, callback, arguments  # or its traceback, and so itself, would hold them
+        return result
+
+    @contextmanager
+    def _judged(self, what: str, peer: str, address: str = "") -> Iterator[None]:
+        """Turns errors of streams into RemoteProtocolError, and counts why an exchange failed: against `peer`, unless
+        the stream broke or was slow, which is nobody's fault."""
+        try:
+            try:
+                yield
+            except (EOFError, OSError) as error:
+                raise RemoteProtocolError("torn", f"{what}: {error or type(error).__name__}") from error
+        except RemoteProtocolError as error:
+            if error.reason == "torn":
+                self._traffic.rejected["torn"] += 1
+            else:
+                self._note(peer, address, error.reason)
+            raise
+        except PeerUnreachable:
+            self._traffic.rejected["slow"] += 1
+            raise
+
+    def _note(self, peer: str, address: str, reason: str) -> None:
+        self._traffic.refusals.note(peer, reason, address=address)
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+
+def check_call(method: str, ours: Outgoing) -> None:
+    """Raises LocalProtocolError for what no peer would take."""
+    if not 0 < len(method.encode()) < 256:
+        raise LocalProtocolError(f"{method!r} cannot be a method")
+    if len(ours.head) > MAX_HEAD_BYTES or not 0 <= ours.size <= MAX_BODY_BYTES:
+        raise LocalProtocolError(f"a head of {len(ours.head)} and a body of {ours.size} bytes cannot be sent")
+
+
+def pieces_of(ours: Outgoing) -> Iterator[memoryview]:
+    """Its body, as bytes. Raises LocalProtocolError for pieces that are too long or do not add up."""
+    made = 0
+    for piece in ours.pieces():
+        view = memoryview(piece)
+        if view.nbytes:
+            made += view.nbytes
+            if view.nbytes > MAX_CHUNK_BYTES or made > ours.size:
+                raise LocalProtocolError(f"a piece of {view.nbytes} bytes, {made} so far of {ours.size}")
+            yield view.cast("B")
+    if made != ours.size:
+        raise LocalProtocolError(f"pieces of {made} bytes together, where {ours.size} were promised")
+
+
+def let_go(error: BaseException | None) -> None:
+    """Of what the calls that led to an error worked on: an error that is kept would keep their buffers."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """Their results. The failure of either cancels the other, and is raised when both have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            first, second = group.create_task(one), group.create_task(other)
+    except BaseExceptionGroup as failures:
+        failure = failures.exceptions[0]
+    else:
+        return first.result(), second.result()
+    try:
+        raise failure
+    finally:
+        del failure, first, second, group  # or its traceback, and so itself, would hold them
+
+
+@asynccontextmanager
+async def _within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
+    """Raises PeerUnreachable if it takes longer."""
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            yield deadline
+    except TimeoutError as error:
+        raise PeerUnreachable(f"took longer than {seconds:g} s") from error

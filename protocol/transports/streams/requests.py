@@ -1,0 +1,246 @@
+"""Requests and answers over a byte stream between two peers.
+
+    request  = method length (1 byte) | method | frame
+    answer   = status (1 byte) | frame         0: the answer    1: a refusal, "reason\\ndetail"    2: not to be had, why
+    frame    = length (8 bytes, big-endian) | sha256 (32 bytes) | payload, in pieces of at most MAX_CHUNK_BYTES
+
+Streams may end early without an error (their daemon died), so only a payload of the right length and hash counts.
+
+A request takes a place after it was read (`stream_places`). Answers of `LARGE_METHODS` have few places of their own and
+all others are short, so memory is bounded and large answers never stand in the way of short ones; the manifest has
+places that no other method may take. A peer that takes an answer too slowly is dropped. Servers and long hashes run in
+threads: the loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
+from protocol.limits import MAX_CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
+from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
+from protocol.transports.base import Server
+from protocol.transports.pacing import drain, put_off, read, read_exactly
+from protocol.transports.refusals import Refusals
+from protocol.transports.streams.places import Room, Shares
+
+LARGE_METHODS = frozenset({FILE_METHOD})
+"""Their answers have up to `MAX_RESPONSE_BYTES`; all others' `MAX_SHORT_BYTES`."""
+MAX_SHORT_BYTES = 2**20
+"""What a caller takes unless it says otherwise."""
+PROMPT_METHODS = frozenset({MANIFEST_METHOD})
+"""Their answers are small and at hand, and a newcomer can do nothing without them: they have places of their own."""
+MAX_PROMPT = 32
+"""Answers to `PROMPT_METHODS` at once, of 64 KiB each; one more, and the oldest of the busiest address makes room."""
+MAX_UNREAD, MAX_UNREAD_PER_PEER = 128, 8
+"""Requests that are being read, of all and of one peer: 8 MiB in memory at most; the oldest make room likewise."""
+MAX_ANSWERS, MAX_ANSWERS_PER_PEER = 64, 4
+"""Requests answered at once, of all and of one peer, after they were read; more are told to come back later."""
+MAX_LARGE, MAX_LARGE_PER_PEER = 4, 1
+"""Of which large: 256 MiB in memory at most."""
+ANSWER_S = 180.0
+"""Longest until an answer is there, whatever happens; that it is taken in time is seen to by `write_frame`."""
+GRACE_S, MIN_BYTES_PER_S = 10.0, 2**19
+"""Who takes less than this, ten seconds not counted, is dropped: 64 MiB at 4 Mbit/s take two minutes."""
+REQUEST_S = 10.0
+"""Longest that a request may take to arrive; what a limit of this node's own holds up does not count."""
+MAX_DETAIL_CHARS = 200
+MAX_REFUSAL_BYTES = 2 * MAX_DETAIL_CHARS
+ANSWER, REFUSAL, UNAVAILABLE = b"\0", b"\1", b"\2"
+_REASON = re.compile(r"[a-z0-9_/-]{1,32}")
+
+
+@dataclass
+class Traffic:
+    """Payload bytes that passed through this node's daemon, without the overhead of libp2p, and what was refused."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    refusals: Refusals = field(init=False)
+    """Who was refused what; counts in `rejected` as well."""
+
+    def __post_init__(self) -> None:
+        self.refusals = Refusals(self.rejected)
+
+
+async def ask(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    method: str,
+    payload: bytes,
+    limit: int,
+    traffic: Traffic,
+) -> bytes:
+    """The answer of the peer at the other end. Raises PeerUnreachable, or RemoteProtocolError for a refusal or an
+    answer that is torn, altered or longer than `limit` bytes."""
+    name = method.encode()
+    try:
+        writer.write(bytes([len(name)]) + name)
+        await write_frame(writer, payload, traffic)
+        status = await reader.readexactly(1)
+        answer = await read_frame(reader, limit if status == ANSWER else MAX_REFUSAL_BYTES, traffic)
+    except (EOFError, OSError) as error:
+        raise RemoteProtocolError("torn", f"answer to {method}: {error or type(error).__name__}") from error
+    if status == ANSWER:
+        return answer
+    raise refused(status, answer)
+
+
+class Answers:
+    """Answers requests, few at a time, whatever their senders do."""
+
+    def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
+        self.servers: dict[str, Server] = {}
+        """Method -> who answers it."""
+        self._traffic = traffic
+        self._report = report
+        self._unread = Room(MAX_UNREAD, MAX_UNREAD_PER_PEER, report)
+        self._prompt = Room(MAX_PROMPT, MAX_ANSWERS_PER_PEER, report)
+        self._prompt_thread = ThreadPoolExecutor(1, "prompt")
+        """Slow answers may hold all other threads."""
+        self._running = Shares(MAX_ANSWERS, MAX_ANSWERS_PER_PEER)
+        self._large = Shares(MAX_LARGE, MAX_LARGE_PER_PEER)
+
+    def close(self) -> None:
+        """End the thread; an answer that it works on is finished first. Nothing may be served afterwards."""
+        self._prompt_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def serve(
+        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
+    ) -> None:
+        """Answer the one request on this stream, and close it. `address` = neighbourhood of `peer` (`hosts`)."""
+        try:
+            request = await self._read(peer, address, reader)
+            async with asyncio.timeout(None) as deadline:
+                with ExitStack() as places:
+                    status, answer = await self._answer(peer, address, *request, deadline, places)
+                    writer.write(status)
+                    await write_frame(writer, answer, self._traffic)
+        except RemoteProtocolError as error:
+            self._note(peer, address, error.reason)
+            if error.reason == "crowded":
+                writer.transport.abort()
+        except (TimeoutError, EOFError, OSError):
+            self._traffic.rejected["torn"] += 1
+            writer.transport.abort()  # what is not taken by now need not be kept
+        finally:
+            writer.close()
+
+    async def _read(
+        self, peer: str, address: str, reader: asyncio.StreamReader
+    ) -> tuple[str, bytes | RemoteProtocolError]:
+        """(method, payload, or why it cannot be read). Raises RemoteProtocolError: crowded."""
+        async with asyncio.timeout(REQUEST_S) as deadline:
+            with self._unread.enter(peer, address, deadline):
+                length = (await read_exactly(reader, 1, deadline))[0]
+                method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
+                try:
+                    return method, await read_frame(reader, MAX_REQUEST_BYTES, self._traffic, deadline)
+                except RemoteProtocolError as error:
+                    return method, error
+
+    async def _answer(
+        self,
+        peer: str,
+        address: str,
+        method: str,
+        payload: bytes | RemoteProtocolError,
+        deadline: asyncio.Timeout,
+        places: ExitStack,
+    ) -> tuple[bytes, bytes]:
+        """(status, answer). The places that it takes are left with `places`."""
+        if isinstance(payload, RemoteProtocolError):
+            return self._refuse(peer, address, payload)
+        server, large = self.servers.get(method), method in LARGE_METHODS
+        if server is None:
+            self._note(peer, address, "method")
+            return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
+        if method in PROMPT_METHODS:
+            places.enter_context(self._prompt.enter(peer, address, deadline))
+        else:
+            for shares in (self._running, self._large) if large else (self._running,):
+                if not shares.fits(peer, address):
+                    self._note(peer, address, "busy")
+                    return UNAVAILABLE, b"busy"
+                places.enter_context(shares.place(peer, address))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                thread = self._prompt_thread if method in PROMPT_METHODS else None
+                answer = await asyncio.get_running_loop().run_in_executor(thread, server, peer, payload)
+            if len(answer) > (MAX_RESPONSE_BYTES if large else MAX_SHORT_BYTES):
+                raise ValueError(f"an answer of {len(answer)} bytes")
+        except RemoteProtocolError as error:
+            return self._refuse(peer, address, error)
+        except TimeoutError:
+            raise
+        except Exception as error:  # a fault of ours: the peer gets an answer, and this node lives on
+            self._traffic.rejected["handler"] += 1
+            self._report(f"answering {method!r} failed: {error!r}")
+            return UNAVAILABLE, b"failed"
+        return ANSWER, answer
+
+    def _note(self, peer: str, address: str, reason: str) -> None:
+        self._traffic.refusals.note(peer, reason, address=address)
+
+    def _refuse(self, peer: str, address: str, error: RemoteProtocolError) -> tuple[bytes, bytes]:
+        self._note(peer, address, error.reason)
+        return REFUSAL, refusal(error)
+
+
+def refusal(error: RemoteProtocolError) -> bytes:
+    """As the payload of an answer."""
+    return f"{error.reason}\n{error.detail[:MAX_DETAIL_CHARS]}".encode()[:MAX_REFUSAL_BYTES]
+
+
+def refused(status: bytes, answer: bytes) -> ProtocolError:
+    """What a peer meant that did not answer but refused."""
+    text = "".join(c for c in answer.decode(errors="replace") if c.isprintable() or c == "\n")
+    if status == UNAVAILABLE:
+        return PeerUnreachable(text)
+    reason, _, detail = text.partition("\n")
+    return RemoteProtocolError(reason if _REASON.fullmatch(reason) else "refused", detail)
+
+
+async def write_frame(writer: asyncio.StreamWriter, payload: bytes, traffic: Traffic) -> None:
+    """Raises TimeoutError if the other end takes it too slowly; what a limit of this node's own holds up does not
+    count."""
+    long = len(payload) > MAX_CHUNK_BYTES
+    digest = (await asyncio.to_thread(hashlib.sha256, payload) if long else hashlib.sha256(payload)).digest()
+    writer.write(len(payload).to_bytes(8, "big") + digest)
+    view = memoryview(payload)
+    async with asyncio.timeout_at(asyncio.get_running_loop().time() + GRACE_S) as deadline:
+        for start in range(0, len(payload) or 1, MAX_CHUNK_BYTES):
+            writer.write(view[start : start + MAX_CHUNK_BYTES])
+            await drain(writer, deadline)
+            put_off(deadline, MAX_CHUNK_BYTES / MIN_BYTES_PER_S)
+    traffic.bytes_out += len(payload) + 40
+
+
+async def read_frame(
+    reader: asyncio.StreamReader, limit: int, traffic: Traffic, deadline: asyncio.Timeout | None = None
+) -> bytes:
+    """Raises RemoteProtocolError: size (before anything is allocated), torn or hash. `deadline` is put off by what a
+    limit of this node's own holds up."""
+    head = await read_exactly(reader, 40, deadline)
+    size, digest = int.from_bytes(head[:8], "big"), head[8:]
+    if size > limit:
+        raise RemoteProtocolError("size", f"{size} bytes, allowed are {limit}")
+    payload, hashed = bytearray(), hashlib.sha256()
+    while len(payload) < size:
+        piece = await read(reader, min(MAX_CHUNK_BYTES, size - len(payload)), deadline)
+        if not piece:
+            raise RemoteProtocolError("torn", f"{len(payload)} of {size} bytes")
+        payload += piece
+        hashed.update(piece)
+    traffic.bytes_in += size + 40
+    if hashed.digest() != digest:
+        raise RemoteProtocolError("hash", f"{size} bytes that are not what their hash says")
+    return bytes(payload)

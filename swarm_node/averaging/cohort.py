@@ -1,0 +1,55 @@
+"""Join a cohort (the peers whose weights can be averaged with this node's), and leave it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from protocol.errors import RemoteProtocolError
+from protocol.tensors import AVERAGE_METHOD, WEIGHTS_METHOD
+from protocol.transports.base import Accepted, Transport
+from swarm_node.averaging import Fragments, Handover, Place, cohort_id, make_averager, rhythm
+from swarm_node.config import AveragingConfig
+from swarm_node.errors import UserError
+
+
+def join_cohort(
+    config: AveragingConfig,
+    swarm: str,
+    period_s: float,
+    start: str,
+    weights: Mapping[str, Tensor],
+    transport: Transport,
+    now: Callable[[], float],
+    say: Callable[[str], None],
+    changed: Callable[[], None],
+    probe: Callable[[], float | None],
+    what: str = "weights",
+) -> Handover:
+    """Join those whose weights can be averaged with `weights`, which all began as `start` says; what `Averager` wants
+    besides. Raises UserError if they cannot be cut into that many fragments."""
+    try:
+        cohort = cohort_of(config, swarm, start, weights)
+    except ValueError as error:
+        raise UserError(f"averaging.fragments = {config.fragments} is too many: {error}") from error
+    place = Place(swarm, cohort, transport.peer_id, period_s)
+    say(f"averaging {what} with cohort {cohort[:8]}: {config.method}, {rhythm(config, period_s)}, {config.codec}")
+    averager = make_averager(config, place, weights, transport, now, say, changed, probe)
+    return Handover(averager, random.Random(f"{cohort}/{transport.peer_id}"))
+
+
+def cohort_of(config: AveragingConfig, swarm: str, start: str, weights: Mapping[str, Tensor]) -> str:
+    """As `cohort_id`. ValueError if there are fewer values than fragments."""
+    return cohort_id(Fragments(weights, config.fragments).layout, start, swarm, config)
+
+
+def leave_cohort(transport: Transport) -> None:
+    """Take part in no exchange of weights any more."""
+    for method in (AVERAGE_METHOD, WEIGHTS_METHOD):
+        transport.accept(method, _refuse)
+
+
+def _refuse(peer: str, head: bytes, size: int) -> Accepted:
+    raise RemoteProtocolError("cohort", "nothing is averaged here")

@@ -1,0 +1,1 @@
+"""Commands that need more than a call of `runtime`: a module for each."""

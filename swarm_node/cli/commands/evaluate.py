@@ -1,0 +1,82 @@
+"""`swarm-node eval`: held-out figures of a run's policy, of what was exported of one, or of any model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from swarm_node.cli.commands.export import policy_of_run, tasks_of
+from swarm_node.config import EvalConfig, NodeConfig, TaskConfig
+from swarm_node.errors import UserError
+from swarm_node.policy.asking import read_asking
+from swarm_node.policy.loading import adapter_base, load_policy
+from swarm_node.rollouts import fit_length
+from swarm_node.rollouts.evaluate import NONE_HELD_OUT, evaluate
+from swarm_node.storage.rundir import RunDir
+from swarm_node.tasks import load_tasks
+from swarm_node.tasks.option_limits import check_options
+
+NONE_FITS = "no held-out question fits rollouts.max_prompt_tokens and the model"
+
+
+def main(target: str, tasks: list[str] | None, samples: int | None, questions: int | None, json_output: bool) -> int:
+    """`swarm-node eval`: figures of a run's policy (with the tasks and the sampling that it was trained with), of what
+    was exported of one (likewise), or of any model."""
+    say = Console(stderr=True, highlight=False).print
+    run = RunDir(target)
+    if run.exists:
+        policy, config = policy_of_run(Path(target), say)
+        task_set = load_tasks(tasks or tasks_of(run, config), config.rewards)
+        if config.swarm and config.tasks and not tasks:
+            task_set = task_set.only(config.tasks)
+    else:
+        config = _of_model(target, bool(tasks), say)
+        policy = load_policy(config.policy, config.rollouts, say)
+        task_set = load_tasks(tasks or config.tasks, config.rewards)
+    samples = samples or config.eval.samples
+    if not task_set.held_out(1):
+        raise UserError(NONE_HELD_OUT)
+    rollouts = fit_length(config.rollouts, policy, say)
+    asked = questions or config.eval.questions or EvalConfig().questions
+    table = evaluate(policy, task_set, rollouts, asked, samples).table
+    if not table:
+        raise UserError(NONE_FITS)
+    if json_output:
+        json.dump({"target": target, "samples": samples, "held_out": msgspec.to_builtins(table)}, sys.stdout)
+        sys.stdout.write("\n")
+        return 0
+    shown = Table("task", "questions", "pass@1", f"pass@{samples}", title=f"held-out questions, {target}")
+    for label, held in table.items():
+        shown.add_row(label, str(held.questions), f"{held.pass_1:.3f}", f"{held.pass_k:.3f}")
+    Console().print(shown)
+    return 0
+
+
+def _of_model(target: str, has_tasks: bool, say: Callable[[str], None]) -> NodeConfig:
+    """How to ask a model that is no run: as its run did, if it says how. Raises UserError."""
+    found = read_asking(Path(target))
+    config, files = found or (NodeConfig(), 0)
+    if files and not has_tasks:
+        say(f"{files} of the question files that {target} was trained on are not part of it: give them as --tasks")
+    if found is not None and not has_tasks:
+        config = config.model_copy(update={"tasks": [task for task in config.tasks if _is_harmless(task, say)]})
+    lora = None if adapter_base(target) else False  # nothing is trained here: no new adapter
+    policy = config.policy.model_copy(update={"model": target, "lora": lora})
+    return config.model_copy(update={"policy": policy})
+
+
+def _is_harmless(task: str | TaskConfig, say: Callable[[str], None]) -> bool:
+    """Whether a task may be asked because a model's directory says so, which may be a stranger's."""
+    name, options = (task, {}) if isinstance(task, str) else (task.env or "", task.config)
+    try:
+        check_options(name, options)
+    except UserError as error:
+        say(f"left out, unless it is given as --tasks: {error}")
+        return False
+    return True

@@ -1,0 +1,117 @@
+"""The trained policy of a run: to evaluate it, or to export it for plain transformers and PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from swarm_node.config import NodeConfig, TaskConfig, read_own
+from swarm_node.errors import UserError
+from swarm_node.policy.asking import write_asking
+from swarm_node.policy.loading import load_policy, load_tokenizer
+from swarm_node.policy.policy import Policy
+from swarm_node.storage.checkpoints import Snapshot, SnapshotStore
+from swarm_node.storage.own_settings import as_trained
+from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
+
+
+def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = True) -> tuple[Policy, NodeConfig]:
+    """The policy of the newest good snapshot in a run directory, and the settings that it was trained with. Not
+    `samples` = it will answer nothing.
+
+    UserError if there is no run or no snapshot yet. Reads only: the run may be going on.
+    """
+    run = RunDir(path)
+    _check_runs([run])
+    config = read_own(run.config, report)
+    if config.stages.count:
+        from swarm_node.pipeline.staged_run import find_stages
+
+        policy = load_policy(config.policy, config.rollouts, report, samples)
+        staged = find_stages([run], report)
+        policy.load_trainable_state({name: tensor for stage in staged.stages for name, tensor in stage.items()})
+        policy.version = staged.updates
+        return policy, as_trained(config, None)
+    snapshot, config = newest_of(run, config, report)
+    policy = load_policy(config.policy, config.rollouts, report, samples)
+    if snapshot.state["model"]["base"] != policy.base_digest:
+        raise UserError(f"the snapshots of {path} are not of {config.policy.model} as it is here")
+    policy.load_trainable_state(snapshot.tensors["policy"])
+    policy.version = snapshot.state["policy_version"]
+    report(f"policy of {path} after round {snapshot.round}")
+    return policy, config
+
+
+def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Snapshot, NodeConfig]:
+    """The newest good snapshot of a run, and `config`, its config.toml, with the settings that the snapshot was trained
+    with. UserError if there is none."""
+
+    def foreign(state: dict[str, Any]) -> str | None:
+        model = state.get("model")
+        return None if isinstance(model, dict) and {"base", "start"} <= model.keys() else "it names no model"
+
+    snapshot = SnapshotStore(run.snapshots, config.snapshots.keep, say).load_latest(foreign)
+    if snapshot is None:
+        raise UserError(f"{run.path} has no snapshot yet: the first comes after {config.snapshots.every} rounds")
+    return snapshot, as_trained(config, snapshot.state.get("settings"))
+
+
+def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
+    """What a run is trained on: a member's tasks are those of its swarm, of which it may have chosen some."""
+    if not config.swarm or not run.swarm.is_file():
+        return config.tasks
+    from swarm_node.swarm.joining import find_swarm  # runs that trained alone need nothing of the network
+    from swarm_node.swarm.manifests import task_tables
+
+    manifest = find_swarm(str(run.swarm)).manifest
+    assert manifest is not None  # a file is a manifest, unlike a link
+    digests = [task.sha256 for task in manifest.tasks if task.sha256]
+    files = {digest: path for digest in digests for path in run.files.glob(f"{digest[:16]}/*.jsonl")}
+    return [*task_tables(manifest, files)]
+
+
+def _chosen(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
+    """Of `tasks_of` those that a member has chosen, if it has."""
+    return config.tasks if config.swarm and config.tasks else tasks_of(run, config)
+
+
+def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], None] = print) -> Path:
+    """Write the policy of a run to `out` in Hugging Face layout (an adapter alone, if one was trained). Several paths
+    are run directories of one crew."""
+    runs = [RunDir(path)] if isinstance(path, Path) else [RunDir(each) for each in path]
+    _check_runs(runs)
+    in_stages = [read_own(run.config, report).stages.count > 0 for run in runs]
+    if len(runs) > 1 and not all(in_stages):
+        raise UserError("only the runs of one crew are exported together; `swarm-node merge` makes one model of others")
+    check_new_directory(out)
+    if in_stages[0]:
+        from swarm_node.pipeline.staged_run import find_stages, save_staged
+
+        staged = find_stages(runs, report)
+        is_lora = staged.plan.lora
+        with os_errors_explained(out):
+            save_staged(staged, out)
+            config, tokenizer = as_trained(staged.config, None), load_tokenizer(staged.config.policy)
+            write_asking(out, tokenizer, config, _chosen(runs[0], config), is_lora)
+    else:
+        policy, config = policy_of_run(runs[0].path, report, samples=False)
+        is_lora = policy.is_lora
+        with os_errors_explained(out):
+            policy.save(out)
+            write_asking(out, policy.tokenizer, config, _chosen(runs[0], config), is_lora)
+    report(f"exported to {out}; load it with {loaded_with(out, is_lora)}")
+    return out
+
+
+def loaded_with(path: Path, is_lora: bool) -> str:
+    """The Python that loads what lies at `path`."""
+    if is_lora:
+        return f"PeftModel.from_pretrained(base, {str(path)!r})"
+    return f"AutoModelForCausalLM.from_pretrained({str(path)!r})"
+
+
+def _check_runs(runs: Sequence[RunDir]) -> None:
+    for run in runs:
+        if not run.exists:
+            raise UserError(f"no run in {run.path} (it has no config.toml)")

@@ -1,0 +1,348 @@
+"""One model out of several nodes' weights: `swarm-node merge`, once, at the end of training.
+
+    run directories, or members of a swarm (`merging_swarm`)
+        -> Cohort -> (clip, choose the scale) -> merged weights -> policy -> files, loaded again to check
+
+The arithmetic is `averaging.merge`. A scale is chosen on held-out questions other than those that the table reports:
+half of them each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Literal
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform
+from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
+from swarm_node.cli.commands.merge_sources import runs_of
+from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig, read_own
+from swarm_node.errors import UserError
+from swarm_node.policy.asking import write_asking
+from swarm_node.policy.loading import adapter_base, load_policy
+from swarm_node.policy.policy import Policy
+from swarm_node.rollouts import fit_length
+from swarm_node.rollouts.evaluate import Held, evaluate_on
+from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
+from swarm_node.tasks import TaskSet, load_tasks
+from swarm_node.types import Task
+
+Say = Callable[[str], None]
+Method = Literal["uniform", "task-arithmetic"]
+SCALES = (0.3, 0.4, 0.5, 0.7, 1.0)
+"""Tried besides 1/k when no scale is given."""
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Weights that can be merged: of the same names and shapes, and grown from the same start."""
+
+    policy: Policy
+    """With the weights that all of them began with."""
+    config: NodeConfig
+    """How to sample and to judge."""
+    tasks: list[str | TaskConfig]
+    """What they trained on, all of them together."""
+    weights: dict[str, State]
+    """Source -> what it trained; the tensors may be mapped files."""
+    rounds: dict[str, int] = field(default_factory=dict)
+    """Source -> rounds behind those weights, of runs."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Source -> optimiser updates behind those weights, of members: what each says itself."""
+
+
+class Tried(msgspec.Struct):
+    """A scale and its success on the questions for choosing."""
+
+    scale: float
+    pass_1: float
+
+
+class Merged(msgspec.Struct):
+    """What `swarm-node merge` did."""
+
+    out: str
+    method: Method
+    scale: float
+    rounds: dict[str, int] = {}
+    """Run -> rounds behind its weights."""
+    versions: dict[str, int] = {}
+    """Member of a swarm -> optimiser updates behind its weights, as it says."""
+    norms: dict[str, float] = {}
+    """Source -> length of its task vector, before clipping to the median of these (task arithmetic)."""
+    tried: list[Tried] = []
+    """Empty if the scale was given."""
+    questions: int = 0
+    samples: int = 0
+    runs: dict[str, dict[str, Held]] = {}
+    """Source -> held-out figures; empty without questions."""
+    mean_pass_1: float | None = None
+    """Of the sources."""
+    merged: dict[str, Held] = {}
+    better: str = ""
+    """The best of the sources, if it is better than the merged model."""
+
+
+def main(
+    sources: Sequence[str],
+    out: Path,
+    method: Method = "uniform",
+    scale: float | None = None,
+    questions: int | None = None,
+    json_output: bool = False,
+) -> int:
+    """`swarm-node merge`: merge runs into a new directory `out`; a table, or a JSON document, on standard output."""
+    say = on_stderr()
+    check_scale(method, scale)
+    runs = runs_of(sources)
+    check_new_directory(out)
+    merge_and_show(cohort_of_runs(runs, say), out, method, scale, questions, json_output, say)
+    return 0
+
+
+def on_stderr() -> Say:
+    """Sentences as they are: paths, and what strangers say, may look like markup."""
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
+
+
+def check_scale(method: Method, scale: float | None) -> None:
+    """Raises UserError for one that means nothing."""
+    if scale is not None and (method == "uniform" or not math.isfinite(scale)):
+        raise UserError("--scale is a number for --method task-arithmetic (uniform means 1/k)")
+
+
+def merge_and_show(
+    cohort: Cohort,
+    out: Path,
+    method: Method,
+    scale: float | None,
+    questions: int | None,
+    json_output: bool,
+    say: Say,
+) -> None:
+    """`merge`, and what came of it on standard output."""
+    result = merge(cohort, out, method, scale, questions, say)
+    if json_output:
+        json.dump(msgspec.to_builtins(result), sys.stdout)
+        sys.stdout.write("\n")
+    else:
+        show(result, Console())
+    kind = loaded_with(out, cohort.policy.is_lora)
+    say(f"merged {len(cohort.weights)} {'runs' if cohort.rounds else 'members'} into {out}; load it with {kind}")
+    if result.better:
+        figures = f"pass@1 {result.runs[result.better]['all'].pass_1:.3f} against {result.merged['all'].pass_1:.3f}"
+        keep = (
+            f"`swarm-node export {result.better} DIR`"
+            if cohort.rounds
+            else "`swarm-node export RUN DIR` on its machine"
+        )
+        say(f"{result.better} alone is better on these questions ({figures}): {keep} keeps it")
+
+
+def merge(
+    cohort: Cohort, out: Path, method: Method, scale: float | None, questions: int | None, say: Say = print
+) -> Merged:
+    """Merge `cohort` into `out`, a new directory, and measure it on held-out questions (None: as many as the first run
+    has in its own tables; 0: none). The policy of `cohort` ends up with other weights than it began with.
+
+    UserError if weights are not finite, or no question is there to choose a scale by.
+    """
+    policy, sources = cohort.policy, cohort.weights
+    result = Merged(str(out), method, 1 / len(sources) if scale is None else scale, cohort.rounds, cohort.versions)
+    exam = None if questions == 0 else Exam.of(cohort, questions, say)
+    for_choice: list[Task] = []
+    asked = [] if exam is None else exam.questions
+    if method == "uniform":
+        with _explained():
+            merged = uniform(sources)
+    else:
+        if scale is None:
+            for_choice, asked = halves(asked)
+            if not asked:
+                raise UserError("choosing the scale takes at least two held-out questions: give --scale")
+        merged = _task_arithmetic(cohort, result, exam, for_choice, say)
+    policy.load_trainable_state(merged)
+    with os_errors_explained(out):
+        policy.save(out)
+        write_asking(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora)
+    _check_written(out, cohort)
+    if exam is not None:
+        say(f"{len(asked)} held-out questions to the merged model and to each of its {len(sources)} sources")
+        result.questions, result.samples = len(asked), exam.samples
+        result.merged = exam.sit(merged, asked)
+        result.runs = {name: exam.sit(weights, asked) for name, weights in sources.items()}
+        ones = {name: held["all"].pass_1 for name, held in result.runs.items()}
+        result.mean_pass_1 = fmean(ones.values())
+        best = max(ones, key=lambda name: ones[name])
+        result.better = best if ones[best] > result.merged["all"].pass_1 else ""
+    return result
+
+
+def _task_arithmetic(cohort: Cohort, result: Merged, exam: Exam | None, for_choice: Sequence[Task], say: Say) -> State:
+    """The merged weights; notes norms in `result` and, if there are questions for it, the scale chosen by them."""
+    sources = cohort.weights
+    base = {name: tensor.clone() for name, tensor in cohort.policy.trainable_state().items()}
+    with _explained():
+        result.norms = task_norms(sources, base)
+    factors = clip_factors(result.norms)
+    clipped = [f"{name} ({norm:.3g})" for name, norm in result.norms.items() if factors[name] < 1]
+    middle = median(result.norms.values())
+    say(f"task vectors longer than the median one ({middle:.3g}) are clipped to it: {', '.join(clipped) or 'none'}")
+
+    def combined(scale: float) -> State:
+        with _explained():
+            return task_arithmetic(sources, base, scale, factors)
+
+    if exam is not None and for_choice:
+        for scale in scales(len(sources)):
+            result.tried.append(Tried(scale, exam.sit(combined(scale), for_choice)["all"].pass_1))
+            say(f"scale {scale:.3g}: pass@1 {result.tried[-1].pass_1:.3f}")
+        result.scale = max(result.tried, key=lambda tried: tried.pass_1).scale
+    return combined(result.scale)
+
+
+def scales(k: int) -> list[float]:
+    """Scales to try for `k` sources; 1/k comes first, so that it wins a draw."""
+    return [1 / k, *(scale for scale in SCALES if not math.isclose(scale, 1 / k))]
+
+
+def halves(questions: Sequence[Task]) -> tuple[list[Task], list[Task]]:
+    """Two halves without a question in common, each with half of every task's questions."""
+    by_task = sorted(questions, key=lambda task: task.label)
+    return by_task[::2], by_task[1::2]
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Held-out questions, and how they are put to weights."""
+
+    policy: Policy
+    tasks: TaskSet
+    rollouts: RolloutsConfig
+    samples: int
+    questions: list[Task]
+
+    @classmethod
+    def of(cls, cohort: Cohort, questions: int | None, say: Say) -> Exam:
+        """With up to so many questions, over all tasks of the cohort."""
+        config = cohort.config
+        tasks = load_tasks(cohort.tasks, config.rewards)
+        wanted = config.eval.questions or EvalConfig().questions if questions is None else questions
+        held_out = tasks.held_out(wanted)
+        if not held_out:
+            raise UserError("these tasks have no held-out question: --questions 0 merges without any")
+        return cls(cohort.policy, tasks, fit_length(config.rollouts, cohort.policy, say), config.eval.samples, held_out)
+
+    def sit(self, weights: State, questions: Sequence[Task]) -> dict[str, Held]:
+        """Figures of `weights`, which the policy has from then on. UserError if none of the questions fits it."""
+        self.policy.load_trainable_state(weights)
+        table = evaluate_on(questions, self.policy, self.tasks, self.rollouts, self.samples)
+        if not table:
+            raise UserError("no held-out question fits rollouts.max_prompt_tokens and the model; try --questions 0")
+        return table
+
+
+# --------------------------------------------------------------------- runs
+
+
+def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
+    """The newest good snapshots of runs, which may be going on: files that they prune stay readable while mapped.
+
+    UserError if one has none, or if they have no common mean: not of one base model, or of other shapes.
+    """
+    names = [str(run.path) for run in runs]
+    snapshots, configs = [], []
+    for run in runs:
+        snapshot, config = newest_of(run, read_own(run.config, say), say)
+        say(f"weights of {run.path} after round {snapshot.round}")
+        snapshots.append(snapshot)
+        configs.append(config)
+    starts = [(snapshot.state["model"]["base"], snapshot.state["model"]["start"]) for snapshot in snapshots]
+    weights = [snapshot.tensors["policy"] for snapshot in snapshots]
+    for i in range(1, len(runs)):
+        _check_cohort((names[0], *starts[0], weights[0]), (names[i], *starts[i], weights[i]))
+    policy = load_policy(configs[0].policy, configs[0].rollouts, say)
+    here = f"{configs[0].policy.model} as it is here"
+    _check_cohort(
+        (names[0], *starts[0], weights[0]), (here, policy.base_digest, policy.start_digest, policy.trainable_state())
+    )
+    if policy.is_lora and adapter_base(configs[0].policy.model) is None:
+        alphas = {config.policy.lora_alpha for config in configs}
+        if len(alphas) > 1:
+            raise UserError(f"these runs cannot be merged: policy.lora_alpha differs ({sorted(alphas)})")
+    return Cohort(
+        policy,
+        configs[0],
+        [task for run, config in zip(runs, configs, strict=True) for task in tasks_of(run, config)],
+        dict(zip(names, weights, strict=True)),
+        rounds={name: snapshot.round for name, snapshot in zip(names, snapshots, strict=True)},
+    )
+
+
+def _check_cohort(one: tuple[str, str, str, State], other: tuple[str, str, str, State]) -> None:
+    """(name, base digest, start digest, trained weights) of two. Raises UserError, which says what differs."""
+    pair = f"{one[0]} and {other[0]} cannot be merged"
+    if one[1] != other[1]:
+        raise UserError(f"{pair}: they began from different base models")
+    try:
+        check_alike({one[0]: one[3], other[0]: other[3]})
+    except ValueError as error:
+        raise UserError(f"{pair}, they train different weights (other LoRA settings?): {error}") from error
+    if one[2] != other[2]:
+        raise UserError(
+            f"{pair}: their LoRA adapters did not start alike, and factors A, B of different starts have no common mean"
+        )
+
+
+# --------------------------------------------------------------------- what comes out
+
+
+def _check_written(out: Path, cohort: Cohort) -> None:
+    """Load what was written as anybody would. UserError if it is not what the policy has now."""
+    policy = cohort.policy
+    changes = {"model": str(out), "revision": None, "lora": policy.is_lora, "device": "cpu"}
+    config = cohort.config.policy.model_copy(update=changes | {"dtype": str(policy.dtype).removeprefix("torch.")})
+    again = load_policy(config, cohort.config.rollouts, lambda sentence: None).trainable_state()
+    mine = policy.trainable_state()
+    if mine.keys() != again.keys() or not all(torch.equal(mine[name].cpu(), again[name]) for name in mine):
+        raise UserError(f"what was written to {out} is not what loads from it: try another directory")
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What the arithmetic finds wrong with weights, as a UserError."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"these weights cannot be merged: {error}") from error
+
+
+def show(result: Merged, console: Console) -> None:
+    if result.tried:
+        tried = Table("scale tried", "pass@1 on other questions")
+        for row in result.tried:
+            chosen = " *" if row.scale == result.scale else ""
+            tried.add_row(f"{row.scale:.3g}{chosen}", f"{row.pass_1:.3f}")
+        console.print(tried)
+    if not result.merged:
+        return
+    behind, counts = ("rounds", result.rounds) if result.rounds else ("version", result.versions)
+    titles = "source", behind, "pass@1", f"pass@{result.samples}"
+    shown = Table(*titles, title=f"{result.questions} held-out questions")
+    for name, held in result.runs.items():
+        shown.add_row(name, str(counts[name]), f"{held['all'].pass_1:.3f}", f"{held['all'].pass_k:.3f}")
+    shown.add_row("mean of these", "", f"{result.mean_pass_1:.3f}", "", end_section=True)
+    merged = result.merged["all"]
+    shown.add_row(f"merged ({result.method})", "", f"{merged.pass_1:.3f}", f"{merged.pass_k:.3f}")
+    console.print(shown)

@@ -1,0 +1,275 @@
+"""One model out of the weights that the members of a swarm have now: `swarm-node merge SWARM`.
+
+    visitor -> cards -> a cohort -> its weights, as they arrive -> files, mapped -> `merging.merge`
+
+The visitor is no member and trains nothing; members give it a copy between two steps, as to a peer that comes late. It
+brings the model that the cohort began with: that a cohort's id follows from it is what shows that it is the same.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from protocol.errors import PeerUnreachable
+from protocol.messages import PeerCard
+from protocol.transports.base import Transport
+from swarm_node.averaging.cohort_weights import MAX_VERSION, cohorts_of, collect
+from swarm_node.averaging.fragments import Fragments
+from swarm_node.averaging.merge import State, task_norms
+from swarm_node.cli.commands.merge import Cohort, Method, Say, check_scale, merge_and_show, on_stderr
+from swarm_node.cli.commands.status import SHORT_ID, look_around
+from swarm_node.config import NodeConfig, TaskConfig
+from swarm_node.errors import UserError
+from swarm_node.policy.loading import load_policy
+from swarm_node.policy.policy import Policy
+from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
+from swarm_node.swarm.joining import PATIENCE_S, Swarm, fetch_manifest, find_swarm, gather_files, visitor
+from swarm_node.swarm.manifests import task_tables
+
+QUIET_S = 60.0
+"""Without a new member for this long, those found are all, though they do not suffice."""
+MANIFEST_S = 20.0
+"""Longest wait for a member that hands out the manifest."""
+MAX_SOURCES = 64
+"""Members whose weights are fetched, of more a random choice: every one takes its size on disk, and cards cost their
+makers nothing."""
+ASTRAY = 10.0
+"""Whose weights are so many times further from the start than the median member's is left out."""
+
+
+def main(
+    named: str,
+    config: NodeConfig,
+    out: Path,
+    timeout_s: float,
+    method: Method = "uniform",
+    scale: float | None = None,
+    questions: int | None = None,
+    json_output: bool = False,
+    wanted: str | None = None,
+    without: Sequence[str] = (),
+) -> int:
+    """`swarm-node merge SWARM`: as `merging.main`. Members have `timeout_s` to be found, and all weights as long to
+    arrive; `wanted` names a cohort, `without` members to leave out."""
+    say = on_stderr()
+    check_scale(method, scale)
+    swarm = find_swarm(named)
+    check_new_directory(out)
+    with ExitStack() as stack:
+        with os_errors_explained(out):
+            files = tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent)
+            folder = Path(stack.enter_context(files))
+        with visitor(swarm, config.network, say) as transport:
+            found = look_for_cohorts(transport, swarm.id, wanted, timeout_s, say)
+            policy = load_policy(config.policy, config.rollouts, say)
+            cohort, fragments = choose(found, policy, swarm.id, wanted, say)
+            chosen = sources(found[cohort], without, say)
+            tasks = [] if questions == 0 else _tasks(swarm, config, transport, folder, say)
+            weights, versions = gather(transport, swarm.id, cohort, chosen, fragments, policy, folder, timeout_s, say)
+        found_there = Cohort(policy, config, tasks, weights, versions=versions)
+        merge_and_show(found_there, out, method, scale, questions, json_output, say)
+    return 0
+
+
+# --------------------------------------------------------------------- which cohort, and who of it
+
+Members = Mapping[str, PeerCard]
+"""Peer id -> card."""
+
+
+def cohorts(members: Members) -> dict[str, dict[str, PeerCard]]:
+    """Id -> members, the largest cohort first."""
+    found: dict[str, dict[str, PeerCard]] = {}
+    for peer, card in sorted(members.items()):
+        if card.cohort:
+            found.setdefault(card.cohort, {})[peer] = card
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def look_for_cohorts(
+    transport: Transport,
+    swarm: str,
+    wanted: str | None,
+    timeout_s: float,
+    say: Say,
+    clock: Callable[[], float] = time.monotonic,
+    tick_s: float = 0.2,
+) -> dict[str, dict[str, PeerCard]]:
+    """As `cohorts`, once no more members turn up and two are in a cohort, that which is `wanted` if any is; with fewer
+    if nobody new comes for `QUIET_S`. UserError if nobody who averages is found, or nobody at all within `timeout_s`.
+    """
+    began = changed = said = clock()
+    seen: Members = {}
+    while True:
+        members = look_around(transport, min(PATIENCE_S, began + timeout_s - clock()), clock, tick_s) or seen
+        found = cohorts(members)
+        if max((len(found[cohort]) for cohort in found if wanted in (None, cohort)), default=0) >= 2:
+            return found
+        now = clock()
+        if members.keys() != seen.keys():
+            seen, changed = members, now
+        if now - began >= timeout_s or (seen and now - changed > QUIET_S):
+            break
+        if now - said >= PATIENCE_S:
+            said = now
+            say(f"{_who_is_there(swarm, seen, found)}: still looking")
+    if not found:
+        raise UserError(f"{_who_is_there(swarm, seen, found)}: `swarm-node status` and `swarm-node doctor` say more")
+    return found
+
+
+def _who_is_there(swarm: str, members: Members, found: Mapping[str, Members]) -> str:
+    if not members:
+        return f"no member of swarm {swarm[:16]} has answered"
+    averaging = sum(map(len, found.values()))
+    return f"{len(members)} members of swarm {swarm[:16]}, of whom {averaging or 'none'} average weights"
+
+
+def choose(
+    found: Mapping[str, Members], policy: Policy, swarm: str, wanted: str | None, say: Say
+) -> tuple[str, Fragments]:
+    """The cohort `wanted`, or the largest that trains what `policy` is, and how its weights are cut. UserError if there
+    is none."""
+    listed = ", ".join(f"{cohort} ({len(members)} members)" for cohort, members in found.items())
+    if wanted is not None and wanted not in found:
+        raise UserError(f"there is no cohort {wanted} in this swarm, but {listed}")
+    known = cohorts_of(policy.trainable_state(), policy.start, swarm)
+    fitting = [cohort for cohort in found if cohort in known and wanted in (None, cohort)]
+    if not fitting:
+        cohort = wanted or next(iter(found))
+        raise UserError(f"cohort {cohort} did not begin with {policy.config.model}: {_why(found[cohort], policy)}")
+    cohort = fitting[0]
+    fragments, method = known[cohort]
+    say(f"cohort {cohort}, {len(found[cohort])} members, {method}")
+    if len(found) > 1:
+        others = ", ".join(
+            f"{other} ({len(members)} members, {'also' if other in known else 'not'} of this model)"
+            for other, members in found.items()
+            if other != cohort
+        )
+        say(f"there are others, which --cohort chooses: {others}")
+    return cohort, fragments
+
+
+def _why(members: Members, policy: Policy) -> str:
+    """Of a cohort that does not follow from `policy`: what its cards say that differs, and what may."""
+    families = {card.family for card in members.values()}
+    if policy.family not in families:
+        return f"its members train a {' or '.join(sorted(families))}, this is a {policy.family}; give theirs as --model"
+    if policy.tokenizer_hash not in {card.tokenizer for card in members.values()}:
+        return "its members have another tokenizer; give their model as --model"
+    return (
+        "other weights, or other LoRA settings (policy.lora, lora_rank, lora_alpha, lora_targets); give the config.toml"
+        " of a member's run as --config, which has those it joined with"
+    )
+
+
+def sources(members: Members, without: Sequence[str], say: Say) -> dict[str, PeerCard]:
+    """Those to be asked. UserError if one of `without`, a name or the end of a peer id, is nobody's."""
+    for text in without:
+        if not any(_is(text, peer, card) for peer, card in members.items()):
+            raise UserError(f"nobody in this cohort is called {text}, nor is it the end of a peer id")
+    left = {peer: card for peer, card in members.items() if not any(_is(text, peer, card) for text in without)}
+    if len(left) > MAX_SOURCES:
+        say(f"{MAX_SOURCES} of {len(left)} members, chosen at random")
+        order = torch.randperm(len(left)).tolist()[:MAX_SOURCES]
+        left = dict(list(left.items())[i] for i in sorted(order))
+    return left
+
+
+def _is(text: str, peer: str, card: PeerCard) -> bool:
+    return text == card.name or (len(text) >= SHORT_ID and peer.endswith(text))
+
+
+def called(peer: str, card: PeerCard) -> str:
+    """A member in tables and sentences."""
+    return f"{card.name} …{peer[-SHORT_ID:]}"
+
+
+# --------------------------------------------------------------------- their weights
+
+
+def gather(
+    transport: Transport,
+    swarm: str,
+    cohort: str,
+    members: Members,
+    fragments: Fragments,
+    policy: Policy,
+    folder: Path,
+    timeout_s: float,
+    say: Say,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[dict[str, State], dict[str, int]]:
+    """Weights (mapped files in `folder`) and versions by source. UserError if fewer than two can be had."""
+    start = policy.trainable_state()
+    weights: dict[str, State] = {}
+    versions: dict[str, int] = {}
+
+    def keep(peer: str, version: int, values: list[Tensor]) -> None:
+        name = called(peer, members[peer])
+        with os_errors_explained(folder):
+            weights[name] = mapped(folder / f"{peer}.f32", values, fragments, start)
+        versions[name] = version
+        say(f"weights of {name}, version {version}")
+
+    say(f"asking {len(members)} members for {sum(fragments.sizes) * 4 / 1e6:.1f} MB each")
+    claims = {peer: min(card.policy_version, MAX_VERSION) for peer, card in members.items()}
+    failed = collect(transport, swarm, cohort, claims, fragments.sizes, keep, timeout_s, clock, sleep)
+    for peer, why in failed.items():
+        say(f"left out: {called(peer, members[peer])} ({why})")
+    for name, why in astray(weights, start).items():
+        del weights[name], versions[name]
+        say(f"left out: {name} ({why})")
+    if len(weights) < 2:
+        raise UserError(
+            f"a merge takes the weights of two members at least; {len(weights)} of {len(members)} gave them"
+        )
+    return weights, versions
+
+
+def mapped(path: Path, values: Sequence[Tensor], fragments: Fragments, like: State) -> State:
+    """Weights as float32 tensors in a new file, of which only what is used is in memory."""
+    with path.open("wb") as file:
+        for fragment in values:
+            file.write(memoryview(fragment.numpy()).cast("B"))
+    flat = torch.from_file(str(path), shared=False, size=sum(fragments.sizes), dtype=torch.float32)
+    names = [name for i in range(len(fragments.sizes)) for name in fragments.names(i)]
+    parts = flat.split([like[name].numel() for name in names])
+    found = {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
+    return {name: found[name] for name in like}
+
+
+def astray(weights: Mapping[str, State], start: State) -> dict[str, str]:
+    """Source -> how far it is from the start, of those that are absurdly far. Of two, nothing tells which it is."""
+    if len(weights) < 3:
+        return {}
+    norms = task_norms(weights, start)
+    middle = median(norms.values())
+    return {
+        name: f"{norm:.3g} from the start, where {middle:.3g} is usual"
+        for name, norm in norms.items()
+        if norm > ASTRAY * middle > 0
+    }
+
+
+def _tasks(swarm: Swarm, config: NodeConfig, transport: Transport, folder: Path, say: Say) -> list[str | TaskConfig]:
+    """What the swarm trains on. Raises UserError."""
+    try:
+        manifest = fetch_manifest(transport, swarm, say, MANIFEST_S)
+    except PeerUnreachable as error:
+        raise UserError(f"{error}: name the manifest file, or ask no questions (--questions 0)") from error
+    chosen = config.tasks if "tasks" in config.model_fields_set else []
+    tables = task_tables(manifest, gather_files(manifest, swarm, RunDir(folder), chosen, say, lambda: transport))
+    if not tables:
+        raise UserError(f"none of the question files of {manifest.name} could be had: --questions 0 merges without any")
+    return [*tables]

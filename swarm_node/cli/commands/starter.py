@@ -1,0 +1,49 @@
+"""Rebuild the starter policy, or a bigger one, from nothing: task questions in, model directory out."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
+
+from swarm_node.config import RewardsConfig
+from swarm_node.errors import UserError
+from swarm_node.policy.policy import save
+from swarm_node.policy.starter import HEAD_DIM, train_starter
+from swarm_node.storage.rundir import check_new_directory, os_errors_explained
+from swarm_node.tasks import load_tasks
+
+EXAMPLES_PER_TASK = 2500
+
+
+def make_starter(
+    out: Path, layers: int = 2, hidden: int = 128, steps: int = 500, seed: int = 0, progress: bool = True
+) -> Path:
+    """Train a starter on the training questions of the small tasks and save it in Hugging Face layout to `out`.
+
+    UserError if `out` holds something already or the sizes do not fit together.
+    """
+    if hidden < HEAD_DIM or hidden % HEAD_DIM or layers < 1 or steps < 1:
+        raise UserError(f"--hidden must be a multiple of {HEAD_DIM}, --layers and --steps at least 1")
+    check_new_directory(out)
+    transformers_logging.disable_progress_bar()
+    tasks = load_tasks(["small"], RewardsConfig())
+    drawn = tasks.sample(random.Random(seed), EXAMPLES_PER_TASK * len(tasks.labels))
+    examples = [(task.question, str(task.answer)) for task in drawn]
+    with Progress(
+        TextColumn("starter policy"),
+        BarColumn(),
+        TextColumn("step {task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+        disable=not progress or not sys.stderr.isatty(),
+    ) as bar:
+        shown = bar.add_task("", total=steps, loss=float("nan"))
+        model, tokenizer = train_starter(
+            examples, layers, hidden, steps, seed, lambda k, loss: bar.update(shown, completed=k, loss=loss)
+        )
+    with os_errors_explained(out):
+        save(model, tokenizer, out)
+    return out

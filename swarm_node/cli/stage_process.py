@@ -1,0 +1,26 @@
+"""The process of one stage of `local --stages`: `swarm-node` that also ends when its standard input does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+from swarm_node.cli.app import main
+
+LEAVE_S = 10.0
+"""From the end of standard input to the end of the process, whatever it is doing."""
+
+
+def _until_stdin_ends() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LEAVE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_until_stdin_ends, name="stdin", daemon=True).start()
+    main()

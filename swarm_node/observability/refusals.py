@@ -1,0 +1,121 @@
+"""Which source was refused what: rows for `swarm-node status`, `doctor` and the dashboard, and first refusals in words.
+
+transport: source (peer id or IP address) -> reasons  --+--> rows, the worst sources first -> swarm.json
+receiver:  author of rollouts -> reasons              --+
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from protocol.transports.refusals import Refused
+from swarm_node.observability.reasons import HOSTILE, SAID, words
+
+MAX_ROWS = 20
+"""Sources in a status: an attacker may have many names, and people read a few."""
+NOTABLE = 10
+"""Refusals of one source that are worth a row though honest nodes cause them now and then."""
+MAX_REASONS = 3
+"""Reasons named of one source, the most frequent first; the status of a peer has all."""
+SHORT_ID = 8
+"""Last characters of a peer id that are shown: the first ones are the same for all."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What one source was refused."""
+
+    source: str
+    """Peer id, IPv4 address, or /64 of IPv6."""
+    says: str
+    """`1,204 × too many keys asked at once, 3 × malformed`"""
+    count: int
+    hostile: int
+    """Of these, refusals that an honest node hardly ever causes."""
+    last: float
+    """Unix time of the latest."""
+    name: str = ""
+    """What the peer calls itself."""
+    address: str = ""
+    """Where it is connected from; empty if that is not known."""
+
+    @property
+    def ip(self) -> str:
+        """IP address that it is connected from, or the /64 of it, if that is known."""
+        return self.address or (self.source if _is_ip(self.source) else "")
+
+    def place(self) -> str:
+        """`bob …abcd1234 at 203.0.113.9`"""
+        return place(self.source, self.address, self.name)
+
+
+def rows(
+    sources: Mapping[str, Refused], authors: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]
+) -> list[Row]:
+    """The worst sources first, at most `MAX_ROWS`: `sources` of a transport, `authors` of `Receiver.by_peer`.
+
+    Of what a receiver refused only what is hostile counts: the table of peers shows the rest. Sources that are refused
+    a few times for what honest nodes do as well are left out.
+    """
+    reasons: dict[str, Counter[str]] = {source: Counter(refused.reasons) for source, refused in sources.items()}
+    last = {source: refused.last for source, refused in sources.items()}
+    for author, account in authors.items():
+        if hostile := {reason: n for reason, n in account["rejected"].items() if reason in HOSTILE}:
+            reasons.setdefault(author, Counter()).update(hostile)
+            last[author] = max(last.get(author, 0.0), account["last_seen"])
+    found = [
+        Row(
+            source=source,
+            says=says(counts),
+            count=counts.total(),
+            hostile=sum(n for reason, n in counts.items() if reason in HOSTILE),
+            last=last[source],
+            name=names.get(source, ""),
+            address=sources[source].address if source in sources else "",
+        )
+        for source, counts in reasons.items()
+    ]
+    found = [row for row in found if row.hostile or row.count >= NOTABLE]
+    return sorted(found, key=lambda row: (-row.hostile, -row.count, row.source))[:MAX_ROWS]
+
+
+def says(counts: Mapping[str, int]) -> str:
+    """The most frequent reasons, in words."""
+    frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    named = [f"{n:,} × {words(reason)}" for reason, n in frequent[:MAX_REASONS]]
+    if rest := sum(n for _, n in frequent[MAX_REASONS:]):
+        named.append(f"{rest:,} × something else")
+    return ", ".join(named)
+
+
+def place(source: str, address: str = "", name: str = "") -> str:
+    """A source for people: the end of a peer id, or an IP address."""
+    if _is_ip(source):
+        return source
+    named = f"{name} …{source[-SHORT_ID:]}" if name else f"…{source[-SHORT_ID:]}"
+    return f"{named} at {address}" if address else named
+
+
+def _is_ip(source: str) -> bool:
+    """Whether a source is an address, or a network: a peer id is base58, without dots and colons."""
+    return "." in source or ":" in source
+
+
+class FirstRefusals:
+    """Says the first refusal of each kind."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[str] = set()
+
+    def look(self, refused: Iterable[str], sources: Mapping[str, Refused]) -> None:
+        """`refused` are the reasons of which the transport has counted any."""
+        for reason in sorted(SAID.intersection(refused) - self._said):
+            self._said.add(reason)
+            worst = max(sources, key=lambda source: sources[source].reasons.get(reason, 0), default="")
+            known = bool(worst) and reason in sources[worst].reasons
+            origin = f", from {place(worst, sources[worst].address)}" if known else ""
+            self._say(f"refused: {words(reason)}{origin}. Said once; `swarm-node status` counts what else is refused")

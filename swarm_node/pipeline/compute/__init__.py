@@ -1,0 +1,1 @@
+"""What one stage of a policy calculates, and how layers are divided among stages."""

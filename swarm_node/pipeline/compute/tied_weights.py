@@ -1,0 +1,103 @@
+"""A matrix that the first and the last stage both hold, one as embedding and one as head, and that is too large for a
+message: it travels in blocks of rows (`wire.rows_of`).
+
+    gradients    TiedGradient 0 <-> TiedGradient 0,  then TiedGradient 1 <-> TiedGradient 1, ...     and both add up
+    the matrix   Share 0 -> TiedMatrix 0 -> Share 1 -> TiedMatrix 1 -> ... -> taken over, and State
+
+Each block leaves when the one before it has come from the other end, so few bytes wait anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from protocol.errors import RemoteProtocolError
+from swarm_node.pipeline.messages import rows_of
+
+
+class Tied:
+    """One end of it."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, other: int) -> None:
+        """`other`: the stage at the other end."""
+        self.name = name
+        self.parameter = parameter
+        self.other = other
+        self._sent = self._added = 0  # blocks of the present sum
+        self._came: Tensor | None = None  # the other end's next
+        self._taken = 0  # blocks of the other end's matrix
+        self._taking: Tensor | None = None  # it, as far as it has come
+
+    # ----------------------------------------------------------------- gradients
+
+    def begin(self) -> None:
+        """Another sum."""
+        self._sent = self._added = 0
+        self._came = None
+
+    @property
+    def begun(self) -> bool:
+        """Own rows have left."""
+        return self._sent > 0
+
+    @property
+    def added(self) -> bool:
+        """Both gradients are added up."""
+        return self._empty(self._added)
+
+    def came(self, block: int, rows: Tensor) -> None:
+        """Rows [B, H] of the other end's gradient. RemoteProtocolError (order) if it is not their turn."""
+        if block != self._added or self._came is not None or self.added:
+            raise RemoteProtocolError("order", f"block {block} of a gradient, block {self._added} was to come")
+        self._came = rows
+
+    def advance(self, written: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Add up what can be; blocks of the own gradient that are to leave now, as `written` makes them."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        gradient = self.parameter.grad
+        while not self.added:
+            rows = self._rows(self._added)
+            if self._sent == self._added:
+                own = written(gradient[rows])
+                gradient[rows] = own
+                self._sent += 1
+                yield self._added, own
+            if self._came is None:
+                return
+            gradient[rows] += self._came.to(gradient)
+            self._added, self._came = self._added + 1, None
+
+    # ----------------------------------------------------------------- the matrix
+
+    def give(self, block: int) -> Tensor:
+        """Rows [B, H] of the matrix, in float32. RemoteProtocolError (order) if there are none of that number."""
+        if self._empty(block):
+            raise RemoteProtocolError("order", f"the matrix has no block {block}")
+        return self.parameter.detach()[self._rows(block)].to(torch.float32, copy=True)
+
+    def take(self, block: int, rows: Tensor) -> Tensor | None:
+        """Rows [B, H] of the other end's matrix; all of it [V, H], once the last have come. The first ones begin anew.
+        RemoteProtocolError (order) if it is not their turn."""
+        if block == 0:  # as large as the gradient, which there is none of now
+            self._taken, self._taking = 0, torch.empty(self.parameter.shape, device=self.parameter.device)
+        if self._taking is None or block != self._taken:
+            raise RemoteProtocolError("order", f"block {block} of the matrix is not the next one")
+        self._taking[self._rows(block)] = rows.to(self._taking)
+        self._taken += 1
+        if not self._empty(self._taken):
+            return None
+        matrix, self._taking = self._taking, None
+        return matrix
+
+    def _rows(self, block: int) -> slice:
+        height, width = self.parameter.shape
+        return rows_of(block, height, width)
+
+    def _empty(self, block: int) -> bool:
+        """There is no such block."""
+        rows = self._rows(block)
+        return rows.start == rows.stop

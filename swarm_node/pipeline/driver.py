@@ -1,0 +1,610 @@
+"""The lead's end of a pipeline: a policy and an optimiser that are spread over stages, as the rest of a node sees them.
+
+    generate   prompts in as many waves as stages; each wave: Prefill -> ... -> Tokens, Step -> ... -> Tokens, ...
+    passes     Forward of every microbatch -> ... -> Logprobs -> (loss, by whoever asked) -> LossGradient -> ...
+    step       Squares to all, sums of squares back, Apply (the same scale and rate) to all
+
+Nothing here runs by itself: whoever calls is served from `Crewmates.receive`, and the stages held here are worked on in
+between. The loss of a microbatch is computed while other stages compute other microbatches.
+
+A stage that is lost makes `passes` and `step` raise StageLost; then
+
+    lead.again(lost)            makes the crew whole (`on_lost`) and has every stage forget what was under way
+
+and all of it is done again: the accumulation of the step from a zero gradient (`grpo.Trainer` does that), or the
+generation, with the same uniform numbers (`StagedPolicy` does that). But once an Apply has been sent there is no way
+back: every stage makes the update that has not, none twice, and one that was lost before it had goes without. Who was
+lost is what the stages themselves say (`State.new`): one that only missed messages still has its gradient.
+
+A stage that refuses what it is sent ends the turn as well; after `TRIES` of them in a row that work is given up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from statistics import median_high
+from typing import Protocol, cast
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from protocol.errors import RemoteProtocolError
+from protocol.pipeline import (
+    Apply,
+    Ask,
+    Codec,
+    Forward,
+    Logprobs,
+    LossGradient,
+    Prefill,
+    Reset,
+    Share,
+    Skip,
+    Squared,
+    Squares,
+    State,
+    Step,
+    Tokens,
+    Trouble,
+)
+from swarm_node.config import PolicyConfig
+from swarm_node.errors import Interrupted, SnapshotError, Unworkable
+from swarm_node.pipeline import messages as wire
+from swarm_node.pipeline.compute.worker import Worker, attend
+from swarm_node.pipeline.ports import LEAD, Crewmates, Message, Refused, SliceOptimizer, StageLost
+from swarm_node.policy.engines.native import Decoder, Rows, padded, picked
+from swarm_node.policy.logprobs import TokenBatch
+from swarm_node.policy.policy import Policy
+from swarm_node.policy.sampling import uniforms
+from swarm_node.types import Rollout, Sampling
+
+MICROBATCHES = 2
+"""For each stage: a third of the time is then spent waiting for the first and after the last, at worst."""
+TICK_S = 0.5
+"""How long one look for messages takes at most."""
+TRIES = 3
+"""Turns that a stage refuses one after the other before what is asked for is given up."""
+
+
+class Lead:
+    """Drives the stages of a crew."""
+
+    def __init__(
+        self,
+        crewmates: Crewmates,
+        workers: Mapping[int, Worker],
+        on_lost: Callable[[StageLost], None],
+        codec: Codec = "float32",
+        swapped: bool = False,
+        refused: Callable[[RemoteProtocolError], None] = lambda error: None,
+        patience_s: float = 120.0,
+        first_turn: int = 0,
+    ) -> None:
+        """`workers`: the stages held here, by number, stage 0 among them. `on_lost` makes the crew whole again; it may
+        change `workers`. `swapped`: CheckFree+. `refused` is told of messages that make no sense. `patience_s`: after
+        so long without a message all stages are asked how far they are; who does not answer as long again is lost.
+        `first_turn`: turns are counted from there, so that a new lead's are not taken for old ones."""
+        self.crewmates = crewmates
+        self.workers = workers
+        self.on_lost = on_lost
+        self.codec = codec
+        self.swapped = swapped
+        self.refused = refused
+        self.patience_s = patience_s
+        self.states: dict[int, State] = {}
+        """What each stage last said of itself."""
+        self.spoiled = False
+        """Whether the loss had a gradient that is not finite."""
+        self.updates = workers[0].updates
+        """That the crew has made."""
+        self.total = first_turn
+        """Number of the sum that gradients are added to."""
+        self._turn = first_turn  # number of the last pass or generation
+        self._refusals = 0  # turns that ended so, since the last update or generation
+        self._heard = time.monotonic()
+        self._bytes = self._tokens = 0
+        self._waited = self._trained = 0.0
+
+    @property
+    def stages(self) -> int:
+        return self.crewmates.count
+
+    def figures(self) -> dict[str, float]:
+        """Since they were last asked for: bytes sent to other peers for each token (sampled, or in a row of a pass),
+        and the share of train steps that this peer waited."""
+        figures: dict[str, float] = {}
+        if self._tokens:
+            figures["stages/bytes_per_token"] = self._bytes / self._tokens
+        if self._trained:
+            figures["stages/bubble"] = self._waited / self._trained
+        self._bytes = self._tokens = 0
+        self._waited = self._trained = 0.0
+        return figures
+
+    def again(self, lost: StageLost) -> set[int]:
+        """After StageLost: have the crew made whole, and what was under way forgotten; the stages that were rebuilt.
+        Unworkable if what was under way was refused too often."""
+        rebuilt: set[int] = set()
+        while True:
+            try:
+                if isinstance(lost, Refused):
+                    self._count_refusal(lost)
+                else:
+                    self.on_lost(lost)
+                self._turn += 1  # nothing that is still said of the old one counts
+                self._to_all(Reset(self._turn))
+                new = {stage for stage, state in self._ask().items() if state.new}
+                for stage in sorted(new):
+                    self._send(Message(stage, Skip(self.updates)))
+                rebuilt |= new
+                self._share(rebuilt)
+                return rebuilt
+            except StageLost as another:
+                lost = another
+
+    def _count_refusal(self, refused: Refused) -> None:
+        self._refusals += 1
+        if self._refusals < TRIES:
+            return
+        self._refusals = 0
+        self._turn += 1
+        self._to_all(Reset(self._turn))
+        raise Unworkable(f"{refused.why}, {TRIES} times")
+
+    def agree(self, least: int = 0) -> None:
+        """Have all stages count the updates alike, whatever they were rebuilt from: what most of them say, or `least`.
+        A stage that counted more than the others would take their next updates for old ones. Raises StageLost."""
+        states = self._ask()
+        self.updates = max(least, median_high([state.updates for state in states.values()]))
+        for stage, state in states.items():
+            if state.updates != self.updates or state.new:
+                self._send(Message(stage, Skip(self.updates)))
+
+    def _ask(self) -> dict[int, State]:
+        """What every stage says of itself. Raises StageLost."""
+        self.states.clear()
+        self._to_all(Ask())
+        while len(self.states) < self.stages:
+            self._next()
+        return dict(self.states)
+
+    def _share(self, rebuilt: set[int]) -> None:
+        """If one of two stages that hold the same matrix was rebuilt, have it take the other's. Raises StageLost."""
+        last = self.stages - 1
+        if not rebuilt.isdisjoint((0, last)):
+            self._give_matrix(last if 0 in rebuilt and last not in rebuilt else 0, keep=False)
+
+    def join_ends(self, averaged: bool) -> None:
+        """If the first and the last stage hold one matrix, have them hold the same: that of the first, if it was
+        `averaged` with others', else that of the one with more updates. Raises StageLost."""
+        giver = 0
+        if not averaged and self.stages > 1:
+            states = self._ask()
+            first, last = states[0].updates, states[self.stages - 1].updates
+            if not first and not last:
+                return  # both have the base model's
+            giver = self.stages - 1 if last > first else 0
+        self._give_matrix(giver, keep=averaged)
+
+    def _give_matrix(self, giver: int, keep: bool) -> None:
+        """From the first to the last stage, or the other way, if both hold it."""
+        if self.workers[0].tied_name is None:
+            return
+        self._send(Message(giver, Share(keep)))
+        while (message := self._next()) is None or not isinstance(message.head, State) or not message.head.taken:
+            pass
+
+    # ----------------------------------------------------------------- passes
+
+    def passes(
+        self, batches: Iterable[TokenBatch], temperature: float, entropy: bool, reference: bool, gradient: bool
+    ) -> Iterator[tuple[TokenBatch, Tensor, Tensor | None]]:
+        """As `Policy.passes`, in the order in which microbatches come back. Raises StageLost; torch.OutOfMemoryError if
+        a stage is short of memory."""
+        todo = list(batches)
+        with self._new_turn() as turn:
+            total = self.total if gradient else 0
+            expected, sent = set(range(len(todo))), 0
+            while expected:
+                # with a gradient, the schedule says how many are let in
+                while sent < len(todo) and (gradient or sent - (len(todo) - len(expected)) < 2 * self.stages):
+                    head = Forward(turn, total, sent, len(todo), 0, temperature, entropy, reference, self.swapped)
+                    self._forward(head, todo[sent])
+                    sent += 1
+                message = self._next(gradient)
+                if message is None or not isinstance(message.head, Logprobs) or message.head.turn != turn:
+                    continue
+                i = message.head.microbatch
+                if i not in expected or not self._fits(message, todo[i], entropy):
+                    self.refused(RemoteProtocolError("order", f"log-probabilities of microbatch {i} as nobody wanted"))
+                    continue
+                expected.remove(i)
+                logprobs, *entropies = (t.to(todo[i].target.device) for t in message.tensors)
+                logprobs = logprobs.detach().requires_grad_(gradient)
+                start = time.perf_counter()
+                yield todo[i], logprobs, entropies[0] if entropy else None
+                if gradient:
+                    self._trained += time.perf_counter() - start
+                    self._send(Message(self.stages - 1, LossGradient(turn, i), (self._upstream(logprobs),)))
+            while gradient and todo and not self.workers[0].finished(turn):
+                self._next(train=True)
+
+    def _forward(self, head: Forward, batch: TokenBatch) -> None:
+        tensors = [batch.input_ids, batch.row, batch.col, batch.target]
+        if batch.attention_mask is not None:
+            assert batch.position_ids is not None
+            tensors += [batch.position_ids, batch.attention_mask]
+            head = replace(head, packed=True)
+        self._tokens += batch.input_ids.numel()
+        self._send(Message(0, head, tuple(tensors)))
+
+    def _fits(self, message: Message, batch: TokenBatch, entropy: bool) -> bool:
+        return len(message.tensors) == 1 + entropy and all(t.shape == batch.target.shape for t in message.tensors)
+
+    def _upstream(self, logprobs: Tensor) -> Tensor:
+        """Gradient of the loss; zeros if it is not finite, which spoils the step."""
+        if logprobs.grad is None:
+            return torch.zeros_like(logprobs)
+        if not wire.bounded(logprobs.grad):
+            self.spoiled = True
+            return torch.zeros_like(logprobs)
+        return logprobs.grad
+
+    # ----------------------------------------------------------------- samples
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, eos: Tensor
+    ) -> list[tuple[list[int], list[float], bool]]:
+        """As `Decoder.generate`. Raises StageLost; torch.OutOfMemoryError if a stage is short of memory."""
+        waves = _split(prompts, self.stages)
+        begin = 0
+        books: dict[int, _Book] = {}
+        with self._new_turn() as turn:
+            for number, wave in enumerate(waves):
+                book = _Book(wave, n, sampling.max_new_tokens, uniform[begin : begin + len(wave) * n])
+                begin += len(wave) * n
+                books[number] = book
+                head = Prefill(turn, number, n, sampling.max_new_tokens, sampling.temperature, sampling.top_p)
+                lengths = torch.tensor([len(prompt) for prompt in wave])
+                self._send(Message(0, head, (padded(wave), lengths, book.uniform[:, 0])))
+                self._tokens += int(lengths.sum())
+            open_waves = set(books)
+            while open_waves:
+                message = self._next()
+                if message is None or not isinstance(message.head, Tokens) or message.head.turn != turn:
+                    continue
+                number, step = message.head.wave, message.head.step
+                token, logprob = (t.cpu() for t in message.tensors)
+                if number not in open_waves or not books[number].expects(step, token):
+                    self.refused(RemoteProtocolError("order", f"token {step} of wave {number} as nobody wanted"))
+                    continue
+                self._tokens += len(token)
+                following = books[number].take(token, logprob, eos)
+                if following is None:
+                    open_waves.remove(number)
+                else:
+                    self._send(Message(0, Step(turn, number, step, len(following) > 2), following))
+            self._to_all(Reset(turn))
+            self._refusals = 0
+        return [sample for number in sorted(books) for sample in books[number].rows.samples()]
+
+    # ----------------------------------------------------------------- updates
+
+    def norm(self) -> float:
+        """Of the whole gradient, once all passes are done; nan if it is not finite. Raises StageLost."""
+        self._to_all(Squares(self.total))
+        squares: dict[int, float | None] = {}
+        while len(squares) < self.stages:
+            message = self._next(train=True)
+            if message is not None and isinstance(message.head, Squared) and message.head.total == self.total:
+                squares[message.head.stage] = message.head.squares
+        found = [square for square in squares.values() if square is not None]
+        return math.sqrt(sum(found)) if len(found) == self.stages and not self.spoiled else math.nan
+
+    def apply(self, update: int, scale: float, rate: float) -> None:
+        """Have every stage make that update, but for those that are rebuilt meanwhile. Raises StageLost if there is
+        one before any has been told."""
+        rebuilt: set[int] = set()
+        told = False
+        while True:
+            try:
+                self.states.clear()
+                for stage in range(self.stages):
+                    self._send(Message(stage, Skip(update) if stage in rebuilt else Apply(update, scale, rate)))
+                    told = True
+                while any(k not in self.states or self.states[k].updates < update for k in range(self.stages)):
+                    self._next(train=True)
+                self._share(rebuilt)
+                self._refusals = 0
+                return
+            except StageLost as lost:
+                if not told:
+                    raise
+                rebuilt |= self.again(lost)
+
+    def zero(self) -> None:
+        """Begin another sum of gradients; stages begin it when they hear of its first microbatch."""
+        self.total += 1
+        self.spoiled = False
+
+    # ----------------------------------------------------------------- messages
+
+    @contextmanager
+    def _new_turn(self) -> Iterator[int]:
+        """Number of a new turn. If it is given up here, all stages are told."""
+        self._turn += 1
+        turn = self._turn
+        try:
+            yield turn
+        except StageLost:
+            raise
+        except BaseException:
+            for stage in range(self.stages):
+                with suppress(StageLost):  # whoever needs it next will notice
+                    self._send(Message(stage, Reset(turn)))
+            raise
+
+    def _to_all(self, head: Squares | Apply | Ask | Reset) -> None:
+        for stage in range(self.stages):
+            self._send(Message(stage, head))
+
+    def _send(self, message: Message) -> None:
+        if message.stage != LEAD and message.stage not in self.workers:
+            self._bytes += wire.size(message, self.codec)
+        self._heard = time.monotonic()
+        self.crewmates.send(message)
+
+    def _next(self, train: bool = False) -> Message | None:
+        """Deal with one message; it is given back if it is for the lead. `None` also if none comes for a while."""
+        start = time.perf_counter()
+        message = self.crewmates.receive(min(TICK_S, self.patience_s))
+        came = time.perf_counter()
+        if message is None:
+            if time.monotonic() - self._heard > self.patience_s:
+                self._ask_all()
+        else:
+            self._heard = time.monotonic()
+            message = attend(message, self.workers, self._send, self.refused)
+        if train:
+            self._waited += came - start
+            self._trained += time.perf_counter() - start
+        if message is not None and isinstance(message.head, State):
+            self.states[message.head.stage] = message.head
+        if message is not None and isinstance(message.head, Trouble) and message.head.turn == self._turn:
+            if message.head.what == "refused":
+                raise Refused(message.head.stage)
+            raise torch.OutOfMemoryError(f"out of memory at stage {message.head.stage}")
+        return message
+
+    def _ask_all(self) -> None:
+        """Nothing has come for long: StageLost for the stages that do not answer, or for none if all do."""
+        self.states.clear()
+        self._to_all(Ask())
+        end = time.monotonic() + self.patience_s
+        while len(self.states) < self.stages and time.monotonic() < end:
+            message = self.crewmates.receive(min(TICK_S, self.patience_s))
+            message = None if message is None else attend(message, self.workers, self._send, self.refused)
+            if message is not None and isinstance(message.head, State):
+                self.states[message.head.stage] = message.head
+        missing = set(range(self.stages)) - self.states.keys()
+        why = "no answer" if missing else "all answer, but what is under way does not arrive"
+        raise StageLost(missing, why)
+
+
+class _Book:
+    """A wave: what was sampled, and what comes next."""
+
+    def __init__(self, prompts: list[list[int]], n: int, limit: int, uniform: Tensor) -> None:
+        self.rows = Rows(len(prompts), n, limit, torch.device("cpu"))
+        self.uniform = uniform
+        self._limit = limit
+        self._step = 0
+
+    def expects(self, step: int, token: Tensor) -> bool:
+        return step == self._step and len(token) == self.rows.origin.numel()
+
+    def take(self, token: Tensor, logprob: Tensor, eos: Tensor) -> tuple[Tensor, ...] | None:
+        """Take down tokens [W]; the tensors of the next step, or `None` if the wave is at its end."""
+        kept = None
+        step = self._step
+        if self.rows.record(step, token, logprob, eos):
+            if not self.rows.live.any():
+                return None
+            width = self.rows.live.shape[1]
+            kept = self.rows.compact()
+            if kept is not None:
+                token = picked(token, width, *kept)
+        self._step += 1
+        if self._step == self._limit:
+            return None
+        return token, self.uniform[self.rows.origin.flatten(), self._step], *(kept or ())
+
+
+def _split(prompts: list[list[int]], parts: int) -> list[list[list[int]]]:
+    """In so many parts at most, in order, as even as it gets."""
+    parts = min(parts, len(prompts))
+    cuts = [len(prompts) * i // parts for i in range(parts + 1)]
+    return [prompts[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+class StagedPolicy(Policy):
+    """A policy of which this process holds the first stage; text is its own business, the rest goes through `lead`.
+
+    Weights are those of the stages held here, by their names in the whole policy. Generation is done again when a stage
+    is lost; `passes` leave that to whoever adds up the gradient.
+    """
+
+    def __init__(
+        self,
+        lead: Lead,
+        tokenizer: PreTrainedTokenizerBase,
+        config: PolicyConfig,
+        report: Callable[[str], None] = print,
+        longest: int = 2**31,
+    ) -> None:
+        """`longest`: most tokens of a row that the stages take."""
+        self.lead = lead
+        self._longest = longest
+        super().__init__(lead.workers[0].stage.model, tokenizer, config, report)
+        self.is_lora = lead.workers[0].stage.is_lora
+        self.microbatches = MICROBATCHES * lead.stages if lead.stages > 1 else 1
+        self.split_head = True
+
+    @property
+    def base(self) -> PreTrainedModel:
+        return self.lead.workers[0].stage.base
+
+    @property
+    def max_positions(self) -> int:
+        """Of the model, or of a row that the stages take: others' groups may have longer prompts."""
+        return min(super().max_positions, self._longest)
+
+    def _generate(
+        self, decoder: Decoder | None, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]
+    ) -> list[list[Rollout]]:
+        uniform, eos = uniforms(seeds, n, sampling.max_new_tokens), torch.tensor(self._eos)
+        while True:
+            try:
+                samples = self.lead.generate(prompts, n, sampling, uniform, eos)
+            except StageLost as lost:
+                self.lead.again(lost)
+            else:
+                break
+        rollouts = [Rollout(ids, logprobs, done, text=self.decode(ids)) for ids, logprobs, done in samples]
+        return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+
+    def _passes(
+        self, batches: Iterable[TokenBatch], temperature: float, entropy: bool, reference: bool, gradient: bool
+    ) -> Iterator[tuple[TokenBatch, Tensor, Tensor | None]]:
+        return self.lead.passes(batches, temperature, entropy, reference, gradient)
+
+    def again(self, interrupted: Interrupted) -> None:
+        if not isinstance(interrupted, StageLost):
+            raise interrupted
+        self.lead.again(interrupted)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return list(self._named().values())
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self._named().items()}
+
+    def keep_reference(self) -> None:
+        for worker in self.lead.workers.values():
+            if worker.reference is None:  # else it was kept when the stage came, before its trained weights did
+                worker.keep_reference()
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        named: dict[str, nn.Parameter] = {}
+        for worker in self.lead.workers.values():
+            named = worker.stage.named() | named
+        return named
+
+
+class LocalOptimizer(SliceOptimizer, Protocol):
+    """What else the optimiser of a stage at the lead can do; `grpo.Optimizer` does."""
+
+    grad_clip: float
+    updating: Callable[[], AbstractContextManager[object]]
+
+    def rate(self) -> float: ...
+
+    def weights(self) -> dict[str, Tensor]: ...
+
+    def publish(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None: ...
+
+
+class StagedOptimizer:
+    """Of all stages what `grpo.Optimizer` is of one process; state and weights are those of the stages held here.
+
+    `step` may raise StageLost: then what gave the gradient is done again, from `zero_grad`, and the step too.
+    """
+
+    def __init__(self, lead: Lead) -> None:
+        self.lead = lead
+        self._updating: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def updates(self) -> int:
+        """That all stages have made."""
+        return self.lead.updates
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        self.lead.updates = updates
+
+    @property
+    def updating(self) -> Callable[[], AbstractContextManager[object]]:
+        """Held while weights here change."""
+        return self._updating
+
+    @updating.setter
+    def updating(self, updating: Callable[[], AbstractContextManager[object]]) -> None:
+        self._updating = updating
+        for optimizer in self._own():
+            optimizer.updating = updating
+
+    def zero_grad(self) -> None:
+        self.lead.zero()
+
+    def step(self) -> tuple[float, float]:
+        """One update of all stages, unless the gradient is not finite; its norm before clipping, and the learning
+        rate."""
+        optimizer = self._own()[0]
+        norm, rate = self.lead.norm(), optimizer.rate()
+        if math.isfinite(norm):
+            self.lead.apply(self.updates + 1, min(1.0, optimizer.grad_clip / norm) if norm else 1.0, rate)
+            self.updates += 1
+        self.zero_grad()
+        return norm, rate
+
+    def weights(self) -> dict[str, Tensor]:
+        """By name, each once: a matrix that is here twice, as embedding and as head, is the embedding. Live."""
+        weights: dict[str, Tensor] = {}
+        for optimizer in self._own():
+            weights = optimizer.weights() | weights
+        return weights
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Have the stages here use `weights()` after somebody else changed them."""
+        weights = self.weights()
+        for optimizer in self._own():
+            for name, weight in optimizer.weights().items():
+                weight.copy_(weights[name])
+            optimizer.publish()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for optimizer in self._own():
+            state = optimizer.state_dict() | state
+        return state
+
+    def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
+        """Take over what `state_dict` gave; SnapshotError, and nothing changed, if names or shapes differ."""
+        mine, varies = self.state_dict(), ("step.", "rate_scale.")
+        known = mine.keys() & tensors.keys()
+        foreign = [name for name in mine.keys() ^ tensors.keys() if not name.startswith(varies)]
+        if foreign or any(mine[k].shape != tensors[k].shape for k in known):
+            raise SnapshotError("its optimiser state does not have the names and shapes of the stages held here")
+        for optimizer in self._own():
+            names = optimizer.weights()
+            own = {key: tensor for key, tensor in tensors.items() if key.partition(".")[2] in names}
+            optimizer.load_state_dict(own, updates)
+        for worker in self.lead.workers.values():
+            worker.updates = updates
+        self.updates = updates
+
+    def _own(self) -> list[LocalOptimizer]:
+        """Of the stages held here, that of stage 0 first."""
+        return [cast(LocalOptimizer, self.lead.workers[k].optimizer) for k in sorted(self.lead.workers)]

@@ -1,0 +1,1 @@
+"""Which peer of a crew holds which stage, and which peer leads."""

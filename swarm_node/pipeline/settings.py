@@ -1,0 +1,85 @@
+"""What all peers of a crew do alike: their first lead's options, which its plans tell everybody.
+
+    config of whoever leads first -> Settings (in each plan) -> config of everybody else, sizes of possible messages
+
+All else is the affair of each peer, or of whoever leads: tasks, loss, learning rate, clipping, memory, minutes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from protocol.crew import Settings
+from swarm_node.config import NodeConfig
+from swarm_node.pipeline.messages import Limits
+
+MOST_TOKENS = 2**24
+"""As `protocol.crew` allows."""
+MAX_ROWS = 2**14
+"""Samples drawn at a time."""
+
+
+def settings_of(config: NodeConfig) -> Settings:
+    """What a crew goes by that this node leads first."""
+    stages, rollouts, grpo = config.stages, config.rollouts, config.grpo
+    longest = rollouts.max_prompt_tokens + rollouts.group_size * rollouts.max_new_tokens
+    return Settings(
+        wire=stages.wire,
+        swap=stages.swap,
+        replica=stages.replica,
+        replica_every=stages.replica_every,
+        reference=bool(grpo.beta),
+        prompt=min(rollouts.max_prompt_tokens, MOST_TOKENS),
+        length=min(rollouts.max_new_tokens, MOST_TOKENS),
+        microbatch=min(max(grpo.microbatch_tokens, longest), MOST_TOKENS),
+        decay=grpo.weight_decay,
+        betas=grpo.betas,
+        rounds=config.rounds or 0,
+    )
+
+
+def agreed(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, list[str]]:
+    """`config` as it goes with the crew's `settings`; and which of its options are others now, in words."""
+    group = max(2, (settings.microbatch - settings.prompt) // settings.length)
+    theirs: dict[str, dict[str, Any]] = {
+        "stages": {name: getattr(settings, name) for name in ("wire", "swap", "replica", "replica_every")},
+        "rollouts": {
+            "max_prompt_tokens": settings.prompt,
+            "max_new_tokens": settings.length,
+            "group_size": min(config.rollouts.group_size, group),  # a packed group is one microbatch at least
+        },
+        "grpo": {
+            "weight_decay": settings.decay,
+            "betas": settings.betas,
+            "microbatch_tokens": min(config.grpo.microbatch_tokens, settings.microbatch),
+            "beta": config.grpo.beta if settings.reference else 0.0,  # nobody has kept a reference
+        },
+    }
+    sections, changed = {}, []
+    for section, options in theirs.items():
+        mine = getattr(config, section)
+        for name, value in options.items():
+            if getattr(mine, name) != value:
+                changed.append(f"{section}.{name} = {json.dumps(value)} (here {json.dumps(getattr(mine, name))})")
+        sections[section] = mine.model_copy(update=options)
+    if (config.rounds or 0) != settings.rounds:
+        changed.append(f"rounds = {settings.rounds or 'without end'} (here {config.rounds or 'without end'})")
+    return config.model_copy(update={**sections, "rounds": settings.rounds or None}), changed
+
+
+def limits(settings: Settings, width: int, vocabulary: int) -> Limits:
+    """What may come from a peer that goes by `settings`; whose messages and which plan's is filled in for each.
+    `width`: of a hidden state."""
+    return Limits(
+        plan=0,
+        stages=0,
+        here=frozenset(),
+        sender=frozenset(),
+        width=width,
+        vocabulary=vocabulary,
+        tokens=2 * settings.microbatch,
+        rows=MAX_ROWS,
+        prompt=settings.prompt,
+        length=settings.length,
+    )

@@ -1,0 +1,202 @@
+"""The policy of a crew's run directories: stages, each from the newest snapshot, put together again.
+
+    RUN/stages/<k>/round-…   of as many run directories as it takes -> the last update that all stages are there of
+        all weights trained  -> model-0000k-of-0000n.safetensors, one file a stage, and their index
+        an adapter trained   -> adapter_model.safetensors, adapter_config.json
+
+Memory holds one stage at a time: the policy may well be larger than any of its machines. What the lead of a crew had
+fetched when its run ended makes one directory enough.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig
+
+from swarm_node.config import NodeConfig, read_own
+from swarm_node.errors import SnapshotError, UserError
+from swarm_node.pipeline.recovery.held_stages import shapes
+from swarm_node.pipeline.recovery.stage_files import StageFile, newest, stage_files
+from swarm_node.policy.loading import (
+    Plan,
+    load_tokenizer,
+    lora_config,
+    model_file,
+    prepare,
+    refusing,
+    skeleton,
+    with_adapter,
+)
+from swarm_node.storage.checkpoints import read_snapshot
+from swarm_node.storage.rundir import RunDir
+
+Say = Callable[[str], None]
+_SPAN = re.compile(r"stage (\d+) of (\d+) \(layers (\d+)-(\d+) of (\d+)\)")
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A policy of which every stage was found."""
+
+    config: NodeConfig
+    plan: Plan
+    stages: list[dict[str, Tensor]]
+    """Weights by global name, of each stage; mapped files. A matrix that two stages hold is with the first."""
+    updates: int
+
+
+def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
+    """All stages, after the same update if there is one. UserError if one of them is not there, or they are not of one
+    policy."""
+    configs = [read_own(run.config) for run in runs]
+    config = configs[0]
+    count = config.stages.count
+    for run, other in zip(runs, configs, strict=True):
+        if (other.stages.count, other.policy.model, other.stages.crew) != (
+            count,
+            config.policy.model,
+            config.stages.crew,
+        ):
+            raise UserError(f"{run.path} is not of the crew of {runs[0].path}: crew, model and stages must be the same")
+    plan = prepare(config.policy, alone=False)
+    kept = [file for run in runs for file in stage_files(run.path / "stages") if file.stage < count]
+    latest = newest([file for file in kept if file.run])
+    others = [file for file in kept if file.state and not (latest and file.counts(latest.run))]
+    if others:
+        say(f"snapshots left out, being of another run or branch than the newest: {len(others)}")
+    kept = [file for file in kept if file not in others]
+    while True:
+        missing = [stage for stage in range(count) if not any(one.stage == stage for one in kept)]
+        if missing:
+            names, where = ", ".join(map(str, missing)), ", ".join(str(run.path) for run in runs)
+            raise UserError(
+                f"stage {names} of {count} is not in {where}: name the run directories of the peers that held it too "
+                "(`swarm-node export RUN RUN OUT`); the lead's has all stages if it ends, by itself or by Ctrl-C, "
+                "while the others run"
+            )
+        chosen = _choose(kept, count)
+        states: list[dict[str, Any]] = []
+        stages = []
+        for one in chosen:
+            try:
+                snapshot = read_snapshot(one.path, lambda state: None if "span" in state else "it is of no stage")
+            except SnapshotError as error:
+                say(f"{one.path} refused: {error}")
+                kept.remove(one)
+                break
+            states.append(snapshot.state)
+            stages.append(snapshot.tensors["policy"])
+        else:
+            break
+    _check(config, plan, chosen, states, stages)
+    updates = [one.updates for one in chosen]
+    if len(set(updates)) > 1:
+        listed = ", ".join(f"stage {one.stage} after update {one.updates}" for one in chosen)
+        say(f"there is no update after which all stages are there: {listed}")
+    else:
+        say(f"all {count} stages after update {updates[0]}")
+    return Staged(config, plan, stages, max(updates))
+
+
+def _choose(kept: Sequence[StageFile], count: int) -> list[StageFile]:
+    """One for each stage: of the last update that all are there of, or else the newest of each."""
+    by_stage = [{one.updates: one for one in sorted(kept, key=_age) if one.stage == stage} for stage in range(count)]
+    common = set.intersection(*(set(updates) for updates in by_stage))
+    return [stage[max(common or stage)] for stage in by_stage]
+
+
+def _age(kept: StageFile) -> tuple[int, int]:
+    return kept.updates, kept.number
+
+
+def _check(
+    config: NodeConfig,
+    plan: Plan,
+    chosen: Sequence[StageFile],
+    states: Sequence[dict[str, Any]],
+    stages: list[dict[str, Tensor]],
+) -> None:
+    """UserError unless `stages` are, put together, all that is trained of the model. Leaves each tensor in one of
+    them."""
+    if len({state.get("architecture") for state in states}) > 1:
+        raise UserError("these stages are not of one policy: their runs had other models or LoRA settings")
+    first = 0
+    for one, state in zip(chosen, states, strict=True):
+        match = _SPAN.fullmatch(str(state["span"]))
+        found = tuple(map(int, match.groups())) if match else ()
+        layers = plan.config.num_hidden_layers
+        if not match or found[:3] != (one.stage, len(chosen), first) or found[4] != layers:
+            raise UserError(f"{one.path} is {state['span']}, which does not go with the other stages of {plan.base}")
+        first = found[3] + 1
+    expected = shapes(config, plan)
+    seen: set[str] = set()
+    for stage in stages:
+        for name in [name for name in stage if name in seen]:
+            del stage[name]
+        seen |= stage.keys()
+    if first != plan.config.num_hidden_layers or seen != expected.keys():
+        raise UserError(f"these stages are not all of {config.policy.model}, or not of it")
+    for name, tensor in ((name, tensor) for stage in stages for name, tensor in stage.items()):
+        if tensor.shape != expected[name].shape:
+            raise UserError(f"{name} is {list(tensor.shape)} in these stages, but not in {config.policy.model}")
+
+
+def save_staged(staged: Staged, out: Path) -> None:
+    """Write Hugging Face layout to the directory `out`: a model, or an adapter for PEFT."""
+    load_tokenizer(staged.config.policy).save_pretrained(out)
+    if staged.plan.lora:
+        _save_adapter(staged, out)
+    else:
+        _save_model(staged, out)
+    for file in out.glob("*.safetensors"):
+        file.chmod((out / "tokenizer_config.json").stat().st_mode)
+
+
+def _save_model(staged: Staged, out: Path) -> None:
+    plan = staged.plan
+    config = copy.deepcopy(plan.config)
+    config.dtype = plan.dtype
+    config.architectures = [type(skeleton(plan.config)).__name__]
+    config.save_pretrained(out)
+    generation = model_file(plan, "generation_config.json")
+    if generation is not None:
+        with refusing(generation.name, plan.base):
+            GenerationConfig.from_pretrained(generation.parent).save_pretrained(out)
+    where: dict[str, str] = {}
+    size = 0
+    for number, stage in enumerate(staged.stages, 1):
+        file = f"model-{number:05}-of-{len(staged.stages):05}.safetensors"
+        tensors = {name: tensor.to(plan.dtype).contiguous() for name, tensor in stage.items()}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _save_adapter(staged: Staged, out: Path) -> None:
+    plan, policy = staged.plan, staged.config.policy
+    if plan.adapter is not None:
+        shutil.copyfile(Path(plan.adapter) / "adapter_config.json", out / "adapter_config.json")
+    else:
+        with torch.device("meta"):
+            lora = with_adapter(skeleton(plan.config), lora_config(policy), policy).peft_config["default"]
+        lora.base_model_name_or_path, lora.revision, lora.inference_mode = plan.base, plan.revision, True
+        lora.save_pretrained(out)
+    tensors = {
+        name.replace(".default", ""): tensor.to(plan.dtype).contiguous()
+        for stage in staged.stages
+        for name, tensor in stage.items()
+    }
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,130 @@
+"""A crew in words: who holds what, what is missing, what a loss did to the reward."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+from protocol.crew import Progress
+from protocol.transports.base import Transport
+from swarm_node.pipeline.recovery.held_stages import Seats
+from swarm_node.pipeline.transport import Mates
+
+AFTER = 10
+"""Rounds on either side of a loss whose reward is compared."""
+RECOVERED = "stages/recovered/"
+_PEER = re.compile(r"(?:peer )?…(\w{8})")
+
+
+class CrewWords:
+    """Of the crew that `mates` is of. From any thread."""
+
+    def __init__(self, transport: Transport, mates: Mates, crew: str, name: str) -> None:
+        """`crew` is its name, `name` this node's."""
+        self.transport = transport
+        self.mates = mates
+        self.crew = crew
+        self.name = name
+
+    def called(self, peer: str) -> str:
+        """A peer's name for people; `peer` is its id or the end of it."""
+        if self.transport.peer_id.endswith(peer):
+            return "this node"
+        names = {other: card.name for other, card in self.transport.members().items()}
+        name = next((name for other, name in names.items() if other.endswith(peer)), "") or self.mates.name_of(peer)
+        another = any(other_name == name for other, other_name in names.items() if not other.endswith(peer))
+        return f"peer …{peer[-8:]}" if another or name in ("", "node") else name
+
+    def named(self, text: str) -> str:
+        """With peers called by their names, where these are known."""
+        return _PEER.sub(lambda found: self.called(found[1]), text)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Peers, by stage."""
+        plan = self.mates.plan
+        return () if plan is None else tuple(seat.peer for seat in plan.seats)
+
+    def whole(self) -> str:
+        """That nothing is missing."""
+        holders = ", ".join(f"{stage} {self.called(peer)}" for stage, peer in enumerate(self.holders))
+        spare = "" if self.mates.seats else "; this node waits until one is free"
+        if len(set(self.holders)) == 1:
+            return f"crew {self.crew} is whole: all stages with {self.called(self.holders[0])}{spare}"
+        return f"crew {self.crew} is whole: stage {holders}{spare}"
+
+    def missing(self) -> str:
+        """What keeps the crew from going on; empty = nothing does."""
+        missing = self.mates.missing
+        if not missing:
+            return ""
+        stages = ", ".join(map(str, missing))
+        takers = ", ".join(dict.fromkeys(self.called(taker) for _, taker in missing.values() if taker))
+        seconds = max(seconds for seconds, _ in missing.values())
+        being = f"being rebuilt by {takers}" if takers else "waiting for a peer"
+        return f"stage {stages} is missing for {seconds:.0f} s: {being}"
+
+    def status(self, seats: Seats, progress: Progress) -> dict[str, Any]:
+        """As `swarm-node status` shows it."""
+        plan, card, counts = self.mates.plan, self.mates.card, self.mates.metrics()
+        members, workers = self.transport.members(), dict(seats.workers)
+
+        def shown(peer: str) -> dict[str, str]:
+            mine = peer == self.transport.peer_id
+            known = members[peer].name if peer in members else self.mates.name_of(peer)
+            return {"peer": peer, "name": self.name if mine else known}
+
+        missing = {
+            stage: {"since": time.time() - seconds, "taker": shown(taker) if taker else None}
+            for stage, (seconds, taker) in self.mates.missing.items()
+        }
+        return {
+            "name": self.crew,
+            "count": card.count,
+            "lead": None if plan is None else shown(plan.lead),
+            "whole": self.mates.whole and not missing,
+            "updates": max((worker.updates for worker in workers.values()), default=0),
+            "round": progress.round,
+            "stages": [
+                {"layers": [seat.layers[0], seat.layers[1] - 1], **shown(seat.peer), "missing": missing.get(stage)}
+                for stage, seat in enumerate([] if plan is None else plan.seats)
+            ],
+            "absent": sorted(self.mates.absent),
+            "spares": 0 if plan is None else len(plan.spares),
+            "held": sorted(workers),
+            "replicas": {stage: state.updates for stage, state in sorted(seats.handing.replicas.copy().items())},
+            "recovered": {
+                name.removeprefix(RECOVERED): int(n) for name, n in counts.items() if name.startswith(RECOVERED)
+            },
+        }
+
+
+class Aftermath:
+    """At the lead: what losses did to the reward, told `AFTER` rounds later."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._rewards: list[float] = []
+        self._waiting: list[tuple[int, float, str]] = []
+        """(round to tell it after, reward before, what was lost)."""
+
+    @property
+    def reward(self) -> float:
+        """Mean over the last rounds; 0 before the first."""
+        return fmean(self._rewards[-AFTER:]) if self._rewards else 0.0
+
+    def lost(self, what: str, progress: Progress) -> None:
+        """`progress` is as it was before."""
+        self._waiting.append((progress.round + AFTER, self.reward if self._rewards else progress.reward, what))
+
+    def round_over(self, round: int, reward: float) -> None:
+        self._rewards.append(reward)
+        del self._rewards[:-AFTER]
+        for after, before, what in [one for one in self._waiting if one[0] <= round]:
+            self._say(
+                f"reward {before:.3f} in the {AFTER} rounds before {what}, {self.reward:.3f} in the {AFTER} after"
+            )
+            self._waiting.remove((after, before, what))

@@ -1,1 +1,0 @@
-"""Getting back to where one was: snapshots of the whole training state."""

@@ -1,0 +1,1 @@
+"""A run around a node: its directory, signals, console, resume and report."""

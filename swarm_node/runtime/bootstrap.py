@@ -1,0 +1,251 @@
+"""Where others join: a member without a model, `swarm-node bootstrap`.
+
+    manifest -> network on all gossip shards; manifest and question files for who asks -> the link on stdout
+
+All else that it says goes to stderr, so `swarm-node bootstrap swarm.toml | head -1` is the link.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+import psutil
+
+from protocol.errors import LocalProtocolError
+from protocol.manifest import Manifest
+from protocol.messages import PROTOCOL_VERSION, PeerCard
+from protocol.topics import rollout_topic
+from protocol.transports.base import Transport
+from protocol.transports.ports import lost_port
+from swarm_node.config import NetworkConfig, NodeConfig, dump_toml
+from swarm_node.errors import UserError
+from swarm_node.install import outdated
+from swarm_node.observability.health import Health, serving
+from swarm_node.observability.metrics import EventLog
+from swarm_node.observability.refusals import FirstRefusals, rows
+from swarm_node.runtime.limits import BOOTSTRAP, MemoryLimit, refuse_on_a_bootstrap
+from swarm_node.runtime.preemption import stopper
+from swarm_node.shutdown import Stopper, StopRequested
+from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.base_weights.finding import give_what_is_here
+from swarm_node.swarm.joining import (
+    Swarm,
+    fetch_manifest,
+    find_swarm,
+    gather_files,
+    join_link,
+    keep,
+    open_transport,
+    say_what_leaves,
+    serve_swarm,
+    visitor,
+)
+
+LOOK_S = 0.5
+STATUS_S = 2.0
+"""Between two writings of swarm.json."""
+SILENT_S = 30.0
+"""Without a look that long, or without an address, nobody can join here."""
+LINE_S = 60.0
+"""Between two lines about how it goes; one comes at once when somebody comes or goes."""
+
+
+def run_bootstrap(config: NodeConfig) -> int:
+    """Be there until a signal comes; returns the exit code. Raises UserError."""
+    config = _resolved(config)
+    swarm = find_swarm(config.swarm, RunDir(config.directory), _print)  # first: a mistake in it leaves nothing behind
+    if (run := RunDir(config.directory)).has_trained:
+        raise UserError(f"{run.path} is a run that trains, whose settings are kept: choose another --run-dir")
+    with ExitStack() as stack:
+        run = stack.enter_context(RunDir.open(config.directory))
+        say = _speaker(run, stack)
+        refuse_on_a_bootstrap(config, run)
+        say_what_leaves(swarm, config, run, say, trains=False)
+        run.write_config(dump_toml(config))
+        health = Health(what="look", least_s=SILENT_S)
+        listen, port = config.health.listen, config.health.port
+        if port:
+            stack.enter_context(serving(health, listen, port, config.health.hosts))
+        stack.enter_context(run.answering(listen, port))
+        stop = stack.enter_context(stopper(config.spot, lambda: None, say, advice=""))
+        try:
+            stop.allow()
+            manifest, transport = _enter(swarm, config, run, say, stop, stack)
+            health.identify(config.name or run.path.resolve().name, manifest.swarm_id)
+            _watch(config, manifest, transport, run, say, health)
+        except StopRequested:
+            health.leaving = True
+            say("leaving")
+    return 0
+
+
+def _resolved(config: NodeConfig) -> NodeConfig:
+    """With this command's own defaults."""
+    name = config.name or "bootstrap"
+    return config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
+
+
+def _speaker(run: RunDir, stack: ExitStack) -> Callable[[str], None]:
+    lock = threading.Lock()  # the network's thread has things to say as well
+    events = EventLog(run.events, _print)
+    stack.callback(events.close)
+
+    def say(sentence: str) -> None:
+        with lock:
+            _print(sentence)
+            events.write("note", sentence)
+
+    return say
+
+
+def _print(sentence: str, stream: TextIO | None = None) -> None:
+    """On stderr, or another stream; one that nobody reads any more (`| head -1`) goes nowhere from then on.
+
+    In one piece with its end: `print` makes two if Python does not buffer, and what `tee` shows on the same terminal
+    would come in between."""
+    stream = stream or sys.stderr
+    try:
+        stream.write(f"{sentence}\n")
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _enter(
+    swarm: Swarm, config: NodeConfig, run: RunDir, say: Callable[[str], None], stop: Stopper, stack: ExitStack
+) -> tuple[Manifest, Transport]:
+    """As `enter.enter_swarm`, but on all shards and without loading a task."""
+    manifest = swarm.manifest
+    if manifest is None:
+        with visitor(swarm, config.network, say) as visit:
+            manifest = fetch_manifest(visit, swarm, say)
+    keep(manifest, run, swarm.named)
+    _say_lost_port(config.network, run, say)
+    stop.hold()
+    transport = open_transport(config.network, manifest, swarm.peers, run, say)
+    stack.callback(transport.close)
+    stop.allow()
+    for shard in range(manifest.shards):
+        transport.subscribe(rollout_topic(manifest.swarm_id, shard), lambda data: None)
+    transport.announce(
+        PeerCard(
+            protocol=PROTOCOL_VERSION,
+            swarm=manifest.swarm_id,
+            created=time.time(),
+            name=config.name or "bootstrap",
+            roles=["bootstrap", "relay"] if config.network.serve_relay else ["bootstrap"],
+        )
+    )
+    files: dict[str, Path] = {}
+    serve_swarm(transport, manifest, files)  # answers at once, with the files as they come
+    say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {transport.peer_id}")
+    own = config.tasks if "tasks" in config.model_fields_set else []
+    give_what_is_here(config, manifest, transport, say)
+    files |= gather_files(manifest, swarm, run, own, say, lambda: transport)
+    return manifest, transport
+
+
+def _say_lost_port(network: NetworkConfig, run: RunDir, say: Callable[[str], None]) -> None:
+    """Links name the port, and those that were handed out cannot be called back."""
+    if network.dial_only:
+        return
+    try:
+        lost = lost_port(network.listen, network.port, run.ports)
+    except LocalProtocolError as error:
+        raise UserError(str(error)) from error
+    if lost:
+        say(
+            f"port {lost}, where this bootstrap was last time, is taken{_holder(lost)}: links handed out before lead "
+            f"nowhere until it has it back (free it, then start this again with --port {lost})"
+        )
+
+
+def _holder(port: int) -> str:
+    """Who listens there, in brackets; empty if this system does not tell."""
+    try:
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
+                return f" (by {psutil.Process(one.pid).name()}, process {one.pid})"
+    except (psutil.Error, OSError):
+        pass
+    return ""
+
+
+def _watch(
+    config: NodeConfig,
+    manifest: Manifest,
+    transport: Transport,
+    run: RunDir,
+    say: Callable[[str], None],
+    health: Health,
+) -> None:
+    """Tell the link and who is there, until StopRequested."""
+    told, link, there, line_at, status_at, looks, heard_newer = "", "", -1, 0.0, 0.0, 0, False
+    others = [*config.network.bootstrap, *manifest.bootstrap]
+    first_refusals = FirstRefusals(say)
+    memory = MemoryLimit(config.guest.max_memory_gb, "lower network.max_connections")
+    while True:
+        now, addresses = time.monotonic(), transport.addresses
+        if addresses:
+            link = join_link(manifest.swarm_id, addresses, others)
+        if link != told:
+            told = link
+            _print(link, sys.stdout)
+        with suppress(OSError):  # too many open files: it is looked at again
+            if exceeded := memory.exceeded():
+                raise UserError(f"the bootstrap took {exceeded}")
+        status = _status(config, manifest, transport)
+        if status["traffic"].get("rejected/newer") and not heard_newer:
+            heard_newer = True
+            say(outdated(transport.too_new() or "a peer"))
+        reasons = [name.removeprefix("rejected/") for name, n in status["traffic"].items() if n and "rejected/" in name]
+        first_refusals.look(reasons, transport.refusals())
+        if addresses:
+            looks += 1
+            health.write(looks, {"swarm/peers": len(status["peers"]), **_named(status["traffic"])})
+        if addresses and (len(status["peers"]) != there or now - line_at > LINE_S):
+            there, line_at = len(status["peers"]), now
+            traffic = status["traffic"]
+            volume = f"{traffic['bytes_in'] / 1e6:.1f} MB in, {traffic['bytes_out'] / 1e6:.1f} MB out"
+            company = "1 other member" if there == 1 else f"{there} other members"
+            say(f"{company}; {volume}, {traffic['messages_in']:.0f} messages passed on")
+        if now - status_at > STATUS_S:
+            status_at = now
+            run.write_status(status | {"link": link})
+        time.sleep(LOOK_S)
+
+
+def _named(traffic: dict[str, float]) -> dict[str, float]:
+    """As a member's metrics are called."""
+    return {f"swarm/{name}": value for name, value in traffic.items()}
+
+
+def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dict[str, Any]:
+    """As `Member.status`, of a member that trains nothing."""
+    members = transport.members()
+    names = {peer: card.name for peer, card in members.items()}
+    return {
+        "role": BOOTSTRAP,
+        "swarm": manifest.swarm_id,
+        "swarm_name": manifest.name,
+        "time": time.time(),
+        "peer": transport.peer_id,
+        "name": config.name,
+        "addresses": transport.addresses,
+        "traffic": dict(transport.stats()),
+        "refused": msgspec.to_builtins(rows(transport.refusals(), {}, names)),
+        "peers": {
+            peer: {"name": card.name, "present": True, "policy_version": card.policy_version}
+            for peer, card in sorted(members.items())
+        },
+    }

@@ -1,0 +1,197 @@
+"""A crew whose machines are processes of this one: `swarm-node local --stages N`.
+
+    a private swarm, of the run's tasks, on 127.0.0.1
+    this process              holds stage 0 and leads
+    N - 1 others, watched     `swarm-node join`, run directories `peers/1`, `peers/2`, ..., output in `peers/1.log`, ...
+
+The others end when their standard input does, so also when this process is killed. One that dies before that is
+started again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from protocol.errors import RemoteProtocolError
+from protocol.manifest import parse_manifest
+from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.storage.rundir import RunDir, os_errors_explained
+from swarm_node.swarm.joining import Swarm
+from swarm_node.swarm.manifests import make_manifest
+
+CREW = "local"
+LOOK_S = 0.5
+LEAVE_S = 10.0
+"""They save what they hold, and then are killed: a process that is told to stop does so within eight seconds."""
+AGAIN_S, MAX_AGAIN_S = 1.0, 60.0
+"""A process that died is started again after so long, and twice as long each time if it does not live so long."""
+OVER_S = 10.0
+"""One that ended well may have heard that the run is over before this one has left it."""
+USER_ERROR = 2
+"""Exit code of a process that says in its output what the user is to mend."""
+
+
+def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
+    """As `run.run_local`, of a policy in `stages.count` stages. Raises UserError."""
+    from swarm_node.runtime.loop import run_join
+
+    config = _private(config.model_copy(update={"swarm": None}))
+    run = RunDir(config.directory)
+    swarm = _swarm(config, run)
+    own = config.model_copy(update={"stages": config.stages.model_copy(update={"stage": 0}), "name": "stage-0"})
+
+    @contextmanager
+    def beside(link: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
+        with Others(config, run.path / "peers", link, say).running():
+            yield
+
+    return run_join(own, swarm, json_output, beside)
+
+
+def _private(config: NodeConfig) -> NodeConfig:
+    """With a network of its own, nobody to share with, and the processor's cores divided."""
+    count = config.stages.count
+    stages = config.stages.model_copy(update={"crew": CREW})
+    network = config.network.model_copy(
+        update={"listen": "127.0.0.1", "announce": [], "port": 0, "gossip_port": 0, "bootstrap": []}
+    )
+    sharing = config.sharing.model_copy(update={"own": config.rollouts.groups, "foreign": 0})
+    policy = config.policy
+    if not policy.threads:
+        policy = policy.model_copy(update={"threads": max(1, (os.cpu_count() or 1) // count)})
+    return config.model_copy(
+        update={
+            "run_dir": str(config.directory),
+            "rounds": config.rounds or (None if config.minutes else int(config.total_rounds)),
+            "stages": stages,
+            "network": network,
+            "sharing": sharing,
+            "policy": policy,
+        }
+    )
+
+
+def _swarm(config: NodeConfig, run: RunDir) -> Swarm:
+    """That of the last start, if it had the same tasks."""
+    manifest = make_manifest(CREW, config.tasks)
+    try:
+        kept = parse_manifest(run.swarm.read_bytes())
+    except (OSError, RemoteProtocolError):
+        kept = None
+    if kept is not None and kept.tasks == manifest.tasks:
+        manifest = kept
+    return Swarm(manifest.swarm_id, manifest, [], Path.cwd())
+
+
+class Others:
+    """The processes of the other stages. `now` is a clock in seconds."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        folder: Path,
+        link: Callable[[], str],
+        say: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self._now = now
+        self._folder = folder
+        self._link = link
+        self._say = say
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._started: dict[int, float] = {}
+        self._wait_s: dict[int, float] = {}
+        self._again: dict[int, float] = {}
+        """When those that died are started again."""
+        self._ended = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """They run until the context is left."""
+        with os_errors_explained(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            config = self.config.model_copy(
+                update={
+                    "run_dir": None,
+                    "name": None,
+                    "swarm": None,
+                    "spot": self.config.spot.model_copy(update={"cloud": "off"}),  # this process ends the others
+                    "health": self.config.health.model_copy(update={"port": 0}),
+                }
+            )
+            (self._folder / "config.toml").write_text(dump_toml(config))
+        watch = threading.Thread(target=self._watch, name="stages", daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            watch.join()
+            self._end()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            link = self._link()
+            for stage in range(1, self.config.stages.count) if link else ():
+                process = self._processes.get(stage)
+                if process is None or self._again.get(stage, math.inf) <= self._now():
+                    self._start(stage, link)
+                elif process.poll() is not None and stage not in self._again:
+                    assert process.stdin is not None
+                    process.stdin.close()
+                    self._dead(stage, process.returncode)
+
+    def _start(self, stage: int, link: str) -> None:
+        self._started[stage] = self._now()
+        self._processes[stage] = self.launch(stage, link)
+        self._again.pop(stage, None)
+
+    def launch(self, stage: int, link: str) -> subprocess.Popen[bytes]:
+        """The process of a stage, which ends when its standard input does."""
+        folder = self._folder / str(stage)
+        log = folder.with_suffix(".log")
+        arguments = ["join", link, "--config", str(self._folder / "config.toml"), "--run-dir", str(folder)]
+        arguments += ["--name", f"stage-{stage}", "--stage", str(stage)]
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "swarm_node.cli.stage_process", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={name: value for name, value in os.environ.items() if not name.startswith("SWARM_NODE_")},
+                start_new_session=True,  # Ctrl-C is for this process, which then closes their stdin
+            )
+
+    def _dead(self, stage: int, code: int) -> None:
+        """It is started again, unless it said what the user has to do; rarely, if it never lives long."""
+        now, log = self._now(), self._folder / f"{stage}.log"
+        if code == USER_ERROR:
+            self._again[stage] = math.inf
+            self._say(f"the process of stage {stage} ended: {log.read_text().strip().splitlines()[-1]}")
+            return
+        lived = now - self._started[stage]
+        wait_s = AGAIN_S if lived > MAX_AGAIN_S else self._wait_s.get(stage, AGAIN_S)
+        self._wait_s[stage] = min(MAX_AGAIN_S, 2 * wait_s)
+        self._again[stage] = now + (wait_s if code else max(wait_s, OVER_S))
+        self._say(f"the process of stage {stage} ended with {code} (see {log}); it is started again")
+
+    def _end(self) -> None:
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+        until = time.monotonic() + LEAVE_S
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,411 @@
+"""A run: a node with a directory, a screen and signals.
+
+    open the directory -> (swarm), tasks, policy -> resume -> held-out table -> rounds -> snapshot -> table and plot
+
+A round is the node's own affair (`node`); here are its metrics line, its snapshot every few, and the ways it may end.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.node import Node, fitted
+from swarm_node.observability.jsonl import JsonLines
+from swarm_node.observability.metrics import MetricsWriter
+from swarm_node.observability.sinks import open_sinks
+from swarm_node.policy.estimate import estimate
+from swarm_node.policy.loading import load_policy
+from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, evaluate
+from swarm_node.runtime.console import Screen
+from swarm_node.runtime.cost import CostMeter
+from swarm_node.runtime.drain import COPY_S, GOODBYE_S, WAIT_S, last_exchange, mirror_of, say_reach
+from swarm_node.runtime.limits import Guest, refuse_in_a_crew
+from swarm_node.runtime.preemption import aside, stopper
+from swarm_node.runtime.report import Report
+from swarm_node.runtime.resume import RunState
+from swarm_node.shutdown import Stopper, StopRequested
+from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.own_settings import OwnSettings
+from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.enter import EnteredSwarm, enter_swarm
+from swarm_node.swarm.joining import Swarm, join_link
+from swarm_node.tasks import load_tasks
+from swarm_node.types import Group
+
+if TYPE_CHECKING:  # alone, a run loads nothing of the network
+    from swarm_node.pipeline.crew import CrewNode
+    from swarm_node.runtime.pipeline_run import Beside
+    from swarm_node.swarm.member import Member
+
+ZERO_REWARD_ROUNDS = 10
+"""Rounds without any reward after which some completions are shown: the prompt or the extraction may be wrong."""
+NOT_BEGUN = "stopping before training began; the same command begins here again"
+STATUS_SECONDS = 2.0
+"""Between two writings of a run's status in its swarm."""
+
+
+def run_local(config: NodeConfig, json_output: bool = False) -> int:
+    """Train alone until `rounds` or `minutes` are over or a signal comes; resumes what is in the run directory. With
+    `stages.count`, in as many processes.
+
+    Returns the exit code. Raises UserError for what only the user can mend.
+    """
+    if config.stages.count:
+        from swarm_node.runtime.local_pipeline import run_local_crew
+
+        refuse_in_a_crew(config, RunDir(config.directory))
+        return run_local_crew(config, json_output)
+    return _run(config.model_copy(update={"swarm": None}), json_output)
+
+
+def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False, beside: Beside | None = None) -> int:
+    """As `run_local`, as a member of `swarm`; waits for nobody but, once, for its manifest. With `stages.count`, as one
+    of a crew."""
+    if config.stages.count:
+        from swarm_node.runtime.pipeline_run import run_crew
+
+        return run_crew(config, json_output, swarm, beside)
+    return _run(config, json_output, swarm)
+
+
+def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> int:
+    whole: Run | None = None
+
+    def last_resort() -> None:
+        if whole is None:
+            aside(screen.leave, NOT_BEGUN)
+        else:
+            whole.last_resort()
+
+    with ExitStack() as stack:
+        run = stack.enter_context(RunDir.open(config.directory))
+        screen = Screen(config, run, json_output, stack)
+        stop = stack.enter_context(stopper(config.spot, last_resort, screen.say))
+        with ExitStack() as inner:
+            try:
+                whole = Run(config, run, json_output, inner, stop, screen, swarm)
+            except StopRequested:
+                screen.leave(NOT_BEGUN)
+                stop.safe()
+                return 0
+            whole.train()
+        whole.report().draw()  # the swarm has been left
+    return 0
+
+
+class Run:
+    """A node and its run directory."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        run: RunDir,
+        json_output: bool,
+        stack: ExitStack,
+        stop: Stopper,
+        screen: Screen,
+        found: Swarm | None = None,
+        crew: CrewNode | None = None,
+    ) -> None:
+        """Load everything, in the order in which mistakes are cheapest to find; `found` is the swarm to be in, `crew`
+        the one that this node leads. Raises StopRequested."""
+        self.run = run
+        self.stop = stop
+        self.crew = crew
+        self.json_output = json_output
+        self.screen = screen
+        self.cost = CostMeter(config.price_per_hour, time.monotonic())
+        self.progress, self.say = self.screen.progress, self.screen.say
+        swarm = crew.entered if crew is not None else None
+        asked = config
+        if found is not None:
+            swarm = enter_swarm(found, config, run, self.say, stack, stop.allowed)
+            config = swarm.with_model(config)
+            self.progress.spent_s = swarm.waited_s
+        self.screen.health.identify(config.name or run.path.resolve().name, swarm.manifest.swarm_id if swarm else "")
+        if swarm is not None and config.seed is None:
+            config = config.model_copy(update={"seed": swarm.seed})
+        with stop.allowed():
+            self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
+            self.policy = load_policy(config.policy, config.rollouts, self.say) if crew is None else crew.policy
+        self.config = fitted(config, self.policy, self.say)
+        self.guest = Guest(config.guest, run, self.say, member=swarm is not None)
+        member = None if swarm is None else self._become_member(swarm, stack)
+        if member is None and self.config.averaging.method != "none":
+            self.say("averaging.method needs peers: training alone, nothing is averaged")
+        optimizer, averaged = (None, None) if crew is None else (crew.optimizer, crew.seats.optimizer(0))
+        self.node = Node(self.config, self.policy, self.tasks, self.say, member, optimizer=optimizer, averaged=averaged)
+        self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
+        stack.callback(self.snapshots.close)
+        self.own = OwnSettings(run, config, asked, self.say) if crew is None else crew.own_settings
+        self.state = RunState(self.config, run, self.node, self.snapshots, self.say, crew, self.own, self.cost)
+        if crew is None:
+            torch.set_num_threads(min(torch.get_num_threads(), self.guest.threads))
+            self.progress.waiting = self.screen.health.waiting = self.guest.waiting
+            self.progress.paused_s = lambda: self.guest.paused_s
+        self._mirror = mirror_of(config, run, swarm, self.say) if crew is None else None
+        self.finished = False
+        """All rounds are over."""
+        self._changing = False
+        self.after = Evaluation()
+        if self._mirror is not None:
+            with stop.allowed():
+                self._mirror.restore(self.state.foreign)
+            self._mirror.start()
+        resumed = self.state.resume()
+        if crew is None:
+            self.own.begin(resumed or run.has_rounds, self.state.settings)
+        if not resumed:
+            self.state.set_aside(run.metrics)
+        shown = config.model_dump(mode="json", exclude={"stages": {"crew"}})  # the crew's name is its password
+        sinks = [*open_sinks(config.log, run.path, shown, self.node.round + 1), self.screen.health]
+        self.metrics = MetricsWriter(run.metrics, self.say, sinks, keep_all=config.metrics.keep == "all")
+        stack.callback(self.metrics.close)
+        self.metrics.truncate_after(self.node.round)
+        self.state.catch_up()
+        self.began_at = self.node.round
+        """The round after which this start went on."""
+        if crew is None:
+            self.snapshots.check_room(self.state.snapshot_bytes)
+        if resumed:
+            self.say(f"resumed {run.path} at round {self.node.round}", "resume")
+
+    def _become_member(self, swarm: EnteredSwarm, stack: ExitStack) -> Member:
+        from swarm_node.swarm.member import Member
+
+        record = None
+        if self.config.sharing.record:
+            offers = JsonLines(self.run.path / "offers.jsonl", self.say)
+            stack.callback(offers.close)
+            record = offers.append
+        member = Member(
+            self.config,
+            swarm.manifest,
+            swarm.identity,
+            swarm.transport,
+            self.policy,
+            self.tasks,
+            self.say,
+            record=record,
+            subscribe=None if self.crew is None else self.crew.ear.subscribe,
+        )
+        if self.crew is None:
+            stack.callback(member.close)
+        else:  # the network is the crew's
+            stack.callback(member.publisher.flush)
+            member.crew = self.crew.on_card
+        ended = threading.Event()
+        watch = threading.Thread(target=self._watch_swarm, args=(member, ended), name="status", daemon=True)
+        watch.start()
+        stack.callback(watch.join)
+        stack.callback(ended.set)
+        return member
+
+    # ----------------------------------------------------------------- the loop
+
+    def train(self) -> None:
+        """Rounds until the end or a signal; then held-out questions and a last snapshot."""
+        stop = self.stop
+        if self.crew is None and (self.node.member is not None or self._mirror is not None):
+            trained = sum(t.numel() * t.element_size() for t in self.policy.trainable_state().values())
+            say_reach(self.config, 3 * trained, self.say)  # with the optimiser's two moments
+        self.say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
+        self.progress.start(self.node.round)
+        try:
+            with self.guest.watching(stop) if self.crew is None else nullcontext():
+                try:
+                    self._rounds(stop)
+                    self.finished = self.node.round >= self.config.total_rounds
+                    stop.allow()
+                    self.after = self._held_out("after") if self.node.round > 0 else Evaluation()
+                except StopRequested:
+                    self.screen.leave(f"stopping after round {self.node.round}; the same command resumes here")
+                finally:
+                    stop.hold()
+                    if not self._changing:  # whatever went wrong, finished rounds are not lost
+                        self.state.save()
+                    if stop.requested:
+                        self._part(stop)
+        finally:
+            self.progress.stop()
+        self.snapshots.wait()
+        if self.snapshots.failed and not self._changing:  # there may be room by now
+            self.state.save()
+            self.snapshots.wait()
+        if self.crew is None:
+            stop.safe()
+        if self._mirror is not None:
+            self._mirror.finish(COPY_S, lambda: stop.left_s - GOODBYE_S)
+        if self.guest.over:
+            raise UserError(self.guest.over)
+
+    def _part(self, stop: Stopper) -> None:
+        """While there is time: let the exchange of weights that is due, or under way, come about, so that the cohort
+        has what was learned here since the last one; and save what it made of the weights."""
+        averager = self.node.averager
+        if averager is None or self._changing or self.crew is not None:
+            return
+        if last_exchange(averager, self.node.average, lambda: stop.left_s):
+            self.say("averaged a last time", "stop")
+            self.state.save(anew=True)
+
+    def _rounds(self, stop: Stopper) -> None:
+        config, node, without_reward = self.config, self.node, 0
+        stop.allow()
+        drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
+        prompts = [self.policy.encode(task.question) for task in drawn]
+        self.guest.wait(stop)
+        if self.crew is None:
+            needed = estimate(self.policy, prompts, config.rollouts, config.grpo)
+            self.say(str(needed), "estimate")
+            self.guest.check_estimate(needed.bytes)
+        if node.round == 0:
+            self.state.before = self._held_out("before")
+        if node.round >= config.total_rounds:
+            self.say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
+        elif self.crew is None:
+            self.own.announce(f"from round {node.round + 1}")
+        started = time.monotonic() - self.guest.paused_s - self.progress.spent_s
+        saved_at = time.monotonic()
+        while node.round < config.total_rounds:
+            self.guest.wait(stop)
+            over = config.minutes and time.monotonic() - started - self.guest.paused_s > 60 * config.minutes
+            if over if self.crew is None else self.crew.minutes_over:
+                self.say(f"{config.minutes:g} minutes are over", "stop")
+                break
+            stop.allow()
+            began = time.perf_counter()
+            try:
+                collected = node.collect()
+            except StopRequested:
+                node.share(node.collected)  # what is finished of it
+                raise
+            stop.hold()
+            node.share(collected)
+            with stop.allowed():  # it may take a pass through the policy
+                groups = node.choose(collected)
+            self.guest.wait(stop)
+            stop.allow()
+            learned = node.learn(groups, before_update=lambda: self._change(stop))
+            stop.hold()
+            self._changing = False
+            record = node.record(collected, learned, time.perf_counter() - began)
+            if self.crew is not None:
+                record |= self.crew.metrics()
+            record |= self.cost.round(record["reward"], len(groups), time.monotonic())
+            self.metrics.write(record)
+            self.own.trained()
+            self.state.tally.add(record)
+            self.progress.update(node.round, record, "" if node.averager is None else node.averager.brief())
+            self._average(stop)
+            advised = stop.advised  # what comes from here on is of the next round
+            if self.crew is not None:
+                self.crew.round_over(node.round, record["reward"], node.averager)
+            without_reward = 0 if record["reward"] else without_reward + 1
+            if without_reward == ZERO_REWARD_ROUNDS:
+                self._show_completions(collected.groups)
+            long_ago = time.monotonic() - saved_at >= 60 * config.snapshots.every_minutes
+            due = (long_ago and not self.snapshots.busy) or advised or node.round % config.snapshots.every == 0
+            if due and node.round < config.total_rounds:
+                stop.advised, saved_at = stop.advised and not advised, time.monotonic()
+                self.state.save()
+            if (rest := config.pace_s - (time.perf_counter() - began)) > 0:
+                stop.allow()
+                stop.wait(rest)
+
+    def _average(self, stop: Stopper) -> None:
+        """Exchange weights with the cohort; a signal may come while it waits for others, not while weights change."""
+        averager = self.node.averager
+        if averager is None:
+            return
+        while True:
+            stop.hold()
+            averager.woken.clear()
+            self._changing = True
+            try:
+                again = self.node.average()
+            except UserError:  # of the user's own reducer, before anything has changed
+                self._changing = False
+                raise
+            self._changing = False
+            if not again:
+                return
+            stop.allow()
+            averager.woken.wait(WAIT_S)
+
+    def _change(self, stop: Stopper) -> None:
+        """From here to the end of the round the weights are not those of a finished round; but a crew's are not in
+        these snapshots. Raises StopRequested if that came and was swallowed."""
+        stop.hold()
+        stop.check()
+        self._changing = self.crew is None
+
+    def last_resort(self) -> None:
+        """The deadline after a signal is over and nothing is saved, since the main thread is inside torch, or the disk
+        slow: weights as they are, if they are those of a finished round, else the last snapshot stands."""
+        if not self._changing:
+            self.state.save()
+            self.snapshots.wait()
+
+    # ----------------------------------------------------------------- what people see
+
+    def _watch_swarm(self, member: Member, ended: threading.Event) -> None:
+        """On a thread of its own, since a round may take long: what `swarm-node status` shows, and the join link
+        whenever it changes."""
+        told = ""
+        others = [*self.config.network.bootstrap, *member.manifest.bootstrap]
+        while not ended.wait(STATUS_SECONDS):
+            status = member.status()
+            mine = join_link(status["swarm"], status["addresses"], others)
+            link = mine if self.crew is None else self.crew.invitation.link
+            crew = None if self.crew is None else self.crew.status()
+            self.run.write_status(status | {"link": link, "crew": crew, "paused": self.guest.reason})
+            if self.crew is not None:
+                self.crew.invite()
+            elif status["addresses"] and link != told:
+                told = link
+                self.say("others join with:", "link")
+                self.say(link, "link")
+
+    def _held_out(self, when: str) -> Evaluation:
+        settings = self.config.eval
+        if settings.questions == 0:
+            return Evaluation()
+        if not self.tasks.held_out(1):
+            if when == "before":
+                self.say(NONE_HELD_OUT, "held_out")
+            return Evaluation()
+        self.progress.say(f"held-out questions, {when} training", lasting=False)
+        return evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
+
+    def _show_completions(self, groups: Sequence[Group]) -> None:
+        self.say(f"no reward in {ZERO_REWARD_ROUNDS} rounds; what the policy answers:", "zero_reward")
+        for group in groups[:3]:
+            rollout = group.rollouts[0]
+            end = "" if rollout.finished else " [cut off at max_new_tokens]"
+            self.say(
+                f"  {group.task.label}: question {group.task.question[-80:]!r}, "
+                f"completion {rollout.text[-200:]!r}{end}, "
+                f"extracted {rollout.extracted!r}, expected {group.task.answer!r}",
+                "completion",
+            )
+
+    def report(self) -> Report:
+        """What came of it, when it has ended: in words, and with --json on standard output. A picture is to be
+        drawn."""
+        told = Report(
+            self.run, self.state.tally, self.began_at, self.state.before, self.after, self.config.eval.samples
+        )
+        told.tell(self.screen, crew=self.crew is not None, held_out=bool(self.tasks.held_out(1)))
+        if self.json_output:
+            told.dump(self.node.round)
+        return told

@@ -1,0 +1,127 @@
+"""A run of a node in a crew: answers messages, or leads, as it falls to it.
+
+open the directory -> swarm -> CrewNode.follow --this node is to lead--> Run.train -> hand over, gather weights
+                                   ^                                         |
+                                   +------- another leads with better right -+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+
+from swarm_node.config import NodeConfig
+from swarm_node.pipeline.crew import CrewNode, Deposed
+from swarm_node.runtime.console import Screen
+from swarm_node.runtime.drain import COPY_S, GOODBYE_S, mirror_of, say_reach
+from swarm_node.runtime.limits import refuse_in_a_crew
+from swarm_node.runtime.loop import Run
+from swarm_node.runtime.preemption import stopper
+from swarm_node.shutdown import Stopper, StopRequested
+from swarm_node.storage.mirror import Mirror
+from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.enter import enter_swarm
+from swarm_node.swarm.joining import Swarm
+
+STOPPING = "stopping; the same command takes a stage again"
+ADVICE = "saving the stages that are held here"
+
+Beside = Callable[[Callable[[], str], Callable[[str], None]], AbstractContextManager[None]]
+"""(the join link, empty while there is none; what says a sentence) -> what runs beside a node in a crew."""
+
+
+def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside | None) -> int:
+    """Hold stages, and lead the crew while that falls to this node, until the run is over or a signal comes."""
+    crew: CrewNode | None = None
+    lead: Run | None = None
+
+    def last_resort() -> None:
+        try:
+            if lead is not None:
+                lead.last_resort()
+        finally:
+            if crew is not None:
+                crew.seats.save_all()
+
+    refuse_in_a_crew(config, RunDir(config.directory))
+    with ExitStack() as stack:
+        run = stack.enter_context(RunDir.open(config.directory))
+        screen = Screen(config, run, json_output, stack)
+        stop = stack.enter_context(stopper(config.spot, last_resort, screen.say, ADVICE))
+        with ExitStack() as inner:
+            try:
+                crew, mirror = _enter(config, run, screen, swarm, stop, inner)
+            except StopRequested:
+                screen.leave(STOPPING)
+                stop.safe()
+                return 0
+            crew.check_room(everybody=beside is not None)
+            if beside is not None:
+                crew.invitation.open = False
+                inner.enter_context(beside(partial(_link, crew), screen.say))
+            try:
+                while True:
+                    try:
+                        if not screen.following(partial(crew.follow, stop)):
+                            break
+                        crew.take_lead(stop)
+                        with ExitStack() as leading:
+                            lead = Run(crew.config, run, json_output, leading, stop, screen, crew=crew)
+                            lead.train()
+                        if not lead.finished:
+                            crew.hand_over(stop)
+                        crew.gather(stop)
+                        if lead.finished:
+                            crew.over()
+                        break
+                    except Deposed:
+                        stop.hold()
+                        lead = None
+                        crew.leave_lead()
+            except StopRequested:
+                screen.leave(STOPPING)
+            finally:  # whatever went wrong, what is held here is not lost
+                stop.hold()
+                crew.leave(stop)
+            stop.safe()
+            if mirror is not None:
+                mirror.finish(COPY_S, lambda: stop.left_s - GOODBYE_S)
+        if lead is not None:
+            lead.report().draw()  # the swarm has been left
+    return 0
+
+
+def _enter(
+    config: NodeConfig, run: RunDir, screen: Screen, swarm: Swarm, stop: Stopper, stack: ExitStack
+) -> tuple[CrewNode, Mirror | None]:
+    """The swarm, and the crew. Raises StopRequested."""
+    asked = config
+    try:
+        run.path.chmod(0o700)
+    except OSError as error:
+        screen.say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
+    entered = enter_swarm(swarm, config, run, screen.say, stack, stop.allowed)
+    screen.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
+    config = entered.with_model(config)
+    mirror = mirror_of(config, run, entered, screen.say)
+    if mirror is not None:
+        with stop.allowed():
+            mirror.restore(crew=True)
+        mirror.start()
+    crew = CrewNode(config, entered, run, screen.say, stack, asked)
+    crew.own_settings.announce("from the next update of a stage here")
+    screen.progress.waiting, screen.progress.crew = crew.waiting, partial(_others, crew)
+    screen.health.waiting = lambda: crew.waiting() or ("" if crew.mates.whole else "for the others of the crew")
+    say_reach(config, None, screen.say)
+    return crew, mirror
+
+
+def _link(crew: CrewNode) -> str:
+    return crew.invitation.link
+
+
+def _others(crew: CrewNode) -> int | None:
+    """How many more there are in it, as far as is known. From any thread."""
+    plan = crew.mates.plan
+    return None if plan is None else len({*crew.words.holders, *plan.spares} - {crew.transport.peer_id})

@@ -1,0 +1,325 @@
+"""A cloud takes a spot instance back: hear of it from the metadata service that each of its machines has.
+
+    cloud    asked, every two seconds                          says                                       notice
+    aws      spot/instance-action (IMDSv2, with a token)       404 | {"action", "time"}                   120 s
+             events/recommendations/rebalance                  404 | {"noticeTime"}: may well be soon     none
+    gcp      instance/preempted                                FALSE | TRUE                               30 s
+    azure    scheduledevents                                   {"Events": [{"EventType": "Preempt", …}]}  30 s
+
+Which cloud this is, the firmware says: nothing is asked on any other machine. A notice acts as a first SIGTERM does
+(`stopping`), with the time that it leaves. What a service answers is bounded, and whatever is wrong with it is said
+once and survived.
+
+Sources: docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html and
+rebalance-recommendations.html; docs.cloud.google.com/compute/docs/instances/preemptible;
+learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any, Protocol
+
+from swarm_node.config import SpotConfig
+from swarm_node.shutdown import RESERVE_S, Stopper
+
+DMI = Path("/sys/class/dmi/id")
+LOOK_S = 2.0
+TIMEOUT_S = 1.0
+JOIN_S = 0.1
+"""Whoever leaves does not wait for an answer that nobody needs any more."""
+SAID_S = 1.0
+"""Longest that a sentence is waited for: a terminal may be stopped, a pipe be full."""
+MAX_BYTES = 1 << 18
+"""Of an answer; Azure tells of up to a hundred machines in one."""
+MAX_NOTICE_S = 120.0
+"""No notice is taken to leave more: whoever leaves is no good to anybody meanwhile."""
+OVERDUE_S = 10.0
+"""Left by one that should be over already, has begun, or does not tell when it is due."""
+TOKEN_S = 21600
+"""That a token of AWS's lives; half of it, here."""
+NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
+ADDRESS = "169.254.169.254"
+"""Of all three: metadata.google.internal is this, too, but a name may take long to be looked up."""
+PATIENCE_S = {"aws": 0.0, "gcp": 0.0, "azure": 150.0}
+"""Of failures, before they are said: Azure's first answer takes up to two minutes."""
+AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a cloud has said."""
+
+    text: str
+    left_s: float
+    """Infinite = it may well happen soon, but is not decided."""
+
+
+class Cloud(Protocol):
+    def look(self) -> Notice | None:
+        """Ask once. Raises OSError, HTTPException, or ValueError for an answer that is none."""
+
+
+Ask = Callable[..., tuple[int, bytes]]
+"""(path, headers, method) -> status, body."""
+
+
+def detect(dmi: Path = DMI) -> str | None:
+    """The cloud that this machine's firmware names; touches no network."""
+
+    def text(name: str) -> str:
+        try:
+            return (dmi / name).read_bytes()[:256].decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+    if text("sys_vendor") == "Amazon EC2" or "amazon" in text("bios_version").lower():  # the latter on Xen
+        return "aws"
+    if text("product_name") == "Google Compute Engine":
+        return "gcp"
+    return "azure" if text("chassis_asset_tag") == AZURE_TAG else None
+
+
+def cloud_of(config: SpotConfig) -> str | None:
+    """Whose notices are asked for."""
+    if config.cloud == "auto":
+        return detect()
+    return None if config.cloud == "off" else config.cloud
+
+
+def reach(cloud: str, uplink_mbit: float, state_bytes: int | None = None) -> str:
+    """What can leave within one notice, of `state_bytes` if that is known, in a sentence."""
+    left_s = NOTICE_S[cloud] - RESERVE_S
+    most = left_s * uplink_mbit * 125_000
+    text = (
+        f"{cloud} gives {NOTICE_S[cloud]:g} s of notice: at {uplink_mbit:g} Mbit/s at most {_size(most)} can be handed "
+        "over in it"
+    )
+    if state_bytes is not None:
+        text += f"; what is held here is {_size(state_bytes)}"
+    if state_bytes is None or state_bytes <= most:
+        return text
+    return f"{text}: only what left before (averaging, a crew's replicas, --snapshot-to) outlives this machine"
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+@contextmanager
+def stopper(
+    config: SpotConfig,
+    last_resort: Callable[[], None],
+    say: Callable[[str], None],
+    advice: str = "saving at the end of this round",
+) -> Iterator[Stopper]:
+    """A `Stopper` that hears the cloud's notices as well. `advice` is what is done when it is `advised`."""
+    with Stopper(last_resort) as stop:
+        name = cloud_of(config)
+        if name is None:
+            yield stop
+            return
+        cloud = CLOUDS[name](service(config.endpoint or ADDRESS))
+        ended, heard = threading.Event(), threading.Event()
+
+        def noticed(left_s: float) -> None:
+            heard.set()
+            stop.notice(left_s)
+
+        def advised() -> None:
+            stop.advised = True
+
+        work = (name, cloud, ended, noticed, advised, say)
+        watch = threading.Thread(
+            target=watch_cloud, args=work, kwargs={"advice": advice}, name="preemption", daemon=True
+        )
+        watch.start()
+        try:
+            yield stop
+        finally:
+            ended.set()
+            watch.join(SAID_S if heard.is_set() else JOIN_S)
+
+
+def watch_cloud(
+    name: str,
+    cloud: Cloud,
+    ended: threading.Event,
+    noticed: Callable[[float], None],
+    advised: Callable[[], None],
+    say: Callable[[str], None],
+    look_s: float = LOOK_S,
+    advice: str = "",
+) -> None:
+    """Ask until there is a notice, or `ended`. What is heard is passed on before it is said."""
+    since, told, told_advice = None, False, False
+    while not ended.is_set():
+        try:
+            notice = cloud.look()
+        except (OSError, HTTPException, ValueError) as error:
+            if ended.is_set():
+                return
+            since = time.monotonic() if since is None else since
+            if not told and time.monotonic() - since >= PATIENCE_S[name]:
+                told = True
+                aside(
+                    say,
+                    f"no notices can be had of {name} ({error or type(error).__name__}); asked for again and again all "
+                    "the same, unless with --spot off. docker/spot.md says what a container needs",
+                )
+        else:
+            if ended.is_set():
+                return
+            since = None
+            if notice is not None and notice.left_s < math.inf:
+                noticed(notice.left_s)
+                say(f"{notice.text}: leaving")
+                return
+            if notice is not None and not told_advice:
+                told_advice = True
+                advised()
+                aside(say, f"{notice.text}: {advice}" if advice else notice.text)
+        ended.wait(look_s)
+
+
+def aside(say: Callable[[str], None], sentence: str) -> None:
+    """Say it, but go on if that takes long."""
+    saying = threading.Thread(target=say, args=(sentence,), daemon=True)
+    saying.start()
+    saying.join(SAID_S)
+
+
+def service(endpoint: str) -> Ask:
+    """What asks the service at HOST[:PORT]: no redirect is followed, no proxy used."""
+
+    def ask(path: str, headers: Mapping[str, str], method: str = "GET") -> tuple[int, bytes]:
+        connection = HTTPConnection(endpoint, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, path, headers=dict(headers))
+            answer = connection.getresponse()
+            body = answer.read(MAX_BYTES + 1)
+        finally:
+            connection.close()
+        if len(body) > MAX_BYTES:
+            raise ValueError("the answer is too long")
+        return answer.status, body
+
+    return ask
+
+
+class Aws:
+    def __init__(self, ask: Ask, now: Callable[[], float] = time.time) -> None:
+        self._ask = ask
+        self._now = now
+        self._token = ""
+        self._token_until = -math.inf
+
+    def look(self) -> Notice | None:
+        action = self._get("/latest/meta-data/spot/instance-action")
+        if action is not None:
+            left_s = _left_s(self._now(), action.get("time"), datetime.fromisoformat)
+            return Notice(f"aws will {_word(action.get('action'))} this machine in {left_s:.0f} s", left_s)
+        if self._get("/latest/meta-data/events/recommendations/rebalance") is not None:
+            return Notice("aws says that it may well take this machine back soon", math.inf)
+        return None
+
+    def _get(self, path: str) -> dict[str, Any] | None:
+        if self._now() >= self._token_until:
+            header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+            body = _good(*self._ask("/latest/api/token", header, "PUT"))
+            if not body.isascii() or not body.decode().isprintable():
+                raise ValueError("its token is none")
+            self._token, self._token_until = body.decode(), self._now() + TOKEN_S / 2
+        status, body = self._ask(path, {"X-aws-ec2-metadata-token": self._token})
+        if status == 404:
+            return None
+        if status == 401:
+            self._token_until = -math.inf
+        return _table(_good(status, body))
+
+
+class Gcp:
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def look(self) -> Notice | None:
+        header = {"Metadata-Flavor": "Google"}
+        answer = _good(*self._ask("/computeMetadata/v1/instance/preempted", header)).strip()
+        if answer not in (b"TRUE", b"FALSE"):
+            raise ValueError(f"it answers {answer[:40]!r}")
+        left_s = NOTICE_S["gcp"]
+        return Notice(f"gcp takes this machine back in {left_s:.0f} s", left_s) if answer == b"TRUE" else None
+
+
+class Azure:
+    """Asked for one machine, it tells of all of its availability or scale set."""
+
+    HEADER = {"Metadata": "true"}
+    ENDS = ("Preempt", "Terminate")
+
+    def __init__(self, ask: Ask, now: Callable[[], float] = time.time) -> None:
+        self._ask = ask
+        self._now = now
+        self._name = ""
+
+    def look(self) -> Notice | None:
+        if not self._name:
+            path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+            self._name = _good(*self._ask(path, self.HEADER)).decode(errors="replace").strip()
+        events = _table(_good(*self._ask("/metadata/scheduledevents?api-version=2020-07-01", self.HEADER)))
+        listed = events.get("Events")
+        for event in listed if isinstance(listed, list) else []:
+            if isinstance(event, dict) and event.get("EventType") in self.ENDS and self._is_of_this(event):
+                begun = event.get("EventStatus") == "Started"
+                left_s = OVERDUE_S if begun else _left_s(self._now(), event.get("NotBefore"), parsedate_to_datetime)
+                return Notice(f"azure takes this machine back in {left_s:.0f} s ({event['EventType']})", left_s)
+        return None
+
+    def _is_of_this(self, event: Mapping[str, Any]) -> bool:
+        machines = event.get("Resources")
+        return not isinstance(machines, list) or self._name in machines
+
+
+CLOUDS: dict[str, Callable[[Ask], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+
+
+def _good(status: int, body: bytes) -> bytes:
+    if status != 200:
+        raise ValueError(f"it answers with status {status}")
+    return body
+
+
+def _table(body: bytes) -> dict[str, Any]:
+    try:
+        table = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("its JSON is too deep") from error
+    if not isinstance(table, dict):
+        raise ValueError("its JSON is no object")
+    return table
+
+
+def _word(value: object) -> str:
+    return value if value in ("stop", "hibernate") else "terminate"
+
+
+def _left_s(now: float, when: object, read: Callable[[str], datetime]) -> float:
+    """Until `when`. Azure leaves it blank for what has begun; so nothing that can be read is no time that is left."""
+    try:
+        moment = read(str(when))
+    except (ValueError, OverflowError):
+        return OVERDUE_S
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    left_s = moment.timestamp() - now
+    return min(left_s, MAX_NOTICE_S) if left_s > 0 else OVERDUE_S

@@ -1,0 +1,95 @@
+"""What is left to say when a run has ended: the held-out table, the summary, what to type next, the plot.
+
+running figures, held-out figures --> words on the screen, a JSON document with `--json`
+metrics.jsonl                     --> plots/reward.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from msgspec import to_builtins
+
+from swarm_node.observability.jsonl import each_record, last_record
+from swarm_node.observability.plots import plot_reward
+from swarm_node.observability.summary import INDENT, HeldOut, figures, interval, next_steps, summary, whereabouts
+from swarm_node.observability.tally import Tally
+from swarm_node.rollouts.evaluate import Evaluation, rows
+from swarm_node.runtime.console import Screen
+from swarm_node.storage.rundir import RunDir
+
+
+class Report:
+    """Of a run that has ended."""
+
+    def __init__(
+        self, run: RunDir, tally: Tally, resumed_at: int, before: Evaluation, after: Evaluation, samples: int
+    ) -> None:
+        """`tally` is of all its rounds. The last start went on after round `resumed_at`; `samples` answers were given
+        to each held-out question."""
+        self.run = run
+        self.before = before
+        self.after = after
+        self.samples = samples
+        self.figures = figures(tally, resumed_at, compared(before, after, samples))
+
+    def tell(self, screen: Screen, crew: bool, held_out: bool = True) -> None:
+        """In words; `held_out`: whether its tasks have held-out questions."""
+        path = str(self.run.path)
+        if self.before.table and self.after.table:
+            columns, table = rows(self.before.table, self.after.table, self.samples)
+            screen.progress.table("held-out questions", columns, table)
+        if not self.figures.rounds_recorded:
+            return
+        files = [file.relative_to(self.run.path) for file in (self.run.metrics, self.run.events, self._plot)]
+        words = [*summary(self.figures), *whereabouts(path, list(map(str, files)))]
+        screen.progress.paragraphs(words, INDENT)
+        for line in next_steps(path, crew, held_out):
+            screen.progress.say(line, lasting=False)
+        screen.events.write("summary", "; ".join(" ".join(line.split()) for line in words))
+
+    def dump(self, rounds: int) -> None:
+        """As one JSON document on standard output; `rounds` are done."""
+        document: dict[str, Any] = {
+            "run_dir": str(self.run.path),
+            "rounds": rounds,
+            "reward_first_tenth": None,
+            "reward_last_tenth": None,
+            "held_out_before": to_builtins(self.before.table),
+            "held_out_after": to_builtins(self.after.table),
+        }
+        json.dump(document | to_builtins(self.figures), sys.stdout)
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def draw(self) -> None:
+        """The reward curve as a picture: what takes longest, and is missed least by whoever leaves."""
+        held = self.figures.held_out
+        if last_record(self.run.metrics) is not None:
+            plot_reward(
+                each_record(self.run.metrics),
+                self._plot,
+                title=str(self.run.path),
+                held_out=held.pass_1 if held else None,
+            )
+
+    @property
+    def _plot(self) -> Path:
+        return self.run.plots / "reward.png"
+
+
+def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | None:
+    """Figures of all tasks, if there are any of before and after."""
+    if "all" not in before.table or "all" not in after.table:
+        return None
+    old, new = before.table["all"], after.table["all"]
+    return HeldOut(
+        questions=new.questions,
+        samples=samples,
+        pass_1=(old.pass_1, new.pass_1),
+        pass_k=(old.pass_k, new.pass_k),
+        interval=interval(before.by_question, after.by_question),
+    )

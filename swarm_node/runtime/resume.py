@@ -1,0 +1,208 @@
+"""How a run goes on where its last start ended: what its snapshots hold."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import Tensor
+
+from protocol.lineage import read_lineage, shared
+from swarm_node.config import NodeConfig
+from swarm_node.errors import SnapshotError
+from swarm_node.node import Node
+from swarm_node.observability.jsonl import each_record, last_record
+from swarm_node.observability.tally import Tally
+from swarm_node.rollouts.evaluate import Evaluation, Held
+from swarm_node.runtime.cost import CostMeter, Costs
+from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.own_settings import OwnSettings
+from swarm_node.storage.rundir import RunDir
+
+if TYPE_CHECKING:  # alone, a run loads nothing of the network
+    from swarm_node.pipeline.crew import CrewNode
+
+STALE_S = 600.0
+"""A node whose snapshot is older than this looks for a peer of its cohort that is ahead."""
+
+
+class RunState:
+    """The state of a run, in its snapshots."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        run: RunDir,
+        node: Node,
+        snapshots: SnapshotStore,
+        say: Callable[..., None],
+        crew: CrewNode | None,
+        own: OwnSettings,
+        cost: CostMeter,
+    ) -> None:
+        """`config` is `fitted` to the node's policy; `crew` the one that this node leads; `own` knows the settings
+        behind the weights; `cost` goes on as well."""
+        self.config = config
+        self.run = run
+        self.node = node
+        self.policy = node.policy
+        self.tasks = node.tasks
+        self.snapshots = snapshots
+        self.say = say
+        self.crew = crew
+        self.own = own
+        self.settings: dict[str, Any] | None = None
+        """Those in the snapshot that this start went on from."""
+        self.cost = cost
+        self.tally = Tally()
+        """Of all rounds so far."""
+        self.before = Evaluation()
+        """Held-out figures from before training."""
+        self.saved: int | None = None
+        """The round of the last snapshot."""
+
+    def save(self, anew: bool = False) -> None:
+        """Snapshot of the state after `round` rounds, unless there is one, or one is being written (`anew`: also
+        then); written in the background."""
+        if self.saved == self.node.round and not anew and not self.snapshots.failed:
+            return
+        tensors, numbers, averaging = self._state()
+        self.snapshots.save(
+            self.node.round,
+            tensors,
+            {
+                "averaging": averaging,
+                "time": time.time(),
+                "model": self._identity(),
+                "run": None if self.crew is None else self.crew.seats.run,
+                "trainer": numbers,
+                "tally": msgspec.to_builtins(self.tally),
+                "cost": msgspec.to_builtins(self.cost.costs),
+                "policy_version": self.policy.version,
+                "settings": self.own.of_weights,
+                "before": {label: [h.questions, h.pass_1, h.pass_k] for label, h in self.before.table.items()},
+                "before_by_question": self.before.by_question,
+                "held_out": self._evaluation(),
+            },
+        )
+        self.saved = self.node.round
+
+    def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int], dict[str, Any]]:
+        """Tensors by file, numbers of the trainer, numbers of averaging."""
+        optimizer, numbers = self.node.trainer.state_dict()
+        tensors = {"policy": self.policy.trainable_state(), "optimizer": optimizer}
+        if self.crew is not None:  # whoever holds a stage keeps its weights
+            tensors = {}
+        averaging: dict[str, Any] = {}
+        if self.node.averager is not None:
+            tensors["averaging"], averaging = self.node.averager.state_dict()
+        return tensors, numbers, averaging
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of the tensors in a snapshot."""
+        tensors, _, _ = self._state()
+        return sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
+
+    def resume(self) -> bool:
+        """Go on from the newest snapshot that belongs here: whether there was anything to go on from."""
+        snapshot = self.snapshots.load_latest(self.foreign)
+        upto = math.inf
+        if snapshot is not None and self.crew is not None:
+            upto = shared(read_lineage(snapshot.state.get("run")), self.crew.seats.run)
+            if upto < 0:
+                snapshot = None
+                self.set_aside(self.run.metrics)
+        if self.crew is not None:
+            known = self.crew.progress.round or (0 if snapshot is None else snapshot.round)
+            self.node.round = known or self.policy.version
+        if snapshot is None:
+            return self.node.round > 0
+        state = snapshot.state
+        settings = state.get("settings")
+        self.settings = settings if isinstance(settings, dict) else None
+        self._take_figures(state)
+        if self.crew is None:
+            self.policy.load_trainable_state(snapshot.tensors["policy"])
+            self.node.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
+            self.policy.version = state["policy_version"]
+            self.node.round = self.saved = snapshot.round
+        else:
+            self.node.trainer.num_tokens = state["trainer"]["num_tokens"]
+        if self.node.averager is not None:
+            try:
+                if state["policy_version"] > upto:
+                    raise SnapshotError("the snapshot is of another branch of the crew's run")
+                if not state["averaging"]:
+                    raise SnapshotError("this run has not averaged until now")
+                self.node.averager.load_state_dict(snapshot.tensors.get("averaging", {}), state["averaging"])
+            except (SnapshotError, KeyError) as error:
+                self.say(f"averaging begins anew: {error}")
+                self.node.averager.restart()
+            if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.handover:
+                self.node.member.handover.seek(0.0)
+        if state["held_out"] == self._evaluation():
+            table = {label: Held(*values) for label, values in state["before"].items()}
+            self.before = Evaluation(table, state.get("before_by_question", []))  # without: by an earlier version
+        else:
+            self.say("tasks or evaluation settings are not those this run began with: no figures from before training")
+        return True
+
+    def catch_up(self) -> None:
+        """Take what the running figures lack from metrics.jsonl, which ends with the round that the run goes on after:
+        all of it if the snapshot has none, being of an earlier version, or is of a later round. Raises UserError."""
+        if self.tally.round > self.node.round:
+            self.tally, self.cost.costs = Tally(), Costs()
+        last = last_record(self.run.metrics)
+        if last is None or last["round"] <= self.tally.round:
+            return
+        known = self.tally.round
+        for record in each_record(self.run.metrics):
+            if record["round"] > known:
+                self.tally.add(record)
+                self.cost.go_on(record)
+
+    def _take_figures(self, state: dict[str, Any]) -> None:
+        try:
+            tally, costs = msgspec.convert(state["tally"], Tally), msgspec.convert(state["cost"], Costs)
+        except (KeyError, msgspec.ValidationError):  # of another version: `catch_up` makes them anew
+            return
+        self.tally, self.cost.costs = tally, costs
+
+    def _identity(self) -> dict[str, Any]:
+        """What must agree for a snapshot to go on with this model."""
+        if self.crew is not None:
+            return {"base": self.crew.architecture}
+        trained = {name: [str(t.dtype), *t.shape] for name, t in self.policy.trainable_state().items()}
+        return {"base": self.policy.base_digest, "start": self.policy.start_digest, "trained": trained}
+
+    def _evaluation(self) -> dict[str, Any]:
+        """What must agree for held-out figures to be comparable."""
+        return {"tasks": self.tasks.names, **self.config.eval.model_dump(), "rollouts": self._sampling()}
+
+    def _sampling(self) -> list[float]:
+        rollouts = self.config.rollouts
+        return [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
+
+    def set_aside(self, metrics: Path) -> None:
+        """Starting anew over the metrics of a run whose snapshots are gone or refused: keep them under another name."""
+        if metrics.exists() and metrics.stat().st_size:
+            kept = next(p for n in count(1) if not (p := metrics.with_name(f"{metrics.name}.{n}")).exists())
+            metrics.rename(kept)
+            self.say(f"starting anew; the metrics that were there are now {kept}")
+
+    def foreign(self, state: dict[str, Any]) -> str | None:
+        """Why a snapshot does not belong to this run, or `None`."""
+        theirs, mine = state.get("model"), self._identity()
+        if not isinstance(theirs, dict):
+            return "it names no model"
+        if theirs.get("base") != mine["base"]:
+            return f"its base model is not {self.config.policy.model}"
+        if theirs != mine:
+            return "it trains other weights of this model (other LoRA settings, adapter or dtype)"
+        return None

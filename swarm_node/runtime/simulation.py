@@ -1,0 +1,193 @@
+"""Many nodes in one process: the same node code over the memory transport, on a virtual clock.
+
+    at t            a node samples its groups: that takes tokens / speed seconds of virtual time
+    at t + g        it publishes them, chooses foreign ones, learns: that takes trained tokens / speed
+    at t + g + l    it begins its next round
+
+Other nodes' events happen in between, messages arrive when their links deliver them, and the same seeds give the same
+metrics, line for line. What a round really cost this machine plays no part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from protocol.codec import spoken_by
+from protocol.identity import Identity
+from protocol.manifest import Manifest, ManifestLimits, ManifestTask
+from protocol.messages import PROTOCOL_VERSION
+from protocol.transports.memory.transport import LinkModel, MemoryNetwork, VirtualClock
+from swarm_node.config import NodeConfig
+from swarm_node.node import Node, fitted
+from swarm_node.policy.loading import load_policy
+from swarm_node.policy.policy import Policy
+from swarm_node.rollouts import Collected
+from swarm_node.swarm.member import Member
+from swarm_node.tasks import TaskSet, load_tasks
+
+START = 1_800_000_000.0
+"""Unix time at which simulations begin."""
+WAIT_S = 0.05
+"""A node that waits for others' weights looks this often."""
+WALL_CLOCK = ("perf/trained_tok_s",)
+"""Metrics that measure this machine: left out."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a simulated machine is."""
+
+    generate_tok_s: float = 5000.0
+    """Sampled tokens a second."""
+    train_tok_s: float = 10_000.0
+    """Trained tokens a second, prompts included."""
+    overhead_s: float = 0.01
+    """What a round takes besides."""
+
+
+@dataclass
+class Peer:
+    """One simulated node."""
+
+    config: NodeConfig
+    speed: Speed = Speed()
+    link: LinkModel = LinkModel()
+    policy: Policy | None = None
+    """Loaded from `config.policy` if not given."""
+    tasks: TaskSet | None = None
+    """Loaded from `config.tasks` if not given."""
+    starts_at: float = 0.0
+    """Virtual seconds after the beginning."""
+    sleeps: Sequence[tuple[float, float]] = ()
+    """(from, to) in virtual seconds: a laptop whose lid is closed starts no round."""
+    silo: bool = False
+    """Not a member: trains alone, on the same tasks."""
+    protocol: int = PROTOCOL_VERSION
+    """The newest version of the protocol that it understands; the one before, too."""
+    node_type: type[Node] = Node
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """One record a round, as in metrics.jsonl."""
+    said: list[str] = field(default_factory=list)
+    dead: bool = False
+    node: Node = field(init=False)
+
+
+class Simulation:
+    """Nodes of one swarm on one virtual clock."""
+
+    def __init__(self, manifest: Manifest, peers: Sequence[Peer], seed: int = 0) -> None:
+        """Every peer's seed, unless its configuration sets one, follows from `seed` and its place in `peers`."""
+        self.clock = VirtualClock(START)
+        self.network = MemoryNetwork(self.clock, seed=seed)
+        self.manifest = manifest
+        self.peers = list(peers)
+        self._rounds = 0.0
+        self._waiting: list[Peer] = []  # those that have had that many
+        first: list[str] = []
+        for i, peer in enumerate(self.peers):
+            if peer.config.seed is None:
+                peer.config = peer.config.model_copy(update={"seed": 1000 * seed + i})
+            peer.policy = peer.policy or load_policy(peer.config.policy, peer.config.rollouts, peer.said.append)
+            peer.tasks = peer.tasks or load_tasks(peer.config.tasks, peer.config.rewards)
+            peer.config = fitted(peer.config, peer.policy, peer.said.append)
+            parts = peer.config, peer.policy, peer.tasks, peer.said.append
+            member = None
+            if not peer.silo:
+                identity = Identity.generate(hashlib.sha256(f"sim/{seed}/{i}".encode()).digest())
+                transport = self.network.join(identity, manifest.swarm_id, link=peer.link, bootstrap=first)
+                first = first or transport.addresses[:1]
+                now, spoken = self.clock.now, spoken_by(peer.protocol)
+                member = Member(
+                    peer.config, manifest, identity, transport, *parts[1:], now, spoken=spoken, spent=_takes_no_time
+                )
+            peer.node = peer.node_type(*parts, member, self.clock.now)
+            self.clock.call_at(START + peer.starts_at, partial(self._begin, peer))
+
+    def run(self, rounds: int | None = None, seconds: float | None = None) -> None:
+        """Until every living peer has had `rounds` rounds in all, or for `seconds` of virtual time."""
+        self._rounds = float("inf") if rounds is None else rounds
+        end = float("inf") if seconds is None else self.clock.now() + seconds
+        waiting, self._waiting = self._waiting, []
+        for peer in waiting:
+            self._begin(peer)
+        while any(not peer.dead and len(peer.metrics) < self._rounds for peer in self.peers):
+            if not self.clock.step(end):
+                break
+        else:
+            return
+        if seconds is not None:
+            self.clock.run_until(end)
+
+    def at(self, seconds: float, do: Callable[[], None]) -> None:
+        """Have `do` called `seconds` after the beginning: faults, mostly."""
+        self.clock.call_at(START + seconds, do)
+
+    def kill(self, number: int) -> None:
+        """Peer `number` is gone, without a word to the others."""
+        peer = self.peers[number]
+        peer.dead = True
+        if peer.node.member is not None:
+            self.network.kill(peer.node.member.peer_id)
+
+    # ----------------------------------------------------------------- a round
+
+    def _begin(self, peer: Peer) -> None:
+        """Sample, now or on awaking."""
+        if peer.dead:
+            return
+        if peer.node.round >= self._rounds:
+            self._waiting.append(peer)
+            return
+        now = self.clock.now()
+        awake = max((START + to for since, to in peer.sleeps if START + since <= now < START + to), default=now)
+        if awake > now:
+            self.clock.call_at(awake, lambda: self._begin(peer))
+            return
+        collected = peer.node.collect()
+        collected.seconds = collected.num_tokens / peer.speed.generate_tok_s
+        self.clock.call_at(now + collected.seconds, lambda: self._learn(peer, now, collected))
+
+    def _learn(self, peer: Peer, began: float, collected: Collected) -> None:
+        """Publish what was sampled, choose, learn."""
+        if peer.dead:
+            return
+        peer.node.share(collected)
+        groups = peer.node.choose(collected)
+        learned = peer.node.learn(groups)
+        tokens = sum(len(g.prompt_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
+        seconds = collected.seconds + tokens / peer.speed.train_tok_s + peer.speed.overhead_s
+        seconds = max(seconds, peer.config.pace_s)
+        self.clock.call_at(began + seconds, lambda: self._end(peer, seconds, collected, learned))
+
+    def _end(self, peer: Peer, seconds: float, collected: Collected, learned: dict[str, float]) -> None:
+        """Write the round down and begin the next."""
+        if peer.dead:
+            return
+        line = peer.node.record(collected, learned, seconds)
+        peer.metrics.append({name: value for name, value in line.items() if name not in WALL_CLOCK})
+        self._average(peer)
+
+    def _average(self, peer: Peer) -> None:
+        """Exchange weights, wait for others if need be, and begin the next round."""
+        if peer.dead:
+            return
+        if peer.node.average():
+            self.clock.call_at(self.clock.now() + WAIT_S, partial(self._average, peer))
+        else:
+            self._begin(peer)
+
+
+def _takes_no_time() -> float:
+    """Clock of admission in a simulation, which must not depend on the machine's speed."""
+    return 0.0
+
+
+def manifest_for(config: NodeConfig, name: str = "simulation", **limits: Any) -> Manifest:
+    """The manifest of a swarm that plays the tasks of `config`, as far as they have names; `limits` as in its file."""
+    names = [task if isinstance(task, str) else task.env or "jsonl" for task in config.tasks]
+    tasks = [ManifestTask(env=name) for name in names if not name.endswith(".jsonl")] or [ManifestTask(sha256="0" * 64)]
+    return Manifest(name=name, tasks=tasks, limits=ManifestLimits(**limits))

@@ -1,0 +1,191 @@
+"""Own groups to sealed batches: what is worth sending, in a form and at a rate that no receiver refuses.
+
+    groups -> signal? caps? -> wait (at most a second, or until a batch is full) -> quota, newest first -> seal -> send
+
+A group travels as text with `finished` flags under the name of its task: no prompt, no truth, no reward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from protocol.codec import HEAD_BYTES, seal_batch
+from protocol.identity import Identity
+from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_GROUPS, MAX_ROUND_S, MAX_TOKENS
+from protocol.manifest import Manifest
+from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
+from swarm_node.config import SharingConfig
+from swarm_node.errors import UserError
+from swarm_node.policy.policy import Policy
+from swarm_node.sharing.content import has_signal, prompt_digest
+from swarm_node.sharing.quota import Quota
+from swarm_node.types import Group, Rollout, Sampling
+
+FLUSH_S = 1.0
+"""Batches leave at most this often, unless one is full."""
+FULL_BYTES = MAX_BATCH_BYTES - HEAD_BYTES - 512
+"""Groups that fill a batch; the rest of it takes under 400 bytes."""
+MAX_ANSWERED = 16_384
+"""Slots remembered as answered: those of four epochs, in 2 MB."""
+QUOTA_SHARE = 0.9
+"""Part of the swarm's limits that is used: what was sent evenly may arrive in bursts."""
+
+
+class Publisher:
+    """Sends a node's own groups."""
+
+    def __init__(
+        self,
+        send: Callable[[bytes], bool],
+        identity: Identity,
+        manifest: Manifest,
+        policy: Policy,
+        sampling: Sampling,
+        config: SharingConfig,
+        now: Callable[[], float],
+        version: Callable[[], int] = lambda: PROTOCOL_VERSION,
+    ) -> None:
+        """`send` takes a sealed batch and says whether it left; `version` is what it is to be written in. UserError
+        for sampling that cannot be described."""
+        if sampling.max_new_tokens > MAX_TOKENS or sampling.temperature > 100:
+            raise UserError(
+                f"a swarm carries at most {MAX_TOKENS} tokens an answer, at temperatures up to 100: "
+                "lower rollouts.max_new_tokens or rollouts.temperature"
+            )
+        self._send = send
+        self._version = version
+        self._identity = identity
+        self._swarm = manifest.swarm_id
+        self._policy = policy
+        self._sampling = SharedSampling(sampling.max_new_tokens, sampling.temperature, sampling.top_p)
+        self._token_ids = config.token_ids
+        self._now = now
+        self._limits = limits = manifest.limits
+        self._groups_quota = Quota(max(1.0, QUOTA_SHARE * limits.groups_per_minute))
+        self._bytes_quota = Quota(QUOTA_SHARE * limits.bytes_per_minute)
+        self._waiting: list[tuple[SharedGroup, int]] = []  # with its encoded size in bytes
+        self._flushed = float("-inf")
+        self._answered: Counter[tuple[int, int]] = Counter()
+        """(epoch, slot) -> groups shared, the slots answered first in front."""
+        self._sequence = 0
+        self._groups_sent = 0
+        self._bytes_sent = 0
+        self._unsent: Counter[str] = Counter()
+
+    def publish(self, groups: Sequence[Group]) -> None:
+        """Send scored `groups` of this node's, some of them with a later call."""
+        for group in groups:
+            reason = self._refusal(group)
+            if reason is None:
+                shared = self._shared(group)
+                size = len(msgspec.msgpack.encode(shared))
+                if size <= FULL_BYTES:
+                    self._answered[shared.epoch, shared.slot] += 1
+                    if len(self._answered) > MAX_ANSWERED:
+                        del self._answered[next(iter(self._answered))]
+                    self._waiting.append((shared, size))
+                    continue
+                reason = "size"
+            self._unsent[reason] += 1
+        if self._now() - self._flushed >= FLUSH_S or sum(size for _, size in self._waiting) >= FULL_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send all that waits, as far as the swarm's limits allow."""
+        if not self._waiting:
+            return
+        now = self._now()
+        for batch in self._batches(self._within_quota(now)):
+            self._sequence += 1
+            data = seal_batch(
+                RolloutBatch(
+                    protocol=self._version(),
+                    swarm=self._swarm,
+                    sequence=self._sequence,
+                    created=now,
+                    fingerprint=self._policy.fingerprint,
+                    tokenizer=self._policy.tokenizer_hash,
+                    sampling=self._sampling,
+                    groups=batch,
+                ),
+                self._identity,
+            )
+            if self._send(data):
+                self._groups_sent += len(batch)
+                self._bytes_sent += len(data)
+            else:
+                self._unsent["queue"] += len(batch)
+        self._waiting.clear()
+        self._flushed = now
+
+    def metrics(self) -> dict[str, float]:
+        """Running totals under `swarm/`."""
+        unsent = {f"swarm/unsent/{reason}": float(n) for reason, n in sorted(self._unsent.items())}
+        return {"swarm/groups_sent": float(self._groups_sent), "swarm/bytes_sent": float(self._bytes_sent)} | unsent
+
+    def _refusal(self, group: Group) -> str | None:
+        """Why `group` is not sent; `None` if it is."""
+        limits = self._limits
+        if not has_signal(group.rollouts):
+            return "zero"
+        if group.task.slot is None or self._answered[group.task.slot] >= GROUPS_PER_SLOT:
+            return "slot"  # receivers would refuse it
+        if (group.task.slot[0] + 1) * EPOCH_SECONDS + MAX_ROUND_S < self._now() + FLUSH_S:
+            return "age"
+        if len(group.rollouts) > limits.max_rollouts or any(
+            len(r.text) > limits.max_answer_chars or len(r.token_ids) > limits.max_answer_tokens for r in group.rollouts
+        ):
+            return "cap"
+        return None
+
+    def _shared(self, group: Group) -> SharedGroup:
+        assert group.task.slot is not None
+        epoch, slot = group.task.slot
+        return SharedGroup(
+            task=group.task.name,
+            epoch=epoch,
+            slot=slot,
+            prompt=prompt_digest(group.task.question),
+            policy_version=group.policy_version,
+            rollouts=[self._shared_rollout(r) for r in group.rollouts],
+        )
+
+    def _shared_rollout(self, rollout: Rollout) -> SharedRollout:
+        if not self._token_ids:
+            return SharedRollout(rollout.text, rollout.finished)
+        logprobs = np.array(rollout.logprobs, dtype="<f2").tobytes()
+        return SharedRollout(rollout.text, rollout.finished, rollout.token_ids, logprobs)
+
+    def _within_quota(self, now: float) -> list[tuple[SharedGroup, int]]:
+        """The newest waiting groups that this minute's limits leave room for, oldest first; the rest is dropped."""
+        groups, room = self._groups_quota.level(now), self._bytes_quota.level(now)
+        kept: list[tuple[SharedGroup, int]] = []
+        cost = MAX_BATCH_BYTES - FULL_BYTES  # what the batch itself takes
+        for shared, size in reversed(self._waiting):
+            if len(kept) + 1 > groups or cost + size > room:
+                break
+            cost += size
+            kept.append((shared, size))
+        if kept:
+            self._groups_quota.take(len(kept))
+            self._bytes_quota.take(cost)
+        if len(kept) < len(self._waiting):
+            self._unsent["rate"] += len(self._waiting) - len(kept)
+        return kept[::-1]
+
+    def _batches(self, groups: Sequence[tuple[SharedGroup, int]]) -> Iterator[list[SharedGroup]]:
+        """`groups` in as many batches as the limits on one ask for."""
+        batch: list[SharedGroup] = []
+        filled = 0
+        for shared, size in groups:
+            if batch and (len(batch) == MAX_GROUPS or filled + size > FULL_BYTES):
+                yield batch
+                batch, filled = [], 0
+            batch.append(shared)
+            filled += size
+        if batch:
+            yield batch

@@ -1,0 +1,286 @@
+"""From bytes of strangers to groups worth training on.
+
+    transport's thread   take:  size -> inbox (bounded; the oldest makes room)
+    main thread          admit: newest first:  echo -> muted -> signature -> version -> schema -> swarm
+                                of each group: duplicate -> slot -> age -> quota -> caps -> waiting (bounded)
+                                some of these: task -> assignment -> prompt -> length, text -> score -> signal -> pool
+
+Cheap before dear; a group changes nothing but its sender's account, and the memory of what was seen, before the last
+check passes. Every rejection is counted by reason and, where a signature proves one, by peer. `admit` stops when its
+share of the training thread's time is used; where one group takes longer than that, the next wait until it is made up
+for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+from protocol.codec import HEAD_BYTES, SPOKEN, open_batch
+from protocol.errors import RemoteProtocolError
+from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
+from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
+from protocol.manifest import Manifest
+from protocol.messages import RolloutBatch, SharedGroup
+from swarm_node.config import SharingConfig
+from swarm_node.policy.policy import Policy
+from swarm_node.sharing.admission import Admission, Assigned, ScoreCompletions, check_caps
+from swarm_node.sharing.content import content_id, slot_id
+from swarm_node.sharing.peer_accounts import Account, Ledger
+from swarm_node.types import Group, Sampling
+
+INBOX_BYTES = 16 * MAX_BATCH_BYTES
+INBOX_MESSAGES = 1024
+"""Bounds, with `INBOX_BYTES`, what waits during a round, and the time that one `admit` takes to open it."""
+OPENED = 64
+"""Messages opened in one `admit`: 0.2 ms each."""
+MAX_WAITING = 1024
+WAITING_BYTES = 16 * MAX_BATCH_BYTES
+"""Bounds what was opened and waits to be examined; the oldest makes room."""
+MAX_SEEN = 2**16
+"""Slots remembered with the groups that answered them: ten minutes of a hundred groups a second, in about 20 MB."""
+LATE_S = 60.0
+"""Groups made longer ago than this when they are opened wait behind all others: messages of before that somebody says
+again hold up no new ones, which arrive within seconds."""
+ADMIT_SHARE = 0.1
+"""Part of the time since the last `admit` that the next may take of the training thread: a flood then slows training
+down by no more, and neither do rewards that wait for another process or machine."""
+ADMIT_LEAST_S, ADMIT_MOST_S = 0.02, 1.0
+"""Bounds on that time: the least suffices for forty groups of short answers, and the most for those of a slow round."""
+PROVEN = frozenset({"version", "newer", "schema", "swarm"})
+"""Reasons that `open_batch` gives after it has verified the signature."""
+
+_Waiting = tuple[str, Account, RolloutBatch, SharedGroup, float]
+"""Sender, its account, the batch, one group of it, and that group's part of the message in bytes."""
+
+
+class Receiver:
+    """Admits groups of other peers."""
+
+    def __init__(
+        self,
+        me: str,
+        manifest: Manifest,
+        policy: Policy,
+        sampling: Sampling,
+        assigned: Assigned,
+        score: ScoreCompletions,
+        config: SharingConfig,
+        add: Callable[[Group], str | None],
+        now: Callable[[], float],
+        say: Callable[[str], None],
+        spoken: Collection[int] = SPOKEN,
+        spent: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`add` takes an admitted group, or says why not; `say` is told the first rejection of each reason; `spoken`
+        are the protocol versions that are understood; `spent` is the clock (seconds) that bounds admission: a call
+        to a reward function holds training up as long as it takes, whether it computes or waits."""
+        self._spoken = spoken
+        self._me = me
+        self._swarm = manifest.swarm_id
+        self._limits = manifest.limits
+        self._max_age = min(manifest.limits.max_age_s, config.max_age_s)
+        self._budget = max(config.admit, config.foreign)
+        self._add = add
+        self._now = now
+        self._spent = spent
+        self._admitted_at = spent()
+        self._debt = 0.0
+        """Seconds that earlier calls of `admit` took beyond what they were allowed."""
+        self._admission = Admission(manifest, policy, sampling, assigned, score)
+        self._ledger = Ledger(manifest.limits, now, say)
+        self._seen: dict[bytes, tuple[float, tuple[bytes, ...]]] = {}
+        """Slot -> (when its last group came, content ids of its groups), oldest first."""
+        self._waiting: deque[_Waiting] = deque()  # newest last
+        self._waiting_bytes = 0.0
+        self._received = 0
+        self._admitted = 0
+        self._lock = threading.Lock()  # guards what follows: the transport's thread writes it
+        self._inbox: deque[bytes] = deque()
+        self._inbox_bytes = 0
+        self._missized = 0
+        self._overflowed = 0
+
+    # ----------------------------------------------------------------- transport's thread
+
+    def take(self, data: bytes) -> None:
+        """Keep one message for `admit`."""
+        with self._lock:
+            if not HEAD_BYTES < len(data) <= MAX_BATCH_BYTES:
+                self._missized += 1
+                return
+            self._inbox.append(data)
+            self._inbox_bytes += len(data)
+            while self._inbox_bytes > INBOX_BYTES or len(self._inbox) > INBOX_MESSAGES:
+                self._inbox_bytes -= len(self._inbox.popleft())
+                self._overflowed += 1
+
+    # ----------------------------------------------------------------- main thread
+
+    def admit(self) -> int:
+        """Examine groups that have arrived, newest first, at most `sharing.admit` of them and no longer than the
+        share of this thread's time allows; how many were admitted. The others wait for the next time."""
+        self._tidy()
+        began = self._spent()
+        allowed = self._allowance(began)
+        if not allowed:
+            return 0
+        self._open_newest(began + allowed / 2)
+        before = self._admitted
+        for i in range(min(self._budget, len(self._waiting))):
+            if i and self._spent() >= began + allowed:  # the first is examined in any case, so that some are
+                break
+            peer, account, batch, group, size = self._waiting.pop()
+            self._waiting_bytes -= size
+            try:
+                self._examine(peer, account, batch, group)
+            except RemoteProtocolError as error:
+                self._ledger.reject(error.reason, peer, error.detail)
+        self._debt = max(0.0, self._spent() - began - allowed)
+        return self._admitted - before
+
+    def metrics(self) -> dict[str, float]:
+        """Running totals under `swarm/`."""
+        self._tidy()
+        rejected = {f"swarm/rejected/{reason}": float(n) for reason, n in sorted(self._ledger.rejected.items())}
+        return {
+            "swarm/groups_received": float(self._received),
+            "swarm/groups_admitted": float(self._admitted),
+        } | rejected
+
+    def by_peer(self) -> dict[str, dict[str, Any]]:
+        """What each peer sent and what became of it; `staleness` is the mean age at admission in seconds."""
+        return {
+            peer: {
+                "received": account.received,
+                "admitted": account.admitted,
+                "rejected": dict(account.rejected),
+                "bytes": account.received_bytes,
+                "last_seen": account.last_seen,
+                "staleness": account.age_sum / account.admitted if account.admitted else None,
+                "muted": self._ledger.is_muted(peer),
+            }
+            for peer, account in list(self._ledger.accounts.items())  # all at once: another thread may be asking
+        }
+
+    # ----------------------------------------------------------------- one message
+
+    def _allowance(self, now: float) -> float:
+        """Seconds of this thread's time that an `admit` may take now; 0 while earlier ones are not made up for."""
+        share, self._admitted_at = ADMIT_SHARE * (now - self._admitted_at), now
+        owed, self._debt = self._debt, max(0.0, self._debt - share)
+        return 0.0 if self._debt else min(max(share - owed, ADMIT_LEAST_S), ADMIT_MOST_S)
+
+    def _open_newest(self, stop: float) -> None:
+        """Let the groups of the newest messages wait to be examined: of at most `OPENED` messages, and of none after
+        `stop` but the first."""
+        opened: list[list[_Waiting]] = []
+        while len(opened) < OPENED and (not opened or self._spent() < stop):
+            with self._lock:
+                if not self._inbox:
+                    break
+                data = self._inbox.pop()
+                self._inbox_bytes -= len(data)
+            opened.append(self._groups_in(data))
+        late = self._now() - LATE_S
+        for groups in reversed(opened):
+            self._waiting += [group for group in groups if group[2].created >= late]
+        for groups in opened:
+            self._waiting.extendleft(group for group in reversed(groups) if group[2].created < late)
+        self._waiting_bytes += sum(size for groups in opened for *_, size in groups)
+        while len(self._waiting) > MAX_WAITING or self._waiting_bytes > WAITING_BYTES:
+            peer, *_, size = self._waiting.popleft()
+            self._waiting_bytes -= size
+            self._ledger.reject("surplus", peer)
+
+    def _groups_in(self, data: bytes) -> list[_Waiting]:
+        """What is worth examining of a message."""
+        opened = self._open(data)
+        if opened is None:
+            return []
+        peer, batch = opened
+        account = self._ledger.account(peer)
+        account.received += len(batch.groups)
+        account.received_bytes += len(data)
+        self._received += len(batch.groups)
+        size = len(data) / len(batch.groups)
+        waiting: list[_Waiting] = []
+        for group in batch.groups:
+            try:
+                self._check(peer, account, batch, group, size)
+            except RemoteProtocolError as error:
+                self._ledger.reject(error.reason, peer, error.detail)
+            else:
+                waiting.append((peer, account, batch, group, size))
+        return waiting
+
+    def _open(self, data: bytes) -> tuple[str, RolloutBatch] | None:
+        """(sender, batch) of a message; `None` if it is rejected as a whole."""
+        claimed = peer_id_of(data[:PUBLIC_KEY_BYTES])  # who lies here has only this message dropped
+        if claimed == self._me:
+            self._ledger.reject("echo")
+            return None
+        if self._ledger.is_muted(claimed):
+            self._ledger.reject("muted", claimed)
+            return None
+        try:
+            return open_batch(data, self._swarm, self._spoken)
+        except RemoteProtocolError as error:
+            peer = claimed if error.reason in PROVEN else None
+            if peer is not None:
+                self._ledger.account(peer)
+            self._ledger.reject(error.reason, peer, error.detail)
+            return None
+
+    def _check(self, peer: str, account: Account, batch: RolloutBatch, group: SharedGroup, size: float) -> None:
+        """What can be told without the task: duplicate, slot, age, future, quota, caps."""
+        now = self._now()
+        slot, content = slot_id(peer, group), content_id(peer, group)
+        _, answered = self._seen.get(slot, (now, ()))
+        if content in answered:
+            raise RemoteProtocolError("duplicate")
+        if len(answered) >= GROUPS_PER_SLOT:
+            raise RemoteProtocolError("slot", f"answers to the task of slot {group.slot} for the third time")
+        drawn = group.epoch * EPOCH_SECONDS
+        if max(batch.created, drawn) > now + MAX_CLOCK_SKEW_S:
+            raise RemoteProtocolError("future", f"{max(batch.created, drawn) - now:.0f} s ahead")
+        if batch.created < now - self._max_age:
+            raise RemoteProtocolError("age", f"{now - batch.created:.0f} s old")
+        if drawn + EPOCH_SECONDS + MAX_ROUND_S < batch.created:
+            raise RemoteProtocolError("age", f"answers to a task of {batch.created - drawn:.0f} s before")
+        if not account.minutes.take(batch.created, size):
+            raise RemoteProtocolError("quota")
+        self._seen.pop(slot, None)  # so that it is the newest
+        self._seen[slot] = now, (*answered, content)
+        check_caps(group, self._limits)  # last, so that an offence that somebody replays is a duplicate
+
+    def _examine(self, peer: str, account: Account, batch: RolloutBatch, shared: SharedGroup) -> None:
+        """Everything else; the group is in the pool unless this raises."""
+        if self._ledger.is_muted(peer):  # since it came
+            raise RemoteProtocolError("muted")
+        group = self._admission.rebuild(peer, batch, shared)
+        group.created = min(group.created, self._now())
+        refused = self._add(group)
+        if refused is not None:
+            raise RemoteProtocolError("pool", refused)
+        self._admitted += 1
+        account.admitted += 1
+        account.age_sum += self._now() - group.created
+
+    def _tidy(self) -> None:
+        """Count what `take` dropped; forget groups that are too old to come again."""
+        with self._lock:
+            missized, overflowed = self._missized, self._overflowed
+            self._missized = self._overflowed = 0
+        for reason, n in (("size", missized), ("surplus", overflowed)):
+            if n:
+                self._ledger.reject(reason, n=n)
+        forgotten = self._now() - (self._max_age + EPOCH_SECONDS + MAX_ROUND_S + 2 * MAX_CLOCK_SKEW_S)
+        while self._seen:
+            oldest = next(iter(self._seen))
+            if self._seen[oldest][0] > forgotten and len(self._seen) <= MAX_SEEN:
+                break
+            del self._seen[oldest]

@@ -1,0 +1,286 @@
+"""Foreign groups that wait to be trained on: bounded in number, bytes, age, in what one peer may take, in uses.
+
+    add -> [ waiting: each peer its share, none too old ] -> sampler -> J groups -> advantages
+
+No more wait than four rounds can use, or, where rounds are shorter than messages are apart, the rounds of the last
+seconds: what is sampled by a policy of long ago teaches less. When room is needed, a peer that takes more than its
+share loses its oldest groups, then whoever has the oldest does.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from swarm_node.config import SharingConfig
+from swarm_node.sharing.foreign_advantage import earning, foreign_advantages, teaches
+from swarm_node.sharing.gate import Gate
+from swarm_node.sharing.reward_stats import Belief, Posterior, is_judged
+from swarm_node.sharing.samplers import Offer, draw, find_sampler, weigh
+from swarm_node.sharing.trust import DISTRUSTED, Trust
+from swarm_node.types import Group
+
+ROUNDS = 4
+"""Rounds of this node's that the waiting groups would last. Measured with 4 + 4 groups and eight peers: at most 16
+waiting, 1.4 rounds old in the mean, gave 3 and 9 % more reward (two seeds) than all of ten minutes, 20 rounds old."""
+LULL_S = 2.0
+"""Messages of a peer come about once a second: groups of one have to last until the next."""
+MAX_PEERS = 1024
+"""Peers whose uses are counted apart."""
+DRAWS = 3
+"""Times that groups are drawn in a round, each time for those that were nothing but payloads. One pass through the
+policy is made of each draw."""
+MAX_NAMED = 200
+"""Peers that are named for their payloads in a run: a stranger's key costs nothing."""
+
+
+@dataclass
+class _Entry:
+    id: int
+    group: Group
+    size: int
+    """Bytes of memory, estimated from above."""
+    best: float
+    """Largest reward."""
+    uses: int = 0
+
+
+class Pool:
+    """Admitted groups of other peers."""
+
+    def __init__(
+        self,
+        config: SharingConfig,
+        now: Callable[[], float],
+        record: Callable[[dict[str, Any]], None] | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`record` is told, with each `choose`, what was offered and chosen. UserError for a sampler that cannot be
+        loaded."""
+        self._config = config
+        self._now = now
+        self._record = record
+        self._say = say
+        self._gate: Gate | None = None
+        self._trust = Trust()
+        self._named: set[str] = set()
+        self._refused = 0  # groups with a payload
+        self._rounds: deque[float] = deque(maxlen=64)  # when `choose` was called, lately
+        self._sampler = find_sampler(config.sampler)
+        self._posterior = Posterior()
+        self._entries: dict[int, _Entry] = {}  # by id, in the order of arrival
+        self._bytes = 0
+        self._peer_bytes: Counter[str] = Counter()
+        self._peer_groups: Counter[str] = Counter()
+        self._next_id = 0
+        self._used: list[float] = []  # age in seconds of each group that the last `choose` gave
+        self._used_by: Counter[str] = Counter()
+
+    def guard(self, gate: Gate) -> None:
+        """Leave out answers that carry a payload, as `gate` says, from now on."""
+        self._gate = gate
+
+    def add(self, group: Group) -> str | None:
+        """Keep `group`; says why not: `age`, or `bytes` if it alone exceeds its sender's share."""
+        assert group.peer is not None
+        size = _memory(group)
+        if self._now() - group.created > self._config.max_age_s:
+            return "age"
+        share = self._config.peer_share * self._config.max_bytes
+        if size > share:
+            return "bytes"
+        rewards = [r.reward for r in group.rollouts if is_judged(r)]
+        entry = _Entry(self._next_id, group, size, max(rewards, default=float("-inf")))
+        self._next_id += 1
+        self._entries[entry.id] = entry
+        self._count(entry, 1)
+        while self._peer_bytes[group.peer] > share:
+            self._drop(self._oldest_of(group.peer))
+        while self._bytes > self._config.max_bytes or len(self._entries) > self._most():
+            greediest = max(self._peer_groups, key=lambda peer: self._peer_groups[peer] / self._trust.of(peer))
+            groups = self._peer_groups[greediest] / self._trust.of(greediest)
+            is_greedy = groups > max(self._config.foreign, self._config.peer_share * self._most())
+            self._drop(self._oldest_of(greediest if is_greedy else None))
+        return None
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Learn from this node's own scored `groups` how well it does on each kind of task."""
+        self._posterior.observe(groups)
+        if self._gate is not None:
+            self._gate.observe(groups)
+
+    def available(self) -> int:
+        """Groups that `choose` could give now; those of a peer count as far as it is trusted."""
+        return round(sum(self._trust.of(entry.group.peer or "") for entry in self._usable()))
+
+    def choose(self, n: int, rng: random.Random) -> list[Group]:
+        """Up to `n` groups for one step, with their advantages. UserError if a sampler of the user's own fails."""
+        now, entries = self._now(), self._usable()
+        self._rounds.append(now)
+        offers = [
+            Offer(e.id, e.group, now - e.group.created, e.uses, e.best, self._posterior.of(e.group.task.label))
+            for e in entries
+        ]
+        weights = weigh(self._sampler, offers) if offers else []
+        weights = [w * self._trust.of(e.group.peer or "") for w, e in zip(weights, entries, strict=True)]
+        left = list(weights)
+        chosen: list[Group] = []
+        everything: list[tuple[int, float]] = []
+        self._used = []
+        for _ in range(DRAWS):
+            drawn = draw(left, n - len(chosen), rng)
+            groups = self._without_payloads([entries[i].group for i, _ in drawn])
+            for (i, _), group in zip(drawn, groups, strict=True):
+                left[i] = 0.0
+                entries[i].uses += 1
+                if group is None or entries[i].uses >= self._config.reuse:
+                    self._drop(entries[i])
+                if group is not None:
+                    chosen.append(group)
+                    self._used.append(now - group.created)
+                    self._count_use(group.peer or "")
+            everything += drawn
+            if not drawn or len(chosen) == n:
+                break
+        if self._record is not None:
+            self._record(_report(now, n, offers, weights, everything))
+        return chosen
+
+    def _without_payloads(self, groups: Sequence[Group]) -> list[Group | None]:
+        """Each with its advantages and without the answers that carry a payload; None if nothing is left to learn, or
+        if it cannot be judged."""
+        for group in groups:
+            group.advantages = self._advantages(group)
+        if self._gate is None:
+            return list(groups)
+        earns = [earning(group.rollouts, group.advantages or []) for group in groups]
+        verdicts = self._gate.payloads(groups, earns)
+        if verdicts is None:
+            return [None] * len(groups)
+        return [
+            None if payload is None else self._sifted(group, flags, payload)
+            for group, flags, payload in zip(groups, earns, verdicts, strict=True)
+        ]
+
+    def _sifted(self, group: Group, earns: Sequence[bool], payload: Sequence[bool]) -> Group | None:
+        """`group` without its payloads, which are counted against its sender."""
+        if any(earns):
+            self._judged(group.peer or "", sum(payload), sum(earns))
+        if not any(payload):
+            return group
+        kept = [r for r, carries in zip(group.rollouts, payload, strict=True) if not carries]
+        sifted = msgspec.structs.replace(group, rollouts=kept)
+        sifted.advantages = self._advantages(sifted)
+        return sifted if any(a > 0 for a in sifted.advantages) else None
+
+    def _judged(self, peer: str, payloads: int, right: int) -> None:
+        before = self._trust.of(peer)
+        self._trust.judged(peer, payloads / right)
+        self._refused += payloads > 0
+        if before >= DISTRUSTED > self._trust.of(peer) and len(self._named) < MAX_NAMED and peer not in self._named:
+            self._named.add(peer)
+            self._say(f"most right answers of {peer} hold text that this policy would not write and nothing asks for")
+
+    def _advantages(self, group: Group) -> list[float]:
+        return foreign_advantages(group.rollouts, self._baseline(group), self._config.max_advantage)
+
+    def metrics(self) -> dict[str, float]:
+        """`swarm/groups_used` and `swarm/staleness_mean` (seconds) of the last `choose`; levels."""
+        figures = {
+            "swarm/groups_used": float(len(self._used)),
+            "swarm/groups_waiting": float(len(self._entries)),
+            "swarm/bytes_waiting": float(self._bytes),
+        }
+        if self._refused:
+            figures["swarm/payloads"] = float(self._refused)
+        return figures | ({"swarm/staleness_mean": fmean(self._used)} if self._used else {})
+
+    def used_by_peer(self) -> dict[str, int]:
+        """Groups trained on, by sender; running totals."""
+        return dict(self._used_by)  # copied at once: another thread may be asking
+
+    def refused_by_peer(self) -> dict[str, int]:
+        """Groups with answers that were left out for their payload, by sender; running totals."""
+        return self._trust.refused()
+
+    def _baseline(self, group: Group) -> Belief | None:
+        """What the group's rewards are compared with; `None` = their own mean."""
+        belief = self._posterior.of(group.task.label)
+        return belief if self._config.baseline == "own" and belief.known else None
+
+    def _usable(self) -> list[_Entry]:
+        self._drop_expired()
+        return [e for e in self._entries.values() if teaches(e.best, self._baseline(e.group))]
+
+    def _most(self) -> int:
+        """Groups that may wait."""
+        lately = self._now() - LULL_S
+        return max(1, self._config.foreign) * max(ROUNDS, sum(at > lately for at in self._rounds))
+
+    def _oldest_of(self, peer: str | None) -> _Entry:
+        """Of that peer, or of all. They arrive newest first, so the order of arrival is not that of age."""
+        entries = (e for e in self._entries.values() if peer in (None, e.group.peer))
+        return min(entries, key=lambda entry: (entry.group.created, entry.id))
+
+    def _drop_expired(self) -> None:
+        oldest = self._now() - self._config.max_age_s
+        for entry in [e for e in self._entries.values() if e.group.created < oldest]:
+            self._drop(entry)
+
+    def _drop(self, entry: _Entry) -> None:
+        del self._entries[entry.id]
+        self._count(entry, -1)
+
+    def _count(self, entry: _Entry, sign: int) -> None:
+        peer = entry.group.peer or ""
+        self._bytes += sign * entry.size
+        for counter, amount in ((self._peer_bytes, entry.size), (self._peer_groups, 1)):
+            counter[peer] += sign * amount
+            if not counter[peer]:
+                del counter[peer]
+
+    def _count_use(self, peer: str) -> None:
+        if peer not in self._used_by and len(self._used_by) >= MAX_PEERS:
+            del self._used_by[min(self._used_by, key=self._used_by.__getitem__)]
+        self._used_by[peer] += 1
+
+
+def _memory(group: Group) -> int:
+    """Bytes that `group` takes, from above: 40 a token id, 32 a log-probability, a kilobyte for each object."""
+    numbers = 40 * len(group.prompt_ids) + sum(40 * len(r.token_ids) + 32 * len(r.logprobs) for r in group.rollouts)
+    texts = sum(2 * sys.getsizeof(r.text) for r in group.rollouts) + sys.getsizeof(group.task.question)
+    return 2048 + numbers + texts + 1024 * len(group.rollouts)
+
+
+def _report(
+    now: float, n: int, offers: Sequence[Offer], weights: Sequence[float], drawn: Sequence[tuple[int, float]]
+) -> dict[str, Any]:
+    """One line of offers.jsonl."""
+    return {
+        "time": now,
+        "wanted": n,
+        "offered": [
+            {
+                "id": offer.id,
+                "peer": offer.group.peer,
+                "label": offer.group.task.label,
+                "slot": offer.group.task.slot,
+                "rollouts": len(offer.group.rollouts),
+                "best": offer.best,
+                "age": offer.age,
+                "uses": offer.uses,
+                "own_reward": offer.own.reward if offer.own.known else None,
+                "own_answers": offer.own.n,
+                "weight": weight,
+            }
+            for offer, weight in zip(offers, weights, strict=True)
+        ],
+        "chosen": [{"id": offers[i].id, "probability": probability} for i, probability in drawn],
+    }

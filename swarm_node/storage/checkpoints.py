@@ -1,0 +1,321 @@
+"""Resume state on disk: atomic, checked, written in the background.
+
+    snapshots/round-00000120/
+        policy.safetensors …   one file per group of tensors
+        state.json             everything else, and the list of tensor files
+        SHA256SUMS             written last: `sha256sum -c SHA256SUMS` checks a snapshot by hand
+
+A snapshot comes into being by the rename of a complete and synced directory, so a process killed at any
+moment leaves the older ones as they were and at most a `.tmp-*` directory that the next write removes. It is
+used only if every digest is right; no file in it is parsed before its digest is checked. There is no pickle
+anywhere.
+
+Left out: overwriting. A second snapshot of the same round gets a name of its own (`round-00000120-1`), since
+a directory cannot be replaced by another in one atomic move.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swarm_node.errors import SnapshotError, UserError
+from swarm_node.storage.rundir import explain
+
+FORMAT = 1
+NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
+MAX_STATE_BYTES = 64 << 20  # counters and random states take kilobytes; more is not ours
+NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+"""What reading answers for good where a file of a snapshot should be."""
+
+TensorFiles = Mapping[str, Mapping[str, Tensor]]
+Copies = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # stem -> distinct tensors, alias -> name
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that passed every check."""
+
+    round: int
+    """Rounds completed when it was taken."""
+    tensors: dict[str, dict[str, Tensor]]
+    """File stem -> name -> tensor, on the CPU; tensors that shared their memory when saved are one object."""
+    state: dict[str, Any]
+    """What was saved beside the tensors, as JSON gives it back: tuples have become lists."""
+
+
+class ForeignSnapshot(SnapshotError):
+    """Intact, but of another model or run."""
+
+
+class SnapshotStore:
+    """The snapshots of one run. Making one touches no disk, so it serves readers as well."""
+
+    def __init__(self, directory: Path, keep: int, report: Callable[[str], None]) -> None:
+        """Keeps the newest `keep`; `report` gets sentences for the user, also from the writing thread."""
+        self._directory = directory
+        self._keep = keep
+        self._report = report
+        self._refused: set[str] = set()
+        self._last_good: int | None = None
+        self._failure: str | None = None
+        self._writing: Future[None] | None = None
+
+    def save(self, round: int, tensors: TensorFiles, state: dict[str, Any]) -> None:
+        """Copy everything now, write it in the background; waits first if an older write is still under way.
+
+        A write that fails is reported, leaves the older snapshots alone and does not stop training; `close`
+        raises if the last one failed. `state` must be JSON-able (TypeError otherwise).
+        """
+        self.wait()
+        document = {"format": FORMAT, "round": round, "files": sorted(tensors), "state": state}
+        text = json.dumps(document, sort_keys=True).encode()
+        copies = {stem: _copy(named) for stem, named in tensors.items()}
+        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
+        self._writing = writer.submit(self._write, round, copies, text)
+        writer.shutdown(wait=False)  # its thread ends with this write
+
+    def check_room(self, size: int) -> None:
+        """UserError if there is no room for two snapshots of `size` bytes, or for one beside those that are there: the
+        newest goes only after the next has come."""
+        check_room(self._directory, size, len(self._list()))
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is being written."""
+        return self._writing is not None and not self._writing.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last write is over and has failed."""
+        return not self.busy and self._failure is not None
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def close(self) -> None:
+        """Finish writing. Raises UserError if the newest state could not be saved."""
+        self.wait()
+        if self._failure is not None:
+            raise UserError(self._failure)
+
+    def load_latest(self, accept: Callable[[dict[str, Any]], str | None]) -> Snapshot | None:
+        """The newest usable snapshot, or None if there is none to go back to; changes nothing on disk.
+
+        `accept(state)` returns why a snapshot does not belong to this run, or None if it does. A refused one
+        is reported with its reason and the next older one tried. Raises UserError if none is usable and one
+        is foreign: starting anew here would mix two runs.
+        """
+        foreign = None
+        while untried := [path for path in self._list() if path.name not in self._refused]:
+            path = untried[-1]  # listed anew each time: a running node may be writing and pruning meanwhile
+            try:
+                snapshot = read_snapshot(path, accept)
+            except SnapshotError as error:
+                self._refused.add(path.name)
+                self._report(f"snapshot {path.name} refused: {error}")
+                if isinstance(error, ForeignSnapshot):
+                    foreign = foreign or error
+            else:
+                self._last_good = snapshot.round
+                return snapshot
+        if foreign is not None:
+            raise UserError(f"{self._directory.parent} belongs to another run: {foreign}; choose another --run-dir")
+        if self._refused:
+            self._report("no snapshot is usable: starting anew (the refused ones stay where they are)")
+        return None
+
+    def _write(self, round: int, copies: Copies, text: bytes) -> None:
+        try:
+            self._write_atomically(round, copies, text)
+            self._last_good = round
+            self._prune(round)
+        except OSError as error:
+            good = "none yet" if self._last_good is None else f"round {self._last_good}"
+            problem = explain(error, self._directory)
+            self._failure = f"snapshot of round {round}: {problem} (last good snapshot: {good})"
+            self._report(self._failure)
+        else:
+            self._failure = None
+
+    def _write_atomically(self, round: int, copies: Copies, text: bytes) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for leftover in self._directory.glob(".tmp-*"):
+            shutil.rmtree(leftover)
+        temporary = self._directory / f".tmp-{round:08}"
+        temporary.mkdir()
+        try:
+            for stem, (unique, aliases) in copies.items():
+                _save_tensors(unique, aliases, temporary / f"{stem}.safetensors")
+            (temporary / "state.json").write_bytes(text)
+            files = sorted(temporary.iterdir())
+            sums = "".join(f"{_digest(file)}  {file.name}\n" for file in files)
+            (temporary / "SHA256SUMS").write_text(sums)
+            for file in [*files, temporary / "SHA256SUMS", temporary]:
+                _sync(file)
+            temporary.rename(self._new_path(round))
+            _sync(self._directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
+
+    def _list(self) -> list[Path]:
+        """All snapshots, oldest first."""
+        if not self._directory.is_dir():
+            return []
+        return sorted((path for path in self._directory.iterdir() if NAME.fullmatch(path.name)), key=order)
+
+    def _new_path(self, round: int) -> Path:
+        same = [order(path)[1] for path in self._list() if order(path)[0] == round]
+        return self._directory / (f"round-{round:08}-{max(same) + 1}" if same else f"round-{round:08}")
+
+    def _prune(self, round: int) -> None:
+        """Refused ones are not ours to delete, later rounds not older: neither may push out a good one."""
+        ours = [path for path in self._list() if path.name not in self._refused and order(path)[0] <= round]
+        for path in ours[: -self._keep]:
+            shutil.rmtree(path)
+
+
+def check_room(folder: Path, size: int, there: int = 0) -> None:
+    """As `SnapshotStore.check_room`, with so many snapshots `there`."""
+    count = max(1, 2 - there)
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    free = shutil.disk_usage(place).free
+    if count * size > free:
+        each = f"{size / 2**20:,.1f} MiB"
+        wanted = f"two snapshots of {each}" if count > 1 else f"one more snapshot of {each}"
+        raise UserError(
+            f"no room at {folder} for {wanted}: {free / 2**20:,.1f} MiB are free; free some space, or choose another "
+            "directory (--run-dir)"
+        )
+
+
+def read_snapshot(path: Path, accept: Callable[[dict[str, Any]], str | None]) -> Snapshot:
+    """Check, then parse, one snapshot directory; cheap checks first.
+
+    Raises SnapshotError if it is torn, ForeignSnapshot if `accept` refuses its state, UserError if it may not
+    be read.
+    """
+    with _torn():
+        lines = (path / "SHA256SUMS").read_text().splitlines()
+        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        _check(path / "state.json", sums)
+        document = _load_state(path / "state.json")
+        round, stems, state = document["round"], document["files"], document["state"]
+    if round != order(path)[0] or not isinstance(state, dict) or not isinstance(stems, list):
+        raise SnapshotError("malformed (state.json is of another round or shape)")
+    if reason := accept(state):
+        raise ForeignSnapshot(reason)
+    with _torn():
+        for stem in stems:
+            _check(path / f"{stem}.safetensors", sums)
+        tensors = {stem: _load_tensors(path / f"{stem}.safetensors") for stem in stems}
+    return Snapshot(round, tensors, state)
+
+
+@contextmanager
+def _torn(codes: Collection[int] | None = None) -> Iterator[None]:
+    """Whatever goes wrong in reading becomes a SnapshotError, if of the system's errors it is one of `codes` (`None` =
+    any); a file that may not be read is not torn."""
+    try:
+        yield
+    except PermissionError as error:
+        raise UserError(f"no permission to read {error.filename}; change its owner or mode") from error
+    except OSError as error:
+        if codes is not None and error.errno not in codes:
+            raise
+        raise SnapshotError(f"{Path(error.filename or '').name}: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
+        raise SnapshotError(f"malformed ({type(error).__name__}: {error})") from error
+
+
+def _load_state(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_STATE_BYTES:
+        raise SnapshotError("state.json is too large")
+    document: dict[str, Any] = json.loads(path.read_bytes())
+    if document["format"] != FORMAT:
+        raise ForeignSnapshot(f"it has format {document['format']}, this version reads format {FORMAT}")
+    return document
+
+
+def _copy(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """CPU copies of the distinct tensors; alias -> name for those that are the same memory (tied weights)."""
+    unique: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, tensor in named.items():
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and memory in first:
+            aliases[name] = first[memory]
+            continue
+        first[memory] = name
+        unique[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return unique, aliases
+
+
+def _save_tensors(unique: dict[str, Tensor], aliases: dict[str, str], path: Path) -> None:
+    try:
+        save_file(unique, path, metadata={"aliases": json.dumps(aliases)})
+    except SafetensorError as error:  # an OSError, told in words only
+        code = re.search(r"os error (\d+)", str(error))
+        number = int(code[1]) if code else errno.EIO
+        raise OSError(number, os.strerror(number) if code else str(error), str(path)) from error
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+    return tensors | {alias: tensors[name] for alias, name in aliases.items()}
+
+
+def _check(path: Path, sums: dict[str, str]) -> None:
+    if _digest(path) != sums.get(path.name):
+        raise SnapshotError(f"{path.name} does not have the digest in SHA256SUMS")
+
+
+def check_files(path: Path) -> None:
+    """Check, without parsing it, a snapshot directory that came from elsewhere. Raises SnapshotError if it is torn,
+    UserError if it may not be read, and OSError for what may pass: nothing is known then."""
+    with _torn(NOT_THERE):
+        lines = (path / "SHA256SUMS").read_text().splitlines()
+        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        for name in {"state.json", *sums}:
+            _check(path / Path(name).name, sums)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Onto the disk itself: a rename must not outlive the contents in a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def order(path: Path) -> tuple[int, int]:
+    """(round, repetition) from a snapshot's name."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)

@@ -1,0 +1,116 @@
+"""A run's own settings on disk: changed with the first round that is trained under others, and never before.
+
+start without a run here       config.toml at once
+start with other settings      config.toml with the first round; the earlier file becomes config-0001.toml
+snapshot                       `SNAPSHOT_KEYS` of the settings behind its weights: eval, merge and export go by them
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from swarm_node.config import NodeConfig, dump_own, read_own
+from swarm_node.config.own import GIVEN_ANEW, flat, listed, shown
+from swarm_node.errors import UserError
+from swarm_node.storage.rundir import RunDir
+
+SNAPSHOT_KEYS = {"tasks", "policy", "rollouts", "eval"}
+"""Settings in a snapshot. None of them names code, since a snapshot may come back from a bucket."""
+OF_THE_MACHINE = {"model", "revision", "device", "threads"}
+"""Of `policy`, not in a snapshot: a run may move to another machine, and the digest says whether a model is the one."""
+KEPT = re.compile(r"config-(\d{4,})\.toml")
+
+
+class OwnSettings:
+    """The config.toml of a run that this process holds."""
+
+    def __init__(self, run: RunDir, config: NodeConfig, asked: NodeConfig, say: Callable[[str], None]) -> None:
+        """`config` is what this start goes by, `asked` what its user asked for, in the fields that are set."""
+        self._run = run
+        self._config = config
+        self._text = dump_own(config, asked)
+        self._without = {"tasks"} if config.swarm and "tasks" not in asked.model_fields_set else set()
+        self._say = say
+        self._before: NodeConfig | None = None
+        self._pending = False
+        self._failed = False
+        self.of_weights = self._for_snapshots(config)
+        """Settings behind the weights as they are now, for their snapshot."""
+
+    def begin(self, trained: bool, snapshot: Mapping[str, Any] | None = None) -> None:
+        """Write config.toml, unless there is one that rounds were `trained` under. `snapshot`: the settings in the
+        snapshot that this start goes on from. Raises UserError."""
+        if trained and snapshot:
+            self.of_weights = dict(snapshot)
+        if not trained or not self._run.exists:
+            self._run.write_config(self._text)
+            return
+        self._pending = True
+        self._before = read_own(self._run.config)
+        if not snapshot:
+            self.of_weights = self._for_snapshots(self._before)
+
+    def announce(self, when: str) -> None:
+        """Say which settings will be others, `when` the next round is trained."""
+        if changed := self._changed():
+            words = [f"{key} {shown(key, old)} -> {shown(key, new)}" for key, (old, new) in changed]
+            self._say(f"changed: {listed(words)}, {when}; the earlier settings are kept in {self._kept_name()}")
+
+    def trained(self) -> None:
+        """A round was trained by this start. A disk that is full now is said once, and tried again after each round."""
+        self.of_weights = self._for_snapshots(self._config)
+        if not self._pending:
+            return
+        try:
+            earlier = self._run.config.read_text(encoding="utf-8")
+            if earlier != self._text:
+                if self._changed():
+                    self._run.keep_config(self._kept_name(), earlier)
+                self._run.write_config(self._text)
+        except (OSError, UserError) as error:
+            if not self._failed:
+                self._say(f"{self._run.config} has the settings of earlier rounds: {error}")
+            self._failed = True
+            return
+        self._pending = False
+
+    def _for_snapshots(self, config: NodeConfig) -> dict[str, Any]:
+        """Of a member only the tasks that its user has chosen: all others are its swarm's."""
+        return config.model_dump(mode="json", include=SNAPSHOT_KEYS - self._without, exclude={"policy": OF_THE_MACHINE})
+
+    def _changed(self) -> list[tuple[str, tuple[Any, Any]]]:
+        if self._before is None:
+            return []
+        before, after = (
+            flat(each.model_dump(mode="json", exclude=GIVEN_ANEW)) for each in (self._before, self._config)
+        )
+        return [(key, (before.get(key), after[key])) for key in after if after[key] != before.get(key)]
+
+    def _kept_name(self) -> str:
+        """Of the next file with earlier settings. They are never removed: each takes a change by hand."""
+        numbers = [int(match[1]) for path in self._run.path.iterdir() if (match := KEPT.fullmatch(path.name))]
+        return f"config-{max(numbers, default=0) + 1:04}.toml"
+
+
+def as_trained(config: NodeConfig, snapshot: object) -> NodeConfig:
+    """`config` of a run with the settings in one of its snapshots; one of an earlier version has none. `tasks` of a
+    member are those that its user has chosen of its swarm's: empty = all.
+
+    Raises UserError if they are of another version.
+    """
+    theirs = {key: snapshot[key] for key in SNAPSHOT_KEYS & snapshot.keys()} if isinstance(snapshot, dict) else {}
+    if config.swarm:
+        theirs.setdefault("tasks", [])
+    policy = theirs.get("policy")
+    if isinstance(policy, dict):
+        theirs["policy"] = policy | config.policy.model_dump(mode="json", include=OF_THE_MACHINE)
+    try:
+        read = NodeConfig.model_validate(theirs)
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise UserError(f"the snapshot has settings that this version does not know: {place}") from None
+    return config.model_copy(update={key: getattr(read, key) for key in theirs})

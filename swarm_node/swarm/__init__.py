@@ -1,0 +1,1 @@
+"""Finding a swarm, joining it, and being a member: manifest, network, question files, the base model."""

@@ -1,0 +1,138 @@
+"""Which model a member of a swarm trains, where it is had from, and whether it is given to others.
+
+    user's own --model, or a manifest without [model]      as it is
+    else the manifest's, by digest                         cache -> hub's cache -> hub -> members
+
+Without [model] nothing is had from members: there would be nothing to check it against.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from protocol.manifest import Manifest, ManifestModel
+from protocol.transports.base import Transport
+from swarm_node.config import NodeConfig, PolicyConfig
+from swarm_node.errors import UserError
+from swarm_node.swarm.base_weights.fetching import PATIENCE_S, Members, fetch_model
+from swarm_node.swarm.base_weights.files import (
+    STARTER,
+    Model,
+    Say,
+    as_model,
+    cached_model,
+    known_listing,
+    starter_folder,
+)
+from swarm_node.swarm.base_weights.giving import Giver
+from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub, in_hub_cache, is_offline
+
+HUB_SLOW_PATIENCE_S = 60.0
+"""How long members are asked where the hub has the model as well, but slowly."""
+
+
+def choose_model(
+    config: NodeConfig, manifest: Manifest, first: Sequence[str], transport: Transport, say: Say
+) -> str | None:
+    """Where the swarm's model is, as `policy.model` names it; `None` if it has none, or the user has named another.
+    Finds or fetches it, which may take minutes, and gives it to others from now on. `first`: addresses of members to
+    begin with.
+
+    Raises UserError if nobody has it, or the disk is full.
+    """
+    model = manifest.model
+    if model is None:
+        return None
+    if names_another(config.policy, model):
+        if config.sharing.give_model:
+            _in_background(lambda: _give_own(config, model, manifest.swarm_id, transport, say))
+        return None
+    members = Members(transport, manifest.swarm_id, first, say)
+    found = find_model(model, members, say)
+    if config.sharing.give_model:
+        _give(config, found, manifest.swarm_id, transport, say)
+    return STARTER if found.folder == starter_folder() else str(found.folder)
+
+
+def give_what_is_here(config: NodeConfig, manifest: Manifest, transport: Transport, say: Say) -> None:
+    """Of a member that trains nothing: give the swarm's model to others if it is on this machine, in the cache, at
+    `policy.model` or in the hub's cache. Returns at once; a large model is read in the background."""
+    model = manifest.model
+    if model is not None and config.sharing.give_model:
+        _in_background(lambda: _give_own(config, model, manifest.swarm_id, transport, say))
+
+
+def names_another(policy: PolicyConfig, model: ManifestModel) -> bool:
+    """Whether the user has chosen a model that is not the swarm's, or a directory, which is what it is."""
+    if "model" not in policy.model_fields_set:
+        return False
+    return policy.model != model.name or policy.revision is not None or Path(policy.model).expanduser().is_dir()
+
+
+def find_model(model: ManifestModel, members: Members, say: Say) -> Model:
+    """On this machine, else on the hub, else with members. Raises UserError."""
+    found = at_hand(model, say=say)
+    if found is not None:
+        return found
+    slow = False
+    if model.revision and not is_offline():
+        say(f"asking the hub for model {model.name}")
+        try:
+            found = _from_hub(model, False, say)
+        except HubFailed as failure:
+            slow = failure.slow
+            say(f"the hub {failure}: asking members for model {model.name}")
+    if found is not None:
+        return found
+    near = [folder for folder in [in_hub_cache(model.name, model.revision)] if folder is not None]
+    try:
+        return fetch_model(model, members, say, near, HUB_SLOW_PATIENCE_S if slow else PATIENCE_S)
+    except UserError as error:
+        if not slow:
+            raise
+        say(f"{error}; going on with the hub, slow as it is")
+    try:
+        return _from_hub(model, True, say)
+    except HubFailed as failure:
+        raise UserError(f"neither members nor the hub give model {model.name}: the hub {failure}") from failure
+
+
+def at_hand(model: ManifestModel, near: Sequence[Path] = (), say: Say = lambda sentence: None) -> Model | None:
+    """On this machine: in the cache, in one of the directories `near`, or where the hub's library keeps it."""
+    found = cached_model(model.digest)
+    if found is not None:
+        return found
+    places = [*near, starter_folder()] if model.name == STARTER else [*near]
+    fetched = in_hub_cache(model.name, model.revision)
+    listing = known_listing(model.digest)
+    for folder in [*places, *([fetched] if fetched is not None else [])]:
+        found = as_model(folder, model.digest, model.bytes, listing, say)
+        if found is not None:
+            return found
+    return None
+
+
+def _from_hub(model: ManifestModel, patient: bool, say: Say) -> Model:
+    folder = download_from_hub(model, patient)
+    found = as_model(folder, model.digest, model.bytes, known_listing(model.digest), say)
+    if found is None:
+        raise HubFailed("has something else of that name")
+    return found
+
+
+def _give_own(config: NodeConfig, model: ManifestModel, swarm: str, transport: Transport, say: Say) -> None:
+    own = Path(config.policy.model).expanduser()
+    found = at_hand(model, [own] if own.is_dir() else [], say)
+    if found is not None:
+        _give(config, found, swarm, transport, say)
+
+
+def _give(config: NodeConfig, found: Model, swarm: str, transport: Transport, say: Say) -> None:
+    Giver(transport, swarm, found, say, config.network.max_upload_mbit)
+    say("members who lack the swarm's model can have it from here (sharing.give_model = false: they cannot)")
+
+
+def _in_background(job: Callable[[], None]) -> None:
+    threading.Thread(target=job, name="model", daemon=True).start()

@@ -1,0 +1,165 @@
+"""Manifests: made by `new`, read from what a stranger wrote.
+
+    tasks, names, limits -> Manifest -> TOML        (protocol.manifest says what is in it)
+    Manifest + question files -> [TaskConfig] -> load_tasks
+
+A manifest may name sets, members of sets and audited environments with options within bounds (`tasks.bounds`), and
+question files by digest: nothing that runs, no path, no reward function. How an answer is found in a completion is the
+same in every swarm (`tasks.extract`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import tomli_w
+
+from protocol.errors import RemoteProtocolError
+from protocol.identity import public_key_of
+from protocol.limits import MAX_RESPONSE_BYTES
+from protocol.manifest import Manifest, ManifestLimits, ManifestModel, ManifestTask, parse_manifest
+from protocol.peers import peer_of
+from swarm_node.config import RewardsConfig, TaskConfig
+from swarm_node.errors import UserError
+from swarm_node.storage.rundir import os_errors_explained
+from swarm_node.swarm.download import download, is_url
+
+PEERS_PER_SHARD = 32
+MAX_FILE_BYTES = MAX_RESPONSE_BYTES
+"""A question file: members hand it to each other in one response."""
+
+
+def make_manifest(
+    name: str,
+    tasks: Sequence[str | TaskConfig],
+    expected_peers: int = PEERS_PER_SHARD,
+    bootstrap: Sequence[str] = (),
+    licence: str = "",
+    limits: ManifestLimits | None = None,
+    averaging_period_s: float = 60.0,
+    model: ManifestModel | None = None,
+) -> Manifest:
+    """A manifest of now, checked as any member will check it. Raises UserError."""
+    from swarm_node.tasks import load_tasks  # reasoning-gym, a second
+
+    check_addresses(bootstrap)
+    with tempfile.TemporaryDirectory() as folder:
+        made, files = [], {}
+        for spec in tasks:
+            table = spec if isinstance(spec, TaskConfig) else as_table(spec)
+            if table.file is None:
+                made.append(_of_environment(table))
+                continue
+            data = read_questions(table.file)
+            task = _of_file(table, data, licence)
+            path = Path(folder) / task.sha256 / f"{task.name}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+            files[task.sha256] = path
+            made.append(task)
+        manifest = Manifest(
+            name=name,
+            tasks=made,
+            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            shards=-(-expected_peers // PEERS_PER_SHARD),
+            limits=limits or ManifestLimits(),
+            averaging_period_s=averaging_period_s,
+            model=model,
+            bootstrap=list(bootstrap),
+        )
+        try:
+            parse_manifest(render(manifest))
+        except RemoteProtocolError as error:
+            raise UserError(f"nobody would accept this manifest: {error.detail}") from error
+        load_tasks(task_tables(manifest, files), RewardsConfig())
+    return manifest
+
+
+def render(manifest: Manifest) -> bytes:
+    """The manifest as TOML."""
+    return tomli_w.dumps(msgspec.to_builtins(manifest)).encode()
+
+
+def write_manifest(manifest: Manifest, path: Path) -> None:
+    """A new file. Raises UserError, also if there is one already."""
+    with os_errors_explained(path):
+        try:
+            with path.open("xb") as file:
+                file.write(render(manifest))
+        except FileExistsError as error:
+            raise UserError(f"{path} exists already; choose another --out") from error
+
+
+def task_tables(manifest: Manifest, files: Mapping[str, Path]) -> list[TaskConfig]:
+    """What `load_tasks` takes; `files` = digest -> checked question file, those that are missing are left out.
+
+    Raises UserError for environments or options that a manifest may not name.
+    """
+    from swarm_node.tasks.option_limits import check_options
+
+    tables = []
+    for task in manifest.tasks:
+        if task.env:
+            check_options(task.env, task.config)
+            tables.append(TaskConfig(env=task.env, config=dict(task.config), weight=task.weight))
+        elif task.sha256 in files:
+            tables.append(TaskConfig(file=str(files[task.sha256]), weight=task.weight))
+    return tables
+
+
+def as_table(spec: str) -> TaskConfig:
+    """A task as it is written on a command line."""
+    return TaskConfig(file=spec) if spec.endswith(".jsonl") or is_url(spec) else TaskConfig(env=spec)
+
+
+def read_questions(place: str) -> bytes:
+    """The bytes of a question file at a path or an address, at most `MAX_FILE_BYTES`. Raises UserError."""
+    if is_url(place):
+        return download(place, MAX_FILE_BYTES)
+    path = Path(place).expanduser()
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"{place} is larger than the {MAX_FILE_BYTES // 2**20} MiB that members hand to each other")
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read task file {place}: {error.strerror}") from error
+
+
+def check_addresses(addresses: Sequence[str]) -> None:
+    """Raises UserError unless each is a multiaddress that ends in a peer id."""
+    for address in addresses:
+        try:
+            if not address.startswith("/"):
+                raise RemoteProtocolError("identity")
+            public_key_of(peer_of(address))
+        except RemoteProtocolError as error:
+            raise UserError(
+                f"{address!r} is no address of a peer: it should look like /ip4/203.0.113.5/tcp/31330/p2p/12D3KooW… "
+                "(the part after `peer=` in a join link)"
+            ) from error
+
+
+def _of_environment(table: TaskConfig) -> ManifestTask:
+    from swarm_node.tasks.option_limits import check_options
+
+    check_options(table.env or "", table.config)
+    return ManifestTask(env=table.env or "", config=table.config, weight=table.weight)  # type: ignore[arg-type]
+
+
+def _of_file(table: TaskConfig, data: bytes, licence: str) -> ManifestTask:
+    place = table.file or ""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", place.split("?")[0].rpartition("/")[2].removesuffix(".jsonl"))
+    return ManifestTask(
+        sha256=hashlib.sha256(data).hexdigest(),
+        source=place if place.startswith("https://") else "",
+        licence=licence,
+        name=stem[:64] or "questions",
+        bytes=len(data),
+        weight=table.weight,
+    )

@@ -1,0 +1,301 @@
+"""The swarm side of a node: what it is assigned, what it publishes, what it admits and what it trains on of others.
+
+draw:     slots of this epoch -> tasks                     publish:  own groups -> gossip.Publisher -> transport
+choose:   transport -> gossip.Receiver -> replay.Pool -> J foreign groups, with advantages
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from protocol.codec import SPOKEN, common_version, in_version
+from protocol.identity import Identity
+from protocol.limits import SLOTS
+from protocol.manifest import Manifest
+from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
+from protocol.transports.base import Handler, Transport
+from swarm_node.averaging import Averager, Handover
+from swarm_node.averaging.cohort import join_cohort
+from swarm_node.config import AveragingConfig, NodeConfig
+from swarm_node.install import outdated
+from swarm_node.observability.refusals import FirstRefusals, rows
+from swarm_node.policy.policy import Policy
+from swarm_node.sharing import Gate, Pool, Publisher, Receiver
+from swarm_node.sharing.gate import Logprobs
+from swarm_node.tasks import TaskSet
+from swarm_node.types import Group, Sampling, Task
+
+MAX_SHOWN = 500
+"""Peers in a status; those of whom most was admitted."""
+SENT = ("swarm/groups_sent", "swarm/bytes_sent", "swarm/unsent/")
+RECEIVED = ("swarm/groups_received", "swarm/groups_admitted", "swarm/rejected/", "swarm/payloads")
+
+
+class Member:
+    """A node's place in a swarm."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        manifest: Manifest,
+        identity: Identity,
+        transport: Transport,
+        policy: Policy,
+        tasks: TaskSet,
+        say: Callable[[str], None],
+        now: Callable[[], float] = time.time,
+        record: Callable[[dict[str, Any]], None] | None = None,
+        subscribe: Callable[[str, Handler], None] | None = None,
+        spoken: Collection[int] = SPOKEN,
+        spent: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`record` is told what was offered and chosen in each round (`sharing.record`). `subscribe` instead of the
+        transport's, which is for good, if this member may end before that does. `spoken` are the protocol versions
+        that it understands. `spent` is the clock (seconds) that bounds admission."""
+        self.sharing = config.sharing
+        self.manifest = manifest
+        self.peer_id = identity.peer_id
+        self.transport = transport
+        self.policy = policy
+        self.name = config.name or "node"
+        self.serves_relay = config.network.serve_relay
+        self.now = now
+        self._spoken = spoken
+        self._outdated = False
+        """Somebody too new was heard, and that was said."""
+        self.swarm = swarm = manifest.swarm_id  # a hash: not to be taken for every task
+        self.tasks = tasks
+        self.shard = shard_of(self.peer_id, manifest.shards)
+        listened = random.Random(f"{swarm}/{self.peer_id}").sample(range(manifest.shards), manifest.shards)
+        others = [shard for shard in listened if shard != self.shard]
+        self.shards = sorted([self.shard, *others[: config.sharing.listen_shards - 1]])
+        sampling = Sampling(config.rollouts.max_new_tokens, config.rollouts.temperature, config.rollouts.top_p)
+        self.publisher = Publisher(
+            send=lambda data: transport.publish(rollout_topic(swarm, self.shard), data),
+            identity=identity,
+            manifest=manifest,
+            policy=policy,
+            sampling=sampling,
+            config=config.sharing,
+            now=now,
+            version=self._version,
+        )
+        self.pool = Pool(config.sharing, now, record, say)
+        self.receiver = Receiver(
+            me=self.peer_id,
+            manifest=manifest,
+            policy=policy,
+            sampling=sampling,
+            assigned=tasks.assigned,
+            score=tasks.score,
+            config=config.sharing,
+            add=self.pool.add,
+            now=now,
+            say=say,
+            spoken=spoken,
+            spent=spent,
+        )
+        self.averager: Averager | None = None
+        self.handover: Handover | None = None
+        self.crew: Callable[[], tuple[CrewCard, tuple[int, int] | None]] | None = None
+        """What the card says of the crew that holds this node's policy."""
+        self._cohort = ""
+        self._names: dict[str, str] = {}
+        """As of the last `status`, of those who have left as well."""
+        self._say = say
+        self._first_refusals = FirstRefusals(say)
+        self._too_slow = False
+        self._figures: dict[str, float] = {}
+        """Of the last round; whole at any time, for other threads."""
+        self._slots = self._count_slots()
+        if config.rollouts.group_size > manifest.limits.max_rollouts:
+            say(f"this swarm takes groups of at most {manifest.limits.max_rollouts}: nothing of this node's is shared")
+        if config.rollouts.max_new_tokens > (longest := manifest.limits.max_answer_tokens):
+            say(f"this swarm takes answers of at most {longest} tokens: groups with longer ones are not shared")
+        for shard in self.shards:  # a node that uses nothing foreign still passes on what it hears
+            heard = self.receiver.take if self.sharing.foreign else _ignore
+            (subscribe or transport.subscribe)(rollout_topic(swarm, shard), heard)
+
+    # ----------------------------------------------------------------- a round
+
+    def wanted(self) -> int:
+        """Groups of its own to sample: I, and as many more as foreign ones are missing."""
+        self.receiver.admit()
+        missing = max(0, self.sharing.foreign - self.pool.available()) if self.sharing.fill else 0
+        return self.sharing.own + missing
+
+    def draw(self, n: int) -> list[Task]:
+        """The tasks of the next `n` slots."""
+        return [self._assigned(*next(self._slots)) for _ in range(n)]
+
+    def publish(self, groups: Sequence[Group]) -> None:
+        """Share what was sampled, and remember how this node does on each kind of task."""
+        self.pool.observe(groups)
+        self.publisher.publish(groups)
+        if self.publisher.metrics().get("swarm/unsent/age") and not self._too_slow:
+            self._too_slow = True
+            self._say("sampling a round takes more than an hour: peers take no answers that late; sample fewer groups")
+
+    def guard(self, logprobs: Logprobs) -> None:
+        """Leave out answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
+        self.pool.guard(Gate(self.policy, self.tasks.score, logprobs, self.now))
+
+    def choose(self, own: int, rng: random.Random) -> list[Group]:
+        """Foreign groups to train on beside `own` groups of this node's."""
+        self.receiver.admit()
+        n = self.sharing.own + self.sharing.foreign - own if self.sharing.fill else self.sharing.foreign
+        return self.pool.choose(max(0, min(self.sharing.foreign, n)), rng)
+
+    # ----------------------------------------------------------------- averaging
+
+    def average(
+        self,
+        config: AveragingConfig,
+        weights: Mapping[str, Tensor],
+        changed: Callable[[], None],
+        probe: Callable[[], float | None],
+    ) -> Averager:
+        """Join the cohort of those whose weights can be averaged with `weights`, which are as all of it began; what
+        `Averager` wants besides. Raises UserError if they cannot be cut into that many fragments."""
+        self.handover = join_cohort(
+            config,
+            self.swarm,
+            self.manifest.averaging_period_s,
+            self.policy.start,
+            weights,
+            self.transport,
+            self.now,
+            self._say,
+            changed,
+            probe,
+        )
+        self.averager = self.handover.averager
+        self._cohort = self.averager.place.cohort
+        if config.late_join and not self.policy.version:
+            self.handover.seek()
+        return self.averager
+
+    # ----------------------------------------------------------------- what others and people see
+
+    def announce(self, speed: float = 0.0) -> None:
+        """Tell the swarm who this is."""
+        crew, stages = (None, None) if self.crew is None else self.crew()
+        card = PeerCard(
+            protocol=PROTOCOL_VERSION,
+            swarm=self.swarm,
+            created=self.now(),
+            name=self.name,
+            roles=["trainer", "relay"] if self.serves_relay else ["trainer"],
+            shards=self.shards,
+            cohort=self._cohort,
+            family=self.policy.family,
+            tokenizer=self.policy.tokenizer_hash,
+            policy_version=self.policy.version,
+            speed=speed,
+            stages=stages,
+            crew=crew,
+        )
+        self.transport.announce(in_version(card, self._version(), self._spoken))
+
+    def metrics(self, speed: float) -> dict[str, float]:
+        """`swarm/*` of the round that ends; running totals but for `used` and levels."""
+        self.announce(speed)
+        members, totals, averager = self.transport.members(), self.transport.stats(), self.averager
+        figures = {
+            "swarm/peers": float(len(members)),
+            "swarm/trainers": float(sum("trainer" in card.roles for card in members.values())),
+            "swarm/bytes_in": totals["bytes_in"],
+            "swarm/bytes_out": totals["bytes_out"],
+            **self.publisher.metrics(),
+            **self.receiver.metrics(),
+            **self.pool.metrics(),
+            **({} if averager is None else averager.metrics()),
+        }
+        refused: list[str] = []
+        for name, value in totals.items():
+            if name.startswith("rejected/"):
+                averaged = 0 if averager is None else averager.refused[name.removeprefix("rejected/")]
+                if value > averaged:  # those have names of their own
+                    figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value - averaged
+                    refused.append(name.removeprefix("rejected/"))
+        self._first_refusals.look(refused, self.transport.refusals())
+        self._figures = figures
+        if figures.get("swarm/rejected/newer") and not self._outdated:
+            self._outdated = True
+            heard = (peer for peer, account in self.receiver.by_peer().items() if "newer" in account["rejected"])
+            self._say(outdated(next(heard, self.transport.too_new() or "a peer")))
+        return figures
+
+    def status(self) -> dict[str, Any]:
+        """For people: the swarm, this node and each peer, as `swarm-node status` shows them. From one thread at a time,
+        whichever."""
+        members = self.transport.members()
+        counts = self.receiver.by_peer()
+        for peer, n in self.pool.refused_by_peer().items():
+            if peer in counts:
+                counts[peer]["rejected"]["payload"] = n
+        named = {peer: name for peer in counts if (name := self._names.get(peer))}
+        self._names = named | {peer: card.name for peer, card in members.items()}
+        used = self.pool.used_by_peer()
+        figures = self._figures
+        shown = sorted({*members, *counts}, key=lambda peer: -counts.get(peer, {}).get("admitted", 0))[:MAX_SHOWN]
+        return {
+            "swarm": self.swarm,
+            "swarm_name": self.manifest.name,
+            "time": self.now(),
+            "peer": self.peer_id,
+            "name": self.name,
+            "addresses": self.transport.addresses,
+            "traffic": dict(self.transport.stats()),
+            "sent": {name: n for name, n in figures.items() if name.startswith(SENT)},
+            "received": {name: n for name, n in figures.items() if name.startswith(RECEIVED)},
+            "refused": msgspec.to_builtins(rows(self.transport.refusals(), counts, self._names)),
+            "averaging": None if self.averager is None else self.averager.status(),
+            "peers": {
+                peer: {
+                    "name": self._names.get(peer, ""),
+                    "present": peer in members,
+                    "trains": peer not in members or "trainer" in members[peer].roles,
+                    "policy_version": members[peer].policy_version if peer in members else None,
+                    **counts.get(peer, {}),
+                    "used": used.get(peer, 0),
+                }
+                for peer in sorted(shown)
+            },
+        }
+
+    def close(self) -> None:
+        """Publish what waits and leave."""
+        self.publisher.flush()
+        self.transport.close()
+
+    def _version(self) -> int:
+        """Of the protocol, to write in."""
+        heard = self.transport.stats().get("rejected/newer", 0.0) > 0
+        return common_version(self.transport.members().values(), self._spoken, newer_heard=heard)
+
+    def _assigned(self, epoch: int, slot: int) -> Task:
+        """The task of a slot of this node's."""
+        which = self.swarm, self.peer_id, epoch, slot
+        task = self.tasks.at(slot_place(*which), slot_key(*which))
+        return msgspec.structs.replace(task, slot=(epoch, slot))
+
+    def _count_slots(self) -> Iterator[tuple[int, int]]:
+        """(epoch, slot) of each task to come: from slot 0 in every epoch. A node that uses all slots up in one epoch
+        starts again; of a slot its publisher shares two groups."""
+        epoch, drawn = -1, 0
+        while True:
+            present = epoch_at(self.now())
+            epoch, drawn = (epoch, drawn + 1) if present == epoch else (present, 0)
+            yield epoch, drawn % SLOTS
+
+
+def _ignore(data: bytes) -> None:
+    pass

@@ -1,0 +1,125 @@
+"""A source of tasks: an environment of reasoning-gym with its options.
+
+The library seeds item i of a data set with `seed + i`, so (5, 3) and (6, 2) are one item. Here the seed is
+always 0 and the index alone names the item; items are made one at a time, so the index space may be huge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import difflib
+import hashlib
+import importlib.metadata
+import json
+from typing import Any
+
+from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
+from protocol.messages import TaskName
+from swarm_node.errors import UserError
+from swarm_node.tasks import checkers
+from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED
+from swarm_node.tasks.extract import extract
+from swarm_node.tasks.patches import ENDLESS, tame
+from swarm_node.types import Task
+
+FIXED = {"seed", "size", "data_file"}
+"""Options that are not the user's: an item's index stands for its seed, the index space is always the same,
+and
+a file of one's own would make items that nobody else can."""
+
+
+class Environment:
+    """Makes and judges the tasks of one environment. `UserError` if it is refused, or for wrong options."""
+
+    size = TASK_INDICES
+    """Indices run from 0 to here."""
+
+    def __init__(self, name: str, options: dict[str, Any], path: str = "") -> None:
+        if name not in ALLOWED:
+            raise UserError(f"task {name!r} is refused: {REFUSED.get(name, NOT_AUDITED)}")
+        self.environment = self.label = name
+        self.path = path or name
+        """How the user asked for it, for example `small/gcd`."""
+        self.generator = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
+        self._dataset = _create(name, options)
+        self.config = _config_hash(self._dataset.config)
+
+    def task(self, index: int) -> Task | None:
+        """Item `index`; `None` where the library fails, or where its reference answer is not right.
+
+        The second happens: an empty answer (base_conversion of 0), a conclusion that does not follow
+        (propositional_logic after 100 failed tries).
+        """
+        try:
+            # decimal_arithmetic sets the precision of the whole thread and never sets it back.
+            with decimal.localcontext(decimal.Context()):
+                item = self._dataset[index]
+        except Exception:  # generators fail in their own ways: decimal_arithmetic may divide by 0
+            return None
+        task = Task(
+            name=TaskName(self.environment, self.config, self.generator, seed=0, index=index),
+            label=self.label,
+            question=item["question"].strip(),
+            answer=item["metadata"]["example_answer"] if item["answer"] is None else item["answer"],
+            metadata=item["metadata"],
+        )
+        try:
+            right = self.check(task, extract(task.answer or "") or "") >= checkers.FULL_MARKS
+        except Exception:  # so do scorers
+            return None
+        return task if right else None
+
+    def check(self, task: Task, answer: str) -> float:
+        """Score of `answer`. May raise whatever the library's scorer raises."""
+        if self.environment == "binary_matrix":
+            return checkers.matrix(answer, task.answer or "")
+        if self.environment == "propositional_logic":
+            return checkers.conclusion(answer, task.metadata["premises"], task.metadata["variables"])
+        entry = {"question": task.question, "answer": task.answer, "metadata": task.metadata}
+        with decimal.localcontext(decimal.Context()):
+            return float(self._dataset.score_answer(answer, entry))
+
+
+def _create(name: str, options: dict[str, Any]) -> Any:
+    """The library's data set. Imports reasoning-gym (about a second), hence only here."""
+    from reasoning_gym.factory import DATASETS
+
+    make_dataset, make_config = DATASETS[name]
+    defaults = {field.name: field.default for field in dataclasses.fields(make_config)}
+    for option, value in options.items():
+        if option in FIXED:
+            raise UserError(f"task {name!r}: option {option!r} is set by the node, leave it out")
+        if option not in defaults:
+            raise UserError(f"task {name!r} has no option {option!r}{nearest(option, {*defaults} - FIXED)}")
+        if type(defaults[option]) is int and type(value) is not int:
+            raise UserError(f"task {name!r}: option {option!r} must be a whole number, not {value!r}")
+    try:
+        config = make_config(**options, seed=0)
+        config.validate()
+        if name in ENDLESS and ENDLESS[name][0](config):
+            raise ValueError(ENDLESS[name][1])
+        tame(name)
+        return make_dataset(config=config)
+    except Exception as error:  # each data set checks its options in its own way
+        raise UserError(f"task {name!r}: wrong options: {error}") from error
+
+
+def _config_hash(config: Any) -> str:
+    """First digits of the sha256 of all options, given or default, but `FIXED`, as canonical JSON."""
+    options = {key: value for key, value in dataclasses.asdict(config).items() if key not in FIXED}
+    text = json.dumps(options, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:CONFIG_HASH_CHARS]
+
+
+def library_names() -> set[str]:
+    """All environments of the library, audited or not."""
+    from reasoning_gym.factory import DATASETS
+
+    return set(DATASETS)
+
+
+def nearest(word: str, known: set[str]) -> str:
+    """`; did you mean …?` for an error message, or nothing."""
+    match = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""

@@ -1,0 +1,359 @@
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import swarm_node
+from protocol.identity import Identity
+from protocol.manifest import parse_manifest
+from swarm_node.cli.app import app
+from swarm_node.config import COMMAND_VARIABLES, FLAGS, NodeConfig, all_variables, load_config
+from swarm_node.storage.rundir import RunDir
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(words, command) of everything below `swarm-node`."""
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        yield (*path, name), command
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+
+
+def run(*args: str, env: dict[str, str] | None = None) -> Any:
+    return CliRunner().invoke(app, list(args), env=env, prog_name="swarm-node")
+
+
+def process(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "swarm_node", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=100)
+
+
+def test_there_is_every_command() -> None:
+    names = {" ".join(words) for words, _ in commands()}
+    assert {"local", "eval", "export", "starter", "tasks", "dashboard", "config show", "config validate"} <= names
+    assert {"merge", "new", "bootstrap", "join", "status", "doctor", "identity show", "identity new"} <= names
+
+
+@pytest.mark.parametrize("words", [(), *(words for words, _ in commands())], ids=" ".join)
+def test_help_explains_every_option(words: tuple[str, ...]) -> None:
+    result = run(*words, "--help", env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    command = dict(commands()).get(words)
+    for parameter in command.params if command else []:
+        assert getattr(parameter, "help", None), parameter.name
+        if parameter.opts[0].startswith("--"):
+            assert parameter.opts[0] in result.output
+    assert "completion" not in result.output.replace("completions", "")
+
+
+LOADS = """
+import importlib, sys
+heavy = "torch", "transformers", "peft", "hivemind", "libp2p", "reasoning_gym", "matplotlib"
+for step in sys.argv[1:]:
+    if step == "--help":
+        try:
+            sys.modules["swarm_node.cli.app"].app(["--help"])
+        except SystemExit as end:
+            assert not end.code
+        heavy = (*heavy, "numpy")
+    else:
+        importlib.import_module(step)
+    print("loaded", step, *[name for name in heavy if name in sys.modules])
+    heavy = heavy[:7]
+"""
+
+
+def test_start_up_loads_neither_torch_nor_transformers() -> None:
+    steps = [f"swarm_node.{name}" for name in ("types", "config", "rundir", "cli")] + ["--help"]
+    steps += ["swarm_node.runtime.bootstrap", "swarm_node.observability.plots"]
+    done = subprocess.run([sys.executable, "-c", LOADS, *steps], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("loaded ")]
+    assert told == [f"loaded {step}" for step in steps]
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert run("--version").output == f"swarm-node {swarm_node.__version__}\n"
+
+
+CONFIGURED = "local", "join", "bootstrap", "identity", "config"
+"""Commands whose options are keys of the configuration wherever a key has that name."""
+
+
+def variable(option: str) -> str:
+    return "SWARM_NODE_" + option.upper().replace("-", "_")
+
+
+def test_every_option_has_an_environment_variable() -> None:
+    variables, known = set(), all_variables()
+    for words, command in commands():
+        for parameter in command.params:
+            name = parameter.opts[0].removeprefix("--")
+            if not parameter.opts[0].startswith("--") or name == "help":
+                continue
+            key = FLAGS.get(name.replace("-", "_"), name.replace("-", "_"))
+            is_key = "." in key or key in NodeConfig.model_fields
+            if is_key and parameter.envvar is None:  # load_config reads it
+                assert variable(name) in known
+            elif name != "set":
+                read = "dashboard-port" if (words, name) == (("dashboard",), "port") else name  # not the node's port
+                assert parameter.envvar == variable(read)
+                variables.add(parameter.envvar)
+                load_config(env={parameter.envvar: "3"})  # nobody takes it for a mistyped key
+            assert not (is_key and words[0] in CONFIGURED and parameter.envvar), f"{name} would be read twice"
+            variables.add(variable(name))
+    assert variables >= COMMAND_VARIABLES
+    load_config(env={name: "" for name in COMMAND_VARIABLES})
+
+
+def test_dry_run_prints_settings_and_touches_nothing() -> None:
+    Path("x.toml").write_text("rounds = 3\nseed = 3\n[policy]\nmodel = 'a'\n")
+    env = {"SWARM_NODE_CONFIG": "x.toml", "SWARM_NODE_SEED": "4", "SWARM_NODE_TASKS": "gcd,lcm"}
+    args = ["local", "--dry-run", "--rounds", "5", "--no-lora", "--run-dir", "r", "--set", "grpo.loss=gspo"]
+    config = tomllib.loads(run(*args, env=env).output)
+    assert (config["rounds"], config["seed"], config["policy"]["model"]) == (5, 4, "a")
+    assert config["tasks"] == ["gcd", "lcm"]
+    assert config["run_dir"] == "r"
+    assert config["policy"]["lora"] is False
+    assert config["grpo"]["loss"] == "gspo"
+    assert [path.name for path in Path().iterdir()] == ["x.toml"]
+
+
+def test_tasks_is_repeatable_and_takes_commas() -> None:
+    result = run("local", "--dry-run", "--json", "--tasks", "gcd,lcm", "--tasks", "my questions.jsonl")
+    assert json.loads(result.stdout)["tasks"] == ["gcd", "lcm", "my questions.jsonl"]
+
+
+def test_config_show_validate_and_reference() -> None:
+    Path("x.toml").write_text("rounds = 3\n")
+    assert tomllib.loads(run("config", "show", "--config", "x.toml").output)["rounds"] == 3
+    assert json.loads(run("config", "show", "--json", "--set", "rounds=4").output)["rounds"] == 4
+    assert run("config", "validate", "--config", "x.toml").output == "x.toml is valid\n"
+    assert json.loads(run("config", "validate", "--json").output) == {"valid": True}
+    assert "| `grpo.loss` |" in run("config", "reference").output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["local", "--set", "grpo.los=gspo"], "unknown key grpo.los in --set; did you mean grpo.loss?"),
+        (["local", "--rounds", "0"], "rounds = 0 in --rounds: must be greater than 0"),
+        (["local", "--set", "rollouts.group_size=1"], "must be greater than or equal to 2"),
+        (
+            ["local", "--config", "no.toml"],
+            "cannot read the configuration no.toml: No such file or directory",
+        ),
+        (["config", "validate", "--config", "bad.toml"], "bad.toml is not valid TOML"),
+    ],
+)
+def test_user_errors_are_one_line_exit_2(args: list[str], message: str) -> None:
+    Path("bad.toml").write_text("rounds = ")
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("swarm-node: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    result = run(*args, "--json")
+    assert result.exit_code == 2
+    assert message in json.loads(result.stdout)["error"]
+
+
+def test_user_errors_end_a_process_without_traceback() -> None:
+    done = process("local", "--dry-run", SWARM_NODE_ROUND="3")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "swarm-node: unknown environment variable SWARM_NODE_ROUND; did you mean SWARM_NODE_ROUNDS?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "args", [["lokal"], ["local", "--round-s", "3"], ["starter"], ["eval"], ["local", "--rounds", "x"]]
+)
+def test_wrong_usage_exits_2_without_a_traceback(args: list[str]) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert "Usage: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_mistakes_in_programs_show_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_node.config.dump_toml", lambda config: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        CliRunner().invoke(app, ["config", "show"], catch_exceptions=False)
+
+
+def test_tasks_lists_names_sets_and_an_example() -> None:
+    entries = {entry["name"]: entry for entry in json.loads(run("tasks", "--json").stdout)}
+    assert "small" in entries["gcd"]["sets"]
+    assert "sapo" in entries["bf"]["sets"]
+    assert entries["gcd"]["question"]
+    lines = run("tasks", env={"COLUMNS": "100"}).stdout.splitlines()
+    assert len(lines) == len(entries)
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_starter_refuses_a_directory_that_is_not_empty() -> None:
+    Path("out").mkdir()
+    Path("out/precious").touch()
+    result = run("starter", "--out", "out")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("swarm-node: out is not empty")
+
+
+def test_export_and_eval_name_a_missing_run() -> None:
+    for args in (["export", "runs/no", "out"], ["eval", "runs/no"]):
+        result = run(*args)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.splitlines()[-1].startswith("swarm-node: ")
+        assert "runs/no" in result.stderr
+        assert not Path("runs").exists()
+
+
+def test_log_sends_metrics_elsewhere_too() -> None:
+    assert json.loads(run("local", "--log", "trackio,wandb", "--dry-run", "--json").stdout)["log"] == [
+        "trackio",
+        "wandb",
+    ]
+    wrong = run("local", "--log", "wandbb", "--dry-run")
+    assert wrong.exit_code == 2 and "in --log: must be" in wrong.stderr
+
+
+@pytest.mark.parametrize("of_the_run", [["--set", "policy.lora=true"], ["--config", "x.toml"]])
+def test_settings_that_would_not_count_are_refused(of_the_run: list[str]) -> None:
+    Path("x.toml").touch()
+    for name in ("a", "b"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.toml").touch()
+    for args in (["doctor", "runs/a"], ["merge", "runs/a", "runs/b", "--out", "out"]):
+        result = run(*args, *of_the_run, "--json")
+        assert result.exit_code == 2 and of_the_run[0] in json.loads(result.stdout)["error"]
+    assert not Path("out").exists()
+
+
+def test_what_a_stranger_wrote_moves_no_cursor() -> None:
+    Path("evil.toml").write_text('name = "x"\n"\\u001b]0;title\\u0007\\u202e" = 1\n[[tasks]]\nenv = "gcd"\n')
+    result = run("join", "evil.toml")
+    assert result.exit_code == 2 and "]0;title" in result.stderr
+    assert result.stderr.removesuffix("\n").isprintable()
+
+
+# --------------------------------------------------------------------- swarm
+
+
+def test_new_writes_a_manifest_and_prints_links() -> None:
+    address = f"/ip4/203.0.113.5/tcp/31330/p2p/{Identity.generate().peer_id}"
+    result = run("new", "--name", "sums", "--tasks", "gcd,small/lcm", "--bootstrap", address, "--max-age-s", "60")
+    assert result.exit_code == 0, result.output
+    manifest = parse_manifest(Path("sums.toml").read_bytes())
+    assert [task.env for task in manifest.tasks] == ["gcd", "small/lcm"]
+    assert manifest.limits.max_age_s == 60
+    lines = result.stdout.splitlines()
+    assert f"swarm id {manifest.swarm_id}" in lines
+    assert lines[-1] == f"swarm://{manifest.swarm_id}?peer={address}"
+    again = run("new", "--name", "sums", "--json")
+    assert again.exit_code == 2
+    assert "sums.toml exists already" in json.loads(again.stdout)["error"]
+    other = json.loads(run("new", "--out", "x.toml", "--json", env={"SWARM_NODE_TASKS": "lcm"}).stdout)
+    assert other["manifest"] == "x.toml"
+    assert other["link"] == f"swarm://{other['swarm']}"
+    assert parse_manifest(Path("x.toml").read_bytes(), other["swarm"]).tasks[0].env == "lcm"
+
+
+def test_new_takes_the_tasks_of_a_configuration_file() -> None:
+    Path("x.toml").write_text('tasks = [{ env = "gcd", config = { max_value = 30 }, weight = 2 }]\n')
+    assert run("new", "--config", "x.toml").exit_code == 0
+    (task,) = parse_manifest(Path("swarm.toml").read_bytes()).tasks
+    assert (task.env, task.config, task.weight) == ("gcd", {"max_value": 30}, 2.0)
+
+
+def test_join_takes_local_s_options_and_more() -> None:
+    words = (
+        "join s.toml --name alice --model m --tasks gcd --rounds 3 --minutes 2 --seed 1 --no-lora --own 3 --foreign 5"
+    )
+    words += " --listen 127.0.0.1 --announce a.example,b.example --port 1 --gossip-port 2 --bootstrap /x --dial-only"
+    words += " --log trackio --log wandb"
+    config = json.loads(run(*words.split(), "--dry-run", "--json").stdout)
+    assert config["swarm"] == "s.toml"
+    assert (config["name"], config["rounds"], config["seed"]) == ("alice", 3, 1)
+    assert (config["sharing"]["own"], config["sharing"]["foreign"]) == (3, 5)
+    network = config["network"]
+    assert (network["listen"], network["port"], network["gossip_port"]) == ("127.0.0.1", 1, 2)
+    assert network["announce"] == ["a.example", "b.example"]
+    assert network["bootstrap"] == ["/x"]
+    assert network["dial_only"] is True
+    assert config["log"] == ["trackio", "wandb"]
+    options = {words: {p.opts[0] for p in command.params} for words, command in commands()}
+    assert options["local",] <= options["join",]
+
+
+def test_the_swarm_may_come_from_the_environment() -> None:
+    result = run("join", "--dry-run", "--json", env={"SWARM_NODE_SWARM": "a.toml", "SWARM_NODE_PORT": "4"})
+    assert json.loads(result.stdout)["swarm"] == "a.toml"
+    assert json.loads(result.stdout)["network"]["port"] == 4
+    assert (
+        json.loads(run("join", "b.toml", "--dry-run", "--json", env={"SWARM_NODE_SWARM": "a"}).stdout)["swarm"]
+        == "b.toml"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["bootstrap"], "which swarm?"),
+        (["bootstrap", "no.toml"], "there is no manifest no.toml"),
+        (["bootstrap", "swarm://x"], "no swarm that can be joined"),
+        (["new", "--tasks", "codeio"], "it executes Python programs"),
+        (["new", "--bootstrap", "localhost"], "'localhost' is no address of a peer"),
+        (["status"], "no run below runs/"),
+        (["status", "no.toml"], "there is no manifest no.toml"),
+        (["doctor", "no.toml"], "there is no manifest no.toml"),
+        (["status", "runs/no"], "there is no run directory or manifest runs/no"),
+        (
+            ["join", "no.toml", "--crew", "home"],
+            "a crew needs to know in how many stages it holds its policy: --stages N",
+        ),
+        (["identity", "show"], "no identity in runs/node"),
+    ],
+)
+def test_mistakes_about_swarms_leave_nothing_behind(args: list[str], message: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert list(Path().iterdir()) == []
+
+
+def test_identity_is_made_once() -> None:
+    made = run("identity", "new", "--run-dir", "runs/a")
+    assert made.exit_code == 0
+    peer = made.stdout.splitlines()[0]
+    assert Identity.load(Path("runs/a/identity.key")).peer_id == peer
+    assert Path("runs/a/identity.key").stat().st_mode & 0o777 == 0o600
+    again = run("identity", "new", "--run-dir", "runs/a")
+    assert again.exit_code == 2
+    assert "exists already" in again.stderr
+    assert run("identity", "show", env={"SWARM_NODE_RUN_DIR": "runs/a"}).stdout.splitlines()[0] == peer
+    RunDir.open("runs/a").close()  # a run may begin where only its identity is
+    Path("runs/a/identity.key").write_bytes(b"x")
+    assert "restore it" in run("identity", "show", "--run-dir", "runs/a").stderr
+
+
+def test_ending_runs_no_garbage_collection() -> None:
+    program = (
+        "import gc, sys; from swarm_node.cli.app import main; gc.disable()\n"
+        "class Cycle:\n"
+        "    def __del__(self): print('looked')\n"
+        "cycle = Cycle(); cycle.me = cycle; del cycle\n"
+        "sys.argv = ['swarm-node', '--version']; main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0 and ended.stdout == f"swarm-node {swarm_node.__version__}\n", ended.stderr

@@ -1,0 +1,526 @@
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from protocol.codec import in_version
+from protocol.errors import PeerUnreachable
+from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
+from protocol.messages import PROTOCOL_VERSION
+from swarm_node.cli.commands import doctor
+from swarm_node.cli.commands.doctor import (
+    LATELY_S,
+    Check,
+    Way,
+    begin,
+    clock,
+    compiler,
+    dial,
+    directory,
+    disk,
+    examine,
+    nvidia_gpus,
+    packages,
+    people,
+    ports,
+    python,
+    reachable,
+    refusals,
+    room,
+    seen_from_others,
+    torch_and_device,
+    versions,
+)
+from swarm_node.config import NetworkConfig, NodeConfig, PolicyConfig, StagesConfig, dump_toml
+from swarm_node.install import upgrade_command
+from swarm_node.observability.refusals import Row
+from swarm_node.pipeline.compute import memory
+from swarm_node.policy.loading import prepare
+from swarm_node.storage.rundir import RunDir
+from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
+from tests.support.placing import parse
+from tests.support.ports import free_port
+
+PRIVATE, PUBLIC = "/ip4/192.168.1.5/tcp/31330/p2p/x", "/ip4/8.8.8.8/tcp/31330/p2p/x"
+RELAYED = f"{PUBLIC}/p2p-circuit/p2p/y"
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def usable_remedies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever these tests find, the command line takes each command of its own that is to mend it."""
+    wrong: list[str] = []
+
+    def checked(*arguments: Any, **named: Any) -> Check:
+        check = Check(*arguments, **named)
+        words = shlex.split(check.remedy, comments=True)
+        try:
+            if words[:1] == ["swarm-node"]:
+                parse(words[1:], complete=True)
+        except AssertionError as error:
+            wrong.append(f"{check.remedy}: {error}")
+        return check
+
+    monkeypatch.setattr(doctor, "Check", checked)
+    yield
+    assert not wrong
+
+
+class Visitor(FakeTransport):
+    def made(self) -> dict[str, float]:
+        return {peer: card.created for peer, card in self.cards.items()}
+
+    def dial_back(self, peer: str, ports: Sequence[int]) -> list[bool]:
+        return [True] * len(ports)
+
+
+def test_this_machine_can_run_it() -> None:
+    assert python().verdict == packages().verdict == "ok"
+
+
+def test_packages_that_are_missing_or_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.TESTED, "torch", "1")
+    assert packages().verdict == "warn"
+    monkeypatch.setitem(doctor.TESTED, "no-such-package", "1")
+    check = packages()
+    assert (check.verdict, check.detail) == ("fail", "missing: no-such-package")
+
+
+def test_a_gpu_unusable_by_torch_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert nvidia_gpus(tmp_path) == []
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    (tmp_path / "dev/nvidiactl").touch()
+    gpus = nvidia_gpus(tmp_path)
+    assert gpus == [str(tmp_path / "dev/nvidia0")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    assert torch_and_device([]).verdict == "ok"
+    check = torch_and_device(gpus)
+    assert check.verdict == "fail" and "CPU alone" in check.detail
+    assert "torch==2.13.0" in check.remedy and "+cpu" not in check.remedy
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    check = torch_and_device(gpus)
+    assert check.verdict == "fail" and "driver" in check.detail and check.remedy
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as was asked for
+    assert torch_and_device(gpus).verdict == "ok"
+
+
+def test_a_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = compiler()
+    assert check.verdict == "warn" and check.detail.startswith("none") and "gmp" in check.remedy
+    cc = tmp_path / "cc"
+    for code, verdict in ((1, "warn"), (0, "ok")):
+        cc.write_text(f"#!/bin/sh\nexit {code}\n")
+        cc.chmod(0o755)
+        assert compiler().verdict == verdict
+
+
+def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdicts(free: int, running: bool = False) -> list[str]:
+        monkeypatch.setattr(memory, "free_memory", lambda: free)
+        return [check.verdict for check in room(NodeConfig(), Path("runs/new"), running)]
+
+    needed = 16 * prepare(PolicyConfig()).size  # weights, gradients, two moments
+    assert verdicts(2**30) == ["ok", "ok"]
+    assert verdicts(0) == ["ok", "ok"]  # not known
+    assert verdicts(needed // 2) == ["fail", "ok"]
+    assert verdicts(needed // 2, running=True) == ["ok", "ok"]
+    assert verdicts(int(1.2 * needed)) == ["warn", "ok"]
+    (check,) = room(NodeConfig(policy=PolicyConfig(model="no/such")), Path("runs/new"), False)
+    assert (check.verdict, check.remedy) == ("fail", "hf download no/such")
+
+
+def test_needs_on_one_disk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(Path("hub").absolute()))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert disk(NodeConfig(), Path("runs/new"), 600, 400).verdict == "ok"
+    assert "HF_HOME" in disk(NodeConfig(), Path("runs/new"), 600, 401).remedy
+    assert "--run-dir" in disk(NodeConfig(), Path("runs/new"), 1001, 0).remedy
+
+
+def test_directory() -> None:
+    Path("file").touch()
+    assert directory(Path("runs/new")).verdict == "ok"
+    assert directory(Path("file/run")).verdict == "fail"
+    Path("locked").mkdir(mode=0o500)
+    if os.geteuid() != 0:  # root may write anywhere
+        assert directory(Path("locked/run")).verdict == "fail"
+
+
+def test_ports(listener: int) -> None:
+    free = free_port()
+    config = NetworkConfig(listen="127.0.0.1", port=free, gossip_port=0)
+    assert ports(config).verdict == "ok"
+    taken = config.model_copy(update={"port": listener})
+    assert ports(taken).verdict == "warn"
+    assert str(listener) in ports(taken).detail
+    assert ports(taken, running=True).verdict == "ok"
+    assert ports(taken.model_copy(update={"dial_only": True})).verdict == "ok"
+    assert ports(config.model_copy(update={"listen": "203.0.113.1"})).verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("network", "addresses", "verdict", "said"),
+    [
+        ({}, [PUBLIC, PRIVATE], "ok", "public"),
+        ({}, ["/dns4/a.example/tcp/1/p2p/x"], "ok", "public"),
+        ({}, [PRIVATE], "warn", "private addresses only"),
+        ({}, [PRIVATE, RELAYED], "warn", "only through a relay"),
+        ({}, ["/ip4/127.0.0.1/tcp/1"], "warn", "no address but"),
+        ({"listen": "127.0.0.1"}, ["/ip4/127.0.0.1/tcp/1"], "warn", "this machine only"),
+        ({"announce": ["203.0.113.9"]}, [PRIVATE], "ok", "203.0.113.9"),
+        ({"dial_only": True}, [], "ok", "only dials"),
+    ],
+)
+def test_reachable(network: dict[str, Any], addresses: list[str], verdict: str, said: str) -> None:
+    check = reachable(NetworkConfig(**network), addresses)
+    assert check.verdict == verdict
+    assert said in check.detail
+    assert bool(check.remedy) == (verdict == "warn")
+
+
+def test_members_connect_back(listener: int) -> None:
+    network = NetworkConfig(listen="127.0.0.1", port=free_port(), gossip_port=0)
+    guess = Check("reachable", "warn", "as it seems")
+    members = {peer_id(i): replace(card(), addresses=[address(i)]) for i in range(1, 8)}
+
+    def connects(peer: str, ports: Sequence[int]) -> list[bool]:
+        asked.append(peer)
+        return [*dial([address(0, port) for port in ports]).values()]
+
+    def silent(peer: str, ports: Sequence[int]) -> list[bool]:
+        asked.append(peer)
+        raise PeerUnreachable("of another version")
+
+    asked: list[str] = []
+    check = seen_from_others(connects, members, network, False, guess)
+    assert check.verdict == "ok" and str(network.port) in check.detail and "this network" in check.detail
+    assert len(set(asked)) == 2
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", network.port))  # was listened on only meanwhile
+    half = network.model_copy(update={"port": listener, "gossip_port": network.port})
+    check = seen_from_others(connects, members, half, True, guess)  # the run listens by itself
+    assert check.verdict == "warn" and f"not at port {network.port}," in check.detail and check.remedy
+    asked.clear()
+    assert seen_from_others(silent, members, network, False, guess) is guess
+    assert len(asked) == 5
+    hidden = {peer_id(1): replace(card(), addresses=[RELAYED])}
+    assert seen_from_others(connects, hidden, network, False, guess) is guess
+    assert seen_from_others(connects, members, NetworkConfig(dial_only=True), False, guess) is guess
+
+
+def test_versions_are_compared() -> None:
+    members = {peer_id(1): card()}
+    assert versions({}, {}).verdict == versions(members, {}).verdict == "ok"
+    old = {peer_id(1): replace(card(), protocol=PROTOCOL_VERSION - 1)}
+    assert "1 of the members" in versions(old, {}).detail
+    assert "1 of" not in versions({peer_id(1): in_version(card(), 0)}, {}).detail
+    newer = versions(members, {"rejected/newer": 1.0})
+    assert (newer.verdict, newer.remedy) == ("warn", upgrade_command())
+    assert versions({}, {"rejected/newer": 1.0}).verdict == "fail"
+    assert versions(members, {"rejected/version": 1.0}).verdict == "warn"
+
+
+def test_dialling_tells_who_answers(listener: int) -> None:
+    answers, dead = address(1, listener), address(2, free_port())
+    found = dial([answers, dead, dead, RELAYED, "/nonsense", "/ip4/127.0.0.1/udp/x/p2p/z"])
+    assert found == {answers: True, dead: False, "/nonsense": False, "/ip4/127.0.0.1/udp/x/p2p/z": False}
+    assert begin({}).verdict == "warn"
+    assert begin({answers: True}).verdict == "ok"
+    assert begin({answers: True, dead: False}).verdict == "warn"
+    assert begin({dead: False}).verdict == "fail"
+    assert begin({answers: True}, {peer_id(1): card()}).verdict == "ok"
+    assert "not for members" in begin({answers: True}, {peer_id(2): card()}).detail
+
+
+@pytest.mark.parametrize(
+    ("off", "verdict"), [(0, "ok"), (-14, "ok"), (20, "warn"), (-20, "warn"), (40, "fail"), (-3600, "fail")]
+)
+def test_the_clock_is_compared_with_others_cards(off: float, verdict: str) -> None:
+    now = 1e9
+    ages = (1.0, CARD_RENEWAL_S / 2, CARD_RENEWAL_S - 1)
+    members = {peer_id(i): card(created=now - age - off) for i, age in enumerate(ages)}
+    assert clock(members, now).verdict == verdict
+    assert clock({}, now).verdict == people({}).verdict == "warn"
+    assert people(members).verdict == "ok"
+
+
+@pytest.mark.parametrize("off", [-3600.0, -300.0, -60.0, 70.0, 3600.0])
+def test_a_clock_that_expires_everybody_fails(off: float) -> None:
+    now = 1e9
+    made = {peer_id(i): now - age - off for i, age in enumerate((1.0, CARD_RENEWAL_S / 2, CARD_RENEWAL_S - 1))}
+    check = clock({}, now, made)
+    assert (check.verdict, check.detail.split()[0]) == ("fail", f"{abs(off):.0f}")
+    assert ("ahead" in check.detail) == (off > 0)
+    assert "3" in people({}, made, True).detail and people({}, made, True).verdict == "warn"
+
+
+@pytest.mark.parametrize(
+    ("hostile", "where", "ago", "verdict", "remedy"),
+    [
+        (9, "1.2.3.4", 0, "ok", ""),
+        (10, "1.2.3.4", 0, "warn", "sudo ufw insert 1 deny from 1.2.3.4"),
+        (10, "2a00:1:2:3::/64", 0, "warn", "sudo ufw insert 1 deny from 2a00:1:2:3::/64"),
+        (10, "1.2.3.4", LATELY_S + 1, "ok", ""),
+        (10, "172.17.0.1", 0, "warn", ""),
+        (10, "", 0, "warn", ""),
+    ],
+)
+def test_whoever_keeps_sending_rubbish_is_named(
+    hostile: int, where: str, ago: float, verdict: str, remedy: str
+) -> None:
+    row = Row(peer_id(2), f"{hostile} × malformed", 100, hostile, 1e9 - ago, "bob", where)
+    check = refusals([row, replace(row, hostile=0)], 1e9)
+    assert (check.verdict, check.remedy) == (verdict, remedy)
+    assert verdict == "ok" or f"10 × malformed, from bob …{peer_id(2)[-8:]}" in check.detail
+
+
+def test_unexpired_members_alone_do_not_decide() -> None:
+    now, off = 1e9, 50.0
+    made = {peer_id(i): now - CARD_RENEWAL_S * i / 8 - off for i in range(8)}
+    members = {peer: card(created=at) for peer, at in made.items() if at + CARD_TTL_S > now}
+    assert 0 < len(members) < len(made) and clock(members, now, made).verdict == "fail"
+
+
+def test_strangers_do_not_outvote_members_on_time() -> None:
+    now = 1e9
+    members = {peer_id(i): card(created=now - 7.0) for i in range(2)}
+    strangers = {peer_id(i): now - 3600.0 for i in range(2, 20)}
+    made = strangers | {peer: each.created for peer, each in members.items()}
+    assert clock(members, now, made).verdict == "ok"
+
+
+def test_nobody_there_is_told_from_no_peer() -> None:
+    assert "none is a member of this swarm" in people({}, {}, True).detail
+    assert "not as a peer" in people({}, {}, False).detail
+    assert people({}, {}, answers=False).detail == "nobody answers"
+
+
+LINK = f"swarm://{SWARM}?peer={address(1)}&peer={address(2)}"
+IN_THAT_RUN = Way("join", "sums.toml", "runs/my run")
+
+
+@pytest.mark.parametrize(
+    ("way", "started", "elsewhere"),
+    [
+        (Way(), "swarm-node join SWARM", "swarm-node join SWARM --run-dir DIR"),
+        (Way(swarm=LINK), f"swarm-node join '{LINK}'", f"swarm-node join '{LINK}' --run-dir DIR"),
+        (IN_THAT_RUN, "swarm-node join sums.toml --run-dir 'runs/my run'", "swarm-node join sums.toml --run-dir DIR"),
+        (Way("local", run_dir="runs/a"), "swarm-node local --run-dir runs/a", "swarm-node local --run-dir DIR"),
+    ],
+)
+def test_remedies_say_what_is_known(way: Way, started: str, elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert way.start() == started
+    Path("file").touch()
+    assert directory(Path("file/run"), way).remedy == elsewhere
+    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    (tight, _) = room(NodeConfig(), Path("runs/new"), False, way)
+    assert tight.remedy == f"{started} --lora"
+    named = NodeConfig(policy=PolicyConfig(lora=True), stages=StagesConfig(count=2, crew="home"))
+    (tight, _) = room(named, Path("runs/new"), False, way)
+    assert tight.remedy == way.start("--stages 4 --crew home").replace(" local ", " join SWARM ")
+    (tight, _) = room(NodeConfig(policy=PolicyConfig(lora=True)), Path("runs/new"), False, way)
+    assert len(tight.remedy.rpartition("--stages 2 --crew ")[2]) == 12
+
+
+@pytest.mark.parametrize("way", [Way(), Way(swarm=LINK), IN_THAT_RUN, Way("bootstrap", "sums.toml", "hub")])
+def test_remedies_of_the_network_say_what_is_known(way: Way) -> None:
+    started = way.start()
+    network = NetworkConfig(listen="127.0.0.1", port=free_port(), gossip_port=0)
+    assert reachable(network, [], way).remedy == f"{started} --listen 0.0.0.0"
+    assert reachable(network, [PRIVATE], way).remedy == f"{started} --set network.nat_port_map=true"
+    away = network.model_copy(update={"listen": "203.0.113.1"})
+    assert ports(away, way=way).remedy.startswith(f"{started} --listen")
+
+
+def test_dead_addresses_are_replaced_by_live_ones() -> None:
+    dead = {address(1): False}
+    assert begin(dead, way=Way()).remedy == "swarm-node bootstrap MANIFEST"
+    assert begin(dead, way=Way(swarm="my swarm.toml")).remedy == "swarm-node bootstrap 'my swarm.toml'"
+    assert begin(dead, way=Way(swarm=LINK)).remedy == f"swarm-node join '{LINK}' --bootstrap ADDRESS"
+    assert begin(dead, way=Way("bootstrap", "a.toml", "hub")).remedy == "swarm-node bootstrap a.toml --run-dir hub"
+    some = {address(1): False, address(2): True}
+    members = {peer_id(3): replace(card(), addresses=[address(3)])}
+    hub = begin(some, members, Way("bootstrap", LINK, "hub"))
+    assert hub.remedy == f"swarm-node bootstrap 'swarm://{SWARM}?peer={address(3)}' --run-dir hub"
+    found = begin(some, members, Way(swarm=LINK, run_dir="runs/a"))
+    assert found.verdict == "warn"
+    assert found.remedy == f"swarm-node join 'swarm://{SWARM}?peer={address(3)}' --run-dir runs/a"
+    assert people({}, {}, True, Way(swarm="a.toml")).remedy == "swarm-node bootstrap a.toml"
+
+
+def test_older_peers_remedy_is_an_upgrade() -> None:
+    assert "pip install --upgrade swarm-node" in versions({peer_id(1): card()}, {"rejected/version": 1.0}).remedy
+
+
+def test_a_failed_check_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    config = NodeConfig(network=NetworkConfig(port=0, gossip_port=0))
+    assert examine(None, config, json_output=True) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [check["name"] for check in checks] == (
+        "python compiler packages torch memory disk directory ports reachable versions".split()
+    )
+    assert all(check.keys() == {"name", "verdict", "detail", "remedy"} for check in checks)
+    Path("file").touch()
+    assert examine(None, config.model_copy(update={"run_dir": "file/x"}), json_output=False) == 1
+    output = capsys.readouterr().out
+    assert "fail  directory   " in output
+    assert "-> swarm-node join SWARM --run-dir DIR" in output
+
+
+def test_a_run_is_examined_with_own_settings(
+    listener: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir("runs/alice")
+    run.path.mkdir(parents=True)
+    run.write_config(dump_toml(NodeConfig(network=NetworkConfig(announce=["203.0.113.9"], port=listener))))
+    mine, other = address(0, listener), address(1, listener)
+    run.write_status({"swarm": SWARM, "time": time.time(), "peer": peer_id(0), "addresses": [mine]})
+    run.swarm.write_text(f'name = "sums"\nbootstrap = ["{mine}"]\ntasks = [{{env = "gcd"}}]\n')
+    run.peers.write_text(json.dumps([{"addresses": [other], "seen": 1.0}]))
+    visited: list[list[str]] = []
+
+    @contextmanager
+    def visitor(swarm: Any, network: NetworkConfig, say: Any) -> Iterator[FakeTransport]:
+        visited.append(swarm.peers)
+        transport = Visitor()
+        transport.cards = {peer_id(1): replace(card(created=time.time()), addresses=[other])}
+        yield transport
+
+    monkeypatch.setattr(doctor, "visitor", visitor)
+    monkeypatch.setattr(doctor, "look_around", lambda transport: transport.members())
+    assert examine("runs/alice", NodeConfig(), json_output=True) == 0
+    checks = {check["name"]: Check(**check) for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["ports"].detail == "the run is using its ports"
+    assert checks["bootstrap"].detail == "1 of 1 addresses answer"
+    assert checks["members"].verdict == checks["clock"].verdict == "ok"
+    assert visited == [[mine, mine, other]]
+    assert "bob" in checks["reachable"].detail and "203.0.113.9" not in checks["reachable"].detail
+
+
+@pytest.mark.parametrize("off", [-3600.0, 3600.0])
+def test_a_wrong_clock_is_exit_code_1(
+    off: float, listener: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Alone(Visitor):
+        def made(self) -> dict[str, float]:
+            return {peer_id(1): time.time() - off}
+
+        def stats(self) -> dict[str, float]:
+            return {"connections/dht": 1.0}
+
+    @contextmanager
+    def visitor(swarm: Any, network: NetworkConfig, say: Any) -> Iterator[FakeTransport]:
+        yield Alone()
+
+    monkeypatch.setattr(doctor, "visitor", visitor)
+    monkeypatch.setattr(doctor, "look_around", lambda transport: transport.members())
+    config = NodeConfig(network=NetworkConfig(port=0, gossip_port=0))
+    assert examine(f"swarm://{SWARM}?peer={address(1, listener)}", config, json_output=True) == 1
+    checks = {check["name"]: Check(**check) for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert [name for name, check in checks.items() if check.verdict == "fail"] == ["clock"]
+    assert "cards of 1" in checks["members"].detail
+
+
+def names(capsys: pytest.CaptureFixture[str]) -> dict[str, Check]:
+    return {check["name"]: Check(**check) for check in json.loads(capsys.readouterr().out)["checks"]}
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+def test_a_lone_run_needs_no_network(
+    stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    crew = StagesConfig(count=stages, crew="local" if stages else "")
+    with RunDir.open("runs/alone") as run:
+        run.write_config(dump_toml(NodeConfig(run_dir="runs/alone", stages=crew)))
+        if stages:  # in a swarm of its own processes
+            run.swarm.write_text('name = "local"\ntasks = [{env = "gcd"}]\n')
+        assert examine("runs/alone", NodeConfig(), json_output=True) == 0
+        checks = names(capsys)
+        assert [*checks] == "python compiler packages torch memory disk directory versions".split()
+        assert "the run has it" in checks["memory"].detail
+    assert examine("runs/alone", NodeConfig(), json_output=True) == 1
+    assert names(capsys)["memory"].remedy == "swarm-node local --run-dir runs/alone --lora"
+
+
+def a_member_run(role: str = "") -> RunDir:
+    """Of a swarm in which nobody answers."""
+    run = RunDir("runs/alice")
+    run.path.mkdir(parents=True)
+    network = NetworkConfig(port=0, gossip_port=0, listen="127.0.0.1")
+    run.write_config(dump_toml(NodeConfig(swarm="sums.toml", network=network)))
+    run.write_status({"swarm": SWARM, "time": 0.0, "role": role, "peer": peer_id(0), "addresses": []})
+    run.swarm.write_text(f'name = "sums"\nbootstrap = ["{address(1, free_port())}"]\ntasks = [{{env = "gcd"}}]\n')
+    return run
+
+
+def test_a_bootstrap_needs_no_room_for_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    monkeypatch.setattr(doctor, "own_address", lambda: PRIVATE)
+    a_member_run("bootstrap")
+    examine("runs/alice", NodeConfig(), json_output=True)
+    checks = names(capsys)
+    assert not {"memory", "disk"} & checks.keys()
+    started = "swarm-node bootstrap sums.toml --run-dir runs/alice"
+    assert checks["reachable"].remedy == f"{started} --set network.nat_port_map=true"
+    assert checks["bootstrap"].remedy == started
+
+
+@pytest.mark.parametrize("text", ["{", "\xff", '{"time": "now"}', '{"addresses": [1]}'])
+def test_a_damaged_status_is_one_finding(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_member_run()
+    run.status.write_bytes(text.encode("latin-1"))
+    examine("runs/alice", NodeConfig(), json_output=True)
+    checks = names(capsys)
+    assert checks["status"].verdict == "warn" and "swarm.json" in checks["status"].detail
+    assert {"python", "memory", "ports", "bootstrap", "versions"} <= checks.keys()
+
+
+@pytest.mark.parametrize("claimed", ["/ip4", "/ip4/999.1.1.1/tcp/1", "/ip6/1/tcp/x", "/"])
+def test_false_member_addresses_break_nothing(claimed: str, listener: int) -> None:
+    network = NetworkConfig(listen="127.0.0.1", port=free_port(), gossip_port=0)
+    members = {peer_id(1): replace(card(), addresses=[claimed])}
+    guess = Check("reachable", "warn", "as it seems")
+    check = seen_from_others(lambda peer, ports: [True, True], members, network, False, guess)
+    assert check.verdict == "ok"
+    assert reachable(NetworkConfig(), [claimed]).verdict == "warn"
+    assert dial([f"/ip4/127.0.0.1/tcp/{number}" for number in (-1, 70_000, 2**70)]).keys()
+
+
+@pytest.mark.parametrize("json_output", [True, False])
+def test_findings_before_a_crash_are_shown(
+    json_output: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: Any) -> Check:
+        raise ZeroDivisionError("\x1b[2J by a stranger")
+
+    monkeypatch.setattr(doctor, "ports", broken)
+    assert examine(None, NodeConfig(), json_output) == 1
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "ZeroDivisionError: ?[2J by a stranger" in shown
+    assert all(name in shown for name in ("python", "memory", "directory")) and "versions" not in shown

@@ -1,0 +1,466 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
+from swarm_node.cli.commands import status
+from swarm_node.cli.commands.status import look_around, show_status
+from swarm_node.config import GuestConfig, NetworkConfig
+from swarm_node.errors import UserError
+from swarm_node.runtime.limits import Guest, pause, resume
+from swarm_node.storage.rundir import RunDir
+from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
+from tests.support.ports import free_port
+
+NOW = 1_800_000_000.0
+STATUS: dict[str, Any] = {
+    "swarm": SWARM,
+    "swarm_name": "sums",
+    "peer": peer_id(0),
+    "name": "alice",
+    "addresses": [address(0)],
+    "link": f"swarm://{SWARM}?peer={address(0)}",
+    "traffic": {"bytes_in": 2e6, "bytes_out": 1e6, "messages_in": 7, "restarts/gossip": 1, "rejected/seal": 2},
+    "sent": {"swarm/groups_sent": 40, "swarm/unsent/zero": 5},
+    "received": {
+        "swarm/groups_received": 12,
+        "swarm/groups_admitted": 8,
+        "swarm/rejected/age": 1,
+        "swarm/rejected/assignment": 3,
+        "swarm/rejected/seal": 2,
+    },
+    "peers": {
+        peer_id(1): {"name": "bob", "present": True, "policy_version": 9, "received": 2, "admitted": 2, "used": 1},
+        peer_id(2): {
+            "name": "",
+            "present": False,
+            "policy_version": None,
+            "received": 10,
+            "admitted": 6,
+            "rejected": {"age": 1, "assignment": 3},
+            "muted": True,
+            "used": 0,
+        },
+    },
+}
+
+
+def make_run(path: str, age: float = 0.0, **more: Any) -> RunDir:
+    run = RunDir(path)
+    run.path.mkdir(parents=True)
+    run.status.write_text(json.dumps({**STATUS, "time": NOW - age, **more}))
+    run.metrics.write_text('{"round": 41, "reward": 0.25, "swarm/groups_used": 4.0}\n')
+    return run
+
+
+@pytest.fixture(autouse=True)
+def clock_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = SimpleNamespace(time=lambda: NOW, monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(status, "time", still)
+
+
+def shown(capsys: pytest.CaptureFixture[str], target: str | None = None, json_output: bool = False) -> str:
+    show_status(target, NetworkConfig(), json_output)
+    return capsys.readouterr().out
+
+
+def test_a_run_shows_members_admissions_and_refusals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_run("runs/alice")
+    with RunDir.open("runs/alice"):
+        lines = shown(capsys, "runs/alice").splitlines()
+    text = "\n".join(lines)
+    for part in (
+        "round      41, reward 0.250",
+        "alice, peer 12D3KooW",
+        STATUS["link"],
+        "2.00 MB in, 1.00 MB out; 7 messages in",
+        "1 restarts of gossip",
+        "40 groups; not sent: 5 × all rewarded alike",
+        "12 groups, admitted 8, used 4 in the last round",
+        "refused    3 × not the sender's task, 2 × seal, 1 × too old",
+        "members    1 other\n",
+    ):
+        assert part in text
+    table = lines[-2:]  # whoever sent most comes first
+    assert table[0].split()[1:8] == ["-", "gone", "-", "10", "6", "0", "muted;"]
+    assert table[0].endswith("muted; 3 × not the sender's task, 1 × too old")
+    assert table[1].split()[1:] == ["bob", "yes", "9", "2", "2", "1"]
+    assert text.count("seal") == 1, "what the transport refused is among what was refused"
+    assert "averaging" not in text
+    assert "ago" not in text
+    assert "runs/alice, ended; as of 0 s ago" in shown(capsys, "runs/alice")
+
+
+def test_the_worst_sources_of_refusals_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    says = "1,204 × too many keys asked at once"
+    row = {"source": peer_id(2), "says": says, "count": 1204, "hostile": 1204, "last": NOW - 400}
+    first = row | {"name": "bob", "address": "203.0.113.9", "last": NOW - 3}
+    make_run("runs/alice", refused=[first, *[row] * 7])
+    lines = shown(capsys, "runs/alice").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("refused"))
+    assert lines[start + 1].startswith(f"           {says}, from bob …{peer_id(2)[-8:]} at 203.0.113.9, last ")
+    assert lines[start + 2].endswith("7 min ago") and lines[start + 6] == "           3,612 from 3 others"
+    make_run("runs/hub", refused=[first], received={})
+    assert f"refused    {says}, from bob" in shown(capsys, "runs/hub")
+
+
+def test_a_nameless_swarm_goes_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("runs/alice", swarm_name="")
+    assert f"swarm      {SWARM[:16]}\n" in shown(capsys, "runs/alice")
+
+
+def test_without_a_target_the_newest_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("runs/new", age=100.0)
+    old = make_run("runs/old", name="bob")
+    for path in (old.status, old.metrics):
+        os.utime(path, (1e9, 1e9))
+    with RunDir.open("runs/new"):
+        text = shown(capsys)
+    assert text.startswith("run        runs/new, as of 100 s ago: it stands still\n")
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("runs/alice")
+    found = json.loads(shown(capsys, "runs/alice", json_output=True))
+    assert found["run"] == "runs/alice"
+    assert found["swarm"]["peers"] == STATUS["peers"]
+    assert found["metrics"]["round"] == 41
+
+
+def test_a_run_without_a_swarm_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("runs/local").status.unlink()
+    assert shown(capsys, "runs/local").splitlines()[-1] == "swarm      none: this run trains alone"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (None, "no run below runs/"),
+        ("empty", "nothing to show yet"),
+        ("runs/no", "no run directory or manifest runs/no"),
+    ],
+)
+def test_nothing_to_show(target: str | None, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    with pytest.raises(UserError, match=message):
+        shown(capsys, target)
+
+
+def test_a_damaged_status_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("runs/alice").status.write_text("{")
+    with pytest.raises(UserError, match="cannot read runs/alice/swarm.json"):
+        shown(capsys, "runs/alice")
+
+
+def test_looking_around_ends_when_nobody_new_turns_up() -> None:
+    now, ticks = [0.0], [0]
+    transport = FakeTransport()
+
+    def clock() -> float:
+        now[0] += 0.1
+        ticks[0] += 1
+        if ticks[0] in (20, 40):
+            transport.cards = {**transport.cards, peer_id(ticks[0]): card()}
+        return now[0]
+
+    assert set(look_around(transport, look_s=60.0, clock=clock, tick_s=0.0)) == {peer_id(20), peer_id(40)}
+    assert 5.0 < now[0] < 20.0
+    assert look_around(FakeTransport(), look_s=5.0, clock=clock, tick_s=0.0) == {}
+
+
+def test_a_crew_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    crew = {
+        "name": "home",
+        "count": 2,
+        "lead": {"peer": peer_id(1), "name": "bob"},
+        "whole": True,
+        "updates": 12,
+        "round": 12,
+        "stages": [
+            {"layers": [0, 5], "peer": peer_id(1), "name": "bob"},
+            {"layers": [6, 11], "peer": peer_id(0), "name": "alice"},
+        ],
+        "spares": 1,
+        "held": [1],
+        "replicas": {0: 11},
+        "recovered": {"replica": 2, "base": 1},
+    }
+    make_run("runs/alice", crew=crew)
+    lines = shown(capsys, "runs/alice").splitlines()
+    bob = f"bob (…{peer_id(1)[-8:]})"
+    assert f"crew       home: 2 stages, whole, led by {bob}, 12 updates" in lines
+    assert f"           stage 0 (layers 0-5): {bob}" in lines
+    assert "           stage 1 (layers 6-11): this node" in lines
+    assert "           spares 1; replicas kept here: stage 0 after update 11" in lines
+    assert "           stages built so far: 2 by replica, 1 by base" in lines
+
+
+@pytest.mark.parametrize("taker", [None, {"peer": peer_id(0), "name": "alice"}])
+def test_a_lost_stage_is_shown_as_lost(taker: dict[str, str] | None, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = {"since": NOW - 12.0, "taker": taker}
+    stages = [
+        {"layers": [0, 5], "peer": peer_id(0), "name": "alice", "missing": None},
+        {"layers": [6, 11], "peer": peer_id(1), "name": "bob", "missing": missing},
+    ]
+    crew = {"name": "home", "count": 2, "lead": stages[0], "whole": False, "updates": 12, "round": 12, "stages": stages}
+    crew |= {"spares": 0, "held": [0], "replicas": {}, "recovered": {}, "absent": [peer_id(1)]}
+    make_run("runs/alice", crew=crew)
+    text = shown(capsys, "runs/alice")
+    by = "held by nobody" if taker is None else f"being rebuilt by alice (…{peer_id(0)[-8:]})"
+    assert f"           stage 1 (layers 6-11): lost 12 s ago, {by}" in text.splitlines()
+    assert re.search(r"bob +silent", text) and "members    0 others" in text
+
+
+def test_an_incomplete_crew_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    crew = {"name": "home", "count": 2, "lead": None, "whole": False, "updates": 0, "round": 0, "stages": []}
+    make_run("runs/alice", crew=crew | {"spares": 0, "held": [], "replicas": {}, "recovered": {}})
+    text = shown(capsys, "runs/alice")
+    assert "home: 2 stages, not whole, nobody leads yet, 0 updates" in text and "kept here: none" in text
+    assert "built so far" not in text
+
+
+def test_averaging_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    averaging = {
+        "cohort": "0123456789abcdef",
+        "method": "noloco",
+        "codec": "8bit",
+        "when": "in pairs every 60 s, after 5 updates or more",
+        "partners": {peer_id(1): "bob", peer_id(2): "carol"},
+        "exchanges": 12,
+        "bytes": 1_250_000,
+        "spread": 0.1,
+        "last": {"time": NOW - 20.0, "peers": [peer_id(1)], "with": "bob"},
+        "skipped": {"odd": 1, "late": 3},
+        "refused": {"crossed": 2},
+    }
+    make_run("runs/alice", averaging=averaging)
+    lines = shown(capsys, "runs/alice").splitlines()
+    at = lines.index(
+        "averaging  noloco, in pairs every 60 s, after 5 updates or more, 8bit; cohort 0123456789abcdef",
+    )
+    assert [line.strip() for line in lines[at + 1 : at + 5]] == [
+        "partners here: 2, bob, carol",
+        "averaged 12 times, 1.25 MB sent, last with bob 20 s ago",
+        "skipped: 3 × late, 1 × odd",
+        "refused to others: 2 × crossed",
+    ]
+    assert json.loads(shown(capsys, "runs/alice", json_output=True))["swarm"]["averaging"] == averaging
+    make_run("runs/bob", averaging=averaging | {"partners": {}, "last": None, "exchanges": 0, "skipped": {}})
+    text = shown(capsys, "runs/bob")
+    assert "partners here: none" in text and "averaged 0 times" in text and "skipped" not in text
+
+
+def test_members_who_train_nothing_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    boots = {"name": "boot", "present": True, "trains": False, "policy_version": 0}
+    make_run("runs/alice", peers=STATUS["peers"] | {peer_id(3): boots})
+    assert "members    2 others, 1 of them training\n" in shown(capsys, "runs/alice")
+    make_run("runs/bob", peers={peer_id(3): boots})
+    assert "members    1 other, none of them training\n" in shown(capsys, "runs/bob")
+
+
+# --------------------------------------------------------------------- a swarm
+
+
+def make_swarm(*addresses: str) -> str:
+    """A manifest of the tests' swarm."""
+    listed = ", ".join(f'"{each}"' for each in addresses)
+    Path("sums.toml").write_text(f'name = "sums"\nbootstrap = [{listed}]\n[[tasks]]\nenv = "small"\n')
+    return "sums.toml"
+
+
+def visiting(monkeypatch: pytest.MonkeyPatch, cards: Mapping[str, PeerCard], **stats: float) -> None:
+    """What a visitor sees."""
+
+    class Seen(FakeTransport):
+        def stats(self) -> Mapping[str, float]:
+            return {name.replace("_", "/"): value for name, value in stats.items()}
+
+    @contextmanager
+    def visitor(*_: object) -> Iterator[FakeTransport]:
+        transport = Seen()
+        transport.cards = dict(cards)
+        yield transport
+
+    monkeypatch.setattr(status, "visitor", visitor)
+    monkeypatch.setattr(status, "PATIENT_S", 0.5)
+    monkeypatch.setattr(status, "SETTLE_S", 0.1)
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    """A port of this machine at which something answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def closed() -> int:
+    """One at which nothing does."""
+    return free_port()
+
+
+def test_a_manifest_without_address_dials_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "visitor", None)
+    with pytest.raises(UserError, match=r"sums.toml has no address to ask: use a link"):
+        shown(capsys, make_swarm())
+
+
+def test_nobody_answering_is_not_an_empty_swarm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int, closed: int
+) -> None:
+    dead = make_swarm(address(1, closed))
+    monkeypatch.setattr(status, "visitor", None)  # nothing is started for it
+    for json_output in (False, True):
+        with pytest.raises(typer.Exit) as end:
+            shown(capsys, dead, json_output)
+        assert end.value.exit_code == 1
+        out = capsys.readouterr().out
+        if json_output:
+            assert json.loads(out)["swarm"]["answered"] is False
+        else:
+            assert out.endswith(f"members    unknown: nobody answered at {address(1, closed)}\n")
+    swarm = make_swarm(address(1, listening))
+    visiting(monkeypatch, {}, connections_dht=0)
+    with pytest.raises(typer.Exit):
+        shown(capsys, swarm)
+    assert "members    unknown: something answers at /ip4/127.0.0.1/tcp" in capsys.readouterr().out
+    visiting(monkeypatch, {}, connections_dht=1)
+    assert shown(capsys, swarm).endswith("members    0\n")
+
+
+def test_members_are_shown_with_their_cohorts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int
+) -> None:
+    boot = PeerCard(PROTOCOL_VERSION, SWARM, 0.0, "boot", ["bootstrap"])  # all else is left at its default
+    cards = {peer_id(1): boot, peer_id(2): card("bob")}
+    swarm = make_swarm(address(1, listening))
+    visiting(monkeypatch, cards)
+    text = shown(capsys, swarm)
+    assert "members    2, 1 of them training\n" in text and "cohort" not in text
+    assert "updates" in text and "version" not in text
+    cards[peer_id(3)] = PeerCard(PROTOCOL_VERSION, SWARM, 0.0, "carol", ["trainer"], cohort="0123456789abcdef")
+    visiting(monkeypatch, cards)
+    lines = shown(capsys, swarm).splitlines()
+    at = lines[-4].split().index("cohort")
+    assert {line.split()[1]: line.split()[at] for line in lines[-3:]} == {
+        "boot": "-",
+        "bob": "-",
+        "carol": "0123456789abcdef",
+    }
+
+
+def test_on_a_terminal_it_says_that_it_looks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int
+) -> None:
+    visiting(monkeypatch, {peer_id(2): card("bob")})
+    swarm = make_swarm(address(1, listening))
+    show_status(swarm, NetworkConfig(), False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    show_status(swarm, NetworkConfig(), False)
+    assert capsys.readouterr().err == "looking for members, a few seconds\n"
+
+
+# --------------------------------------------------------------------- for programs
+
+
+def test_the_json_lists_members_and_totals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, listening: int
+) -> None:
+    head = PROTOCOL_VERSION, SWARM, 0.0
+    cohort = "0123456789abcdef"
+    crew = CrewCard(id="1" * 16, architecture="2" * 16, count=2, seats=(1,))
+    cards = {
+        peer_id(1): PeerCard(*head, "boot", ["bootstrap"], [address(1)]),
+        peer_id(2): PeerCard(*head, "bob", ["trainer"], cohort=cohort, family="llama", policy_version=7, speed=100.0),
+        peer_id(3): PeerCard(*head, "carol", ["trainer", "relay"], speed=20.0, stages=(6, 11), crew=crew),
+        peer_id(4): PeerCard(*head, "dave", ["trainer"], cohort=cohort, speed=3.0),
+    }
+    visiting(monkeypatch, cards)
+    found = json.loads(shown(capsys, make_swarm(address(1, listening)), json_output=True))
+    assert (found["schema"], found["run"], found["answered"], found["connected"]) == (1, None, True, True)
+    members = {member["name"]: member for member in found["members"]}
+    assert [member["peer"] for member in found["members"]] == sorted(cards)
+    assert members["bob"] == {
+        "peer": peer_id(2),
+        "name": "bob",
+        "present": True,
+        "roles": ["trainer"],
+        "family": "llama",
+        "cohort": cohort,
+        "policy_version": 7,
+        "tokens_per_s": 100.0,
+        "layers": None,
+        "crew": None,
+        "stages": [],
+        "addresses": [],
+    }
+    carol = members["carol"]
+    assert (carol["layers"], carol["crew"], carol["stages"], carol["cohort"]) == ([6, 11], "1" * 16, [1], None)
+    assert members["boot"]["addresses"] == [address(1)] and members["boot"]["family"] is None
+    assert found["totals"] == {
+        "members": 4,
+        "trainers": 3,
+        "tokens_per_s": 123.0,
+        "cohorts": {cohort: {"members": 2, "trainers": 2, "tokens_per_s": 103.0}},
+    }
+
+
+@pytest.mark.parametrize("swarm_age", [None, 3600.0])
+def test_a_lone_run_s_pause_is_told(swarm_age: float | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a run was a member once, whose last words are of then."""
+    run = make_run("runs/alice", age=swarm_age or 0.0, paused="on battery")
+    run.config.touch()
+    if swarm_age is None:
+        run.status.unlink()
+
+    def paused() -> str | None:
+        found: str | None = json.loads(shown(capsys, "runs/alice", json_output=True))["paused"]
+        return found
+
+    with RunDir.open("runs/alice") as held:
+        guest = Guest(GuestConfig(), held, lambda sentence: None)
+        guest.look()
+        assert paused() is None
+        pause(run, None, time.time())
+        guest.look()
+        assert paused() == "by `swarm-node pause`"
+        assert "paused     by `swarm-node pause`" in shown(capsys, "runs/alice").splitlines()
+        resume(run)
+        guest.look()
+        assert paused() is None
+        pause(run, None, time.time())
+        guest.look()
+    assert paused() is None, "it has ended"
+    with RunDir.open("runs/alice"):
+        assert paused() is None, "what another process left is not of this one"
+
+
+def test_a_run_s_json_says_what_fleets_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run("runs/alice", paused="quiet hours", averaging={"method": "noloco"}, crew={"name": "home"})
+    run.metrics.write_text('{"round": 1, "reward": 0.1, "cost/spent": 0.5, "cost/groups": 4}\n')
+    with RunDir.open("runs/alice"):
+        found = json.loads(shown(capsys, str(run.path), json_output=True))
+    assert (found["schema"], found["in_use"], found["paused"]) == (1, True, "quiet hours")
+    assert (found["averaging"], found["crew"]) == ({"method": "noloco"}, {"name": "home"})
+    assert found["cost"] == {"spent": 0.5, "groups": 4}
+    run.status.unlink()
+    run.metrics.write_text('{"round": 1, "reward": 0.1}\n')
+    found = json.loads(shown(capsys, str(run.path), json_output=True))
+    assert [found[key] for key in ("in_use", "paused", "crew", "averaging", "cost", "swarm")] == [False] + [None] * 5

@@ -1,0 +1,119 @@
+"""Who gets which stage."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+
+import pytest
+
+from swarm_node.pipeline.membership.placement import (
+    Claim,
+    Relief,
+    Standing,
+    adjacent,
+    fill,
+    gives_way,
+    neighbour,
+    relief,
+    succession,
+)
+
+COSTS = [3, 1, 2, 2]
+
+
+def test_explicit_wishes_come_before_those_who_take_any():
+    claims = [Claim("a", 1), Claim("b", 2, wanted=1), Claim("c", 3, wanted=2), Claim("d", 4)]
+    assert fill([1, 2, 3], claims, COSTS) == {1: "b", 2: "c", 3: "a"}
+
+
+def test_the_earlier_of_two_equal_wishes_counts():
+    assert fill([1, 2], [Claim("b", 1, wanted=1), Claim("a", 2, wanted=1)], COSTS) == {1: "b", 2: "a"}
+    assert fill([1], [Claim("b", 5, wanted=1), Claim("a", 5, wanted=1)], COSTS) == {1: "a"}  # the lower id
+
+
+def test_a_holder_comes_first_and_may_keep_several():
+    claims = [Claim("a", 1, wanted=1), Claim("b", 2, live={1: 40, 2: 40}), Claim("c", 3, live={1: 41})]
+    assert fill([1, 2], claims, COSTS) == {1: "c", 2: "b"}
+    assert fill([1, 2], claims[:2], COSTS) == {1: "b", 2: "b"}
+
+
+def test_a_snapshot_draws_its_owner():
+    claims = [Claim("a", 1, stored={3: 10}), Claim("b", 2, stored={1: 10, 2: 20}), Claim("c", 3)]
+    assert fill([1, 2, 3], claims, COSTS) == {3: "a", 2: "b", 1: "c"}
+
+
+def test_stages_nobody_has_room_for_stay_vacant():
+    assert fill([0, 1], [Claim("a", 1, room=2), Claim("b", 2, room=0)], COSTS) == {1: "a"}
+    assert fill([1], [Claim("a", 1, unable={1})], COSTS) == {}
+    assert fill([1], [], COSTS) == {}
+
+
+def test_the_first_comer_moves_to_make_room():
+    claims = [Claim("large", 1, room=3), Claim("small", 2, room=1)]
+    assert fill([0, 1], claims, COSTS) == {0: "large", 1: "small"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_many_stages_are_held_as_can_be(seed):
+    """Against all ways to deal peers to stages."""
+    rng = random.Random(seed)
+    costs = [rng.randint(1, 5) for _ in range(5)]
+    claims = [Claim(f"p{i}", i, room=rng.randint(0, 5)) for i in range(5)]
+    seats = fill(range(5), claims, costs)
+    assert len(set(seats.values())) == len(seats)
+    by_name = {claim.peer: claim for claim in claims}
+    assert all(by_name[peer].fits(stage, costs) for stage, peer in seats.items())
+    best = max(
+        sum(claim.fits(stage, costs) for claim, stage in zip(claims, way, strict=True))
+        for way in permutations(range(5))
+    )
+    assert len(seats) == best
+
+
+def test_spares_succeed_first_then_stages_in_order():
+    assert succession(["lead", "x", "lead", "y", "x"], ["s", "r"]) == ["s", "r", "x", "y"]
+    assert succession(["lead"], []) == []
+
+
+def test_higher_stages_open_the_channels_to_neighbours():
+    seats = ["a", "b", "c", "d", "e"]
+    assert adjacent(seats, "c", 1) == {"b": True, "d": False}
+    assert adjacent(seats, "c", 2) == {"b": True, "d": False, "e": False}  # the lead has channels with all
+    assert adjacent(seats, "a", 1) == adjacent(seats, "spare", 1) == {}
+    assert adjacent(["a", "b", "c", "b", "e"], "b", 1) == {"c": True, "e": False}
+    assert adjacent(["a", "b", "c", "b", "e"], "c", 1) == {"b": False}
+
+
+def test_the_neighbour_with_more_room_takes_a_stage():
+    seats = ["a", "", "c"]
+    assert neighbour(1, seats, {"a": 5, "c": 6}, 2) == "c"
+    assert neighbour(1, seats, {"a": 6, "c": 6}, 2) == "a"
+    assert neighbour(1, seats, {"a": None, "c": 6}, 2) == "a"
+    assert neighbour(1, seats, {"a": 1, "c": None}, 2) == "c"
+    assert neighbour(1, seats, {"a": 1, "c": 1}, 2) is None
+    assert neighbour(2, ["a", "b", ""], {"a": 9, "b": 2}, 2) == "b"
+    assert neighbour(1, ["a", "", "", "d"], {"a": 0, "d": 9}, 1) is None  # d is no neighbour of it
+
+
+def test_a_newcomer_relieves_the_busiest_of_later_stages():
+    spare = [Claim("s", 9)]
+    assert relief(["a", "b", "b", "a", "a"], spare, [1] * 5) == Relief(4, "a", "s")
+    assert relief(["a", "b", "b", "a", "a"], [Claim("s", 9, wanted=3)], [1] * 5) == Relief(3, "a", "s")
+    assert relief(["a", "a", "b"], spare, [1] * 3) == Relief(1, "a", "s")
+    assert relief(["a", "b", "c"], spare, [1] * 3) is None
+    assert relief(["a", "a"], [Claim("s", 9, room=0)], [1, 1]) is None
+    assert relief(["a", "a"], [], [1, 1]) is None
+
+
+def test_one_and_the_same_lead_gives_way():
+    order = [
+        Standing(2, 0, 9.0, "z"),  # stands highest
+        Standing(1, 50, 9.0, "z"),
+        Standing(1, 40, 1.0, "z"),
+        Standing(1, 40, 2.0, "a"),
+        Standing(1, 40, 2.0, "b"),
+    ]
+    for i, higher in enumerate(order):
+        for lower in order[i + 1 :]:
+            assert gives_way(higher, lower) == gives_way(lower, higher) == lower.peer

@@ -1,0 +1,356 @@
+"""Crewmates over a transport's channels: messages find their stages, those of earlier plans do not, losses are told."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from protocol.crew import CONTROL, CREW_METHOD, STAGE_METHOD, Holding, Kept, Source
+from protocol.errors import RemoteProtocolError
+from protocol.pipeline import Ask, Backward, State
+from swarm_node.pipeline.membership.actions import Action, LeaveLead, LeaveSeat, Link, TakeLead, TakeSeat
+from swarm_node.pipeline.messages import encode
+from swarm_node.pipeline.ports import LEAD, Message, StageLost
+from swarm_node.pipeline.transport import Mates
+from tests.support.crew_peers import Peers
+from tests.support.crew_world import SETTINGS
+
+
+@pytest.fixture
+def crew() -> Peers:
+    peers = Peers(3)
+    for peer in ("a", "b", "c"):
+        peers.start(peer)
+    peers.run(30.0)
+    assert peers.at(0).mend(0.0)
+    return peers
+
+
+def begin(crew: Peers) -> tuple[Mates, Mates, Mates]:
+    """By stage; the last one works by the plan."""
+    lead, first, last = crew.at(0), crew.at(1), crew.at(2)
+    lead.send(Message(2, Ask()))
+    crew.run(1.0)
+    assert last.receive(0.0) == Message(2, Ask())
+    return lead, first, last
+
+
+def gradient() -> Message:
+    return Message(1, Backward(turn=1, microbatch=0, place=1), (torch.arange(24.0).view(2, 3, 4),))
+
+
+def test_messages_find_their_stages(crew):
+    lead, first, last = crew.at(0), crew.at(1), crew.at(2)
+    assert (lead.count, lead.seats, first.seats, last.leading) == (3, (0,), (1,), False)
+    lead.send(Message(1, Ask()))
+    lead.send(Message(2, Ask()))
+    crew.run(1.0)
+    assert first.receive(0.0) == Message(1, Ask()) and last.receive(0.0) == Message(2, Ask())
+    last.send(gradient())  # over the channel between neighbours
+    first.send(Message(LEAD, State(1, 5, 0.5)))
+    crew.run(1.0)
+    received = first.receive(0.0)
+    assert received is not None and torch.equal(received.tensors[0], gradient().tensors[0])
+    assert lead.receive(0.0) == Message(LEAD, State(1, 5, 0.5))
+    assert lead.receive(0.0) is None and first.receive(0.0) is None
+
+
+def test_a_message_to_oneself_is_passed_unchanged(crew):
+    lead = crew.at(0)
+    message = Message(0, Ask())
+    lead.send(message)
+    assert lead.receive(0.0) is message
+
+
+def test_the_lead_hears_of_losses_dropping_old_messages(crew):
+    lead, last = crew.at(0), crew.at(2)
+    last_peer = crew.peer(last)
+    victim = next(peer for peer, mates in crew.mates.items() if mates not in (lead, last))
+    lead.send(Message(2, Ask()))
+    lead.send(Message(2, Ask()))
+    crew.run(1.0)
+    assert last.receive(0.0) == Message(2, Ask())
+    crew.kill(victim)
+    crew.run(5.0)
+    with pytest.raises(StageLost) as lost:
+        lead.receive(0.0)
+    assert lost.value.stages == {1} and not lead.mend(0.0)
+    with pytest.raises(StageLost):
+        lead.send(Message(2, Ask()))
+    crew.run(10.0)
+    assert [order for order in crew.orders[last_peer] if isinstance(order, TakeSeat)][0].stage == 2
+    with pytest.raises(StageLost):  # whole again, but the lead has not taken note
+        lead.receive(0.0)
+    assert lead.mend(0.0)
+    last.send(Message(LEAD, State(2, 5, 0.5)))  # in answer to what is void by now
+    assert last.receive(0.0) is None
+    crew.run(1.0)
+    assert lead.receive(0.0) is None
+    assert last.metrics()["stages/late"] == 2.0  # that answer, and the second question
+    lead.send(Message(2, Ask()))
+    crew.run(1.0)
+    assert last.receive(0.0) == Message(2, Ask())
+
+
+def test_a_successor_is_told_to_lead(crew):
+    lead, first = crew.at(0), crew.at(1)
+    crew.kill(crew.peer(lead))
+    crew.run(15.0)
+    name = crew.peer(first)
+    assert [type(order) for order in crew.orders[name]] == [TakeSeat, TakeLead, TakeSeat]
+    assert first.leading and first.seats == (0, 1) and first.mend(0.0)
+    assert first.card.seats == (0, 1) and first.card.term == 2
+    message = Message(1, Ask())
+    first.send(message)
+    assert first.receive(0.0) is message  # of both stages
+
+
+def test_receive_makes_way_for_orders(crew):
+    victim = crew.peer(crew.at(1))
+    newcomer = crew.start("d")
+    crew.busy.add("d")
+    crew.kill(victim)
+    crew.run(30.0)
+    assert newcomer.receive(0.0) is None
+    (order,) = [order for order in newcomer.orders() if isinstance(order, TakeSeat)]
+    assert order.stage == 1 and newcomer.stands(order) and newcomer.orders() == []
+    newcomer.unable(order, "no memory")
+    assert not newcomer.stands(order)
+    crew.run(5.0)
+    assert crew.at(0).whole and newcomer.seats != (1,)
+
+
+@pytest.mark.parametrize("bad", ["numbers", "shape", "stage", "nonsense", "record"])
+def test_a_malformed_message_ends_its_channel_and_sender(crew, bad):
+    lead, first, last = crew.at(0), crew.at(1), crew.at(2)
+    assert last.plan is not None
+    head, body = encode(gradient(), "float32", last.plan.mark)
+    data = bytearray(b"".join(body))
+    if bad == "numbers":
+        data[:4] = b"\xff\xff\xff\xff"
+    elif bad == "shape":
+        data = data[:-4]
+    elif bad == "stage":
+        head, _ = encode(Message(2, gradient().head, gradient().tensors), "float32", last.plan.mark)
+    elif bad == "nonsense":
+        head = b"\x00"
+    elif bad == "record":
+        head, data = CONTROL, bytearray(b"\x00")
+    crew.inject(last, first, STAGE_METHOD, head, bytes(data))
+    crew.run(1.0)
+    assert first.receive(0.0) is None
+    crew.run(20.0)
+    refused = sum(n for name, n in first.metrics().items() if name.startswith("stages/refused"))
+    if bad == "record":  # the channel is closed, and opened anew
+        assert lead.whole and refused == 0 and lead.metrics().get("stages/given_up", 0) == 0
+    else:
+        assert refused == 1 and lead.metrics()["stages/given_up"] == 1
+        assert lead.whole and last.seats == (2,) and crew.at(2) is not last
+
+
+def test_a_peer_that_stalls_is_found_out(crew):
+    lead, first = crew.at(0), crew.at(1)
+    lead.send(Message(1, Ask()))
+    crew.run(1.0)
+    assert first.receive(0.0) == Message(1, Ask())  # and that is all it does
+    assert first.held_s() == pytest.approx(1.0, abs=0.5)
+    for _ in range(140):
+        crew.run(0.5)
+        try:
+            assert lead.receive(0.0) is None
+        except StageLost as lost:
+            assert lost.stages == {1} and "stalls" in str(lost)
+            break
+    else:
+        pytest.fail("it was not found out")
+    assert first.receive(0.0) is None and first.held_s() == 0.0
+
+
+def test_a_builder_shows_that_it_gets_on(crew):
+    crew.kill(crew.peer(crew.at(1)))
+    newcomer = crew.start("d")
+    crew.busy.add("d")
+    while newcomer.seats != (1,):
+        crew.run(0.25)
+    (order,) = newcomer.orders()
+    crew.run(5.0)
+    assert newcomer.held_s() == pytest.approx(5.0)
+    assert newcomer.stands(order) and newcomer.held_s() == 0.0
+    crew.run(5.0)
+    newcomer.seated(order, 3, order.sources[0])
+    assert newcomer.held_s() == 0.0
+
+
+@pytest.mark.parametrize("stages", [{1}, set(), {0}])
+def test_the_pipelines_own_judgement_counts(crew, stages):
+    lead = crew.at(0)
+    plan = lead.plan
+    assert plan is not None
+    lead.doubt(StageLost(stages, "no answer"))
+    lead.doubt(StageLost(stages, "no answer"))  # it is known by now
+    with pytest.raises(StageLost, match="no answer") as lost:
+        lead.receive(0.0)
+    assert lost.value.stages == stages - {0}  # the lead itself lives
+    crew.run(10.0)
+    assert lead.mend(0.0)
+    lead.doubt(StageLost(set(), "of the present plan"))
+    assert not lead.mend(0.0)
+    crew.run(10.0)
+    assert lead.mend(0.0)
+    assert lead.metrics().get("stages/given_up", 0) == (stages == {1})
+    assert lead.plan is not None and lead.plan.mark != plan.mark
+    assert (lead.plan.seats[1].peer == plan.seats[1].peer) == (stages != {1})
+
+
+def test_a_known_loss_is_no_doubt(crew):
+    lead, first = crew.at(0), crew.at(1)
+    crew.kill(crew.peer(first))
+    crew.run(20.0)
+    assert lead.whole
+    with pytest.raises(StageLost) as lost:
+        lead.receive(0.0)
+    lead.doubt(lost.value)
+    assert lead.whole and lead.mend(0.0) and "stages/given_up" not in lead.metrics()
+
+
+def test_strangers_messages_are_refused(crew):
+    lead = crew.at(0)
+    stranger = crew.start("d")
+    crew.run(20.0)
+    assert stranger.plan is not None and stranger.seats == ()
+    head, _ = encode(Message(LEAD, State(1, 5, 0.5)), "float32", stranger.plan.mark)
+    crew.inject(stranger, lead, CREW_METHOD, head)
+    crew.run(2.0)
+    assert lead.metrics()["stages/refused/stranger"] == 1.0 and lead.whole and lead.receive(0.0) is None
+
+
+def test_too_many_waiting_bytes_end_a_channel(crew, monkeypatch):
+    lead, first, last = begin(crew)
+    size = sum(len(part) for part in encode(gradient(), "float32", 1)[1])
+    monkeypatch.setattr("swarm_node.pipeline.transport.MAX_WAITING_BYTES", 3 * size)
+    for _ in range(5):  # what is taken makes room
+        for _ in range(3):
+            last.send(gradient())
+        crew.run(1.0)
+        assert [first.receive(0.0) is not None for _ in range(4)] == [True] * 3 + [False]
+    for _ in range(4):
+        last.send(gradient())
+    crew.run(1.0)
+    assert len(first._inbox) == 3
+    crew.run(20.0)
+    assert first.metrics()["stages/refused/flood"] == 1 == lead.metrics()["stages/given_up"]
+
+
+def test_bodies_under_way_count_as_well(crew, monkeypatch):
+    """Of two channels on which bodies come at the same time, the second must not be one too many."""
+    first, last = crew.at(1), crew.at(2)
+    head, body = encode(gradient(), "float32", first.plan.mark)
+    data = b"".join(body)
+    link = next(link for link in first._channels if link.peer == crew.peer(last))
+    again = Link(link.peer, link.method)
+    monkeypatch.setattr("swarm_node.pipeline.transport.MAX_WAITING_BYTES", 2 * len(data) - 1)
+    first._judge(link, head, len(data))
+    with pytest.raises(RemoteProtocolError, match="flood"):
+        first._judge(again, head, len(data))
+    first._faults.clear()
+    first._closed(Link("nobody", link.method), "gone")
+    with pytest.raises(RemoteProtocolError, match="flood"):
+        first._judge(again, head, len(data))
+    first._received(link, head, bytearray(data))
+    assert first.receive(0.0) is not None
+    first._judge(again, head, len(data))
+
+
+def test_peers_are_called_by_the_names_they_give(crew):
+    lead = crew.at(0)
+    others = crew.mates.keys() - {crew.peer(lead)}
+    assert {peer: lead.name_of(peer) for peer in others} == {peer: f"name-of-{peer}" for peer in others}
+    seen: list[str] = []
+    crew.hear = lambda text: seen.append(lead.name_of("d") if "…d" in text else "")
+    crew.start("d", wanted=1)
+    crew.run(20.0)
+    assert "name-of-d" in seen and lead.name_of("nobody") == ""  # from the first sentence on
+
+
+def test_codec_and_limits_are_those_of_the_plan():
+    peers = Peers(3)
+    peers.start("a", wanted=0, settings=replace(SETTINGS, wire="int8", microbatch=2))
+    peers.run(5.0)
+    peers.start("b")
+    peers.start("c")
+    peers.run(30.0)
+    assert peers.at(0).mend(0.0)
+    _, first, last = begin(peers)
+    sent = torch.linspace(0.01, 1.0, 8).view(1, 2, 4)
+    last.send(Message(1, gradient().head, (sent,)))
+    peers.run(1.0)
+    received = first.receive(0.0)
+    assert received is not None and not torch.equal(received.tensors[0], sent)
+    torch.testing.assert_close(received.tensors[0], sent, atol=1 / 127, rtol=0)  # of 127 steps from 0 to the greatest
+    last.send(gradient())  # six tokens
+    peers.run(1.0)
+    assert first.receive(0.0) is None and first.metrics()["stages/refused/shape"] == 1
+
+
+def test_what_is_held_is_told_to_the_lead(crew):
+    first = crew.at(1)
+    first.report(Holding(live=(Kept(1, 9), Kept(2, 9)), replicas=(Kept(0, 8),)))
+    crew.run(1.0)
+    lead = crew.at(0)._crew.lead
+    member = lead.members[crew.peer(first)]
+    assert member.holding == Holding(live=(Kept(1, 9),), replicas=(Kept(0, 8),))  # it never held stage 2
+    assert crew.at(0).updates == 3  # as the two others say
+
+
+def test_leaving_is_noticed_at_once(crew):
+    lead, first = crew.at(0), crew.at(1)
+    first.close()
+    del crew.mates[crew.peer(first)]
+    crew.run(0.5)
+    with pytest.raises(StageLost):
+        lead.receive(0.0)
+    crew.run(10.0)
+    assert lead.mend(0.0)
+    assert not any(isinstance(order, (LeaveLead, LeaveSeat)) for orders in crew.orders.values() for order in orders)
+    assert Source("base") in [source for orders in crew.orders.values() for o in orders for source in _ways(o)]
+
+
+def _ways(order: object) -> tuple[Source, ...]:
+    return order.sources if isinstance(order, TakeSeat) else ()
+
+
+def test_receive_wakes_up_when_a_message_comes():
+    peers = Peers(1)
+    lead = peers.start("a")
+    peers.run(15.0)
+    assert lead.mend(0.0)
+    later = threading.Thread(target=lead.send, args=[Message(0, Ask())])
+    later.start()
+    assert lead.receive(60.0) == Message(0, Ask())  # the virtual clock stands still: nothing but the message ends it
+    later.join()
+
+
+def test_events_of_many_threads_are_handled_singly():
+    peers = Peers(1)
+    mates = peers.start("a")
+    handled, inside = [], []
+
+    def event(now: float) -> list[Action]:
+        inside.append(1)
+        handled.append(len(inside))
+        inside.pop()
+        return []
+
+    def post_many() -> None:
+        for _ in range(500):
+            mates._handle(event)
+
+    threads = [threading.Thread(target=post_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert handled == [1] * 2000

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, parse_link, parse_manifest
+from protocol.messages import PeerCard
+from protocol.topics import rollout_topic
+from swarm_node.cli.app import app
+from swarm_node.config import NetworkConfig, NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.runtime import bootstrap
+from swarm_node.runtime.bootstrap import run_bootstrap
+from swarm_node.runtime.limits import pause
+from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.manifests import make_manifest, write_manifest
+from tests.support.fake_transport import FakeTransport, address, card, peer_id
+
+QUESTIONS = (
+    b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'
+)
+
+
+class Hub(FakeTransport):
+    """Comes up, meets a peer, moves to another port; then somebody presses Ctrl-C."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+        self.topics: list[str] = []
+        self.announced: list[PeerCard] = []
+        self.closed = False
+
+    def subscribe(self, topic: str, handler: Any) -> None:
+        self.topics.append(topic)
+
+    def announce(self, card: PeerCard) -> None:
+        self.announced.append(card)
+
+    def stats(self) -> Mapping[str, float]:
+        self.looks += 1
+        if self.looks == 2:
+            self.addresses = [address(0, 1)]
+        if self.looks == 4:
+            self.cards = {peer_id(1): card("bob")}
+        if self.looks == 6:
+            self.addresses = [address(0, 2)]
+        if self.looks == 8:
+            signal.raise_signal(signal.SIGINT)
+        return dict.fromkeys(("bytes_in", "bytes_out", "messages_in"), 0.0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_bootstrap_serves_shards_and_tells_links(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("q.jsonl").write_bytes(QUESTIONS)
+    manifest = make_manifest("sums", ["gcd", "q.jsonl"], expected_peers=100, bootstrap=[address(3)])
+    write_manifest(manifest, Path("sums.toml"))
+    hub, opened = Hub(), []
+
+    def open_transport(config: NetworkConfig, *arguments: Any) -> Hub:
+        opened.append(config)
+        return hub
+
+    monkeypatch.setattr(bootstrap, "open_transport", open_transport)
+    monkeypatch.setattr(bootstrap, "LOOK_S", 0.01)
+    monkeypatch.setattr(bootstrap, "STATUS_S", 0.0)
+    assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
+    assert hub.closed
+
+    output = capsys.readouterr()
+    links = [parse_link(line) for line in output.out.splitlines()]
+    assert [link.peers for link in links] == [[address(0, 1), address(3)], [address(0, 2), address(3)]]
+    assert "1 other member;" in output.err
+    assert output.err.splitlines()[-1] == "leaving"
+    assert hub.topics == [rollout_topic(manifest.swarm_id, shard) for shard in range(4)]
+    assert hub.announced[0].roles == ["bootstrap"]
+    assert hub.announced[0].shards == []
+    assert not opened[0].serve_relay
+    assert output.err.count("the IP address of this machine becomes public") == 1
+    assert "relaying others' connections is off (--relay" in output.err
+    assert parse_manifest(hub.served[MANIFEST_METHOD]("", b""), manifest.swarm_id).tasks == manifest.tasks
+    assert hub.served[FILE_METHOD]("", manifest.tasks[1].sha256.encode()) == QUESTIONS  # it lay beside the manifest
+    status = json.loads(Path("hub/swarm.json").read_text())
+    assert status["peers"][peer_id(1)]["name"] == "bob"
+    assert status["link"] == output.out.splitlines()[-1]
+    assert parse_manifest(Path("hub/swarm.toml").read_bytes()).swarm_id == manifest.swarm_id
+
+
+def test_it_relays_if_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    hub = Hub()
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: hub)
+    monkeypatch.setattr(bootstrap, "LOOK_S", 0.01)
+    network = NetworkConfig(serve_relay=True)
+    assert run_bootstrap(NodeConfig(swarm="sums.toml", network=network, name="hub")) == 0
+    assert hub.announced[0].roles == ["bootstrap", "relay"]
+    assert hub.announced[0].name == "hub"
+    assert Path("runs/hub/swarm.json").exists()
+
+
+def test_a_closed_pipe_ends_no_bootstrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    hub = Hub()
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: hub)
+    monkeypatch.setattr(bootstrap, "LOOK_S", 0.01)
+    monkeypatch.setattr(bootstrap, "STATUS_S", 0.0)
+    read, write = os.pipe()
+    os.close(read)  # as `| head -1` does
+    with os.fdopen(write, "w") as stdout, monkeypatch.context() as patch:  # closing it raises nothing, either
+        patch.setattr(sys, "stdout", stdout)
+        assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
+    assert hub.looks >= 8  # it was there until the signal
+    assert parse_link(json.loads(Path("hub/swarm.json").read_text())["link"]).peers == [address(0, 2)]
+
+
+def test_each_line_is_one_write() -> None:
+    script = (
+        "import sys; from swarm_node.runtime.bootstrap import _print as p; p('0 members'); p('swarm://', sys.stdout)"
+    )
+    ours, theirs = socket.socketpair(type=socket.SOCK_DGRAM)  # each write is a message
+    with ours, theirs:
+        subprocess.run([sys.executable, "-u", "-c", script], stdout=theirs, stderr=theirs, check=True)
+        ours.settimeout(60)
+        assert [ours.recv(100), ours.recv(100)] == [b"0 members\n", b"swarm://\n"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_cpu", 50), ("quiet_hours", "22:00-07:00"), ("pause_on", ["hot"])])
+def test_it_is_not_held_up(key: str, value: Any) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    config = NodeConfig.model_validate({"swarm": "sums.toml", "run_dir": "hub", "guest": {key: value}})
+    with pytest.raises(UserError, match=f"guest.{key} is not for a bootstrap"):
+        run_bootstrap(config)
+
+
+def test_it_leaves_if_it_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    hub = Hub()
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: hub)
+    config = NodeConfig.model_validate({"swarm": "sums.toml", "run_dir": "hub", "guest": {"max_memory_gb": 0.01}})
+    with pytest.raises(UserError, match=r"the bootstrap took .* GiB, more than --max-memory 0.01: lower network.max"):
+        run_bootstrap(config)
+    assert hub.closed
+
+
+def test_it_is_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: Hub())
+    monkeypatch.setattr(bootstrap, "LOOK_S", 0.01)
+    monkeypatch.setattr(bootstrap, "STATUS_S", 0.0)
+    assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
+    run = RunDir("hub")
+    with pytest.raises(UserError, match="is a bootstrap, which others join by at any time"):
+        pause(run, None, now=0.0)
+    assert not run.paused.exists()
+    run.write_paused(None)
+    with pytest.raises(UserError, match=r"which a bootstrap cannot be: `swarm-node resume hub` first"):
+        run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub"))
+
+
+def test_its_limits_reach_the_network_and_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[NodeConfig] = []
+    monkeypatch.setattr(bootstrap, "run_bootstrap", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr("swarm_node.runtime.limits.be_nice", lambda guest: seen.append(guest))
+    options = ["--max-upload", "5", "--max-download", "20", "--nice", "10", "--max-memory", "1"]
+    assert CliRunner().invoke(app, ["bootstrap", "sums.toml", *options]).exit_code == 0
+    guest, config = seen
+    assert guest is config.guest and (guest.nice, guest.max_memory_gb) == (10, 1.0)
+    assert (config.network.max_upload_mbit, config.network.max_download_mbit) == (5.0, 20.0)
+
+
+def test_a_lost_port_is_said_to_kill_links(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
+    monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: Hub())
+    monkeypatch.setattr(bootstrap, "LOOK_S", 0.01)
+
+    def told(dial_only: bool = False) -> list[str]:
+        network = NetworkConfig(listen="127.0.0.1", dial_only=dial_only)
+        assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub", network=network)) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if "where this bootstrap was last time" in line]
+
+    Path("hub").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        Path("hub/ports.json").write_text(json.dumps({31330: port}))
+        (sentence,) = told()
+        assert told(dial_only=True) == []
+    assert sentence.startswith(f"port {port}, where this bootstrap was last time, is taken")
+    assert "links handed out before lead nowhere until it has it back" in sentence and f"--port {port}" in sentence
+    assert told() == []

@@ -1,0 +1,137 @@
+"""Signals while a run is being loaded, within a round, and after the last one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_node.config import NodeConfig
+from swarm_node.runtime import loop as run
+from swarm_node.shutdown import Stopper
+from swarm_node.storage.rundir import RunDir
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from swarm_node.runtime import loop as run
+from swarm_node.config import NodeConfig
+from swarm_node.storage.mirror import Mirror
+from swarm_node.storage.checkpoints import SnapshotStore
+
+def hang(*arguments):
+    print("copying", flush=True)
+    for _ in range(1200): time.sleep(0.1)
+    print("never", flush=True)
+
+def told(what, word):
+    def tell(*arguments):
+        print(word, flush=True)
+        return what(*arguments)
+    return tell
+
+Mirror._copy = hang  # as where the place does not answer: no URL of one does that
+SnapshotStore.close = told(SnapshotStore.close, "closed")
+run.Report = told(run.Report, "reported")
+config = {
+    "run_dir": sys.argv[1],
+    "rounds": 1,
+    "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
+    "eval": {"questions": 0},
+    "snapshots": {"to": f"file://{sys.argv[1]}-away"},
+}
+os.mkdir(f"{sys.argv[1]}-away")
+sys.exit(run.run_local(NodeConfig.model_validate(config)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_signal_ends_the_last_copy_well(tmp_path: Path) -> None:
+    command, pipes = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipes, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            before = []
+            while (line := process.stdout.readline()) and line.strip() != "copying":
+                before.append(line)
+            assert line, "".join(before)
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 0, out
+    assert "never" not in out and "the last snapshot is not at file://" in out
+    assert out.index("closed\n") < out.index("reported\n"), "what people see comes after goodbye"
+    assert any((tmp_path / "run/snapshots").glob("round-00000001/SHA256SUMS"))
+
+
+class Told(Exception):
+    """Nobody was stopped where a signal came."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Settings of a run in this process, which has all the time it needs to end after a signal."""
+    monkeypatch.setattr("swarm_node.runtime.preemption.Stopper", partial(Stopper, deadline_s=600.0))
+    yield {
+        "run_dir": str(tmp_path / "run"),
+        "rounds": 1,
+        "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
+        "eval": {"questions": 0},
+    }
+
+
+def start(settings: dict[str, Any]) -> RunDir:
+    config = NodeConfig.model_validate(settings)
+    assert run.run_local(config) == 0
+    return RunDir(config.directory)
+
+
+@pytest.mark.parametrize("what", ["load_policy", "load_tasks"])
+def test_a_signal_before_training_is_one_sentence(
+    what: str, here: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loads(*arguments: object, **options: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise Told
+
+    monkeypatch.setattr(run, what, loads)
+    folder = start(here).path
+    said = "".join(capsys.readouterr())
+    assert "stopping before training began; the same command begins here again" in said
+    assert {path.name for path in folder.rglob("*") if path.is_file()} <= {"lock", "events.jsonl"}
+
+
+JUDGES = """
+import signal
+calls = []
+def stops_at_the_second_group(completions, **columns):
+    calls.append(completions)
+    if len(calls) == 2:
+        signal.raise_signal(signal.SIGTERM)
+    return [0.0 for each in completions]
+"""
+
+
+def test_a_stopped_round_shares_what_is_finished(
+    here: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[int] = []
+    monkeypatch.setattr(run.Node, "share", lambda node, collected: shared.append(len(collected.groups)))
+    (tmp_path / "judges.py").write_text(JUDGES)
+    judge = {"path": f"{tmp_path}/judges.py:stops_at_the_second_group"}
+    start(here | {"rewards": {"functions": [judge]}})
+    assert shared == [1]
+
+
+def test_slow_rounds_are_saved_by_the_clock(here: dict[str, Any]) -> None:
+    folder = start(here | {"rounds": 3, "snapshots": {"every": 1000, "every_minutes": 1e-9}}).snapshots
+    names = sorted(path.name for path in folder.glob("round-*"))
+    assert len(names) == 2 and names[-1] == "round-00000003", "the last is there anyway; nobody waits for a slow disk"

@@ -1,0 +1,85 @@
+"""What a run says of itself when it has ended, from a real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_node.cli.commands.evaluate import main as evaluation
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.observability.tally import Tally
+from swarm_node.rollouts.evaluate import Evaluation, Held
+from swarm_node.runtime.loop import run_local
+from swarm_node.runtime.report import Report, compared
+from swarm_node.storage.rundir import RunDir
+
+
+def start(rounds: int, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """The document and the words of a start in `run`."""
+    config = {
+        "run_dir": "run",
+        "rounds": rounds,
+        "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
+        "eval": {"questions": 56, "samples": 2},
+    }
+    assert run_local(NodeConfig.model_validate(config), json_output=True) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+def test_two_starts_are_reported_as_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    first, words = start(1, capsys)
+    assert "resumed_at" not in first and "several starts" not in words
+    document, words = start(2, capsys)
+    assert (document["rounds"], document["rounds_recorded"], document["resumed_at"]) == (2, 2, 1)
+    assert document["held_out_before"] == first["held_out_before"]
+    held, before = document["held_out"], document["held_out_before"]["all"]
+    assert held["questions"] == before["questions"] == 56 and held["pass_1"][0] == before["pass_1"]
+    low, high = held["interval"]
+    assert low <= held["pass_1"][1] - held["pass_1"][0] <= high, "questions from before were kept in the snapshot"
+    assert "this one went on from round 1" in words and "swarm-node export run DIR" in words
+    assert not any(part in document for part in ("swarm", "averaging", "stages", "refused", "cost"))
+    last = json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])
+    assert last["kind"] == "summary" and last["text"].startswith("outcome reward ")
+    assert Path("run/plots/reward.png").exists()
+
+
+def test_a_lost_round_is_in_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    first, _ = start(2, capsys)
+    with open("run/metrics.jsonl", "a") as file:  # recorded, but no snapshot of it was made
+        file.write('{"round": 3, "reward": 1e6, "step_time": 1e6, "num_tokens": 1}\n')
+    document, _ = start(3, capsys)
+    assert document["rounds_recorded"] == 3 and document["reward_last_tenth"] <= 1.0
+    assert first["seconds"] < document["seconds"] < 1e5
+    assert document["reward_first_tenth"] == first["reward_first_tenth"], "exactly, since the snapshot has the figures"
+
+
+def test_too_few_questions_hold_none_out(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("q.jsonl").write_text("".join(f'{{"question": "{n}+1?", "answer": "{n + 1}"}}\n' for n in (1, 2)))
+    rollouts = {"groups": 2, "group_size": 2, "max_new_tokens": 4}
+    config = {"run_dir": "run", "rounds": 1, "tasks": ["q.jsonl"], "rollouts": rollouts}
+    assert run_local(NodeConfig.model_validate(config)) == 0
+    words = "".join(capsys.readouterr()).replace("\n", " ")
+    assert words.count("no question is held out of training") == 1 and "20 different questions" in words
+    assert "held-out questions," not in words and "swarm-node eval" not in words and "swarm-node export" in words
+    with pytest.raises(UserError, match="no question is held out of training"):
+        evaluation("run", None, 2, None, False)
+
+
+def test_a_run_without_rounds_has_no_report(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    told = Report(RunDir(tmp_path), Tally(), 0, Evaluation(), Evaluation(), 8)
+    told.draw()
+    assert told.figures.rounds_recorded == 0 and not (tmp_path / "plots").exists()
+
+
+def test_held_out_figures_need_both_evaluations() -> None:
+    table = {"all": Held(128, 0.5, 0.75)}
+    assert compared(Evaluation(), Evaluation(table, [0.5] * 128), 8) is None
+    assert compared(Evaluation(table), Evaluation(), 8) is None
+    unjudged = compared(Evaluation(table), Evaluation(table, [0.5] * 128), 8)  # begun by an earlier version
+    assert unjudged is not None and unjudged.interval is None and unjudged.pass_k == (0.75, 0.75)

@@ -1,0 +1,130 @@
+"""What a start says of the settings of the one before, in the same run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from swarm_node.config import NodeConfig, load_config
+from swarm_node.errors import UserError
+from swarm_node.observability.metrics import read_metrics
+from swarm_node.runtime import loop as run
+from swarm_node.runtime.cost import CostMeter
+from swarm_node.runtime.loop import run_local
+from swarm_node.runtime.resume import RunState
+from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.own_settings import OwnSettings
+from swarm_node.storage.rundir import RunDir
+
+
+def start(rounds: int, **sections: Any) -> list[str]:
+    """What it says, as events.jsonl has it."""
+    usual = {
+        "run_dir": "run",
+        "rounds": rounds,
+        "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
+        "eval": {"questions": 0},
+    }
+    events = Path("run/events.jsonl")
+    before = len(events.read_text().splitlines()) if events.exists() else 0
+    assert run_local(NodeConfig.model_validate(usual | sections), json_output=True) == 0
+    return [json.loads(line)["text"] for line in events.read_text().splitlines()[before:]]
+
+
+def changes(said: list[str]) -> list[str]:
+    return [text for text in said if text.startswith("changed: ")]
+
+
+def test_changed_settings_are_written_with_the_first_round() -> None:
+    folder = Path("run")
+    averaging = {"averaging": {"method": "noloco", "fragments": 4}}
+    assert changes(start(1, **averaging)) == []
+    first = (folder / "config.toml").read_bytes()
+    assert changes(start(1, seed=7)) == [] and (folder / "config.toml").read_bytes() == first, "no round was trained"
+    assert changes(start(2, **averaging)) == [], "more rounds are what one resumes for"
+    [said] = changes(start(3, grpo={"learning_rate": 0.5, "loss": "gspo"}))
+    assert said == (
+        "changed: grpo.loss dapo -> gspo, grpo.learning_rate unset -> 0.5, averaging.method noloco -> none, "
+        "averaging.fragments 4 -> 1, from round 3; the earlier settings are kept in config-0001.toml"
+    )
+    assert load_config(folder / "config-0001.toml").averaging.method == "noloco"
+    assert load_config(folder / "config.toml").averaging.method == "none"
+    assert "config-0002.toml" in changes(start(4))[0]
+    assert changes(start(5, price_per_hour=0.5)) == [], "nothing about what is learned"
+    assert {path.name for path in folder.glob("config*")} == {"config-0001.toml", "config-0002.toml", "config.toml"}
+
+
+def test_a_full_disk_at_changes_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    start(1)
+    first = Path("run/config.toml").read_bytes()
+    keep = RunDir.keep_config
+
+    def full(self: RunDir, name: str, text: str) -> None:
+        if len(read_metrics(self.metrics)) < 3:
+            raise UserError("disk full")
+        keep(self, name, text)
+
+    monkeypatch.setattr(RunDir, "keep_config", full)
+    said = start(3, grpo={"loss": "gspo"})
+    sentence = "run/config.toml has the settings of earlier rounds: disk full"
+    assert [text for text in said if "disk full" in text] == [sentence]
+    assert Path("run/config-0001.toml").read_bytes() == first
+    assert load_config(Path("run/config.toml")).grpo.loss == "gspo"
+
+
+def test_a_snapshot_has_the_settings_behind_its_weights() -> None:
+    start(2, policy={"system_prompt": "Answer."})
+    start(2, policy={"system_prompt": "Say nothing."})
+    assert newest_settings()["policy"]["system_prompt"] == "Answer."
+    start(3, policy={"system_prompt": "Say something."})
+    assert newest_settings()["policy"]["system_prompt"] == "Say something."
+    assert newest_settings().keys() == {"tasks", "policy", "rollouts", "eval"}, "nothing that names code or a password"
+    assert "model" not in newest_settings()["policy"], "which may lie elsewhere by then"
+
+
+def newest_settings() -> dict[str, Any]:
+    newest = max(Path("run/snapshots").iterdir(), key=lambda path: path.name)
+    settings: dict[str, Any] = json.loads((newest / "state.json").read_text())["state"]["settings"]
+    return settings
+
+
+def test_sinks_never_get_a_crew_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr(run, "open_sinks", lambda names, folder, config, first: shown.append(config) or [])
+    start(1)
+    assert shown and "count" in shown[0]["stages"] and "crew" not in shown[0]["stages"]
+
+
+def test_a_configuration_of_another_version_is_no_obstacle() -> None:
+    start(1)
+    path = Path("run/config.toml")
+    path.write_text("made_up = 1\n" + path.read_text())
+    [said] = changes(start(2, grpo={"learning_rate": 0.5}))
+    assert "made_up" not in said
+
+
+def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = tmp_path / "snapshots"
+    store = SnapshotStore(folder, 2, said.append)
+    policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
+    trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
+    node = SimpleNamespace(round=3, trainer=trainer, policy=policy, averager=None, tasks=SimpleNamespace(names=[]))
+    own = OwnSettings(RunDir(tmp_path), NodeConfig(), NodeConfig(), said.append)
+    cost = CostMeter(None, 0.0)
+    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, said.append, None, own, cost)
+    folder.write_text("a file, not a folder")
+    state.save()
+    store.wait()
+    assert len(said) == 1 and "snapshot of round 3" in said[0]
+    folder.unlink()
+    state.save()
+    store.wait()
+    [written] = folder.glob("round-*")
+    state.save()
+    store.close()
+    assert list(folder.glob("round-*")) == [written], "once is enough"

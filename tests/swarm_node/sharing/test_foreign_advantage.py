@@ -1,0 +1,91 @@
+"""Foreign advantages by hand: against own success, bounded, and not the sender's to set."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_node.config import GrpoConfig
+from swarm_node.grpo.advantage import advantages
+from swarm_node.sharing.foreign_advantage import earning, foreign_advantages, teaches
+from swarm_node.sharing.reward_stats import Belief, Posterior
+from tests.support.foreign_groups import group
+
+
+def belief(success: float, n: float = 100.0) -> Belief:
+    """Of 0/1 rewards."""
+    return Belief(n, n * success, n * success)
+
+
+def of(rewards: list[float | None], own: Belief | None, bound: float = 2.0) -> list[float]:
+    return foreign_advantages(group(rewards).rollouts, own, bound)
+
+
+def test_worked_values():
+    # p = 0: std 0, so the floor: 1 / 0.25 = 4, cut to 2; wrong answers are what this node expects
+    assert of([1.0, 0.0, 0.0], belief(0.0)) == [2.0, 0.0, 0.0]
+    # p = 0.5: std 0.5
+    assert of([1.0, 0.0], belief(0.5)) == [1.0, -1.0]
+    # p = 0.2, std 0.4: 2 and -0.5 each
+    assert of([1.0, 0.0, 0.0, 0.0], belief(0.2)) == pytest.approx([2.0, -0.5, -0.5, -0.5])
+    # p = 0.8, std 0.4: 0.5 and -2 each; seven of these may not outweigh the one
+    assert of([1.0] + [0.0] * 7, belief(0.8)) == pytest.approx([0.5] + [-0.5 / 7] * 7)
+
+
+def test_groups_no_better_than_own_teach_nothing():
+    own = Belief(100.0, 50.0, 30.0)  # mean reward 0.5
+    assert of([0.4, 0.1, 0.0], own) == [0.0, 0.0, 0.0]
+    assert not teaches(0.4, own) and not teaches(0.5, own) and teaches(0.6, own) and teaches(0.1, None)
+
+
+def test_without_own_baseline_the_groups_mean_counts():
+    rewards = [1.0] + [0.0] * 7
+    usual = advantages([group(rewards)], GrpoConfig(), {}).tolist()
+    assert usual[0] > 2.4
+    assert of(rewards, None) == pytest.approx([2.0, *usual[1:]], abs=1e-4)
+    assert of(rewards, None, bound=9.0) == pytest.approx(usual, abs=1e-4)
+
+
+def test_what_nobody_judged_has_no_advantage():
+    for own in (None, belief(0.5)):
+        with_it, without = of([1.0, None, 0.0], own), of([1.0, 0.0], own)
+        assert with_it[1] == 0.0 and [with_it[0], with_it[2]] == pytest.approx(without)
+    assert of([None, 1.0], None) == [0.0, 0.0]
+
+
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 0.3, 1.0, None]), min_size=2, max_size=64),
+    success=st.floats(0, 1),
+    bound=st.floats(0.1, 5),
+)
+def test_whoever_composes_the_group_the_update_is_bounded(rewards, success, bound):
+    for own in (belief(success), None):
+        found = of(rewards, own, bound)
+        assert all(abs(a) <= bound for a in found)
+    found = of(rewards, belief(success), bound)
+    assert sum(found) >= -1e-9
+    # a right answer is worth the same in any company
+    alone = of([1.0], belief(success), bound)[0]
+    assert all(a == pytest.approx(alone) for a, r in zip(found, rewards, strict=True) if r == 1.0)
+
+
+def test_the_posterior_follows_own_answers_of_each_kind():
+    posterior = Posterior()
+    assert not posterior.of("gcd").known
+    posterior.observe([group([1.0, 0.0, 0.0, 0.0] * 2, peer=None)])
+    assert not posterior.of("gcd").known
+    posterior.observe([group([1.0, 0.0, 0.0, 0.0] * 2 + [None], peer=None)] * 2)
+    own = posterior.of("gcd")
+    assert own.known and own.reward == pytest.approx(0.25) and own.spread == pytest.approx(0.4330, abs=1e-4)
+    assert own.n == pytest.approx(8 * (1 + 0.95 + 0.95**2))
+    assert not posterior.of("lcm").known
+    for _ in range(100):
+        posterior.observe([group([1.0] * 8, peer=None)])
+    assert own.n < 161 and own.reward > 0.99
+
+
+def test_the_least_answers_earn_above_own_success():
+    rewards = [0.5, 0.5]
+    assert earning(group(rewards).rollouts, of(rewards, belief(0.4))) == [True, True]
+    assert earning(group(rewards).rollouts, of(rewards, belief(0.9))) == [False, False]

@@ -1,0 +1,198 @@
+"""Where a start begins in a directory that has a run: with the run's own settings, and in no other role."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from swarm_node.cli.app import app
+from swarm_node.config import NodeConfig, dump_own, dump_toml, load_config, load_run_config
+from swarm_node.errors import UserError
+from swarm_node.storage.own_settings import OwnSettings, as_trained
+from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.joining import swarm_to_join
+from swarm_node.swarm.manifests import make_manifest, write_manifest
+
+RUN = Path("r")
+
+
+def a_run(given: dict[str, Any], resolved: dict[str, Any] | None = None, trained: bool = True) -> bytes:
+    """A run directory as a start with `given` leaves it; its config.toml."""
+    asked = NodeConfig.model_validate(given)
+    config = NodeConfig.model_validate({**asked.model_dump(exclude_none=True), **(resolved or {})})
+    (RUN / "snapshots/round-00000001").mkdir(parents=True) if trained else RUN.mkdir()
+    (RUN / "config.toml").write_text(dump_own(config, asked))
+    return (RUN / "config.toml").read_bytes()
+
+
+def a_manifest(name: str, tasks: list[str], folder: Path = Path()) -> Path:
+    path = folder / f"{name}.toml"
+    write_manifest(make_manifest(name, [*tasks]), path)
+    return path
+
+
+def start(*words: str, **env: str) -> dict[str, Any]:
+    """The configuration that this command line would go by."""
+    result = CliRunner().invoke(app, [*words, "--dry-run"], env=env, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return tomllib.loads(result.stdout)
+
+
+def refused(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+LOCAL = "local", "--run-dir", "r"
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "temperature"),
+    [
+        ((), {}, 0.1),
+        (("--config", "x.toml"), {}, 0.2),
+        (("--config", "x.toml"), {"SWARM_NODE_ROLLOUTS__TEMPERATURE": "0.3"}, 0.3),
+        (("--set", "rollouts.temperature=0.4"), {"SWARM_NODE_ROLLOUTS__TEMPERATURE": "0.3"}, 0.4),
+    ],
+)
+def test_own_settings_come_right_above_the_defaults(
+    words: tuple[str, ...], env: dict[str, str], temperature: float
+) -> None:
+    a_run({"rounds": 60, "rollouts": {"temperature": 0.1, "max_new_tokens": 16}})
+    Path("x.toml").write_text("[rollouts]\ntemperature = 0.2\n")
+    config = start(*LOCAL, *words, **env)
+    assert config["rollouts"]["temperature"] == temperature
+    assert (config["rollouts"]["max_new_tokens"], config["rounds"]) == (16, 60)
+
+
+def test_a_start_says_which_settings_it_takes_over() -> None:
+    crew = {"count": 2, "crew": "secret-name"}
+    a_run(
+        {"grpo": {"loss": "gspo", "beta": 0.1}, "rounds": 9, "stages": crew, "policy": {"system_prompt": "word " * 30}}
+    )
+    said = CliRunner().invoke(app, [*LOCAL, "--set", "grpo.beta=0.2", "--dry-run"]).stderr
+    assert said.startswith("r goes on with its own settings: ") and said.count("\n") == 1
+    assert "grpo.loss = gspo" in said and "stages.crew = (hidden)" in said and "word …" in said
+    assert "secret" not in said and "beta" not in said and "rounds" not in said
+
+
+def test_a_start_says_that_it_still_relays() -> None:
+    a_run({"network": {"serve_relay": True}, "rounds": 9, "name": "alice"})
+    said = CliRunner().invoke(app, [*LOCAL, "--dry-run"]).stderr
+    assert said == "r goes on with its own settings: network.serve_relay = true\n"
+
+
+def test_a_file_may_name_the_run_directory() -> None:
+    a_run({"grpo": {"loss": "gspo"}, "rounds": 60})
+    Path("x.toml").write_text("run_dir = 'r'\nrounds = 80\n")
+    config = start("local", "--config", "x.toml")
+    assert (config["grpo"]["loss"], config["rounds"]) == ("gspo", 80)
+
+
+def test_a_new_length_replaces_both_of_the_run() -> None:
+    a_run({"rounds": 60})
+    assert "rounds" not in start(*LOCAL, "--minutes", "5"), "60 rounds are done, and five minutes are wanted"
+
+
+def test_a_copied_run_trains_in_its_own_directory() -> None:
+    a_run({"run_dir": "elsewhere", "name": "alice"})
+    assert start(*LOCAL)["run_dir"] == "r"
+    RUN.rename("runs-r")
+    assert start("local", "--run-dir", "runs-r")["run_dir"] == "runs-r"
+
+
+def test_settings_of_another_version_are_left_out_aloud() -> None:
+    a_run({"grpo": {"loss": "gspo"}})
+    file = RUN / "config.toml"
+    file.write_text(file.read_text().replace("[grpo]", "[grpo]\nmade_up = 1\nanother = 2"))
+    result = CliRunner().invoke(app, [*LOCAL, "--dry-run"])
+    assert tomllib.loads(result.stdout)["grpo"]["loss"] == "gspo"
+    assert result.stderr.splitlines() == [
+        "r/config.toml has settings that this version does not know; left out: grpo.made_up, grpo.another",
+        "r goes on with its own settings: grpo.loss = gspo",
+    ]
+    file.write_text(file.read_text().replace('"gspo"', '"nonsense"'))
+    assert "grpo.loss = 'nonsense' in r/config.toml" in refused(*LOCAL)
+
+
+@pytest.mark.parametrize("write", [dump_own, lambda config, asked: dump_toml(config)], ids=["now", "before"])
+def test_old_defaults_are_no_user_settings(write: Any) -> None:
+    """Ports are taken as given, and tasks as chosen, only where a user names them."""
+    given = {"swarm": "swarm://x", "network": {"port": 4711}}
+    RUN.mkdir()
+    config, asked = NodeConfig.model_validate({**given, "seed": 5}), NodeConfig.model_validate(given)
+    (RUN / "config.toml").write_text(write(config, asked))
+    again = load_run_config(None, {}, {"run_dir": "r"}, (), True, print)
+    assert again.swarm == "swarm://x" and again.network.model_fields_set == {"port"}
+    assert "tasks" not in again.model_fields_set
+
+
+def test_only_a_member_s_own_choices_are_kept() -> None:
+    chosen = {"tasks": ["small"], "swarm": "swarm://x"}
+    a_run(chosen, {"policy": {"model": "/cache/of/the/swarm"}})
+    again = load_run_config(None, {}, {"run_dir": "r"}, (), True, print)
+    assert again.tasks == ["small"] and "tasks" in again.model_fields_set
+    assert again.policy.model == "starter", "the swarm's model is found again by its digest"
+
+
+def test_local_leaves_a_member_s_run_alone() -> None:
+    before = a_run({"swarm": "swarm://x", "name": "alice"})
+    said = refused(*LOCAL)
+    assert "r is a run in a swarm: `swarm-node join --run-dir r` goes on with it" in said and "--run-dir" in said
+    assert (RUN / "config.toml").read_bytes() == before
+    assert sorted(path.name for path in RUN.iterdir()) == ["config.toml", "snapshots"]
+
+
+def test_join_resumes_the_run_s_own_swarm() -> None:
+    a_run({"swarm": "gone.toml", "name": "alice"})
+    kept = a_manifest("swarm", ["small/gcd"], RUN)
+    config = start("join", "--run-dir", "r")
+    assert (config["swarm"], config["name"]) == (str(kept), "alice")
+    assert start("join", "swarm://other", "--run-dir", "r")["swarm"] == "swarm://other"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_joining_another_swarm_spares_a_trained_run(trained: bool) -> None:
+    before = a_run({"swarm": "swarm.toml"}, trained=trained)
+    a_manifest("swarm", ["small/gcd"], RUN)
+    other = a_manifest("other", ["small/lcm"])
+    config = load_config(flags={"run_dir": "r", "swarm": str(other)})
+    if not trained:
+        assert swarm_to_join(config).id
+        return
+    with pytest.raises(UserError, match="r is a run in swarm swarm .*: choose another --run-dir"):
+        swarm_to_join(config)
+    assert "choose another --run-dir" in refused("join", str(other), "--run-dir", "r")
+    assert "choose another --run-dir" in refused("bootstrap", str(other), "--run-dir", "r")
+    assert (RUN / "config.toml").read_bytes() == before
+
+
+def test_json_says_why_a_start_is_refused() -> None:
+    a_run({"swarm": "swarm://x"})
+    result = CliRunner().invoke(app, [*LOCAL, "--json"])
+    assert "goes on with it" in json.loads(result.stdout)["error"]
+
+
+@pytest.mark.parametrize("given", [{}, {"tasks": ["small/gcd"]}], ids=["all", "some"])
+def test_a_member_s_snapshot_names_chosen_tasks(given: dict[str, Any]) -> None:
+    asked = NodeConfig.model_validate({"swarm": "swarm://x", **given})
+    config = NodeConfig.model_validate(asked.model_dump(exclude_none=True) | {"seed": 7})
+    behind = OwnSettings(RunDir("r"), config, asked, print).of_weights
+    assert as_trained(config, behind).tasks == given.get("tasks", []), "none = all of the swarm's"
+
+
+@pytest.mark.parametrize("settings", [None, [], "x", {"rewards": {"functions": [{"path": "evil.py:run"}]}}])
+def test_a_snapshot_s_settings_choose_no_code(settings: object) -> None:
+    assert as_trained(NodeConfig(), settings) == NodeConfig()
+
+
+@pytest.mark.parametrize("settings", [{"policy": []}, {"rollouts": {"made_up": 1}}, {"tasks": 3}])
+def test_newer_snapshot_settings_are_refused(settings: object) -> None:
+    with pytest.raises(UserError, match="the snapshot has settings that this version does not know"):
+        as_trained(NodeConfig(), settings)

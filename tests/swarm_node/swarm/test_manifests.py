@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.limits import MAX_MANIFEST_BYTES
+from protocol.manifest import Manifest, ManifestTask, parse_manifest
+from swarm_node.config import RewardsConfig, TaskConfig
+from swarm_node.errors import UserError
+from swarm_node.swarm.manifests import check_addresses, make_manifest, render, task_tables, write_manifest
+from swarm_node.tasks import load_tasks
+from swarm_node.tasks.catalogue import ALLOWED
+from swarm_node.tasks.option_limits import STRETCH, check_options, defaults_of
+from swarm_node.tasks.reasoning_gym import Environment
+from tests.support.fake_transport import address
+
+QUESTIONS = (
+    b'{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n{"question": "a?", "answer": "b"}\n'
+)
+
+
+def test_a_written_manifest_reads_back_the_same() -> None:
+    Path("my sums.jsonl").write_bytes(QUESTIONS)
+    tasks: list[str | TaskConfig] = [
+        "small",
+        TaskConfig(env="gcd", config={"max_value": 50}, weight=2),
+        TaskConfig(file="my sums.jsonl", weight=0.5),
+    ]
+    manifest = make_manifest("sums", tasks, expected_peers=65, bootstrap=[address(1)], licence="CC-BY-4.0")
+    write_manifest(manifest, Path("sums.toml"))
+    read = parse_manifest(Path("sums.toml").read_bytes())
+    assert read.swarm_id == manifest.swarm_id
+    assert read.shards == 3
+    assert read.bootstrap == [address(1)]
+    assert [task.env for task in read.tasks] == ["small", "gcd", ""]
+    assert read.tasks[1].weight == 2
+    file = read.tasks[2]
+    assert (file.name, file.bytes, file.licence, file.source) == ("my-sums", len(QUESTIONS), "CC-BY-4.0", "")
+    assert file.sha256 == hashlib.sha256(QUESTIONS).hexdigest()
+    assert time.strptime(read.created, "%Y-%m-%dT%H:%M:%SZ")
+
+
+def test_tables_follow_the_manifest_without_missing_files() -> None:
+    Path("q.jsonl").write_bytes(QUESTIONS)
+    manifest = make_manifest("sums", ["small/gcd", "q.jsonl"])
+    assert [table.env for table in task_tables(manifest, {})] == ["small/gcd"]
+    tables = task_tables(manifest, {manifest.tasks[1].sha256: Path("q.jsonl")})
+    assert load_tasks(tables, RewardsConfig()).labels == ["gcd", "q"]
+
+
+def test_nothing_is_overwritten() -> None:
+    manifest = make_manifest("sums", ["gcd"])
+    Path("sums.toml").write_text("precious")
+    with pytest.raises(UserError, match="sums.toml exists already"):
+        write_manifest(manifest, Path("sums.toml"))
+    assert Path("sums.toml").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (["n_queens"], "executes the answer text"),
+        (["gdc"], "unknown task 'gdc'; did you mean 'gcd'?"),
+        (["rubiks_cube"], "refused: its scorer has not been audited"),
+        (["rewards.py:f"], "a swarm carries no code"),
+        (["small/bf"], "unknown task 'small/bf'"),
+        ([TaskConfig(env="small", config={"max_value": 3})], "'small' is a set"),
+        ([TaskConfig(env="gcd", config={"max_valeu": 3})], "has no option 'max_valeu'; did you mean 'max_value'"),
+        ([TaskConfig(env="gcd", config={"max_value": 2001})], "from 0 to 2000 in a swarm, not 2001"),
+        ([TaskConfig(env="gcd", config={"max_value": -1})], "from 0 to 2000"),
+        ([TaskConfig(env="gcd", config={"max_value": float("nan")})], "from 0 to 2000"),
+        ([TaskConfig(env="gcd", config={"max_value": True})], "from 0 to 2000"),
+        ([TaskConfig(env="gcd", config={"seed": 3})], "no option 'seed'"),
+        ([TaskConfig(env="spell_backward", config={"data_file": "/etc/passwd"})], "no option 'data_file'"),
+        ([TaskConfig(env="basic_arithmetic", config={"format_style": "x"})], "cannot be chosen for a whole swarm"),
+        ([TaskConfig(env="basic_arithmetic", config={"operators": ["+"]})], "cannot be chosen for a whole swarm"),
+        ([TaskConfig(env="chain_sum", config={"allow_negation": 1})], "must be true or false"),
+        ([TaskConfig(env="gcd", config={"min_value": 9, "max_value": 3})], "max_value must be > min_value"),
+        (["no.jsonl"], "cannot read task file no.jsonl"),
+        (["bad.jsonl"], "line 1: `answer` must be"),
+        (["http://example.org/q.jsonl"], "use https"),
+    ],
+)
+def test_what_a_manifest_may_not_name(tasks: list[Any], message: str) -> None:
+    Path("bad.jsonl").write_text('{"question": "?"}\n')
+    with pytest.raises(UserError, match=message.replace("`", ".")):
+        make_manifest("sums", tasks)
+
+
+def test_a_strangers_manifest_obeys_the_same_rules() -> None:
+    tasks = [ManifestTask(env="propositional_logic", config={"max_vars": 16})]
+    stranger = parse_manifest(render(Manifest(name="slow", tasks=tasks)))
+    with pytest.raises(UserError, match="'max_vars' must be a number from 0 to 8"):
+        task_tables(stranger, {})
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "a/b"])
+def test_bad_names_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match="nobody would accept this manifest"):
+        make_manifest(name, ["gcd"])
+
+
+def test_a_manifest_too_large_is_not_made() -> None:
+    many = [address(i) + "/" * 100 for i in range(64)]
+    with pytest.raises(UserError, match="no address of a peer"):
+        make_manifest("sums", ["gcd"], bootstrap=many)
+    assert len(render(make_manifest("sums", ["gcd"], bootstrap=[address(i) for i in range(64)]))) < MAX_MANIFEST_BYTES
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "localhost:31330", "/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/1/p2p/Qm", "x/p2p/1"]
+)
+def test_addresses_end_in_a_peer_id(bad: str) -> None:
+    check_addresses([address(1)])
+    with pytest.raises(UserError, match="is no address of a peer"):
+        check_addresses([address(1), bad])
+
+
+@pytest.mark.parametrize("name", sorted(ALLOWED))
+def test_the_largest_allowed_options_make_items(name: str) -> None:
+    """No option that a stranger may choose takes for ever: the time limit of all tests ends what does."""
+    defaults = defaults_of(name)
+    options = {
+        option: type(value)(max(1, STRETCH * value))
+        for option, value in defaults.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and not option.startswith("min_")
+    }
+    check_options(name, options)
+    try:
+        environment = Environment(name, options)
+    except UserError:
+        return  # the library, or what is known to take for ever, sets a lower bound still
+    for index in range(5):
+        environment.task(index * 7919 + 1)

@@ -1,0 +1,85 @@
+"""Remedies for an installation are for the one that runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from swarm_node import install as installed
+from swarm_node.cli.commands.doctor import packages
+from swarm_node.install import install_command, reinstall_command, upgrade_command
+
+
+@pytest.fixture
+def made_of(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the package's metadata tells of where it came from."""
+    told = SimpleNamespace(told=None)
+    text = lambda name: told.told if told.told is None else json.dumps(told.told)  # noqa: E731
+    monkeypatch.setattr(installed, "distribution", lambda name: SimpleNamespace(read_text=text))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("told", "source"),
+    [
+        (None, "swarm-node"),
+        ({"url": "file:///home/my%20clone", "dir_info": {}}, "'/home/my clone'"),
+        ({"url": "file:///home/clone", "dir_info": {"editable": True}}, "-e /home/clone"),
+        ({"url": "https://example.org/a.git", "vcs_info": {"vcs": "git"}}, "git+https://example.org/a.git"),
+        ({"url": 3, "dir_info": []}, "swarm-node"),
+    ],
+)
+def test_an_environment_is_mended_from_its_source(
+    made_of: SimpleNamespace, told: object, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_of.told = told
+    monkeypatch.setattr(sys, "prefix", "/home/me/venv")
+    command = reinstall_command()
+    assert sys.executable in command and command.endswith(f"--force-reinstall {source}")
+    assert install_command() == f"uv tool install --reinstall --python 3.12 {source}"  # for another Python
+    monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/uv/tools/swarm-node")
+    assert reinstall_command() == install_command()
+    monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/pipx/venvs/swarm-node")
+    assert reinstall_command() == "pipx reinstall swarm-node --python 3.12"
+
+
+@pytest.mark.parametrize(("editable", "way"), [(True, "-e "), (False, "")])
+def test_a_clone_is_upgraded_from_its_clone(
+    made_of: SimpleNamespace, editable: bool, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clone = tmp_path / "my clone"
+    (clone / ".git").mkdir(parents=True)
+    made_of.told = {"url": clone.as_uri(), "dir_info": {"editable": editable}}
+    monkeypatch.setattr(sys, "prefix", "/home/me/venv")
+    pulled, again = upgrade_command().split(" && ")
+    assert pulled == f"git -C '{clone}' pull"
+    assert sys.executable in again and again.endswith(f" --upgrade {way}'{clone}'")
+    monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/uv/tools/swarm-node")
+    assert upgrade_command() == f"{pulled} && {install_command()}"
+
+
+@pytest.mark.parametrize(
+    ("told", "source"),
+    [
+        (None, "swarm-node"),
+        ({"url": "https://example.org/a.git", "vcs_info": {"vcs": "git"}}, "git+https://example.org/a.git"),
+    ],
+)
+def test_other_installations_are_upgraded_from_their_source(
+    made_of: SimpleNamespace, told: object, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_of.told = told
+    monkeypatch.setattr(sys, "prefix", "/home/me/venv")
+    assert sys.executable in upgrade_command() and upgrade_command().endswith(f" --upgrade {source}")
+    monkeypatch.setattr(sys, "prefix", "/home/me/.local/share/pipx/venvs/swarm-node")
+    assert upgrade_command() == "pipx upgrade swarm-node"
+
+
+def test_what_is_missing_is_installed_where_it_is(made_of: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", "/home/me/venv")
+    monkeypatch.setitem(packages.__globals__["TESTED"], "no-such-package", "1")
+    assert sys.executable in packages().remedy and "uv tool" not in packages().remedy
