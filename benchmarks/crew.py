@@ -7,9 +7,9 @@
 kills   (`crew_kills`) Four stages of a starter of eight layers learn the small tasks by GRPO. Every 30 s for 10 minutes
         the holder of a random stage is killed (SIGKILL, with its network processes) and the same command started again.
         And the control: as long, and nobody is killed. `default`: a neighbour keeps a copy of each stage, renewed every
-        20 updates, and each writes snapshots; `copies`: without snapshots, as if each process began on a new machine;
-        `checkfree`: copies of the ends only, so a lost middle stage is the mean of its neighbours; `swap`: ends are
-        copies of their neighbours. In the last two nobody writes snapshots either.
+        20 updates, and each writes checkpoints; `copies`: without checkpoints, as if each process began on a new
+        machine; `checkfree`: copies of the ends only, so a lost middle stage is the mean of its neighbours; `swap`:
+        ends are copies of their neighbours. In the last two nobody writes checkpoints either.
 speed   (`crew_speed`) A crew of one stage against the plain policy, part by part; crews of 1, 2 and 4 stages.
 
 One JSON for each run under results/crew; what is there already is not run again. A kill for which it is time while the

@@ -36,9 +36,9 @@ AFTER = 10
 """Rounds on either side of a kill whose reward is compared."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     "default": (),
-    "copies": ("snapshots.every=1000000",),
-    "checkfree": ("stages.replica=ends", "snapshots.every=1000000"),
-    "swap": ("stages.swap=true", "snapshots.every=1000000"),
+    "copies": ("checkpoints.every=1000000",),
+    "checkfree": ("pipeline.replica=ends", "checkpoints.every=1000000"),
+    "swap": ("pipeline.swap=true", "checkpoints.every=1000000"),
 }
 CONFIG = """
 [policy]
@@ -63,7 +63,7 @@ WAYS = {
     "taken from": "cohort",
     "rebuilt as the mean": "mean",
     "rebuilt as a copy": "copy",
-    "rebuilt from the snapshot": "snapshot",
+    "rebuilt from the checkpoint": "snapshot",
     "begins with the base model": "base",
 }
 """How a sentence about a stage that came back begins (`recovery.paths.tell`) -> `protocol.crew.Source.way`."""

@@ -149,7 +149,7 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
         identity = Identity.load_or_create(folder / "identity.key")
         transport = MemoryNetwork(VirtualClock()).join(identity, manifest.swarm_id)
         run = stack.enter_context(RunDir.open(folder / "crew"))
-        config = load_config(file, sets=["stages.count=1", "stages.crew=bench"])
+        config = load_config(file, sets=["pipeline.stages=1", "pipeline.crew=bench"])
         crew = CrewNode(config, EnteredSwarm(manifest, identity, transport, tasks), run, quiet, stack)
         with Stopper(last_resort=lambda: None) as stop:
             assert crew.follow(stop)
@@ -234,7 +234,7 @@ def processes(model: str, arm: str, seed: int, rounds: int) -> Row:
             _new_swarm(folder)
             run("bootstrap", str(folder / "swarm.toml"), *LOCAL, "--run-dir", str(folder / "hub"))
             link = link_of(folder / "hub")
-            common += ["--stages", str(stages), "--crew", "bench", "--set", f"stages.wire={codec}", *LOCAL]
+            common += ["--stages", str(stages), "--crew", "bench", "--set", f"pipeline.wire={codec}", *LOCAL]
             for k in range(stages):
                 started.append(run("join", link, "--name", f"t{k}", *common, "--run-dir", str(folder / f"t{k}")))
 

@@ -47,7 +47,7 @@ KIN_S = 1.0
 """Between two looks for new child processes."""
 SETTLE_S, FREE_S = 3.0, 15.0
 PATIENCE_S = 300.0
-QUICK = ("--set", "eval.questions=0", "--set", "snapshots.every=1")
+QUICK = ("--set", "eval.questions=0", "--set", "checkpoints.every=1")
 SMALL = ("--set", "rollouts.group_size=4", "--set", "rollouts.max_new_tokens=8")
 MBIT = 4
 LEAK_MB_S, LEAK_AFTER = 100, 20
@@ -301,7 +301,7 @@ def memory(seconds: float) -> Row:
                     "over_s": above[-1] - above[0] if above else 0.0,
                     "seconds_to_end": watch.samples[-1][0] - above[0] if above else 0.0,
                     "saved_round": max(
-                        (int(p.name.split("-")[1]) for p in (path / "snapshots").glob("round-*")), default=0
+                        (int(p.name.split("-")[1]) for p in (path / "checkpoints").glob("round-*")), default=0
                     ),
                 }
             figures[case] = row

@@ -5,7 +5,7 @@
 Real processes on this machine: a bootstrap and two nodes that train and average. A third joins with nothing. When it
 has trained on, it is killed (SIGKILL), its run directory deleted, and the same command started again; and once more
 with its identity kept. All have the same model, but weights after the start come from peers alone: there is no
-snapshot to go on from. The 50M policy has random weights (200 MB), and its rewards are chance.
+checkpoint to go on from. The 50M policy has random weights (200 MB), and its rewards are chance.
 
 Wall seconds from the start of the process, imports included, to the end of its first round, to when it has gone on
 with a peer's weights, and to the end of the first update after that. Goal: trains on a peer's weights within 30 s.

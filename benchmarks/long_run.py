@@ -2,9 +2,9 @@
 
     python -m benchmarks.long_run [--rounds 3000 3000000] [--repeats 3] [--folder FOLDER]
 
-Each run begins with two real rounds. The rest is written by the program's own writers of metrics, events and snapshots,
-from synthetic numbers under the names that a member of a swarm records, so that old rounds are thinned as they would
-have been. With `--folder`, runs that are there already are measured again.
+Each run begins with two real rounds. The rest is written by the program's own writers of metrics, events and
+checkpoints, from synthetic numbers under the names that a member of a swarm records, so that old rounds are thinned as
+they would have been. With `--folder`, runs that are there already are measured again.
 
 start       seconds from the start of `swarm-node local` to its first new round
 stop        seconds from Ctrl-C (SIGINT) to the end of that process; its summary must be on the screen
@@ -40,7 +40,7 @@ from swarm_node.observability.metrics import EventLog, MetricsWriter
 from swarm_node.observability.metrics_reference import METRICS
 from swarm_node.observability.tally import Tally
 from swarm_node.runtime.cost import CostMeter
-from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 
 QUICK = ("--price-per-hour", "0.9", "--set", "eval.questions=0", "--set", "rollouts.group_size=4")
@@ -59,10 +59,10 @@ def build(path: Path, rounds: int) -> None:
     local = [sys.executable, "-m", "swarm_node", "local", "--run-dir", str(path), "--rounds", "2", *QUICK]
     subprocess.run(local, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     run, began = RunDir(path), time.process_time()
-    store = SnapshotStore(run.snapshots, 2, print)
-    snapshot = store.load_latest(lambda state: None)
+    store = CheckpointStore(run.checkpoints, 2, print)
+    checkpoint = store.load_latest(lambda state: None)
     last = last_record(run.metrics)
-    assert snapshot is not None and last is not None
+    assert checkpoint is not None and last is not None
     writer, events = MetricsWriter(run.metrics, print), EventLog(run.events, print)
     writer.truncate_after(0)
     tally, cost = Tally(), CostMeter(0.9, 0.0)
@@ -77,7 +77,7 @@ def build(path: Path, rounds: int) -> None:
     writer.close()
     events.close()
     figures = {"tally": msgspec.to_builtins(tally), "cost": msgspec.to_builtins(cost.costs)}
-    store.save(rounds, snapshot.tensors, snapshot.state | figures)
+    store.save(rounds, checkpoint.tensors, checkpoint.state | figures)
     store.close()
     print(f"{path}: {rounds:,} rounds, {time.process_time() - began:.0f} CPU s, {run.metrics.stat().st_size:,} bytes")
 

@@ -13,9 +13,9 @@ and a seed lose the same stages at the same steps. The paper's hourly rates of 5
 
 Arms that rebuild a stage from others (`pipeline/recovery/checkfree.py`) are trained. At the ends, where CheckFree has
 no rule, all of them copy the neighbour; the paper lets ends be lost only under CheckFree+. `replica, k` is the weights
-of that very stage as a neighbour copied them at the last multiple of k steps, while all others stay where they are. Exact
-ones (checkpoint, redundant computation, a neighbour's replica of weights and moments) are not trained: they have the
-figures of `none` of their seed, later. Figures:
+of that very stage as a neighbour copied them at the last multiple of k steps, while all others stay where they are.
+Exact ones (checkpoint, redundant computation, a neighbour's replica of weights and moments) are not trained: they have
+the figures of `none` of their seed, later. Figures:
 
     excess    loss of steps 45 to 55 after a loss (fresh text, before the update) less that of `none` in the same steps
               and seed; of `none, swapped` where the arm swaps. Of middle stages and of ends

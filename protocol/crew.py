@@ -43,7 +43,7 @@ MAX_CONTROL_BYTES: Final = 256 * 1024
 MAX_MEMBERS: Final = 64
 """Peers without a stage that a plan lists: a crew needs a few."""
 MAX_KEPT: Final = 64
-"""Snapshots that are told of."""
+"""Checkpoints that are told of."""
 MAX_SOURCES: Final = 8
 """Ways to come by one stage: there are eight kinds."""
 MAX_REASON_CHARS: Final = 200
@@ -71,14 +71,14 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Optimiser updates behind them."""
 
 
-class Holding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a peer has of its crew's policy."""
+class Holding(msgspec.Struct, frozen=True, omit_defaults=True, rename={"checkpoints": "snapshots"}):
+    """What a peer has of its crew's policy. On the wire, checkpoints have the name of earlier versions."""
 
     live: Annotated[tuple[Kept, ...], Meta(max_length=MAX_STAGES)] = ()
     """Stages in memory, as they were last trained."""
     replicas: Annotated[tuple[Kept, ...], Meta(max_length=MAX_STAGES)] = ()
     """Copies of neighbours' stages."""
-    snapshots: Annotated[tuple[Kept, ...], Meta(max_length=MAX_KEPT)] = ()
+    checkpoints: Annotated[tuple[Kept, ...], Meta(max_length=MAX_KEPT)] = ()
     """Files, newest first."""
 
 
@@ -132,7 +132,7 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     capacity: Count = 0
     """Bytes that it can hold; 0 = it does not know."""
     run: Lineage = NO_RUN
-    """Of which its stages, replicas and snapshots are."""
+    """Of which its stages, replicas and checkpoints are."""
     round: Count = 0
     """How far that run is, as far as it knows."""
 

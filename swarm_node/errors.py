@@ -3,7 +3,7 @@
     SwarmNodeError
     ├── UserError          bad input or environment; the command line prints it as one line and exits 2
     ├── NobodyReached      nobody was reached in the time that the user gave; likewise, but it exits 1
-    ├── SnapshotError      a snapshot that is torn or foreign; resuming falls back to an older one
+    ├── CheckpointError      a checkpoint that is torn or foreign; resuming falls back to an older one
     ├── Interrupted        part of what was under way is lost; it is put right and done again
     └── Unworkable         what was asked for is refused however often it is begun; other work goes on
 
@@ -25,8 +25,8 @@ class NobodyReached(SwarmNodeError):
     """Nobody who could be asked was reached in the time that the user gave; the same command may work later."""
 
 
-class SnapshotError(SwarmNodeError):
-    """A snapshot that cannot be used; the message says why."""
+class CheckpointError(SwarmNodeError):
+    """A checkpoint that cannot be used; the message says why."""
 
 
 class Interrupted(SwarmNodeError):

@@ -51,7 +51,7 @@ class Stopper:
     def __init__(self, last_resort: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
         self.advised = False
-        """This machine may well be taken back soon: a snapshot is due."""
+        """This machine may well be taken back soon: a checkpoint is due."""
         self._ends = math.inf
         self._signalled = False
         self._notice_s = deadline_s

@@ -34,7 +34,7 @@ from swarm_node.averaging.reducers import find_reducer
 from swarm_node.averaging.robust import Robust
 from swarm_node.averaging.roster import Company
 from swarm_node.config import AveragingConfig
-from swarm_node.errors import SnapshotError
+from swarm_node.errors import CheckpointError
 from swarm_node.install import upgrade_command
 
 P = ParamSpec("P")
@@ -215,19 +215,19 @@ class Averager(ABC):
         return tensors, numbers
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; SnapshotError, and nothing changed, if another cohort's or damaged."""
+        """Take over what `state_dict` gave; CheckpointError, and nothing changed, if another cohort's or damaged."""
         mine, _ = self.state_dict()
         if numbers.get("cohort") != self.place.cohort:
-            raise SnapshotError("the averaging state is of another cohort")
+            raise CheckpointError("the averaging state is of another cohort")
         if mine.keys() != tensors.keys() or any(mine[name].shape != tensors[name].shape for name in mine):
-            raise SnapshotError("its averaging state does not have the shapes of this policy's fragments")
+            raise CheckpointError("its averaging state does not have the shapes of this policy's fragments")
         robust = Robust(self.config.clip, self.config.gates)
         with readable():
             exchanged_at = [int(updates) for updates in numbers["exchanged_at"]]
             counts = Counter({str(name): int(n) for name, n in numbers["counts"].items()})
             robust.load(numbers["robust"])
         if len(exchanged_at) != self.config.fragments:
-            raise SnapshotError("its averaging state is of another number of fragments")
+            raise CheckpointError("its averaging state is of another number of fragments")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         self.robust, self.counts, self._exchanged_at = robust, counts, exchanged_at
@@ -383,8 +383,8 @@ def reason_of(error: BaseException) -> tuple[str, str]:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """SnapshotError for what reading a state may raise that is not as `state_dict` makes it."""
+    """CheckpointError for what reading a state may raise that is not as `state_dict` makes it."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise SnapshotError(f"its averaging state is not one: {error!r}") from error
+        raise CheckpointError(f"its averaging state is not one: {error!r}") from error

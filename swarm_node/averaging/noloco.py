@@ -51,7 +51,7 @@ from swarm_node.averaging.lattice_codec import (
 from swarm_node.averaging.outer_optimizer import NoLoCo
 from swarm_node.averaging.pairing import partner
 from swarm_node.averaging.robust import Verdict, chunks, distance, square
-from swarm_node.errors import SnapshotError, UserError
+from swarm_node.errors import CheckpointError, UserError
 
 CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
 BITS: dict[Codec, int] = {"lattice8": 8, "lattice4": 4}
@@ -233,7 +233,7 @@ class PairAverager(Averager):
         with readable():
             apart = [float(distance) for distance in numbers["apart"]]
         if len(apart) != self.config.fragments or not all(0 <= distance <= FARTHEST for distance in apart):
-            raise SnapshotError("its averaging state has no distances to partners that can be")
+            raise CheckpointError("its averaging state has no distances to partners that can be")
         super().load_state_dict(tensors, numbers)
         self._apart = apart
 

@@ -194,7 +194,7 @@ class Robust:
         return not difference <= allowed
 
     def state(self) -> dict[str, Any]:
-        """For a snapshot, as JSON. Without the mean of own progress: direction is judged again one exchange later."""
+        """For a checkpoint, as JSON. Without the mean of own progress: direction is judged again one exchange later."""
         with self._guard:
             return {"probed": list(self._probed), "seen": {str(i): asdict(seen) for i, seen in self._seen.items()}}
 

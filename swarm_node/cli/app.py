@@ -203,11 +203,11 @@ Spot = Annotated[
         rich_help_panel=CLOUD,
     ),
 ]
-SnapshotTo = Annotated[
+CheckpointTo = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Copy snapshots there (file://, s3://, gs://, az://), and begin from there.",
+        help="Copy checkpoints there (file://, s3://, gs://, az://), and begin from there.",
         rich_help_panel=CLOUD,
     ),
 ]
@@ -289,7 +289,7 @@ def local(
         int | None, typer.Option(help="Stages that the policy is cut into, each in a process of its own.", min=1)
     ] = None,
     spot: Spot = None,
-    snapshot_to: SnapshotTo = None,
+    checkpoint_to: CheckpointTo = None,
     health_port: HealthPort = None,
     price_per_hour: PricePerHour = None,
     log: Log = None,
@@ -315,7 +315,7 @@ def local(
             "lora": lora,
             "stages": stages,
             "spot": spot,
-            "snapshot_to": snapshot_to,
+            "checkpoint_to": checkpoint_to,
             "health_port": health_port,
             "price_per_hour": price_per_hour,
             "log": split_names(log),
@@ -373,7 +373,7 @@ def join(
     ] = None,
     relay: Relay = None,
     spot: Spot = None,
-    snapshot_to: SnapshotTo = None,
+    checkpoint_to: CheckpointTo = None,
     health_port: HealthPort = None,
     price_per_hour: PricePerHour = None,
     log: Log = None,
@@ -416,7 +416,7 @@ def join(
             "dial_only": dial_only or None,
             "relay": relay,
             "spot": spot,
-            "snapshot_to": snapshot_to,
+            "checkpoint_to": checkpoint_to,
             "health_port": health_port,
             "price_per_hour": price_per_hour,
             "log": split_names(log),

@@ -12,12 +12,12 @@ Loads no torch.
 
 from swarm_node.config.keys import COMMAND_VARIABLES, FLAGS, PREFIX, all_keys, all_variables
 from swarm_node.config.loading import load_config, load_run_config
-from swarm_node.config.machine import GuestConfig, HealthConfig, SnapshotsConfig, SpotConfig
+from swarm_node.config.machine import CheckpointsConfig, GuestConfig, HealthConfig, SpotConfig
 from swarm_node.config.network import NetworkConfig
 from swarm_node.config.node import DEFAULT_ROUNDS, NodeConfig
 from swarm_node.config.own import dump_own, read_own
 from swarm_node.config.section import Section
-from swarm_node.config.swarm import AveragingConfig, SharingConfig, StagesConfig
+from swarm_node.config.swarm import AveragingConfig, PipelineConfig, SharingConfig
 from swarm_node.config.training import (
     EvalConfig,
     GrpoConfig,
@@ -47,9 +47,9 @@ __all__ = [
     "RolloutsConfig",
     "Section",
     "SharingConfig",
-    "SnapshotsConfig",
+    "CheckpointsConfig",
     "SpotConfig",
-    "StagesConfig",
+    "PipelineConfig",
     "TaskConfig",
     "all_keys",
     "all_variables",

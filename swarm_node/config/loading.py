@@ -119,12 +119,12 @@ def _check_together(config: NodeConfig) -> None:
             raise UserError(f"tasks[{i}] must not have `config`, which is for `env`")
     if not config.rewards.checker_weight and not config.rewards.functions:
         raise UserError("rewards.checker_weight = 0 leaves nothing to judge answers: add rewards.functions")
-    if config.stages.crew and not config.stages.count:
+    if config.pipeline.crew and not config.pipeline.stages:
         raise UserError("a crew needs to know in how many stages it holds its policy: --stages N")
-    if config.stages.stage != "auto" and not 0 <= config.stages.stage < config.stages.count:
+    if config.pipeline.stage != "auto" and not 0 <= config.pipeline.stage < config.pipeline.stages:
         raise UserError(
-            f"stages.stage = {config.stages.stage}: of {config.stages.count} stages the first is 0; say how many there "
-            "are with --stages"
+            f"pipeline.stage = {config.pipeline.stage}: of {config.pipeline.stages} stages the first is 0; say "
+            "how many there are with --stages"
         )
     if "{question}" not in config.policy.prompt_template:
         raise UserError(f"policy.prompt_template = {config.policy.prompt_template!r} lacks {{question}}")

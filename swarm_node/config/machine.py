@@ -1,4 +1,4 @@
-"""The machine that a node runs on: its snapshots, its cloud, its watchers, its owner."""
+"""The machine that a node runs on: its checkpoints, its cloud, its watchers, its owner."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from swarm_node.config.network import checked_ip
 from swarm_node.config.section import HOST_NAME, HOST_OR_NONE, URL_OR_NONE, Section
 
 
-class SnapshotsConfig(Section):
+class CheckpointsConfig(Section):
     """Resume state."""
 
     every: PositiveInt = 10
-    """Rounds between snapshots."""
+    """Rounds between checkpoints."""
     every_minutes: PositiveFloat = 1.0
-    """Where rounds are slow: a snapshot also after the round that ends so long after the last one. Not of a crew's
+    """Where rounds are slow: a checkpoint also after the round that ends so long after the last one. Not of a crew's
     stages."""
     keep: PositiveInt = 2
-    """Snapshots kept; of each of a crew's stages one more."""
+    """Checkpoints kept; of each of a crew's stages one more."""
     to: str = Field("", pattern=URL_OR_NONE)
-    """URL of a directory to copy each snapshot to, and to begin from where there is none here: file://, s3://, gs://,
+    """URL of a directory to copy each checkpoint to, and to begin from where there is none here: file://, s3://, gs://,
     az:// (docker/spot.md). The bucket, or the folder, has to be there. Empty = nowhere."""
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from protocol.limits import MAX_NAME_CHARS
-from swarm_node.config.machine import GuestConfig, HealthConfig, MetricsConfig, SnapshotsConfig, SpotConfig
+from swarm_node.config.machine import CheckpointsConfig, GuestConfig, HealthConfig, MetricsConfig, SpotConfig
 from swarm_node.config.network import NetworkConfig
 from swarm_node.config.section import NAME, Section
-from swarm_node.config.swarm import AveragingConfig, SharingConfig, StagesConfig
+from swarm_node.config.swarm import AveragingConfig, PipelineConfig, SharingConfig
 from swarm_node.config.training import EvalConfig, GrpoConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
 
 DEFAULT_ROUNDS = 200
@@ -26,7 +26,7 @@ class NodeConfig(Section):
     name: str | None = Field(None, max_length=MAX_NAME_CHARS, pattern=NAME)
     """This node's name for people, and of its run directory; unset = `local`, or `node` in a swarm."""
     run_dir: str | None = None
-    """Where this run lives: config, identity, metrics, snapshots, plots; unset = runs/<name>. Running again resumes
+    """Where this run lives: config, identity, metrics, checkpoints, plots; unset = runs/<name>. Running again resumes
     from it."""
     seed: int | None = Field(None, ge=0)
     """Root of all randomness; unset = 0, or in a swarm derived from the peer id (else all peers would do the same)."""
@@ -48,11 +48,11 @@ class NodeConfig(Section):
     grpo: GrpoConfig = GrpoConfig()
     sharing: SharingConfig = SharingConfig()
     averaging: AveragingConfig = AveragingConfig()
-    stages: StagesConfig = StagesConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     network: NetworkConfig = NetworkConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
-    snapshots: SnapshotsConfig = SnapshotsConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
     spot: SpotConfig = SpotConfig()
     health: HealthConfig = HealthConfig()
     guest: GuestConfig = GuestConfig()

@@ -30,13 +30,13 @@ FROM_THE_SWARM = {"tasks", "policy.model", "policy.revision", "seed"}
 """What a member takes from its swarm unless its user has set it; the next start takes it from there again."""
 GIVEN_ANEW = {
     *("swarm", "name", "run_dir", "rounds", "minutes", "log", "price_per_hour"),
-    *("network", "guest", "snapshots", "metrics", "spot", "health"),
+    *("network", "guest", "checkpoints", "metrics", "spot", "health"),
 }
 """Settings that change nothing about what is learned: a change of one is not said, and keeps no earlier file."""
 UNSAID = {"swarm", "name", "run_dir", "rounds", "minutes"}
 """Settings that a later start takes over without a word, since it shows them anyway. It names all others: --relay or
 --max-cpu stay in force even if they are not given again."""
-SECRET = "stages.crew"
+SECRET = "pipeline.crew"
 """The name of a crew is its password: it is on no screen."""
 MAX_LISTED = 8
 """Settings in one sentence; more do not help."""

@@ -11,10 +11,10 @@ from protocol.limits import MAX_NAME_CHARS, MAX_STAGES
 from swarm_node.config.section import NAME_OR_NONE, TOGETHER, Outside, Section
 
 
-class StagesConfig(Section):
+class PipelineConfig(Section):
     """A policy in stages, on several machines that are one crew."""
 
-    count: int = Field(0, ge=0, le=MAX_STAGES)
+    stages: int = Field(0, ge=0, le=MAX_STAGES)
     """Stages that the policy is cut into, one for each machine; 0 = this machine holds all of it, as usual."""
     crew: str = Field("", max_length=MAX_NAME_CHARS, pattern=NAME_OR_NONE)
     """Name that the machines have in common which hold one policy together, and their password: who is in the swarm and
@@ -125,7 +125,7 @@ class AveragingConfig(Section):
     probe: bool = True
     """Refuse averaged weights under which this node's own best answers are much less likely."""
     late_join: bool = True
-    """Without a snapshot, begin with the weights of a peer of the cohort, if one is there."""
+    """Without a checkpoint, begin with the weights of a peer of the cohort, if one is there."""
 
     @model_validator(mode="after")
     def _stable(self) -> AveragingConfig:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm_node.config import GrpoConfig
-from swarm_node.errors import SnapshotError
+from swarm_node.errors import CheckpointError
 
 
 class AnyOptimizer(Protocol):
@@ -173,14 +173,14 @@ class Optimizer:
         return tensors | {f"master.{name}": master.detach() for name, master in self.masters.items()}
 
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Take over what `state_dict` gave (once without `step`: then moments are of all updates); SnapshotError, and
+        """Take over what `state_dict` gave (once without `step`: then moments are of all updates); CheckpointError, and
         nothing changed, if names or shapes differ."""
         mine = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("rate_scale.")}
         scales = [float(tensor) for name, tensor in tensors.items() if name.startswith("rate_scale.")]
         early = {name: torch.tensor(float(updates)) for name in mine if name.startswith("step.")}
         tensors = early | {name: tensor for name, tensor in tensors.items() if not name.startswith("rate_scale.")}
         if mine.keys() != tensors.keys() or any(mine[k].shape != tensors[k].shape for k in mine):
-            raise SnapshotError("its optimiser state does not have the names and shapes of this policy")
+            raise CheckpointError("its optimiser state does not have the names and shapes of this policy")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         self.rate_scale = scales[0] if scales else 1.0

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from swarm_node.config import GrpoConfig
-from swarm_node.errors import Interrupted, SnapshotError, Unworkable, UserError
+from swarm_node.errors import CheckpointError, Interrupted, Unworkable, UserError
 from swarm_node.grpo import advantage, batch, loss
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.policy.logprobs import LOGITS_BYTES, TokenBatch
@@ -186,9 +186,9 @@ class Trainer:
         return self.optimizer.state_dict(), {"updates": self.optimizer.updates, "num_tokens": self.num_tokens}
 
     def load_state_dict(self, tensors: dict[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Take over what `state_dict` gave; SnapshotError, and nothing changed, if another policy's."""
+        """Take over what `state_dict` gave; CheckpointError, and nothing changed, if another policy's."""
         if numbers.keys() != {"updates", "num_tokens"}:
-            raise SnapshotError("its trainer state lacks a number")
+            raise CheckpointError("its trainer state lacks a number")
         self.optimizer.load_state_dict(tensors, numbers["updates"])
         self.num_tokens = numbers["num_tokens"]
 

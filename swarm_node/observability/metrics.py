@@ -38,7 +38,7 @@ class MetricsWriter:
         """Rounds until the next time that lines are merged."""
 
     def truncate_after(self, round: int) -> None:
-        """On resuming: drop what was recorded after the snapshot of `round`: it will be recorded again. Raises
+        """On resuming: drop what was recorded after the checkpoint of `round`: it will be recorded again. Raises
         UserError if a line is not a record."""
         self._file.cut_after(lambda record: record["round"] <= round)
         if self._thins:
@@ -89,7 +89,7 @@ class EventLog:
         self._file = JsonLines(path, report)
 
     def write(self, kind: str, text: str, **details: Any) -> None:
-        """`kind` is a word to filter by, for example `snapshot` or `signal`."""
+        """`kind` is a word to filter by, for example `checkpoint` or `signal`."""
         self._file.append({"time": time.time(), "kind": kind, "text": text, **details})
         if self._bounded and self._file.size > EVENTS_BYTES:
             try:

@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 def open_sinks(names: Sequence[str], run_dir: Path, config: dict[str, Any], first_round: int) -> list[Sink]:
-    """The sinks called `names`; `first_round` is the one after the snapshot resumed from (1 in a new run)."""
+    """The sinks called `names`; `first_round` is the one after the checkpoint resumed from (1 in a new run)."""
     sinks: list[Sink] = []
     for name in names:
         if name == "tensorboard":
@@ -40,7 +40,7 @@ def open_sinks(names: Sequence[str], run_dir: Path, config: dict[str, Any], firs
 
 
 class TensorBoard:
-    """Event files in `<run dir>/tensorboard`; rounds after the snapshot are purged on resuming."""
+    """Event files in `<run dir>/tensorboard`; rounds after the checkpoint are purged on resuming."""
 
     name = "TensorBoard"
 

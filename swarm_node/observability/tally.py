@@ -1,6 +1,6 @@
-"""Running figures of a run: what its summary says of all rounds, in a few kilobytes that a snapshot keeps.
+"""Running figures of a run: what its summary says of all rounds, in a few kilobytes that a checkpoint keeps.
 
-    record of each round --add--> Tally --state--> state.json of a snapshot --restored--> Tally
+    record of each round --add--> Tally --state--> state.json of a checkpoint --restored--> Tally
 
 Totals of the swarm begin at 0 in each start: where one falls, a start began, and what was counted before is kept (as
 `increase` of Prometheus does).
@@ -34,7 +34,7 @@ class Buckets(msgspec.Struct):
     squares: list[float] = []
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which is a ValidationError where a snapshot is read."""
+        """Raises ValueError, which is a ValidationError where a checkpoint is read."""
         parts = len(self.sums)
         fits = self.each > 0 and (parts - 1) * self.each < self.count <= parts * self.each
         if not fits or len(self.squares) != parts or parts > BUCKETS:

@@ -72,7 +72,7 @@ SETTLE_S = 1.0
 SLACK_S = 5.0
 """A lost stage that its neighbours could take on is there by then, or somebody else has to come."""
 ABSENT_S = 15.0
-"""So much longer does a node with snapshots of later stages wait for another to begin the crew: one of the first."""
+"""So much longer does a node with checkpoints of later stages wait for another to begin the crew: one of the first."""
 STATUS_S = 2.0
 """Between two writings of the status of a node that does not lead."""
 MAX_SHOWN = 500
@@ -127,7 +127,7 @@ class CrewNode:
     ) -> None:
         """`asked`: what its user asked for, in the fields that are set; by default `config`. UserError for a policy
         that cannot be cut so, or a stage that there is not."""
-        if not config.stages.crew:
+        if not config.pipeline.crew:
             raise UserError("give the crew a name that its other machines are given too, and nobody else: --crew NAME")
         if config.seed is None:
             config = config.model_copy(update={"seed": entered.seed})
@@ -143,7 +143,7 @@ class CrewNode:
         self.own_settings = OwnSettings(run, config, asked or config, say)
         self.own_settings.begin(trained=run.exists)  # as soon as there is a stage, its directory is that of a run
         self.loading = prepare(config.policy, alone=False)
-        stages = config.stages
+        pipeline = config.pipeline
         manifest = entered.manifest
         swarm = manifest.swarm_id
         self.memory = Memory(config, self.loading)
@@ -153,30 +153,30 @@ class CrewNode:
         files = run.path / "stages"
         found = stage_files(files)
         ours = [file for file in found if file.architecture == self.architecture]
-        usable = [file for file in ours if file.run and len(file.spans) == stages.count]
+        usable = [file for file in ours if file.run and len(file.spans) == pipeline.stages]
         if found and not ours:
             raise UserError(f"{files} has stages of another model, or trained otherwise: choose another --run-dir")
         last = newest(usable)
         kept = {file.stage for file in usable if last is not None and file.counts(last.run)}
         absent_s = ABSENT_S if kept and 0 not in kept else 0.0
-        key = crew_key(swarm, stages.crew)
+        key = crew_key(swarm, pipeline.crew)
         post = Post(
             me=self.transport.peer_id,
             name=config.name or "node",
             swarm=swarm,
-            crew=stages.crew,
+            crew=pipeline.crew,
             key=key,
             architecture=self.architecture,
             settings=self.settings,
-            spans=last.spans if last is not None else self.memory.divide([UNKNOWN] * stages.count),
+            spans=last.spans if last is not None else self.memory.divide([UNKNOWN] * pipeline.stages),
             run=last.run if last is not None else NO_RUN,
             round=last.round if last is not None else 0,
             divide=self.memory.divide,
-            wanted=None if stages.stage == "auto" else stages.stage,
-            capacity=round(stages.capacity_gb * 2**30) or free_memory(),
+            wanted=None if pipeline.stage == "auto" else pipeline.stage,
+            capacity=round(pipeline.capacity_gb * 2**30) or free_memory(),
             started=time.time() + absent_s,  # of two leads that begin at once, it gives way
-            spare_wait_s=stages.spare_wait_s,
-            stall_s=stages.stall_s,
+            spare_wait_s=pipeline.spare_wait_s,
+            stall_s=pipeline.stall_s,
             absent_s=absent_s,
         )
 
@@ -189,7 +189,7 @@ class CrewNode:
                 if config.averaging.method == "none":
                     return {}
                 members = {peer: card for peer, card in self.transport.members().items() if card.cohort}
-                found = elsewhere(members, crew_id(key), self.architecture, stages.count, spans[stage], stage)
+                found = elsewhere(members, crew_id(key), self.architecture, pipeline.stages, spans[stage], stage)
                 return dict(sorted(found.items(), key=lambda one: (abs(one[1] - updates), one[0])))
 
             usual = 2 * max(EVERY, replica_every(self.config, self.loading.lora))
@@ -205,7 +205,7 @@ class CrewNode:
             partial(limits, width=model.hidden_size, vocabulary=model.vocab_size),
             lambda text: say(self.words.named(text)),
         )
-        self.words = CrewWords(self.transport, self.mates, stages.crew, config.name or "node")
+        self.words = CrewWords(self.transport, self.mates, pipeline.crew, config.name or "node")
         stack.callback(self.mates.close)
         self._stop: Stopper | None = None
         self._leaves = False
@@ -230,13 +230,13 @@ class CrewNode:
             self.seats,
             self.transport,
             say,
-            most_s=min(MOST_S, stages.stall_s / 4),
+            most_s=min(MOST_S, pipeline.stall_s / 4),
         )
         self.lead: Lead | None = None
         self.policy: StagedPolicy
         self.optimizer: StagedOptimizer
         self.progress = Progress(recalled, 0.0)
-        """Of the crew, as last heard or told, or as it was at the newest snapshot here."""
+        """Of the crew, as last heard or told, or as it was at the newest checkpoint here."""
         others = [*config.network.bootstrap, *manifest.bootstrap]
         self.invitation = Invitation(self.transport.peer_id, swarm, config, others, entered.model)
         self._losses = 0.0
@@ -249,7 +249,7 @@ class CrewNode:
         self._whole_since = math.inf
         """When the crew was first whole, `time.monotonic`."""
         self._advised = False
-        """Snapshots are due, since this machine may well be taken back soon."""
+        """Checkpoints are due, since this machine may well be taken back soon."""
         self._averaged = 0
         """Changes that others' weights made to stage 0 while this node led."""
         self._announced: Any = None
@@ -290,7 +290,7 @@ class CrewNode:
                 self.progress = self.mates.progress
                 self.seats.round = self.progress.round
                 if self.progress.over:
-                    self.say(f"the run of crew {self.config.stages.crew} is over after round {self.progress.round}")
+                    self.say(f"the run of crew {self.config.pipeline.crew} is over after round {self.progress.round}")
                     return False
                 show(self.progress.round, self.progress.reward)
                 if not self.seats.workers and self.mates.plan is not None:
@@ -316,7 +316,7 @@ class CrewNode:
             self.announce()
 
     def _heed(self) -> None:
-        """If they are due: snapshots of the stages here, as soon as the last are written."""
+        """If they are due: checkpoints of the stages here, as soon as the last are written."""
         if self._advised and self.seats.save_soon():
             self._advised = False
             self.mates.report(self.seats.holding())
@@ -355,7 +355,7 @@ class CrewNode:
         self.memory.config, self.memory.reference = self.config, self.settings.reference
         self.seats.go_by(self.config, self.settings.reference)
         if changed:
-            self.say(f"crew {self.config.stages.crew} goes by its lead's options: {', '.join(changed)}")
+            self.say(f"crew {self.config.pipeline.crew} goes by its lead's options: {', '.join(changed)}")
 
     def _take(self, order: TakeSeat) -> None:
         self._go_by_plan()  # it may be a new one since
@@ -392,10 +392,10 @@ class CrewNode:
             self.mates,
             self.seats.workers,
             self._mend,
-            config.stages.wire,
-            config.stages.swap,
+            config.pipeline.wire,
+            config.pipeline.swap,
             self._refused,
-            config.stages.stall_s,
+            config.pipeline.stall_s,
             first_turn=plan.term * TURNS,
         )
         self._holders = self.words.holders
@@ -414,10 +414,10 @@ class CrewNode:
         self._begin()
         self.say(f"{self.words.whole()}; {self.lead.updates} updates so far")
         if self._lost():
-            self._aftermath.lost(f"the lead of crew {config.stages.crew} was lost", self.progress)
+            self._aftermath.lost(f"the lead of crew {config.pipeline.crew} was lost", self.progress)
 
     def round_over(self, round: int, reward: float, averager: Averager | None) -> None:
-        """At the lead, between two rounds: replicas and snapshots; a stage may change hands. `averager` is of stage
+        """At the lead, between two rounds: replicas and checkpoints; a stage may change hands. `averager` is of stage
         0."""
         if averager is not None:
             self.cohort.say_which(sorted(self.seats.workers))
@@ -560,7 +560,7 @@ class CrewNode:
         elif passed:
             self.say("; ".join(f"stage {stage} passed to {self.words.called(holders[stage])}" for stage in passed))
         else:
-            self.say(self.words.named(f"crew {self.config.stages.crew} does a step again: {lost.why}"))
+            self.say(self.words.named(f"crew {self.config.pipeline.crew} does a step again: {lost.why}"))
 
     def _lost(self) -> bool:
         """Whether any stage was lost since this was last asked."""
@@ -692,7 +692,7 @@ class CrewNode:
     def _waiting(self, since: float) -> None:
         """Nobody has come for a stage: say how to."""
         formed = self.mates.plan is not None
-        if not formed or time.monotonic() >= since + self.config.stages.spare_wait_s + SLACK_S:
+        if not formed or time.monotonic() >= since + self.config.pipeline.spare_wait_s + SLACK_S:
             self.invite()
 
     def invite(self) -> None:
@@ -700,11 +700,11 @@ class CrewNode:
         self.invitation.tell(self._whole_since < math.inf, self.say)
 
     def check_room(self, everybody: bool = False) -> None:
-        """UserError if the disk has no room for two snapshots of the stage that this node is to hold; of the smallest
+        """UserError if the disk has no room for two checkpoints of the stage that this node is to hold; of the smallest
         one, if it is to hold any. `everybody`: of all stages, whose processes are on this machine."""
-        stages = self.config.stages
-        each = self.memory.snapshots(self.memory.divide([UNKNOWN] * stages.count))
-        own = min(each) if stages.stage == "auto" else each[stages.stage]
+        pipeline = self.config.pipeline
+        each = self.memory.checkpoints(self.memory.divide([UNKNOWN] * pipeline.stages))
+        own = min(each) if pipeline.stage == "auto" else each[pipeline.stage]
         files = self.run.path / "stages"
         check_room(files, sum(each) if everybody else own, len(stage_files(files)))
 

@@ -53,7 +53,7 @@ from protocol.pipeline import (
     Trouble,
 )
 from swarm_node.config import PolicyConfig
-from swarm_node.errors import Interrupted, SnapshotError, Unworkable
+from swarm_node.errors import CheckpointError, Interrupted, Unworkable
 from swarm_node.pipeline import messages as wire
 from swarm_node.pipeline.compute.worker import Worker, attend
 from swarm_node.pipeline.ports import LEAD, Crewmates, Message, Refused, SliceOptimizer, StageLost
@@ -591,12 +591,12 @@ class StagedOptimizer:
         return state
 
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Take over what `state_dict` gave; SnapshotError, and nothing changed, if names or shapes differ."""
+        """Take over what `state_dict` gave; CheckpointError, and nothing changed, if names or shapes differ."""
         mine, varies = self.state_dict(), ("step.", "rate_scale.")
         known = mine.keys() & tensors.keys()
         foreign = [name for name in mine.keys() ^ tensors.keys() if not name.startswith(varies)]
         if foreign or any(mine[k].shape != tensors[k].shape for k in known):
-            raise SnapshotError("its optimiser state does not have the names and shapes of the stages held here")
+            raise CheckpointError("its optimiser state does not have the names and shapes of the stages held here")
         for optimizer in self._own():
             names = optimizer.weights()
             own = {key: tensor for key, tensor in tensors.items() if key.partition(".")[2] in names}

@@ -25,9 +25,9 @@ class Invitation:
         """Others join with it, if there is any."""
         self.open = True
         """Others may come from elsewhere."""
-        stages, model = config.stages, config.policy.model
+        pipeline, model = config.pipeline, config.policy.model
         named = [] if model in ("starter", swarms_model) else ["--model", model]
-        self._options = shlex.join(["--stages", str(stages.count), "--crew", stages.crew, *named])
+        self._options = shlex.join(["--stages", str(pipeline.stages), "--crew", pipeline.crew, *named])
         self._now: tuple[Sequence[str], bool, str] = (), False, ""
         """This node's addresses in the link, whether all of the crew can be named in it, and the link; ..."""
         self._told: tuple[Sequence[str], bool, str] = self._now

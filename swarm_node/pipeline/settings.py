@@ -22,13 +22,13 @@ MAX_ROWS = 2**14
 
 def settings_of(config: NodeConfig) -> Settings:
     """What a crew goes by that this node leads first."""
-    stages, rollouts, grpo = config.stages, config.rollouts, config.grpo
+    pipeline, rollouts, grpo = config.pipeline, config.rollouts, config.grpo
     longest = rollouts.max_prompt_tokens + rollouts.group_size * rollouts.max_new_tokens
     return Settings(
-        wire=stages.wire,
-        swap=stages.swap,
-        replica=stages.replica,
-        replica_every=stages.replica_every,
+        wire=pipeline.wire,
+        swap=pipeline.swap,
+        replica=pipeline.replica,
+        replica_every=pipeline.replica_every,
         reference=bool(grpo.beta),
         prompt=min(rollouts.max_prompt_tokens, MOST_TOKENS),
         length=min(rollouts.max_new_tokens, MOST_TOKENS),
@@ -43,7 +43,7 @@ def agreed(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, list[str
     """`config` as it goes with the crew's `settings`; and which of its options are others now, in words."""
     group = max(2, (settings.microbatch - settings.prompt) // settings.length)
     theirs: dict[str, dict[str, Any]] = {
-        "stages": {name: getattr(settings, name) for name in ("wire", "swap", "replica", "replica_every")},
+        "pipeline": {name: getattr(settings, name) for name in ("wire", "swap", "replica", "replica_every")},
         "rollouts": {
             "max_prompt_tokens": settings.prompt,
             "max_new_tokens": settings.length,

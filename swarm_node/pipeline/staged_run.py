@@ -1,4 +1,4 @@
-"""The policy of a crew's run directories: stages, each from the newest snapshot, put together again.
+"""The policy of a crew's run directories: stages, each from the newest checkpoint, put together again.
 
     RUN/stages/<k>/round-…   of as many run directories as it takes -> the last update that all stages are there of
         all weights trained  -> model-0000k-of-0000n.safetensors, one file a stage, and their index
@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from swarm_node.config import NodeConfig, read_own
-from swarm_node.errors import SnapshotError, UserError
+from swarm_node.errors import CheckpointError, UserError
 from swarm_node.pipeline.recovery.held_stages import shapes
 from swarm_node.pipeline.recovery.stage_files import StageFile, newest, stage_files
 from swarm_node.policy.loading import (
@@ -38,7 +38,7 @@ from swarm_node.policy.loading import (
     skeleton,
     with_adapter,
 )
-from swarm_node.storage.checkpoints import read_snapshot
+from swarm_node.storage.checkpoints import read_checkpoint
 from swarm_node.storage.rundir import RunDir
 
 Say = Callable[[str], None]
@@ -61,12 +61,12 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
     policy."""
     configs = [read_own(run.config) for run in runs]
     config = configs[0]
-    count = config.stages.count
+    count = config.pipeline.stages
     for run, other in zip(runs, configs, strict=True):
-        if (other.stages.count, other.policy.model, other.stages.crew) != (
+        if (other.pipeline.stages, other.policy.model, other.pipeline.crew) != (
             count,
             config.policy.model,
-            config.stages.crew,
+            config.pipeline.crew,
         ):
             raise UserError(f"{run.path} is not of the crew of {runs[0].path}: crew, model and stages must be the same")
     plan = prepare(config.policy, alone=False)
@@ -74,7 +74,7 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
     latest = newest([file for file in kept if file.run])
     others = [file for file in kept if file.state and not (latest and file.counts(latest.run))]
     if others:
-        say(f"snapshots left out, being of another run or branch than the newest: {len(others)}")
+        say(f"checkpoints left out, being of another run or branch than the newest: {len(others)}")
     kept = [file for file in kept if file not in others]
     while True:
         missing = [stage for stage in range(count) if not any(one.stage == stage for one in kept)]
@@ -90,13 +90,13 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
         stages = []
         for one in chosen:
             try:
-                snapshot = read_snapshot(one.path, lambda state: None if "span" in state else "it is of no stage")
-            except SnapshotError as error:
+                checkpoint = read_checkpoint(one.path, lambda state: None if "span" in state else "it is of no stage")
+            except CheckpointError as error:
                 say(f"{one.path} refused: {error}")
                 kept.remove(one)
                 break
-            states.append(snapshot.state)
-            stages.append(snapshot.tensors["policy"])
+            states.append(checkpoint.state)
+            stages.append(checkpoint.tensors["policy"])
         else:
             break
     _check(config, plan, chosen, states, stages)

@@ -297,7 +297,7 @@ def _checked(path: str) -> str:
         if not folder.is_dir():
             raise UserError(f"no model at {path}: give a directory in Hugging Face layout or a hub id")
         if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-            run = "; it is a run: `swarm-node export` makes a model of it" if (folder / "snapshots").is_dir() else ""
+            run = "; it is a run: `swarm-node export` makes a model of it" if (folder / "checkpoints").is_dir() else ""
             raise UserError(f"no model in {path}: it has no config.json{run}")
     return path
 

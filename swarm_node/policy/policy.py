@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
-from swarm_node.errors import Interrupted, SnapshotError, UserError
+from swarm_node.errors import CheckpointError, Interrupted, UserError
 from swarm_node.policy.chat_frame import Frame
 from swarm_node.policy.engines import transformers as decode_transformers
 from swarm_node.policy.engines.native import Decoder
@@ -275,10 +275,10 @@ class Policy:
         return {name: self.model.get_parameter(name).data for name in self._trainable}
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
-        """Copy `state` into the weights; SnapshotError, with nothing changed, if names or shapes differ."""
+        """Copy `state` into the weights; CheckpointError, with nothing changed, if names or shapes differ."""
         mine = self.trainable_state()
         if mine.keys() != state.keys() or any(mine[k].shape != state[k].shape for k in mine):
-            raise SnapshotError("its tensors do not have the names and shapes of this policy")
+            raise CheckpointError("its tensors do not have the names and shapes of this policy")
         for name, tensor in mine.items():
             tensor.copy_(state[name])
 

@@ -9,7 +9,7 @@
 
 Time counts from each start to the end of its last round, pauses between included, since the machine is there meanwhile.
 What comes after that round is in no figure, at the next start neither: held-out questions, the hand-over, a pause that
-ends the run; nor is time in which no process runs. All goes on from the snapshot that a resume begins from, so that
+ends the run; nor is time in which no process runs. All goes on from the checkpoint that a resume begins from, so that
 the rounds lost by a crash, and their cost, are not in it. Groups and rewards count from the first round that has a
 price, as the money does. Beyond 512 rounds, rewards are kept as sums over parts of equally many rounds: the two means
 are then to within a part.
@@ -34,7 +34,7 @@ ERRORS = 2.0
 
 
 class Costs(msgspec.Struct):
-    """What a snapshot keeps."""
+    """What a checkpoint keeps."""
 
     spent: float = 0.0
     groups: int = 0

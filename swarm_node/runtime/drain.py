@@ -1,4 +1,4 @@
-"""What is done so that little is lost when a node leaves: a last exchange of weights, snapshots elsewhere."""
+"""What is done so that little is lost when a node leaves: a last exchange of weights, checkpoints elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 0.5
 PART_S = 4.0
 """Left of the time to leave in, after a last exchange of weights: to save what it made of them, and say goodbye."""
 GOODBYE_S = 2.5
-"""Left of it after the last snapshot was copied elsewhere."""
+"""Left of it after the last checkpoint was copied elsewhere."""
 COPY_S = 600.0
 """Longest that a run which is over waits for that."""
 
@@ -38,11 +38,11 @@ def last_exchange(averager: Averager, average: Callable[[], object], left_s: Cal
 
 
 def mirror_of(config: NodeConfig, run: RunDir, swarm: EnteredSwarm | None, say: Callable[[str], None]) -> Mirror | None:
-    """Where snapshots are copied to, if anywhere. UserError if that cannot be."""
-    if not config.snapshots.to:
+    """Where checkpoints are copied to, if anywhere. UserError if that cannot be."""
+    if not config.checkpoints.to:
         return None
     place, peer = ("local", "") if swarm is None else (swarm.manifest.swarm_id, swarm.identity.peer_id)
-    return Mirror(config.snapshots.to, place, config.name or run.path.resolve().name, peer, run.path, say)
+    return Mirror(config.checkpoints.to, place, config.name or run.path.resolve().name, peer, run.path, say)
 
 
 def say_reach(config: NodeConfig, state_bytes: int | None, say: Callable[[str], None]) -> None:

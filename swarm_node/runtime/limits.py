@@ -160,7 +160,7 @@ def resume(run: RunDir) -> str:
 def _check_run(run: RunDir, verb: str) -> None:
     if not run.exists:
         raise UserError(f"no run in {run.path}: `swarm-node {verb} RUN` wants a run directory, such as runs/node")
-    if verb == "pause" and load_config(run.config).stages.count:
+    if verb == "pause" and load_config(run.config).pipeline.stages:
         raise UserError(
             f"{run.path} holds a stage of a crew, which would wait for it: stop the node instead (Ctrl-C or SIGTERM); "
             "it hands its stage over to another"

@@ -40,13 +40,13 @@ USER_ERROR = 2
 
 
 def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
-    """As `run.run_local`, of a policy in `stages.count` stages. Raises UserError."""
+    """As `run.run_local`, of a policy in `pipeline.stages` stages. Raises UserError."""
     from swarm_node.runtime.loop import run_join
 
     config = _private(config.model_copy(update={"swarm": None}))
     run = RunDir(config.directory)
     swarm = _swarm(config, run)
-    own = config.model_copy(update={"stages": config.stages.model_copy(update={"stage": 0}), "name": "stage-0"})
+    own = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stage": 0}), "name": "stage-0"})
 
     @contextmanager
     def beside(link: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
@@ -58,8 +58,8 @@ def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
 
 def _private(config: NodeConfig) -> NodeConfig:
     """With a network of its own, nobody to share with, and the processor's cores divided."""
-    count = config.stages.count
-    stages = config.stages.model_copy(update={"crew": CREW})
+    count = config.pipeline.stages
+    pipeline = config.pipeline.model_copy(update={"crew": CREW})
     network = config.network.model_copy(
         update={"listen": "127.0.0.1", "announce": [], "port": 0, "gossip_port": 0, "bootstrap": []}
     )
@@ -71,7 +71,7 @@ def _private(config: NodeConfig) -> NodeConfig:
         update={
             "run_dir": str(config.directory),
             "rounds": config.rounds or (None if config.minutes else int(config.total_rounds)),
-            "stages": stages,
+            "pipeline": pipeline,
             "network": network,
             "sharing": sharing,
             "policy": policy,
@@ -141,7 +141,7 @@ class Others:
     def _watch(self) -> None:
         while not self._ended.wait(LOOK_S):
             link = self._link()
-            for stage in range(1, self.config.stages.count) if link else ():
+            for stage in range(1, self.config.pipeline.stages) if link else ():
                 process = self._processes.get(stage)
                 if process is None or self._again.get(stage, math.inf) <= self._now():
                     self._start(stage, link)

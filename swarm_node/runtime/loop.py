@@ -1,8 +1,8 @@
 """A run: a node with a directory, a screen and signals.
 
-    open the directory -> (swarm), tasks, policy -> resume -> held-out table -> rounds -> snapshot -> table and plot
+    open the directory -> (swarm), tasks, policy -> resume -> held-out table -> rounds -> checkpoint -> table and plot
 
-A round is the node's own affair (`node`); here are its metrics line, its snapshot every few, and the ways it may end.
+A round is the node's own affair (`node`); here are its metrics line, its checkpoint every few, and the ways it may end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from swarm_node.runtime.preemption import aside, stopper
 from swarm_node.runtime.report import Report
 from swarm_node.runtime.resume import RunState
 from swarm_node.shutdown import Stopper, StopRequested
-from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.own_settings import OwnSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.enter import EnteredSwarm, enter_swarm
@@ -55,11 +55,11 @@ STATUS_SECONDS = 2.0
 
 def run_local(config: NodeConfig, json_output: bool = False) -> int:
     """Train alone until `rounds` or `minutes` are over or a signal comes; resumes what is in the run directory. With
-    `stages.count`, in as many processes.
+    `pipeline.stages`, in as many processes.
 
     Returns the exit code. Raises UserError for what only the user can mend.
     """
-    if config.stages.count:
+    if config.pipeline.stages:
         from swarm_node.runtime.local_pipeline import run_local_crew
 
         refuse_in_a_crew(config, RunDir(config.directory))
@@ -68,9 +68,9 @@ def run_local(config: NodeConfig, json_output: bool = False) -> int:
 
 
 def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False, beside: Beside | None = None) -> int:
-    """As `run_local`, as a member of `swarm`; waits for nobody but, once, for its manifest. With `stages.count`, as one
-    of a crew."""
-    if config.stages.count:
+    """As `run_local`, as a member of `swarm`; waits for nobody but, once, for its manifest. With `pipeline.stages`, as
+    one of a crew."""
+    if config.pipeline.stages:
         from swarm_node.runtime.pipeline_run import run_crew
 
         return run_crew(config, json_output, swarm, beside)
@@ -144,10 +144,10 @@ class Run:
             self.say("averaging.method needs peers: training alone, nothing is averaged")
         optimizer, averaged = (None, None) if crew is None else (crew.optimizer, crew.seats.optimizer(0))
         self.node = Node(self.config, self.policy, self.tasks, self.say, member, optimizer=optimizer, averaged=averaged)
-        self.snapshots = SnapshotStore(run.snapshots, config.snapshots.keep, self.say)
-        stack.callback(self.snapshots.close)
+        self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, self.say)
+        stack.callback(self.checkpoints.close)
         self.own = OwnSettings(run, config, asked, self.say) if crew is None else crew.own_settings
-        self.state = RunState(self.config, run, self.node, self.snapshots, self.say, crew, self.own, self.cost)
+        self.state = RunState(self.config, run, self.node, self.checkpoints, self.say, crew, self.own, self.cost)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.guest.threads))
             self.progress.waiting = self.screen.health.waiting = self.guest.waiting
@@ -166,7 +166,7 @@ class Run:
             self.own.begin(resumed or run.has_rounds, self.state.settings)
         if not resumed:
             self.state.set_aside(run.metrics)
-        shown = config.model_dump(mode="json", exclude={"stages": {"crew"}})  # the crew's name is its password
+        shown = config.model_dump(mode="json", exclude={"pipeline": {"crew"}})  # the crew's name is its password
         sinks = [*open_sinks(config.log, run.path, shown, self.node.round + 1), self.screen.health]
         self.metrics = MetricsWriter(run.metrics, self.say, sinks, keep_all=config.metrics.keep == "all")
         stack.callback(self.metrics.close)
@@ -175,7 +175,7 @@ class Run:
         self.began_at = self.node.round
         """The round after which this start went on."""
         if crew is None:
-            self.snapshots.check_room(self.state.snapshot_bytes)
+            self.checkpoints.check_room(self.state.checkpoint_bytes)
         if resumed:
             self.say(f"resumed {run.path} at round {self.node.round}", "resume")
 
@@ -213,7 +213,7 @@ class Run:
     # ----------------------------------------------------------------- the loop
 
     def train(self) -> None:
-        """Rounds until the end or a signal; then held-out questions and a last snapshot."""
+        """Rounds until the end or a signal; then held-out questions and a last checkpoint."""
         stop = self.stop
         if self.crew is None and (self.node.member is not None or self._mirror is not None):
             trained = sum(t.numel() * t.element_size() for t in self.policy.trainable_state().values())
@@ -237,10 +237,10 @@ class Run:
                         self._part(stop)
         finally:
             self.progress.stop()
-        self.snapshots.wait()
-        if self.snapshots.failed and not self._changing:  # there may be room by now
+        self.checkpoints.wait()
+        if self.checkpoints.failed and not self._changing:  # there may be room by now
             self.state.save()
-            self.snapshots.wait()
+            self.checkpoints.wait()
         if self.crew is None:
             stop.safe()
         if self._mirror is not None:
@@ -313,8 +313,8 @@ class Run:
             without_reward = 0 if record["reward"] else without_reward + 1
             if without_reward == ZERO_REWARD_ROUNDS:
                 self._show_completions(collected.groups)
-            long_ago = time.monotonic() - saved_at >= 60 * config.snapshots.every_minutes
-            due = (long_ago and not self.snapshots.busy) or advised or node.round % config.snapshots.every == 0
+            long_ago = time.monotonic() - saved_at >= 60 * config.checkpoints.every_minutes
+            due = (long_ago and not self.checkpoints.busy) or advised or node.round % config.checkpoints.every == 0
             if due and node.round < config.total_rounds:
                 stop.advised, saved_at = stop.advised and not advised, time.monotonic()
                 self.state.save()
@@ -344,17 +344,17 @@ class Run:
 
     def _change(self, stop: Stopper) -> None:
         """From here to the end of the round the weights are not those of a finished round; but a crew's are not in
-        these snapshots. Raises StopRequested if that came and was swallowed."""
+        these checkpoints. Raises StopRequested if that came and was swallowed."""
         stop.hold()
         stop.check()
         self._changing = self.crew is None
 
     def last_resort(self) -> None:
         """The deadline after a signal is over and nothing is saved, since the main thread is inside torch, or the disk
-        slow: weights as they are, if they are those of a finished round, else the last snapshot stands."""
+        slow: weights as they are, if they are those of a finished round, else the last checkpoint stands."""
         if not self._changing:
             self.state.save()
-            self.snapshots.wait()
+            self.checkpoints.wait()
 
     # ----------------------------------------------------------------- what people see
 

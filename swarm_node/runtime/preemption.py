@@ -109,7 +109,7 @@ def reach(cloud: str, uplink_mbit: float, state_bytes: int | None = None) -> str
         text += f"; what is held here is {_size(state_bytes)}"
     if state_bytes is None or state_bytes <= most:
         return text
-    return f"{text}: only what left before (averaging, a crew's replicas, --snapshot-to) outlives this machine"
+    return f"{text}: only what left before (averaging, a crew's replicas, --checkpoint-to) outlives this machine"
 
 
 def _size(size: float) -> str:

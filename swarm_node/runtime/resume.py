@@ -1,4 +1,4 @@
-"""How a run goes on where its last start ended: what its snapshots hold."""
+"""How a run goes on where its last start ended: what its checkpoints hold."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from protocol.lineage import read_lineage, shared
 from swarm_node.config import NodeConfig
-from swarm_node.errors import SnapshotError
+from swarm_node.errors import CheckpointError
 from swarm_node.node import Node
 from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime.cost import CostMeter, Costs
-from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.own_settings import OwnSettings
 from swarm_node.storage.rundir import RunDir
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.pipeline.crew import CrewNode
 
 STALE_S = 600.0
-"""A node whose snapshot is older than this looks for a peer of its cohort that is ahead."""
+"""A node whose checkpoint is older than this looks for a peer of its cohort that is ahead."""
 
 
 class RunState:
-    """The state of a run, in its snapshots."""
+    """The state of a run, in its checkpoints."""
 
     def __init__(
         self,
         config: NodeConfig,
         run: RunDir,
         node: Node,
-        snapshots: SnapshotStore,
+        checkpoints: CheckpointStore,
         say: Callable[..., None],
         crew: CrewNode | None,
         own: OwnSettings,
@@ -52,27 +52,27 @@ class RunState:
         self.node = node
         self.policy = node.policy
         self.tasks = node.tasks
-        self.snapshots = snapshots
+        self.checkpoints = checkpoints
         self.say = say
         self.crew = crew
         self.own = own
         self.settings: dict[str, Any] | None = None
-        """Those in the snapshot that this start went on from."""
+        """Those in the checkpoint that this start went on from."""
         self.cost = cost
         self.tally = Tally()
         """Of all rounds so far."""
         self.before = Evaluation()
         """Held-out figures from before training."""
         self.saved: int | None = None
-        """The round of the last snapshot."""
+        """The round of the last checkpoint."""
 
     def save(self, anew: bool = False) -> None:
-        """Snapshot of the state after `round` rounds, unless there is one, or one is being written (`anew`: also
+        """Checkpoint of the state after `round` rounds, unless there is one, or one is being written (`anew`: also
         then); written in the background."""
-        if self.saved == self.node.round and not anew and not self.snapshots.failed:
+        if self.saved == self.node.round and not anew and not self.checkpoints.failed:
             return
         tensors, numbers, averaging = self._state()
-        self.snapshots.save(
+        self.checkpoints.save(
             self.node.round,
             tensors,
             {
@@ -104,44 +104,44 @@ class RunState:
         return tensors, numbers, averaging
 
     @property
-    def snapshot_bytes(self) -> int:
-        """Of the tensors in a snapshot."""
+    def checkpoint_bytes(self) -> int:
+        """Of the tensors in a checkpoint."""
         tensors, _, _ = self._state()
         return sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
 
     def resume(self) -> bool:
-        """Go on from the newest snapshot that belongs here: whether there was anything to go on from."""
-        snapshot = self.snapshots.load_latest(self.foreign)
+        """Go on from the newest checkpoint that belongs here: whether there was anything to go on from."""
+        checkpoint = self.checkpoints.load_latest(self.foreign)
         upto = math.inf
-        if snapshot is not None and self.crew is not None:
-            upto = shared(read_lineage(snapshot.state.get("run")), self.crew.seats.run)
+        if checkpoint is not None and self.crew is not None:
+            upto = shared(read_lineage(checkpoint.state.get("run")), self.crew.seats.run)
             if upto < 0:
-                snapshot = None
+                checkpoint = None
                 self.set_aside(self.run.metrics)
         if self.crew is not None:
-            known = self.crew.progress.round or (0 if snapshot is None else snapshot.round)
+            known = self.crew.progress.round or (0 if checkpoint is None else checkpoint.round)
             self.node.round = known or self.policy.version
-        if snapshot is None:
+        if checkpoint is None:
             return self.node.round > 0
-        state = snapshot.state
+        state = checkpoint.state
         settings = state.get("settings")
         self.settings = settings if isinstance(settings, dict) else None
         self._take_figures(state)
         if self.crew is None:
-            self.policy.load_trainable_state(snapshot.tensors["policy"])
-            self.node.trainer.load_state_dict(snapshot.tensors["optimizer"], state["trainer"])
+            self.policy.load_trainable_state(checkpoint.tensors["policy"])
+            self.node.trainer.load_state_dict(checkpoint.tensors["optimizer"], state["trainer"])
             self.policy.version = state["policy_version"]
-            self.node.round = self.saved = snapshot.round
+            self.node.round = self.saved = checkpoint.round
         else:
             self.node.trainer.num_tokens = state["trainer"]["num_tokens"]
         if self.node.averager is not None:
             try:
                 if state["policy_version"] > upto:
-                    raise SnapshotError("the snapshot is of another branch of the crew's run")
+                    raise CheckpointError("the checkpoint is of another branch of the crew's run")
                 if not state["averaging"]:
-                    raise SnapshotError("this run has not averaged until now")
-                self.node.averager.load_state_dict(snapshot.tensors.get("averaging", {}), state["averaging"])
-            except (SnapshotError, KeyError) as error:
+                    raise CheckpointError("this run has not averaged until now")
+                self.node.averager.load_state_dict(checkpoint.tensors.get("averaging", {}), state["averaging"])
+            except (CheckpointError, KeyError) as error:
                 self.say(f"averaging begins anew: {error}")
                 self.node.averager.restart()
             if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.handover:
@@ -155,7 +155,7 @@ class RunState:
 
     def catch_up(self) -> None:
         """Take what the running figures lack from metrics.jsonl, which ends with the round that the run goes on after:
-        all of it if the snapshot has none, being of an earlier version, or is of a later round. Raises UserError."""
+        all of it if the checkpoint has none, being of an earlier version, or is of a later round. Raises UserError."""
         if self.tally.round > self.node.round:
             self.tally, self.cost.costs = Tally(), Costs()
         last = last_record(self.run.metrics)
@@ -175,7 +175,7 @@ class RunState:
         self.tally, self.cost.costs = tally, costs
 
     def _identity(self) -> dict[str, Any]:
-        """What must agree for a snapshot to go on with this model."""
+        """What must agree for a checkpoint to go on with this model."""
         if self.crew is not None:
             return {"base": self.crew.architecture}
         trained = {name: [str(t.dtype), *t.shape] for name, t in self.policy.trainable_state().items()}
@@ -190,14 +190,14 @@ class RunState:
         return [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
 
     def set_aside(self, metrics: Path) -> None:
-        """Starting anew over the metrics of a run whose snapshots are gone or refused: keep them under another name."""
+        """Keep the metrics of a run under another name, because its checkpoints are gone or refused."""
         if metrics.exists() and metrics.stat().st_size:
             kept = next(p for n in count(1) if not (p := metrics.with_name(f"{metrics.name}.{n}")).exists())
             metrics.rename(kept)
             self.say(f"starting anew; the metrics that were there are now {kept}")
 
     def foreign(self, state: dict[str, Any]) -> str | None:
-        """Why a snapshot does not belong to this run, or `None`."""
+        """Why a checkpoint does not belong to this run, or `None`."""
         theirs, mine = state.get("model"), self._identity()
         if not isinstance(theirs, dict):
             return "it names no model"

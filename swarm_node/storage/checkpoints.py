@@ -1,16 +1,16 @@
 """Resume state on disk: atomic, checked, written in the background.
 
-    snapshots/round-00000120/
+    checkpoints/round-00000120/
         policy.safetensors …   one file per group of tensors
         state.json             everything else, and the list of tensor files
-        SHA256SUMS             written last: `sha256sum -c SHA256SUMS` checks a snapshot by hand
+        SHA256SUMS             written last: `sha256sum -c SHA256SUMS` checks a checkpoint by hand
 
-A snapshot comes into being by the rename of a complete and synced directory, so a process killed at any
+A checkpoint comes into being by the rename of a complete and synced directory, so a process killed at any
 moment leaves the older ones as they were and at most a `.tmp-*` directory that the next write removes. It is
 used only if every digest is right; no file in it is parsed before its digest is checked. There is no pickle
 anywhere.
 
-Left out: overwriting. A second snapshot of the same round gets a name of its own (`round-00000120-1`), since
+Left out: overwriting. A second checkpoint of the same round gets a name of its own (`round-00000120-1`), since
 a directory cannot be replaced by another in one atomic move.
 """
 
@@ -34,22 +34,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swarm_node.errors import SnapshotError, UserError
+from swarm_node.errors import CheckpointError, UserError
 from swarm_node.storage.rundir import explain
 
 FORMAT = 1
 NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
 MAX_STATE_BYTES = 64 << 20  # counters and random states take kilobytes; more is not ours
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
-"""What reading answers for good where a file of a snapshot should be."""
+"""What reading answers for good where a file of a checkpoint should be."""
 
 TensorFiles = Mapping[str, Mapping[str, Tensor]]
 Copies = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # stem -> distinct tensors, alias -> name
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """A snapshot that passed every check."""
+class Checkpoint:
+    """A checkpoint that passed every check."""
 
     round: int
     """Rounds completed when it was taken."""
@@ -59,12 +59,12 @@ class Snapshot:
     """What was saved beside the tensors, as JSON gives it back: tuples have become lists."""
 
 
-class ForeignSnapshot(SnapshotError):
+class ForeignCheckpoint(CheckpointError):
     """Intact, but of another model or run."""
 
 
-class SnapshotStore:
-    """The snapshots of one run. Making one touches no disk, so it serves readers as well."""
+class CheckpointStore:
+    """The checkpoints of one run. Making one touches no disk, so it serves readers as well."""
 
     def __init__(self, directory: Path, keep: int, report: Callable[[str], None]) -> None:
         """Keeps the newest `keep`; `report` gets sentences for the user, also from the writing thread."""
@@ -79,20 +79,20 @@ class SnapshotStore:
     def save(self, round: int, tensors: TensorFiles, state: dict[str, Any]) -> None:
         """Copy everything now, write it in the background; waits first if an older write is still under way.
 
-        A write that fails is reported, leaves the older snapshots alone and does not stop training; `close`
+        A write that fails is reported, leaves the older checkpoints alone and does not stop training; `close`
         raises if the last one failed. `state` must be JSON-able (TypeError otherwise).
         """
         self.wait()
         document = {"format": FORMAT, "round": round, "files": sorted(tensors), "state": state}
         text = json.dumps(document, sort_keys=True).encode()
         copies = {stem: _copy(named) for stem, named in tensors.items()}
-        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
+        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._writing = writer.submit(self._write, round, copies, text)
         writer.shutdown(wait=False)  # its thread ends with this write
 
     def check_room(self, size: int) -> None:
-        """UserError if there is no room for two snapshots of `size` bytes, or for one beside those that are there: the
-        newest goes only after the next has come."""
+        """UserError if there is no room for two checkpoints of `size` bytes, or for one beside those that are there:
+        the newest goes only after the next has come."""
         check_room(self._directory, size, len(self._list()))
 
     @property
@@ -116,10 +116,10 @@ class SnapshotStore:
         if self._failure is not None:
             raise UserError(self._failure)
 
-    def load_latest(self, accept: Callable[[dict[str, Any]], str | None]) -> Snapshot | None:
-        """The newest usable snapshot, or None if there is none to go back to; changes nothing on disk.
+    def load_latest(self, accept: Callable[[dict[str, Any]], str | None]) -> Checkpoint | None:
+        """The newest usable checkpoint, or None if there is none to go back to; changes nothing on disk.
 
-        `accept(state)` returns why a snapshot does not belong to this run, or None if it does. A refused one
+        `accept(state)` returns why a checkpoint does not belong to this run, or None if it does. A refused one
         is reported with its reason and the next older one tried. Raises UserError if none is usable and one
         is foreign: starting anew here would mix two runs.
         """
@@ -127,19 +127,19 @@ class SnapshotStore:
         while untried := [path for path in self._list() if path.name not in self._refused]:
             path = untried[-1]  # listed anew each time: a running node may be writing and pruning meanwhile
             try:
-                snapshot = read_snapshot(path, accept)
-            except SnapshotError as error:
+                checkpoint = read_checkpoint(path, accept)
+            except CheckpointError as error:
                 self._refused.add(path.name)
-                self._report(f"snapshot {path.name} refused: {error}")
-                if isinstance(error, ForeignSnapshot):
+                self._report(f"checkpoint {path.name} refused: {error}")
+                if isinstance(error, ForeignCheckpoint):
                     foreign = foreign or error
             else:
-                self._last_good = snapshot.round
-                return snapshot
+                self._last_good = checkpoint.round
+                return checkpoint
         if foreign is not None:
             raise UserError(f"{self._directory.parent} belongs to another run: {foreign}; choose another --run-dir")
         if self._refused:
-            self._report("no snapshot is usable: starting anew (the refused ones stay where they are)")
+            self._report("no checkpoint is usable: starting anew (the refused ones stay where they are)")
         return None
 
     def _write(self, round: int, copies: Copies, text: bytes) -> None:
@@ -150,7 +150,7 @@ class SnapshotStore:
         except OSError as error:
             good = "none yet" if self._last_good is None else f"round {self._last_good}"
             problem = explain(error, self._directory)
-            self._failure = f"snapshot of round {round}: {problem} (last good snapshot: {good})"
+            self._failure = f"checkpoint of round {round}: {problem} (last good checkpoint: {good})"
             self._report(self._failure)
         else:
             self._failure = None
@@ -176,7 +176,7 @@ class SnapshotStore:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
 
     def _list(self) -> list[Path]:
-        """All snapshots, oldest first."""
+        """All checkpoints, oldest first."""
         if not self._directory.is_dir():
             return []
         return sorted((path for path in self._directory.iterdir() if NAME.fullmatch(path.name)), key=order)
@@ -193,23 +193,23 @@ class SnapshotStore:
 
 
 def check_room(folder: Path, size: int, there: int = 0) -> None:
-    """As `SnapshotStore.check_room`, with so many snapshots `there`."""
+    """As `CheckpointStore.check_room`, with so many checkpoints `there`."""
     count = max(1, 2 - there)
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     free = shutil.disk_usage(place).free
     if count * size > free:
         each = f"{size / 2**20:,.1f} MiB"
-        wanted = f"two snapshots of {each}" if count > 1 else f"one more snapshot of {each}"
+        wanted = f"two checkpoints of {each}" if count > 1 else f"one more checkpoint of {each}"
         raise UserError(
             f"no room at {folder} for {wanted}: {free / 2**20:,.1f} MiB are free; free some space, or choose another "
             "directory (--run-dir)"
         )
 
 
-def read_snapshot(path: Path, accept: Callable[[dict[str, Any]], str | None]) -> Snapshot:
-    """Check, then parse, one snapshot directory; cheap checks first.
+def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) -> Checkpoint:
+    """Check, then parse, one checkpoint directory; cheap checks first.
 
-    Raises SnapshotError if it is torn, ForeignSnapshot if `accept` refuses its state, UserError if it may not
+    Raises CheckpointError if it is torn, ForeignCheckpoint if `accept` refuses its state, UserError if it may not
     be read.
     """
     with _torn():
@@ -219,20 +219,20 @@ def read_snapshot(path: Path, accept: Callable[[dict[str, Any]], str | None]) ->
         document = _load_state(path / "state.json")
         round, stems, state = document["round"], document["files"], document["state"]
     if round != order(path)[0] or not isinstance(state, dict) or not isinstance(stems, list):
-        raise SnapshotError("malformed (state.json is of another round or shape)")
+        raise CheckpointError("malformed (state.json is of another round or shape)")
     if reason := accept(state):
-        raise ForeignSnapshot(reason)
+        raise ForeignCheckpoint(reason)
     with _torn():
         for stem in stems:
             _check(path / f"{stem}.safetensors", sums)
         tensors = {stem: _load_tensors(path / f"{stem}.safetensors") for stem in stems}
-    return Snapshot(round, tensors, state)
+    return Checkpoint(round, tensors, state)
 
 
 @contextmanager
 def _torn(codes: Collection[int] | None = None) -> Iterator[None]:
-    """Whatever goes wrong in reading becomes a SnapshotError, if of the system's errors it is one of `codes` (`None` =
-    any); a file that may not be read is not torn."""
+    """Whatever goes wrong in reading becomes a CheckpointError, if of the system's errors it is one of `codes` (`None`
+    = any); a file that may not be read is not torn."""
     try:
         yield
     except PermissionError as error:
@@ -240,17 +240,17 @@ def _torn(codes: Collection[int] | None = None) -> Iterator[None]:
     except OSError as error:
         if codes is not None and error.errno not in codes:
             raise
-        raise SnapshotError(f"{Path(error.filename or '').name}: {error.strerror or error}") from error
+        raise CheckpointError(f"{Path(error.filename or '').name}: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
-        raise SnapshotError(f"malformed ({type(error).__name__}: {error})") from error
+        raise CheckpointError(f"malformed ({type(error).__name__}: {error})") from error
 
 
 def _load_state(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_STATE_BYTES:
-        raise SnapshotError("state.json is too large")
+        raise CheckpointError("state.json is too large")
     document: dict[str, Any] = json.loads(path.read_bytes())
     if document["format"] != FORMAT:
-        raise ForeignSnapshot(f"it has format {document['format']}, this version reads format {FORMAT}")
+        raise ForeignCheckpoint(f"it has format {document['format']}, this version reads format {FORMAT}")
     return document
 
 
@@ -287,11 +287,11 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
 
 def _check(path: Path, sums: dict[str, str]) -> None:
     if _digest(path) != sums.get(path.name):
-        raise SnapshotError(f"{path.name} does not have the digest in SHA256SUMS")
+        raise CheckpointError(f"{path.name} does not have the digest in SHA256SUMS")
 
 
 def check_files(path: Path) -> None:
-    """Check, without parsing it, a snapshot directory that came from elsewhere. Raises SnapshotError if it is torn,
+    """Check, without parsing it, a checkpoint directory that came from elsewhere. Raises CheckpointError if it is torn,
     UserError if it may not be read, and OSError for what may pass: nothing is known then."""
     with _torn(NOT_THERE):
         lines = (path / "SHA256SUMS").read_text().splitlines()
@@ -315,7 +315,7 @@ def _sync(path: Path) -> None:
 
 
 def order(path: Path) -> tuple[int, int]:
-    """(round, repetition) from a snapshot's name."""
+    """(round, repetition) from a checkpoint's name."""
     match = NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)

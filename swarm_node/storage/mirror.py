@@ -1,17 +1,17 @@
-"""Copies of a run's snapshots at a URL, for the day on which all machines of a fleet are taken back at once.
+"""Copies of a run's checkpoints at a URL, for the day on which all machines of a fleet are taken back at once.
 
-    URL/<swarm>/<name>-<end of peer id>/snapshots/round-00000120/{*.safetensors, state.json, SHA256SUMS}
+    URL/<swarm>/<name>-<end of peer id>/checkpoints/round-00000120/{*.safetensors, state.json, SHA256SUMS}
                                         stages/<k>/round-…         likewise, of stages held for a crew
 
-Each snapshot is copied once it is whole on disk, in the background, the newest first; one that has no SHA256SUMS, which
-leaves last and is removed before anything is overwritten, is not there. What is torn here is not copied. A run
-directory without a whole snapshot is filled from the newest copy: of its own peer, else of a peer of its name, else
+Each checkpoint is copied once it is whole on disk, in the background, the newest first; one that has no SHA256SUMS,
+which leaves last and is removed before anything is overwritten, is not there. What is torn here is not copied. A run
+directory without a whole checkpoint is filled from the newest copy: of its own peer, else of a peer of its name, else
 (unless of a crew, whose machines hold different things) of any that trained the same. Of the stages of a crew all
 copies come, since its machines can only go on together from an update of which there are files of each; where some
 stages are here whole, the others come from its own peer's. A run that is alone, whose <swarm> is `local`, has nothing
 but those of its name.
 
-The URL is any that fsspec knows; what is copied is as trustworthy as who can write there, and is checked as snapshots
+The URL is any that fsspec knows; what is copied is as trustworthy as who can write there, and is checked as checkpoints
 on disk are. There is no secret in it: the identity stays on the machine.
 """
 
@@ -33,8 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from swarm_node.errors import SnapshotError, UserError
-from swarm_node.storage.checkpoints import MAX_STATE_BYTES, NAME, ForeignSnapshot, check_files, order
+from swarm_node.errors import CheckpointError, UserError
+from swarm_node.storage.checkpoints import MAX_STATE_BYTES, NAME, ForeignCheckpoint, check_files, order
 from swarm_node.storage.rundir import explain
 
 LOOK_S = 1.0
@@ -53,16 +53,16 @@ KEPT, STAGES_KEPT = 2, 3
 """Copies of a folder; of a stage one more, since one that was made at a time of its own must not take the place of the
 update of which there are copies of all stages."""
 FILE = re.compile(
-    r"([^/]+)/(snapshots|stages/[0-9]{1,5})/(round-[0-9]{8,}(?:-[0-9]+)?)/([a-z0-9_-]+\.safetensors|state\.json|SHA256SUMS)"
+    r"([^/]+)/(checkpoints|stages/[0-9]{1,5})/(round-[0-9]{8,}(?:-[0-9]+)?)/([a-z0-9_-]+\.safetensors|state\.json|SHA256SUMS)"
 )
 UNLINKABLE = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 """What file systems answer that have no hard links, or no more of them."""
-SNAPSHOTS = "snapshots"
+CHECKPOINTS = "checkpoints"
 NEEDED = {"state.json", "SHA256SUMS"}
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 
 Accept = Callable[[dict[str, Any]], str | None]
-"""(state) -> why a snapshot is not one to go on from, or None."""
+"""(state) -> why a checkpoint is not one to go on from, or None."""
 Copies = dict[str, dict[str, dict[str, set[str]]]]
 """Owner -> folder -> round's name -> files."""
 T = TypeVar("T")
@@ -86,19 +86,19 @@ class Mirror:
         except ImportError as error:
             extra = EXTRAS.get(scheme)
             package = f"'swarm-node[{extra}]'" if extra else f"fsspec's driver for {scheme}"
-            raise UserError(f"--snapshot-to {url} needs a package: pip install {package}") from error
+            raise UserError(f"--checkpoint-to {url} needs a package: pip install {package}") from error
         except ValueError as error:
-            raise UserError(f"--snapshot-to {url}: {error}; use file://, s3://, gs:// or az://") from error
+            raise UserError(f"--checkpoint-to {url}: {error}; use file://, s3://, gs:// or az://") from error
         self._local = isinstance(self.fs, LocalFileSystem)
         self.place = root
         """Path of the copies on that file system."""
         try:
             there = in_time(self._is_there)
         except TimeoutError as error:
-            raise UserError(f"--snapshot-to {url}: {error}") from error
+            raise UserError(f"--checkpoint-to {url}: {error}") from error
         if not there:
             raise UserError(
-                f"--snapshot-to {url}: there is no such folder; mount the share that it is on, or make it there: "
+                f"--checkpoint-to {url}: there is no such folder; mount the share that it is on, or make it there: "
                 f"mkdir {shlex.quote(root)}"
             )
         self._url = url
@@ -126,8 +126,8 @@ class Mirror:
     # ----------------------------------------------------------------- from there
 
     def restore(self, accept: Accept = lambda state: None, crew: bool = False) -> None:
-        """Fill those folders of the run directory from copies that have no whole snapshot: `snapshots`, and of a crew's
-        member all stages. Raises UserError."""
+        """Fill those folders of the run directory from copies that have no whole checkpoint: `checkpoints`, and of a
+        crew's member all stages. Raises UserError."""
         try:
             self._sweep()
             whole, torn = self._state_here(crew)
@@ -137,7 +137,7 @@ class Mirror:
             return
         # There may be more stages of which nothing is left here. Where nothing says so, a place that cannot be read
         # must not keep this machine from the crew.
-        surely = bool(torn - {SNAPSHOTS}) or not whole - {SNAPSHOTS}
+        surely = bool(torn - {CHECKPOINTS}) or not whole - {CHECKPOINTS}
         try:
             try:
                 self._fill(accept, crew, whole, surely, again=False)
@@ -147,19 +147,19 @@ class Mirror:
             raise
         except Exception as error:  # each driver has its own; to begin anew silently would be the loss of everything
             raise UserError(
-                f"cannot read {self._url} ({_what(error)}): mend that, or leave out --snapshot-to to begin anew"
+                f"cannot read {self._url} ({_what(error)}): mend that, or leave out --checkpoint-to to begin anew"
             ) from error
 
     def _state_here(self, crew: bool) -> tuple[set[str], set[str]]:
-        """Folders with a whole snapshot, and those with none but torn ones; what is wrong with the newest of these is
+        """Folders with a whole checkpoint, and those with none but torn ones; what is wrong with the newest of these is
         said. Raises OSError, and UserError for one that may not be read."""
         whole, torn = set[str](), dict[str, str]()
-        for folder in self._folders() if crew else [self._run / SNAPSHOTS]:
+        for folder in self._folders() if crew else [self._run / CHECKPOINTS]:
             where = folder.relative_to(self._run).as_posix()
             for path in self._rounds(folder):
                 try:
                     check_files(path)
-                except SnapshotError as error:
+                except CheckpointError as error:
                     torn.setdefault(where, f"{where}/{path.name}: {error}")
                 else:
                     whole.add(where)
@@ -168,28 +168,28 @@ class Mirror:
         if torn:
             where = ", ".join(str(self._run / folder) for folder in torn) if whole else str(self._run)
             wrong = next(iter(torn.values()))
-            self._say(f"no snapshot in {where} is whole ({wrong}): looking for one at {self._url}")
+            self._say(f"no checkpoint in {where} is whole ({wrong}): looking for one at {self._url}")
         return whole, set(torn)
 
     def _fill(self, accept: Accept, crew: bool, whole: set[str], surely: bool, again: bool) -> None:
         """All folders but those that are `whole`. Raises FileNotFoundError, unless `again`, if one goes while it is
         read. A place that cannot be listed is no more than said, unless something is `surely` to be had from there."""
         try:
-            with self._said_if_slow(f"looking for snapshots at {self._url}"):
+            with self._said_if_slow(f"looking for checkpoints at {self._url}"):
                 copies = in_time(self._list)
         except Exception as error:  # each driver has its own
             if surely:
                 raise
             self._say(f"cannot read {self._url} ({_what(error)}): going on with the stages that are here")
             return
-        farthest = 0 if self._alone or whole - {SNAPSHOTS} else 1 if crew else 2
+        farthest = 0 if self._alone or whole - {CHECKPOINTS} else 1 if crew else 2
         for owner in sorted(copies, key=lambda owner: self._rank(owner, copies[owner])):
             if self._rank(owner, {})[0] > farthest:
                 continue
             found: dict[str, list[str]] = {}
             for folder, rounds in copies[owner].items():
-                if folder not in whole and (crew or folder == SNAPSHOTS):
-                    most = 1 if folder == SNAPSHOTS else STAGES_KEPT
+                if folder not in whole and (crew or folder == CHECKPOINTS):
+                    most = 1 if folder == CHECKPOINTS else STAGES_KEPT
                     found[folder] = self._fetch(owner, folder, rounds, accept, again, most)
             names = ", ".join(f"{folder}/{name}" for folder, names in found.items() for name in reversed(names))
             if owner == self._owner:
@@ -256,13 +256,13 @@ class Mirror:
                 shutil.rmtree(target, ignore_errors=True)  # torn, or from before the list was read again
                 arriving.rename(target)
                 got.append(name)
-            except (SnapshotError, OSError) as error:
+            except (CheckpointError, OSError) as error:
                 gone = isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE
                 if gone and not again:
                     raise FileNotFoundError(name) from error
-                if not gone and not isinstance(error, SnapshotError):
+                if not gone and not isinstance(error, CheckpointError):
                     raise
-                if isinstance(error, ForeignSnapshot):
+                if isinstance(error, ForeignCheckpoint):
                     foreign = foreign or f"{place}/{name}: {error}"
                 why = "it was removed meanwhile" if gone else error
                 self._say(f"{self._url}: {place}/{name} is left alone: {why}")
@@ -271,24 +271,24 @@ class Mirror:
         if foreign and not got and owner == self._owner:
             raise UserError(
                 f"what is at {self._url} under this name belongs to another run ({foreign}): give another name (--set "
-                f"name=NAME) or another --snapshot-to, or remove {self._root.rpartition('/')[2]}/{owner} there"
+                f"name=NAME) or another --checkpoint-to, or remove {self._root.rpartition('/')[2]}/{owner} there"
             )
         return sorted(got, key=lambda name: (_made(folder / name), order(Path(name))))
 
     def _get(self, place: str, files: set[str], arriving: Path, accept: Accept) -> None:
-        """The files of OWNER/FOLDER/ROUND. Raises ForeignSnapshot for one that is not accepted, and what the driver
+        """The files of OWNER/FOLDER/ROUND. Raises ForeignCheckpoint for one that is not accepted, and what the driver
         does; TimeoutError if nothing more comes."""
         source = f"{self._root}/{place}"
         sizes = in_time(lambda: {file: int(self.fs.info(f"{source}/{file}")["size"] or 0) for file in files})
         if sizes["state.json"] > MAX_STATE_BYTES:
-            raise SnapshotError("state.json is too large")
+            raise CheckpointError("state.json is too large")
         with self._said_if_slow(f"fetching {place} from {self._url}: {sum(sizes.values()) / 1e6:.1f} MB"):
             for file in sorted(files, key=lambda file: file != "state.json"):
                 here = arriving / file
                 get = partial(self.fs.get_file, f"{source}/{file}", str(here))
                 in_time(get, partial(_size, here), f"nothing more of {place}/{file}")
                 if file == "state.json" and (reason := accept(_state(here))):
-                    raise ForeignSnapshot(reason)
+                    raise ForeignCheckpoint(reason)
 
     # ----------------------------------------------------------------- to there
 
@@ -307,7 +307,7 @@ class Mirror:
         until = time.monotonic() + seconds
         most = min(seconds, left_s())
         waiting = (
-            f"waiting until the last snapshot is at {self._url}, {most:.0f} s at most; a signal cuts that to seconds"
+            f"waiting until the last checkpoint is at {self._url}, {most:.0f} s at most; a signal cuts that to seconds"
         )
         with self._said_if_slow(waiting):
             while thread.is_alive() and (left := min(until - time.monotonic(), left_s())) > 0:
@@ -315,7 +315,7 @@ class Mirror:
         if thread.is_alive() or self._failed or self._lacks_newest():
             newest = [f"{folder}/{names[-1]}" for folder, names in list(self._done.items()) if names]
             self._over = True  # a driver whose process ends under it fails
-            self._say(f"the last snapshot is not at {self._url}; there: {', '.join(newest) or 'none of this start'}")
+            self._say(f"the last checkpoint is not at {self._url}; there: {', '.join(newest) or 'none of this start'}")
 
     def _lacks_newest(self) -> bool:
         """Whether the newest of a folder here is not there; of those that are torn it was said."""
@@ -348,7 +348,7 @@ class Mirror:
         except Exception as error:  # each driver has its own; a copy that fails must not cost a run
             self._failed[where] = time.monotonic()
             again = f"tried again every {AGAIN_S:.0f} s"
-            self._tell(where, f"snapshots do not get to {self._url} ({where}: {_what(error)}); {again}")
+            self._tell(where, f"checkpoints do not get to {self._url} ({where}: {_what(error)}); {again}")
         else:
             self._failed.pop(where, None)
             self._told.discard(where)
@@ -379,14 +379,14 @@ class Mirror:
             _link(newest, leaving)
             try:
                 check_files(leaving)
-            except SnapshotError as error:
+            except CheckpointError as error:
                 self._torn.add(newest)
                 self._tell(f"{where}/{newest.name}", f"{where}/{newest.name} is not copied to {self._url}: {error}")
                 return False
             there = f"{self._root}/{self._owner}/{where}"
             self._copy(leaving, f"{there}/{newest.name}")
             done.append(newest.name)
-            kept = KEPT if where == SNAPSHOTS else STAGES_KEPT
+            kept = KEPT if where == CHECKPOINTS else STAGES_KEPT
             del done[:-kept]
             if len(done) > 1:
                 self._prune(there, done, kept)
@@ -446,7 +446,7 @@ class Mirror:
 
     def _folders(self) -> list[Path]:
         stages = sorted(path for path in (self._run / "stages").glob("*") if path.name.isdecimal())
-        return [self._run / SNAPSHOTS, *stages]
+        return [self._run / CHECKPOINTS, *stages]
 
     def _rounds(self, folder: Path) -> list[Path]:
         """Whole ones, that first which was written last: numbers may begin again, where a run goes back to an older
@@ -506,18 +506,18 @@ def _size(path: Path) -> int:
 
 
 def _made(path: Path) -> float:
-    """When a snapshot says that it was made, in seconds since the Unix epoch; 0 = it does not."""
+    """When a checkpoint says that it was made, in seconds since the Unix epoch; 0 = it does not."""
     try:
         made = _state(path / "state.json").get("time")
-    except (SnapshotError, OSError):
+    except (CheckpointError, OSError):
         return 0.0
     return float(made) if isinstance(made, (int, float)) else 0.0
 
 
-def _link(snapshot: Path, leaving: Path) -> None:
-    """`leaving` keeps the files of `snapshot`, which may be pruned meanwhile."""
+def _link(checkpoint: Path, leaving: Path) -> None:
+    """`leaving` keeps the files of `checkpoint`, which may be pruned meanwhile."""
     leaving.mkdir()
-    for file in snapshot.iterdir():
+    for file in checkpoint.iterdir():
         try:
             os.link(file, leaving / file.name)
         except OSError as error:
@@ -530,9 +530,9 @@ def _state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_bytes())["state"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SnapshotError(f"state.json is malformed ({error})") from error
+        raise CheckpointError(f"state.json is malformed ({error})") from error
     if not isinstance(state, dict):
-        raise SnapshotError("state.json is malformed")
+        raise CheckpointError("state.json is malformed")
     return state
 
 

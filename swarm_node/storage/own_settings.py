@@ -2,7 +2,7 @@
 
 start without a run here       config.toml at once
 start with other settings      config.toml with the first round; the earlier file becomes config-0001.toml
-snapshot                       `SNAPSHOT_KEYS` of the settings behind its weights: eval, merge and export go by them
+checkpoint                       `CHECKPOINT_KEYS` of the settings behind its weights: eval, merge and export go by them
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from swarm_node.config.own import GIVEN_ANEW, flat, listed, shown
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
 
-SNAPSHOT_KEYS = {"tasks", "policy", "rollouts", "eval"}
-"""Settings in a snapshot. None of them names code, since a snapshot may come back from a bucket."""
+CHECKPOINT_KEYS = {"tasks", "policy", "rollouts", "eval"}
+"""Settings in a checkpoint. None of them names code, since a checkpoint may come back from a bucket."""
 OF_THE_MACHINE = {"model", "revision", "device", "threads"}
-"""Of `policy`, not in a snapshot: a run may move to another machine, and the digest says whether a model is the one."""
+"""Keys of `policy` that no checkpoint holds: a run may move to another machine, and a digest identifies the model."""
 KEPT = re.compile(r"config-(\d{4,})\.toml")
 
 
@@ -38,21 +38,21 @@ class OwnSettings:
         self._before: NodeConfig | None = None
         self._pending = False
         self._failed = False
-        self.of_weights = self._for_snapshots(config)
-        """Settings behind the weights as they are now, for their snapshot."""
+        self.of_weights = self._for_checkpoints(config)
+        """Settings behind the weights as they are now, for their checkpoint."""
 
-    def begin(self, trained: bool, snapshot: Mapping[str, Any] | None = None) -> None:
-        """Write config.toml, unless there is one that rounds were `trained` under. `snapshot`: the settings in the
-        snapshot that this start goes on from. Raises UserError."""
-        if trained and snapshot:
-            self.of_weights = dict(snapshot)
+    def begin(self, trained: bool, checkpoint: Mapping[str, Any] | None = None) -> None:
+        """Write config.toml, unless there is one that rounds were `trained` under. `checkpoint`: the settings in the
+        checkpoint that this start goes on from. Raises UserError."""
+        if trained and checkpoint:
+            self.of_weights = dict(checkpoint)
         if not trained or not self._run.exists:
             self._run.write_config(self._text)
             return
         self._pending = True
         self._before = read_own(self._run.config)
-        if not snapshot:
-            self.of_weights = self._for_snapshots(self._before)
+        if not checkpoint:
+            self.of_weights = self._for_checkpoints(self._before)
 
     def announce(self, when: str) -> None:
         """Say which settings will be others, `when` the next round is trained."""
@@ -62,7 +62,7 @@ class OwnSettings:
 
     def trained(self) -> None:
         """A round was trained by this start. A disk that is full now is said once, and tried again after each round."""
-        self.of_weights = self._for_snapshots(self._config)
+        self.of_weights = self._for_checkpoints(self._config)
         if not self._pending:
             return
         try:
@@ -78,9 +78,11 @@ class OwnSettings:
             return
         self._pending = False
 
-    def _for_snapshots(self, config: NodeConfig) -> dict[str, Any]:
+    def _for_checkpoints(self, config: NodeConfig) -> dict[str, Any]:
         """Of a member only the tasks that its user has chosen: all others are its swarm's."""
-        return config.model_dump(mode="json", include=SNAPSHOT_KEYS - self._without, exclude={"policy": OF_THE_MACHINE})
+        return config.model_dump(
+            mode="json", include=CHECKPOINT_KEYS - self._without, exclude={"policy": OF_THE_MACHINE}
+        )
 
     def _changed(self) -> list[tuple[str, tuple[Any, Any]]]:
         if self._before is None:
@@ -96,13 +98,15 @@ class OwnSettings:
         return f"config-{max(numbers, default=0) + 1:04}.toml"
 
 
-def as_trained(config: NodeConfig, snapshot: object) -> NodeConfig:
-    """`config` of a run with the settings in one of its snapshots; one of an earlier version has none. `tasks` of a
+def as_trained(config: NodeConfig, checkpoint: object) -> NodeConfig:
+    """`config` of a run with the settings in one of its checkpoints; one of an earlier version has none. `tasks` of a
     member are those that its user has chosen of its swarm's: empty = all.
 
     Raises UserError if they are of another version.
     """
-    theirs = {key: snapshot[key] for key in SNAPSHOT_KEYS & snapshot.keys()} if isinstance(snapshot, dict) else {}
+    theirs = (
+        {key: checkpoint[key] for key in CHECKPOINT_KEYS & checkpoint.keys()} if isinstance(checkpoint, dict) else {}
+    )
     if config.swarm:
         theirs.setdefault("tasks", [])
     policy = theirs.get("policy")
@@ -112,5 +116,5 @@ def as_trained(config: NodeConfig, snapshot: object) -> NodeConfig:
         read = NodeConfig.model_validate(theirs)
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
-        raise UserError(f"the snapshot has settings that this version does not know: {place}") from None
+        raise UserError(f"the checkpoint has settings that this version does not know: {place}") from None
     return config.model_copy(update={key: getattr(read, key) for key in theirs})

@@ -5,7 +5,7 @@
         config-0001.toml settings of earlier rounds, kept when the run went on with others; oldest first
         metrics.jsonl    one line per round; older rounds share lines
         events.jsonl     what happened, in sentences; the newest ones
-        snapshots/       resume state
+        checkpoints/       resume state
         stages/          likewise of stages that it holds for its crew, by number
         export/          weights for others to load
         plots/           pictures
@@ -44,7 +44,7 @@ from typing import Any
 from swarm_node.errors import UserError
 
 RUN_FILES = {
-    *("lock", "metrics.jsonl", "events.jsonl", "snapshots", "stages", "export", "plots"),
+    *("lock", "metrics.jsonl", "events.jsonl", "checkpoints", "stages", "export", "plots"),
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
     *("peers", "paused", "waits", "health.json"),
 }
@@ -69,7 +69,7 @@ class RunDir:
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
-        self.snapshots = self.path / "snapshots"
+        self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
         self.plots = self.path / "plots"
         self.identity = self.path / "identity.key"
@@ -91,11 +91,11 @@ class RunDir:
     @property
     def has_trained(self) -> bool:
         """Whether there are weights of this run, of a whole policy or of stages."""
-        return any(self.snapshots.glob("round-*")) or any((self.path / "stages").glob("*/round-*"))
+        return any(self.checkpoints.glob("round-*")) or any((self.path / "stages").glob("*/round-*"))
 
     @property
     def has_rounds(self) -> bool:
-        """Whether there are metrics of a round, even if no snapshot was written after it."""
+        """Whether there are metrics of a round, even if no checkpoint was written after it."""
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
     @property
@@ -134,7 +134,7 @@ class RunDir:
                 left.unlink(missing_ok=True)
         try:
             with os_errors_explained(run.path):
-                for folder in (run.snapshots, run.export, run.plots):
+                for folder in (run.checkpoints, run.export, run.plots):
                     folder.mkdir(exist_ok=True)
                     if not os.access(folder, os.W_OK | os.X_OK):
                         raise PermissionError(errno.EACCES, "not writable", str(folder))

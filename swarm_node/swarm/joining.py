@@ -206,7 +206,7 @@ def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, tra
         return
     if trains:
         public = "the IP address of this machine and all text that its model generates become public"
-        weights = ", and the weights it trains" if config.averaging.method != "none" or config.stages.count else ""
+        weights = ", and the weights it trains" if config.averaging.method != "none" or config.pipeline.stages else ""
         besides = f"so do its name and speed and the kind of its model{weights}"
         taken = f"stored in {run.path}, but never run"
     else:

@@ -67,7 +67,7 @@ def test_keys_in_backticks_exist(page: Path) -> None:
 
 @every_page
 def test_keys_in_tables_of_a_section_exist(page: Path) -> None:
-    """A table whose first heading is `stages.…` lists keys of that section."""
+    """A table whose first heading is `pipeline.…` lists keys of that section."""
     for m in re.finditer(r"^\| `(\w+)\.…` .*\n\|[ -|]*\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE):
         names = [name for row in m[2].splitlines() for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])]
         assert names

@@ -51,7 +51,7 @@ def test_the_variables_of_the_guide_are_settings() -> None:
     assert found
     env = {name: "node" if value.startswith("$(") else value for name, value in found.items()}
     config = load_config(env=env | {"SWARM_NODE_SWARM": "swarm.toml", "SWARM_NODE_SPOT__UPLINK_MBIT": "100"})
-    assert config.snapshots.to == "s3://BUCKET/swarm" and config.averaging.method == "noloco"
+    assert config.checkpoints.to == "s3://BUCKET/swarm" and config.averaging.method == "noloco"
 
 
 def test_the_script_of_the_guide_is_one() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_node.storage.checkpoints import Snapshot, SnapshotStore, read_snapshot
+from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
 from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, make_manifest
 from tests.support.waiting import PATIENCE_S, until
 
@@ -53,17 +53,17 @@ def exchanges(node: NodeProcess) -> float:
     return node.last("averaging/exchanges")
 
 
-def newest(node: NodeProcess) -> Snapshot:
+def newest(node: NodeProcess) -> Checkpoint:
     """Of a node that has stopped."""
-    store = SnapshotStore(node.run_dir / "snapshots", 1, pytest.fail)
-    snapshot = store.load_latest(lambda state: None)
+    store = CheckpointStore(node.run_dir / "checkpoints", 1, pytest.fail)
+    checkpoint = store.load_latest(lambda state: None)
     store.close()
-    assert snapshot is not None
-    return snapshot
+    assert checkpoint is not None
+    return checkpoint
 
 
-def flat(snapshot: Snapshot) -> Tensor:
-    return torch.cat([tensor.flatten().float() for _, tensor in sorted(snapshot.tensors["policy"].items())])
+def flat(checkpoint: Checkpoint) -> Tensor:
+    return torch.cat([tensor.flatten().float() for _, tensor in sorted(checkpoint.tensors["policy"].items())])
 
 
 def common_start() -> Tensor:
@@ -103,33 +103,34 @@ def test_nodes_average_although_one_dies(start: Start, manifest: Path, tmp_path:
     assert [node.stop() for node in everybody] == [0] * 4
     for node in everybody:
         assert "Traceback" not in node.output
-    snapshots = [newest(node) for node in everybody]
+    checkpoints = [newest(node) for node in everybody]
     began = common_start()
-    progress = torch.stack([flat(snapshot) - began for snapshot in snapshots])
+    progress = torch.stack([flat(checkpoint) - began for checkpoint in checkpoints])
     middle = progress.mean(0)
     ratio = float((progress - middle).norm(dim=1).mean() / middle.norm())
     assert ratio < 0.6  # usually 0.25; 1.0 without averaging
 
-    counts = [snapshot.state["averaging"]["counts"]["exchanges"] for snapshot in snapshots[:2]]
+    counts = [checkpoint.state["averaging"]["counts"]["exchanges"] for checkpoint in checkpoints[:2]]
     assert all(count >= 5 for count in counts)
     again = [join(name) for name in ("a", "b")]
-    for node, snapshot, count in zip(again, snapshots, counts, strict=False):
-        node.until(lambda node=node, rounds=snapshot.round: node.rounds > rounds)
+    for node, checkpoint, count in zip(again, checkpoints, counts, strict=False):
+        node.until(lambda node=node, rounds=checkpoint.round: node.rounds > rounds)
         assert "resumed" in node.output and "going on with the weights of" not in node.output
-        first = next(line for line in node.metrics if line["round"] > snapshot.round)
+        first = next(line for line in node.metrics if line["round"] > checkpoint.round)
         assert first["averaging/exchanges"] >= count
         node.until(lambda node=node, count=count: exchanges(node) > count)
     assert [node.stop() for node in again] == [0, 0]
 
 
 def test_outer_rounds_draw_nodes_together(start: Start, manifest: Path, tmp_path: Path) -> None:
-    """By snapshots of every round: the spread before and after each outer round; and that weights have not changed by a
-    bit but by training and by exchanges that came about, while two are killed, one after the other, in an exchange."""
+    """By checkpoints of every round: the spread before and after each outer round; and that weights have not changed by
+    a bit but by training and by exchanges that came about, while two are killed, one after the other, in an
+    exchange."""
     model = tmp_path / "model"
     command = [sys.executable, "-m", "swarm_node", "starter", "--out", str(model), "--layers", "1", "--hidden", "64"]
     subprocess.run([*command, "--steps", "300"], check=True, capture_output=True)
     link = start("bootstrap", str(manifest), *LOCAL, run_dir=tmp_path / "hub", sets=()).link()
-    sets = (*AVERAGING, f"policy.model={model}", "snapshots.keep=1000")
+    sets = (*AVERAGING, f"policy.model={model}", "checkpoints.keep=1000")
     four = [start("join", link, "--name", name, run_dir=tmp_path / name, sets=sets) for name in "abcd"]
     for node in four:
         node.until(lambda node=node: exchanges(node) >= 5)
@@ -178,7 +179,7 @@ def kill_while_bytes_flow(victim: NodeProcess) -> None:
 
 
 class State(NamedTuple):
-    """As of one snapshot."""
+    """As of one checkpoint."""
 
     updates: int
     exchanges: int
@@ -187,13 +188,13 @@ class State(NamedTuple):
 
 
 def history(node: NodeProcess) -> list[State]:
-    """After each of its rounds; every snapshot must be intact."""
+    """After each of its rounds; every checkpoint must be intact."""
     states = []
-    for path in sorted((node.run_dir / "snapshots").glob("round-*")):
-        snapshot = read_snapshot(path, lambda state: None)
-        state = snapshot.state
+    for path in sorted((node.run_dir / "checkpoints").glob("round-*")):
+        checkpoint = read_checkpoint(path, lambda state: None)
+        state = checkpoint.state
         count = state["averaging"]["counts"].get("exchanges", 0)
-        states.append(State(state["trainer"]["updates"], count, int(state["time"] / PERIOD_S), flat(snapshot)))
+        states.append(State(state["trainer"]["updates"], count, int(state["time"] / PERIOD_S), flat(checkpoint)))
     return states
 
 

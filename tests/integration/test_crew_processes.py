@@ -18,7 +18,7 @@ from tests.support.processes import QUICK, NodeProcess, Start, alive, make_manif
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
-SETS = (*QUICK, "stages.spare_wait_s=1", "pace_s=0.2", "policy.threads=1")
+SETS = (*QUICK, "pipeline.spare_wait_s=1", "pace_s=0.2", "policy.threads=1")
 INVITATION = re.compile(r"swarm-node join '(swarm://\S+)' --stages (\d) --crew home")
 
 
@@ -122,19 +122,21 @@ def test_either_terminal_may_be_killed(start: Start, tmp_path: Path) -> None:
     if lead is again[1]:
         assert int(lead.until_says(r"resumed \S+ at round (\d+)")[1]) == rounds
     assert [line["round"] for line in lead.metrics[-2:]] == [lead.rounds - 1, lead.rounds]
-    assert times(lead, r"stage \d rebuilt from the snapshot after update \d+; nothing is lost") == 2, lead.output
+    assert times(lead, r"stage \d rebuilt from the checkpoint after update \d+; nothing is lost") == 2, lead.output
 
 
 @pytest.mark.long
 def test_a_lead_that_waits_can_be_stopped(start: Start, tmp_path: Path) -> None:
-    crew = Crew(start, tmp_path, 2, 100_000, "stages.replica=off", "stages.spare_wait_s=600", "snapshots.every=1000")
+    crew = Crew(
+        start, tmp_path, 2, 100_000, "pipeline.replica=off", "pipeline.spare_wait_s=600", "checkpoints.every=1000"
+    )
     a = crew.join("a")
     link = link_of(a)
-    b = crew.join("b", link, "--set", "stages.wire=int8", "--set", "grpo.weight_decay=0.5")
+    b = crew.join("b", link, "--set", "pipeline.wire=int8", "--set", "grpo.weight_decay=0.5")
     a.until_rounds(5)
-    changed = r'stages.wire = "bfloat16" \(here "int8"\), grpo.weight_decay = 0.0'
+    changed = r'pipeline.wire = "bfloat16" \(here "int8"\), grpo.weight_decay = 0.0'
     b.until_says(rf"crew home goes by its lead's options: {changed}")
-    assert load_config(tmp_path / "b" / "config.toml").stages.wire == "int8"  # as its user wants it
+    assert load_config(tmp_path / "b" / "config.toml").pipeline.wire == "int8"  # as its user wants it
     b.stop(signal.SIGKILL)
     a.until_says(r"stage 1 of crew home is lost")
     rounds = a.rounds
@@ -146,13 +148,13 @@ def test_a_lead_that_waits_can_be_stopped(start: Start, tmp_path: Path) -> None:
     a = crew.join("a")
     b = crew.join("b", link_of(a))
     assert int(a.until_says(r"resumed \S+ at round (\d+)")[1]) in (rounds, rounds + 1)
-    a.until_says(r"stage 0 rebuilt from the snapshot after update \d+; nothing is lost")
+    a.until_says(r"stage 0 rebuilt from the checkpoint after update \d+; nothing is lost")
     a.until_rounds(2)
 
 
 @pytest.mark.long
 def test_terminals_stopped_in_turn_lose_nothing(start: Start, tmp_path: Path) -> None:
-    crew = Crew(start, tmp_path, 2, 100_000, "stages.replica=off", "snapshots.every=1000")
+    crew = Crew(start, tmp_path, 2, 100_000, "pipeline.replica=off", "checkpoints.every=1000")
     a = crew.join("a")
     link = link_of(a)
     b = crew.join("b", link)
@@ -189,7 +191,7 @@ def test_a_middle_stage_is_rebuilt_of_its_neighbours(start: Start, tmp_path: Pat
     reward = tmp_path / "reward.py"  # the model cannot do anything yet
     reward.write_text("def length(prompts, completions, **columns):\n    return [len(c) / 16 for c in completions]\n")
     function = f'rewards.functions=[{{path="{reward}:length"}}]'
-    crew = Crew(start, tmp_path, 4, 100_000, "stages.replica=off", f"policy.model={model}", function)
+    crew = Crew(start, tmp_path, 4, 100_000, "pipeline.replica=off", f"policy.model={model}", function)
     first = crew.join("n0")
     link = link_of(first)
     others = {name: crew.join(name, link) for name in ("n1", "n2", "n3")}

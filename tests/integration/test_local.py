@@ -32,13 +32,13 @@ def settings(run_dir, rounds=6, **sections):
         "rounds": rounds,
         "rollouts": {"groups": 7, "group_size": 4, "max_new_tokens": 8},
         "eval": {"questions": 0},
-        "snapshots": {"every": 2},
+        "checkpoints": {"every": 2},
     }
     return NodeConfig.model_validate(base | sections)
 
 
 def newest(run_dir):
-    return max((run_dir / "snapshots").iterdir(), key=lambda path: path.name)
+    return max((run_dir / "checkpoints").iterdir(), key=lambda path: path.name)
 
 
 def same_tensors(a, b):
@@ -54,7 +54,7 @@ def finished(tmp_path_factory):
     return run_dir
 
 
-def test_a_run_leaves_metrics_events_plot_and_snapshots(finished):
+def test_a_run_leaves_metrics_events_plot_and_checkpoints(finished):
     lines = read_metrics(finished / "metrics.jsonl")
     assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
     for name in ["step", "time", "reward", "reward_std", "frac_reward_zero_std", "entropy", "grad_norm", "step_time"]:
@@ -71,7 +71,7 @@ def test_a_run_leaves_metrics_events_plot_and_snapshots(finished):
 def test_weights_change_every_round_that_has_a_signal(finished):
     lines = read_metrics(finished / "metrics.jsonl")
     assert lines[-1]["step"] == sum(line["frac_reward_zero_std"] < 1 for line in lines)
-    before, after = (load_file(p / "policy.safetensors") for p in sorted((finished / "snapshots").iterdir()))
+    before, after = (load_file(p / "policy.safetensors") for p in sorted((finished / "checkpoints").iterdir()))
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
@@ -133,7 +133,7 @@ def test_a_finished_run_keeps_settings_and_figure(own):
     assert swarm_node("eval", run_dir, "--samples", 3)[0]["held_out"] == held_out
     assert swarm_node("local", "--run-dir", run_dir)[0]["held_out_after"] == held_out, "a bare start"
     (run_dir / "config.toml").write_text("rounds = 4\n[rollouts]\nmax_new_tokens = 1\n")
-    assert swarm_node("eval", run_dir)[0]["held_out"] == held_out, "as its snapshot was trained"
+    assert swarm_node("eval", run_dir)[0]["held_out"] == held_out, "as its checkpoint was trained"
     (run_dir / "config.toml").write_bytes(config)
 
 
@@ -199,7 +199,7 @@ def parity(completions, **columns):
 
 SETS = (
     *("rollouts.groups=7", "rollouts.group_size=4", "rollouts.max_new_tokens=8"),
-    *("eval.questions=0", "snapshots.every=2"),
+    *("eval.questions=0", "checkpoints.every=2"),
 )
 """As `settings` has them."""
 
@@ -226,7 +226,7 @@ def test_a_stopped_run_ends_as_if_never_stopped(start, tmp_path, number):
         }
 
 
-def test_a_torn_snapshot_is_passed_over(tmp_path, capsys):
+def test_a_torn_checkpoint_is_passed_over(tmp_path, capsys):
     run_dir = tmp_path / "run"
     run_local(settings(run_dir, rounds=4), json_output=True)
     torn = newest(run_dir) / "policy.safetensors"

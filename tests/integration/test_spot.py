@@ -55,7 +55,7 @@ def test_a_node_leaves_after_a_notice(start: Start, tmp_path: Path) -> None:
     assert "averaged a last time" in a.output
     b.until(lambda: b.last("averaging/exchanges") > 1)
     assert get(port, "/healthz")[0] == 0
-    assert any((tmp_path / "a" / "snapshots").glob(f"round-{a.rounds:08}*/SHA256SUMS"))
+    assert any((tmp_path / "a" / "checkpoints").glob(f"round-{a.rounds:08}*/SHA256SUMS"))
     b.until(lambda: b.last("swarm/trainers") == 0)
     b.until_rounds(3)
 
@@ -66,7 +66,7 @@ def test_a_lost_fleet_goes_on_from_its_copies(start: Start, tmp_path: Path) -> N
 
     def fleet(era: str) -> list[NodeProcess]:
         link = bootstrap(start, manifest, tmp_path / era / "hub")
-        options = "--snapshot-to", f"file://{away}"
+        options = "--checkpoint-to", f"file://{away}"
         return [
             start("join", link, "--name", name, *options, run_dir=tmp_path / era / name) for name in ("alice", "bob")
         ]
@@ -74,13 +74,13 @@ def test_a_lost_fleet_goes_on_from_its_copies(start: Start, tmp_path: Path) -> N
     (tmp_path / "first").mkdir()
     before = fleet("first")
     for node, name in zip(before, ("alice", "bob"), strict=True):
-        node.until(lambda name=name: any(away.glob(f"*/{name}-*/snapshots/*/SHA256SUMS")))
+        node.until(lambda name=name: any(away.glob(f"*/{name}-*/checkpoints/*/SHA256SUMS")))
     for node in before:
         node.stop(signal.SIGKILL)
     shutil.rmtree(tmp_path / "first", ignore_errors=True)  # with its machines, their disks have gone
     (tmp_path / "second").mkdir()
     for node, name in zip(fleet("second"), ("alice", "bob"), strict=True):
-        line = rf"going on from what {name}-\w{{8}} left at \S+: snapshots/round-0*([1-9][0-9]*)"
+        line = rf"going on from what {name}-\w{{8}} left at \S+: checkpoints/round-0*([1-9][0-9]*)"
         found = node.until(lambda node=node, line=line: re.search(line, node.output))
         node.until(lambda node=node, found=found: node.rounds > int(found[1]))
         assert f"at round {found[1]}" in node.output

@@ -67,7 +67,7 @@ def test_three_processes_learn_together_and_any_may_die(start: Start, manifest: 
 
     kids = b.children()
     b.stop(signal.SIGKILL)
-    kept = max(int(path.parent.name[6:14]) for path in (tmp_path / "b" / "snapshots").glob("round-*/SHA256SUMS"))
+    kept = max(int(path.parent.name[6:14]) for path in (tmp_path / "b" / "checkpoints").glob("round-*/SHA256SUMS"))
     rounds = b.rounds
     until(lambda: not any(map(alive, kids.values())))
     a.until_rounds(5)

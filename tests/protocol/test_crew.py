@@ -180,7 +180,7 @@ BAD: list[tuple[Record, dict[str, Any]]] = [
     (HELLO, {"spans": [[0, 1]] * (MAX_STAGES + 1)}),
     (HELLO, {"spans": [[0, 2**40]]}),
     (HELLO, {"holding": {"live": [[0, 1]] * (MAX_STAGES + 1)}}),
-    (HELLO, {"holding": {"snapshots": [[0, -1]]}}),
+    (HELLO, {"holding": {"checkpoints": [[0, -1]]}}),
     (PLAN, {"seats": []}),
     (PLAN, {"seats": [["", [0, 2], []]]}),
     (PLAN, {"seats": [["a\n", [0, 2], []]]}),

@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
-from swarm_node.config import GrpoConfig, NodeConfig, PolicyConfig, SnapshotsConfig, StagesConfig
+from swarm_node.config import CheckpointsConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline import crew as crew_module
 from swarm_node.pipeline.crew import CrewNode, Deposed
@@ -171,7 +171,7 @@ class CrewWorld:
 
     def config(self, name: str, **stages: Any) -> NodeConfig:
         asked: dict[str, Any] = {
-            **dict(count=self.stages, crew="home", wire="float32", replica="off", spare_wait_s=2.0, stall_s=60.0),
+            **dict(stages=self.stages, crew="home", wire="float32", replica="off", spare_wait_s=2.0, stall_s=60.0),
             **stages,
         }
         return NodeConfig(
@@ -180,8 +180,8 @@ class CrewWorld:
             swarm="crews",
             policy=self.policy,
             grpo=self.grpo,
-            snapshots=SnapshotsConfig(every=1000),
-            stages=StagesConfig(**asked),
+            checkpoints=CheckpointsConfig(every=1000),
+            pipeline=PipelineConfig(**asked),
         )
 
     def start(self, name: str, minutes: float | None = None, **stages: Any) -> Machine:

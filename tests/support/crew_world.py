@@ -472,7 +472,7 @@ class DiskWorld(World):
     def start(self, peer: str, holding: Holding | None = None, **changes: object) -> Machine:
         files = self.disks.setdefault(peer, [])
         run = files[-1].run if files else NO_RUN
-        return super().start(peer, Holding(snapshots=self.counted(peer, run)), run=run, **changes)
+        return super().start(peer, Holding(checkpoints=self.counted(peer, run)), run=run, **changes)
 
     def counted(self, peer: str, run: Lineage) -> tuple[Kept, ...]:
         files = [file for file in self.disks[peer] if file.updates <= shared(file.run, run)]
@@ -490,7 +490,7 @@ class DiskWorld(World):
         super().live(peer)
         if peer in self.machines:
             crew = self.machines[peer].crew
-            files = replace(crew.holding, snapshots=self.counted(peer, crew.run))
+            files = replace(crew.holding, checkpoints=self.counted(peer, crew.run))
             if files != crew.holding:
                 self.act(peer, crew.report(files, self.now))
 

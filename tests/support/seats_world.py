@@ -11,7 +11,7 @@ from torch import Tensor
 from protocol.crew import Plan, Seat, Source, crew_id, crew_key
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.transports.memory.transport import MemoryNetwork, MemoryTransport, VirtualClock
-from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PolicyConfig, StagesConfig
+from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.compute.partition import UNKNOWN, partition, sizes
 from swarm_node.pipeline.membership.actions import TakeSeat
 from swarm_node.pipeline.recovery.held_stages import Seats
@@ -117,7 +117,9 @@ class World:
             policy=policy,
             averaging=self.averaging,
             grpo=GrpoConfig(learning_rate=1e-3),
-            stages=StagesConfig(count=stages, replica=replica, replica_every=replica_every, swap=swap, wire="float32"),
+            pipeline=PipelineConfig(
+                stages=stages, replica=replica, replica_every=replica_every, swap=swap, wire="float32"
+            ),
         )
         self.loading = prepare(policy)
         spans = partition(*sizes(self.loading.config), [UNKNOWN] * stages)

@@ -159,7 +159,7 @@ def _way(target: str | None, config: NodeConfig, run: RunDir | None, swarm: Swar
     """With the `config` of the run, if `target` is one."""
     if run is None:
         return Way(swarm=target or config.swarm or "", run_dir=config.run_dir or "")
-    alone = config.swarm is None and (swarm is None or config.stages.count > 0)  # a crew of its own is a swarm, too
+    alone = config.swarm is None and (swarm is None or config.pipeline.stages > 0)  # a crew of its own is a swarm, too
     if run.exists and alone:
         return Way("local", run_dir=str(run.path))
     if swarm is None:
@@ -313,8 +313,8 @@ def room(config: NodeConfig, place: Path, running: bool, way: Way = ANY) -> Iter
     free = free_memory()
     detail = f"{model} takes {_gib(needed)} before it samples, {_gib(free) if free else 'an unknown part'} is free"
     if plan.lora:
-        crew = config.stages.crew or secrets.token_hex(CREW_BYTES)  # a password
-        stages = f"--stages {2 * config.stages.count or 2} --crew {crew}"
+        crew = config.pipeline.crew or secrets.token_hex(CREW_BYTES)  # a password
+        stages = f"--stages {2 * config.pipeline.stages or 2} --crew {crew}"
         remedy = (msgspec.structs.replace(way, verb="join") if way.verb == "local" else way).start(stages)
     else:
         remedy = way.start("--lora")
@@ -325,11 +325,11 @@ def room(config: NodeConfig, place: Path, running: bool, way: Way = ANY) -> Iter
     else:
         yield Check("memory", "ok", detail)
     trained = needed - itemsize * plan.size * plan.lora
-    yield disk(config, place, (config.snapshots.keep + 1) * trained, _to_fetch(plan.base, itemsize * plan.size), way)
+    yield disk(config, place, (config.checkpoints.keep + 1) * trained, _to_fetch(plan.base, itemsize * plan.size), way)
 
 
 def disk(config: NodeConfig, place: Path, kept: int, fetched: int, way: Way = ANY) -> Check:
-    """Whether there is room for `kept` bytes of snapshots at `place` and `fetched` bytes of weights in the hub's
+    """Whether there is room for `kept` bytes of checkpoints at `place` and `fetched` bytes of weights in the hub's
     cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -344,7 +344,7 @@ def disk(config: NodeConfig, place: Path, kept: int, fetched: int, way: Way = AN
             detail = f"{_gib(needs[device])} are needed at {path}, {_gib(free)} are free"
             return Check("disk", "fail", detail, f"{remedy}  # on another disk")
     weights = f" and {_gib(fetched)} of weights to fetch" if fetched else ""
-    return Check("disk", "ok", f"room for {_gib(kept)} of snapshots{weights}")
+    return Check("disk", "ok", f"room for {_gib(kept)} of checkpoints{weights}")
 
 
 def _to_fetch(base: str, size: int) -> int:

@@ -11,21 +11,21 @@ from swarm_node.errors import UserError
 from swarm_node.policy.asking import write_asking
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
-from swarm_node.storage.checkpoints import Snapshot, SnapshotStore
+from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore
 from swarm_node.storage.own_settings import as_trained
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 
 
 def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = True) -> tuple[Policy, NodeConfig]:
-    """The policy of the newest good snapshot in a run directory, and the settings that it was trained with. Not
+    """The policy of the newest good checkpoint in a run directory, and the settings that it was trained with. Not
     `samples` = it will answer nothing.
 
-    UserError if there is no run or no snapshot yet. Reads only: the run may be going on.
+    UserError if there is no run or no checkpoint yet. Reads only: the run may be going on.
     """
     run = RunDir(path)
     _check_runs([run])
     config = read_own(run.config, report)
-    if config.stages.count:
+    if config.pipeline.stages:
         from swarm_node.pipeline.staged_run import find_stages
 
         policy = load_policy(config.policy, config.rollouts, report, samples)
@@ -33,28 +33,28 @@ def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = Tru
         policy.load_trainable_state({name: tensor for stage in staged.stages for name, tensor in stage.items()})
         policy.version = staged.updates
         return policy, as_trained(config, None)
-    snapshot, config = newest_of(run, config, report)
+    checkpoint, config = newest_of(run, config, report)
     policy = load_policy(config.policy, config.rollouts, report, samples)
-    if snapshot.state["model"]["base"] != policy.base_digest:
-        raise UserError(f"the snapshots of {path} are not of {config.policy.model} as it is here")
-    policy.load_trainable_state(snapshot.tensors["policy"])
-    policy.version = snapshot.state["policy_version"]
-    report(f"policy of {path} after round {snapshot.round}")
+    if checkpoint.state["model"]["base"] != policy.base_digest:
+        raise UserError(f"the checkpoints of {path} are not of {config.policy.model} as it is here")
+    policy.load_trainable_state(checkpoint.tensors["policy"])
+    policy.version = checkpoint.state["policy_version"]
+    report(f"policy of {path} after round {checkpoint.round}")
     return policy, config
 
 
-def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Snapshot, NodeConfig]:
-    """The newest good snapshot of a run, and `config`, its config.toml, with the settings that the snapshot was trained
-    with. UserError if there is none."""
+def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Checkpoint, NodeConfig]:
+    """The newest good checkpoint of a run, and `config`, its config.toml, with the settings that the checkpoint was
+    trained with. UserError if there is none."""
 
     def foreign(state: dict[str, Any]) -> str | None:
         model = state.get("model")
         return None if isinstance(model, dict) and {"base", "start"} <= model.keys() else "it names no model"
 
-    snapshot = SnapshotStore(run.snapshots, config.snapshots.keep, say).load_latest(foreign)
-    if snapshot is None:
-        raise UserError(f"{run.path} has no snapshot yet: the first comes after {config.snapshots.every} rounds")
-    return snapshot, as_trained(config, snapshot.state.get("settings"))
+    checkpoint = CheckpointStore(run.checkpoints, config.checkpoints.keep, say).load_latest(foreign)
+    if checkpoint is None:
+        raise UserError(f"{run.path} has no checkpoint yet: the first comes after {config.checkpoints.every} rounds")
+    return checkpoint, as_trained(config, checkpoint.state.get("settings"))
 
 
 def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
@@ -81,7 +81,7 @@ def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], N
     are run directories of one crew."""
     runs = [RunDir(path)] if isinstance(path, Path) else [RunDir(each) for each in path]
     _check_runs(runs)
-    in_stages = [read_own(run.config, report).stages.count > 0 for run in runs]
+    in_stages = [read_own(run.config, report).pipeline.stages > 0 for run in runs]
     if len(runs) > 1 and not all(in_stages):
         raise UserError("only the runs of one crew are exported together; `swarm-node merge` makes one model of others")
     check_new_directory(out)

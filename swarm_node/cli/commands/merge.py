@@ -257,19 +257,19 @@ class Exam:
 
 
 def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
-    """The newest good snapshots of runs, which may be going on: files that they prune stay readable while mapped.
+    """The newest good checkpoints of runs, which may be going on: files that they prune stay readable while mapped.
 
     UserError if one has none, or if they have no common mean: not of one base model, or of other shapes.
     """
     names = [str(run.path) for run in runs]
-    snapshots, configs = [], []
+    checkpoints, configs = [], []
     for run in runs:
-        snapshot, config = newest_of(run, read_own(run.config, say), say)
-        say(f"weights of {run.path} after round {snapshot.round}")
-        snapshots.append(snapshot)
+        checkpoint, config = newest_of(run, read_own(run.config, say), say)
+        say(f"weights of {run.path} after round {checkpoint.round}")
+        checkpoints.append(checkpoint)
         configs.append(config)
-    starts = [(snapshot.state["model"]["base"], snapshot.state["model"]["start"]) for snapshot in snapshots]
-    weights = [snapshot.tensors["policy"] for snapshot in snapshots]
+    starts = [(checkpoint.state["model"]["base"], checkpoint.state["model"]["start"]) for checkpoint in checkpoints]
+    weights = [checkpoint.tensors["policy"] for checkpoint in checkpoints]
     for i in range(1, len(runs)):
         _check_cohort((names[0], *starts[0], weights[0]), (names[i], *starts[i], weights[i]))
     policy = load_policy(configs[0].policy, configs[0].rollouts, say)
@@ -286,7 +286,7 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
         configs[0],
         [task for run, config in zip(runs, configs, strict=True) for task in tasks_of(run, config)],
         dict(zip(names, weights, strict=True)),
-        rounds={name: snapshot.round for name, snapshot in zip(names, snapshots, strict=True)},
+        rounds={name: checkpoint.round for name, checkpoint in zip(names, checkpoints, strict=True)},
     )
 
 

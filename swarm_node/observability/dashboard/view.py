@@ -221,7 +221,7 @@ class View:
 
     def _without_password(self, text: str) -> str:
         """The name of a crew lets in whoever knows it."""
-        name = _within(self._config, "stages", "crew")
+        name = _within(self._config, "pipeline", "crew")
         if not isinstance(name, str) or not name:
             return text
         return re.sub(rf"(\bcrew\s+)(['\"]?){re.escape(name)}\2", r"\1…", text)

@@ -16,8 +16,8 @@ from swarm_node.pipeline.recovery.held_stages import keeper, replicated, shapes
 from swarm_node.pipeline.recovery.weight_transfer import layer_of
 from swarm_node.policy.loading import Plan as Loading
 
-SNAPSHOT_BYTES = 12
-"""Of a trained value in a snapshot: itself and two moments, four bytes each."""
+CHECKPOINT_BYTES = 12
+"""Of a trained value in a checkpoint: itself and two moments, four bytes each."""
 
 
 class Memory:
@@ -49,11 +49,11 @@ class Memory:
             for values in zip(self._frozen.of(spans), trained, copied if count > 1 else kept, kept, strict=True)
         ]
 
-    def snapshots(self, spans: Spans) -> list[int]:
-        """Bytes of a snapshot of each stage: trained weights in 32 bits, the optimiser's two moments and, of weights in
-        16 bits that are trained themselves, its master copies."""
+    def checkpoints(self, spans: Spans) -> list[int]:
+        """Bytes of a checkpoint of each stage: trained weights in 32 bits, the optimiser's two moments and, of weights
+        in 16 bits that are trained themselves, its master copies."""
         masters = 4 if self._itemsize < 4 and not any(self._frozen.layers) else 0
-        return [(SNAPSHOT_BYTES + masters) * values for values in self._trained.of(spans)]
+        return [(CHECKPOINT_BYTES + masters) * values for values in self._trained.of(spans)]
 
     def divide(self, capacities: Sequence[float]) -> Spans:
         """Layers of each stage, as the memory of the machines allows that are to hold them (bytes, `UNKNOWN` or inf).

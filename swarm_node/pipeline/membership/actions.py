@@ -45,7 +45,7 @@ class Post:
     settings: Settings
     """How the crew works, if this peer turns out to be the first lead."""
     spans: Spans
-    """Layers of each stage, likewise: equal shares, or those of its snapshots, if it has any."""
+    """Layers of each stage, likewise: equal shares, or those of its checkpoints, if it has any."""
     divide: Callable[[Sequence[float]], Spans]
     """Bytes that the holder of each stage can take, 0 = not known -> layers of each; ValueError if that cannot be."""
     wanted: int | None = None
@@ -61,7 +61,7 @@ class Post:
     absent_s: float = 0.0
     """It waits so much longer for another to begin the crew, who may know more of it."""
     run: Lineage = NO_RUN
-    """Of its newest snapshot."""
+    """Of its newest checkpoint."""
     round: int = 0
     """Likewise."""
     draw: Callable[[], str] = partial(secrets.token_hex, 8)

@@ -100,7 +100,7 @@ def counted(holding: Holding, theirs: Lineage, ours: Lineage) -> Holding:
     return Holding(
         live=tuple(kept for kept in holding.live if onward and kept.updates <= most),
         replicas=tuple(kept for kept in holding.replicas if kept.updates <= most),
-        snapshots=tuple(kept for kept in holding.snapshots if kept.updates <= upto),
+        checkpoints=tuple(kept for kept in holding.checkpoints if kept.updates <= upto),
     )
 
 
@@ -523,7 +523,7 @@ class Lead:
 
     def _claim(self, peer: str, spare: bool) -> Claim:
         member = self.members[peer]
-        stored = {kept.stage: kept.updates for kept in reversed(member.holding.snapshots)}
+        stored = {kept.stage: kept.updates for kept in reversed(member.holding.checkpoints)}
         room = self._room(peer) if spare else -1  # it has a stage; but may still have another in memory, on its way out
         wanted = member.hello.wanted if spare else None
         return Claim(peer, member.arrived, wanted, member.live, stored, room, member.unable)
@@ -550,7 +550,7 @@ class Lead:
         first, updates = self.plan is None, self.updates
         self._number += 1
         self._cut = True
-        stored = [kept.updates for m in self.members.values() for kept in (*m.holding.replicas, *m.holding.snapshots)]
+        stored = [kept.updates for m in self.members.values() for kept in (*m.holding.replicas, *m.holding.checkpoints)]
         self._reached = updates or max(stored, default=0)
         seats = self._with_sources(updates)
         if first:
@@ -590,9 +590,11 @@ class Lead:
                 return ()
         holdings: dict[str, Holding] = {}
         for one, member in self.members.items():  # files are of use to who holds their stage
-            files = tuple(kept for kept in member.holding.snapshots if self.seats[kept.stage : kept.stage + 1] == [one])
+            files = tuple(
+                kept for kept in member.holding.checkpoints if self.seats[kept.stage : kept.stage + 1] == [one]
+            )
             live = tuple(kept for kept in member.holding.live if (one, kept.stage) != (peer, stage))
-            holdings[one] = msgspec.structs.replace(member.holding, snapshots=files, live=live)
+            holdings[one] = msgspec.structs.replace(member.holding, checkpoints=files, live=live)
         return tuple(self._sources(stage, self.spans, holdings, updates, self.settings))[:MAX_SOURCES]
 
     def _share_spares(self) -> None:

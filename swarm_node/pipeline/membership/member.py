@@ -91,7 +91,7 @@ class Crew:
         holding: Holding = NOTHING,
         held_s: Callable[[], float] = float,
     ) -> None:
-        """`holding`: snapshots of earlier runs. `held_s` = seconds that the oldest message here has been waiting, or
+        """`holding`: checkpoints of earlier runs. `held_s` = seconds that the oldest message here has been waiting, or
         that nothing has been done about stages that are to be built."""
         self.post = post
         self.role: Literal["seeks", "follows", "leads"] = "seeks"
@@ -104,7 +104,7 @@ class Crew:
         self.live: dict[int, int] = {}
         """Stages in memory here -> their updates."""
         self.run = post.run
-        """Of which this peer's stages, replicas and snapshots are."""
+        """Of which this peer's stages, replicas and checkpoints are."""
         self.progress = Progress(post.round, 0.0) if post.round else None
         """Of the run, as the lead last told."""
         self.missing: dict[int, float] = {}
@@ -282,7 +282,7 @@ class Crew:
         return self._settle(now)
 
     def report(self, holding: Holding, now: float) -> list[Action]:
-        """What this peer has: updates of its stages (those it was not told to leave), replicas, snapshots."""
+        """What this peer has: updates of its stages (those it was not told to leave), replicas, checkpoints."""
         self.live |= {kept.stage: kept.updates for kept in holding.live if kept.stage in self.live}
         self._holding = holding
         if self.lead is not None:
@@ -443,7 +443,7 @@ class Crew:
         """To somebody."""
         post, lead = self.post, self.lead
         holding = self.holding
-        has_any = holding.live or holding.replicas or holding.snapshots
+        has_any = holding.live or holding.replicas or holding.checkpoints
         return Hello(
             protocol=version_for(peer, self._members),
             swarm=post.swarm,

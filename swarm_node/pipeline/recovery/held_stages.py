@@ -1,12 +1,12 @@
 """The stages that this node holds for its crew: how each comes here, is kept, and leaves.
 
     take(order)   own layers of the base model -> weights from the first source that has them -> Worker
-    updated()     after an update: sometimes renew the replica of a neighbour, or write a snapshot
+    updated()     after an update: sometimes renew the replica of a neighbour, or write a checkpoint
     leave(stage)  forget it
     hand_over()   this node goes: have others keep what was trained here
 
 Sources (`recovery.paths` puts them in order): a peer that has the stage in memory, a neighbour's replica, the same
-stage of another crew, mean or copy of neighbours (CheckFree, CheckFree+), a snapshot of this node's, the base model.
+stage of another crew, mean or copy of neighbours (CheckFree, CheckFree+), a checkpoint of this node's, the base model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.lineage import NO_RUN, Lineage, leads_to, read_lineage, shared
 from swarm_node.averaging.cohort import cohort_of
 from swarm_node.config import NodeConfig
-from swarm_node.errors import SnapshotError, UserError
+from swarm_node.errors import CheckpointError, UserError
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import default_learning_rate
 from swarm_node.pipeline.compute.partition import Span, parts_of
@@ -45,7 +45,7 @@ from swarm_node.policy.engines.transformers import ModelSlice
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import is_windowed, lora_config, skeleton, with_adapter
 from swarm_node.policy.policy import digest_of, lines
-from swarm_node.storage.checkpoints import SnapshotStore, read_snapshot
+from swarm_node.storage.checkpoints import CheckpointStore, read_checkpoint
 
 MANY_STAGES, EVERY = 4, 20
 """With so many stages, all weights trained, a copy of them is due every so many updates; else after each."""
@@ -81,8 +81,8 @@ class Seats:
         stands: Callable[[TakeSeat], bool],
         say: Callable[[str], None],
     ) -> None:
-        """`loading`: what the policy is and how it is loaded. `folder` is for snapshots. `stands` says whether an order
-        is still to be carried out."""
+        """`loading`: what the policy is and how it is loaded. `folder` is for checkpoints. `stands` says whether an
+        order is still to be carried out."""
         self.config = config
         self.reference = bool(config.grpo.beta)
         """Stages that come keep their weights of before training."""
@@ -98,10 +98,10 @@ class Seats:
         self._stands = stands
         self._say = say
         self._optimizers: dict[int, Optimizer] = {}
-        self._stores: dict[int, SnapshotStore] = {}
+        self._stores: dict[int, CheckpointStore] = {}
         self._saved: dict[int, int] = {}
         self._looked: dict[int, int] = {}
-        """Updates of stages when it was last considered whether a snapshot is due."""
+        """Updates of stages when it was last considered whether a checkpoint is due."""
         self._cramped: set[int] = set()
         """Stages of which no replica fits here, as was said."""
         self._spans: Spans = ()
@@ -140,7 +140,7 @@ class Seats:
         """From now on, also with the stages that are here already."""
         self.config, self.reference = config, reference
         for stage, worker in self.workers.items():
-            worker.codec = config.stages.wire
+            worker.codec = config.pipeline.wire
             self._optimizers[stage].go_by(config.grpo)
             if reference and worker.reference is None and not self._loading.lora:
                 worker.reference = load_stage(config.policy, worker.stage.span, self._say).requires_grad_(False)
@@ -163,7 +163,7 @@ class Seats:
             self.round = 0
         left_out = len(stage_files(self._folder)) - len(self._files())
         if left_out > self._left_out:
-            self._say(f"snapshots in {self._folder} that do not count, being of another run or branch: {left_out}")
+            self._say(f"checkpoints in {self._folder} that do not count, being of another run or branch: {left_out}")
         self._left_out = left_out
         return not onward
 
@@ -174,7 +174,7 @@ class Seats:
         stage = load_stage(self.config.policy, span, self._say)
         self.starts[order.stage] = digest_of(lines(stage.named(trainable=False).items(), adapters=True))
         optimizer = self._new_optimizer(stage)
-        worker = Worker(stage, optimizer, self.config.stages.wire, self._is_native(stage))
+        worker = Worker(stage, optimizer, self.config.pipeline.wire, self._is_native(stage))
         if self.reference:
             worker.keep_reference()
         why = "no source was given"
@@ -183,7 +183,7 @@ class Seats:
                 return "it is not wanted any more"
             try:
                 self._come_by(worker, optimizer, source, order)
-            except (ProtocolError, SnapshotError, Unavailable, UserError, ValueError) as error:
+            except (ProtocolError, CheckpointError, Unavailable, UserError, ValueError) as error:
                 why = str(error)  # UserError: a file that may not be read
                 self._say(f"{stage.span} could not be had as {source.way}: {why}")
                 continue
@@ -207,29 +207,29 @@ class Seats:
     # ----------------------------------------------------------------- sources
 
     def _rank(self, sources: Sequence[Source], source: Source) -> bool:
-        """In the order given; but a snapshot here that is as new as the first has the optimiser's moments as well."""
+        """In the order given; but a checkpoint here that is as new as the first has the optimiser's moments as well."""
         mine = source.way == "snapshot" and source.peers == (self._me,)
         return not (mine and source.updates == sources[0].updates)
 
     def recall(self, spans: Spans) -> int:
-        """Before anything is held here: read the newest snapshots of stages of these layers, so that whoever takes such
-        a stage can have it from this peer. The round after which they were made; 0 = there are none."""
+        """Before anything is held here: read the newest checkpoints of stages of these layers, so that whoever takes
+        such a stage can have it from this peer. The round after which they were made; 0 = there are none."""
         for file in self._files():
             if file.stage in self.handing.replicas or file.spans != spans:
                 continue
             try:
-                snapshot = read_snapshot(file.path, partial(self._not_of, self._span(file.stage, spans)))
-            except SnapshotError as error:
-                self._say(f"snapshot {file.path.name} of stage {file.stage} refused: {error}")
+                checkpoint = read_checkpoint(file.path, partial(self._not_of, self._span(file.stage, spans)))
+            except CheckpointError as error:
+                self._say(f"checkpoint {file.path.name} of stage {file.stage} refused: {error}")
                 continue
-            state = State(snapshot.tensors["policy"], snapshot.round, float(snapshot.state["omega"]))
+            state = State(checkpoint.tensors["policy"], checkpoint.round, float(checkpoint.state["omega"]))
             self.handing.replicas[file.stage] = state
-            self.round = max(self.round, int(snapshot.state["round"]))
+            self.round = max(self.round, int(checkpoint.state["round"]))
         return self.round
 
     def _come_by(self, worker: Worker, optimizer: Optimizer, source: Source, order: TakeSeat) -> None:
-        """Give `worker` its weights; Unavailable, ProtocolError or SnapshotError, with nothing lost, if they are not to
-        be had so."""
+        """Give `worker` its weights; Unavailable, ProtocolError or CheckpointError, with nothing lost, if they are not
+        to be had so."""
         span, mine, spans = worker.stage.span, worker.stage.named(), self._spans
         whole = Wanted(span.index, span.first, span.end, rest=True)
         match source.way:
@@ -344,12 +344,12 @@ class Seats:
     def updated(self, plan: Plan) -> None:
         """Between two updates."""
         for stage, worker in self.workers.items():
-            every, looked = self.config.snapshots.every, self._looked.get(stage, 0)
+            every, looked = self.config.checkpoints.every, self._looked.get(stage, 0)
             self._looked[stage] = worker.updates
             if worker.updates // every <= looked // every:  # all stages after the same updates
                 continue
             if self.store(stage).busy:  # nobody waits for a slow disk
-                self._say(f"no snapshot of stage {stage} after update {worker.updates}: the last is not written yet")
+                self._say(f"no checkpoint of stage {stage} after update {worker.updates}: the last is not written yet")
             else:
                 self.save(stage)
         apart = replica_every(self.config, self._loading.lora)
@@ -373,7 +373,7 @@ class Seats:
                 self.handing.keep(stage, plan.seats[stage].peer, like)
 
     def save(self, stage: int) -> None:
-        """Snapshot of a stage, written in the background."""
+        """Checkpoint of a stage, written in the background."""
         worker, store = self.workers[stage], self.store(stage)
         if not worker.updates or (self._saved.get(stage) == worker.updates and not store.failed):
             return
@@ -385,7 +385,7 @@ class Seats:
         self._saved[stage] = worker.updates
 
     def save_soon(self) -> bool:
-        """Snapshots of the stages here, but of none whose last one is not written yet: nobody waits for a slow disk.
+        """Checkpoints of the stages here, but of none whose last one is not written yet: nobody waits for a slow disk.
         Whether that was all."""
         idle = [stage for stage in self.workers if not self.store(stage).busy]
         for stage in idle:
@@ -404,7 +404,7 @@ class Seats:
         }
 
     def save_all(self) -> None:
-        """Snapshots of all stages here; they are on disk when it returns. UserError if one of them could not be."""
+        """Checkpoints of all stages here; they are on disk when it returns. UserError if one of them could not be."""
         for store in list(self._stores.values()):
             store.wait()  # if that fails, it is written again
         for stage in list(self.workers):
@@ -474,7 +474,7 @@ class Seats:
         return {stage: state.updates for stage, state in copies.items()}
 
     def _write(self, stage: int, spans: Spans, state: State) -> None:
-        """A snapshot of a stage that another peer held."""
+        """A checkpoint of a stage that another peer held."""
         span = Span(stage, len(spans), *spans[stage], int(self._loading.config.num_hidden_layers))
         self.store(stage).save(state.updates, {"policy": state.tensors}, self._kept_state(span, state.omega))
         self.store(stage).wait()
@@ -482,38 +482,38 @@ class Seats:
     def _from_file(self, worker: Worker, optimizer: Optimizer, source: Source) -> None:
         stage = worker.stage.span
         if source.peers != (self._me,):
-            raise Unavailable("the snapshot is not on this machine")
+            raise Unavailable("the checkpoint is not on this machine")
         files = [file for file in self._files() if (file.stage, file.updates) == (stage.index, source.updates)]
         if not files:
-            raise Unavailable(f"there is no snapshot after update {source.updates}")
-        snapshot = read_snapshot(files[0].path, partial(self._not_of, str(stage)))
-        weights = snapshot.tensors["policy"]
+            raise Unavailable(f"there is no checkpoint after update {source.updates}")
+        checkpoint = read_checkpoint(files[0].path, partial(self._not_of, str(stage)))
+        weights = checkpoint.tensors["policy"]
         mine = optimizer.weights()
         if mine.keys() != weights.keys() or any(mine[name].shape != weights[name].shape for name in mine):
-            raise SnapshotError("its tensors are not those of this stage")
-        if moments := snapshot.tensors.get("optimizer"):  # of a stage that another peer held there are none
-            optimizer.load_state_dict(moments, snapshot.round)
+            raise CheckpointError("its tensors are not those of this stage")
+        if moments := checkpoint.tensors.get("optimizer"):  # of a stage that another peer held there are none
+            optimizer.load_state_dict(moments, checkpoint.round)
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(weights[name])
         optimizer.publish()
-        worker.updates, worker.omega = snapshot.round, float(snapshot.state["omega"])
+        worker.updates, worker.omega = checkpoint.round, float(checkpoint.state["omega"])
         optimizer.updates = worker.updates
 
-    def store(self, stage: int) -> SnapshotStore:
-        """Of a stage's snapshots."""
+    def store(self, stage: int) -> CheckpointStore:
+        """Of a stage's checkpoints."""
         if stage not in self._stores:
             # One made at a time of its own must not cost the update that the others of the crew have as well.
-            keep = self.config.snapshots.keep + 1
-            self._stores[stage] = SnapshotStore(self._folder / str(stage), keep, self._say)
+            keep = self.config.checkpoints.keep + 1
+            self._stores[stage] = CheckpointStore(self._folder / str(stage), keep, self._say)
         return self._stores[stage]
 
     def _files(self) -> list[StageFile]:
-        """Snapshots of this run in the folder, newest first."""
+        """Checkpoints of this run in the folder, newest first."""
         return [file for file in stage_files(self._folder) if file.counts(self.run)]
 
     def _not_of(self, span: str, state: dict[str, object]) -> str | None:
-        """Why a snapshot is not of that stage of this run, or `None`."""
+        """Why a checkpoint is not of that stage of this run, or `None`."""
         ours = shared(read_lineage(state.get("run")), self.run) >= 0
         if not ours or state.get("architecture") != self.handing.place[1] or "round" not in state:
             return "it is of another run"
@@ -549,15 +549,15 @@ class Seats:
 def replicated(config: NodeConfig, stage: int) -> Literal["whole", "rest", ""]:
     """What of a stage a neighbour keeps a replica of: `rest` = the tensors of no layer, where a copy of the neighbour
     stands in for the layers (CheckFree+)."""
-    stages = config.stages
-    stood_in_for, end = stages.swap and stages.count >= MANY_STAGES, stage in (0, stages.count - 1)
-    whole = {"auto": not stood_in_for, "on": True, "ends": end, "off": False}[stages.replica]
-    return "whole" if whole else "rest" if stages.swap and end else ""
+    pipeline = config.pipeline
+    stood_in_for, end = pipeline.swap and pipeline.stages >= MANY_STAGES, stage in (0, pipeline.stages - 1)
+    whole = {"auto": not stood_in_for, "on": True, "ends": end, "off": False}[pipeline.replica]
+    return "whole" if whole else "rest" if pipeline.swap and end else ""
 
 
 def replica_every(config: NodeConfig, lora: bool) -> int:
     """Updates from one replica to the next."""
-    return config.stages.replica_every or (1 if lora or config.stages.count < MANY_STAGES else EVERY)
+    return config.pipeline.replica_every or (1 if lora or config.pipeline.stages < MANY_STAGES else EVERY)
 
 
 def kept_for(plan: Plan, me: str) -> list[int]:

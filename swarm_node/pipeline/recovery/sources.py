@@ -2,12 +2,12 @@
 
     1  live       whoever still has it in memory hands it over                          exact
        replica    a neighbour's copy of it, `usual` updates old at most                 nearly so
-       snapshot   a file, likewise
+       checkpoint   a file, likewise
     2  cohort     the same stage of another crew                                        as good, but another's
        replica    or a file that is `fresh` updates old at most
     3  mean       of the two neighbours, weighted with the norms of their gradients     CheckFree (arXiv 2506.15461)
        copy       of the neighbour that learned its work, at the ends                   CheckFree+
-    4  snapshot   an older file; or a copy in memory that is older
+    4  checkpoint   an older file; or a copy in memory that is older
     5  base       the model that all began with
 
 Pure. What a peer has is what it said last (`protocol.crew.Holding`), of the crew's run; a way may turn out to be
@@ -91,9 +91,9 @@ def _stand_ins(
 def _old(
     stage: int, stages: int, holdings: Mapping[str, Holding], replicas: list[tuple[str, int]], updates: int | None
 ) -> list[Source]:
-    """Snapshots and replicas, newest first, but last what is newer than the crew (`updates`). If nobody has anything in
-    memory (`None`), then first what there is of all stages after the same update."""
-    files = [(peer, kept) for peer, holding in holdings.items() for kept in holding.snapshots]
+    """Checkpoints and replicas, newest first, but last what is newer than the crew (`updates`). If nobody has anything
+    in memory (`None`), then first what there is of all stages after the same update."""
+    files = [(peer, kept) for peer, holding in holdings.items() for kept in holding.checkpoints]
     by_stage = [{kept.updates for _, kept in files if kept.stage == s} for s in range(stages)]
     common = max(set.intersection(*by_stage), default=-1) if updates is None else -1
     mine = {(kept.updates, peer) for peer, kept in files if kept.stage == stage}
@@ -105,7 +105,7 @@ def _old(
 
 
 def _stored(holding: Holding) -> tuple[Kept, ...]:
-    return holding.replicas + holding.snapshots
+    return holding.replicas + holding.checkpoints
 
 
 def elsewhere(
@@ -147,7 +147,7 @@ def _done(source: Source, updates: int, adapters: bool) -> str:
         case "copy":
             return f"rebuilt as a copy of stage {stages}, which learned its work by swapped order (CheckFree+)"
         case "snapshot":
-            return f"rebuilt from the snapshot after update {updates}"
+            return f"rebuilt from the checkpoint after update {updates}"
     return "begins with the base model" + (" and a fresh adapter" if adapters else "")
 
 

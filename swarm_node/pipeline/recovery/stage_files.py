@@ -1,4 +1,4 @@
-"""The snapshots of stages in a run directory: RUN/stages/<k>/round-…, `round` being updates of the stage.
+"""The checkpoints of stages in a run directory: RUN/stages/<k>/round-…, `round` being updates of the stage.
 
 Each says of what it is: `run` (`protocol.lineage`), `architecture`, `spans` (layers of all stages), `span` (which of
 them), `round` (of the run) and `time`. Counts of updates order the files of one run only.
@@ -19,7 +19,7 @@ from swarm_node.storage.checkpoints import NAME
 
 @dataclass(frozen=True)
 class StageFile:
-    """A snapshot of a stage, unread but for what it says it is."""
+    """A checkpoint of a stage, unread but for what it says it is."""
 
     path: Path
     stage: int

@@ -26,7 +26,7 @@ from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import encoded_size, pieces
 from swarm_node.averaging.cohort_weights import weights_head
 from swarm_node.averaging.noloco import PairAverager
-from swarm_node.errors import SnapshotError, UserError
+from swarm_node.errors import CheckpointError, UserError
 from swarm_node.install import upgrade_command
 from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.locks import Watched
@@ -298,9 +298,9 @@ def test_a_state_that_is_none_changes_nothing(changes: dict[str, Any], method: s
     good = {**kept, "counts": {"exchanges": 7}, "exchanged_at": [5]}
     damaged = {name: value for name, value in {**good, **changes}.items() if value is not None}
     if method == "noloco" or "apart" not in changes:
-        with pytest.raises(SnapshotError, match="averaging state"):
+        with pytest.raises(CheckpointError, match="averaging state"):
             averager.load_state_dict(tensors, damaged)
-        with pytest.raises(SnapshotError, match="averaging state"):
+        with pytest.raises(CheckpointError, match="averaging state"):
             averager.load_state_dict({name: tensor[:5] for name, tensor in tensors.items()}, good)
     assert averager.state_dict()[1] == kept
     assert all(torch.equal(tensor, before[name]) for name, tensor in averager.state_dict()[0].items())

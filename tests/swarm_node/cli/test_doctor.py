@@ -44,7 +44,7 @@ from swarm_node.cli.commands.doctor import (
     torch_and_device,
     versions,
 )
-from swarm_node.config import NetworkConfig, NodeConfig, PolicyConfig, StagesConfig, dump_toml
+from swarm_node.config import NetworkConfig, NodeConfig, PipelineConfig, PolicyConfig, dump_toml
 from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import Row
 from swarm_node.pipeline.compute import memory
@@ -338,7 +338,7 @@ def test_remedies_say_what_is_known(way: Way, started: str, elsewhere: str, monk
     monkeypatch.setattr(memory, "free_memory", lambda: 1)
     (tight, _) = room(NodeConfig(), Path("runs/new"), False, way)
     assert tight.remedy == f"{started} --lora"
-    named = NodeConfig(policy=PolicyConfig(lora=True), stages=StagesConfig(count=2, crew="home"))
+    named = NodeConfig(policy=PolicyConfig(lora=True), pipeline=PipelineConfig(stages=2, crew="home"))
     (tight, _) = room(named, Path("runs/new"), False, way)
     assert tight.remedy == way.start("--stages 4 --crew home").replace(" local ", " join SWARM ")
     (tight, _) = room(NodeConfig(policy=PolicyConfig(lora=True)), Path("runs/new"), False, way)
@@ -453,9 +453,9 @@ def test_a_lone_run_needs_no_network(
     stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 1)
-    crew = StagesConfig(count=stages, crew="local" if stages else "")
+    crew = PipelineConfig(stages=stages, crew="local" if stages else "")
     with RunDir.open("runs/alone") as run:
-        run.write_config(dump_toml(NodeConfig(run_dir="runs/alone", stages=crew)))
+        run.write_config(dump_toml(NodeConfig(run_dir="runs/alone", pipeline=crew)))
         if stages:  # in a swarm of its own processes
             run.swarm.write_text('name = "local"\ntasks = [{env = "gcd"}]\n')
         assert examine("runs/alone", NodeConfig(), json_output=True) == 0

@@ -24,7 +24,7 @@ from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig, dump_tom
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy
 from swarm_node.runtime.loop import run_local
-from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
 from swarm_node.tasks import load_tasks
@@ -55,7 +55,7 @@ def train(run_dir, seed, rounds=2, tasks=("small/gcd",), **policy):
 
 
 def trained(run_dir):
-    newest = max((run_dir / "snapshots").iterdir(), key=lambda path: path.name)
+    newest = max((run_dir / "checkpoints").iterdir(), key=lambda path: path.name)
     return load_file(newest / "policy.safetensors")
 
 
@@ -189,20 +189,20 @@ def test_the_order_of_runs_does_not_matter(full, tmp_path):
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
 
 
-def test_snapshots_pruned_meanwhile_are_still_merged(full, tmp_path):
+def test_checkpoints_pruned_meanwhile_are_still_merged(full, tmp_path):
     copies = [shutil.copytree(run, tmp_path / run.name) for run in full]
     expected = mean([trained(run) for run in copies])
     cohort = cohort_of_runs([RunDir(copy) for copy in copies], lambda text: None)
     for copy in copies:
-        shutil.rmtree(copy / "snapshots")
+        shutil.rmtree(copy / "checkpoints")
     (tmp_path / "out").mkdir()
     merging.merge(cohort, tmp_path / "out", "uniform", None, 0, lambda text: None)
     assert all(torch.equal(load_file(tmp_path / "out/model.safetensors")[name], expected[name]) for name in expected)
 
 
-def test_a_torn_snapshot_is_passed_over(full, tmp_path, capsys):
+def test_a_torn_checkpoint_is_passed_over(full, tmp_path, capsys):
     run = train(shutil.copytree(full[0], tmp_path / "run"), 0, rounds=4)
-    torn = run / "snapshots/round-00000004/policy.safetensors"
+    torn = run / "checkpoints/round-00000004/policy.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
     quietly([run, full[1]], tmp_path / "out", questions=0)
     captured = capsys.readouterr()
@@ -231,15 +231,15 @@ def refused(sources, out, message, *args, **options):
 
 def test_one_run_alone_is_no_merge(full, tmp_path):
     refused(full[:1], tmp_path / "out", "at least two different run directories")
-    refused([full[0], full[0] / "snapshots" / ".."], tmp_path / "out", "at least two different run directories")
+    refused([full[0], full[0] / "checkpoints" / ".."], tmp_path / "out", "at least two different run directories")
     assert not (tmp_path / "out").exists()
 
 
-def test_no_run_and_no_snapshot(full, tmp_path):
+def test_no_run_and_no_checkpoint(full, tmp_path):
     (tmp_path / "empty").mkdir()
     refused([full[0], tmp_path / "empty"], tmp_path / "out", "no run in .*empty")
     (tmp_path / "empty/config.toml").write_text("")
-    refused([full[0], tmp_path / "empty"], tmp_path / "out", "empty has no snapshot yet")
+    refused([full[0], tmp_path / "empty"], tmp_path / "out", "empty has no checkpoint yet")
 
 
 @pytest.mark.parametrize("better", [True, False])
@@ -324,10 +324,10 @@ def test_adapters_that_did_not_start_alike(lora, tmp_path):
 
 def test_a_run_that_diverged(full, tmp_path):
     run = shutil.copytree(full[0], tmp_path / "run")
-    store = SnapshotStore(run / "snapshots", 2, print)
-    snapshot = store.load_latest(lambda state: None)
-    snapshot.tensors["policy"]["model.norm.weight"][0] = torch.nan
-    store.save(3, snapshot.tensors, snapshot.state)
+    store = CheckpointStore(run / "checkpoints", 2, print)
+    checkpoint = store.load_latest(lambda state: None)
+    checkpoint.tensors["policy"]["model.norm.weight"][0] = torch.nan
+    store.save(3, checkpoint.tensors, checkpoint.state)
     store.close()
     refused([run, full[1]], tmp_path / "out", "model.norm.weight is not finite in .*run")
     refused([run, full[1]], tmp_path / "out", "the weights of .*run are not finite", "task-arithmetic", 0.5)

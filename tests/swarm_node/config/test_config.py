@@ -145,7 +145,7 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
         ("grpo.betas=0.9", "grpo.betas[1] is missing in --set"),
         ("grpo.betas=a,b", "grpo.betas[0] = 'a' in --set: must be a valid number"),
         ("name=al ice", "name = 'al ice' in --set: must be letters, digits, '.', '_' and '-', at most 32"),
-        ("stages.crew=a b", "stages.crew = 'a b' in --set: must be letters, digits, '.', '_' and '-', at most 32"),
+        ("pipeline.crew=a b", "pipeline.crew = 'a b' in --set: must be letters, digits, '.', '_' and '-', at most 32"),
         (f"name={'a' * 33}", "in --set: must have at most 32 characters"),
         ("spot.endpoint=a b", "spot.endpoint = 'a b' in --set: must be HOST or HOST:PORT"),
         ("tasks=[3]", "tasks[0] = 3 in --set: "),

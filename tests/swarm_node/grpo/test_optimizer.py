@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swarm_node.config import GrpoConfig
-from swarm_node.errors import SnapshotError
+from swarm_node.errors import CheckpointError
 from swarm_node.grpo import optimizer as optimizer_module
 from swarm_node.grpo.optimizer import Optimizer
 from tests.support.locks import Watched
@@ -166,6 +166,6 @@ def test_state_without_steps_counts_all_updates():
     old = {name: tensor for name, tensor in optimizer.state_dict().items() if not name.startswith("step.")}
     optimizer.load_state_dict(old, 7)
     assert optimizer.updates == 7 and all(state["step"] == 7 for state in optimizer.adamw.state.values())
-    with pytest.raises(SnapshotError):
+    with pytest.raises(CheckpointError):
         optimizer.load_state_dict({name: old[name] for name in list(old)[1:]}, 8)
     assert optimizer.updates == 7

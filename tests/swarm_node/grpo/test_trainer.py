@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from swarm_node.config import GrpoConfig
-from swarm_node.errors import SnapshotError, UserError
+from swarm_node.errors import CheckpointError, UserError
 from swarm_node.grpo.batch import Row
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer, default_learning_rate
@@ -324,9 +324,9 @@ def test_a_resumed_trainer_goes_on_unchanged(model):
 def test_the_state_of_another_policy_is_refused():
     trainer = Trainer(TinyPolicy(make("llama")), GrpoConfig(), SAMPLING)
     tensors, numbers = Trainer(TinyPolicy(make("qwen2")), GrpoConfig(), SAMPLING).state_dict()
-    with pytest.raises(SnapshotError, match="names and shapes"):
+    with pytest.raises(CheckpointError, match="names and shapes"):
         trainer.load_state_dict(tensors, numbers)
-    with pytest.raises(SnapshotError, match="number"):
+    with pytest.raises(CheckpointError, match="number"):
         trainer.load_state_dict(trainer.state_dict()[0], {})
 
 

@@ -78,7 +78,7 @@ def test_what_the_run_itself_writes_is_followed(tmp_path: Path) -> None:
     for round in range(5):
         lines.append(metrics(round))
         assert [record["round"] for record in tail.read()[1]] == [round]
-    lines.cut_after(lambda record: record["round"] < 2)  # a resumed run cuts what comes after its snapshot
+    lines.cut_after(lambda record: record["round"] < 2)  # a resumed run cuts what comes after its checkpoint
     lines.append(metrics(2, reward=0.5))
     void, records = tail.read()
     assert void
@@ -311,7 +311,7 @@ def test_status_and_events_are_bounded() -> None:
 
 
 def test_a_crew_s_name_is_not_shown() -> None:
-    run = make_run(config='[stages]\ncrew = "home sweet"\n')
+    run = make_run(config='[pipeline]\ncrew = "home sweet"\n')
     run.write_status({"time": 1.0, "crew": {"name": "home sweet", "whole": True}})
     write(
         run.events,

@@ -87,7 +87,7 @@ def test_floats_are_rounded_sensibly_and_json_stays_json(path):
     assert "NaN" not in path.read_text()
 
 
-def test_resuming_drops_what_came_after_the_snapshot(path):
+def test_resuming_drops_what_came_after_the_checkpoint(path):
     write(path, 1, 2, 3, 4)
     writer = MetricsWriter(path, print)
     writer.truncate_after(2)
@@ -321,7 +321,7 @@ def test_trackio_continues_its_run_and_prints_nothing(path, tmp_path, monkeypatc
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_PROJECT"):
         monkeypatch.delenv(name, raising=False)
-    for first, last in ((1, 4), (3, 6)):  # the snapshot was of round 2
+    for first, last in ((1, 4), (3, 6)):  # the checkpoint was of round 2
         command = [sys.executable, "-c", TRACKED, str(path), str(first), str(last)]
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr

@@ -119,7 +119,7 @@ def test_few_rounds_leave_little_to_say() -> None:
 
 def test_a_resumed_run_is_told_as_a_whole() -> None:
     sent, received, lost = [4, 8, 12, 2, 6], [10, 20, 30, None, 40], [None, 1, 1, None, 1]
-    exchanges = [0, 1, 2, 2, 3]  # these go on, being in the snapshot
+    exchanges = [0, 1, 2, 2, 3]  # these go on, being in the checkpoint
     run = figures(
         rounds(
             [0.0, 0.0, 0.0, 1.0, 1.0],

@@ -48,7 +48,7 @@ def record(round: int) -> dict[str, Any]:
     return {"round": round, "reward": round / 7, "step_time": 0.1, "num_tokens": round, "swarm/groups_sent": sent}
 
 
-def test_figures_go_on_where_a_snapshot_ends() -> None:
+def test_figures_go_on_where_a_checkpoint_ends() -> None:
     whole = tallied(map(record, range(1, 2001)))
     kept = json.dumps(msgspec.to_builtins(tallied(map(record, range(1, 1235)))))
     assert len(kept) < 32_000

@@ -19,7 +19,7 @@ from protocol.crew import Holding, Kept, Plan, Progress
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import Squares
 from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
-from swarm_node.config import NodeConfig, PolicyConfig, StagesConfig
+from swarm_node.config import NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.compute.memory import Memory
 from swarm_node.pipeline.compute.partition import UNKNOWN
 from swarm_node.pipeline.crew import GATHER_S, SAVE_S, Ear
@@ -28,7 +28,7 @@ from swarm_node.pipeline.ports import Message
 from swarm_node.pipeline.recovery.stage_files import stage_files
 from swarm_node.pipeline.status_text import CrewWords
 from swarm_node.policy.loading import prepare
-from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.mirror import Mirror
 from tests.support.crew_nodes import CrewWorld, Machine
 from tests.support.pipeline_crew import save
@@ -145,8 +145,8 @@ def test_a_former_lead_frees_the_first_stage(form: Callable[..., CrewWorld]) -> 
 def test_people_are_told_of_missing_stages_and_links(form: Callable[..., CrewWorld]) -> None:
     world = form("llama", 2, a={"spare_wait_s": 1000.0}, b={"wire": "int8"})
     lead, b = world.machines["a"], world.machines["b"]
-    assert b.node.config.stages.wire == "float32" and b.node.own.stages.wire == "int8"
-    assert any('stages.wire = "float32" (here "int8")' in line for line in b.said)
+    assert b.node.config.pipeline.wire == "float32" and b.node.own.pipeline.wire == "int8"
+    assert any('pipeline.wire = "float32" (here "int8")' in line for line in b.said)
     world.until(lambda: b.transport.addresses[0] in lead.node.invitation.link)
     for _ in range(3):
         lead.node.invite()
@@ -297,9 +297,9 @@ def test_a_crew_ignores_files_of_another_run(form: Callable[..., CrewWorld]) -> 
     again = lead.node.seats.run
     assert lead.name == "a" and again == world.machines["d"].node.seats.run and again[:-1] == ours
     assert again[-1][1] == 3
-    assert any("stage 0 rebuilt from the snapshot after update 3; nothing is lost" in line for line in lead.said)
+    assert any("stage 0 rebuilt from the checkpoint after update 3; nothing is lost" in line for line in lead.said)
     metrics = lead.node.mates.metrics()
-    assert metrics["stages/recovered/snapshot"] == metrics["stages/recovered/base"] == 1
+    assert metrics["stages/recovered/checkpoint"] == metrics["stages/recovered/base"] == 1
     assert lead.node.progress.round == 3
     world.machines.pop("d").end()
     world.start("b", stage=1)
@@ -309,7 +309,7 @@ def test_a_crew_ignores_files_of_another_run(form: Callable[..., CrewWorld]) -> 
 
 def room_for_one(policy: PolicyConfig) -> float:
     """GiB that the first of three stages takes, and no more."""
-    config = NodeConfig(policy=policy, stages=StagesConfig(count=3, crew="home", replica="off"))
+    config = NodeConfig(policy=policy, pipeline=PipelineConfig(stages=3, crew="home", replica="off"))
     memory = Memory(config, prepare(policy))
     return (memory.costs(memory.divide([UNKNOWN] * 3))[0] + 1) / 2**30
 
@@ -347,7 +347,7 @@ def test_a_node_that_leads_twice_hears_everything_once() -> None:
 
 
 def written(machine: Machine) -> set[tuple[int, int]]:
-    """Stage and updates of its snapshots."""
+    """Stage and updates of its checkpoints."""
     return {(file.stage, file.updates) for file in stage_files(machine.node.run.path / "stages")}
 
 
@@ -367,7 +367,7 @@ def test_a_crew_waits_for_no_busy_disk(form: Callable[..., CrewWorld], monkeypat
     world = form("llama", 2)
     a, b = world.machines["a"], world.machines["b"]
     busy = [True]
-    monkeypatch.setattr(SnapshotStore, "busy", property(lambda store: busy[0]))
+    monkeypatch.setattr(CheckpointStore, "busy", property(lambda store: busy[0]))
     for machine in (a, b):
         machine.stop.advised = True
     world.train(2)

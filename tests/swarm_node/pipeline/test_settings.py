@@ -7,24 +7,24 @@ import math
 import pytest
 
 from protocol.crew import Plan, Seat, open_record, seal_record
-from swarm_node.config import GrpoConfig, NodeConfig, RolloutsConfig, StagesConfig
+from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig, RolloutsConfig
 from swarm_node.pipeline.settings import agreed, limits, settings_of
 
 THEIRS = NodeConfig(
     grpo=GrpoConfig(weight_decay=0.1, betas=(0.8, 0.9), microbatch_tokens=1000, beta=0.02),
     rollouts=RolloutsConfig(max_prompt_tokens=100, max_new_tokens=50, group_size=4),
-    stages=StagesConfig(count=2, wire="int8", swap=True, replica="off"),
+    pipeline=PipelineConfig(stages=2, wire="int8", swap=True, replica="off"),
 )
 
 
 def test_a_node_adopts_its_crew_s_options() -> None:
     config, changed = agreed(NodeConfig(), settings_of(THEIRS))
-    assert config.stages.wire == "int8" and config.stages.swap and config.stages.replica == "off"
+    assert config.pipeline.wire == "int8" and config.pipeline.swap and config.pipeline.replica == "off"
     assert config.grpo.weight_decay == 0.1 and config.grpo.betas == (0.8, 0.9)
     assert config.rollouts.max_prompt_tokens == 100 and config.rollouts.max_new_tokens == 50
     assert config.grpo.microbatch_tokens == 1000
     assert config.grpo.beta == 0.0 == NodeConfig().grpo.beta  # how much is the affair of whoever leads
-    assert 'stages.wire = "int8" (here "bfloat16")' in changed and "grpo.weight_decay = 0.1 (here 0.0)" in changed
+    assert 'pipeline.wire = "int8" (here "bfloat16")' in changed and "grpo.weight_decay = 0.1 (here 0.0)" in changed
     assert len(changed) == 8
     assert settings_of(config).wire == "int8" and config.rollouts.groups == NodeConfig().rollouts.groups
 

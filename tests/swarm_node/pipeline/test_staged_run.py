@@ -41,7 +41,7 @@ class Runs:
         self.said: list[str] = []
 
     def train(self, updates: int = 1, peers: list[Peer] | None = None, seed: int = 0) -> None:
-        """And write snapshots."""
+        """And write checkpoints."""
         for peer in peers or self.peers:
             for stage in peer.seats.workers:
                 peer.train(stage, seed=seed + stage, updates=updates)
@@ -128,7 +128,7 @@ def test_stages_are_taken_after_the_same_update(saved: Saved, tmp_path: Path) ->
     assert any("no update after which all stages are there: stage 0 after update 11" in line for line in runs.said)
 
 
-def test_a_torn_snapshot_is_passed_over(saved: Saved, tmp_path: Path) -> None:
+def test_a_torn_checkpoint_is_passed_over(saved: Saved, tmp_path: Path) -> None:
     runs = Runs(saved("llama"), tmp_path)
     runs.train(updates=1)
     expected = runs.weights
@@ -142,7 +142,7 @@ def test_a_torn_snapshot_is_passed_over(saved: Saved, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [({"crew": "other"}, "not of the crew"), ({"count": 3}, "not of the crew"), ({"count": 0}, "only the runs of one")],
+    [({"crew": "other"}, "not of the crew"), ({"stages": 3}, "not of the crew"), ({"stages": 0}, "runs of one")],
 )
 def test_runs_of_different_crews_do_not_go_together(
     saved: Saved, tmp_path: Path, changes: dict[str, object], why: str
@@ -150,7 +150,7 @@ def test_runs_of_different_crews_do_not_go_together(
     runs = Runs(saved("llama"), tmp_path)
     runs.train()
     config = runs.world.config
-    other = config.model_copy(update={"stages": config.stages.model_copy(update=changes)})
+    other = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=changes)})
     RunDir(runs.paths[1]).write_config(dump_toml(other))
     with pytest.raises(UserError, match=why):
         runs.export(tmp_path / "out")
@@ -171,7 +171,7 @@ def test_a_crews_run_can_be_evaluated(saved: Saved, tmp_path: Path) -> None:
     runs.train(updates=4)
     (runs.paths[1] / "stages" / "1").rename(runs.paths[0] / "stages" / "1")  # as the lead gathers them
     policy, config = policy_of_run(runs.paths[0], runs.said.append)
-    assert policy.version == 4 and config.stages.count == 2 and same(policy.trainable_state(), runs.weights)
+    assert policy.version == 4 and config.pipeline.stages == 2 and same(policy.trainable_state(), runs.weights)
 
 
 def test_an_earlier_runs_stages_are_not_mixed_in(saved: Saved, tmp_path: Path) -> None:

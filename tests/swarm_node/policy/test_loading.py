@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
-from swarm_node.errors import SnapshotError, UserError
+from swarm_node.errors import CheckpointError, UserError
 from swarm_node.policy import loading
 from swarm_node.policy.loading import bf16_slowdown, load_policy, prepare, refusing
 from swarm_node.types import Sampling
@@ -96,7 +96,7 @@ def test_state_of_another_model_changes_nothing(tmp_path):
     before = {n: t.clone() for n, t in policy.trainable_state().items()}
     wrong = {n: t + 1 for n, t in before.items()}
     wrong["model.norm.weight"] = torch.zeros(3)
-    with pytest.raises(SnapshotError):
+    with pytest.raises(CheckpointError):
         policy.load_trainable_state(wrong)
     assert all(torch.equal(t, policy.trainable_state()[n]) for n, t in before.items())
 

@@ -129,7 +129,9 @@ def test_a_closed_pipe_ends_no_bootstrap(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_each_line_is_one_write() -> None:
     script = (
-        "import sys; from swarm_node.runtime.bootstrap import _print as p; p('0 members'); p('swarm://', sys.stdout)"
+        "import sys\n"
+        "from swarm_node.runtime.bootstrap import _print\n"
+        "_print('0 members'); _print('swarm://', sys.stdout)"
     )
     ours, theirs = socket.socketpair(type=socket.SOCK_DGRAM)  # each write is a message
     with ours, theirs:

@@ -102,7 +102,7 @@ def run_rounds(path: Path, price: float | None, first: int, last: int) -> list[d
 def test_a_resumed_run_keeps_its_costs(tmp_path: Path) -> None:
     whole = run_rounds(tmp_path / "whole.jsonl", 36.0, 1, 30)
     run_rounds(tmp_path / "resumed.jsonl", 36.0, 1, 17)
-    resumed = run_rounds(tmp_path / "resumed.jsonl", 36.0, 13, 30)  # the snapshot is of round 12
+    resumed = run_rounds(tmp_path / "resumed.jsonl", 36.0, 13, 30)  # the checkpoint is of round 12
     assert whole[-1]["cost/spent"] == pytest.approx(3.0) and whole[-1]["cost/groups"] == 120
     for one, other in zip(whole, resumed, strict=True):
         assert one == pytest.approx(other, rel=1e-5)

@@ -274,10 +274,10 @@ def test_the_commands(tmp_path: Path) -> None:
 
 
 def test_stages_are_not_paused_nor_limited(tmp_path: Path) -> None:
-    run = made(tmp_path / "run", stages={"count": 2})
+    run = made(tmp_path / "run", pipeline={"stages": 2})
     code, said = cli("pause", str(run.path))
     assert code == 2 and "hands its stage over" in said and not run.paused.exists()
-    limited = settings(tmp_path / "other", max_cpu=50).model_copy(update={"stages": load_config(run.config).stages})
+    limited = settings(tmp_path / "other", max_cpu=50).model_copy(update={"pipeline": load_config(run.config).pipeline})
     with pytest.raises(UserError, match="guest.max_cpu is not for --stages"):
         run_local(limited)
 
@@ -496,7 +496,7 @@ def test_too_much_memory_saves_and_ends(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"the node took .* GiB, more than --max-memory 0.1: .*is saved"):
         run_local(settings(tmp_path / "run", rounds=100_000, max_memory_gb=0.1), json_output=True)
     rounds = len(read_metrics(RunDir(tmp_path / "run").metrics)) if RunDir(tmp_path / "run").metrics.exists() else 0
-    newest = max((tmp_path / "run/snapshots").iterdir(), key=lambda path: path.name)
+    newest = max((tmp_path / "run/checkpoints").iterdir(), key=lambda path: path.name)
     assert newest.name == f"round-{rounds:08}"
 
 

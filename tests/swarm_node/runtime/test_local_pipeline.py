@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_node.config import NodeConfig, StagesConfig
+from swarm_node.config import NodeConfig, PipelineConfig
 from swarm_node.runtime import local_pipeline as local_crew
 from swarm_node.runtime.local_pipeline import Others
 from tests.support.waiting import until
@@ -29,7 +29,7 @@ class Watched(Others):
         self.started: dict[int, list[float]] = {stage: [] for stage in range(1, 5)}
         self.newest: dict[int, subprocess.Popen[bytes]] = {}
         super().__init__(
-            NodeConfig(stages=StagesConfig(count=5)), folder, lambda: "link", self.said.append, lambda: self.clock
+            NodeConfig(pipeline=PipelineConfig(stages=5)), folder, lambda: "link", self.said.append, lambda: self.clock
         )
 
     def launch(self, stage: int, link: str) -> subprocess.Popen[bytes]:

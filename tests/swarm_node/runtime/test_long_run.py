@@ -16,7 +16,7 @@ from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.observability.dashboard.gallery import Gallery, Told, news
 from swarm_node.observability.metrics import MetricsWriter
 from swarm_node.runtime import loop as running
-from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 
 FEW, MANY = 3000, 300_000
@@ -55,12 +55,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         with open(run.metrics, "w") as file:
             file.writelines(lines(rounds))
         MetricsWriter(run.metrics, print).truncate_after(rounds)
-        store = SnapshotStore(run.snapshots, 2, print)
-        snapshot = store.load_latest(lambda state: None)
-        assert snapshot is not None
-        store.save(rounds, snapshot.tensors, snapshot.state | {"tally": None, "cost": None})
+        store = CheckpointStore(run.checkpoints, 2, print)
+        checkpoint = store.load_latest(lambda state: None)
+        assert checkpoint is not None
+        store.save(rounds, checkpoint.tensors, checkpoint.state | {"tally": None, "cost": None})
         store.close()
-        start(path, rounds + 1)  # the figures that its snapshot lacks are in the next one
+        start(path, rounds + 1)  # the figures that its checkpoint lacks are in the next one
     return paths
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from swarm_node.runtime import loop as run
 from swarm_node.config import NodeConfig
 from swarm_node.storage.mirror import Mirror
-from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.checkpoints import CheckpointStore
 
 def hang(*arguments):
     print("copying", flush=True)
@@ -37,14 +37,14 @@ def told(what, word):
     return tell
 
 Mirror._copy = hang  # as where the place does not answer: no URL of one does that
-SnapshotStore.close = told(SnapshotStore.close, "closed")
+CheckpointStore.close = told(CheckpointStore.close, "closed")
 run.Report = told(run.Report, "reported")
 config = {
     "run_dir": sys.argv[1],
     "rounds": 1,
     "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
     "eval": {"questions": 0},
-    "snapshots": {"to": f"file://{sys.argv[1]}-away"},
+    "checkpoints": {"to": f"file://{sys.argv[1]}-away"},
 }
 os.mkdir(f"{sys.argv[1]}-away")
 sys.exit(run.run_local(NodeConfig.model_validate(config)))
@@ -67,9 +67,9 @@ def test_a_signal_ends_the_last_copy_well(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert process.returncode == 0, out
-    assert "never" not in out and "the last snapshot is not at file://" in out
+    assert "never" not in out and "the last checkpoint is not at file://" in out
     assert out.index("closed\n") < out.index("reported\n"), "what people see comes after goodbye"
-    assert any((tmp_path / "run/snapshots").glob("round-00000001/SHA256SUMS"))
+    assert any((tmp_path / "run/checkpoints").glob("round-00000001/SHA256SUMS"))
 
 
 class Told(Exception):
@@ -132,6 +132,6 @@ def test_a_stopped_round_shares_what_is_finished(
 
 
 def test_slow_rounds_are_saved_by_the_clock(here: dict[str, Any]) -> None:
-    folder = start(here | {"rounds": 3, "snapshots": {"every": 1000, "every_minutes": 1e-9}}).snapshots
+    folder = start(here | {"rounds": 3, "checkpoints": {"every": 1000, "every_minutes": 1e-9}}).checkpoints
     names = sorted(path.name for path in folder.glob("round-*"))
     assert len(names) == 2 and names[-1] == "round-00000003", "the last is there anyway; nobody waits for a slow disk"

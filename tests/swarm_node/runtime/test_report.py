@@ -40,7 +40,7 @@ def test_two_starts_are_reported_as_one_run(capsys: pytest.CaptureFixture[str]) 
     held, before = document["held_out"], document["held_out_before"]["all"]
     assert held["questions"] == before["questions"] == 56 and held["pass_1"][0] == before["pass_1"]
     low, high = held["interval"]
-    assert low <= held["pass_1"][1] - held["pass_1"][0] <= high, "questions from before were kept in the snapshot"
+    assert low <= held["pass_1"][1] - held["pass_1"][0] <= high, "questions from before were kept in the checkpoint"
     assert "this one went on from round 1" in words and "swarm-node export run DIR" in words
     assert not any(part in document for part in ("swarm", "averaging", "stages", "refused", "cost"))
     last = json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])
@@ -50,12 +50,14 @@ def test_two_starts_are_reported_as_one_run(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_lost_round_is_in_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
     first, _ = start(2, capsys)
-    with open("run/metrics.jsonl", "a") as file:  # recorded, but no snapshot of it was made
+    with open("run/metrics.jsonl", "a") as file:  # recorded, but no checkpoint of it was made
         file.write('{"round": 3, "reward": 1e6, "step_time": 1e6, "num_tokens": 1}\n')
     document, _ = start(3, capsys)
     assert document["rounds_recorded"] == 3 and document["reward_last_tenth"] <= 1.0
     assert first["seconds"] < document["seconds"] < 1e5
-    assert document["reward_first_tenth"] == first["reward_first_tenth"], "exactly, since the snapshot has the figures"
+    assert document["reward_first_tenth"] == first["reward_first_tenth"], (
+        "exactly, since the checkpoint has the figures"
+    )
 
 
 def test_too_few_questions_hold_none_out(capsys: pytest.CaptureFixture[str]) -> None:

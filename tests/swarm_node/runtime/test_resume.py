@@ -16,7 +16,7 @@ from swarm_node.runtime import loop as run
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.loop import run_local
 from swarm_node.runtime.resume import RunState
-from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.own_settings import OwnSettings
 from swarm_node.storage.rundir import RunDir
 
@@ -76,7 +76,7 @@ def test_a_full_disk_at_changes_ends_no_training(monkeypatch: pytest.MonkeyPatch
     assert load_config(Path("run/config.toml")).grpo.loss == "gspo"
 
 
-def test_a_snapshot_has_the_settings_behind_its_weights() -> None:
+def test_a_checkpoint_has_the_settings_behind_its_weights() -> None:
     start(2, policy={"system_prompt": "Answer."})
     start(2, policy={"system_prompt": "Say nothing."})
     assert newest_settings()["policy"]["system_prompt"] == "Answer."
@@ -87,7 +87,7 @@ def test_a_snapshot_has_the_settings_behind_its_weights() -> None:
 
 
 def newest_settings() -> dict[str, Any]:
-    newest = max(Path("run/snapshots").iterdir(), key=lambda path: path.name)
+    newest = max(Path("run/checkpoints").iterdir(), key=lambda path: path.name)
     settings: dict[str, Any] = json.loads((newest / "state.json").read_text())["state"]["settings"]
     return settings
 
@@ -109,8 +109,8 @@ def test_a_configuration_of_another_version_is_no_obstacle() -> None:
 
 def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
     said: list[str] = []
-    folder = tmp_path / "snapshots"
-    store = SnapshotStore(folder, 2, said.append)
+    folder = tmp_path / "checkpoints"
+    store = CheckpointStore(folder, 2, said.append)
     policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, averager=None, tasks=SimpleNamespace(names=[]))
@@ -120,7 +120,7 @@ def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
     folder.write_text("a file, not a folder")
     state.save()
     store.wait()
-    assert len(said) == 1 and "snapshot of round 3" in said[0]
+    assert len(said) == 1 and "checkpoint of round 3" in said[0]
     folder.unlink()
     state.save()
     store.wait()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from swarm_node.errors import UserError
-from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage.checkpoints import CheckpointStore
 from tests.support.waiting import until
 
 STATE = {
@@ -32,7 +32,7 @@ def accept_all(state):
 
 
 def save(directory, *rounds, keep=10, state=STATE):
-    store = SnapshotStore(directory, keep, print)
+    store = CheckpointStore(directory, keep, print)
     for round in rounds:
         store.save(round, {"policy": {"w": torch.full((64,), float(round))}}, state)
     store.close()
@@ -40,7 +40,7 @@ def save(directory, *rounds, keep=10, state=STATE):
 
 def load(directory, accept=accept_all):
     said = []
-    return SnapshotStore(directory, 2, said.append).load_latest(accept), said
+    return CheckpointStore(directory, 2, said.append).load_latest(accept), said
 
 
 def names(directory):
@@ -81,29 +81,29 @@ def test_roundtrip_of_every_kind_of_tensor(tmp_path):
         },
         "nothing": {},
     }
-    store = SnapshotStore(tmp_path / "snapshots", 2, print)
+    store = CheckpointStore(tmp_path / "checkpoints", 2, print)
     store.save(120, tensors, STATE)
     store.close()
-    assert names(tmp_path / "snapshots") == ["round-00000120"]
-    snapshot, said = load(tmp_path / "snapshots")
-    assert said == [] and snapshot.round == 120 and snapshot.state == STATE
-    assert snapshot.tensors.keys() == tensors.keys()
+    assert names(tmp_path / "checkpoints") == ["round-00000120"]
+    checkpoint, said = load(tmp_path / "checkpoints")
+    assert said == [] and checkpoint.round == 120 and checkpoint.state == STATE
+    assert checkpoint.tensors.keys() == tensors.keys()
     for stem, named in tensors.items():
-        assert snapshot.tensors[stem].keys() == named.keys()
+        assert checkpoint.tensors[stem].keys() == named.keys()
         for name, tensor in named.items():
-            loaded = snapshot.tensors[stem][name]
+            loaded = checkpoint.tensors[stem][name]
             assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor), name
 
 
 def test_tied_weights_are_written_once_and_tied_again(tmp_path):
     embedding, head = nn.Embedding(100, 16), nn.Linear(16, 100, bias=False)
     head.weight = embedding.weight
-    store = SnapshotStore(tmp_path, 2, print)
+    store = CheckpointStore(tmp_path, 2, print)
     store.save(1, {"policy": {"embed.weight": embedding.weight, "lm_head.weight": head.weight}}, STATE)
     store.close()
     assert (tmp_path / "round-00000001" / "policy.safetensors").stat().st_size < 1.5 * 100 * 16 * 4
-    snapshot, _ = load(tmp_path)
-    policy = snapshot.tensors["policy"]
+    checkpoint, _ = load(tmp_path)
+    policy = checkpoint.tensors["policy"]
     assert policy["lm_head.weight"] is policy["embed.weight"]
     assert torch.equal(policy["lm_head.weight"], head.weight)
 
@@ -111,33 +111,33 @@ def test_tied_weights_are_written_once_and_tied_again(tmp_path):
 def test_views_that_merely_overlap_are_kept_apart(tmp_path):
     flat = torch.arange(10.0)
     tensors = {"all": flat, "head": flat[:4], "tail": flat[6:], "square": flat[:4].view(2, 2)}
-    store = SnapshotStore(tmp_path, 2, print)
+    store = CheckpointStore(tmp_path, 2, print)
     store.save(1, {"policy": tensors}, STATE)
     store.close()
-    snapshot, _ = load(tmp_path)
-    assert all(torch.equal(snapshot.tensors["policy"][name], tensor) for name, tensor in tensors.items())
+    checkpoint, _ = load(tmp_path)
+    assert all(torch.equal(checkpoint.tensors["policy"][name], tensor) for name, tensor in tensors.items())
 
 
 def test_training_goes_on_during_the_write(tmp_path):
     weight, state = torch.zeros(1 << 20), {"counter": 1}
-    store = SnapshotStore(tmp_path, 2, print)
+    store = CheckpointStore(tmp_path, 2, print)
     store.save(1, {"policy": {"w": weight}}, state)
     weight.fill_(7)
     state["counter"] = 2
     store.close()
-    snapshot, _ = load(tmp_path)
-    assert snapshot.state == {"counter": 1} and not snapshot.tensors["policy"]["w"].any()
+    checkpoint, _ = load(tmp_path)
+    assert checkpoint.state == {"counter": 1} and not checkpoint.tensors["policy"]["w"].any()
 
 
 def test_changing_loaded_tensors_leaves_the_files_alone(tmp_path):
     save(tmp_path, 1)
     load(tmp_path)[0].tensors["policy"]["w"].zero_()
-    snapshot, said = load(tmp_path)
-    assert said == [] and snapshot.tensors["policy"]["w"][0] == 1
+    checkpoint, said = load(tmp_path)
+    assert said == [] and checkpoint.tensors["policy"]["w"][0] == 1
 
 
 def test_state_that_is_not_json_leaves_nothing(tmp_path):
-    store = SnapshotStore(tmp_path, 2, print)
+    store = CheckpointStore(tmp_path, 2, print)
     with pytest.raises(TypeError):
         store.save(1, {}, {"rng": torch.zeros(1)})
     store.close()
@@ -162,15 +162,15 @@ def test_saving_a_round_again_replaces_it(tmp_path):
     save(tmp_path, 5, keep=1)
     save(tmp_path, 5, keep=1, state=STATE | {"finished": True})
     assert names(tmp_path) == ["round-00000005-1"]
-    snapshot, _ = load(tmp_path)
-    assert snapshot.round == 5 and snapshot.state["finished"]
+    checkpoint, _ = load(tmp_path)
+    assert checkpoint.round == 5 and checkpoint.state["finished"]
 
 
-def test_torn_later_snapshots_do_not_displace_new_ones(tmp_path):
+def test_torn_later_checkpoints_do_not_displace_new_ones(tmp_path):
     save(tmp_path, 10, 20, 30, keep=3)
     for later in (20, 30):
         (tmp_path / f"round-000000{later}" / "policy.safetensors").unlink()
-    store = SnapshotStore(tmp_path, 1, print)
+    store = CheckpointStore(tmp_path, 1, print)
     assert store.load_latest(accept_all).round == 10
     store.save(15, {}, STATE)
     store.save(25, {}, STATE)
@@ -211,15 +211,15 @@ def turn_into_directory(path):
 
 @pytest.mark.parametrize("damage", [cut, empty, flip, remove, turn_into_directory])
 @pytest.mark.parametrize("file", ["policy.safetensors", "state.json", "SHA256SUMS"])
-def test_a_torn_snapshot_gives_way_to_its_predecessor(tmp_path, file, damage):
+def test_a_torn_checkpoint_gives_way_to_its_predecessor(tmp_path, file, damage):
     save(tmp_path, 1, 2)
     damage(tmp_path / "round-00000002" / file)
     if (file, damage) == ("SHA256SUMS", cut):
         assert load(tmp_path)[0].round == 2  # only the last line break is gone
         cut(tmp_path / "round-00000002" / file)
-    snapshot, said = load(tmp_path)
-    assert snapshot.round == 1 and snapshot.tensors["policy"]["w"][0] == 1
-    assert len(said) == 1 and said[0].startswith("snapshot round-00000002 refused: ")
+    checkpoint, said = load(tmp_path)
+    assert checkpoint.round == 1 and checkpoint.tensors["policy"]["w"][0] == 1
+    assert len(said) == 1 and said[0].startswith("checkpoint round-00000002 refused: ")
     assert names(tmp_path) == ["round-00000001", "round-00000002"]
 
 
@@ -235,7 +235,7 @@ def test_every_flipped_bit_of_small_files_is_noticed(tmp_path):
     assert load(tmp_path)[0].round == 1
 
 
-def test_a_renamed_snapshot_is_refused(tmp_path):
+def test_a_renamed_checkpoint_is_refused(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "round-00000001").rename(tmp_path / "round-00000099")
     assert load(tmp_path)[0] is None
@@ -245,8 +245,8 @@ def test_with_all_torn_it_starts_anew(tmp_path):
     save(tmp_path, 1, 2)
     for round in (1, 2):
         empty(tmp_path / f"round-0000000{round}" / "SHA256SUMS")
-    snapshot, said = load(tmp_path)
-    assert snapshot is None and len(said) == 3 and "starting anew" in said[-1]
+    checkpoint, said = load(tmp_path)
+    assert checkpoint is None and len(said) == 3 and "starting anew" in said[-1]
     assert names(tmp_path) == ["round-00000001", "round-00000002"]
 
 
@@ -282,11 +282,11 @@ def test_any_bytes_with_right_digests_load_or_fail(tmp_path, state, tensors):
     sums = sums_of(folder)
     (folder / "SHA256SUMS").write_text(sums)
     try:
-        snapshot, _ = load(tmp_path)
+        checkpoint, _ = load(tmp_path)
     except UserError as error:
         assert "format" in str(error)
     else:
-        assert snapshot is None or set(snapshot.tensors) == set()
+        assert checkpoint is None or set(checkpoint.tensors) == set()
 
 
 def sums_of(folder):
@@ -301,10 +301,10 @@ def of_this_model(state):
 
 
 def test_another_models_run_directory_is_refused(tmp_path):
-    save(tmp_path / "snapshots", 1, 2, state={"model": "qwen"})
+    save(tmp_path / "checkpoints", 1, 2, state={"model": "qwen"})
     with pytest.raises(UserError, match=r"another run: it holds model qwen, not starter; choose another --run-dir"):
-        load(tmp_path / "snapshots", of_this_model)
-    assert names(tmp_path / "snapshots") == ["round-00000001", "round-00000002"]
+        load(tmp_path / "checkpoints", of_this_model)
+    assert names(tmp_path / "checkpoints") == ["round-00000001", "round-00000002"]
 
 
 def test_foreign_and_torn_together_do_not_start_anew(tmp_path):
@@ -314,13 +314,13 @@ def test_foreign_and_torn_together_do_not_start_anew(tmp_path):
         load(tmp_path, of_this_model)
 
 
-def test_a_foreign_snapshot_among_ours_is_kept(tmp_path):
+def test_a_foreign_checkpoint_among_ours_is_kept(tmp_path):
     save(tmp_path, 7)
     save(tmp_path, 8, state={"model": "qwen"})
     said = []
-    store = SnapshotStore(tmp_path, 1, said.append)
+    store = CheckpointStore(tmp_path, 1, said.append)
     assert store.load_latest(of_this_model).round == 7
-    assert said == ["snapshot round-00000008 refused: it holds model qwen, not starter"]
+    assert said == ["checkpoint round-00000008 refused: it holds model qwen, not starter"]
     store.save(9, {}, STATE)
     store.close()
     assert names(tmp_path) == ["round-00000008", "round-00000009"]
@@ -329,9 +329,9 @@ def test_a_foreign_snapshot_among_ours_is_kept(tmp_path):
 # --- trouble while writing
 
 
-def test_a_full_disk_costs_no_good_snapshot(tmp_path):
+def test_a_full_disk_costs_no_good_checkpoint(tmp_path):
     said = []
-    store = SnapshotStore(tmp_path, 2, said.append)
+    store = CheckpointStore(tmp_path, 2, said.append)
     big = {"policy": {"w": torch.ones(100_000)}}
     store.save(10, big, STATE)
     store.wait()
@@ -340,20 +340,20 @@ def test_a_full_disk_costs_no_good_snapshot(tmp_path):
         store.save(30, big, STATE)
         store.wait()
     assert len(said) == 2
-    assert "snapshot of round 20: disk full" in said[0] and "last good snapshot: round 10" in said[0]
+    assert "checkpoint of round 20: disk full" in said[0] and "last good checkpoint: round 10" in said[0]
     assert names(tmp_path) == ["round-00000010"]
-    with pytest.raises(UserError, match=r"round 30: disk full.*last good snapshot: round 10"):
+    with pytest.raises(UserError, match=r"round 30: disk full.*last good checkpoint: round 10"):
         store.close()
     assert load(tmp_path)[0].round == 10
 
 
 def test_a_disk_that_has_room_again_heals(tmp_path):
     said = []
-    store = SnapshotStore(tmp_path, 2, said.append)
+    store = CheckpointStore(tmp_path, 2, said.append)
     with file_size_limit(100):
         store.save(1, {}, STATE)
         store.wait()
-    assert "last good snapshot: none yet" in said[0]
+    assert "last good checkpoint: none yet" in said[0]
     assert names(tmp_path) == []
     store.save(2, {}, STATE)
     store.close()
@@ -366,12 +366,12 @@ def test_a_really_full_file_system(tmp_path):
         pytest.skip("may not mount a small file system here")
     try:
         said = []
-        store = SnapshotStore(tmp_path / "snapshots", 2, said.append)
+        store = CheckpointStore(tmp_path / "checkpoints", 2, said.append)
         for round in (1, 2, 3):
             store.save(round, {"policy": {"w": torch.ones(100_000)}}, STATE)
-        with pytest.raises(UserError, match=r"round 3: disk full.*last good snapshot: round 2"):
+        with pytest.raises(UserError, match=r"round 3: disk full.*last good checkpoint: round 2"):
             store.close()
-        assert len(said) == 1 and load(tmp_path / "snapshots")[0].round == 2
+        assert len(said) == 1 and load(tmp_path / "checkpoints")[0].round == 2
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
@@ -379,8 +379,8 @@ def test_a_really_full_file_system(tmp_path):
 SAVE_FOR_EVER = """
 import sys, torch
 from pathlib import Path
-from swarm_node.storage.checkpoints import SnapshotStore
-store = SnapshotStore(Path(sys.argv[1]), 2, print)
+from swarm_node.storage.checkpoints import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]), 2, print)
 for round in range(1, 10_000):
     store.save(round, {"policy": {"w": torch.full((1 << 22,), float(round))}}, {"model": "starter"})
 """
@@ -408,14 +408,14 @@ def test_kill_9_in_the_middle_of_a_write(tmp_path):
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED)
     assert any(tmp_path.glob(".tmp-*"))
-    snapshot, said = load(tmp_path)
-    assert said == [] and snapshot.round >= 1
-    assert (snapshot.tensors["policy"]["w"] == snapshot.round).all()
-    save(tmp_path, snapshot.round + 1, keep=1)
-    assert names(tmp_path) == [f"round-{snapshot.round + 1:08}"]
+    checkpoint, said = load(tmp_path)
+    assert said == [] and checkpoint.round >= 1
+    assert (checkpoint.tensors["policy"]["w"] == checkpoint.round).all()
+    save(tmp_path, checkpoint.round + 1, keep=1)
+    assert names(tmp_path) == [f"round-{checkpoint.round + 1:08}"]
 
 
-def test_snapshots_load_during_saving_and_pruning(tmp_path):
+def test_checkpoints_load_during_saving_and_pruning(tmp_path):
     with saving_process(tmp_path):
         seen = [load(tmp_path)[0].round for _ in range(10)]
     assert seen == sorted(seen)

@@ -1,4 +1,4 @@
-"""Copies of snapshots at a URL: which are there, which are gone on from, what is survived."""
+"""Copies of checkpoints at a URL: which are there, which are gone on from, what is survived."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from swarm_node.errors import UserError
-from swarm_node.storage import checkpoints as snapshots
-from swarm_node.storage.checkpoints import SnapshotStore, read_snapshot
+from swarm_node.storage import checkpoints as checkpoints
+from swarm_node.storage.checkpoints import CheckpointStore, read_checkpoint
 from swarm_node.storage.mirror import Mirror, in_time
 from tests.support.waiting import until
 
@@ -26,8 +26,8 @@ HANGS_S = 100.0
 """Seconds; a limit for what hangs, not for what is slow."""
 
 
-def snapshot(folder: Path, round: int, model: str = "m") -> None:
-    store = SnapshotStore(folder, 2, print)
+def checkpoint(folder: Path, round: int, model: str = "m") -> None:
+    store = CheckpointStore(folder, 2, print)
     store.save(round, {"policy": {"w": torch.full((3,), float(round))}}, {"model": model})
     store.close()
 
@@ -49,7 +49,9 @@ def whole(one: Mirror, owner: str) -> list[str]:
     """Rounds of which `owner` has whole copies."""
     one.fs.invalidate_cache()
     files = [file.split("/")[-4:] for file in one.fs.find(one.place)]
-    return sorted(name for of, folder, name, file in files if (of, folder, file) == (owner, "snapshots", "SHA256SUMS"))
+    return sorted(
+        name for of, folder, name, file in files if (of, folder, file) == (owner, "checkpoints", "SHA256SUMS")
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -80,26 +82,26 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_a_new_machine_goes_on_from_the_copies(url: str, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    snapshot(old / "snapshots", 10)
-    snapshot(old / "snapshots", 20)
-    snapshot(old / "stages" / "3", 7)
+    checkpoint(old / "checkpoints", 10)
+    checkpoint(old / "checkpoints", 20)
+    checkpoint(old / "stages" / "3", 7)
     assert copied(url, old) == []
     said: Says = []
     mirror(url, new, said, peer="12D3KooWbbbbbbbb").restore(crew=True)
-    assert said == [f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000020, stages/3/round-00000007"]
-    for folder, round in (("snapshots", 20), ("stages/3", 7)):
-        found = read_snapshot(new / folder / f"round-{round:08}", lambda state: None)
+    assert said == [f"going on from what a-aaaaaaaa left at {url}: checkpoints/round-00000020, stages/3/round-00000007"]
+    for folder, round in (("checkpoints", 20), ("stages/3", 7)):
+        found = read_checkpoint(new / folder / f"round-{round:08}", lambda state: None)
         assert found.tensors["policy"]["w"].tolist() == [round] * 3
     assert not list(new.rglob(".*"))
 
 
-def test_snapshots_are_copied_and_two_kept(tmp_path: Path) -> None:
+def test_checkpoints_are_copied_and_two_kept(tmp_path: Path) -> None:
     run, away, said = tmp_path / "run", tmp_path / "away", Says()
     one = mirror(f"file://{away}", run, said)
     one.start()
-    there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
+    there = away / SWARM[:16] / "a-aaaaaaaa" / "checkpoints"
     for round in (1, 2, 3):
-        snapshot(run / "snapshots", round)
+        checkpoint(run / "checkpoints", round)
         until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists(), HANGS_S)
     until(lambda: len(list(there.iterdir())) == 2, HANGS_S)
     one.finish(HANGS_S)
@@ -111,13 +113,13 @@ def test_own_copies_come_first_then_the_names(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/away"
     for name, peer, round in (("a", "1" * 8, 5), ("a", "2" * 8, 6), ("a-b", "3" * 8, 8), ("b", "4" * 8, 9)):
         run = tmp_path / f"{name}-{peer}"
-        snapshot(run / "snapshots", round)
+        checkpoint(run / "checkpoints", round)
         assert copied(url, run, name, peer) == []
 
     def restored(name: str, peer: str, crew: bool = False) -> list[str]:
         run = tmp_path / f"new-{name}-{peer}-{crew}"
         mirror(url, run, [], name, peer).restore(crew=crew)
-        return [path.name for path in run.glob("snapshots/*")]
+        return [path.name for path in run.glob("checkpoints/*")]
 
     assert restored("a", "1" * 8) == ["round-00000005"]
     assert restored("a", "9" * 8) == ["round-00000006"]
@@ -125,11 +127,11 @@ def test_own_copies_come_first_then_the_names(tmp_path: Path) -> None:
     assert restored("c", "9" * 8, crew=True) == []
 
 
-def test_a_run_with_snapshots_reads_no_copies(tmp_path: Path) -> None:
+def test_a_run_with_checkpoints_reads_no_copies(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     mirror("file:///proc/1/mem", run, []).restore()
-    assert [path.name for path in (run / "snapshots").iterdir()] == ["round-00000001"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["round-00000001"]
     with pytest.raises(UserError, match="cannot read"):
         mirror("file:///proc/1/mem", tmp_path / "other", []).restore()
 
@@ -137,10 +139,10 @@ def test_a_run_with_snapshots_reads_no_copies(tmp_path: Path) -> None:
 def test_torn_unfinished_and_foreign_copies_are_left_alone(tmp_path: Path) -> None:
     run, new, said = tmp_path / "run", tmp_path / "new", Says()
     away = tmp_path / "away"
-    snapshot(run / "snapshots", 1)
-    snapshot(run / "snapshots", 2)
+    checkpoint(run / "checkpoints", 1)
+    checkpoint(run / "checkpoints", 2)
     shutil.copytree(run, away / SWARM[:16] / "a-aaaaaaaa")
-    there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
+    there = away / SWARM[:16] / "a-aaaaaaaa" / "checkpoints"
     with (there / "round-00000002" / "policy.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
@@ -150,8 +152,8 @@ def test_torn_unfinished_and_foreign_copies_are_left_alone(tmp_path: Path) -> No
     (there / "round-00000004" / "state.json").write_text(json.dumps({"state": {"model": "other"}}))
     (there / "round-00000001" / "..evil").write_text("not ours")
     mirror(f"file://{away}", new, said).restore(lambda state: None if state["model"] == "m" else "another model")
-    assert sorted(path.name for path in (new / "snapshots").iterdir()) == ["round-00000001"]
-    assert sorted(path.name for path in (new / "snapshots/round-00000001").iterdir()) == [
+    assert sorted(path.name for path in (new / "checkpoints").iterdir()) == ["round-00000001"]
+    assert sorted(path.name for path in (new / "checkpoints/round-00000001").iterdir()) == [
         "SHA256SUMS",
         "policy.safetensors",
         "state.json",
@@ -164,10 +166,10 @@ def test_torn_unfinished_and_foreign_copies_are_left_alone(tmp_path: Path) -> No
 @pytest.mark.parametrize("line", ["x", "0  ../../../etc/passwd", "0  /etc/passwd"])
 def test_sums_naming_other_files_read_none(line: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     there = tmp_path / "away" / SWARM[:16] / "a-aaaaaaaa"
     shutil.copytree(run, there)
-    sums = there / "snapshots/round-00000001/SHA256SUMS"
+    sums = there / "checkpoints/round-00000001/SHA256SUMS"
     sums.write_text(f"{sums.read_text()}{line}\n")
     mirror(f"file://{tmp_path}/away", tmp_path / "new", said).restore()
     assert len(said) == 1 and "is left alone" in said[0] and "root:" not in said[0]
@@ -186,7 +188,7 @@ def test_an_unreadable_place_is_a_user_error(tmp_path: Path, monkeypatch: pytest
         raise RuntimeError("no credentials")
 
     monkeypatch.setattr(one.fs, "find", find)
-    with pytest.raises(UserError, match="no credentials.*leave out --snapshot-to to begin anew"):
+    with pytest.raises(UserError, match="no credentials.*leave out --checkpoint-to to begin anew"):
         one.restore()
 
 
@@ -203,12 +205,12 @@ def test_an_unwritable_place_is_said_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "away").rmdir()
     (tmp_path / "away").write_text("a file, not a folder")
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     said = copied(f"file://{tmp_path}/away", run)
     assert len(said) == 2
-    assert said[0].startswith(f"snapshots do not get to file://{tmp_path}/away (")
-    assert said[1] == f"the last snapshot is not at file://{tmp_path}/away; there: none of this start"
-    assert [path.name for path in (run / "snapshots").iterdir()] == ["round-00000001"]
+    assert said[0].startswith(f"checkpoints do not get to file://{tmp_path}/away (")
+    assert said[1] == f"the last checkpoint is not at file://{tmp_path}/away; there: none of this start"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["round-00000001"]
 
 
 def test_a_silent_place_is_a_user_error(
@@ -222,7 +224,7 @@ def test_a_silent_place_is_a_user_error(
 
     monkeypatch.setattr(one.fs, "find", find)
     monkeypatch.setattr("swarm_node.storage.mirror.ANSWER_S", 0.1)
-    with pytest.raises(UserError, match="no answer within 0 s.*leave out --snapshot-to to begin anew"):
+    with pytest.raises(UserError, match="no answer within 0 s.*leave out --checkpoint-to to begin anew"):
         one.restore()
 
 
@@ -235,9 +237,9 @@ def test_without_the_right_to_remove_it_writes_on(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(one.fs, "rm", rm)
     one.start()
-    there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
+    there = away / SWARM[:16] / "a-aaaaaaaa" / "checkpoints"
     for round in (1, 2, 3, 4):
-        snapshot(run / "snapshots", round)
+        checkpoint(run / "checkpoints", round)
         until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists(), HANGS_S)
     one.finish(HANGS_S)
     assert len(said) == 1 and "old copies stay at" in said[0] and "not yours" in said[0]
@@ -258,7 +260,7 @@ def sent(one: Mirror, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_restored_copy_is_not_sent_again(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "new", Says()
-    snapshot(tmp_path / "old" / "snapshots", 1)
+    checkpoint(tmp_path / "old" / "checkpoints", 1)
     assert copied(url, tmp_path / "old") == []
     with pytest.MonkeyPatch.context() as patch:
         one = mirror(url, run, said)
@@ -270,14 +272,14 @@ def test_a_restored_copy_is_not_sent_again(url: str, tmp_path: Path) -> None:
         again.start()
         again.finish(HANGS_S)
         assert files == []
-        snapshot(run / "snapshots", 2)
+        checkpoint(run / "checkpoints", 2)
         assert copied(url, run) == []
         assert {file.split("/")[0] for file in files} == {"round-00000002"}
     assert len(said) == 1
 
 
 def test_copies_of_another_peer_become_ones_own(url: str, tmp_path: Path) -> None:
-    snapshot(tmp_path / "old" / "snapshots", 1)
+    checkpoint(tmp_path / "old" / "checkpoints", 1)
     copied(url, tmp_path / "old")
     one = mirror(url, tmp_path / "new", [], peer="12D3KooWbbbbbbbb")
     one.restore()
@@ -290,11 +292,11 @@ def test_copies_of_another_peer_become_ones_own(url: str, tmp_path: Path) -> Non
 
 def test_an_overwritten_copy_counts_when_whole(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     copied(url, run)
-    snapshot(run / "snapshots", 2)
+    checkpoint(run / "checkpoints", 2)
     copied(url, run)
-    snapshot(tmp_path / "other" / "snapshots", 2, model="n")
+    checkpoint(tmp_path / "other" / "checkpoints", 2, model="n")
     with pytest.MonkeyPatch.context() as patch:
         one = mirror(url, tmp_path / "other", said)
 
@@ -309,20 +311,20 @@ def test_an_overwritten_copy_counts_when_whole(url: str, tmp_path: Path) -> None
 
 
 def test_a_lone_run_goes_on_by_its_name(url: str, tmp_path: Path) -> None:
-    snapshot(tmp_path / "a" / "snapshots", 500)
+    checkpoint(tmp_path / "a" / "checkpoints", 500)
     copied(url, tmp_path / "a", "a", "")
     said: Says = []
     for name in ("b", "a"):
         mirror(url, tmp_path / f"new-{name}", said, name, "").restore()
-    assert said == [f"going on from what a left at {url}: snapshots/round-00000500"]
+    assert said == [f"going on from what a left at {url}: checkpoints/round-00000500"]
     assert not (tmp_path / "new-b").exists()
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("NoSuchKey"), OSError(errno.ESTALE, "Stale file handle")])
 def test_a_copy_removed_meanwhile_gives_way(error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, there = f"file://{tmp_path}/away", tmp_path / "away" / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
-    snapshot(tmp_path / "old" / "snapshots", 2)
-    snapshot(tmp_path / "later" / "snapshots", 4)
+    url, there = f"file://{tmp_path}/away", tmp_path / "away" / SWARM[:16] / "a-aaaaaaaa" / "checkpoints"
+    checkpoint(tmp_path / "old" / "checkpoints", 2)
+    checkpoint(tmp_path / "later" / "checkpoints", 4)
     copied(url, tmp_path / "old")
     said: Says = []
     one = mirror(url, tmp_path / "new", said)
@@ -331,21 +333,21 @@ def test_a_copy_removed_meanwhile_gives_way(error: OSError, tmp_path: Path, monk
     def get_file(source: str, target: str) -> None:
         if "round-00000002" in source and source.endswith("policy.safetensors"):
             shutil.rmtree(there)
-            shutil.copytree(tmp_path / "later" / "snapshots", there)
+            shutil.copytree(tmp_path / "later" / "checkpoints", there)
             raise error
         get(source, target)
 
     monkeypatch.setattr(one.fs, "get_file", get_file)
     one.restore()
-    assert said == [f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000004"]
-    assert [path.name for path in (tmp_path / "new" / "snapshots").iterdir()] == ["round-00000004"]
+    assert said == [f"going on from what a-aaaaaaaa left at {url}: checkpoints/round-00000004"]
+    assert [path.name for path in (tmp_path / "new" / "checkpoints").iterdir()] == ["round-00000004"]
 
 
 def test_a_copy_that_keeps_vanishing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, said = f"file://{tmp_path}/away", Says()
-    snapshot(tmp_path / "old" / "snapshots", 1)
-    snapshot(tmp_path / "old" / "snapshots", 2)
-    snapshot(tmp_path / "old" / "stages" / "3", 7)
+    checkpoint(tmp_path / "old" / "checkpoints", 1)
+    checkpoint(tmp_path / "old" / "checkpoints", 2)
+    checkpoint(tmp_path / "old" / "stages" / "3", 7)
     shutil.copytree(tmp_path / "old", tmp_path / "away" / SWARM[:16] / "a-aaaaaaaa")
     one = mirror(url, tmp_path / "new", said)
     get = one.fs.get_file
@@ -357,14 +359,14 @@ def test_a_copy_that_keeps_vanishing_is_left_alone(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(one.fs, "get_file", get_file)
     one.restore(crew=True)
-    assert "a-aaaaaaaa/snapshots/round-00000002 is left alone: it was removed meanwhile" in said[0]
-    assert said[1].endswith("snapshots/round-00000001, stages/3/round-00000007") and len(said) == 2
+    assert "a-aaaaaaaa/checkpoints/round-00000002 is left alone: it was removed meanwhile" in said[0]
+    assert said[1].endswith("checkpoints/round-00000001, stages/3/round-00000007") and len(said) == 2
 
 
 def test_a_list_read_again_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, said = f"file://{tmp_path}/away", Says()
-    snapshot(tmp_path / "old" / "snapshots", 2)
-    snapshot(tmp_path / "old" / "stages" / "3", 7)
+    checkpoint(tmp_path / "old" / "checkpoints", 2)
+    checkpoint(tmp_path / "old" / "stages" / "3", 7)
     copied(url, tmp_path / "old")
     one, gone = mirror(url, tmp_path / "new", said), list[str]()
     get = one.fs.get_file
@@ -378,7 +380,7 @@ def test_a_list_read_again_starts_over(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(one.fs, "get_file", get_file)
     one.restore(crew=True)
     assert gone and len(said) == 1
-    assert said[0].endswith("snapshots/round-00000002, stages/3/round-00000007")
+    assert said[0].endswith("checkpoints/round-00000002, stages/3/round-00000007")
 
 
 def test_an_unreadable_folder_leaves_others_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,23 +399,23 @@ def test_an_unreadable_folder_leaves_others_copied(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(one, "_rounds", look)
     one.start()
     for round in (1, 2, 3):
-        snapshot(run / "snapshots", round)
+        checkpoint(run / "checkpoints", round)
         until(
             lambda round=round: (
-                (away / SWARM[:16] / f"a-aaaaaaaa/snapshots/round-{round:08}/SHA256SUMS").exists()
+                (away / SWARM[:16] / f"a-aaaaaaaa/checkpoints/round-{round:08}/SHA256SUMS").exists()
                 and looks.count(run / "stages" / "3") > 2 * round
             ),
             HANGS_S,
         )
     one.finish(HANGS_S)
     assert len(said) == 2 and "(stages/3: NotADirectoryError" in said[0]
-    assert said[1] == f"the last snapshot is not at file://{away}; there: snapshots/round-00000003"
+    assert said[1] == f"the last checkpoint is not at file://{away}; there: checkpoints/round-00000003"
 
 
 def test_a_failed_listing_does_not_end_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.storage.mirror.LOOK_S", 0.01)
     run, said = tmp_path / "run", Says()
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     one, looks = mirror(f"file://{tmp_path}/away", run, said), list[int]()
     folders = one._folders
     one.start()
@@ -426,10 +428,10 @@ def test_a_failed_listing_does_not_end_the_copies(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(one, "_folders", fail)
     until(lambda: len(looks) > 3, HANGS_S)
-    snapshot(run / "snapshots", 2)
+    checkpoint(run / "checkpoints", 2)
     one.finish(HANGS_S)
     assert len(said) == 1 and "Input/output error" in said[0]
-    assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000002/SHA256SUMS"))
+    assert list(tmp_path.glob("away/*/a-aaaaaaaa/checkpoints/round-00000002/SHA256SUMS"))
 
 
 def test_a_hanging_copy_is_mentioned_meanwhile(
@@ -437,7 +439,7 @@ def test_a_hanging_copy_is_mentioned_meanwhile(
 ) -> None:
     monkeypatch.setattr("swarm_node.storage.mirror.SLOW_S", 0.05)
     run, said = tmp_path / "run", Says()
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     one = mirror(f"file://{tmp_path}/away", run, said)
     put = one.fs.put_file
 
@@ -451,7 +453,7 @@ def test_a_hanging_copy_is_mentioned_meanwhile(
     answered.set()
     one.finish(HANGS_S)
     assert said == [
-        f"snapshots/round-00000001 is not at file://{tmp_path}/away after 0 minutes of copying, which go on"
+        f"checkpoints/round-00000001 is not at file://{tmp_path}/away after 0 minutes of copying, which go on"
     ]
 
 
@@ -462,23 +464,23 @@ def test_copies_need_no_hard_links(code: int, tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("swarm_node.storage.mirror.os.link", link)
     run = tmp_path / "run"
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     assert copied(f"file://{tmp_path}/away", run) == []
-    assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
+    assert list(tmp_path.glob("away/*/a-aaaaaaaa/checkpoints/round-00000001/SHA256SUMS"))
     assert not list(run.rglob(".*"))
 
 
 def test_all_copies_of_crew_stages_come_back(url: str, tmp_path: Path) -> None:
     run, new, said = tmp_path / "run", tmp_path / "new", Says()
     for round in (39, 40):
-        for folder in ("snapshots", "stages/0"):
-            snapshot(run / folder, round)
+        for folder in ("checkpoints", "stages/0"):
+            checkpoint(run / folder, round)
             assert copied(url, run) == []
     one = mirror(url, new, said)
     one.restore(crew=True)
     assert said == [
         f"going on from what a-aaaaaaaa left at {url}: "
-        "snapshots/round-00000040, stages/0/round-00000040, stages/0/round-00000039"
+        "checkpoints/round-00000040, stages/0/round-00000040, stages/0/round-00000039"
     ]
     assert {path.name for path in (new / "stages" / "0").iterdir()} == {"round-00000039", "round-00000040"}
     assert one._done["stages/0"] == ["round-00000039", "round-00000040"]
@@ -495,7 +497,7 @@ def test_an_unreadable_folder_is_not_taken_for_empty(there: str, tmp_path: Path)
         away.symlink_to(away)
     else:
         (away / SWARM[:16]).write_text("not a folder")
-    with pytest.raises(UserError, match="cannot read file:.*leave out --snapshot-to to begin anew"):
+    with pytest.raises(UserError, match="cannot read file:.*leave out --checkpoint-to to begin anew"):
         mirror(f"file://{away}", tmp_path / "run", []).restore()
 
 
@@ -517,12 +519,12 @@ def test_nothing_is_copied_beneath_an_unmounted_share(
     one = mirror(f"file://{away}", run, said)
     away.rmdir()
     one.start()
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     until(lambda: said, HANGS_S)
     assert not away.exists() and "FileNotFoundError" in said[0]
     away.mkdir()
     one.finish(HANGS_S)
-    assert len(said) == 1 and list(away.glob("*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
+    assert len(said) == 1 and list(away.glob("*/a-aaaaaaaa/checkpoints/round-00000001/SHA256SUMS"))
 
 
 def tear(round: Path) -> None:
@@ -531,29 +533,31 @@ def tear(round: Path) -> None:
         file.write(b"\xff")
 
 
-def test_a_torn_snapshot_replaces_no_whole_copy(url: str, tmp_path: Path) -> None:
+def test_a_torn_checkpoint_replaces_no_whole_copy(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
-    snapshot(run / "snapshots", 1)
-    snapshot(run / "snapshots", 2)
+    checkpoint(run / "checkpoints", 1)
+    checkpoint(run / "checkpoints", 2)
     assert copied(url, run) == []
-    tear(run / "snapshots" / "round-00000002")
+    tear(run / "checkpoints" / "round-00000002")
     said += copied(url, run)
-    assert len(said) == 1 and said[0].startswith(f"snapshots/round-00000002 is not copied to {url}: policy.safetensors")
+    assert len(said) == 1 and said[0].startswith(
+        f"checkpoints/round-00000002 is not copied to {url}: policy.safetensors"
+    )
     one = mirror(url, tmp_path / "new", said)
     one.restore()
-    assert said[1:] == [f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000002"]
+    assert said[1:] == [f"going on from what a-aaaaaaaa left at {url}: checkpoints/round-00000002"]
     assert whole(one, "a-aaaaaaaa") == ["round-00000001", "round-00000002"]
 
 
 def test_the_last_written_is_copied_whatever_its_number(tmp_path: Path) -> None:
     run, away, said = tmp_path / "run", tmp_path / "away", Says()
-    there = away / SWARM[:16] / "a-aaaaaaaa" / "snapshots"
-    snapshot(run / "snapshots", 50)
+    there = away / SWARM[:16] / "a-aaaaaaaa" / "checkpoints"
+    checkpoint(run / "checkpoints", 50)
     one = mirror(f"file://{away}", run, said)
     one.start()
     for round in (50, 31, 32):  # gone back to 30
         if round < 50:
-            store = SnapshotStore(run / "snapshots", 3, print)
+            store = CheckpointStore(run / "checkpoints", 3, print)
             store.save(round, {"policy": {"w": torch.full((3,), float(round))}}, {"model": "m"})
             store.close()
         until(lambda round=round: (there / f"round-{round:08}" / "SHA256SUMS").exists(), HANGS_S)
@@ -563,38 +567,40 @@ def test_the_last_written_is_copied_whatever_its_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("times", "newest"), [((5.0, 9.0), 31), ((9.0, 5.0), 50)])
-def test_of_earlier_snapshots_the_last_made_is_copied(times: tuple[float, float], newest: int, tmp_path: Path) -> None:
+def test_of_earlier_checkpoints_the_last_made_is_copied(
+    times: tuple[float, float], newest: int, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    store = SnapshotStore(run / "snapshots", 3, print)
+    store = CheckpointStore(run / "checkpoints", 3, print)
     for round, made in zip((50, 31), times, strict=True):
         store.save(round, {"policy": {"w": torch.zeros(3)}}, {"model": "m", "time": made})
     store.close()
     assert copied(f"file://{tmp_path}/away", run) == []
-    [there] = tmp_path.glob("away/*/a-aaaaaaaa/snapshots/*")
+    [there] = tmp_path.glob("away/*/a-aaaaaaaa/checkpoints/*")
     assert there.name == f"round-{newest:08}"
 
 
-def test_a_run_with_torn_snapshots_takes_copies(url: str, tmp_path: Path) -> None:
+def test_a_run_with_torn_checkpoints_takes_copies(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     assert copied(url, run) == []
-    snapshot(run / "snapshots", 2)
+    checkpoint(run / "checkpoints", 2)
     for round in (1, 2):
-        tear(run / "snapshots" / f"round-{round:08}")
+        tear(run / "checkpoints" / f"round-{round:08}")
     mirror(url, run, said).restore()
     assert said == [
-        f"no snapshot in {run} is whole (snapshots/round-00000002: policy.safetensors does not have the digest in "
+        f"no checkpoint in {run} is whole (checkpoints/round-00000002: policy.safetensors does not have the digest in "
         f"SHA256SUMS): looking for one at {url}",
-        f"going on from what a-aaaaaaaa left at {url}: snapshots/round-00000001",
+        f"going on from what a-aaaaaaaa left at {url}: checkpoints/round-00000001",
     ]
-    read_snapshot(run / "snapshots" / "round-00000001", lambda state: None)
+    read_checkpoint(run / "checkpoints" / "round-00000001", lambda state: None)
 
 
 def test_a_file_that_stalls_is_a_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: threading.Event
 ) -> None:
     url, said = f"file://{tmp_path}/away", Says()
-    snapshot(tmp_path / "old" / "snapshots", 7)
+    checkpoint(tmp_path / "old" / "checkpoints", 7)
     assert copied(url, tmp_path / "old") == []
     one = mirror(url, tmp_path / "new", said)
     get = one.fs.get_file
@@ -609,7 +615,7 @@ def test_a_file_that_stalls_is_a_user_error(
     monkeypatch.setattr("swarm_node.storage.mirror.SAY_S", 0.05)
     with pytest.raises(UserError, match=r"nothing more of \S+/round-00000007/policy.safetensors within 3 s.*leave out"):
         one.restore()
-    assert f"fetching a-aaaaaaaa/snapshots/round-00000007 from {url}: 0.0 MB" in said
+    assert f"fetching a-aaaaaaaa/checkpoints/round-00000007 from {url}: 0.0 MB" in said
     assert not list((tmp_path / "new").rglob("round-*"))
 
 
@@ -630,7 +636,7 @@ def test_what_comes_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for leftover in (".arriving-round-00000005", ".leaving-round-00000004"):
-        for folder in ("snapshots", "stages/3"):
+        for folder in ("checkpoints", "stages/3"):
             (run / folder / leftover).mkdir(parents=True)
     mirror(f"file://{tmp_path}/away", run, []).restore()
     assert not list(run.rglob(".*"))
@@ -639,7 +645,7 @@ def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
 def test_a_wait_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.storage.mirror.SAY_S", 0.05)
     run, said = tmp_path / "run", Says()
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     one = mirror(f"file://{tmp_path}/away", run, said)
     put = one.fs.put_file
 
@@ -651,7 +657,7 @@ def test_a_wait_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     one.start()
     one.finish(HANGS_S)
     assert said == [
-        f"waiting until the last snapshot is at file://{tmp_path}/away, {HANGS_S:.0f} s at most; "
+        f"waiting until the last checkpoint is at file://{tmp_path}/away, {HANGS_S:.0f} s at most; "
         "a signal cuts that to seconds"
     ]
 
@@ -665,7 +671,7 @@ def test_three_copies_of_a_stage_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
         one = mirror(f"file://{away}", run, [])
         one.start()
         for update in ones:
-            snapshot(run / "stages" / "0", update)
+            checkpoint(run / "stages" / "0", update)
             until((there / f"round-{update:08}" / "SHA256SUMS").exists, HANGS_S)
         one.finish(HANGS_S)
         return sorted(int(path.name[6:]) for path in there.iterdir())
@@ -678,7 +684,7 @@ def test_three_copies_of_a_stage_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_another_runs_copies_under_this_name_are_kept(url: str, tmp_path: Path) -> None:
     for round in (10, 20):
-        snapshot(tmp_path / "old" / "snapshots", round)
+        checkpoint(tmp_path / "old" / "checkpoints", round)
         assert copied(url, tmp_path / "old", peer="") == []
     said: Says = []
     one = mirror(url, tmp_path / "new", said, peer="")
@@ -686,31 +692,33 @@ def test_another_runs_copies_under_this_name_are_kept(url: str, tmp_path: Path) 
     def accept(state: dict[str, Any]) -> str | None:
         return None if state["model"] == "other" else "its base model is not other"
 
-    message = rf"another run \(a/snapshots/round-00000020: its base model is not other\).*remove {SWARM[:16]}/a there"
+    message = rf"another run \(a/checkpoints/round-00000020: its base model is not other\).*remove {SWARM[:16]}/a there"
     with pytest.raises(UserError, match=message):
         one.restore(accept)
     assert len(said) == 2 and whole(one, "a") == ["round-00000010", "round-00000020"]
-    snapshot(tmp_path / "third" / "snapshots", 5, model="other")
+    checkpoint(tmp_path / "third" / "checkpoints", 5, model="other")
     copied(url, tmp_path / "third", peer="")
     one.restore(accept)
-    assert said[-1] == f"going on from what a left at {url}: snapshots/round-00000005"
+    assert said[-1] == f"going on from what a left at {url}: checkpoints/round-00000005"
 
 
 def test_another_runs_copies_are_left_alone(tmp_path: Path) -> None:
     url, said = f"file://{tmp_path}/away", Says()
     for peer in ("12D3KooWaaaaaaaa", "12D3KooWcccccccc"):
-        snapshot(tmp_path / peer / "snapshots", 10)
+        checkpoint(tmp_path / peer / "checkpoints", 10)
         copied(url, tmp_path / peer, peer=peer)
     mirror(url, tmp_path / "new", said, peer="12D3KooWbbbbbbbb").restore(lambda state: "another model")
     assert len(said) == 2 and all("is left alone: another model" in line for line in said)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE])
-def test_a_read_error_does_not_make_snapshots_torn(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_does_not_make_checkpoints_torn(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("swarm_node.storage.mirror.LOOK_S", 0.01)
     monkeypatch.setattr("swarm_node.storage.mirror.AGAIN_S", 0.0)
     run, said, failed = tmp_path / "run", Says(), list[Path]()
-    digest = snapshots._digest
+    digest = checkpoints._digest
 
     def fail(path: Path) -> str:
         if path.parent.name == ".leaving-round-00000001" and len(failed) < 3:
@@ -718,60 +726,60 @@ def test_a_read_error_does_not_make_snapshots_torn(code: int, tmp_path: Path, mo
             raise OSError(code, os.strerror(code), str(path))
         return digest(path)
 
-    snapshot(run / "snapshots", 1)
-    monkeypatch.setattr(snapshots, "_digest", fail)
+    checkpoint(run / "checkpoints", 1)
+    monkeypatch.setattr(checkpoints, "_digest", fail)
     one = mirror(f"file://{tmp_path}/away", run, said)
     one.start()
     until(lambda: len(failed) == 3, HANGS_S)
     one.finish(HANGS_S)
     assert len(said) == 1 and os.strerror(code) in said[0]
-    assert list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS"))
+    assert list(tmp_path.glob("away/*/a-aaaaaaaa/checkpoints/round-00000001/SHA256SUMS"))
 
 
-def test_an_uncopied_last_snapshot_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uncopied_last_checkpoint_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, said = tmp_path / "run", Says()
-    snapshot(run / "snapshots", 1)
+    checkpoint(run / "checkpoints", 1)
     one = mirror(f"file://{tmp_path}/away", run, said)
     one.start()
-    until(lambda: list(tmp_path.glob("away/*/a-aaaaaaaa/snapshots/round-00000001/SHA256SUMS")), HANGS_S)
+    until(lambda: list(tmp_path.glob("away/*/a-aaaaaaaa/checkpoints/round-00000001/SHA256SUMS")), HANGS_S)
     copy = one._copy_newest
 
     def and_then(folder: Path, where: str) -> None:
         copy(folder, where)
-        snapshot(run / "snapshots", 2)
+        checkpoint(run / "checkpoints", 2)
 
     monkeypatch.setattr(one, "_copy_newest", and_then)
     monkeypatch.setattr("swarm_node.storage.mirror.LOOK_S", 600.0)
     one.finish(HANGS_S)
-    assert said == [f"the last snapshot is not at file://{tmp_path}/away; there: snapshots/round-00000001"]
+    assert said == [f"the last checkpoint is not at file://{tmp_path}/away; there: checkpoints/round-00000001"]
 
 
 def test_missing_and_torn_crew_stages_come_back(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
     for stage in (0, 1, 2):
-        snapshot(run / "stages" / str(stage), 40)
-    snapshot(run / "snapshots", 20)
+        checkpoint(run / "stages" / str(stage), 40)
+    checkpoint(run / "checkpoints", 20)
     assert copied(url, run) == []
     shutil.rmtree(run / "stages" / "1")
     tear(run / "stages" / "2" / "round-00000040")
-    snapshot(run / "stages" / "0", 60)
+    checkpoint(run / "stages" / "0", 60)
     mirror(url, run, said).restore(crew=True)
     torn = (
         f"{run}/stages/2 is whole (stages/2/round-00000040: policy.safetensors does not have the digest in SHA256SUMS)"
     )
     assert said == [
-        f"no snapshot in {torn}: looking for one at {url}",
+        f"no checkpoint in {torn}: looking for one at {url}",
         f"going on from what a-aaaaaaaa left at {url}: stages/1/round-00000040, stages/2/round-00000040",
     ]
     for stage in (1, 2):
-        read_snapshot(run / "stages" / str(stage) / "round-00000040", lambda state: None)
+        read_checkpoint(run / "stages" / str(stage) / "round-00000040", lambda state: None)
     assert len(list((run / "stages" / "0").iterdir())) == 2
 
 
 def test_a_leads_rounds_are_not_its_stages(url: str, tmp_path: Path) -> None:
     run, said = tmp_path / "run", Says()
-    snapshot(run / "snapshots", 20)
-    snapshot(run / "stages" / "0", 40)
+    checkpoint(run / "checkpoints", 20)
+    checkpoint(run / "stages" / "0", 40)
     assert copied(url, run) == []
     shutil.rmtree(run / "stages")
     mirror(url, run, said, peer="12D3KooWbbbbbbbb").restore(crew=True)
@@ -780,10 +788,10 @@ def test_a_leads_rounds_are_not_its_stages(url: str, tmp_path: Path) -> None:
 
 def test_a_crew_member_takes_no_namesakes_stages(tmp_path: Path) -> None:
     url, said = f"file://{tmp_path}/away", Says()
-    snapshot(tmp_path / "a" / "stages" / "0", 40)
+    checkpoint(tmp_path / "a" / "stages" / "0", 40)
     copied(url, tmp_path / "a")
     run = tmp_path / "b"
-    snapshot(run / "stages" / "1", 40)
+    checkpoint(run / "stages" / "1", 40)
     mirror(url, run, said, peer="12D3KooWbbbbbbbb").restore(crew=True)
     assert said == [] and [path.name for path in (run / "stages").iterdir()] == ["1"]
 
@@ -794,7 +802,7 @@ def test_an_unreadable_place_stops_incomplete_crew_members_only(
 ) -> None:
     run, said = tmp_path / "run", Says()
     for stage in (0, 1):
-        snapshot(run / "stages" / str(stage), 40)
+        checkpoint(run / "stages" / str(stage), 40)
     one = mirror("memory://x", run, said)
 
     def find(*args: Any) -> list[str]:

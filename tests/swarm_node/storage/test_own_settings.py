@@ -25,7 +25,7 @@ def a_run(given: dict[str, Any], resolved: dict[str, Any] | None = None, trained
     """A run directory as a start with `given` leaves it; its config.toml."""
     asked = NodeConfig.model_validate(given)
     config = NodeConfig.model_validate({**asked.model_dump(exclude_none=True), **(resolved or {})})
-    (RUN / "snapshots/round-00000001").mkdir(parents=True) if trained else RUN.mkdir()
+    (RUN / "checkpoints/round-00000001").mkdir(parents=True) if trained else RUN.mkdir()
     (RUN / "config.toml").write_text(dump_own(config, asked))
     return (RUN / "config.toml").read_bytes()
 
@@ -72,13 +72,13 @@ def test_own_settings_come_right_above_the_defaults(
 
 
 def test_a_start_says_which_settings_it_takes_over() -> None:
-    crew = {"count": 2, "crew": "secret-name"}
+    crew = {"stages": 2, "crew": "secret-name"}
     a_run(
-        {"grpo": {"loss": "gspo", "beta": 0.1}, "rounds": 9, "stages": crew, "policy": {"system_prompt": "word " * 30}}
+        {"grpo": {"loss": "gspo", "beta": 0.1}, "rounds": 9, "pipeline": crew, "policy": {"system_prompt": "word " * 9}}
     )
     said = CliRunner().invoke(app, [*LOCAL, "--set", "grpo.beta=0.2", "--dry-run"]).stderr
     assert said.startswith("r goes on with its own settings: ") and said.count("\n") == 1
-    assert "grpo.loss = gspo" in said and "stages.crew = (hidden)" in said and "word …" in said
+    assert "grpo.loss = gspo" in said and "pipeline.crew = (hidden)" in said and "word …" in said
     assert "secret" not in said and "beta" not in said and "rounds" not in said
 
 
@@ -146,7 +146,7 @@ def test_local_leaves_a_member_s_run_alone() -> None:
     said = refused(*LOCAL)
     assert "r is a run in a swarm: `swarm-node join --run-dir r` goes on with it" in said and "--run-dir" in said
     assert (RUN / "config.toml").read_bytes() == before
-    assert sorted(path.name for path in RUN.iterdir()) == ["config.toml", "snapshots"]
+    assert sorted(path.name for path in RUN.iterdir()) == ["config.toml", "checkpoints"]
 
 
 def test_join_resumes_the_run_s_own_swarm() -> None:
@@ -180,7 +180,7 @@ def test_json_says_why_a_start_is_refused() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"tasks": ["small/gcd"]}], ids=["all", "some"])
-def test_a_member_s_snapshot_names_chosen_tasks(given: dict[str, Any]) -> None:
+def test_a_member_s_checkpoint_names_chosen_tasks(given: dict[str, Any]) -> None:
     asked = NodeConfig.model_validate({"swarm": "swarm://x", **given})
     config = NodeConfig.model_validate(asked.model_dump(exclude_none=True) | {"seed": 7})
     behind = OwnSettings(RunDir("r"), config, asked, print).of_weights
@@ -188,11 +188,11 @@ def test_a_member_s_snapshot_names_chosen_tasks(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("settings", [None, [], "x", {"rewards": {"functions": [{"path": "evil.py:run"}]}}])
-def test_a_snapshot_s_settings_choose_no_code(settings: object) -> None:
+def test_a_checkpoint_s_settings_choose_no_code(settings: object) -> None:
     assert as_trained(NodeConfig(), settings) == NodeConfig()
 
 
 @pytest.mark.parametrize("settings", [{"policy": []}, {"rollouts": {"made_up": 1}}, {"tasks": 3}])
-def test_newer_snapshot_settings_are_refused(settings: object) -> None:
-    with pytest.raises(UserError, match="the snapshot has settings that this version does not know"):
+def test_newer_checkpoint_settings_are_refused(settings: object) -> None:
+    with pytest.raises(UserError, match="the checkpoint has settings that this version does not know"):
         as_trained(NodeConfig(), settings)

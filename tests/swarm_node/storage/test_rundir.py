@@ -27,7 +27,7 @@ def hold_in_another_process(path):
 
 def test_open_makes_the_folders(tmp_path):
     with RunDir.open(tmp_path / "runs" / "local") as run:
-        assert run.snapshots.is_dir() and run.export.is_dir() and run.plots.is_dir()
+        assert run.checkpoints.is_dir() and run.export.is_dir() and run.plots.is_dir()
         assert run.metrics.parent == run.events.parent == run.config.parent == tmp_path / "runs" / "local"
         assert (run.path / "lock").read_text() == f"{os.getpid()}\n"
 
@@ -107,9 +107,9 @@ RunDir.open(".")
 """
 
 
-@pytest.mark.parametrize("read_only", [".", "snapshots"])
+@pytest.mark.parametrize("read_only", [".", "checkpoints"])
 def test_directory_that_may_not_be_written(tmp_path, read_only):
-    for folder in ("snapshots", "export", "plots", "."):
+    for folder in ("checkpoints", "export", "plots", "."):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder).chmod(0o777)
     (tmp_path / read_only).chmod(0o555)

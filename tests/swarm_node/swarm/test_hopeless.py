@@ -18,8 +18,8 @@ from swarm_node.pipeline.compute.memory import Memory
 from swarm_node.pipeline.crew import CrewNode
 from swarm_node.policy.loading import prepare
 from swarm_node.runtime.loop import run_local
-from swarm_node.storage import checkpoints as snapshots
-from swarm_node.storage.checkpoints import SnapshotStore
+from swarm_node.storage import checkpoints as checkpoints
+from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import enter
 from tests.support.fake_transport import FakeTransport, address
@@ -42,45 +42,45 @@ def config(folder: Path, **more: Any) -> NodeConfig:
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """So many bytes on the disk of snapshots."""
-    monkeypatch.setattr(snapshots.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - free, free))
+    """So many bytes on the disk of checkpoints."""
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - free, free))
 
 
-def test_a_disk_too_small_for_snapshots_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_small_for_checkpoints_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 2 * STARTER_BYTES - 2**16)
-    with pytest.raises(UserError, match=r"run/snapshots for two snapshots of 5\.0 MiB: 10\.0 MiB are free"):
+    with pytest.raises(UserError, match=r"run/checkpoints for two checkpoints of 5\.0 MiB: 10\.0 MiB are free"):
         run_local(config(tmp_path))
-    assert not list(tmp_path.glob("run/snapshots/round-*"))
+    assert not list(tmp_path.glob("run/checkpoints/round-*"))
     assert not (tmp_path / "run/metrics.jsonl").exists() or not (tmp_path / "run/metrics.jsonl").read_text()
     leave(monkeypatch, 2 * STARTER_BYTES + 2**16)
     assert run_local(config(tmp_path)) == 0
-    (made,) = tmp_path.glob("run/snapshots/round-*")
+    (made,) = tmp_path.glob("run/checkpoints/round-*")
     size = sum(file.stat().st_size for file in made.iterdir())
     assert STARTER_BYTES <= size <= STARTER_BYTES + 2**16, "what was said is what it takes"
     leave(monkeypatch, STARTER_BYTES + 2**16)
     assert run_local(config(tmp_path, rounds=2)) == 0, "beside one that is there, there is room for the next"
 
 
-def test_a_stage_needs_room_for_two_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = config(tmp_path, stages={"count": 2, "stage": 1, "crew": "c"})
+def test_a_stage_needs_room_for_two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = config(tmp_path, pipeline={"stages": 2, "stage": 1, "crew": "c"})
     node = CrewNode.__new__(CrewNode)  # nothing of the network: only what is asked about the disk
     node.config, node.run, node.memory = crew, RunDir(crew.directory), Memory(crew, prepare(crew.policy))
-    each = node.memory.snapshots(((0, 1), (1, 2)))
+    each = node.memory.checkpoints(((0, 1), (1, 2)))
     assert sum(each) >= STARTER_BYTES
     leave(monkeypatch, 2 * each[1])
     node.check_room()
     with pytest.raises(UserError, match="no room"):
         node.check_room(everybody=True)
     leave(monkeypatch, 2 * each[1] - 1)
-    with pytest.raises(UserError, match=r"no room at .*run/stages for two snapshots"):
+    with pytest.raises(UserError, match=r"no room at .*run/stages for two checkpoints"):
         node.check_room()
 
 
 def test_room_is_checked_at_the_future_directory(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    SnapshotStore(tmp_path / "not/yet/there", 2, print).check_room(1)
+    CheckpointStore(tmp_path / "not/yet/there", 2, print).check_room(1)
     with pytest.raises(UserError, match="--run-dir"):
-        SnapshotStore(tmp_path / "not/yet/there", 2, print).check_room(free)
+        CheckpointStore(tmp_path / "not/yet/there", 2, print).check_room(free)
 
 
 def test_minutes_end_the_wait_for_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ from swarm_node.config import (
     AveragingConfig,
     NetworkConfig,
     NodeConfig,
+    PipelineConfig,
     RewardsConfig,
     SharingConfig,
-    StagesConfig,
     TaskConfig,
 )
 from swarm_node.errors import UserError
@@ -505,7 +505,7 @@ def test_a_swarm_within_one_machine_makes_nothing_public(run: RunDir) -> None:
     [
         ({}, False),
         ({"averaging": AveragingConfig(method="noloco")}, True),
-        ({"stages": StagesConfig(count=2, crew="home")}, True),
+        ({"pipeline": PipelineConfig(stages=2, crew="home")}, True),
     ],
 )
 def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any], weights: bool) -> None:

@@ -405,13 +405,13 @@ def test_only_the_stages_own_shards_are_fetched(saved, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     home = tmp_path / "models--some--model"
     model = LlamaForCausalLM(LlamaConfig(**DEEP_GROUPED | {"num_hidden_layers": 8}, **APART))
-    snapshot = in_shards(model, saved("llama"), home / "snapshots" / "0123", "80KB")  # a layer takes half of that
+    checkpoint = in_shards(model, saved("llama"), home / "checkpoints" / "0123", "80KB")  # a layer takes half of that
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text("0123")
-    where = json.loads((snapshot / "model.safetensors.index.json").read_text())["weight_map"]
+    where = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
     needed = {file for name, file in where.items() if name.startswith(("model.layers.2.", "model.layers.3."))}
     for file in set(where.values()) - needed:
-        (snapshot / file).unlink()
+        (checkpoint / file).unlink()
     config = PolicyConfig(model="some/model", lora=False)
     assert len(load_stage(config, Span(1, 4, 2, 4, 8), quiet).named()) == 18
     with pytest.raises(UserError, match="some/model has no model-0.*, which its index names|cannot load model-0"):

@@ -218,7 +218,7 @@ def test_layers_without_room_wait_for_more():
 def test_layers_are_those_of_existing_files():
     world = World(1, 2, costs=a_layer_costs_one)
     world.start("a", capacity=4)
-    world.start("b", Holding(snapshots=(Kept(1, 7),)), spans=((0, 1), (1, 4)), capacity=4)
+    world.start("b", Holding(checkpoints=(Kept(1, 7),)), spans=((0, 1), (1, 4)), capacity=4)
     world.run(FORMING_S)
     assert world.plan().spans == ((0, 1), (1, 4)) and (1, "snapshot") in world.machines["b"].ways
     assert world.machines["a"].crew.counts["refused/span"] == 0
@@ -272,17 +272,17 @@ def test_only_lost_stages_are_counted_as_lost():
     assert lead.whole and lead.counts["lost"] == 1  # since it leads
 
 
-def test_a_restarted_crew_goes_back_to_its_snapshots():
+def test_a_restarted_crew_goes_back_to_its_checkpoints():
     world = World(1, 2)
-    world.start("a", Holding(snapshots=(Kept(0, 30), Kept(0, 20))))
-    world.start("b", Holding(snapshots=(Kept(1, 20), Kept(1, 10))))
+    world.start("a", Holding(checkpoints=(Kept(0, 30), Kept(0, 20))))
+    world.start("b", Holding(checkpoints=(Kept(1, 20), Kept(1, 10))))
     world.run(FORMING_S)
     by_stage = {stage: way for machine in world.machines.values() for stage, way in machine.ways}
     assert by_stage == {0: "snapshot", 1: "snapshot"} and world.learns()
-    assert 20 < world.machines["a"].memory[0] < 60 and heard(world.machines["a"], "the snapshot after update 20") == 2
+    assert 20 < world.machines["a"].memory[0] < 60 and heard(world.machines["a"], "the checkpoint after update 20") == 2
     *before, (_, began) = world.plan().run
     assert tuple(before) == RUN and began == 20
-    assert [machine.crew.holding.snapshots for machine in world.machines.values()] == [
+    assert [machine.crew.holding.checkpoints for machine in world.machines.values()] == [
         (Kept(0, 20),),  # it went back: what it has made after that is of a branch that was left
         (Kept(1, 20), Kept(1, 10)),
     ]
@@ -293,8 +293,8 @@ def test_holdings_of_another_run_do_not_count(order):
     world = World(1, 3)
     files = {
         "a": {},
-        "b": {"holding": Holding(snapshots=(Kept(1, 30),)), "round": 25},
-        "c": {"holding": Holding(snapshots=(Kept(1, 500), Kept(2, 500))), "run": OTHER, "round": 400},
+        "b": {"holding": Holding(checkpoints=(Kept(1, 30),)), "round": 25},
+        "c": {"holding": Holding(checkpoints=(Kept(1, 500), Kept(2, 500))), "run": OTHER, "round": 400},
     }
     for peer in order:
         world.start(peer, wanted={"a": 0, "b": 1, "c": None}[peer], **files[peer])
@@ -307,7 +307,7 @@ def test_holdings_of_another_run_do_not_count(order):
     assert ways == {0: "base", 1: "snapshot", 2: "base"} if ours == RUN else {0: "base", 1: "base", 2: "snapshot"}
     assert all(machine.crew.run == plan.run for machine in world.machines.values())
     others = world.machines["c" if ours == RUN else "b"].crew
-    assert others.holding.snapshots == () and others.hello("x").run == plan.run
+    assert others.holding.checkpoints == () and others.hello("x").run == plan.run
 
 
 def test_stages_in_memory_outweigh_files_of_another_run():
@@ -315,7 +315,7 @@ def test_stages_in_memory_outweigh_files_of_another_run():
     run, updates = world.plan().run, world.machines["b"].memory[1]
     world.kill("a")
     world.run(10.0)
-    files = Holding(snapshots=(Kept(0, 900), Kept(1, 900)))
+    files = Holding(checkpoints=(Kept(0, 900), Kept(1, 900)))
     world.start("c", files, run=OTHER, round=900)
     world.run(FORMING_S)
     assert holders(world) == ["c", "b"] and leads_to(run, world.plan().run) and world.learns()
@@ -358,7 +358,7 @@ def test_reports_of_another_run_are_ignored():
     (spare,) = world.plan().spares
     lead = world.machines[me].crew
     link = lead.lead.link_of(spare)
-    old = Holding(replicas=(Kept(1, 99),), snapshots=(Kept(1, 99),))
+    old = Holding(replicas=(Kept(1, 99),), checkpoints=(Kept(1, 99),))
     for run, kept in ((OTHER, Holding()), (world.plan().run, old)):
         lead.heard(link, Report(old, run), world.now)
         assert lead.lead.members[spare].holding == kept
@@ -367,13 +367,13 @@ def test_reports_of_another_run_are_ignored():
 def test_branches_files_count_up_to_the_fork():
     world = World(1, 2)
     ours, theirs = ((*RUN, (name * 8, 40)) for name in ("0a", "0b"))
-    world.start("a", Holding(snapshots=(Kept(0, 60), Kept(0, 40))), run=ours, wanted=0)
-    world.start("b", Holding(snapshots=(Kept(1, 90), Kept(1, 40))), run=theirs)
+    world.start("a", Holding(checkpoints=(Kept(0, 60), Kept(0, 40))), run=ours, wanted=0)
+    world.start("b", Holding(checkpoints=(Kept(1, 90), Kept(1, 40))), run=theirs)
     world.run(FORMING_S)
     *before, (_, began) = world.plan().run
     assert tuple(before) == ours and began == 40 and world.learns()
-    assert heard(world.machines["a"], "the snapshot after update 40") == 2
-    assert world.machines["b"].crew.holding.snapshots == (Kept(1, 40),)
+    assert heard(world.machines["a"], "the checkpoint after update 40") == 2
+    assert world.machines["b"].crew.holding.checkpoints == (Kept(1, 40),)
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -381,11 +381,11 @@ def test_a_continuation_of_the_leads_run_is_joined(first):
     world = World(1, 2)
     files = {"a": ((Kept(0, 60), Kept(0, 50)), RUN), "b": ((Kept(1, 200), Kept(1, 50)), (*RUN, ("0b" * 8, 50)))}
     for peer in sorted(files, key=lambda peer: peer != first):  # whoever comes first leads
-        world.start(peer, Holding(snapshots=files[peer][0]), run=files[peer][1])
+        world.start(peer, Holding(checkpoints=files[peer][0]), run=files[peer][1])
         world.run(5.0)
     world.run(FORMING_S)
     assert leads_to(files["b"][1], world.plan().run) and world.learns()
-    assert world.machines["a"].crew.holding.snapshots == (Kept(0, 50),)
+    assert world.machines["a"].crew.holding.checkpoints == (Kept(0, 50),)
 
 
 def test_a_lead_begins_a_segment_and_keeps_it():
@@ -418,8 +418,10 @@ def test_updates_of_the_losing_part_do_not_count(seed):
         ((stage, updates),) = machine.memory.items()
         assert updates > fork + 10
         files = tuple(Kept(stage, n) for n in (updates, fork, fork - 1))
-        world.act(machine.crew.post.me, machine.crew.report(replace(machine.crew.holding, snapshots=files), world.now))
-    told = {peer: machine.crew.holding.snapshots for peer, machine in world.machines.items()}
+        world.act(
+            machine.crew.post.me, machine.crew.report(replace(machine.crew.holding, checkpoints=files), world.now)
+        )
+    told = {peer: machine.crew.holding.checkpoints for peer, machine in world.machines.items()}
     sides = {peer: machine.side for peer, machine in world.machines.items()}
     world.heal()
     world.run(60.0)
@@ -428,7 +430,7 @@ def test_updates_of_the_losing_part_do_not_count(seed):
     winner = runs.index(run)
     for peer, side in sides.items():
         expected = told[peer] if side == winner else told[peer][1:]
-        assert world.machines[peer].crew.holding.snapshots == lead.members[peer].holding.snapshots == expected
+        assert world.machines[peer].crew.holding.checkpoints == lead.members[peer].holding.checkpoints == expected
         assert world.machines[peer].built.total() == 1 or side != winner
 
 
@@ -454,7 +456,7 @@ def test_a_new_lead_takes_the_living_stages_run(forked):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "live", "replicas", "snapshots"),
+    ("theirs", "live", "replicas", "checkpoints"),
     [
         ((("0a" * 8, 0), ("0b" * 8, 40)), 99, 99, 99),  # the very same
         ((("0a" * 8, 0),), 41, 41, 40),  # ours has gone on from it
@@ -463,11 +465,13 @@ def test_a_new_lead_takes_the_living_stages_run(forked):
         ((("0c" * 8, 0),), -1, -1, -1),
     ],
 )
-def test_a_peers_things_count_up_to_its_fork(theirs, live, replicas, snapshots):
+def test_a_peers_things_count_up_to_its_fork(theirs, live, replicas, checkpoints):
     ours = (("0a" * 8, 0), ("0b" * 8, 40))
     every = tuple(Kept(1, updates) for updates in range(100))
     found = counted(Holding(every, every, every), theirs, ours)
-    assert [found.live, found.replicas, found.snapshots] == [every[: most + 1] for most in (live, replicas, snapshots)]
+    assert [found.live, found.replicas, found.checkpoints] == [
+        every[: most + 1] for most in (live, replicas, checkpoints)
+    ]
 
 
 def test_only_a_files_owner_can_use_it():
@@ -477,7 +481,7 @@ def test_only_a_files_owner_can_use_it():
     n = world.machines[before[1]].memory[1]
     for peer, updates in ((before[2], n - 5), (spare, n - 10)):
         link = lead.lead.link_of(peer)
-        holding = replace(lead.lead.members[peer].holding, snapshots=(Kept(1, updates),))
+        holding = replace(lead.lead.members[peer].holding, checkpoints=(Kept(1, updates),))
         lead.heard(link, Report(holding, world.plan().run), world.now)
     world.kill(before[1])
     while 1 not in world.machines[spare].building:
@@ -1250,7 +1254,7 @@ def test_silent_channels_are_few():
 def test_whoever_has_stages_of_other_layers_is_refused():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
-    other = World(1, 2).start("s", Holding(snapshots=(Kept(1, 3),)), spans=((0, 1), (1, 4))).crew
+    other = World(1, 2).start("s", Holding(checkpoints=(Kept(1, 3),)), spans=((0, 1), (1, 4))).crew
     link = Link("s", CREW_METHOD)
     lead.opened(link, world.now)
     lead.heard(link, other.hello(lead.post.me), world.now)

@@ -38,7 +38,7 @@ def test_a_holder_comes_first_and_may_keep_several():
     assert fill([1, 2], claims[:2], COSTS) == {1: "b", 2: "b"}
 
 
-def test_a_snapshot_draws_its_owner():
+def test_a_checkpoint_draws_its_owner():
     claims = [Claim("a", 1, stored={3: 10}), Claim("b", 2, stored={1: 10, 2: 20}), Claim("c", 3)]
     assert fill([1, 2, 3], claims, COSTS) == {3: "a", 2: "b", 1: "c"}
 

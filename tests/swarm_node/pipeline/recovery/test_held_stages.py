@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from protocol.crew import Kept, Plan, Seat, Source, crew_id, crew_key
-from swarm_node.config import GrpoConfig, NodeConfig, StagesConfig
+from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig
 from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.pipeline.recovery import held_stages as seats_module
 from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
@@ -22,7 +22,7 @@ from swarm_node.pipeline.recovery.sources import elsewhere, tell
 from swarm_node.pipeline.recovery.stage_files import StageFile, newest, stage_files
 from swarm_node.pipeline.recovery.weight_transfer import MAX_ASKS, State, layer_of
 from swarm_node.pipeline.settings import settings_of
-from swarm_node.storage import checkpoints as snapshots
+from swarm_node.storage import checkpoints as checkpoints
 from tests.support.pipeline_crew import Saved, saver
 from tests.support.seats_world import ARCHITECTURE, RUN, SWARM, World, same
 
@@ -264,7 +264,7 @@ def test_a_lost_end_is_copied_with_embedding(saved: Saved, tmp_path: Path, kind:
 
 
 @KINDS
-def test_a_restart_goes_on_from_its_snapshots(saved: Saved, tmp_path: Path, kind: str, lora: bool) -> None:
+def test_a_restart_goes_on_from_its_checkpoints(saved: Saved, tmp_path: Path, kind: str, lora: bool) -> None:
     world = World(saved(kind, lora), 2, tmp_path)
     a = world.peer("a")
     a.take(1)
@@ -275,14 +275,14 @@ def test_a_restart_goes_on_from_its_snapshots(saved: Saved, tmp_path: Path, kind
     expected = a.weights(1)
     a.seats.save_all()
     a.seats = a.new_seats()
-    assert a.seats.holding().snapshots == (Kept(1, 7),) and a.seats.holding().live == ()
+    assert a.seats.holding().checkpoints == (Kept(1, 7),) and a.seats.holding().live == ()
     way = source("snapshot", a, updates=7)
     assert a.take(1, way) == (7, way) and same(a.weights(1), expected)
     assert a.seats.workers[1].omega == 1.5
     assert same(a.seats.optimizer(1).state_dict(), moments) and a.seats.optimizer(1).updates == 7
 
 
-def test_snapshots_come_every_few_updates(saved: Saved, tmp_path: Path) -> None:
+def test_checkpoints_come_every_few_updates(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     a = world.peer("a")
     plan = world.plan(a, a)
@@ -291,10 +291,10 @@ def test_snapshots_come_every_few_updates(saved: Saved, tmp_path: Path) -> None:
         a.train(0, seed)
         a.seats.updated(plan)
     a.seats.save_all()
-    assert a.seats.holding().snapshots == (Kept(0, 12), Kept(0, 10))
+    assert a.seats.holding().checkpoints == (Kept(0, 12), Kept(0, 10))
 
 
-def test_an_extra_snapshot_spares_the_common_one(saved: Saved, tmp_path: Path) -> None:
+def test_an_extra_checkpoint_spares_the_common_one(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     a, b = world.peer("a"), world.peer("b")
     for stage, peer in enumerate((a, b)):
@@ -306,11 +306,11 @@ def test_an_extra_snapshot_spares_the_common_one(saved: Saved, tmp_path: Path) -
             if peer.seats.updates == 27 and peer is a:
                 assert a.seats.save_soon()
             peer.seats.store(stage).wait()
-    assert a.seats.holding().snapshots == (Kept(0, 30), Kept(0, 27), Kept(0, 20))
-    assert b.seats.holding().snapshots == (Kept(1, 20), Kept(1, 10))
+    assert a.seats.holding().checkpoints == (Kept(0, 30), Kept(0, 27), Kept(0, 20))
+    assert b.seats.holding().checkpoints == (Kept(1, 20), Kept(1, 10))
 
 
-def test_snapshots_tell_which_layers_all_stages_had(saved: Saved, tmp_path: Path) -> None:
+def test_checkpoints_tell_which_layers_all_stages_had(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     a = world.peer("a")
     usual, world.spans = world.spans, ((0, 1), (1, 5))
@@ -329,7 +329,7 @@ def test_snapshots_tell_which_layers_all_stages_had(saved: Saved, tmp_path: Path
     assert any("it is stage 1 of 2 (layers 1-4 of 5)" in line for line in a.said)
 
 
-def test_a_snapshot_of_something_else_is_not_taken(saved: Saved, tmp_path: Path) -> None:
+def test_a_checkpoint_of_something_else_is_not_taken(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     a = world.peer("a")
     a.take(0)
@@ -343,7 +343,7 @@ def test_a_snapshot_of_something_else_is_not_taken(saved: Saved, tmp_path: Path)
     assert a.take(1, way, base) == (0, base)  # the other ways are tried all the same
 
 
-def test_the_snapshot_that_was_asked_for_is_loaded(saved: Saved, tmp_path: Path) -> None:
+def test_the_checkpoint_that_was_asked_for_is_loaded(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     a = world.peer("a")
     a.take(1)
@@ -356,10 +356,10 @@ def test_the_snapshot_that_was_asked_for_is_loaded(saved: Saved, tmp_path: Path)
     older, newer = (source("snapshot", a, updates=n) for n in (90, 100))
     assert a.take(1, older, newer) == (90, older) and same(a.weights(1), expected)
     assert a.take(1, newer) == (100, newer) and not same(a.weights(1), expected)
-    assert a.take(1, source("snapshot", a, updates=95)) == "there is no snapshot after update 95"
+    assert a.take(1, source("snapshot", a, updates=95)) == "there is no checkpoint after update 95"
 
 
-def test_an_own_snapshot_comes_first_if_as_new(saved: Saved, tmp_path: Path) -> None:
+def test_an_own_checkpoint_comes_first_if_as_new(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     a, b = world.peer("a"), world.peer("b")
     b.take(1), b.train(1, seed=3, updates=80)
@@ -382,16 +382,16 @@ def test_another_runs_files_and_copies_do_not_count(saved: Saved, tmp_path: Path
     a.seats.save_all()
     a.seats = a.new_seats()
     assert a.seats.recall(world.spans) == 77
-    assert a.seats.holding().replicas == a.seats.holding().snapshots == (Kept(1, 500),)
+    assert a.seats.holding().replicas == a.seats.holding().checkpoints == (Kept(1, 500),)
     assert not a.seats.go_to(RUN) and a.seats.holding().replicas
     other = (("ef" * 8, 0),)
     assert a.seats.go_to(other) and a.said[-1].endswith("another run or branch: 1")
-    assert a.seats.holding().replicas == a.seats.holding().snapshots == () and a.seats.round == 0
+    assert a.seats.holding().replicas == a.seats.holding().checkpoints == () and a.seats.round == 0
     for way in ("snapshot", "replica"):
         assert a.take(1, source(way, a, updates=500), base) == (0, base)
     a.train(1, seed=2, updates=3)
     a.seats.save_all()
-    assert a.seats.holding().snapshots == (Kept(1, 3),)
+    assert a.seats.holding().checkpoints == (Kept(1, 3),)
     last = newest(stage_files(tmp_path / "a" / "stages"))
     assert last is not None and (last.run, last.updates) == (other, 3)  # by time, not by count
 
@@ -425,10 +425,10 @@ def test_stages_stay_in_their_run_and_leave_forks(saved: Saved, tmp_path: Path) 
     theirs = (*RUN, ("0b" * 8, 30))
     a.train(0, seed=7, updates=9)
     assert a.seats.go_to(theirs) and a.seats.round == 0
-    assert a.seats.workers == {} and list(a.handing.replicas) == [1] and a.seats.holding().snapshots == ()
+    assert a.seats.workers == {} and list(a.handing.replicas) == [1] and a.seats.holding().checkpoints == ()
     assert files()[0].updates == 50 and files()[0].run == ours  # it is not lost
     assert not any(file.counts(theirs) for file in files())
-    assert a.seats.go_to(ours) and Kept(0, 41) in a.seats.holding().snapshots
+    assert a.seats.go_to(ours) and Kept(0, 41) in a.seats.holding().checkpoints
     a.take(0, source("snapshot", a, updates=41))
     assert same(a.weights(0), weights)
 
@@ -446,9 +446,9 @@ def test_old_files_belong_to_single_segment_runs(saved: Saved, tmp_path: Path) -
         text.write_text(text.read_text().replace(json.dumps(RUN), json.dumps(RUN[0][0])))
     assert [(file.run, file.updates) for file in stage_files(tmp_path / "a" / "stages")] == [(RUN, 40), (RUN, 20)]
     a.seats = a.new_seats()
-    assert a.seats.holding().snapshots == (Kept(1, 40), Kept(1, 20))
+    assert a.seats.holding().checkpoints == (Kept(1, 40), Kept(1, 20))
     a.seats.go_to((*RUN, ("0a" * 8, 30)))
-    assert a.seats.holding().snapshots == (Kept(1, 20),)
+    assert a.seats.holding().checkpoints == (Kept(1, 20),)
 
 
 def test_nobody_waits_for_a_slow_disk(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,22 +456,22 @@ def test_nobody_waits_for_a_slow_disk(saved: Saved, tmp_path: Path, monkeypatch:
     a, writes = world.peer("a"), threading.Event()
     plan = world.plan(a, a)
     a.take(0)
-    save_file = snapshots.save_file
-    monkeypatch.setattr(snapshots, "save_file", lambda *args, **keys: writes.wait(100) and save_file(*args, **keys))
-    every = world.config.snapshots.every
+    save_file = checkpoints.save_file
+    monkeypatch.setattr(checkpoints, "save_file", lambda *args, **keys: writes.wait(100) and save_file(*args, **keys))
+    every = world.config.checkpoints.every
     for _ in range(2):
         a.train(0, seed=1, updates=every)
         a.seats.updated(plan)
-    assert a.said[-1] == f"no snapshot of stage 0 after update {2 * every}: the last is not written yet"
+    assert a.said[-1] == f"no checkpoint of stage 0 after update {2 * every}: the last is not written yet"
     writes.set()
     a.seats.store(0).wait()
     a.train(0, seed=1, updates=1)
     a.seats.updated(plan)
-    assert a.seats.holding().snapshots == (Kept(0, every),)  # all stages after the same updates
+    assert a.seats.holding().checkpoints == (Kept(0, every),)  # all stages after the same updates
     a.train(0, seed=1, updates=every)
     a.seats.updated(plan)
     a.seats.save_all()
-    assert a.seats.holding().snapshots == (Kept(0, 3 * every + 1), Kept(0, every))
+    assert a.seats.holding().checkpoints == (Kept(0, 3 * every + 1), Kept(0, every))
 
 
 def test_the_next_source_is_tried_when_one_fails(saved: Saved, tmp_path: Path) -> None:
@@ -481,9 +481,9 @@ def test_the_next_source_is_tried_when_one_fails(saved: Saved, tmp_path: Path) -
     c.train(1, seed=1, updates=2)
     gone = Source("live", ("nobody",))
     without = source("replica", b)
-    snapshot = source("snapshot", b)  # on another machine
+    checkpoint = source("snapshot", b)  # on another machine
     good = source("live", c)
-    assert a.take(1, gone, without, snapshot, good, Source("base")) == (2, good)
+    assert a.take(1, gone, without, checkpoint, good, Source("base")) == (2, good)
     assert same(a.weights(1), c.weights(1))
     assert [line.split(" could not be had as ")[1].split(":")[0] for line in a.said if "could not" in line] == [
         "live",
@@ -583,7 +583,7 @@ def test_who_keeps_whose_replica(holders: str, expected: dict[str, list[int]]) -
 )
 def test_where_replicas_are_kept(setting: str, swap: bool, expected: list[list[str]]) -> None:
     for stages, kept in enumerate(expected, 2):
-        config = NodeConfig(stages=StagesConfig(count=stages, replica=setting, swap=swap))
+        config = NodeConfig(pipeline=PipelineConfig(stages=stages, replica=setting, swap=swap))
         assert [replicated(config, stage) for stage in range(stages)] == kept
 
 
@@ -592,7 +592,7 @@ def test_where_replicas_are_kept(setting: str, swap: bool, expected: list[list[s
     [(False, 3, 0, 1), (False, 4, 0, 20), (True, 4, 0, 1), (False, 4, 7, 7), (True, 2, 7, 7)],
 )
 def test_how_often_replicas_are_renewed(lora: bool, stages: int, option: int, expected: int) -> None:
-    config = NodeConfig(stages=StagesConfig(count=stages, replica_every=option))
+    config = NodeConfig(pipeline=PipelineConfig(stages=stages, replica_every=option))
     assert replica_every(config, lora) == expected
 
 
@@ -629,7 +629,7 @@ def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkey
     missing = a.seats.gather(world.plan(a, b, c), 0.0)
     a.seats.save_all()
     assert list(missing) == [2]
-    assert set(a.seats.holding().snapshots) == {Kept(0, 4), Kept(1, 4)}
+    assert set(a.seats.holding().checkpoints) == {Kept(0, 4), Kept(1, 4)}
     a.seats = a.new_seats()
     way = source("snapshot", a, updates=4)
     assert a.take(1, way) == (4, way) and same(a.weights(1), b.weights(1))  # with new moments
@@ -643,7 +643,7 @@ def test_a_stage_goes_by_its_crews_agreement(saved: Saved, tmp_path: Path, lora:
     before = a.weights(1)
     a.train(1, seed=1, updates=3)
     grpo = GrpoConfig(weight_decay=0.25, betas=(0.5, 0.75), beta=0.1)
-    stages = world.config.stages.model_copy(update={"wire": "int8"})
+    stages = world.config.pipeline.model_copy(update={"wire": "int8"})
     a.seats.go_by(world.config.model_copy(update={"grpo": grpo, "stages": stages}), reference=True)
     a.take(0)
     for stage in (0, 1):  # whether it comes then or was there before
@@ -659,7 +659,7 @@ def test_a_stage_goes_by_its_crews_agreement(saved: Saved, tmp_path: Path, lora:
         assert all(torch.equal(tensor, named[name]) for name, tensor in before.items())
 
 
-def test_a_failed_snapshot_is_written_again(saved: Saved, tmp_path: Path) -> None:
+def test_a_failed_checkpoint_is_written_again(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     a, stages = world.peer("a"), tmp_path / "a" / "stages"
     a.take(1)
@@ -670,8 +670,8 @@ def test_a_failed_snapshot_is_written_again(saved: Saved, tmp_path: Path) -> Non
     a.seats.store(1).wait()
     stages.unlink()
     a.seats.save_all()
-    assert a.seats.holding().snapshots == (Kept(1, 3),)
-    assert any("snapshot of round 3" in line for line in a.said)
+    assert a.seats.holding().checkpoints == (Kept(1, 3),)
+    assert any("checkpoint of round 3" in line for line in a.said)
 
 
 def test_a_long_notice_is_used_with_few_requests(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

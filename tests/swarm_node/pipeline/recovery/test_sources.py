@@ -31,7 +31,9 @@ def test_a_middle_stage_is_its_neighbours_mean():
 def test_everything_there_is_best_first():
     holdings = {
         **CREW,
-        "p1": Holding(live=(Kept(1, 40),), replicas=(Kept(2, 39),), snapshots=(Kept(2, 30), Kept(1, 30), Kept(2, 20))),
+        "p1": Holding(
+            live=(Kept(1, 40),), replicas=(Kept(2, 39),), checkpoints=(Kept(2, 30), Kept(1, 30), Kept(2, 20))
+        ),
         "p3": Holding(live=(Kept(3, 40),), replicas=(Kept(2, 25),)),
         "p9": live(2),
     }
@@ -45,7 +47,7 @@ def test_everything_there_is_best_first():
         Source("snapshot", ("p1",), updates=30),
         Source("replica", ("p3",), updates=25),
         Source("base"),
-    ]  # the older snapshot would be one too many
+    ]  # the older checkpoint would be one too many
     assert len(found) == MAX_SOURCES
     nearly = sources(2, EVEN, holdings, 40, fresh=10)
     assert ways(nearly) == ["live", "replica", "snapshot", "mean", "replica", "snapshot", "base"]
@@ -67,13 +69,13 @@ def test_an_old_replica_follows_another_crews_stage():
 
 def test_a_file_newer_than_replicas_comes_first():
     for file, first in ((37, ["snapshot", "replica"]), (35, ["replica", "snapshot"]), (38, ["snapshot", "replica"])):
-        holdings = {**CREW, "p1": Holding((Kept(1, 40),), (Kept(2, 36),)), "me": Holding(snapshots=(Kept(2, file),))}
+        holdings = {**CREW, "p1": Holding((Kept(1, 40),), (Kept(2, 36),)), "me": Holding(checkpoints=(Kept(2, file),))}
         found = sources(2, EVEN, holdings, 40, others=lambda stage: {"q": 40}, usual=10, fresh=100)
         assert ways(found) == [*first, "cohort", "mean", "base"]
 
 
 def test_sources_newer_than_the_crew_come_last():
-    newer = Holding(replicas=(Kept(2, 50),), snapshots=(Kept(2, 60), Kept(2, 30)))
+    newer = Holding(replicas=(Kept(2, 50),), checkpoints=(Kept(2, 60), Kept(2, 30)))
     found = sources(2, EVEN, {**CREW, "me": newer}, 40, fresh=100)
     assert [(source.way, source.updates) for source in found] == [
         ("snapshot", 30),
@@ -102,7 +104,7 @@ def test_stages_of_other_sizes_cannot_stand_in(spans):
 
 
 def test_two_lost_neighbours_have_no_mean():
-    crew = {"p0": live(0), "p3": Holding(live=(Kept(3, 40),), snapshots=(Kept(1, 20), Kept(2, 20)))}
+    crew = {"p0": live(0), "p3": Holding(live=(Kept(3, 40),), checkpoints=(Kept(1, 20), Kept(2, 20)))}
     assert ways(sources(1, EVEN, crew, 40)) == ["snapshot", "base"]
     assert ways(sources(2, EVEN, crew, 40)) == ["snapshot", "base"]
 
@@ -113,14 +115,14 @@ def test_before_the_first_update_nothing_is_lost():
     assert ways(sources(2, EVEN, {}, 0)) == ["base"]
 
 
-def test_a_restarted_crew_takes_its_last_common_snapshot():
+def test_a_restarted_crew_takes_its_last_common_checkpoint():
     holdings = {
-        "a": Holding(snapshots=(Kept(0, 30), Kept(0, 20))),
-        "b": Holding(snapshots=(Kept(1, 20), Kept(1, 10))),
+        "a": Holding(checkpoints=(Kept(0, 30), Kept(0, 20))),
+        "b": Holding(checkpoints=(Kept(1, 20), Kept(1, 10))),
     }
     assert [source.updates for source in sources(0, EVEN[:2], holdings, 0)] == [20, 30, 0]
     assert [source.updates for source in sources(1, EVEN[:2], holdings, 0)] == [20, 10, 0]
-    recalled = {peer: Holding(replicas=(Kept(0, 30),), snapshots=one.snapshots) for peer, one in holdings.items()}
+    recalled = {peer: Holding(replicas=(Kept(0, 30),), checkpoints=one.checkpoints) for peer, one in holdings.items()}
     found = sources(0, EVEN[:2], recalled, 0, others=lambda stage: {"q": 99})
     assert ways(found) == ["snapshot", "snapshot", "replica", "replica", "cohort", "base"]
     assert found[0].updates == 20  # whatever is newer of one stage only
@@ -165,7 +167,7 @@ def test_the_same_stage_of_another_crew():
             "stage 2 rebuilt as the mean of stages 1 and 3, weighted with their gradient norms (CheckFree)",
         ),
         (Source("copy", ("a",), (1,)), 40, "rebuilt as a copy of stage 1"),
-        (Source("snapshot", ("a",)), 30, "from the snapshot after update 30; lost: its last 10 updates"),
+        (Source("snapshot", ("a",)), 30, "from the checkpoint after update 30; lost: its last 10 updates"),
         (Source("base"), 0, "stage 2 begins with the base model; lost: all that it learned in 40 updates"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Copies of snapshots with S3, Google Cloud Storage and Azure Blob Storage, each played by a local stand-in.
+"""Copies of checkpoints with S3, Google Cloud Storage and Azure Blob Storage, each played by a local stand-in.
 
     pip install 'swarm-node[s3,gcs,azure]' 'moto[server]' gcp-storage-emulator; npm install azurite
-    PATH=$PWD/node_modules/.bin:$PATH python -m pytest tests/integration/test_snapshot_services.py
+    PATH=$PWD/node_modules/.bin:$PATH python -m pytest tests/integration/test_checkpoint_services.py
 
 What is not installed is skipped.
 """
@@ -96,7 +96,7 @@ def test_a_lost_fleet_goes_on_from_its_copies(start: Start, service: Service, tm
     def fleet(era: str) -> list[NodeProcess]:
         (tmp_path / era).mkdir()
         link = start("bootstrap", str(manifest), *LOCAL, run_dir=tmp_path / era / "hub", sets=()).link()
-        options = "--snapshot-to", service.url
+        options = "--checkpoint-to", service.url
         return [start("join", link, "--name", name, *options, run_dir=tmp_path / era / name) for name in names]
 
     before = fleet("first")
@@ -109,27 +109,27 @@ def test_a_lost_fleet_goes_on_from_its_copies(start: Start, service: Service, tm
     left = {name: whole(there(), name) for name in names}
     shutil.rmtree(tmp_path / "first", ignore_errors=True)  # with its machines, their disks have gone
     for node, name in zip(fleet("second"), names, strict=True):
-        line = rf"going on from what {name}-\w{{8}} left at \S+: snapshots/round-0*([1-9][0-9]*)"
+        line = rf"going on from what {name}-\w{{8}} left at \S+: checkpoints/round-0*([1-9][0-9]*)"
         found = node.until(lambda node=node, line=line: re.search(line, node.output))
         assert int(found[1]) == max(left[name])
         node.until(lambda node=node, found=found: node.rounds > int(found[1]))
-        assert "snapshots do not get to" not in node.output and "old copies stay" not in node.output
+        assert "checkpoints do not get to" not in node.output and "old copies stay" not in node.output
 
 
 def test_a_service_that_hangs_holds_up_nobody(start: Start, service: Service, tmp_path: Path) -> None:
-    node = start("local", "--snapshot-to", service.url, run_dir=tmp_path / "run")
+    node = start("local", "--checkpoint-to", service.url, run_dir=tmp_path / "run")
     there = listing(service)
     node.until(lambda: whole(there(), "run"))
     service.process.send_signal(signal.SIGSTOP)
     try:
         node.until_rounds(5)
         assert node.stop(signal.SIGTERM) == 0, node.output
-        again = start("local", "--snapshot-to", service.url, run_dir=tmp_path / "new")
+        again = start("local", "--checkpoint-to", service.url, run_dir=tmp_path / "new")
         code = again.ended()
     finally:
         service.process.send_signal(signal.SIGCONT)
-    assert f"the last snapshot is not at {service.url}; there: snapshots/round-" in node.output
-    newest = max(path.name for path in (tmp_path / "run" / "snapshots").glob("round-*"))
+    assert f"the last checkpoint is not at {service.url}; there: checkpoints/round-" in node.output
+    newest = max(path.name for path in (tmp_path / "run" / "checkpoints").glob("round-*"))
     assert newest == f"round-{node.rounds:08}"
     assert code == 2, again.output
     assert "no answer within 60 s" in again.output and "Traceback" not in again.output
@@ -153,5 +153,5 @@ def listing(service: Service) -> Callable[[], list[str]]:
 
 def whole(paths: list[str], name: str) -> list[int]:
     """Rounds of which all is there."""
-    found = [re.search(rf"/{name}(-\w{{8}})?/snapshots/round-(\d+)/SHA256SUMS$", path) for path in paths]
+    found = [re.search(rf"/{name}(-\w{{8}})?/checkpoints/round-(\d+)/SHA256SUMS$", path) for path in paths]
     return sorted(int(match[2]) for match in found if match)
