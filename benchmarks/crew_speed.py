@@ -1,8 +1,8 @@
 """How fast a crew is on one machine, and what its messages cost: what `crew` runs.
 
 overhead   In one process, round by round in turn: the plain policy's node, and that of a crew of one stage with the
-           whole machinery of a crew (`CrewNode`, `Mates`, `Lead`, `Worker`) on a network in memory. CPU and wall time
-           of sampling (`Node.collect`) and of the update (`Node.learn`) apart; the same seeds.
+           whole machinery of a crew (`CrewNode`, `StageTransport`, `Driver`, `Worker`) on a network in memory. CPU and
+           wall time of sampling (`Node.collect`) and of the update (`Node.learn`) apart; the same seeds.
 processes  `swarm-node local` and crews of 1, 2 and 4 terminals over loopback. Per round: wall time, CPU time of the
            terminals (nodes) and of their network processes; the lead's own figures for the rest.
 

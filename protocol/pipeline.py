@@ -82,7 +82,7 @@ class LossGradient(msgspec.Struct, frozen=True, tag="loss"):
     microbatch: Microbatch
 
 
-class Squares(msgspec.Struct, frozen=True, tag="squares"):
+class GradientNormRequest(msgspec.Struct, frozen=True, tag="squares"):
     """From the lead, after the last microbatch: how long is the gradient?"""
 
     total: Count
@@ -97,7 +97,7 @@ class TiedGradient(msgspec.Struct, frozen=True, tag="tied"):
     """Which rows."""
 
 
-class Squared(msgspec.Struct, frozen=True, tag="squared"):
+class GradientNorm(msgspec.Struct, frozen=True, tag="squared"):
     """To the lead: sum of the squares of a stage's gradient."""
 
     total: Count
@@ -114,7 +114,7 @@ class Apply(msgspec.Struct, frozen=True, tag="apply"):
     rate: Annotated[float, Meta(ge=0, le=1e3)]
 
 
-class Skip(msgspec.Struct, frozen=True, tag="skip"):
+class SetUpdates(msgspec.Struct, frozen=True, tag="skip"):
     """From the lead, to a stage that was rebuilt: the crew has made `update` updates, count from there."""
 
     update: Count
@@ -139,11 +139,11 @@ class TiedMatrix(msgspec.Struct, frozen=True, tag="matrix"):
     """Which rows. With the last of them the matrix is taken over."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class StatusRequest(msgspec.Struct, frozen=True, tag="ask"):
     """From the lead: how far are you?"""
 
 
-class State(msgspec.Struct, frozen=True, tag="state"):
+class StageStatus(msgspec.Struct, frozen=True, tag="state"):
     """To the lead: how far a stage is."""
 
     stage: StageNumber
@@ -153,7 +153,7 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     taken: bool = False
     """It has just taken the other end's matrix over."""
     new: bool = False
-    """It was built, and has neither been told since how far the crew is (`Skip`) nor begun a gradient."""
+    """It was built, and has neither been told since how far the crew is (`SetUpdates`) nor begun a gradient."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -197,7 +197,7 @@ class Reset(msgspec.Struct, frozen=True, tag="reset"):
     turn: Count
 
 
-class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
+class TurnFailed(msgspec.Struct, frozen=True, tag="trouble"):
     """To the lead: this turn cannot go on."""
 
     turn: Count
@@ -211,20 +211,20 @@ Head = (
     | Backward
     | Logprobs
     | LossGradient
-    | Squares
+    | GradientNormRequest
     | TiedGradient
-    | Squared
+    | GradientNorm
     | Apply
-    | Skip
+    | SetUpdates
     | Share
     | TiedMatrix
-    | Ask
-    | State
+    | StatusRequest
+    | StageStatus
     | Prefill
     | Step
     | Tokens
     | Reset
-    | Trouble
+    | TurnFailed
 )
 
 

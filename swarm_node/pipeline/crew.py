@@ -1,6 +1,6 @@
 """A node in a crew: holds stages of a policy that several peers hold together, and leads them if it has the first.
 
-    enter the swarm -> Mates (who holds what) --orders--> Seats (stages come and go)
+    enter the swarm -> StageTransport (who holds what) --orders--> HeldStages (stages come and go)
                          |                                   |
                          | messages                          v
                          +----------------------> Worker.handle -> answers     until the lead says that the run is over
@@ -38,18 +38,18 @@ from swarm_node.pipeline.compute.memory import Memory, free_main_memory, free_me
 from swarm_node.pipeline.compute.partition import UNKNOWN
 from swarm_node.pipeline.compute.stage_model import weights_digest
 from swarm_node.pipeline.compute.worker import attend
-from swarm_node.pipeline.driver import Lead, StagedOptimizer, StagedPolicy
+from swarm_node.pipeline.driver import Driver, StagedOptimizer, StagedPolicy
 from swarm_node.pipeline.join_command import Invitation
 from swarm_node.pipeline.membership.actions import LeaveLead, LeaveSeat, Post, Spans, TakeLead, TakeSeat
 from swarm_node.pipeline.ports import StageLost
-from swarm_node.pipeline.recovery.held_stages import EVERY, Seats, replica_every
+from swarm_node.pipeline.recovery.held_stages import EVERY, HeldStages, replica_every
 from swarm_node.pipeline.recovery.sources import elsewhere, sources, tell
 from swarm_node.pipeline.recovery.stage_files import newest, stage_files
-from swarm_node.pipeline.recovery.weight_transfer import Handing
+from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
 from swarm_node.pipeline.settings import agreed, limits, settings_of
 from swarm_node.pipeline.stage_cohort import MOST_S, StageCohort
 from swarm_node.pipeline.status_text import Aftermath, CrewWords
-from swarm_node.pipeline.transport import Mates
+from swarm_node.pipeline.transport import StageTransport
 from swarm_node.policy.loading import ARCHITECTURE, Plan, is_windowed, load_tokenizer, prepare
 from swarm_node.shutdown import Stopper, StopRequested
 from swarm_node.storage.checkpoints import check_room
@@ -196,7 +196,7 @@ class CrewNode:
             return sources(stage, spans, holdings, updates, others=others, plus=settings.swap, usual=usual, fresh=FRESH)
 
         model = self.loading.config
-        self.mates = Mates(
+        self.stage_transport = StageTransport(
             self.transport,
             post,
             ways,
@@ -205,34 +205,36 @@ class CrewNode:
             partial(limits, width=model.hidden_size, vocabulary=model.vocab_size),
             lambda text: say(self.words.named(text)),
         )
-        self.words = CrewWords(self.transport, self.mates, pipeline.crew, config.name or "node")
-        stack.callback(self.mates.close)
+        self.words = CrewWords(self.transport, self.stage_transport, pipeline.crew, config.name or "node")
+        stack.callback(self.stage_transport.close)
         self._stop: Stopper | None = None
         self._leaves = False
-        self.handing = Handing(
+        self.weight_transfer = WeightTransfer(
             self.transport,
             swarm,
             self.architecture,
             self._may_have,
-            self._is_mate,
+            self._in_crew,
             shelf=self.shelf,
-            shelved=lambda: self.mates.report(self.seats.holding()),
+            shelved=lambda: self.stage_transport.report(self.held_stages.holding()),
             room=free_main_memory,
         )
-        self.seats = Seats(config, self.loading, self.handing, files, self.transport.peer_id, self.mates.stands, say)
-        self.seats.go_to(post.run)
-        recalled = self.seats.recall(post.spans)
-        self.mates.report(self.seats.holding())
+        self.held_stages = HeldStages(
+            config, self.loading, self.weight_transfer, files, self.transport.peer_id, self.stage_transport.stands, say
+        )
+        self.held_stages.go_to(post.run)
+        recalled = self.held_stages.recall(post.spans)
+        self.stage_transport.report(self.held_stages.holding())
         self.cohort = StageCohort(
             config.averaging,
             swarm,
             manifest.averaging_period_s,
-            self.seats,
+            self.held_stages,
             self.transport,
             say,
             most_s=min(MOST_S, pipeline.stall_s / 4),
         )
-        self.lead: Lead | None = None
+        self.driver: Driver | None = None
         self.policy: StagedPolicy
         self.optimizer: StagedOptimizer
         self.progress = Progress(recalled, 0.0)
@@ -272,7 +274,7 @@ class CrewNode:
                 stop.advised, self._advised = False, True
             self._heed()
             self._obey()
-            if self.mates.whole and not self._leads and (whole := self.words.whole()) != told:
+            if self.stage_transport.whole and not self._leads and (whole := self.words.whole()) != told:
                 told = whole
                 self._begin()
                 self.say(whole)
@@ -286,91 +288,93 @@ class CrewNode:
                 return False
             if self._leads:
                 return True
-            if self.mates.progress is not None and self.mates.progress != self.progress:
-                self.progress = self.mates.progress
-                self.seats.round = self.progress.round
+            if self.stage_transport.progress is not None and self.stage_transport.progress != self.progress:
+                self.progress = self.stage_transport.progress
+                self.held_stages.round = self.progress.round
                 if self.progress.over:
                     self.say(f"the run of crew {self.config.pipeline.crew} is over after round {self.progress.round}")
                     return False
                 show(self.progress.round, self.progress.reward)
-                if not self.seats.workers and self.mates.plan is not None:
-                    self.seats.updated(self.mates.plan)  # what was kept for who has left is with another by now
-            message = self.mates.receive(LOOK_S)
+                if not self.held_stages.workers and self.stage_transport.plan is not None:
+                    self.held_stages.updated(
+                        self.stage_transport.plan
+                    )  # what was kept for who has left is with another by now
+            message = self.stage_transport.receive(LOOK_S)
             if message is None:
                 continue
-            left = attend(message, self.seats.workers, self.mates.send, self._refused)
+            left = attend(message, self.held_stages.workers, self.stage_transport.send, self._refused)
             assert left is None, "only the lead is sent what is for the lead"
             self.cohort.step()
             self._after_update()
 
     def _after_update(self) -> None:
-        plan = self.mates.plan
-        updates = {stage: worker.updates for stage, worker in self.seats.workers.items()}
+        plan = self.stage_transport.plan
+        updates = {stage: worker.updates for stage, worker in self.held_stages.workers.items()}
         if updates != self._updates and plan is not None:
             if any(made > self._updates.get(stage, made) for stage, made in updates.items()):
                 self.own_settings.trained()
             self._updates = updates
-            self.seats.round = max(self.seats.round, self.progress.round + (self.lead is None))
-            self.seats.updated(plan)
-            self.mates.report(self.seats.holding())
+            self.held_stages.round = max(self.held_stages.round, self.progress.round + (self.driver is None))
+            self.held_stages.updated(plan)
+            self.stage_transport.report(self.held_stages.holding())
             self.announce()
 
     def _heed(self) -> None:
         """If they are due: checkpoints of the stages here, as soon as the last are written."""
-        if self._advised and self.seats.save_soon():
+        if self._advised and self.held_stages.save_soon():
             self._advised = False
-            self.mates.report(self.seats.holding())
+            self.stage_transport.report(self.held_stages.holding())
 
     def _obey(self) -> None:
         """Do what is to be done about stages. Deposed if this node does not lead any more."""
         self._go_by_plan()
-        for order in self.mates.orders():
+        for order in self.stage_transport.orders():
             match order:
                 case TakeLead():
                     self._leads = True
                 case LeaveLead():
                     self._leads = False
-                    if self.lead is not None:
+                    if self.driver is not None:
                         raise Deposed("another peer leads this crew now")
                 case LeaveSeat(stage):
                     self._go_by_plan()  # it may be a new one since; what is of another branch is written first
-                    self.seats.leave(stage)
+                    self.held_stages.leave(stage)
                 case TakeSeat():
                     self._take(order)
-            self.mates.report(self.seats.holding())
+            self.stage_transport.report(self.held_stages.holding())
 
     def _go_by_plan(self) -> None:
         """The crew's settings may be others than this node's own, and its run another than that of the files here."""
-        plan = self.mates.plan
+        plan = self.stage_transport.plan
         if plan is None:
             return
-        if plan.run != self.seats.run:
-            if self.seats.go_to(plan.run):
+        if plan.run != self.held_stages.run:
+            if self.held_stages.go_to(plan.run):
                 self.progress = Progress(0, 0.0)
-            self.mates.report(self.seats.holding())
+            self.stage_transport.report(self.held_stages.holding())
         if plan.settings == self.settings:
             return
         self.settings = plan.settings
         self.config, changed = agreed(self.own, self.settings)
         self.memory.config, self.memory.reference = self.config, self.settings.reference
-        self.seats.go_by(self.config, self.settings.reference)
+        self.held_stages.go_by(self.config, self.settings.reference)
         if changed:
             self.say(f"crew {self.config.pipeline.crew} goes by its lead's options: {', '.join(changed)}")
 
     def _take(self, order: TakeSeat) -> None:
         self._go_by_plan()  # it may be a new one since
-        plan = self.mates.plan
-        if plan is None or not self.mates.stands(order):
+        plan = self.stage_transport.plan
+        if plan is None or not self.stage_transport.stands(order):
             return
         try:
-            taken = self.seats.take(order, plan.spans)
+            taken = self.held_stages.take(order, plan.spans)
         except UserError as error:
             taken = str(error)
         if isinstance(taken, str):
-            self.mates.unable(order, taken)
+            self.stage_transport.unable(order, taken)
         else:
             updates, source = taken
-            self.mates.seated(order, updates, source)
+            self.stage_transport.seated(order, updates, source)
             self._updates = {}
 
     # ----------------------------------------------------------------- the lead
@@ -379,18 +383,18 @@ class CrewNode:
         """Wait until every stage is held: then there are `policy` and `optimizer`. Deposed, or StopRequested by a
         signal."""
         began, self._stop = time.monotonic(), stop
-        while not self.mates.mend(LOOK_S):
+        while not self.stage_transport.mend(LOOK_S):
             stop.check()
             self._obey()
             self.announce()
             self._waiting(began)
             if not self._leads:
                 raise Deposed("another peer leads this crew now")
-        config, plan = self.config, self.mates.plan
+        config, plan = self.config, self.stage_transport.plan
         assert plan is not None
-        self.lead = Lead(
-            self.mates,
-            self.seats.workers,
+        self.driver = Driver(
+            self.stage_transport,
+            self.held_stages.workers,
             self._mend,
             config.pipeline.wire,
             config.pipeline.swap,
@@ -400,19 +404,19 @@ class CrewNode:
         )
         self._holders = self.words.holders
         tokenizer = load_tokenizer(config.policy)
-        self.policy = StagedPolicy(self.lead, tokenizer, config.policy, self.say, self.settings.microbatch)
+        self.policy = StagedPolicy(self.driver, tokenizer, config.policy, self.say, self.settings.microbatch)
         self.policy.packing = not is_windowed(self.loading.config, longest_row(config))
-        self.policy.start_digest = self.seats.starts[0]
-        self.optimizer = StagedOptimizer(self.lead)
-        self.progress = self.mates.progress or self.progress
+        self.policy.start_digest = self.held_stages.starts[0]
+        self.optimizer = StagedOptimizer(self.driver)
+        self.progress = self.stage_transport.progress or self.progress
         stop.allow()
-        self.lead.updates = self.mates.updates  # stage 0 may have been rebuilt, and know of none
+        self.driver.updates = self.stage_transport.updates  # stage 0 may have been rebuilt, and know of none
         self._join_ends(averaged=False)
-        self._surely(partial(self.lead.agree, plan.run[-1][1]))  # what the run goes on from, whatever was lost
+        self._surely(partial(self.driver.agree, plan.run[-1][1]))  # what the run goes on from, whatever was lost
         stop.hold()
-        self.policy.version = self.lead.updates
+        self.policy.version = self.driver.updates
         self._begin()
-        self.say(f"{self.words.whole()}; {self.lead.updates} updates so far")
+        self.say(f"{self.words.whole()}; {self.driver.updates} updates so far")
         if self._lost():
             self._aftermath.lost(f"the lead of crew {config.pipeline.crew} was lost", self.progress)
 
@@ -420,51 +424,51 @@ class CrewNode:
         """At the lead, between two rounds: replicas and checkpoints; a stage may change hands. `averager` is of stage
         0."""
         if averager is not None:
-            self.cohort.say_which(sorted(self.seats.workers))
+            self.cohort.say_which(sorted(self.held_stages.workers))
             changes = averager.counts["exchanges"] + averager.replaced
             if changes != self._averaged:
                 self._averaged = changes
                 self._join_ends(averaged=True)
         self._aftermath.round_over(round, reward)
         self.progress = Progress(round, self._aftermath.reward)
-        self.seats.round = round
-        self.mates.tell(self.progress)
+        self.held_stages.round = round
+        self.stage_transport.tell(self.progress)
         self._after_update()
         if self._stop is not None and self._stop.advised:  # which the run takes back once it has saved as well
             self._advised = True
         self._heed()
-        self.mates.at_rest()
+        self.stage_transport.at_rest()
 
     def _join_ends(self, averaged: bool) -> None:
-        """`Lead.join_ends`, whatever is lost meanwhile."""
-        assert self.lead is not None
-        self._surely(partial(self.lead.join_ends, averaged))
+        """`Driver.join_ends`, whatever is lost meanwhile."""
+        assert self.driver is not None
+        self._surely(partial(self.driver.join_ends, averaged))
 
     def _surely(self, act: Callable[[], None]) -> None:
         """Do it, again whenever a stage is lost meanwhile."""
-        assert self.lead is not None
+        assert self.driver is not None
         while True:
             try:
                 act()
                 return
             except StageLost as lost:
-                self.lead.again(lost)
+                self.driver.again(lost)
 
     def gather(self, stop: Stopper) -> None:
         """At the lead, at its end: write the weights of the stages that others hold beside those of its own, as far as
         they answer. After a signal there is little time for it; one that comes meanwhile ends it."""
-        plan = self.mates.plan
-        if plan is None or not self.seats.updates:
+        plan = self.stage_transport.plan
+        if plan is None or not self.held_stages.updates:
             return
-        for stage in self.seats.workers:
-            self.seats.save(stage)
-        if len(self.seats.workers) == len(plan.seats):
+        for stage in self.held_stages.workers:
+            self.held_stages.save(stage)
+        if len(self.held_stages.workers) == len(plan.seats):
             return
         self.say("fetching the weights of the other stages, so that the policy can be exported here")
         try:
             if not stop.requested:
                 stop.allow()
-            missing = self.seats.gather(plan, max(0.0, min(GATHER_S, stop.left_s - SAVE_S)))
+            missing = self.held_stages.gather(plan, max(0.0, min(GATHER_S, stop.left_s - SAVE_S)))
             stop.hold()
         except StopRequested:
             self.say("stopping without the weights of all stages: the run directories of their holders have them")
@@ -477,9 +481,9 @@ class CrewNode:
 
     def over(self) -> None:
         """At the lead: all rounds are done, so the others need not wait for another lead."""
-        self.mates.tell(Progress(self.progress.round, self.progress.reward, over=True))
+        self.stage_transport.tell(Progress(self.progress.round, self.progress.reward, over=True))
         until = time.monotonic() + LAST_WORD_S
-        while self.mates.connected and time.monotonic() < until:
+        while self.stage_transport.connected and time.monotonic() < until:
             time.sleep(TICK_S / 10)
 
     def hand_over(self, stop: Stopper) -> None:
@@ -488,11 +492,11 @@ class CrewNode:
         if self._leaves:
             return
         self._leaves = True
-        if self.lead is None and not self._leads:
+        if self.driver is None and not self._leads:
             self._settle()
-        for stage in self.seats.workers:
-            self.seats.save(stage)
-        plan = self.mates.plan
+        for stage in self.held_stages.workers:
+            self.held_stages.save(stage)
+        plan = self.stage_transport.plan
         if plan is None or self._is_over or not self.invitation.open:
             return
         until = time.monotonic() + GATHER_S
@@ -501,7 +505,7 @@ class CrewNode:
             told = stop.left_s
             return until - time.monotonic() if math.isinf(told) else told - SAVE_S
 
-        found = self.seats.hand_over(plan, left_s)
+        found = self.held_stages.hand_over(plan, left_s)
         for stage, (peer, why) in sorted(found.items()):
             if peer:
                 self.say(f"{self.words.called(peer)} keeps stage {stage} for whoever holds it next")
@@ -511,11 +515,11 @@ class CrewNode:
     def _settle(self) -> None:
         """Make the update that the others may be making already."""
         until = time.monotonic() + SETTLE_S
-        while any(worker.midway for worker in self.seats.workers.values()):
-            message = self.mates.receive(until - time.monotonic())
+        while any(worker.midway for worker in self.held_stages.workers.values()):
+            message = self.stage_transport.receive(until - time.monotonic())
             if message is None:
                 return
-            attend(message, self.seats.workers, self.mates.send, self._refused)
+            attend(message, self.held_stages.workers, self.stage_transport.send, self._refused)
             self._after_update()
 
     def leave(self, stop: Stopper) -> None:
@@ -524,26 +528,26 @@ class CrewNode:
         try:
             self.hand_over(stop)
         finally:
-            plan = self.mates.plan
-            if plan is not None and not self.mates.whole:
-                for stage, updates in self.seats.save_copies(plan).items():
+            plan = self.stage_transport.plan
+            if plan is not None and not self.stage_transport.whole:
+                for stage, updates in self.held_stages.save_copies(plan).items():
                     self.say(
                         f"the copy of stage {stage} that was kept here, after update {updates}, is in {self.run.path} "
                         "now"
                     )
-            self.seats.save_all()
-            self.mates.close()
+            self.held_stages.save_all()
+            self.stage_transport.close()
 
     def metrics(self) -> dict[str, float]:
         """`stages/*` of the round that ends."""
-        return ({} if self.lead is None else self.lead.figures()) | self.mates.metrics()
+        return ({} if self.driver is None else self.driver.figures()) | self.stage_transport.metrics()
 
     def _mend(self, lost: StageLost) -> None:
         """Have lost stages rebuilt, here or elsewhere; returns when the crew is whole. Deposed if this is not the lead
         any more; StopRequested by a signal, also where training holds it: every stage is by itself."""
         began, before = time.monotonic(), self._holders
-        self.mates.doubt(lost)
-        while not self.mates.mend(LOOK_S):
+        self.stage_transport.doubt(lost)
+        while not self.stage_transport.mend(LOOK_S):
             if self._stop is not None:
                 self._stop.check()
             self._obey()
@@ -564,12 +568,12 @@ class CrewNode:
 
     def _lost(self) -> bool:
         """Whether any stage was lost since this was last asked."""
-        before, self._losses = self._losses, self.mates.metrics().get("stages/lost", 0.0)
+        before, self._losses = self._losses, self.stage_transport.metrics().get("stages/lost", 0.0)
         return self._losses > before
 
     def leave_lead(self) -> None:
         """Go back to answering; stage 0 is let go with what worked on it."""
-        self.lead, self._leads = None, False
+        self.driver, self._leads = None, False
         self.__dict__.pop("policy", None)
         self.__dict__.pop("optimizer", None)
         self.ear.end()
@@ -580,8 +584,8 @@ class CrewNode:
     def announce(self) -> None:
         """Until the crew is whole and this node leads it: then its card is `Member`'s affair."""
         card, layers = self.on_card()
-        shown = card, self.seats.updates, self.cohort.id
-        if self.lead is not None or shown == self._announced:
+        shown = card, self.held_stages.updates, self.cohort.id
+        if self.driver is not None or shown == self._announced:
             return
         self._announced = shown
         self.transport.announce(
@@ -593,7 +597,7 @@ class CrewNode:
                 roles=["trainer"],
                 cohort=self.cohort.id,
                 family=self.loading.config.model_type,
-                policy_version=self.seats.updates,
+                policy_version=self.held_stages.updates,
                 stages=layers,
                 crew=card,
             )
@@ -601,14 +605,14 @@ class CrewNode:
 
     def on_card(self) -> tuple[CrewCard, tuple[int, int] | None]:
         """Of the membership card: the crew, and the first and the last layer held."""
-        card, plan = self.mates.card, self.mates.plan
+        card, plan = self.stage_transport.card, self.stage_transport.plan
         held = [] if plan is None else [plan.spans[stage] for stage in card.seats]
         return card, (held[0][0], held[-1][1] - 1) if held else None
 
     def _may_have(self, peer: str, stage: int) -> bool:
         """Whether weights of a stage are for that peer: one of this crew, or, if they are averaged with other crews',
         of any that holds the same policy."""
-        if self._is_mate(peer):
+        if self._in_crew(peer):
             return True
         card = self.transport.members().get(peer)
         if self.config.averaging.method == "none" or card is None or card.crew is None:
@@ -618,32 +622,32 @@ class CrewNode:
     def shelf(self, peer: str, stage: int) -> Mapping[str, Tensor]:
         """Names and shapes of a stage that this node is to keep, since its holder leaves; RemoteProtocolError if it
         will not."""
-        plan = self.mates.plan
+        plan = self.stage_transport.plan
         if plan is None or stage not in plan.held_by(peer):
             raise RemoteProtocolError("stranger", f"stage {stage} is another's")
         if self._leaves or self._is_over or (self._stop is not None and self._stop.requested):
             raise RemoteProtocolError("leaving", "this node leaves as well")
-        if stage in self.seats.workers:
+        if stage in self.held_stages.workers:
             raise RemoteProtocolError("stage", f"stage {stage} is here")
-        self.seats.asked[stage] = plan.mark
-        return self.seats.shapes_of(stage, plan.spans)
+        self.held_stages.asked[stage] = plan.mark
+        return self.held_stages.shapes_of(stage, plan.spans)
 
     @property
     def _is_over(self) -> bool:
         """All rounds are done."""
-        return self.mates.progress is not None and self.mates.progress.over
+        return self.stage_transport.progress is not None and self.stage_transport.progress.over
 
-    def _is_mate(self, peer: str) -> bool:
+    def _in_crew(self, peer: str) -> bool:
         """Whether it is one of this crew."""
-        plan = self.mates.plan
+        plan = self.stage_transport.plan
         return plan is not None and bool(plan.held_by(peer) or peer in plan.spares)
 
     def _refused(self, error: RemoteProtocolError) -> None:
-        self.mates.counts[f"refused/{error.reason}"] += 1
+        self.stage_transport.counts[f"refused/{error.reason}"] += 1
 
     def status(self) -> dict[str, Any]:
         """Of the crew, as `swarm-node status` shows it. From any thread."""
-        return self.words.status(self.seats, self.progress)
+        return self.words.status(self.held_stages, self.progress)
 
     def waiting(self) -> str:
         """What keeps the crew from going on, in words; empty = nothing does, or it never began. From any thread."""
@@ -679,11 +683,11 @@ class CrewNode:
     def _tick(self, ended: threading.Event) -> None:
         written = 0.0
         while not ended.wait(TICK_S):
-            self.mates.tick()
-            members, absent = self.transport.members(), self.mates.absent
+            self.stage_transport.tick()
+            members, absent = self.transport.members(), self.stage_transport.absent
             here = {peer: card for peer, card in members.items() if peer not in absent}
-            self.invitation.renew(self.transport.addresses, here, self.mates.plan)
-            if self.lead is None and time.monotonic() - written > STATUS_S:
+            self.invitation.renew(self.transport.addresses, here, self.stage_transport.plan)
+            if self.driver is None and time.monotonic() - written > STATUS_S:
                 written = time.monotonic()
                 self._write_status()
 
@@ -691,7 +695,7 @@ class CrewNode:
 
     def _waiting(self, since: float) -> None:
         """Nobody has come for a stage: say how to."""
-        formed = self.mates.plan is not None
+        formed = self.stage_transport.plan is not None
         if not formed or time.monotonic() >= since + self.config.pipeline.spare_wait_s + SLACK_S:
             self.invite()
 

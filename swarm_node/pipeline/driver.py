@@ -2,19 +2,19 @@
 
     generate   prompts in as many waves as stages; each wave: Prefill -> ... -> Tokens, Step -> ... -> Tokens, ...
     passes     Forward of every microbatch -> ... -> Logprobs -> (loss, by whoever asked) -> LossGradient -> ...
-    step       Squares to all, sums of squares back, Apply (the same scale and rate) to all
+    step       GradientNormRequest to all, sums of squares back, Apply (the same scale and rate) to all
 
-Nothing here runs by itself: whoever calls is served from `Crewmates.receive`, and the stages held here are worked on in
-between. The loss of a microbatch is computed while other stages compute other microbatches.
+Nothing here runs by itself: whoever calls is served from `MessageTransport.receive`, and the stages held here are
+worked on in between. The loss of a microbatch is computed while other stages compute other microbatches.
 
 A stage that is lost makes `passes` and `step` raise StageLost; then
 
-    lead.again(lost)            makes the crew whole (`on_lost`) and has every stage forget what was under way
+    driver.again(lost)            makes the crew whole (`on_lost`) and has every stage forget what was under way
 
 and all of it is done again: the accumulation of the step from a zero gradient (`grpo.Trainer` does that), or the
 generation, with the same uniform numbers (`StagedPolicy` does that). But once an Apply has been sent there is no way
 back: every stage makes the update that has not, none twice, and one that was lost before it had goes without. Who was
-lost is what the stages themselves say (`State.new`): one that only missed messages still has its gradient.
+lost is what the stages themselves say (`StageStatus.new`): one that only missed messages still has its gradient.
 
 A stage that refuses what it is sent ends the turn as well; after `TRIES` of them in a row that work is given up.
 """
@@ -36,27 +36,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import (
     Apply,
-    Ask,
     Codec,
     Forward,
+    GradientNorm,
+    GradientNormRequest,
     Logprobs,
     LossGradient,
     Prefill,
     Reset,
+    SetUpdates,
     Share,
-    Skip,
-    Squared,
-    Squares,
-    State,
+    StageStatus,
+    StatusRequest,
     Step,
     Tokens,
-    Trouble,
+    TurnFailed,
 )
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import CheckpointError, Interrupted, Unworkable
 from swarm_node.pipeline import messages as wire
 from swarm_node.pipeline.compute.worker import Worker, attend
-from swarm_node.pipeline.ports import LEAD, Crewmates, Message, Refused, SliceOptimizer, StageLost
+from swarm_node.pipeline.ports import LEAD, Message, MessageTransport, Refused, SliceOptimizer, StageLost
 from swarm_node.policy.engines.native import Decoder, Rows, padded, picked
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.policy import Policy
@@ -71,12 +71,12 @@ TRIES = 3
 """Turns that a stage refuses one after the other before what is asked for is given up."""
 
 
-class Lead:
+class Driver:
     """Drives the stages of a crew."""
 
     def __init__(
         self,
-        crewmates: Crewmates,
+        transport: MessageTransport,
         workers: Mapping[int, Worker],
         on_lost: Callable[[StageLost], None],
         codec: Codec = "float32",
@@ -89,14 +89,14 @@ class Lead:
         change `workers`. `swapped`: CheckFree+. `refused` is told of messages that make no sense. `patience_s`: after
         so long without a message all stages are asked how far they are; who does not answer as long again is lost.
         `first_turn`: turns are counted from there, so that a new lead's are not taken for old ones."""
-        self.crewmates = crewmates
+        self.transport = transport
         self.workers = workers
         self.on_lost = on_lost
         self.codec = codec
         self.swapped = swapped
         self.refused = refused
         self.patience_s = patience_s
-        self.states: dict[int, State] = {}
+        self.states: dict[int, StageStatus] = {}
         """What each stage last said of itself."""
         self.spoiled = False
         """Whether the loss had a gradient that is not finite."""
@@ -112,7 +112,7 @@ class Lead:
 
     @property
     def stages(self) -> int:
-        return self.crewmates.count
+        return self.transport.count
 
     def figures(self) -> dict[str, float]:
         """Since they were last asked for: bytes sent to other peers for each token (sampled, or in a row of a pass),
@@ -140,7 +140,7 @@ class Lead:
                 self._to_all(Reset(self._turn))
                 new = {stage for stage, state in self._ask().items() if state.new}
                 for stage in sorted(new):
-                    self._send(Message(stage, Skip(self.updates)))
+                    self._send(Message(stage, SetUpdates(self.updates)))
                 rebuilt |= new
                 self._share(rebuilt)
                 return rebuilt
@@ -163,12 +163,12 @@ class Lead:
         self.updates = max(least, median_high([state.updates for state in states.values()]))
         for stage, state in states.items():
             if state.updates != self.updates or state.new:
-                self._send(Message(stage, Skip(self.updates)))
+                self._send(Message(stage, SetUpdates(self.updates)))
 
-    def _ask(self) -> dict[int, State]:
+    def _ask(self) -> dict[int, StageStatus]:
         """What every stage says of itself. Raises StageLost."""
         self.states.clear()
-        self._to_all(Ask())
+        self._to_all(StatusRequest())
         while len(self.states) < self.stages:
             self._next()
         return dict(self.states)
@@ -196,7 +196,7 @@ class Lead:
         if self.workers[0].tied_name is None:
             return
         self._send(Message(giver, Share(keep)))
-        while (message := self._next()) is None or not isinstance(message.head, State) or not message.head.taken:
+        while (message := self._next()) is None or not isinstance(message.head, StageStatus) or not message.head.taken:
             pass
 
     # ----------------------------------------------------------------- passes
@@ -298,11 +298,11 @@ class Lead:
 
     def norm(self) -> float:
         """Of the whole gradient, once all passes are done; nan if it is not finite. Raises StageLost."""
-        self._to_all(Squares(self.total))
+        self._to_all(GradientNormRequest(self.total))
         squares: dict[int, float | None] = {}
         while len(squares) < self.stages:
             message = self._next(train=True)
-            if message is not None and isinstance(message.head, Squared) and message.head.total == self.total:
+            if message is not None and isinstance(message.head, GradientNorm) and message.head.total == self.total:
                 squares[message.head.stage] = message.head.squares
         found = [square for square in squares.values() if square is not None]
         return math.sqrt(sum(found)) if len(found) == self.stages and not self.spoiled else math.nan
@@ -316,7 +316,7 @@ class Lead:
             try:
                 self.states.clear()
                 for stage in range(self.stages):
-                    self._send(Message(stage, Skip(update) if stage in rebuilt else Apply(update, scale, rate)))
+                    self._send(Message(stage, SetUpdates(update) if stage in rebuilt else Apply(update, scale, rate)))
                     told = True
                 while any(k not in self.states or self.states[k].updates < update for k in range(self.stages)):
                     self._next(train=True)
@@ -350,7 +350,7 @@ class Lead:
                     self._send(Message(stage, Reset(turn)))
             raise
 
-    def _to_all(self, head: Squares | Apply | Ask | Reset) -> None:
+    def _to_all(self, head: GradientNormRequest | Apply | StatusRequest | Reset) -> None:
         for stage in range(self.stages):
             self._send(Message(stage, head))
 
@@ -358,12 +358,12 @@ class Lead:
         if message.stage != LEAD and message.stage not in self.workers:
             self._bytes += wire.size(message, self.codec)
         self._heard = time.monotonic()
-        self.crewmates.send(message)
+        self.transport.send(message)
 
     def _next(self, train: bool = False) -> Message | None:
         """Deal with one message; it is given back if it is for the lead. `None` also if none comes for a while."""
         start = time.perf_counter()
-        message = self.crewmates.receive(min(TICK_S, self.patience_s))
+        message = self.transport.receive(min(TICK_S, self.patience_s))
         came = time.perf_counter()
         if message is None:
             if time.monotonic() - self._heard > self.patience_s:
@@ -374,9 +374,9 @@ class Lead:
         if train:
             self._waited += came - start
             self._trained += time.perf_counter() - start
-        if message is not None and isinstance(message.head, State):
+        if message is not None and isinstance(message.head, StageStatus):
             self.states[message.head.stage] = message.head
-        if message is not None and isinstance(message.head, Trouble) and message.head.turn == self._turn:
+        if message is not None and isinstance(message.head, TurnFailed) and message.head.turn == self._turn:
             if message.head.what == "refused":
                 raise Refused(message.head.stage)
             raise torch.OutOfMemoryError(f"out of memory at stage {message.head.stage}")
@@ -385,12 +385,12 @@ class Lead:
     def _ask_all(self) -> None:
         """Nothing has come for long: StageLost for the stages that do not answer, or for none if all do."""
         self.states.clear()
-        self._to_all(Ask())
+        self._to_all(StatusRequest())
         end = time.monotonic() + self.patience_s
         while len(self.states) < self.stages and time.monotonic() < end:
-            message = self.crewmates.receive(min(TICK_S, self.patience_s))
+            message = self.transport.receive(min(TICK_S, self.patience_s))
             message = None if message is None else attend(message, self.workers, self._send, self.refused)
-            if message is not None and isinstance(message.head, State):
+            if message is not None and isinstance(message.head, StageStatus):
                 self.states[message.head.stage] = message.head
         missing = set(range(self.stages)) - self.states.keys()
         why = "no answer" if missing else "all answer, but what is under way does not arrive"
@@ -442,23 +442,23 @@ class StagedPolicy(Policy):
 
     def __init__(
         self,
-        lead: Lead,
+        driver: Driver,
         tokenizer: PreTrainedTokenizerBase,
         config: PolicyConfig,
         report: Callable[[str], None] = print,
         longest: int = 2**31,
     ) -> None:
         """`longest`: most tokens of a row that the stages take."""
-        self.lead = lead
+        self.driver = driver
         self._longest = longest
-        super().__init__(lead.workers[0].stage.model, tokenizer, config, report)
-        self.is_lora = lead.workers[0].stage.is_lora
-        self.microbatches = MICROBATCHES * lead.stages if lead.stages > 1 else 1
+        super().__init__(driver.workers[0].stage.model, tokenizer, config, report)
+        self.is_lora = driver.workers[0].stage.is_lora
+        self.microbatches = MICROBATCHES * driver.stages if driver.stages > 1 else 1
         self.split_head = True
 
     @property
     def base(self) -> PreTrainedModel:
-        return self.lead.workers[0].stage.base
+        return self.driver.workers[0].stage.base
 
     @property
     def max_positions(self) -> int:
@@ -471,9 +471,9 @@ class StagedPolicy(Policy):
         uniform, eos = uniforms(seeds, n, sampling.max_new_tokens), torch.tensor(self._eos)
         while True:
             try:
-                samples = self.lead.generate(prompts, n, sampling, uniform, eos)
+                samples = self.driver.generate(prompts, n, sampling, uniform, eos)
             except StageLost as lost:
-                self.lead.again(lost)
+                self.driver.again(lost)
             else:
                 break
         rollouts = [Rollout(ids, logprobs, done, text=self.decode(ids)) for ids, logprobs, done in samples]
@@ -482,12 +482,12 @@ class StagedPolicy(Policy):
     def _passes(
         self, batches: Iterable[TokenBatch], temperature: float, entropy: bool, reference: bool, gradient: bool
     ) -> Iterator[tuple[TokenBatch, Tensor, Tensor | None]]:
-        return self.lead.passes(batches, temperature, entropy, reference, gradient)
+        return self.driver.passes(batches, temperature, entropy, reference, gradient)
 
     def again(self, interrupted: Interrupted) -> None:
         if not isinstance(interrupted, StageLost):
             raise interrupted
-        self.lead.again(interrupted)
+        self.driver.again(interrupted)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return list(self._named().values())
@@ -496,13 +496,13 @@ class StagedPolicy(Policy):
         return {name: parameter.data for name, parameter in self._named().items()}
 
     def keep_reference(self) -> None:
-        for worker in self.lead.workers.values():
+        for worker in self.driver.workers.values():
             if worker.reference is None:  # else it was kept when the stage came, before its trained weights did
                 worker.keep_reference()
 
     def _named(self) -> dict[str, nn.Parameter]:
         named: dict[str, nn.Parameter] = {}
-        for worker in self.lead.workers.values():
+        for worker in self.driver.workers.values():
             named = worker.stage.named() | named
         return named
 
@@ -530,18 +530,18 @@ class StagedOptimizer:
     `step` may raise StageLost: then what gave the gradient is done again, from `zero_grad`, and the step too.
     """
 
-    def __init__(self, lead: Lead) -> None:
-        self.lead = lead
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
         self._updating: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def updates(self) -> int:
         """That all stages have made."""
-        return self.lead.updates
+        return self.driver.updates
 
     @updates.setter
     def updates(self, updates: int) -> None:
-        self.lead.updates = updates
+        self.driver.updates = updates
 
     @property
     def updating(self) -> Callable[[], AbstractContextManager[object]]:
@@ -555,15 +555,15 @@ class StagedOptimizer:
             optimizer.updating = updating
 
     def zero_grad(self) -> None:
-        self.lead.zero()
+        self.driver.zero()
 
     def step(self) -> tuple[float, float]:
         """One update of all stages, unless the gradient is not finite; its norm before clipping, and the learning
         rate."""
         optimizer = self._own()[0]
-        norm, rate = self.lead.norm(), optimizer.rate()
+        norm, rate = self.driver.norm(), optimizer.rate()
         if math.isfinite(norm):
-            self.lead.apply(self.updates + 1, min(1.0, optimizer.grad_clip / norm) if norm else 1.0, rate)
+            self.driver.apply(self.updates + 1, min(1.0, optimizer.grad_clip / norm) if norm else 1.0, rate)
             self.updates += 1
         self.zero_grad()
         return norm, rate
@@ -601,10 +601,10 @@ class StagedOptimizer:
             names = optimizer.weights()
             own = {key: tensor for key, tensor in tensors.items() if key.partition(".")[2] in names}
             optimizer.load_state_dict(own, updates)
-        for worker in self.lead.workers.values():
+        for worker in self.driver.workers.values():
             worker.updates = updates
         self.updates = updates
 
     def _own(self) -> list[LocalOptimizer]:
         """Of the stages held here, that of stage 0 first."""
-        return [cast(LocalOptimizer, self.lead.workers[k].optimizer) for k in sorted(self.lead.workers)]
+        return [cast(LocalOptimizer, self.driver.workers[k].optimizer) for k in sorted(self.driver.workers)]

@@ -28,27 +28,27 @@ from protocol.messages import PROTOCOL_VERSION
 from protocol.pipeline import (
     BLOCK,
     Apply,
-    Ask,
     Backward,
     Codec,
     Envelope,
     Forward,
+    GradientNorm,
+    GradientNormRequest,
     Head,
     Logprobs,
     LossGradient,
     Part,
     Prefill,
     Reset,
+    SetUpdates,
     Share,
-    Skip,
-    Squared,
-    Squares,
-    State,
+    StageStatus,
+    StatusRequest,
     Step,
     TiedGradient,
     TiedMatrix,
     Tokens,
-    Trouble,
+    TurnFailed,
     open_envelope,
     seal_envelope,
 )
@@ -130,7 +130,17 @@ def _layout(head: Head, stage: int) -> tuple[_Field, ...]:
             return _Field("whole", ("W",), "V"), _Field("exact", ("W",))
         case TiedMatrix():
             return (_Field("exact", ("B", "H")),)
-        case Squares() | Squared() | Apply() | Skip() | Share() | Ask() | State() | Reset() | Trouble():
+        case (
+            GradientNormRequest()
+            | GradientNorm()
+            | Apply()
+            | SetUpdates()
+            | Share()
+            | StatusRequest()
+            | StageStatus()
+            | Reset()
+            | TurnFailed()
+        ):
             return ()
 
 
@@ -262,7 +272,7 @@ def _judge_ends(head: Head, to: int, limits: Limits) -> None:
             from_stage = max(0, to - 1)
         case Logprobs() | Tokens():
             from_stage, for_lead = last, True
-        case Squared() | State() | Trouble():
+        case GradientNorm() | StageStatus() | TurnFailed():
             from_stage, for_lead = head.stage, True
         case _:
             pass

@@ -45,7 +45,7 @@ class Refused(StageLost):
         super().__init__((), f"stage {stage} refuses what it is sent")
 
 
-class Crewmates(Protocol):
+class MessageTransport(Protocol):
     """The other stages of a crew, wherever they are."""
 
     @property

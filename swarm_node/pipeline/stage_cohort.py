@@ -27,7 +27,7 @@ from swarm_node.config import AveragingConfig
 if TYPE_CHECKING:
     from swarm_node.grpo.optimizer import Optimizer
     from swarm_node.pipeline.compute.worker import Worker
-    from swarm_node.pipeline.recovery.held_stages import Seats
+    from swarm_node.pipeline.recovery.held_stages import HeldStages
 
 LOOK_S = 0.5
 """Longest between two looks whether others' weights have arrived, where training waits for them."""
@@ -54,7 +54,7 @@ class StageCohort:
         config: AveragingConfig,
         swarm: str,
         period_s: float,
-        seats: Seats,
+        held_stages: HeldStages,
         transport: Transport,
         say: Callable[[str], None],
         now: Callable[[], float] = time.time,
@@ -67,7 +67,7 @@ class StageCohort:
         self.handover: Handover | None = None
         self._swarm = swarm
         self._period_s = period_s
-        self._seats = seats
+        self._held_stages = held_stages
         self._transport = transport
         self._say = say
         self._now = now
@@ -89,12 +89,12 @@ class StageCohort:
         """A stage may have come or gone: be in the cohort of the first there is now."""
         if self.config.method == "none":
             return
-        held = sorted(stage for stage in self._seats.workers if stage > 0)
+        held = sorted(stage for stage in self._held_stages.workers if stage > 0)
         if not held:
             self.leave()
             return
         self.say_which(held)
-        optimizer = self._seats.optimizer(held[0])
+        optimizer = self._held_stages.optimizer(held[0])
         if optimizer is not self._optimizer:  # another stage, or this one built anew
             self.leave()
             self._join(held[0], optimizer)
@@ -114,7 +114,7 @@ class StageCohort:
             leave_cohort(self._transport)
 
     def _join(self, stage: int, optimizer: Optimizer) -> None:
-        worker = self._seats.workers[stage]
+        worker = self._held_stages.workers[stage]
         weights = averaged(worker, optimizer)
 
         def probe() -> float | None:
@@ -125,7 +125,7 @@ class StageCohort:
             self.config,
             self._swarm,
             self._period_s,
-            self._seats.start_of(worker),
+            self._held_stages.start_of(worker),
             weights,
             self._transport,
             self._now,
@@ -144,9 +144,9 @@ class StageCohort:
         """If the stage has made an update since: before any other message is dealt with, apply what others' weights did
         to it, and begin what is due."""
         handover = self.handover
-        if handover is None or self.stage is None or self._seats.workers[self.stage].updates == self._updates:
+        if handover is None or self.stage is None or self._held_stages.workers[self.stage].updates == self._updates:
             return
-        self._updates = updates = self._seats.workers[self.stage].updates
+        self._updates = updates = self._held_stages.workers[self.stage].updates
         averager = handover.averager
         fetched = handover.step(updates)
         if fetched is not None:

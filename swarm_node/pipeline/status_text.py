@@ -10,8 +10,8 @@ from typing import Any
 
 from protocol.crew import Progress
 from protocol.transports.base import Transport
-from swarm_node.pipeline.recovery.held_stages import Seats
-from swarm_node.pipeline.transport import Mates
+from swarm_node.pipeline.recovery.held_stages import HeldStages
+from swarm_node.pipeline.transport import StageTransport
 
 AFTER = 10
 """Rounds on either side of a loss whose reward is compared."""
@@ -20,12 +20,12 @@ _PEER = re.compile(r"(?:peer )?…(\w{8})")
 
 
 class CrewWords:
-    """Of the crew that `mates` is of. From any thread."""
+    """Of the crew that `stage_transport` is of. From any thread."""
 
-    def __init__(self, transport: Transport, mates: Mates, crew: str, name: str) -> None:
+    def __init__(self, transport: Transport, stage_transport: StageTransport, crew: str, name: str) -> None:
         """`crew` is its name, `name` this node's."""
         self.transport = transport
-        self.mates = mates
+        self.stage_transport = stage_transport
         self.crew = crew
         self.name = name
 
@@ -34,7 +34,8 @@ class CrewWords:
         if self.transport.peer_id.endswith(peer):
             return "this node"
         names = {other: card.name for other, card in self.transport.members().items()}
-        name = next((name for other, name in names.items() if other.endswith(peer)), "") or self.mates.name_of(peer)
+        shown = next((name for other, name in names.items() if other.endswith(peer)), "")
+        name = shown or self.stage_transport.name_of(peer)
         another = any(other_name == name for other, other_name in names.items() if not other.endswith(peer))
         return f"peer …{peer[-8:]}" if another or name in ("", "node") else name
 
@@ -45,20 +46,20 @@ class CrewWords:
     @property
     def holders(self) -> tuple[str, ...]:
         """Peers, by stage."""
-        plan = self.mates.plan
+        plan = self.stage_transport.plan
         return () if plan is None else tuple(seat.peer for seat in plan.seats)
 
     def whole(self) -> str:
         """That nothing is missing."""
         holders = ", ".join(f"{stage} {self.called(peer)}" for stage, peer in enumerate(self.holders))
-        spare = "" if self.mates.seats else "; this node waits until one is free"
+        spare = "" if self.stage_transport.planned_stages else "; this node waits until one is free"
         if len(set(self.holders)) == 1:
             return f"crew {self.crew} is whole: all stages with {self.called(self.holders[0])}{spare}"
         return f"crew {self.crew} is whole: stage {holders}{spare}"
 
     def missing(self) -> str:
         """What keeps the crew from going on; empty = nothing does."""
-        missing = self.mates.missing
+        missing = self.stage_transport.missing
         if not missing:
             return ""
         stages = ", ".join(map(str, missing))
@@ -67,35 +68,37 @@ class CrewWords:
         being = f"being rebuilt by {takers}" if takers else "waiting for a peer"
         return f"stage {stages} is missing for {seconds:.0f} s: {being}"
 
-    def status(self, seats: Seats, progress: Progress) -> dict[str, Any]:
+    def status(self, held_stages: HeldStages, progress: Progress) -> dict[str, Any]:
         """As `swarm-node status` shows it."""
-        plan, card, counts = self.mates.plan, self.mates.card, self.mates.metrics()
-        members, workers = self.transport.members(), dict(seats.workers)
+        plan, card, counts = self.stage_transport.plan, self.stage_transport.card, self.stage_transport.metrics()
+        members, workers = self.transport.members(), dict(held_stages.workers)
 
         def shown(peer: str) -> dict[str, str]:
             mine = peer == self.transport.peer_id
-            known = members[peer].name if peer in members else self.mates.name_of(peer)
+            known = members[peer].name if peer in members else self.stage_transport.name_of(peer)
             return {"peer": peer, "name": self.name if mine else known}
 
         missing = {
             stage: {"since": time.time() - seconds, "taker": shown(taker) if taker else None}
-            for stage, (seconds, taker) in self.mates.missing.items()
+            for stage, (seconds, taker) in self.stage_transport.missing.items()
         }
         return {
             "name": self.crew,
             "count": card.count,
             "lead": None if plan is None else shown(plan.lead),
-            "whole": self.mates.whole and not missing,
+            "whole": self.stage_transport.whole and not missing,
             "updates": max((worker.updates for worker in workers.values()), default=0),
             "round": progress.round,
             "stages": [
                 {"layers": [seat.layers[0], seat.layers[1] - 1], **shown(seat.peer), "missing": missing.get(stage)}
                 for stage, seat in enumerate([] if plan is None else plan.seats)
             ],
-            "absent": sorted(self.mates.absent),
+            "absent": sorted(self.stage_transport.absent),
             "spares": 0 if plan is None else len(plan.spares),
             "held": sorted(workers),
-            "replicas": {stage: state.updates for stage, state in sorted(seats.handing.replicas.copy().items())},
+            "replicas": {
+                stage: state.updates for stage, state in sorted(held_stages.weight_transfer.replicas.copy().items())
+            },
             "recovered": {
                 name.removeprefix(RECOVERED): int(n) for name, n in counts.items() if name.startswith(RECOVERED)
             },

@@ -1,4 +1,4 @@
-"""The other stages of a crew, over the network: `ports.Crewmates` from a `Crew` and a transport's channels.
+"""The other stages of a crew, over the network: `ports.MessageTransport` from a `Crew` and a transport's channels.
 
     transport's thread   records -> Crew -> actions -> channels, orders      messages -> judged -> inbox
     main thread          orders() -> build, leave, lead     receive() <- inbox     send() -> channel, or own inbox
@@ -89,8 +89,8 @@ class _Waiting:
     message: Message | None = None
 
 
-class Mates:
-    """`Crewmates`."""
+class StageTransport:
+    """`MessageTransport`."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Mates:
         return len(self._crew.post.spans)
 
     @property
-    def seats(self) -> tuple[int, ...]:
+    def planned_stages(self) -> tuple[int, ...]:
         """Stages of this peer, as planned."""
         with self._lock:
             return self._crew.seats

@@ -142,7 +142,7 @@ class Run:
         member = None if swarm is None else self._become_member(swarm, stack)
         if member is None and self.config.averaging.method != "none":
             self.say("averaging.method needs peers: training alone, nothing is averaged")
-        optimizer, averaged = (None, None) if crew is None else (crew.optimizer, crew.seats.optimizer(0))
+        optimizer, averaged = (None, None) if crew is None else (crew.optimizer, crew.held_stages.optimizer(0))
         self.node = Node(self.config, self.policy, self.tasks, self.say, member, optimizer=optimizer, averaged=averaged)
         self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, self.say)
         stack.callback(self.checkpoints.close)

@@ -42,7 +42,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 lead.last_resort()
         finally:
             if crew is not None:
-                crew.seats.save_all()
+                crew.held_stages.save_all()
 
     refuse_in_a_crew(config, RunDir(config.directory))
     with ExitStack() as stack:
@@ -112,7 +112,9 @@ def _enter(
     crew = CrewNode(config, entered, run, screen.say, stack, asked)
     crew.own_settings.announce("from the next update of a stage here")
     screen.progress.waiting, screen.progress.crew = crew.waiting, partial(_others, crew)
-    screen.health.waiting = lambda: crew.waiting() or ("" if crew.mates.whole else "for the others of the crew")
+    screen.health.waiting = lambda: (
+        crew.waiting() or ("" if crew.stage_transport.whole else "for the others of the crew")
+    )
     say_reach(config, None, screen.say)
     return crew, mirror
 
@@ -123,5 +125,5 @@ def _link(crew: CrewNode) -> str:
 
 def _others(crew: CrewNode) -> int | None:
     """How many more there are in it, as far as is known. From any thread."""
-    plan = crew.mates.plan
+    plan = crew.stage_transport.plan
     return None if plan is None else len({*crew.words.holders, *plan.spares} - {crew.transport.peer_id})

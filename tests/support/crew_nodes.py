@@ -18,7 +18,7 @@ from swarm_node.config import CheckpointsConfig, GrpoConfig, NodeConfig, Pipelin
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline import crew as crew_module
 from swarm_node.pipeline.crew import CrewNode, Deposed
-from swarm_node.pipeline.transport import Mates
+from swarm_node.pipeline.transport import StageTransport
 from swarm_node.shutdown import Stopper, StopRequested
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.enter import EnteredSwarm
@@ -124,12 +124,12 @@ class Machine:
 
     @property
     def updates(self) -> dict[int, int]:
-        return {stage: worker.updates for stage, worker in self.node.seats.workers.items()}
+        return {stage: worker.updates for stage, worker in self.node.held_stages.workers.items()}
 
     def weights(self) -> dict[int, list[Tensor]]:
         return {
             stage: [tensor.detach().clone() for tensor in worker.stage.named().values()]
-            for stage, worker in self.node.seats.workers.items()
+            for stage, worker in self.node.held_stages.workers.items()
         }
 
     def end(self, politely: bool = True) -> None:
@@ -139,7 +139,7 @@ class Machine:
         if politely:
             self.node.leave(cast(Stopper, self.stop))
         else:
-            self.node.mates.close()
+            self.node.stage_transport.close()
         self.stack.close()
         self.transport.close()
 
@@ -156,7 +156,7 @@ class CrewWorld:
         self.network = MemoryNetwork(self.clock, seed=0)
         self.machines: dict[str, Machine] = {}
         self.todo = self.done = 0
-        monkeypatch.setattr(crew_module, "Mates", partial(Mates, now=self.clock.now))
+        monkeypatch.setattr(crew_module, "StageTransport", partial(StageTransport, now=self.clock.now))
         self._over = threading.Event()
         self._clock = threading.Thread(target=self._run, name="clock", daemon=True)
         self._clock.start()

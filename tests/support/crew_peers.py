@@ -1,4 +1,4 @@
-"""Crewmates over the memory transport, as many as a test starts; every machine builds its stages at once."""
+"""Stage transports over the memory transport, as many as a test starts; every machine builds its stages at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
 from swarm_node.pipeline.membership.actions import Spans, TakeSeat
 from swarm_node.pipeline.messages import Limits
 from swarm_node.pipeline.recovery.sources import sources, tell
-from swarm_node.pipeline.transport import Mates
+from swarm_node.pipeline.transport import StageTransport
 from tests.support.crew_world import SWARM, each_costs_one, post
 
 
@@ -44,7 +44,7 @@ class Peers:
         self.clock = VirtualClock(1000.0)
         self.network = MemoryNetwork(self.clock, seed=1)
         self.stages = stages
-        self.mates: dict[str, Mates] = {}
+        self.transports: dict[str, StageTransport] = {}
         self.orders: dict[str, list[object]] = {}
         self.said: list[str] = []
         self.hear = self.said.append
@@ -54,31 +54,33 @@ class Peers:
         self.busy: set[str] = set()
         """Peers whose main thread does not ask for orders."""
 
-    def start(self, peer: str, **changes: object) -> Mates:
-        first = [f"/memory/p2p/{other}" for other in self.mates][:1]
+    def start(self, peer: str, **changes: object) -> StageTransport:
+        first = [f"/memory/p2p/{other}" for other in self.transports][:1]
         transport = self.network.join(peer, SWARM, bootstrap=first)
         for tapped in ("connect", "listen"):
             setattr(transport, tapped, partial(self.tap, peer, getattr(transport, tapped)))
         place = post(peer, self.stages, spare_wait_s=5.0, **changes)  # type: ignore[arg-type]
         hear = lambda text: self.hear(text)  # noqa: E731 - a test may change it
-        mates = Mates(transport, place, ways, tell, each_costs_one, limits, hear, now=self.clock.now)
-        transport.announce(PeerCard(PROTOCOL_VERSION, SWARM, self.clock.now(), peer, ["trainer"], crew=mates.card))
-        self.mates[peer], self.orders[peer] = mates, []
-        return mates
+        stage_transport = StageTransport(transport, place, ways, tell, each_costs_one, limits, hear, now=self.clock.now)
+        transport.announce(
+            PeerCard(PROTOCOL_VERSION, SWARM, self.clock.now(), peer, ["trainer"], crew=stage_transport.card)
+        )
+        self.transports[peer], self.orders[peer] = stage_transport, []
+        return stage_transport
 
     def run(self, seconds: float) -> None:
         until = self.clock.now() + seconds
         while self.clock.now() < until:
             self.clock.run_until(self.clock.now() + 0.25)
-            for peer, mates in self.mates.items():
-                mates.tick()
-                for order in mates.orders() if peer not in self.busy else ():
+            for peer, stage_transport in self.transports.items():
+                stage_transport.tick()
+                for order in stage_transport.orders() if peer not in self.busy else ():
                     self.orders[peer].append(order)
                     if isinstance(order, TakeSeat):
-                        mates.seated(order, 3, order.sources[0])
+                        stage_transport.seated(order, 3, order.sources[0])
 
     def kill(self, peer: str) -> None:
-        del self.mates[peer]
+        del self.transports[peer]
         self.network.kill(peer)
 
     def tap(self, me: str, use: Callable[..., Any], *args: Any) -> Any:
@@ -91,16 +93,18 @@ class Peers:
 
         return use(*to, method, tapped)
 
-    def inject(self, sender: Mates, receiver: Mates, method: str, head: bytes, body: bytes = b"") -> None:
+    def inject(
+        self, sender: StageTransport, receiver: StageTransport, method: str, head: bytes, body: bytes = b""
+    ) -> None:
         """A message that an honest sender would not make."""
         sent = [channel.send(head, body) for channel in self.channels[self.peer(sender), self.peer(receiver), method]]
         assert any(sent)
 
-    def peer(self, of: Mates) -> str:
-        return next(peer for peer, mates in self.mates.items() if mates is of)
+    def peer(self, of: StageTransport) -> str:
+        return next(peer for peer, stage_transport in self.transports.items() if stage_transport is of)
 
-    def at(self, stage: int) -> Mates:
+    def at(self, stage: int) -> StageTransport:
         """Whoever holds a stage, by the lead's plan."""
-        (lead,) = [mates for mates in self.mates.values() if mates.leading]
+        (lead,) = [stage_transport for stage_transport in self.transports.values() if stage_transport.leading]
         assert lead.plan is not None
-        return self.mates[lead.plan.seats[stage].peer]
+        return self.transports[lead.plan.seats[stage].peer]

@@ -34,7 +34,7 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline import messages as wire
 from swarm_node.pipeline.compute.stage_model import Stage, load_stage
 from swarm_node.pipeline.compute.worker import Worker, attend, refusal
-from swarm_node.pipeline.driver import Lead, StagedOptimizer, StagedPolicy
+from swarm_node.pipeline.driver import Driver, StagedOptimizer, StagedPolicy
 from swarm_node.pipeline.ports import LEAD, Message, StageLost
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
@@ -147,10 +147,10 @@ class Crew:
             for worker in self.workers.values():
                 worker.keep_reference()
         self.own = {k: worker for k, worker in self.workers.items() if self.peer(k) == 0}
-        self.lead = Lead(self, self.own, self.mend, self.codec, self.swapped, self.refuse, patience_s=0.2)
-        self.policy = StagedPolicy(self.lead, load_tokenizer(self.config), self.config, lambda line: None)
+        self.driver = Driver(self, self.own, self.mend, self.codec, self.swapped, self.refuse, patience_s=0.2)
+        self.policy = StagedPolicy(self.driver, load_tokenizer(self.config), self.config, lambda line: None)
         self.policy.packing = True
-        self.optimizer = StagedOptimizer(self.lead)
+        self.optimizer = StagedOptimizer(self.driver)
         self.trainer = Trainer(self.policy, self.grpo, SAMPLING, lambda line: None, optimizer=self.optimizer)
 
     def _worker(self, k: int) -> Worker:
@@ -251,7 +251,7 @@ class Crew:
             return wire.decode(head, body, limits)
         except RemoteProtocolError as error:
             self.refuse(error)
-            if sender == 0 and error.reason != "plan":  # the lead hears of it, as from `Mates`
+            if sender == 0 and error.reason != "plan":  # the lead hears of it, as from `StageTransport`
                 envelope = open_envelope(head)
                 for answer in refusal(envelope.stage, envelope.head):
                     self._put(receiver, answer)

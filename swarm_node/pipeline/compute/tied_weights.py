@@ -2,7 +2,7 @@
 message: it travels in blocks of rows (`wire.rows_of`).
 
     gradients    TiedGradient 0 <-> TiedGradient 0,  then TiedGradient 1 <-> TiedGradient 1, ...     and both add up
-    the matrix   Share 0 -> TiedMatrix 0 -> Share 1 -> TiedMatrix 1 -> ... -> taken over, and State
+    the matrix   Share 0 -> TiedMatrix 0 -> Share 1 -> TiedMatrix 1 -> ... -> taken over, and StageStatus
 
 Each block leaves when the one before it has come from the other end, so few bytes wait anywhere.
 """

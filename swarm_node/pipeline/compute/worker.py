@@ -1,9 +1,10 @@
 """A stage at work: messages in, messages out. It never acts on its own and never waits.
 
     training     Forward ... Forward, Backward ...   in the order of `schedule`, whenever what is next has come
-                 Squares -> (TiedGradient to and fro) -> Squared          once every microbatch has come back
-                 Apply -> State                                           an update; again: nothing but the answer
-    Share -> TiedMatrix -> ... -> State                      after one of the two ends was rebuilt (see below)
+                 GradientNormRequest -> (TiedGradient to and fro) -> GradientNorm          once every microbatch has
+                 come back Apply -> StageStatus                                           an update; again: nothing but
+                 the answer
+    Share -> TiedMatrix -> ... -> StageStatus                      after one of the two ends was rebuilt (see below)
     sampling     Prefill, Step, Step, ... -> the next stage               the last one draws and tells the lead
     afterwards   Reset                                                    what a turn has left behind is forgotten
 
@@ -31,25 +32,25 @@ from torch import Tensor
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import (
     Apply,
-    Ask,
     Backward,
     Codec,
     Forward,
+    GradientNorm,
+    GradientNormRequest,
     Head,
     Logprobs,
     LossGradient,
     Prefill,
     Reset,
+    SetUpdates,
     Share,
-    Skip,
-    Squared,
-    Squares,
-    State,
+    StageStatus,
+    StatusRequest,
     Step,
     TiedGradient,
     TiedMatrix,
     Tokens,
-    Trouble,
+    TurnFailed,
 )
 from swarm_node.pipeline import messages as wire
 from swarm_node.pipeline.compute.schedule import Operation, Route, route, schedule
@@ -125,7 +126,7 @@ class Worker:
         self.updates = optimizer.updates
         """Updates of the crew that are in its weights; whoever rebuilds it sets this."""
         self.new = True
-        """It has neither been told how far the crew is nor begun a gradient: see `State`."""
+        """It has neither been told how far the crew is nor begun a gradient: see `StageStatus`."""
         self.omega = 0.0
         """Norm, before clipping, of its layers' gradient in the last update (CheckFree's weight)."""
         self.reference: Stage | None = None
@@ -161,21 +162,21 @@ class Worker:
                     if not is_out_of_memory(exc):
                         raise
                     self._forget(head.turn)
-                    return [Message(LEAD, Trouble(head.turn, self.index, "memory"))]
-            case Squares():
+                    return [Message(LEAD, TurnFailed(head.turn, self.index, "memory"))]
+            case GradientNormRequest():
                 return self._squares(head)
             case TiedGradient():
                 return self._add(head, message.tensors[0])
             case Apply():
                 return self._apply(head)
-            case Skip():
+            case SetUpdates():
                 self.updates, self.new = head.update, False
                 return [self._state()]
             case Share():
                 return self._share(head)
             case TiedMatrix():
                 return self._take(head, message.tensors[0])
-            case Ask():
+            case StatusRequest():
                 return [self._state()]
             case Reset():
                 self._forget(head.turn)
@@ -349,7 +350,7 @@ class Worker:
 
     # ----------------------------------------------------------------- updates
 
-    def _squares(self, head: Squares) -> list[Message]:
+    def _squares(self, head: GradientNormRequest) -> list[Message]:
         if head.total < self._total:
             return []
         run = self._pass
@@ -389,7 +390,7 @@ class Worker:
         name = self.tied_name
         squares = self.optimizer.squares([name] if name is not None and self.index > 0 else [])
         finite = not self._spoiled and math.isfinite(squares)
-        return Message(LEAD, Squared(self._total, self.index, squares if finite else None))
+        return Message(LEAD, GradientNorm(self._total, self.index, squares if finite else None))
 
     def _apply(self, head: Apply) -> list[Message]:
         if head.update > self.updates:
@@ -417,7 +418,7 @@ class Worker:
         return [self._state(taken=True)]
 
     def _state(self, taken: bool = False) -> Message:
-        return Message(LEAD, State(self.index, self.updates, self.omega, taken, self.new))
+        return Message(LEAD, StageStatus(self.index, self.updates, self.omega, taken, self.new))
 
     # ----------------------------------------------------------------- samples
 
@@ -507,4 +508,4 @@ def refusal(stage: int, head: Head) -> list[Message]:
     """What the lead is told if a message for `stage` is of no use there."""
     if not isinstance(head, Forward | Backward | LossGradient | Prefill | Step):
         return []  # the lead asks again, or hears from who else waits for an answer
-    return [Message(LEAD, Trouble(head.turn, stage, "refused"))]
+    return [Message(LEAD, TurnFailed(head.turn, stage, "refused"))]

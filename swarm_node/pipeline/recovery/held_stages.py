@@ -38,7 +38,7 @@ from swarm_node.pipeline.membership.actions import Spans, TakeSeat
 from swarm_node.pipeline.membership.leader import counted
 from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
 from swarm_node.pipeline.recovery.stage_files import StageFile, stage_files
-from swarm_node.pipeline.recovery.weight_transfer import PER_PEER, Handing, State, Wanted, layer_of
+from swarm_node.pipeline.recovery.weight_transfer import PER_PEER, StageWeights, Wanted, WeightTransfer, layer_of
 from swarm_node.pipeline.stage_cohort import averaged
 from swarm_node.policy.engines.native import SUPPORTED, Slice
 from swarm_node.policy.engines.transformers import ModelSlice
@@ -68,14 +68,14 @@ class Unavailable(Exception):
     why: str
 
 
-class Seats:
+class HeldStages:
     """Stages held here, by number: `workers`."""
 
     def __init__(
         self,
         config: NodeConfig,
         loading: Loading,
-        handing: Handing,
+        weight_transfer: WeightTransfer,
         folder: Path,
         me: str,
         stands: Callable[[TakeSeat], bool],
@@ -86,7 +86,7 @@ class Seats:
         self.config = config
         self.reference = bool(config.grpo.beta)
         """Stages that come keep their weights of before training."""
-        self.handing = handing
+        self.weight_transfer = weight_transfer
         self.workers: dict[int, Worker] = {}
         self.starts: dict[int, str] = {}
         """Digests of stages before any training, by number: equal for those who hold the same stage of one model."""
@@ -130,7 +130,7 @@ class Seats:
         files = dict.fromkeys(Kept(file.stage, file.updates) for file in self._files())
         return Holding(
             tuple(Kept(stage, worker.updates) for stage, worker in sorted(self.workers.copy().items())),
-            tuple(Kept(stage, state.updates) for stage, state in sorted(self.handing.replicas.copy().items())),
+            tuple(Kept(stage, state.updates) for stage, state in sorted(self.weight_transfer.replicas.copy().items())),
             tuple(files)[:MAX_KEPT],
         )
 
@@ -155,7 +155,7 @@ class Seats:
             self.save(stage)
             if not onward:  # else the crew, which has counted it too, orders what becomes of it
                 self.leave(stage)
-        self.handing.forget({kept.stage for kept in held.replicas})
+        self.weight_transfer.forget({kept.stage for kept in held.replicas})
         self._saved = {stage: n for stage, n in self._saved.items() if n <= shared(self.run, run)}
         self.run = run
         if not onward:
@@ -188,7 +188,7 @@ class Seats:
                 self._say(f"{stage.span} could not be had as {source.way}: {why}")
                 continue
             self.workers[order.stage], self._optimizers[order.stage] = worker, optimizer
-            self.handing.hold(order.stage, partial(self._state, order.stage), optimizer.still)
+            self.weight_transfer.hold(order.stage, partial(self._state, order.stage), optimizer.still)
             return worker.updates, source
         return why
 
@@ -196,7 +196,7 @@ class Seats:
         """Another peer has it now."""
         self.workers.pop(stage, None)
         self._optimizers.pop(stage, None)
-        self.handing.let_go(stage)
+        self.weight_transfer.let_go(stage)
 
     def _new_optimizer(self, stage: Stage) -> Optimizer:
         trained = sum(tensor.numel() for tensor in self._shapes.values())
@@ -215,15 +215,15 @@ class Seats:
         """Before anything is held here: read the newest checkpoints of stages of these layers, so that whoever takes
         such a stage can have it from this peer. The round after which they were made; 0 = there are none."""
         for file in self._files():
-            if file.stage in self.handing.replicas or file.spans != spans:
+            if file.stage in self.weight_transfer.replicas or file.spans != spans:
                 continue
             try:
                 checkpoint = read_checkpoint(file.path, partial(self._not_of, self._span(file.stage, spans)))
             except CheckpointError as error:
                 self._say(f"checkpoint {file.path.name} of stage {file.stage} refused: {error}")
                 continue
-            state = State(checkpoint.tensors["policy"], checkpoint.round, float(checkpoint.state["omega"]))
-            self.handing.replicas[file.stage] = state
+            state = StageWeights(checkpoint.tensors["policy"], checkpoint.round, float(checkpoint.state["omega"]))
+            self.weight_transfer.replicas[file.stage] = state
             self.round = max(self.round, int(checkpoint.state["round"]))
         return self.round
 
@@ -277,8 +277,8 @@ class Seats:
         config, start = self.config.averaging, self.start_of(worker)
         if config.method == "none":
             raise Unavailable("nothing is averaged with other crews")
-        cohort = cohort_of(config, self.handing.place[0], start, averaged(worker, optimizer))
-        card = self.handing.transport.members().get(peer)
+        cohort = cohort_of(config, self.weight_transfer.place[0], start, averaged(worker, optimizer))
+        card = self.weight_transfer.transport.members().get(peer)
         if card is None or card.cohort != cohort:
             raise Unavailable(f"peer …{peer[-8:]} is not in the cohort of this stage")
 
@@ -287,10 +287,10 @@ class Seats:
         scale = self.config.policy.lora_alpha if worker.stage.is_lora else ""
         return f"{self.starts[worker.index]} {scale}"
 
-    def _fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor], order: TakeSeat) -> State:
+    def _fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor], order: TakeSeat) -> StageWeights:
         if peer == self._me:
             return self._own(wanted, like)
-        fetch, tries = self.handing.fetch(peer, wanted, like), 1
+        fetch, tries = self.weight_transfer.fetch(peer, wanted, like), 1
         while True:
             try:
                 fetch.done.result(WAIT_S)
@@ -301,12 +301,12 @@ class Seats:
                 if error.reason not in ("stranger", "busy") or tries == TRIES:
                     raise
                 time.sleep(AGAIN_S)  # it may not have heard of the plan yet by which this peer takes the stage
-                fetch, tries = self.handing.fetch(peer, wanted, like), tries + 1
+                fetch, tries = self.weight_transfer.fetch(peer, wanted, like), tries + 1
             else:
                 return fetch.state
 
-    def _own(self, wanted: Wanted, like: Mapping[str, Tensor]) -> State:
-        state = self.handing.replicas.get(wanted.stage) if wanted.replica else None
+    def _own(self, wanted: Wanted, like: Mapping[str, Tensor]) -> StageWeights:
+        state = self.weight_transfer.replicas.get(wanted.stage) if wanted.replica else None
         if state is None and wanted.stage in self.workers and not wanted.replica:
             state = self._state(wanted.stage)
         if state is None:
@@ -316,11 +316,11 @@ class Seats:
             for name, tensor in state.tensors.items()
             if (wanted.rest if (layer := layer_of(name)) is None else wanted.first <= layer < wanted.end)
         }
-        return State(inside, state.updates, state.omega)
+        return StageWeights(inside, state.updates, state.omega)
 
-    def _state(self, stage: int) -> State:
+    def _state(self, stage: int) -> StageWeights:
         worker = self.workers[stage]
-        return State(self._optimizers[stage].weights(), worker.updates, worker.omega)
+        return StageWeights(self._optimizers[stage].weights(), worker.updates, worker.omega)
 
     def shapes_of(self, stage: int, spans: Spans) -> dict[str, Tensor]:
         """What a stage trains, without values (on the meta device)."""
@@ -357,20 +357,20 @@ class Seats:
         for stage, mark in self.asked.copy().items():  # another thread adds to it
             if mark != plan.mark:
                 self.asked.pop(stage, None)
-        self.handing.forget(kept.keys() | self.asked.keys())
+        self.weight_transfer.forget(kept.keys() | self.asked.keys())
         for stage, part in kept.items():
-            known = self.handing.replicas.get(stage)
+            known = self.weight_transfer.replicas.get(stage)
             if known is None or not known.updates <= self.updates < known.updates + apart:
                 like = self.shapes_of(stage, plan.spans)
                 if part == "rest":
                     like = {name: tensor for name, tensor in like.items() if layer_of(name) is None}
                 size = 4 * sum(tensor.numel() for tensor in like.values())
-                if known is None and 0 < self.handing.room() < 2 * size:  # the rest is for whoever works here
+                if known is None and 0 < self.weight_transfer.room() < 2 * size:  # the rest is for whoever works here
                     if stage not in self._cramped:
                         self._say(f"no replica of stage {stage} is kept here: its {size / 2**30:.2g} GiB do not fit")
                     self._cramped.add(stage)
                     continue
-                self.handing.keep(stage, plan.seats[stage].peer, like)
+                self.weight_transfer.keep(stage, plan.seats[stage].peer, like)
 
     def save(self, stage: int) -> None:
         """Checkpoint of a stage, written in the background."""
@@ -396,7 +396,7 @@ class Seats:
         return {
             "run": self.run,
             "time": time.time(),
-            "architecture": self.handing.place[1],
+            "architecture": self.weight_transfer.place[1],
             "span": str(span),
             "spans": self._spans,
             "omega": omega,
@@ -428,7 +428,7 @@ class Seats:
                     continue
                 updates, timeout = self.workers[stage].updates, min(ASK_S, max(WAIT_S, left_s()))
                 try:
-                    if self.handing.offer(peers[0], stage, updates, timeout).result(timeout) >= updates:
+                    if self.weight_transfer.offer(peers[0], stage, updates, timeout).result(timeout) >= updates:
                         found[stage] = peers[0], ""
                         del asked[stage]
                 except (ProtocolError, NotYet) as error:
@@ -447,7 +447,7 @@ class Seats:
         missing = {}
         for stage, peer in wanted.items():
             like = self.shapes_of(stage, plan.spans)
-            fetch = self.handing.fetch(peer, Wanted(stage, *plan.spans[stage], True), like)
+            fetch = self.weight_transfer.fetch(peer, Wanted(stage, *plan.spans[stage], True), like)
             try:
                 fetch.done.result(max(0.0, until - time.monotonic()))
             except NotYet:
@@ -464,7 +464,7 @@ class Seats:
         files = {file.stage: file.updates for file in sorted(self._files(), key=lambda file: file.updates)}
         copies = {
             stage: state
-            for stage, state in sorted(self.handing.replicas.items())
+            for stage, state in sorted(self.weight_transfer.replicas.items())
             if stage < len(plan.seats)
             and state.tensors.keys() == self.shapes_of(stage, plan.spans).keys()
             and state.updates > files.get(stage, 0)
@@ -473,7 +473,7 @@ class Seats:
             self._write(stage, plan.spans, state)
         return {stage: state.updates for stage, state in copies.items()}
 
-    def _write(self, stage: int, spans: Spans, state: State) -> None:
+    def _write(self, stage: int, spans: Spans, state: StageWeights) -> None:
         """A checkpoint of a stage that another peer held."""
         span = Span(stage, len(spans), *spans[stage], int(self._loading.config.num_hidden_layers))
         self.store(stage).save(state.updates, {"policy": state.tensors}, self._kept_state(span, state.omega))
@@ -515,7 +515,7 @@ class Seats:
     def _not_of(self, span: str, state: dict[str, object]) -> str | None:
         """Why a checkpoint is not of that stage of this run, or `None`."""
         ours = shared(read_lineage(state.get("run")), self.run) >= 0
-        if not ours or state.get("architecture") != self.handing.place[1] or "round" not in state:
+        if not ours or state.get("architecture") != self.weight_transfer.place[1] or "round" not in state:
             return "it is of another run"
         return None if state.get("span") == span else f"it is {state.get('span')}"
 

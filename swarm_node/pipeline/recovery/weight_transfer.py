@@ -61,7 +61,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class State:
+class StageWeights:
     """Weights of (part of) a stage at a moment."""
 
     tensors: Mapping[str, Tensor]
@@ -72,7 +72,7 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
-class _Copy(State):
+class _Copy(StageWeights):
     """Of some tensors of a stage here, made between two updates; more may be added before the second. It lives as long
     as somebody is being given it."""
 
@@ -83,7 +83,7 @@ class _Copy(State):
 
 @dataclass
 class Fetch:
-    """State that is being fetched; `state` is of any worth when `done` is, without an error."""
+    """StageWeights that is being fetched; `state` is of any worth when `done` is, without an error."""
 
     peer: str
     tensors: dict[str, Tensor]
@@ -92,8 +92,8 @@ class Fetch:
     omega: float = 0.0
 
     @property
-    def state(self) -> State:
-        return State(self.tensors, self.updates, self.omega)
+    def state(self) -> StageWeights:
+        return StageWeights(self.tensors, self.updates, self.omega)
 
 
 @dataclass
@@ -110,11 +110,11 @@ class _Offer:
 
 
 def nothing_kept(peer: str, stage: int) -> Mapping[str, Tensor]:
-    """As `Handing.shelf`: for nobody."""
+    """As `WeightTransfer.shelf`: for nobody."""
     raise RemoteProtocolError("stranger", f"stage {stage} is not kept here")
 
 
-class Handing:
+class WeightTransfer:
     """Gives what this peer holds and keeps, and fetches what others do."""
 
     def __init__(
@@ -144,10 +144,10 @@ class Handing:
         self.shelved = shelved
         self.room = room
         self.place = swarm, architecture
-        self.replicas: dict[int, State] = {}
+        self.replicas: dict[int, StageWeights] = {}
         """Copies of others' stages."""
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[Callable[[], State], Callable[[], AbstractContextManager[object]]]] = {}
+        self._held: dict[int, tuple[Callable[[], StageWeights], Callable[[], AbstractContextManager[object]]]] = {}
         self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
         self._given_to: Counter[str] = Counter()
         """Peers that are being given weights."""
@@ -161,7 +161,9 @@ class Handing:
         transport.accept(STATE_METHOD, self._accept)
         transport.accept(KEEP_METHOD, self._accept_offer)
 
-    def hold(self, stage: int, state: Callable[[], State], still: Callable[[], AbstractContextManager[object]]) -> None:
+    def hold(
+        self, stage: int, state: Callable[[], StageWeights], still: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         """This peer holds `stage`; `state` is of its live tensors. `still` is held while another thread copies them,
         and by whoever changes them."""
         with self._lock:
@@ -343,7 +345,7 @@ class Handing:
             if peer == self._guest:
                 self._guest, self._cool_until[peer] = "", self.now() + COOL_S
 
-    def _given(self, wanted: Wanted) -> tuple[State, list[Tensor]]:
+    def _given(self, wanted: Wanted) -> tuple[StageWeights, list[Tensor]]:
         """What has the tensors wanted, and these; they stay as they are."""
         with self._lock:
             held = self._held.get(wanted.stage)
@@ -366,7 +368,7 @@ class Handing:
                     copy.tensors[name] = state.tensors[name].detach().to("cpu", torch.float32, copy=True)
             return copy, [copy.tensors[name] for name in names]
 
-    def _body(self, state: State, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+    def _body(self, state: StageWeights, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
         """All bytes of `tensors`; others share the `state` that they are of for as long as this lives.
         RemoteProtocolError (slow) if they are not taken in time."""
         began, taken = self.now(), 0
@@ -379,7 +381,7 @@ class Handing:
                 taken += len(piece)
                 yield piece
 
-    def _head(self, wanted: Wanted, peer: str, state: State | None = None) -> bytes:
+    def _head(self, wanted: Wanted, peer: str, state: StageWeights | None = None) -> bytes:
         updates, omega = (0, 0.0) if state is None else (state.updates, state.omega)
         swarm, architecture = self.place
         return seal_head(

@@ -14,11 +14,11 @@ from protocol.errors import ProtocolError
 from protocol.tensors import AVERAGE_METHOD
 from protocol.transports.base import Outgoing
 from swarm_node.config import PolicyConfig
-from swarm_node.pipeline.recovery import held_stages as seats_module
+from swarm_node.pipeline.recovery import held_stages as module
 from swarm_node.pipeline.stage_cohort import StageCohort
-from tests.support import seats_world
+from tests.support import held_stages_world
+from tests.support.held_stages_world import PERIOD_S, Peer, World, same
 from tests.support.pipeline_crew import Crew, save, some_groups
-from tests.support.seats_world import PERIOD_S, Peer, World, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 Saved = Callable[..., PolicyConfig]
@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(autouse=True)
 def clock_moves_when_a_seat_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats_module, "WAIT_S", 0.0)
+    monkeypatch.setattr(module, "WAIT_S", 0.0)
 
 
 def seated(world: World, name: str, stage: int, crew: str = "home") -> Peer:
@@ -53,7 +53,7 @@ def updates(world: World, peers: list[Peer], n: int, each_s: float = 1.0) -> Non
     """As many on each, with weights of their own; as a node that answers messages does."""
     for i in range(n):
         for number, peer in enumerate(peers):
-            for stage in peer.seats.workers:
+            for stage in peer.held_stages.workers:
                 peer.train(stage, seed=100 * i + number)
             peer.cohort.step()
             peer.announce()
@@ -86,7 +86,7 @@ def test_only_equal_stages_of_crews_average(saved: Saved, tmp_path: Path, lora: 
     assert distance(red, blue, 1) < 3 * apart
     assert averagers[0] is not None and dict(averagers[0].company.partners) == {"b": "b"}
     assert same(other.weights(2), before)
-    named = red.seats.workers[1].stage.named()
+    named = red.held_stages.workers[1].stage.named()
     assert all(torch.equal(named[name], tensor) for name, tensor in red.weights(1).items())
     for peer in (red, blue):
         peer.cohort.leave()
@@ -109,7 +109,7 @@ def test_arrivals_are_applied_only_after_updates(saved: Saved, tmp_path: Path) -
     assert same(red.weights(1), kept[0]) and same(blue.weights(1), kept[1])
     middle = {name: (tensor + kept[1][name]) / 2 for name, tensor in kept[0].items()}
     for peer in (red, blue):
-        peer.seats.workers[1].updates += 1  # an update that changed nothing
+        peer.held_stages.workers[1].updates += 1  # an update that changed nothing
         peer.cohort.step()
         assert peer.cohort.averager is not None and peer.cohort.averager.counts["exchanges"] == 1
         for name, tensor in peer.weights(1).items():
@@ -121,7 +121,7 @@ def test_other_starts_are_other_cohorts(saved: Saved, tmp_path: Path) -> None:
     red = seated(world, "a", 1)
     blue = world.peer("b", "blue")
     blue.take(1)
-    blue.seats.starts[1] = "another"
+    blue.held_stages.starts[1] = "another"
     blue.cohort.look()
     assert blue.cohort.id and blue.cohort.id != red.cohort.id
 
@@ -167,10 +167,10 @@ def test_a_stage_that_goes_takes_its_cohort_along(saved: Saved, tmp_path: Path) 
     assert peer.cohort.id == first and peer.cohort.averager is not None
     peer.train(1, seed=1)
     assert same(dict(peer.cohort.averager.tensors), peer.weights(1))
-    peer.seats.leave(1)
+    peer.held_stages.leave(1)
     peer.cohort.look()
     assert peer.cohort.stage == 2 and peer.cohort.id not in ("", first)
-    peer.seats.leave(2)
+    peer.held_stages.leave(2)
     peer.cohort.look()
     assert peer.cohort.id == "" and peer.cohort.averager is None
     called = stranger.transport.exchange("a", AVERAGE_METHOD, Outgoing(b"x"), lambda head, size: print, 5.0)
@@ -232,7 +232,7 @@ def test_a_stage_waits_only_a_moment(saved: Saved, tmp_path: Path, monkeypatch: 
     world = World(saved("llama"), 2, tmp_path)
     world.averaging = world.averaging.model_copy(update={"method": "per_step", "overlap": False})
     # the clock of the swarm stands still meanwhile: nobody would ever give up
-    monkeypatch.setattr(seats_world, "StageCohort", partial(StageCohort, most_s=0.2))
+    monkeypatch.setattr(held_stages_world, "StageCohort", partial(StageCohort, most_s=0.2))
     red, blue = seated(world, "a", 1, "red"), seated(world, "b", 1, "blue")
     world.run(30.0)
     red.train(1, seed=1)
@@ -244,6 +244,6 @@ def test_a_stage_waits_only_a_moment(saved: Saved, tmp_path: Path, monkeypatch: 
     for _ in range(20):
         world.run(1.0)
         for peer in (red, blue):
-            peer.seats.workers[1].updates += 1  # an update that changed nothing
+            peer.held_stages.workers[1].updates += 1  # an update that changed nothing
             peer.cohort.step()
     assert averager.counts["exchanges"] and distance(red, blue, 1) < 1e-6  # it came about later

@@ -17,13 +17,13 @@ import torch
 
 from protocol.crew import Holding, Kept, Plan, Progress
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Squares
+from protocol.pipeline import GradientNormRequest
 from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.compute.memory import Memory
 from swarm_node.pipeline.compute.partition import UNKNOWN
 from swarm_node.pipeline.crew import GATHER_S, SAVE_S, Ear
-from swarm_node.pipeline.driver import Lead
+from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.ports import Message
 from swarm_node.pipeline.recovery.stage_files import stage_files
 from swarm_node.pipeline.status_text import CrewWords
@@ -72,16 +72,20 @@ def changed(machine: Machine, before: dict[int, list[torch.Tensor]]) -> dict[int
 def test_every_stage_trains_on_under_another_lead(form: Callable[..., CrewWorld], kind: str, successor: str) -> None:
     world = form(kind, 3)
     if successor == "spare":
-        spare = world.start("spare").node.mates
+        spare = world.start("spare").node.stage_transport
         world.until(lambda: spare.plan is not None and spare.plan.spares == ("spare",))
     world.train(3)
-    heard = [world.machines[name].node.mates for name in "bc"]
-    world.until(lambda: all(mates.progress is not None and mates.progress.round == 3 for mates in heard))
+    heard = [world.machines[name].node.stage_transport for name in "bc"]
+    world.until(
+        lambda: all(
+            stage_transport.progress is not None and stage_transport.progress.round == 3 for stage_transport in heard
+        )
+    )
     gone = world.kill("a")
     lead = world.lead()
     gone.end(politely=False)
     assert lead.name == successor and any("stage 0 begins with the base model" in line for line in lead.said), lead.said
-    assert lead.node.policy.version == lead.node.lead.updates == 3  # though stage 0 knew of none
+    assert lead.node.policy.version == lead.node.driver.updates == 3  # though stage 0 knew of none
     before = {name: machine.weights() for name, machine in world.machines.items()}
     world.train(1)
     for name, machine in world.machines.items():
@@ -95,14 +99,14 @@ def test_every_stage_trains_on_under_another_lead(form: Callable[..., CrewWorld]
 def test_a_stage_lost_as_leads_change_returns(form: Callable[..., CrewWorld], monkeypatch: pytest.MonkeyPatch) -> None:
     world = form("llama_tied", 3)
     world.train(2)
-    agree, gone = Lead.agree, []
+    agree, gone = Driver.agree, []
 
-    def lost_meanwhile(lead: Lead, least: int) -> None:
+    def lost_meanwhile(driver: Driver, least: int) -> None:
         if not gone:
             gone.append(world.kill("c"))
-        agree(lead, least)
+        agree(driver, least)
 
-    monkeypatch.setattr(Lead, "agree", lost_meanwhile)
+    monkeypatch.setattr(Driver, "agree", lost_meanwhile)
     gone_lead = world.kill("a")
     lead = world.lead()
     for machine in (gone_lead, *gone):
@@ -117,8 +121,8 @@ def test_who_holds_two_stages_tells_of_both(form: Callable[..., CrewWorld], poli
     world = form("llama", 3, a={"capacity_gb": room_for_one(policies["llama"])})
     reports: list[Holding] = []
     holder = world.machines["c"].node
-    report = holder.mates.report
-    holder.mates.report = lambda holding: (reports.append(holding), report(holding))[1]  # type: ignore[method-assign]
+    report = holder.stage_transport.report
+    holder.stage_transport.report = lambda holding: (reports.append(holding), report(holding))[1]  # type: ignore[method-assign]
     gone = world.kill("b")
     world.train(1)
     gone.end(politely=False)
@@ -137,7 +141,7 @@ def test_a_former_lead_frees_the_first_stage(form: Callable[..., CrewWorld]) -> 
     node = machine.node
     model = weakref.ref(node.policy.model)
     node.leave_lead()
-    node.seats.leave(0)
+    node.held_stages.leave(0)
     gc.collect()
     assert model() is None
 
@@ -160,7 +164,7 @@ def test_people_are_told_of_missing_stages_and_links(form: Callable[..., CrewWor
     assert re.fullmatch(r"stage 1 is missing for \d+ s: waiting for a peer", lead.node.waiting())
     assert not status["whole"] and status["stages"][0]["missing"] is None
     assert status["stages"][1]["missing"]["taker"] is None and status["stages"][1]["peer"] == "b"
-    world.until(lambda: lead.node.mates.absent == {"b"} or "b" not in lead.transport.members())
+    world.until(lambda: lead.node.stage_transport.absent == {"b"} or "b" not in lead.transport.members())
     world.until(lambda: b.transport.addresses[0] not in lead.node.invitation.link)
 
 
@@ -185,7 +189,7 @@ def test_nothing_is_lost_when_a_peer_leaves_politely(
 ) -> None:
     world = form("llama", 3)
     if taker == "spare":
-        spare = world.start("spare").node.mates
+        spare = world.start("spare").node.stage_transport
         world.until(lambda: spare.plan is not None and spare.plan.spares == ("spare",))
     world.train(3)
     gone = world.machines.pop(leaver)
@@ -194,7 +198,7 @@ def test_nothing_is_lost_when_a_peer_leaves_politely(
     expected = gone.weights()[stage]
     gone.end()
     assert f"{keeper} keeps stage {stage} for whoever holds it next" in gone.said
-    assert stage in world.machines[keeper].node.handing.replicas or taker == keeper
+    assert stage in world.machines[keeper].node.weight_transfer.replicas or taker == keeper
     world.until(lambda: stage in world.machines[taker].updates)
     assert all(torch.equal(*pair) for pair in zip(world.machines[taker].weights()[stage], expected, strict=True))
     lead = world.lead()
@@ -202,7 +206,7 @@ def test_nothing_is_lost_when_a_peer_leaves_politely(
     assert any(re.search("rebuilt from the replica that .* kept; nothing is lost", line) for line in lead.said)
     for machine in world.machines.values():
         world.until(lambda machine=machine: set(machine.updates.values()) == {4})
-        world.until(lambda machine=machine: machine.node.handing.replicas == {})
+        world.until(lambda machine=machine: machine.node.weight_transfer.replicas == {})
 
 
 def test_an_update_under_way_is_made_before_leaving(
@@ -212,11 +216,11 @@ def test_an_update_under_way_is_made_before_leaving(
     world = form("llama", 2)
     world.train(2)
     b = world.machines["b"]
-    worker = b.node.seats.workers[1]
+    worker = b.node.held_stages.workers[1]
     handle = worker.handle
 
     def told(message: Message) -> list[Message]:
-        b.stop.requested |= isinstance(message.head, Squares)
+        b.stop.requested |= isinstance(message.head, GradientNormRequest)
         return handle(message)
 
     worker.handle = told  # type: ignore[method-assign]
@@ -242,7 +246,7 @@ def test_who_leaves_when_all_do_waits_for_nobody(form: Callable[..., CrewWorld])
     assert any("nobody keeps stage 0 (leaving" in line for line in a.said), a.said
     # b may have noticed that a has gone, and knows of nobody to ask then
     assert any("nobody keeps stage 1 (" in line or "the lead of crew home is lost" in line for line in b.said), b.said
-    assert not a.node.handing.replicas and not b.node.handing.replicas
+    assert not a.node.weight_transfer.replicas and not b.node.weight_transfer.replicas
     for stage, machine in enumerate((a, b)):
         assert list((machine.node.run.path / "stages" / str(stage)).glob("round-*"))
 
@@ -252,9 +256,9 @@ def test_a_keeper_without_room_passes_the_copy_on(
 ) -> None:
     world = form("llama", 3)
     world.train(1)
-    world.machines["c"].node.handing.room = lambda: 1
+    world.machines["c"].node.weight_transfer.room = lambda: 1
     world.machines.pop("b").end()
-    assert world.machines["a"].node.handing.replicas.keys() | world.machines["a"].updates.keys() == {0, 1}
+    assert world.machines["a"].node.weight_transfer.replicas.keys() | world.machines["a"].updates.keys() == {0, 1}
     world.train(1)
     assert any("nothing is lost" in line for line in world.machines["a"].said)
 
@@ -267,9 +271,9 @@ def test_only_the_askers_stage_is_kept(form: Callable[..., CrewWorld]) -> None:
         c.shelf("a", 1)
     with pytest.raises(RemoteProtocolError, match="stranger"):
         c.shelf("x", 1)
-    assert c.shelf("b", 1).keys() == world.machines["b"].node.seats.workers[1].stage.named().keys()
-    world.machines["a"].node.mates.tell(Progress(1, 0.5, over=True))
-    world.until(lambda: c.mates.progress is not None and c.mates.progress.over)
+    assert c.shelf("b", 1).keys() == world.machines["b"].node.held_stages.workers[1].stage.named().keys()
+    world.machines["a"].node.stage_transport.tell(Progress(1, 0.5, over=True))
+    world.until(lambda: c.stage_transport.progress is not None and c.stage_transport.progress.over)
     with pytest.raises(RemoteProtocolError, match="leaving"):
         c.shelf("b", 1)
     b = world.machines.pop("b")
@@ -281,30 +285,30 @@ def test_only_the_askers_stage_is_kept(form: Callable[..., CrewWorld]) -> None:
 def test_a_crew_ignores_files_of_another_run(form: Callable[..., CrewWorld]) -> None:
     world = form("llama", 2)
     world.train(3)
-    ours = world.machines["a"].node.seats.run
-    assert world.machines["b"].node.seats.run == ours
+    ours = world.machines["a"].node.held_stages.run
+    assert world.machines["b"].node.held_stages.run == ours
     for name in "ab":
         world.machines.pop(name).end()
     world.start("c", stage=0), world.start("d", stage=1)
     world.lead()
     world.train(5)
-    theirs = world.machines["d"].node.seats.run
+    theirs = world.machines["d"].node.held_stages.run
     for name in "cd":
         world.machines.pop(name).end()
     assert len(ours) == len(theirs) == 1 and ours != theirs
     world.start("a", stage=0), world.start("d", stage=1)
     lead = world.lead()
-    again = lead.node.seats.run
-    assert lead.name == "a" and again == world.machines["d"].node.seats.run and again[:-1] == ours
+    again = lead.node.held_stages.run
+    assert lead.name == "a" and again == world.machines["d"].node.held_stages.run and again[:-1] == ours
     assert again[-1][1] == 3
     assert any("stage 0 rebuilt from the checkpoint after update 3; nothing is lost" in line for line in lead.said)
-    metrics = lead.node.mates.metrics()
+    metrics = lead.node.stage_transport.metrics()
     assert metrics["stages/recovered/checkpoint"] == metrics["stages/recovered/base"] == 1
     assert lead.node.progress.round == 3
     world.machines.pop("d").end()
     world.start("b", stage=1)
     world.train(1)
-    world.until(lambda: world.machines["b"].node.seats.run == again)
+    world.until(lambda: world.machines["b"].node.held_stages.run == again)
 
 
 def room_for_one(policy: PolicyConfig) -> float:
@@ -321,8 +325,11 @@ def room_for_one(policy: PolicyConfig) -> float:
 def test_stages_that_one_node_holds_are_not_listed(holders: str, words: str) -> None:
     transport = SimpleNamespace(peer_id="a", members=dict)
     plan = SimpleNamespace(seats=[SimpleNamespace(peer=peer) for peer in holders])
-    mates = SimpleNamespace(plan=plan, seats=(0,), name_of=lambda peer: "")
-    assert CrewWords(cast(Any, transport), cast(Any, mates), "home", "a").whole() == f"crew home is whole: {words}"
+    stage_transport = SimpleNamespace(plan=plan, planned_stages=(0,), name_of=lambda peer: "")
+    assert (
+        CrewWords(cast(Any, transport), cast(Any, stage_transport), "home", "a").whole()
+        == f"crew home is whole: {words}"
+    )
 
 
 def test_a_node_that_leads_twice_hears_everything_once() -> None:
@@ -392,7 +399,7 @@ def test_stages_are_handed_over_within_the_notice(
         given.append(left_s())
         return {}
 
-    monkeypatch.setattr(b.node.seats, "hand_over", hand_over)
+    monkeypatch.setattr(b.node.held_stages, "hand_over", hand_over)
     b.stop.left_s = told_s
     b.end()
     assert given == [told_s - SAVE_S] if told_s < math.inf else 0 < given[0] <= GATHER_S
@@ -413,8 +420,8 @@ def test_a_crew_resumes_the_newest_common_mirrored_update(form: Callable[..., Cr
             made = {stage: updates}
             world.until(lambda machine=machine, made=made: machine.updates == made)
             weights[name, updates] = machine.weights()[stage]
-            machine.node.seats.save(stage)
-            machine.node.seats.store(stage).wait()
+            machine.node.held_stages.save(stage)
+            machine.node.held_stages.store(stage).wait()
         for name in names:
             copies = mirror(name)
             copies.start()

@@ -160,9 +160,9 @@ FAULTS = {
     "reference": Fault(2, "Forward", 1),
     "backward": Fault(1, "Backward", 1),
     "loss": Fault(2, "LossGradient", 1),
-    "before squares": Fault(1, "Squares", 0),
-    "between squares and apply": Fault(2, "Squared", 2, to=LEAD),
-    "after apply": Fault(1, "State", 2, to=LEAD),
+    "before squares": Fault(1, "GradientNormRequest", 0),
+    "between squares and apply": Fault(2, "GradientNorm", 2, to=LEAD),
+    "after apply": Fault(1, "StageStatus", 2, to=LEAD),
     "in a later step": Fault(1, "Backward", 7),
     "without a word": Fault(1, "Forward", 3, mute=True),
 }
@@ -204,8 +204,8 @@ def test_a_dead_stage_is_replaced_and_steps_repeated(
 def test_a_crew_with_new_stages_keeps_its_count(saved: Saved) -> None:
     crew = Crew(saved("llama"), 3, grpo(), seed=2)
     crew.workers[1].updates = 82
-    crew.lead.agree(80)
-    assert crew.lead.updates == 80
+    crew.driver.agree(80)
+    assert crew.driver.updates == 80
     crew.trainer.step(some_groups())
     assert [worker.updates for worker in crew.workers.values()] == [81, 81, 81] and crew.optimizer.updates == 81
 
@@ -255,7 +255,7 @@ def test_a_stage_whose_apply_was_lost_still_updates(stage: int, saved: Saved) ->
         crew.plan += 1
         crew.queues.clear()
 
-    crew.send, crew.receive, crew.lead.on_lost = losing, interrupted, mend
+    crew.send, crew.receive, crew.driver.on_lost = losing, interrupted, mend
     for c in (undisturbed, crew):
         for i in range(2):
             c.trainer.step(some_groups(10 * i))
@@ -282,7 +282,7 @@ def test_a_large_tied_matrix_travels_in_blocks(saved: Saved, monkeypatch: pytest
         for block_bytes, crew in zip((2**24, 1), crews, strict=True):
             monkeypatch.setattr(wire, "BLOCK_BYTES", block_bytes)
             crew.trainer.step(some_groups())
-            crew.lead.join_ends(averaged=True)
+            crew.driver.join_ends(averaged=True)
             crew.trainer.step(some_groups(10))
         expected, found = (parameters(crew) for crew in crews)
         assert all(torch.equal(value, expected[name]) for name, value in found.items())
@@ -331,7 +331,7 @@ def test_a_stage_may_die_between_matrix_blocks(fault: Fault, saved: Saved) -> No
 
 @pytest.mark.parametrize(("kind", "stage"), [("llama", 1), ("llama_tied", 2)], ids=["middle", "end"])
 def test_a_stage_made_of_neighbours_takes_longer_steps(stage: int, kind: str, saved: Saved) -> None:
-    fault = Fault(stage, "Squares", 2)
+    fault = Fault(stage, "GradientNormRequest", 2)
     crew = Crew(saved(kind), 3, grpo(weight_decay=0.0), seed=10, faults=[fault], fresh=1.1)
     for i in range(2):
         crew.trainer.step(some_groups(10 * i))
@@ -359,7 +359,7 @@ def test_stages_without_a_part_of_the_adapter(stages: int, lora_layers: str, sav
     options = grpo(beta=0.05)
     policy = whole(config)
     expected = train(policy, options)
-    fault = Fault(1, "Squares", 1)
+    fault = Fault(1, "GradientNormRequest", 1)
     crew = Crew(config, stages, options, seed=stages, faults=[fault])
     assert not all(worker.stage.named() for worker in crew.workers.values())
     for i, metrics in enumerate(expected):
@@ -469,7 +469,8 @@ def test_rows_are_as_long_as_the_stages_take(saved: Saved) -> None:
     config = saved("llama")
     crew = Crew(config, 2)
     found = [
-        StagedPolicy(crew.lead, crew.policy.tokenizer, config, print, longest).max_positions for longest in (40, 10**6)
+        StagedPolicy(crew.driver, crew.policy.tokenizer, config, print, longest).max_positions
+        for longest in (40, 10**6)
     ]
     assert found == [40, SIZES["max_position_embeddings"]] == [40, crew.policy.max_positions]
 
@@ -545,7 +546,7 @@ def test_activations_may_travel_in_fewer_bits(codec: str, cosine: float, saved: 
         assert b["loss"] == pytest.approx(a["loss"], abs=0.05) and b["entropy"] == pytest.approx(a["entropy"], rel=0.02)
     moves = [torch.cat([(p - start[n]).flatten() for n, p in parameters(c).items()]) for c in (exact, crew)]
     assert torch.cosine_similarity(*moves, dim=0) > cosine
-    few, many = (c.lead.figures()["stages/bytes_per_token"] for c in (crew, exact))
+    few, many = (c.driver.figures()["stages/bytes_per_token"] for c in (crew, exact))
     assert few < 0.8 * many
 
 
@@ -586,7 +587,7 @@ def test_staged_samples_are_the_samples(stages: int, kind: str, native: bool, lo
     for model in (policy, crew.policy):
         model._eos = [2, *range(20, 60)]  # so that some rows end early and the grid shrinks
     assert_equal_samples(crew, policy)
-    assert crew.lead.figures()["stages/bytes_per_token"] > 0 if stages > 1 else True
+    assert crew.driver.figures()["stages/bytes_per_token"] > 0 if stages > 1 else True
 
 
 def test_caches_are_dropped_when_a_generation_is_over(saved: Saved) -> None:

@@ -15,8 +15,8 @@ from swarm_node.cli.commands.export import export_run, policy_of_run
 from swarm_node.config import PolicyConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir
+from tests.support.held_stages_world import RUN, Peer, World, same
 from tests.support.pipeline_crew import Saved, saver
-from tests.support.seats_world import RUN, Peer, World, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
@@ -43,17 +43,17 @@ class Runs:
     def train(self, updates: int = 1, peers: list[Peer] | None = None, seed: int = 0) -> None:
         """And write checkpoints."""
         for peer in peers or self.peers:
-            for stage in peer.seats.workers:
+            for stage in peer.held_stages.workers:
                 peer.train(stage, seed=seed + stage, updates=updates)
-                peer.seats.save(stage)
-            for stage in peer.seats.workers:
-                peer.seats.store(stage).wait()
+                peer.held_stages.save(stage)
+            for stage in peer.held_stages.workers:
+                peer.held_stages.store(stage).wait()
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for peer in reversed(self.peers):
-            for stage in sorted(peer.seats.workers, reverse=True):
+            for stage in sorted(peer.held_stages.workers, reverse=True):
                 found |= peer.weights(stage)
         return found
 
@@ -178,8 +178,8 @@ def test_an_earlier_runs_stages_are_not_mixed_in(saved: Saved, tmp_path: Path) -
     runs = Runs(saved("llama"), tmp_path)
     runs.train(updates=500)
     for peer in runs.peers:  # a new run in the same directories
-        (stage,) = peer.seats.workers
-        peer.seats.go_to((("ef" * 8, 0),))
+        (stage,) = peer.held_stages.workers
+        peer.held_stages.go_to((("ef" * 8, 0),))
         peer.take(stage)
     runs.train(updates=3, seed=7)
     out = runs.export(tmp_path / "out")
@@ -194,14 +194,14 @@ def test_stages_of_two_branches_are_not_mixed(saved: Saved, tmp_path: Path) -> N
     before = runs.weights
     branches = [(*RUN, (name * 8, 40)) for name in ("0a", "0b")]
     for peer, branch in zip(runs.peers, branches, strict=True):  # each goes on alone
-        assert not peer.seats.go_to(branch)
+        assert not peer.held_stages.go_to(branch)
         runs.train(updates=20, peers=[peer], seed=7)
     out = runs.export(tmp_path / "out")
     assert "all 2 stages after update 40" in runs.said
     assert any(line.endswith("than the newest: 1") for line in runs.said)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert same({name: p.detach() for name, p in model.named_parameters()}, before)
-    runs.peers[0].seats.go_to(branches[1])  # they meet: the first takes its stage up again
+    runs.peers[0].held_stages.go_to(branches[1])  # they meet: the first takes its stage up again
     runs.peers[0].take(0, Source("snapshot", (runs.peers[0].transport.peer_id,), updates=40))
     runs.train(updates=20, peers=runs.peers[:1], seed=9)
     runs.said.clear()

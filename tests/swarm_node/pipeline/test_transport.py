@@ -1,4 +1,4 @@
-"""Crewmates over a transport's channels: messages find their stages, those of earlier plans do not, losses are told."""
+"""Messages find their stages over a transport's channels; those of earlier plans do not; losses are told."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from protocol.crew import CONTROL, CREW_METHOD, STAGE_METHOD, Holding, Kept, Source
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Ask, Backward, State
+from protocol.pipeline import Backward, StageStatus, StatusRequest
 from swarm_node.pipeline.membership.actions import Action, LeaveLead, LeaveSeat, Link, TakeLead, TakeSeat
 from swarm_node.pipeline.messages import encode
 from swarm_node.pipeline.ports import LEAD, Message, StageLost
-from swarm_node.pipeline.transport import Mates
+from swarm_node.pipeline.transport import StageTransport
 from tests.support.crew_peers import Peers
 from tests.support.crew_world import SETTINGS
 
@@ -29,12 +29,12 @@ def crew() -> Peers:
     return peers
 
 
-def begin(crew: Peers) -> tuple[Mates, Mates, Mates]:
+def begin(crew: Peers) -> tuple[StageTransport, StageTransport, StageTransport]:
     """By stage; the last one works by the plan."""
     lead, first, last = crew.at(0), crew.at(1), crew.at(2)
-    lead.send(Message(2, Ask()))
+    lead.send(Message(2, StatusRequest()))
     crew.run(1.0)
-    assert last.receive(0.0) == Message(2, Ask())
+    assert last.receive(0.0) == Message(2, StatusRequest())
     return lead, first, last
 
 
@@ -44,23 +44,23 @@ def gradient() -> Message:
 
 def test_messages_find_their_stages(crew):
     lead, first, last = crew.at(0), crew.at(1), crew.at(2)
-    assert (lead.count, lead.seats, first.seats, last.leading) == (3, (0,), (1,), False)
-    lead.send(Message(1, Ask()))
-    lead.send(Message(2, Ask()))
+    assert (lead.count, lead.planned_stages, first.planned_stages, last.leading) == (3, (0,), (1,), False)
+    lead.send(Message(1, StatusRequest()))
+    lead.send(Message(2, StatusRequest()))
     crew.run(1.0)
-    assert first.receive(0.0) == Message(1, Ask()) and last.receive(0.0) == Message(2, Ask())
+    assert first.receive(0.0) == Message(1, StatusRequest()) and last.receive(0.0) == Message(2, StatusRequest())
     last.send(gradient())  # over the channel between neighbours
-    first.send(Message(LEAD, State(1, 5, 0.5)))
+    first.send(Message(LEAD, StageStatus(1, 5, 0.5)))
     crew.run(1.0)
     received = first.receive(0.0)
     assert received is not None and torch.equal(received.tensors[0], gradient().tensors[0])
-    assert lead.receive(0.0) == Message(LEAD, State(1, 5, 0.5))
+    assert lead.receive(0.0) == Message(LEAD, StageStatus(1, 5, 0.5))
     assert lead.receive(0.0) is None and first.receive(0.0) is None
 
 
 def test_a_message_to_oneself_is_passed_unchanged(crew):
     lead = crew.at(0)
-    message = Message(0, Ask())
+    message = Message(0, StatusRequest())
     lead.send(message)
     assert lead.receive(0.0) is message
 
@@ -68,31 +68,31 @@ def test_a_message_to_oneself_is_passed_unchanged(crew):
 def test_the_lead_hears_of_losses_dropping_old_messages(crew):
     lead, last = crew.at(0), crew.at(2)
     last_peer = crew.peer(last)
-    victim = next(peer for peer, mates in crew.mates.items() if mates not in (lead, last))
-    lead.send(Message(2, Ask()))
-    lead.send(Message(2, Ask()))
+    victim = next(peer for peer, stage_transport in crew.transports.items() if stage_transport not in (lead, last))
+    lead.send(Message(2, StatusRequest()))
+    lead.send(Message(2, StatusRequest()))
     crew.run(1.0)
-    assert last.receive(0.0) == Message(2, Ask())
+    assert last.receive(0.0) == Message(2, StatusRequest())
     crew.kill(victim)
     crew.run(5.0)
     with pytest.raises(StageLost) as lost:
         lead.receive(0.0)
     assert lost.value.stages == {1} and not lead.mend(0.0)
     with pytest.raises(StageLost):
-        lead.send(Message(2, Ask()))
+        lead.send(Message(2, StatusRequest()))
     crew.run(10.0)
     assert [order for order in crew.orders[last_peer] if isinstance(order, TakeSeat)][0].stage == 2
     with pytest.raises(StageLost):  # whole again, but the lead has not taken note
         lead.receive(0.0)
     assert lead.mend(0.0)
-    last.send(Message(LEAD, State(2, 5, 0.5)))  # in answer to what is void by now
+    last.send(Message(LEAD, StageStatus(2, 5, 0.5)))  # in answer to what is void by now
     assert last.receive(0.0) is None
     crew.run(1.0)
     assert lead.receive(0.0) is None
     assert last.metrics()["stages/late"] == 2.0  # that answer, and the second question
-    lead.send(Message(2, Ask()))
+    lead.send(Message(2, StatusRequest()))
     crew.run(1.0)
-    assert last.receive(0.0) == Message(2, Ask())
+    assert last.receive(0.0) == Message(2, StatusRequest())
 
 
 def test_a_successor_is_told_to_lead(crew):
@@ -101,9 +101,9 @@ def test_a_successor_is_told_to_lead(crew):
     crew.run(15.0)
     name = crew.peer(first)
     assert [type(order) for order in crew.orders[name]] == [TakeSeat, TakeLead, TakeSeat]
-    assert first.leading and first.seats == (0, 1) and first.mend(0.0)
+    assert first.leading and first.planned_stages == (0, 1) and first.mend(0.0)
     assert first.card.seats == (0, 1) and first.card.term == 2
-    message = Message(1, Ask())
+    message = Message(1, StatusRequest())
     first.send(message)
     assert first.receive(0.0) is message  # of both stages
 
@@ -120,7 +120,7 @@ def test_receive_makes_way_for_orders(crew):
     newcomer.unable(order, "no memory")
     assert not newcomer.stands(order)
     crew.run(5.0)
-    assert crew.at(0).whole and newcomer.seats != (1,)
+    assert crew.at(0).whole and newcomer.planned_stages != (1,)
 
 
 @pytest.mark.parametrize("bad", ["numbers", "shape", "stage", "nonsense", "record"])
@@ -148,14 +148,14 @@ def test_a_malformed_message_ends_its_channel_and_sender(crew, bad):
         assert lead.whole and refused == 0 and lead.metrics().get("stages/given_up", 0) == 0
     else:
         assert refused == 1 and lead.metrics()["stages/given_up"] == 1
-        assert lead.whole and last.seats == (2,) and crew.at(2) is not last
+        assert lead.whole and last.planned_stages == (2,) and crew.at(2) is not last
 
 
 def test_a_peer_that_stalls_is_found_out(crew):
     lead, first = crew.at(0), crew.at(1)
-    lead.send(Message(1, Ask()))
+    lead.send(Message(1, StatusRequest()))
     crew.run(1.0)
-    assert first.receive(0.0) == Message(1, Ask())  # and that is all it does
+    assert first.receive(0.0) == Message(1, StatusRequest())  # and that is all it does
     assert first.held_s() == pytest.approx(1.0, abs=0.5)
     for _ in range(140):
         crew.run(0.5)
@@ -173,7 +173,7 @@ def test_a_builder_shows_that_it_gets_on(crew):
     crew.kill(crew.peer(crew.at(1)))
     newcomer = crew.start("d")
     crew.busy.add("d")
-    while newcomer.seats != (1,):
+    while newcomer.planned_stages != (1,):
         crew.run(0.25)
     (order,) = newcomer.orders()
     crew.run(5.0)
@@ -220,8 +220,8 @@ def test_strangers_messages_are_refused(crew):
     lead = crew.at(0)
     stranger = crew.start("d")
     crew.run(20.0)
-    assert stranger.plan is not None and stranger.seats == ()
-    head, _ = encode(Message(LEAD, State(1, 5, 0.5)), "float32", stranger.plan.mark)
+    assert stranger.plan is not None and stranger.planned_stages == ()
+    head, _ = encode(Message(LEAD, StageStatus(1, 5, 0.5)), "float32", stranger.plan.mark)
     crew.inject(stranger, lead, CREW_METHOD, head)
     crew.run(2.0)
     assert lead.metrics()["stages/refused/stranger"] == 1.0 and lead.whole and lead.receive(0.0) is None
@@ -266,7 +266,7 @@ def test_bodies_under_way_count_as_well(crew, monkeypatch):
 
 def test_peers_are_called_by_the_names_they_give(crew):
     lead = crew.at(0)
-    others = crew.mates.keys() - {crew.peer(lead)}
+    others = crew.transports.keys() - {crew.peer(lead)}
     assert {peer: lead.name_of(peer) for peer in others} == {peer: f"name-of-{peer}" for peer in others}
     seen: list[str] = []
     crew.hear = lambda text: seen.append(lead.name_of("d") if "…d" in text else "")
@@ -308,7 +308,7 @@ def test_what_is_held_is_told_to_the_lead(crew):
 def test_leaving_is_noticed_at_once(crew):
     lead, first = crew.at(0), crew.at(1)
     first.close()
-    del crew.mates[crew.peer(first)]
+    del crew.transports[crew.peer(first)]
     crew.run(0.5)
     with pytest.raises(StageLost):
         lead.receive(0.0)
@@ -327,15 +327,17 @@ def test_receive_wakes_up_when_a_message_comes():
     lead = peers.start("a")
     peers.run(15.0)
     assert lead.mend(0.0)
-    later = threading.Thread(target=lead.send, args=[Message(0, Ask())])
+    later = threading.Thread(target=lead.send, args=[Message(0, StatusRequest())])
     later.start()
-    assert lead.receive(60.0) == Message(0, Ask())  # the virtual clock stands still: nothing but the message ends it
+    assert lead.receive(60.0) == Message(
+        0, StatusRequest()
+    )  # the virtual clock stands still: nothing but the message ends it
     later.join()
 
 
 def test_events_of_many_threads_are_handled_singly():
     peers = Peers(1)
-    mates = peers.start("a")
+    stage_transport = peers.start("a")
     handled, inside = [], []
 
     def event(now: float) -> list[Action]:
@@ -346,7 +348,7 @@ def test_events_of_many_threads_are_handled_singly():
 
     def post_many() -> None:
         for _ in range(500):
-            mates._handle(event)
+            stage_transport._handle(event)
 
     threads = [threading.Thread(target=post_many) for _ in range(4)]
     for thread in threads:

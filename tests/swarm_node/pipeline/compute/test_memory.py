@@ -12,8 +12,8 @@ from swarm_node.config import GrpoConfig, PolicyConfig
 from swarm_node.errors import UserError
 from swarm_node.pipeline.compute.footprint import Sizes
 from swarm_node.pipeline.compute.memory import Memory, free_memory
+from tests.support.held_stages_world import Peer, World
 from tests.support.pipeline_crew import save
-from tests.support.seats_world import Peer, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 Saved = Callable[..., PolicyConfig]
@@ -38,7 +38,7 @@ def size(tensors: object) -> int:
 
 def measured(peer: Peer, stage: int) -> int:
     """Bytes of all tensors of a stage in an update, and of what its peer keeps of others'."""
-    worker, optimizer = peer.seats.workers[stage], peer.seats.optimizer(stage)
+    worker, optimizer = peer.held_stages.workers[stage], peer.held_stages.optimizer(stage)
     own = list(worker.stage.named(trainable=False).values())
     for parameter in worker.stage.named().values():
         parameter.grad = torch.zeros_like(parameter)
@@ -47,7 +47,7 @@ def measured(peer: Peer, stage: int) -> int:
     reference = [] if worker.reference is None else list(worker.reference.named(trainable=False).values())
     moments = [value for state in optimizer.adamw.state.values() for value in state.values()]
     copies = [t.float() for t in optimizer.weights().values()]  # on their way to whoever keeps a replica
-    replicas = [t for state in peer.handing.replicas.values() for t in state.tensors.values()]
+    replicas = [t for state in peer.weight_transfer.replicas.values() for t in state.tensors.values()]
     twice = size(replicas)  # the next one comes before the last one goes
     return sum(map(size, (own, reference, gradients, masters, moments, copies, replicas))) + twice
 
@@ -71,9 +71,9 @@ def test_costs_are_what_stages_take(saved: Saved, tmp_path: Path, kind: str, lor
     for _ in range(3):
         for stage, peer in enumerate(peers):
             peer.train(stage, seed=stage)
-            peer.seats.updated(plan)
+            peer.held_stages.updated(plan)
         world.run(5.0)
-    assert [sorted(peer.handing.replicas) for peer in peers] == [[], [0, 2], [1]]
+    assert [sorted(peer.weight_transfer.replicas) for peer in peers] == [[], [0, 2], [1]]
     costs = Memory(world.config, world.loading).costs(world.spans)
     assert costs == pytest.approx([measured(peer, stage) for stage, peer in enumerate(peers)], rel=0.01)
 

@@ -11,20 +11,20 @@ from torch import Tensor
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import (
     Apply,
-    Ask,
     Backward,
     Forward,
+    GradientNorm,
+    GradientNormRequest,
     Prefill,
     Reset,
+    SetUpdates,
     Share,
-    Skip,
-    Squared,
-    Squares,
-    State,
+    StageStatus,
+    StatusRequest,
     Step,
     TiedGradient,
     TiedMatrix,
-    Trouble,
+    TurnFailed,
 )
 from swarm_node.config import GrpoConfig, PolicyConfig
 from swarm_node.grpo.optimizer import Optimizer
@@ -168,11 +168,11 @@ def test_what_makes_no_sense_changes_nothing(worker: Worker) -> None:
     refused(worker, forward(1, total=2), "order")
     refused(worker, Message(1, Backward(1, 0, 1), (numbers(0, 1, 6, H),)), "shape")
     refused(worker, Message(1, Backward(1, 0, 0), (numbers(0, 1, 5, H),)), "order")
-    refused(worker, Message(1, Squares(1)), "order")
+    refused(worker, Message(1, GradientNormRequest(1)), "order")
     refused(worker, Message(1, Apply(1, 1.0, 1e-3)), "order")
     refused(worker, Message(1, TiedGradient(1), (numbers(0, 384, H),)), "order")
     refused(worker, Message(1, Share()), "order")
-    refused(worker, Message(1, State(1, 0, 0.0)), "order")
+    refused(worker, Message(1, StageStatus(1, 0, 0.0)), "order")
     assert worker.handle(forward(0, turn=2, total=3))
     refused(worker, forward(0, turn=3, total=2), "order")
 
@@ -180,20 +180,20 @@ def test_what_makes_no_sense_changes_nothing(worker: Worker) -> None:
 def test_an_update_is_made_once(worker: Worker) -> None:
     for message in in_order():
         worker.handle(message)
-    (answer,) = worker.handle(Message(1, Squares(1)))
-    assert answer.stage == LEAD and isinstance(answer.head, Squared) and answer.head.squares is not None
+    (answer,) = worker.handle(Message(1, GradientNormRequest(1)))
+    assert answer.stage == LEAD and isinstance(answer.head, GradientNorm) and answer.head.squares is not None
     norm = answer.head.squares**0.5
     before = {name: p.detach().clone() for name, p in worker.stage.named().items()}
     for _ in range(2):
         (answer,) = worker.handle(Message(1, Apply(1, 0.1 / norm, 1e-3)))
-        assert answer.head == State(1, 1, pytest.approx(norm))  # what came before clipping
+        assert answer.head == StageStatus(1, 1, pytest.approx(norm))  # what came before clipping
         if _ == 0:
             after = {name: p.detach().clone() for name, p in worker.stage.named().items()}
     assert worker.optimizer.updates == 1
     assert all(torch.equal(after[name], p) for name, p in worker.stage.named().items())
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    assert worker.handle(Message(1, Skip(3)))[0].head == State(1, 3, pytest.approx(norm))
-    assert worker.handle(Message(1, Ask()))[0].head == State(1, 3, pytest.approx(norm))
+    assert worker.handle(Message(1, SetUpdates(3)))[0].head == StageStatus(1, 3, pytest.approx(norm))
+    assert worker.handle(Message(1, StatusRequest()))[0].head == StageStatus(1, 3, pytest.approx(norm))
     assert worker.optimizer.updates == 1
 
 
@@ -206,11 +206,11 @@ def test_tied_ends_add_gradients_and_count_them_once(config: PolicyConfig) -> No
         begin(worker, total=1)
         for name, p in worker.stage.named().items():
             p.grad = grads[k].clone() if name == names[k] else torch.zeros_like(p)
-    messages, squares = [Message(k, Squares(1)) for k in (1, 0)], {}
+    messages, squares = [Message(k, GradientNormRequest(1)) for k in (1, 0)], {}
     while messages:
         message = messages.pop(0)
         if message.stage == LEAD:
-            assert isinstance(message.head, Squared)
+            assert isinstance(message.head, GradientNorm)
             squares[message.head.stage] = message.head.squares
         else:
             messages += ends[message.stage].handle(message)
@@ -247,15 +247,15 @@ def test_gradient_blocks_come_in_turn_and_count_once(config: PolicyConfig, monke
     refused(first, block(0, total=3), "order")
     assert first.handle(block(0)) == []  # it is kept until the own ones are there
     refused(first, block(0), "order")
-    sent = first.handle(Message(0, Squares(2)))
+    sent = first.handle(Message(0, GradientNormRequest(2)))
     assert [message.head for message in sent] == [TiedGradient(2, 0), TiedGradient(2, 1)]
-    assert first.handle(Message(0, Squares(2))) == []
+    assert first.handle(Message(0, GradientNormRequest(2))) == []
     for i in range(1, 6):
         refused(first, block(i - 1), "order")
         (answer,) = first.handle(block(i))
-        assert answer.head == TiedGradient(2, i + 1) if i < 5 else isinstance(answer.head, Squared)
+        assert answer.head == TiedGradient(2, i + 1) if i < 5 else isinstance(answer.head, GradientNorm)
     refused(first, block(5), "order")
-    assert first.handle(Message(0, Squares(2))) == [answer] and torch.equal(parameter.grad, expected)
+    assert first.handle(Message(0, GradientNormRequest(2))) == [answer] and torch.equal(parameter.grad, expected)
 
 
 def test_a_matrix_is_taken_when_all_blocks_came(config: PolicyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_a_matrix_is_taken_when_all_blocks_came(config: PolicyConfig, monkeypatc
         assert torch.equal(parameter, before) and state["exp_avg"].all()
     refused(last, block(4), "order")
     (answer,) = last.handle(block(5))
-    assert answer == Message(LEAD, State(1, 0, 0.0, taken=True, new=True))
+    assert answer == Message(LEAD, StageStatus(1, 0, 0.0, taken=True, new=True))
     assert torch.equal(parameter, theirs) and not state["exp_avg"].any()
     refused(last, block(5), "order")
     refused(last, Message(1, Share(False, 6)), "order")
@@ -286,7 +286,7 @@ def test_exhausted_memory_is_said_and_drops_the_turn(worker: Worker, monkeypatch
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(worker.stage, "layers", layers)
-    assert worker.handle(forward(0)) == [Message(LEAD, Trouble(1, 1, "memory"))]
+    assert worker.handle(forward(0)) == [Message(LEAD, TurnFailed(1, 1, "memory"))]
     assert worker.handle(forward(1)) == []
 
 

@@ -15,16 +15,16 @@ import torch
 from protocol.crew import Kept, Plan, Seat, Source, crew_id, crew_key
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig
 from swarm_node.pipeline.compute.stage_model import load_stage
-from swarm_node.pipeline.recovery import held_stages as seats_module
+from swarm_node.pipeline.recovery import held_stages as module
 from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
 from swarm_node.pipeline.recovery.held_stages import kept_for, replica_every, replicated, takers
 from swarm_node.pipeline.recovery.sources import elsewhere, tell
 from swarm_node.pipeline.recovery.stage_files import StageFile, newest, stage_files
-from swarm_node.pipeline.recovery.weight_transfer import MAX_ASKS, State, layer_of
+from swarm_node.pipeline.recovery.weight_transfer import MAX_ASKS, StageWeights, layer_of
 from swarm_node.pipeline.settings import settings_of
 from swarm_node.storage import checkpoints as checkpoints
+from tests.support.held_stages_world import ARCHITECTURE, RUN, SWARM, World, same
 from tests.support.pipeline_crew import Saved, saver
-from tests.support.seats_world import ARCHITECTURE, RUN, SWARM, World, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(autouse=True)
 def clock_moves_when_a_seat_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats_module, "WAIT_S", 0.0)
+    monkeypatch.setattr(module, "WAIT_S", 0.0)
 
 
 KINDS = pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_a_stage_is_handed_over_live(saved: Saved, tmp_path: Path, kind: str, lo
     assert not same(a.weights(stage), b.weights(stage))
     way = source("live", a)
     assert b.take(stage, way) == (3, way)
-    assert same(a.weights(stage), b.weights(stage)) and b.seats.updates == 3
-    assert b.seats.optimizer(stage).updates == 3 and b.seats.optimizer(stage).rate_scale == 1.0
-    assert b.seats.holding().live == (Kept(stage, 3),)
-    named = b.seats.workers[stage].stage.named()  # what computes, not only what is stepped
+    assert same(a.weights(stage), b.weights(stage)) and b.held_stages.updates == 3
+    assert b.held_stages.optimizer(stage).updates == 3 and b.held_stages.optimizer(stage).rate_scale == 1.0
+    assert b.held_stages.holding().live == (Kept(stage, 3),)
+    named = b.held_stages.workers[stage].stage.named()  # what computes, not only what is stepped
     assert all(torch.equal(named[name], tensor) for name, tensor in b.weights(stage).items())
 
 
@@ -72,7 +72,7 @@ def test_no_update_changes_what_is_being_handed_over(saved: Saved, tmp_path: Pat
     world = World(saved("llama"), 3, tmp_path)
     a, b, watched = world.peer("a"), world.peer("b"), []
     a.take(1)
-    a.seats.optimizer(1).updating = lambda: nullcontext(watched.append(1))
+    a.held_stages.optimizer(1).updating = lambda: nullcontext(watched.append(1))
     assert b.take(1, source("live", a)) == (0, source("live", a)) and watched == [1]
 
 
@@ -82,12 +82,12 @@ def test_replicas_of_a_former_neighbour_are_forgotten(saved: Saved, tmp_path: Pa
     a.take(0), b.take(1)
     a.train(0, seed=1), b.train(1, seed=2)
     for peer in (a, b):
-        peer.seats.updated(world.plan(a, b))
+        peer.held_stages.updated(world.plan(a, b))
     world.run(5.0)
-    assert b.seats.holding().replicas == (Kept(0, 1),)
-    b.seats.leave(1), c.take(1)
-    b.seats.updated(world.plan(a, c))
-    assert b.seats.holding().replicas == ()
+    assert b.held_stages.holding().replicas == (Kept(0, 1),)
+    b.held_stages.leave(1), c.take(1)
+    b.held_stages.updated(world.plan(a, c))
+    assert b.held_stages.holding().replicas == ()
 
 
 def test_a_replica_without_room_is_not_kept(saved: Saved, tmp_path: Path) -> None:
@@ -95,13 +95,13 @@ def test_a_replica_without_room_is_not_kept(saved: Saved, tmp_path: Path) -> Non
     a, b = world.peer("a"), world.peer("b")
     a.take(0), b.take(1)
     a.train(0, seed=1), b.train(1, seed=2)
-    size = 4 * sum(tensor.numel() for tensor in b.seats.shapes_of(0, world.spans).values())
+    size = 4 * sum(tensor.numel() for tensor in b.held_stages.shapes_of(0, world.spans).values())
     for free, kept in ((2 * size - 1, ()), (2 * size, (Kept(0, 1),))):
-        b.handing.room = lambda free=free: free  # type: ignore[misc]
-        b.seats.updated(world.plan(a, b))
-        b.seats.updated(world.plan(a, b))
+        b.weight_transfer.room = lambda free=free: free  # type: ignore[misc]
+        b.held_stages.updated(world.plan(a, b))
+        b.held_stages.updated(world.plan(a, b))
         world.run(5.0)
-        assert b.seats.holding().replicas == kept
+        assert b.held_stages.holding().replicas == kept
     assert sum("no replica of stage 0" in text for text in b.said) == 1
 
 
@@ -111,14 +111,14 @@ def test_a_leavers_stage_is_kept_until_another_updates(saved: Saved, tmp_path: P
     a.take(0), b.take(1)
     a.train(0, seed=1), b.train(1, seed=2)
     plan = world.plan(a, b)
-    a.seats.asked = {1: plan.mark}
-    a.handing.keep(1, b.transport.peer_id, a.seats.shapes_of(1, world.spans))
+    a.held_stages.asked = {1: plan.mark}
+    a.weight_transfer.keep(1, b.transport.peer_id, a.held_stages.shapes_of(1, world.spans))
     world.run(5.0)
     a.train(0, seed=3)
-    a.seats.updated(plan)
-    assert a.seats.holding().replicas == (Kept(1, 1),)
-    a.seats.updated(msgspec.structs.replace(world.plan(a, c), number=2))
-    assert a.seats.holding().replicas == () and a.seats.asked == {}
+    a.held_stages.updated(plan)
+    assert a.held_stages.holding().replicas == (Kept(1, 1),)
+    a.held_stages.updated(msgspec.structs.replace(world.plan(a, c), number=2))
+    assert a.held_stages.holding().replicas == () and a.held_stages.asked == {}
 
 
 def test_neighbours_are_offered_a_stage_before_others() -> None:
@@ -135,14 +135,14 @@ def test_a_leaving_keeper_writes_the_only_copy(saved: Saved, tmp_path: Path) -> 
     a.take(0), b.take(1)
     b.train(1, seed=1, updates=3)
     plan = world.plan(a, b)
-    a.seats.updated(plan)
+    a.held_stages.updated(plan)
     world.run(5.0)
     world.network.kill("b")
-    assert a.seats.save_copies(plan) == {1: 3}
-    assert a.seats.save_copies(plan) == {}  # it is there
+    assert a.held_stages.save_copies(plan) == {1: 3}
+    assert a.held_stages.save_copies(plan) == {}  # it is there
     expected = b.weights(1)
-    a.seats.save_all()
-    a.seats = a.new_seats()
+    a.held_stages.save_all()
+    a.held_stages = a.new_held_stages()
     way = source("snapshot", a)
     assert a.take(1, Source(way.way, way.peers, updates=3)) == (3, Source(way.way, way.peers, updates=3))
     assert same(a.weights(1), expected)
@@ -157,14 +157,14 @@ def test_a_neighbours_replica_outlives_the_holder(saved: Saved, tmp_path: Path, 
         peer.train(stage, seed=stage)
     plan = world.plan(a, b)
     for peer in (a, b):
-        peer.seats.updated(plan)
+        peer.held_stages.updated(plan)
     world.run(5.0)
-    assert a.seats.holding().replicas == (Kept(1, 1),) and b.seats.holding().replicas == (Kept(0, 1),)
+    assert a.held_stages.holding().replicas == (Kept(1, 1),) and b.held_stages.holding().replicas == (Kept(0, 1),)
     expected = a.weights(0)
     world.network.kill("a")
     way = source("replica", b)
     assert b.take(0, way) == (1, way) and same(b.weights(0), expected)
-    assert b.seats.holding().replicas == ()
+    assert b.held_stages.holding().replicas == ()
 
 
 def test_another_crews_copy_of_a_stage_is_used(saved: Saved, tmp_path: Path) -> None:
@@ -200,19 +200,19 @@ def test_untrusted_copies_of_a_stage_are_passed_over(saved: Saved, tmp_path: Pat
     theirs, ours = world.peer("a", crew="red"), world.peer("b", crew="blue")
     theirs.take(1)
     if trouble == "another start":
-        theirs.seats.starts[1] = "another"
+        theirs.held_stages.starts[1] = "another"
     if trouble != "no cohort":
         theirs.cohort.look()
     theirs.train(1, seed=1, updates=40)
     if trouble == "far":
         with torch.no_grad():
-            for tensor in theirs.seats.optimizer(1).weights().values():
+            for tensor in theirs.held_stages.optimizer(1).weights().values():
                 tensor += 100.0
     theirs.announce()
     world.run(90.0)
     if trouble == "nothing is averaged here":
         averaging = world.averaging.model_copy(update={"method": "none"})
-        ours.seats.config = world.config.model_copy(update={"averaging": averaging})
+        ours.held_stages.config = world.config.model_copy(update={"averaging": averaging})
     base = Source("base")
     assert ours.take(1, source("cohort", theirs), base) == (0, base)
     assert any(why in line for line in ours.said), ours.said
@@ -229,8 +229,8 @@ def test_a_middle_stage_is_the_weighted_mean(saved: Saved, tmp_path: Path, lora:
     first, end = world.spans[1]
     before, after = Neighbour(inner(a.weights(0)), 1.5), Neighbour(inner(c.weights(2)), 3.5)
     expected = checkfree(before, after, end - first, first)
-    assert same(b.weights(1), expected) and len(expected) == len(b.seats.workers[1].stage.named())
-    assert b.seats.optimizer(1).rate_scale == RATE
+    assert same(b.weights(1), expected) and len(expected) == len(b.held_stages.workers[1].stage.named())
+    assert b.held_stages.optimizer(1).rate_scale == RATE
     plain = checkfree(Neighbour(before.tensors), Neighbour(after.tensors), end - first, first)
     assert not same(expected, plain)  # the weights count
 
@@ -249,18 +249,18 @@ def test_a_lost_end_is_copied_with_embedding(saved: Saved, tmp_path: Path, kind:
     holders = {lost: end, model: near}
     plan = world.plan(*(holders.get(stage, taker) for stage in range(4)))
     for _ in range(2):
-        end.seats.updated(plan), near.seats.updated(plan)
+        end.held_stages.updated(plan), near.held_stages.updated(plan)
         world.run(5.0)
     rest = {name: tensor for name, tensor in end.weights(lost).items() if layer_of(name) is None}
-    assert rest and near.handing.replicas[lost].tensors.keys() == rest.keys()
-    assert model not in near.handing.replicas
+    assert rest and near.weight_transfer.replicas[lost].tensors.keys() == rest.keys()
+    assert model not in near.weight_transfer.replicas
     world.network.kill("a")
     way = source("copy", near, stages=(model,))
     assert taker.take(lost, way) == (1, way)
     first, until = world.spans[lost]
     copied = checkfree(Neighbour(inner(near.weights(model))), None, until - first, first)
     assert same(taker.weights(lost), copied | rest)
-    assert taker.seats.optimizer(lost).rate_scale == RATE
+    assert taker.held_stages.optimizer(lost).rate_scale == RATE
 
 
 @KINDS
@@ -269,17 +269,17 @@ def test_a_restart_goes_on_from_its_checkpoints(saved: Saved, tmp_path: Path, ki
     a = world.peer("a")
     a.take(1)
     a.train(1, seed=1, updates=7)
-    optimizer = a.seats.optimizer(1)
+    optimizer = a.held_stages.optimizer(1)
     next(iter(optimizer.state_dict().values())).fill_(0.25)  # a moment
     moments = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
     expected = a.weights(1)
-    a.seats.save_all()
-    a.seats = a.new_seats()
-    assert a.seats.holding().checkpoints == (Kept(1, 7),) and a.seats.holding().live == ()
+    a.held_stages.save_all()
+    a.held_stages = a.new_held_stages()
+    assert a.held_stages.holding().checkpoints == (Kept(1, 7),) and a.held_stages.holding().live == ()
     way = source("snapshot", a, updates=7)
     assert a.take(1, way) == (7, way) and same(a.weights(1), expected)
-    assert a.seats.workers[1].omega == 1.5
-    assert same(a.seats.optimizer(1).state_dict(), moments) and a.seats.optimizer(1).updates == 7
+    assert a.held_stages.workers[1].omega == 1.5
+    assert same(a.held_stages.optimizer(1).state_dict(), moments) and a.held_stages.optimizer(1).updates == 7
 
 
 def test_checkpoints_come_every_few_updates(saved: Saved, tmp_path: Path) -> None:
@@ -289,9 +289,9 @@ def test_checkpoints_come_every_few_updates(saved: Saved, tmp_path: Path) -> Non
     a.take(0)
     for seed in range(12):
         a.train(0, seed)
-        a.seats.updated(plan)
-    a.seats.save_all()
-    assert a.seats.holding().checkpoints == (Kept(0, 12), Kept(0, 10))
+        a.held_stages.updated(plan)
+    a.held_stages.save_all()
+    assert a.held_stages.holding().checkpoints == (Kept(0, 12), Kept(0, 10))
 
 
 def test_an_extra_checkpoint_spares_the_common_one(saved: Saved, tmp_path: Path) -> None:
@@ -301,13 +301,13 @@ def test_an_extra_checkpoint_spares_the_common_one(saved: Saved, tmp_path: Path)
         peer.take(stage)
         for updates in (10, 10, 7, 3):
             peer.train(stage, seed=1, updates=updates)
-            if peer.seats.updates < 30 or peer is a:  # the other has not made this one yet
-                peer.seats.updated(world.plan(a, b))
-            if peer.seats.updates == 27 and peer is a:
-                assert a.seats.save_soon()
-            peer.seats.store(stage).wait()
-    assert a.seats.holding().checkpoints == (Kept(0, 30), Kept(0, 27), Kept(0, 20))
-    assert b.seats.holding().checkpoints == (Kept(1, 20), Kept(1, 10))
+            if peer.held_stages.updates < 30 or peer is a:  # the other has not made this one yet
+                peer.held_stages.updated(world.plan(a, b))
+            if peer.held_stages.updates == 27 and peer is a:
+                assert a.held_stages.save_soon()
+            peer.held_stages.store(stage).wait()
+    assert a.held_stages.holding().checkpoints == (Kept(0, 30), Kept(0, 27), Kept(0, 20))
+    assert b.held_stages.holding().checkpoints == (Kept(1, 20), Kept(1, 10))
 
 
 def test_checkpoints_tell_which_layers_all_stages_had(saved: Saved, tmp_path: Path) -> None:
@@ -317,12 +317,12 @@ def test_checkpoints_tell_which_layers_all_stages_had(saved: Saved, tmp_path: Pa
     assert usual != world.spans
     a.take(1)
     a.train(1, seed=1, updates=3)
-    a.seats.save_all()
+    a.held_stages.save_all()
     last = newest(stage_files(tmp_path / "a" / "stages"))
     assert last is not None and (last.spans, last.architecture, last.run) == (world.spans, ARCHITECTURE, RUN)
-    a.seats = a.new_seats()
-    a.seats.recall(world.spans)
-    assert a.seats.holding().replicas == (Kept(1, 3),)
+    a.held_stages = a.new_held_stages()
+    a.held_stages.recall(world.spans)
+    assert a.held_stages.holding().replicas == (Kept(1, 3),)
     world.spans = usual  # a crew that began without this peer: its files are of no use, but no mistake either
     base = Source("base")
     assert a.take(1, source("snapshot", a, updates=3), base) == (0, base)
@@ -334,9 +334,9 @@ def test_a_checkpoint_of_something_else_is_not_taken(saved: Saved, tmp_path: Pat
     a = world.peer("a")
     a.take(0)
     a.train(0, seed=1)
-    a.seats.save_all()
+    a.held_stages.save_all()
     (tmp_path / "a" / "stages" / "0").rename(tmp_path / "a" / "stages" / "1")
-    a.seats = a.new_seats()
+    a.held_stages = a.new_held_stages()
     way = source("snapshot", a, updates=1)
     assert "stage 0 of 2" in str(a.take(1, way))
     base = Source("base")
@@ -349,10 +349,10 @@ def test_the_checkpoint_that_was_asked_for_is_loaded(saved: Saved, tmp_path: Pat
     a.take(1)
     a.train(1, seed=1, updates=90)
     expected = a.weights(1)
-    a.seats.save(1)
+    a.held_stages.save(1)
     a.train(1, seed=2, updates=10)
-    a.seats.save_all()
-    a.seats = a.new_seats()
+    a.held_stages.save_all()
+    a.held_stages = a.new_held_stages()
     older, newer = (source("snapshot", a, updates=n) for n in (90, 100))
     assert a.take(1, older, newer) == (90, older) and same(a.weights(1), expected)
     assert a.take(1, newer) == (100, newer) and not same(a.weights(1), expected)
@@ -364,8 +364,8 @@ def test_an_own_checkpoint_comes_first_if_as_new(saved: Saved, tmp_path: Path) -
     a, b = world.peer("a"), world.peer("b")
     b.take(1), b.train(1, seed=3, updates=80)
     a.take(1), a.train(1, seed=1, updates=100)
-    a.seats.save_all()
-    a.seats = a.new_seats()
+    a.held_stages.save_all()
+    a.held_stages = a.new_held_stages()
     live, mine = source("live", b, updates=80), source("snapshot", a, updates=100)
     assert a.take(1, live, mine) == (80, live)  # what is newer than the crew is of a branch that it has left
     b.train(1, seed=3, updates=20)
@@ -378,20 +378,20 @@ def test_another_runs_files_and_copies_do_not_count(saved: Saved, tmp_path: Path
     a, base = world.peer("a"), Source("base")
     a.take(1)
     a.train(1, seed=1, updates=500)
-    a.seats.round = 77
-    a.seats.save_all()
-    a.seats = a.new_seats()
-    assert a.seats.recall(world.spans) == 77
-    assert a.seats.holding().replicas == a.seats.holding().checkpoints == (Kept(1, 500),)
-    assert not a.seats.go_to(RUN) and a.seats.holding().replicas
+    a.held_stages.round = 77
+    a.held_stages.save_all()
+    a.held_stages = a.new_held_stages()
+    assert a.held_stages.recall(world.spans) == 77
+    assert a.held_stages.holding().replicas == a.held_stages.holding().checkpoints == (Kept(1, 500),)
+    assert not a.held_stages.go_to(RUN) and a.held_stages.holding().replicas
     other = (("ef" * 8, 0),)
-    assert a.seats.go_to(other) and a.said[-1].endswith("another run or branch: 1")
-    assert a.seats.holding().replicas == a.seats.holding().checkpoints == () and a.seats.round == 0
+    assert a.held_stages.go_to(other) and a.said[-1].endswith("another run or branch: 1")
+    assert a.held_stages.holding().replicas == a.held_stages.holding().checkpoints == () and a.held_stages.round == 0
     for way in ("snapshot", "replica"):
         assert a.take(1, source(way, a, updates=500), base) == (0, base)
     a.train(1, seed=2, updates=3)
-    a.seats.save_all()
-    assert a.seats.holding().checkpoints == (Kept(1, 3),)
+    a.held_stages.save_all()
+    assert a.held_stages.holding().checkpoints == (Kept(1, 3),)
     last = newest(stage_files(tmp_path / "a" / "stages"))
     assert last is not None and (last.run, last.updates) == (other, 3)  # by time, not by count
 
@@ -402,33 +402,37 @@ def test_stages_stay_in_their_run_and_leave_forks(saved: Saved, tmp_path: Path) 
 
     def files() -> list[StageFile]:
         for stage in range(3):
-            a.seats.store(stage).wait()
+            a.held_stages.store(stage).wait()
         return stage_files(tmp_path / "a" / "stages")
 
     for stage, updates in ((0, 41), (1, 43), (2, 40)):
         a.take(stage)
         a.train(stage, seed=stage, updates=updates)
-    a.seats.handing.let_go(2)
-    kept = State({}, 41, 1.0)
-    a.seats.workers.pop(2)
-    a.handing.replicas = {2: kept}
-    a.seats.round = 39
+    a.held_stages.weight_transfer.let_go(2)
+    kept = StageWeights({}, 41, 1.0)
+    a.held_stages.workers.pop(2)
+    a.weight_transfer.replicas = {2: kept}
+    a.held_stages.round = 39
     ours = (*RUN, ("0a" * 8, 40))
-    assert not a.seats.go_to(ours)
-    assert a.seats.workers.keys() == {0, 1}  # what becomes of the second is for the crew to say
-    assert a.handing.replicas == {2: kept} and a.seats.round == 39
+    assert not a.held_stages.go_to(ours)
+    assert a.held_stages.workers.keys() == {0, 1}  # what becomes of the second is for the crew to say
+    assert a.weight_transfer.replicas == {2: kept} and a.held_stages.round == 39
     assert [(file.stage, file.updates, file.run) for file in files()] == [(1, 43, RUN)]
-    a.seats.save(0)
+    a.held_stages.save(0)
     assert (0, 41, ours) in [(file.stage, file.updates, file.run) for file in files()]
-    a.handing.replicas[1] = State({}, 30, 1.0)
+    a.weight_transfer.replicas[1] = StageWeights({}, 30, 1.0)
     weights = a.weights(0)
     theirs = (*RUN, ("0b" * 8, 30))
     a.train(0, seed=7, updates=9)
-    assert a.seats.go_to(theirs) and a.seats.round == 0
-    assert a.seats.workers == {} and list(a.handing.replicas) == [1] and a.seats.holding().checkpoints == ()
+    assert a.held_stages.go_to(theirs) and a.held_stages.round == 0
+    assert (
+        a.held_stages.workers == {}
+        and list(a.weight_transfer.replicas) == [1]
+        and a.held_stages.holding().checkpoints == ()
+    )
     assert files()[0].updates == 50 and files()[0].run == ours  # it is not lost
     assert not any(file.counts(theirs) for file in files())
-    assert a.seats.go_to(ours) and Kept(0, 41) in a.seats.holding().checkpoints
+    assert a.held_stages.go_to(ours) and Kept(0, 41) in a.held_stages.holding().checkpoints
     a.take(0, source("snapshot", a, updates=41))
     assert same(a.weights(0), weights)
 
@@ -439,16 +443,16 @@ def test_old_files_belong_to_single_segment_runs(saved: Saved, tmp_path: Path) -
     a.take(1)
     for _ in range(2):
         a.train(1, seed=1, updates=20)
-        a.seats.save(1)
-    a.seats.save_all()
+        a.held_stages.save(1)
+    a.held_stages.save_all()
     for file in stage_files(tmp_path / "a" / "stages"):
         text = file.path / "state.json"
         text.write_text(text.read_text().replace(json.dumps(RUN), json.dumps(RUN[0][0])))
     assert [(file.run, file.updates) for file in stage_files(tmp_path / "a" / "stages")] == [(RUN, 40), (RUN, 20)]
-    a.seats = a.new_seats()
-    assert a.seats.holding().checkpoints == (Kept(1, 40), Kept(1, 20))
-    a.seats.go_to((*RUN, ("0a" * 8, 30)))
-    assert a.seats.holding().checkpoints == (Kept(1, 20),)
+    a.held_stages = a.new_held_stages()
+    assert a.held_stages.holding().checkpoints == (Kept(1, 40), Kept(1, 20))
+    a.held_stages.go_to((*RUN, ("0a" * 8, 30)))
+    assert a.held_stages.holding().checkpoints == (Kept(1, 20),)
 
 
 def test_nobody_waits_for_a_slow_disk(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,17 +465,17 @@ def test_nobody_waits_for_a_slow_disk(saved: Saved, tmp_path: Path, monkeypatch:
     every = world.config.checkpoints.every
     for _ in range(2):
         a.train(0, seed=1, updates=every)
-        a.seats.updated(plan)
+        a.held_stages.updated(plan)
     assert a.said[-1] == f"no checkpoint of stage 0 after update {2 * every}: the last is not written yet"
     writes.set()
-    a.seats.store(0).wait()
+    a.held_stages.store(0).wait()
     a.train(0, seed=1, updates=1)
-    a.seats.updated(plan)
-    assert a.seats.holding().checkpoints == (Kept(0, every),)  # all stages after the same updates
+    a.held_stages.updated(plan)
+    assert a.held_stages.holding().checkpoints == (Kept(0, every),)  # all stages after the same updates
     a.train(0, seed=1, updates=every)
-    a.seats.updated(plan)
-    a.seats.save_all()
-    assert a.seats.holding().checkpoints == (Kept(0, 3 * every + 1), Kept(0, every))
+    a.held_stages.updated(plan)
+    a.held_stages.save_all()
+    assert a.held_stages.holding().checkpoints == (Kept(0, 3 * every + 1), Kept(0, every))
 
 
 def test_the_next_source_is_tried_when_one_fails(saved: Saved, tmp_path: Path) -> None:
@@ -491,16 +495,16 @@ def test_the_next_source_is_tried_when_one_fails(saved: Saved, tmp_path: Path) -
         "snapshot",
     ]
     refused = b.take(0, source("replica", a))
-    assert isinstance(refused, str) and 0 not in b.seats.workers
+    assert isinstance(refused, str) and 0 not in b.held_stages.workers
     with pytest.raises(KeyError):
-        b.seats.optimizer(0)
+        b.held_stages.optimizer(0)
 
 
 def test_weights_of_other_shapes_leave_the_base_model(saved: Saved, tmp_path: Path) -> None:
     world = World(saved("llama"), 2, tmp_path)
     a, b = world.peer("a"), world.peer("b")
     a.take(1)
-    a.handing.hold(1, lambda: seats_module.State({"model.norm.weight": torch.zeros(3)}, 9, 0.0), nullcontext)
+    a.weight_transfer.hold(1, lambda: module.StageWeights({"model.norm.weight": torch.zeros(3)}, 9, 0.0), nullcontext)
     base = Source("base")
     assert b.take(1, source("live", a), base) == (0, base)
     fresh = world.peer("c")
@@ -515,7 +519,7 @@ def test_an_order_withdrawn_meanwhile_is_given_up(saved: Saved, tmp_path: Path) 
     a.train(1, seed=1)
     b.gives_up_after = 2  # once before the source is tried, once while its weights travel
     assert b.take(1, source("live", a), Source("base")) == "it is not wanted any more"
-    assert 1 not in b.seats.workers and b.seats.holding().live == ()
+    assert 1 not in b.held_stages.workers and b.held_stages.holding().live == ()
 
 
 def test_a_stage_once_left_is_not_handed_over(saved: Saved, tmp_path: Path) -> None:
@@ -523,8 +527,8 @@ def test_a_stage_once_left_is_not_handed_over(saved: Saved, tmp_path: Path) -> N
     a, b = world.peer("a"), world.peer("b")
     a.take(1)
     a.train(1, seed=1)
-    a.seats.leave(1)
-    assert a.seats.updates == 0
+    a.held_stages.leave(1)
+    assert a.held_stages.updates == 0
     assert b.take(1, source("live", a), Source("base"))[1] == Source("base")
 
 
@@ -537,7 +541,7 @@ def test_shapes_are_those_of_the_stages(saved: Saved, tmp_path: Path, kind: str,
     peer = world.peer("a")
     for index in range(3):
         named = load_stage(policy, (index, 3), lambda line: None).named()
-        shapes = peer.seats.shapes_of(index, world.spans)
+        shapes = peer.held_stages.shapes_of(index, world.spans)
         assert {name: p.shape for name, p in named.items()} == {name: t.shape for name, t in shapes.items()}
         assert all(tensor.is_meta for tensor in shapes.values()) and shapes
 
@@ -605,9 +609,9 @@ def test_a_replica_is_renewed_when_old(saved: Saved, tmp_path: Path) -> None:
     for _ in range(8):
         for stage, peer in enumerate(peers):
             peer.train(stage, seed=stage)
-            peer.seats.updated(world.plan(*peers))
+            peer.held_stages.updated(world.plan(*peers))
         world.run(5.0)
-        ages.append(peers[1].seats.updates - peers[1].handing.replicas[0].updates)
+        ages.append(peers[1].held_stages.updates - peers[1].weight_transfer.replicas[0].updates)
     assert ages == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
@@ -618,19 +622,19 @@ def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkey
         peer.take(stage)
         peer.train(stage, seed=stage, updates=4)
     world.network.kill("c")
-    started = seats_module.Handing.fetch
+    started = module.WeightTransfer.fetch
 
     def fetch(self, *args):  # nobody moves the clock while the lead waits
         fetched = started(self, *args)
         world.run(30.0)
         return fetched
 
-    monkeypatch.setattr(seats_module.Handing, "fetch", fetch)
-    missing = a.seats.gather(world.plan(a, b, c), 0.0)
-    a.seats.save_all()
+    monkeypatch.setattr(module.WeightTransfer, "fetch", fetch)
+    missing = a.held_stages.gather(world.plan(a, b, c), 0.0)
+    a.held_stages.save_all()
     assert list(missing) == [2]
-    assert set(a.seats.holding().checkpoints) == {Kept(0, 4), Kept(1, 4)}
-    a.seats = a.new_seats()
+    assert set(a.held_stages.holding().checkpoints) == {Kept(0, 4), Kept(1, 4)}
+    a.held_stages = a.new_held_stages()
     way = source("snapshot", a, updates=4)
     assert a.take(1, way) == (4, way) and same(a.weights(1), b.weights(1))  # with new moments
 
@@ -644,16 +648,16 @@ def test_a_stage_goes_by_its_crews_agreement(saved: Saved, tmp_path: Path, lora:
     a.train(1, seed=1, updates=3)
     grpo = GrpoConfig(weight_decay=0.25, betas=(0.5, 0.75), beta=0.1)
     stages = world.config.pipeline.model_copy(update={"wire": "int8"})
-    a.seats.go_by(world.config.model_copy(update={"grpo": grpo, "stages": stages}), reference=True)
+    a.held_stages.go_by(world.config.model_copy(update={"grpo": grpo, "stages": stages}), reference=True)
     a.take(0)
     for stage in (0, 1):  # whether it comes then or was there before
-        worker, groups = a.seats.workers[stage], a.seats.optimizer(stage).adamw.param_groups
+        worker, groups = a.held_stages.workers[stage], a.held_stages.optimizer(stage).adamw.param_groups
         assert worker.codec == "int8" and (worker.reference is None) == lora
         assert {group["betas"] for group in groups} == {(0.5, 0.75)}
         assert {group["weight_decay"] for group in groups if group["params"]} <= {0.25, 0.0}
         assert any(group["weight_decay"] == 0.25 for group in groups)
-    reference = a.seats.workers[1].reference
-    assert a.seats.workers[1].updates == 3
+    reference = a.held_stages.workers[1].reference
+    assert a.held_stages.workers[1].updates == 3
     if reference is not None:
         named = reference.named(trainable=False)
         assert all(torch.equal(tensor, named[name]) for name, tensor in before.items())
@@ -666,11 +670,11 @@ def test_a_failed_checkpoint_is_written_again(saved: Saved, tmp_path: Path) -> N
     a.train(1, seed=1, updates=3)
     stages.parent.mkdir()
     stages.write_text("a file, not a folder")
-    a.seats.save(1)
-    a.seats.store(1).wait()
+    a.held_stages.save(1)
+    a.held_stages.store(1).wait()
     stages.unlink()
-    a.seats.save_all()
-    assert a.seats.holding().checkpoints == (Kept(1, 3),)
+    a.held_stages.save_all()
+    assert a.held_stages.holding().checkpoints == (Kept(1, 3),)
     assert any("checkpoint of round 3" in line for line in a.said)
 
 
@@ -689,9 +693,9 @@ def test_a_long_notice_is_used_with_few_requests(saved: Saved, tmp_path: Path, m
         kept.set_result(updates if now[0] > 110.0 else 0)
         return kept
 
-    monkeypatch.setattr(seats_module, "WAIT_S", 0.1)
-    monkeypatch.setattr(seats_module.time, "sleep", sleep)
-    monkeypatch.setattr(a.handing, "offer", offer)
-    assert a.seats.hand_over(world.plan(a, b), lambda: 114.0 - now[0]) == {0: (b.transport.peer_id, "")}
+    monkeypatch.setattr(module, "WAIT_S", 0.1)
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    monkeypatch.setattr(a.weight_transfer, "offer", offer)
+    assert a.held_stages.hand_over(world.plan(a, b), lambda: 114.0 - now[0]) == {0: (b.transport.peer_id, "")}
     assert len(asks) <= MAX_ASKS
     assert [at for at in asks if at < 2.0][5] < 1.0, "what is small is there soon"

@@ -23,9 +23,9 @@ from swarm_node.pipeline.recovery.weight_transfer import (
     MAX_ASKS,
     PER_PEER,
     Fetch,
-    Handing,
-    State,
+    StageWeights,
     Wanted,
+    WeightTransfer,
     _Copy,
     ordered,
 )
@@ -60,7 +60,7 @@ class Crew:
         """Peers that have told the crew of one that they keep."""
         self.room = 0
         self.peers = [
-            Handing(
+            WeightTransfer(
                 transport,
                 SWARM,
                 ARCHITECTURE,
@@ -95,12 +95,12 @@ class Crew:
         return offered.result(0) if error is None else getattr(error, "reason", str(error))
 
     def hold(self, i: int, stage: int, tensors: Mapping[str, Tensor], updates: int = 1, omega: float = 0.0) -> None:
-        self.peers[i].hold(stage, lambda: State(tensors, updates, omega), nullcontext)
+        self.peers[i].hold(stage, lambda: StageWeights(tensors, updates, omega), nullcontext)
 
     def id(self, i: int) -> str:
         return self.transports[i].peer_id
 
-    def fetched(self, fetch: Fetch) -> State:
+    def fetched(self, fetch: Fetch) -> StageWeights:
         self.clock.run_until(self.clock.now() + 60)
         fetch.done.result(0)
         return fetch.state
@@ -163,8 +163,8 @@ def test_weights_are_given_as_between_two_updates() -> None:
             seen.append("copied")
             yield
 
-    def state() -> State:
-        return State(live, 3 + lock.locked(), 0.1)
+    def state() -> StageWeights:
+        return StageWeights(live, 3 + lock.locked(), 0.1)
 
     live["model.layers.0.a"].fill_(0.5)
     crew.peers[0].hold(0, state, still)
@@ -181,7 +181,7 @@ def test_weights_are_given_as_between_two_updates() -> None:
 def test_strangers_get_nothing() -> None:
     crew, live = Crew(), weights(0, 1)
     crew.hold(0, 0, live)
-    crew.peers[0].replicas[1] = State(live, 1, 0.0)
+    crew.peers[0].replicas[1] = StageWeights(live, 1, 0.0)
     crew.strangers.add(crew.id(1))
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "stranger"
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(1, 0, 1, False, replica=True), live)) == "stranger"
@@ -359,7 +359,7 @@ def test_a_whole_copy_as_new_is_enough() -> None:
     assert crew.peers[1].replicas[3].updates == 7 and crew.offer(0, 1, 3, 7) == 0
     replica = crew.peers[1].replicas[3]
     assert replica.tensors.keys() == live.keys() and crew.offer(0, 1, 3, 7) == 7
-    crew.peers[1].replicas[3] = State(dict(live), 9, 0.0)
+    crew.peers[1].replicas[3] = StageWeights(dict(live), 9, 0.0)
     assert crew.offer(0, 1, 3, 8) == 9 and crew.shelved == [1, 1]
 
 
@@ -402,7 +402,7 @@ def test_a_stage_is_kept_for_its_holder_alone() -> None:
 def test_questions_whether_a_stage_is_kept_are_bounded() -> None:
     crew, live = Crew(), weights(0, 1)
     crew.shelves[3] = live
-    crew.peers[1].replicas[3] = State(live, 7, 0.0)
+    crew.peers[1].replicas[3] = StageWeights(live, 7, 0.0)
     head = seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 3, 7))
     for _ in range(MAX_ASKS):
         crew.doors[1][KEEP_METHOD](crew.id(0), head, 0)

@@ -14,8 +14,8 @@ from protocol.transports.memory.transport import MemoryNetwork, MemoryTransport,
 from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.compute.partition import UNKNOWN, partition, sizes
 from swarm_node.pipeline.membership.actions import TakeSeat
-from swarm_node.pipeline.recovery.held_stages import Seats
-from swarm_node.pipeline.recovery.weight_transfer import Handing
+from swarm_node.pipeline.recovery.held_stages import HeldStages
+from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
 from swarm_node.pipeline.settings import settings_of
 from swarm_node.pipeline.stage_cohort import StageCohort
 from swarm_node.policy.loading import prepare
@@ -37,26 +37,26 @@ class Peer:
         """Times that a stage is still wanted when that is asked."""
         known = [address for peer in world.peers.values() for address in peer.transport.addresses]
         self.transport: MemoryTransport = world.network.join(name, SWARM, bootstrap=known)
-        self.handing = Handing(self.transport, SWARM, ARCHITECTURE, lambda peer, stage: True)
-        self.seats = self.new_seats()
+        self.weight_transfer = WeightTransfer(self.transport, SWARM, ARCHITECTURE, lambda peer, stage: True)
+        self.held_stages = self.new_held_stages()
         self.cohort = StageCohort(
-            world.averaging, SWARM, PERIOD_S, self.seats, self.transport, self.said.append, world.clock.now
+            world.averaging, SWARM, PERIOD_S, self.held_stages, self.transport, self.said.append, world.clock.now
         )
 
-    def new_seats(self) -> Seats:
+    def new_held_stages(self) -> HeldStages:
         """As after a restart."""
         world = self.world
-        seats = Seats(
+        held_stages = HeldStages(
             world.config,
             world.loading,
-            self.handing,
+            self.weight_transfer,
             world.folder / self.name / "stages",
             self.transport.peer_id,
             self._stands,
             self.said.append,
         )
-        seats.go_to(RUN)
-        return seats
+        held_stages.go_to(RUN)
+        return held_stages
 
     def _stands(self, order: TakeSeat) -> bool:
         self.world.run(0.5)
@@ -65,15 +65,15 @@ class Peer:
 
     def take(self, stage: int, *sources: Source) -> tuple[int, Source] | str:
         order = TakeSeat(stage, self.world.spans[stage], sources or (Source("base"),))
-        return self.seats.take(order, self.world.spans)
+        return self.held_stages.take(order, self.world.spans)
 
     def weights(self, stage: int) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.seats.optimizer(stage).weights().items()}
+        return {name: tensor.clone() for name, tensor in self.held_stages.optimizer(stage).weights().items()}
 
     def train(self, stage: int, seed: int, updates: int = 1) -> None:
         """Other weights, of so many updates more, and a gradient norm."""
-        worker, rng = self.seats.workers[stage], torch.Generator().manual_seed(seed)
-        optimizer = self.seats.optimizer(stage)
+        worker, rng = self.held_stages.workers[stage], torch.Generator().manual_seed(seed)
+        optimizer = self.held_stages.optimizer(stage)
         with optimizer.updating(), torch.no_grad():
             for tensor in optimizer.weights().values():
                 tensor += 0.01 * torch.randn(tensor.shape, generator=rng)
@@ -83,7 +83,7 @@ class Peer:
         worker.omega = 0.5 + seed
 
     def announce(self) -> None:
-        held = tuple(sorted(self.seats.workers))
+        held = tuple(sorted(self.held_stages.workers))
         layers = [self.world.spans[stage] for stage in held]
         self.transport.announce(
             PeerCard(
@@ -93,7 +93,7 @@ class Peer:
                 self.name,
                 ["trainer"],
                 cohort=self.cohort.id,
-                policy_version=self.seats.updates,
+                policy_version=self.held_stages.updates,
                 stages=(layers[0][0], layers[-1][1] - 1) if layers else None,
                 crew=CrewCard(crew_id(crew_key(SWARM, self.crew)), ARCHITECTURE, len(self.world.spans), held),
             )
