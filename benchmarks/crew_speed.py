@@ -137,7 +137,7 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     from swarm_node.policy.loading import load_policy
     from swarm_node.shutdown import Stopper
     from swarm_node.storage.rundir import RunDir
-    from swarm_node.swarm.enter import EnteredSwarm
+    from swarm_node.swarm.join import JoinedSwarm
     from swarm_node.tasks import load_tasks
 
     plain = load_config(file)
@@ -150,7 +150,7 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
         transport = MemoryNetwork(VirtualClock()).join(identity, manifest.swarm_id)
         run = stack.enter_context(RunDir.open(folder / "crew"))
         config = load_config(file, sets=["pipeline.stages=1", "pipeline.crew=bench"])
-        crew = CrewNode(config, EnteredSwarm(manifest, identity, transport, tasks), run, quiet, stack)
+        crew = CrewNode(config, JoinedSwarm(manifest, identity, transport, tasks), run, quiet, stack)
         with Stopper(last_resort=lambda: None) as stop:
             assert crew.follow(stop)
             crew.take_lead(stop)

@@ -432,7 +432,7 @@ def join(
         if dry_run:
             print_config(resolved, json_output)
             return
-        from swarm_node.swarm.joining import swarm_to_join
+        from swarm_node.swarm.links import swarm_to_join
 
         found = swarm_to_join(resolved)  # before torch is loaded: a mistyped name is answered at once
         from swarm_node.runtime.limits import be_nice
@@ -532,7 +532,7 @@ def new(
     with user_errors(json_output):
         resolved = resolve(config, sets, {"tasks": split_names(tasks), "bootstrap": split_names(bootstrap)})
         from protocol.manifest import ManifestLimits
-        from swarm_node.swarm.joining import join_link
+        from swarm_node.swarm.links import join_link
         from swarm_node.swarm.manifests import make_manifest, write_manifest
 
         described = None

@@ -55,7 +55,7 @@ from swarm_node.shutdown import Stopper, StopRequested
 from swarm_node.storage.checkpoints import check_room
 from swarm_node.storage.own_settings import OwnSettings
 from swarm_node.storage.rundir import RunDir
-from swarm_node.swarm.enter import EnteredSwarm
+from swarm_node.swarm.join import JoinedSwarm
 
 TICK_S = 0.5
 LOOK_S = 0.5
@@ -119,7 +119,7 @@ class CrewNode:
     def __init__(
         self,
         config: NodeConfig,
-        entered: EnteredSwarm,
+        entered: JoinedSwarm,
         run: RunDir,
         say: Callable[..., None],
         stack: ExitStack,

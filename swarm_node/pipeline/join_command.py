@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from protocol.crew import Plan
 from protocol.messages import PeerCard
 from swarm_node.config import NodeConfig
-from swarm_node.swarm.joining import join_link, living
+from swarm_node.swarm.links import join_link, living
 
 
 class Invitation:

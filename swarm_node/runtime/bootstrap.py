@@ -36,18 +36,11 @@ from swarm_node.runtime.preemption import stopper
 from swarm_node.shutdown import Stopper, StopRequested
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
-from swarm_node.swarm.joining import (
-    Swarm,
-    fetch_manifest,
-    find_swarm,
-    gather_files,
-    join_link,
-    keep,
-    open_transport,
-    say_what_leaves,
-    serve_swarm,
-    visitor,
-)
+from swarm_node.swarm.join import say_what_leaves
+from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep
+from swarm_node.swarm.lookup import fetch_manifest
+from swarm_node.swarm.network import open_transport, serve_swarm, visitor
+from swarm_node.swarm.question_files import gather_files
 
 LOOK_S = 0.5
 STATUS_S = 2.0
@@ -124,7 +117,7 @@ def _print(sentence: str, stream: TextIO | None = None) -> None:
 def _enter(
     swarm: Swarm, config: NodeConfig, run: RunDir, say: Callable[[str], None], stop: Stopper, stack: ExitStack
 ) -> tuple[Manifest, Transport]:
-    """As `enter.enter_swarm`, but on all shards and without loading a task."""
+    """As `join.join_swarm`, but on all shards and without loading a task."""
     manifest = swarm.manifest
     if manifest is None:
         with visitor(swarm, config.network, say) as visit:

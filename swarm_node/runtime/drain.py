@@ -12,7 +12,7 @@ from swarm_node.storage.rundir import RunDir
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.averaging import Averager
-    from swarm_node.swarm.enter import EnteredSwarm
+    from swarm_node.swarm.join import JoinedSwarm
 
 WAIT_S = 0.5
 """Longest between two looks whether others' weights have arrived, where training waits for them."""
@@ -37,7 +37,7 @@ def last_exchange(averager: Averager, average: Callable[[], object], left_s: Cal
     return averager.counts["exchanges"] != exchanges
 
 
-def mirror_of(config: NodeConfig, run: RunDir, swarm: EnteredSwarm | None, say: Callable[[str], None]) -> Mirror | None:
+def mirror_of(config: NodeConfig, run: RunDir, swarm: JoinedSwarm | None, say: Callable[[str], None]) -> Mirror | None:
     """Where checkpoints are copied to, if anywhere. UserError if that cannot be."""
     if not config.checkpoints.to:
         return None

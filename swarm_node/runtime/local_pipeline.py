@@ -24,7 +24,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.manifest import parse_manifest
 from swarm_node.config import NodeConfig, dump_toml
 from swarm_node.storage.rundir import RunDir, os_errors_explained
-from swarm_node.swarm.joining import Swarm
+from swarm_node.swarm.links import Swarm
 from swarm_node.swarm.manifests import make_manifest
 
 CREW = "local"

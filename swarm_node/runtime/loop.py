@@ -36,8 +36,8 @@ from swarm_node.shutdown import Stopper, StopRequested
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.own_settings import OwnSettings
 from swarm_node.storage.rundir import RunDir
-from swarm_node.swarm.enter import EnteredSwarm, enter_swarm
-from swarm_node.swarm.joining import Swarm, join_link
+from swarm_node.swarm.join import JoinedSwarm, join_swarm
+from swarm_node.swarm.links import Swarm, join_link
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Group
 
@@ -128,7 +128,7 @@ class Run:
         swarm = crew.entered if crew is not None else None
         asked = config
         if found is not None:
-            swarm = enter_swarm(found, config, run, self.say, stack, stop.allowed)
+            swarm = join_swarm(found, config, run, self.say, stack, stop.allowed)
             config = swarm.with_model(config)
             self.progress.spent_s = swarm.waited_s
         self.screen.health.identify(config.name or run.path.resolve().name, swarm.manifest.swarm_id if swarm else "")
@@ -179,7 +179,7 @@ class Run:
         if resumed:
             self.say(f"resumed {run.path} at round {self.node.round}", "resume")
 
-    def _become_member(self, swarm: EnteredSwarm, stack: ExitStack) -> Member:
+    def _become_member(self, swarm: JoinedSwarm, stack: ExitStack) -> Member:
         from swarm_node.swarm.member import Member
 
         record = None

@@ -21,8 +21,8 @@ from swarm_node.runtime.preemption import stopper
 from swarm_node.shutdown import Stopper, StopRequested
 from swarm_node.storage.mirror import Mirror
 from swarm_node.storage.rundir import RunDir
-from swarm_node.swarm.enter import enter_swarm
-from swarm_node.swarm.joining import Swarm
+from swarm_node.swarm.join import join_swarm
+from swarm_node.swarm.links import Swarm
 
 STOPPING = "stopping; the same command takes a stage again"
 ADVICE = "saving the stages that are held here"
@@ -101,7 +101,7 @@ def _enter(
         run.path.chmod(0o700)
     except OSError as error:
         screen.say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
-    entered = enter_swarm(swarm, config, run, screen.say, stack, stop.allowed)
+    entered = join_swarm(swarm, config, run, screen.say, stack, stop.allowed)
     screen.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
     config = entered.with_model(config)
     mirror = mirror_of(config, run, entered, screen.say)

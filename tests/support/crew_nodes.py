@@ -21,7 +21,7 @@ from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.pipeline.transport import StageTransport
 from swarm_node.shutdown import Stopper, StopRequested
 from swarm_node.storage.rundir import RunDir
-from swarm_node.swarm.enter import EnteredSwarm
+from swarm_node.swarm.join import JoinedSwarm
 from swarm_node.swarm.manifests import make_manifest
 from tests.support.pipeline_crew import SAMPLING, some_groups
 from tests.support.waiting import until
@@ -87,7 +87,7 @@ class Machine:
             known = [address for one in world.machines.values() for address in one.transport.addresses]
             transport = world.network.join(name, world.manifest.swarm_id, bootstrap=known)
         self.transport = Locked(transport, world.lock)
-        entered = EnteredSwarm(world.manifest, cast(Any, None), self.transport, cast(Any, None))
+        entered = JoinedSwarm(world.manifest, cast(Any, None), self.transport, cast(Any, None))
         self.node = CrewNode(config, entered, run, lambda text, kind="": self.said.append(text), self.stack)
         self.thread = threading.Thread(target=self._live, name=name, daemon=True)
         self.thread.start()

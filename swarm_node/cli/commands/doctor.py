@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,20 +38,19 @@ from protocol.public import is_public
 from protocol.transports.ports import read_ports
 from protocol.transports.settings import free_port
 from swarm_node import __version__
-from swarm_node.cli.commands.status import FRESH_S, look_around, read_status
+from swarm_node.cli.commands.status import FRESH_S, read_status
 from swarm_node.config import NetworkConfig, NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.install import PACKAGE, install_command, reinstall_command, torch_command, upgrade_command
 from swarm_node.observability.refusals import Row
 from swarm_node.runtime.limits import BOOTSTRAP
 from swarm_node.storage.rundir import RunDir
-from swarm_node.swarm.joining import Swarm, find_swarm, join_link, living, visitor
+from swarm_node.swarm.links import Swarm, find_swarm, join_link, living
+from swarm_node.swarm.lookup import dial, look_around
+from swarm_node.swarm.network import visitor
 
 TESTED = {"torch": "2", "transformers": "5", "hivemind": "1.1", "libp2p": "0.8", "reasoning-gym": "0.1"}
 """Package -> how the versions begin that this one is tested with."""
-DIAL_S = 3.0
-MAX_DIALS = 32
-"""Addresses tried."""
 ASKED = 5
 """Members asked to connect back, until `WITNESSES` have."""
 WITNESSES = 2
@@ -497,22 +495,6 @@ def seen_from_others(
     near = all(_reach(address) != "public" for peer in tried for address in members[peer].addresses if "/ip" in address)
     where = ", which only tells of this network" if near else ""
     return Check("reachable", "ok", f"{named} connected to ports {ports[0]} and {ports[1]}{where}")
-
-
-def dial(addresses: Sequence[str]) -> dict[str, bool]:
-    """Address -> whether something answers there (TCP); those through a relay are left out."""
-    direct = [address for address in dict.fromkeys(addresses) if "/p2p-circuit" not in address][:MAX_DIALS]
-    with ThreadPoolExecutor(MAX_DIALS) as pool:
-        return dict(zip(direct, pool.map(_answers, direct), strict=True))
-
-
-def _answers(address: str) -> bool:
-    _, _, host, _, port, *_ = [*address.split("/"), "", "", ""]
-    try:
-        with socket.create_connection((host, int(port)), DIAL_S):
-            return True
-    except (OSError, ValueError, OverflowError):
-        return False
 
 
 def begin(answering: Mapping[str, bool], members: Mapping[str, PeerCard] | None = None, way: Way = ANY) -> Check:

@@ -61,7 +61,7 @@ def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
     """What a run is trained on: a member's tasks are those of its swarm, of which it may have chosen some."""
     if not config.swarm or not run.swarm.is_file():
         return config.tasks
-    from swarm_node.swarm.joining import find_swarm  # runs that trained alone need nothing of the network
+    from swarm_node.swarm.links import find_swarm  # runs that trained alone need nothing of the network
     from swarm_node.swarm.manifests import task_tables
 
     manifest = find_swarm(str(run.swarm)).manifest

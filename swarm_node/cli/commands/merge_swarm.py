@@ -25,14 +25,17 @@ from swarm_node.averaging.cohort_weights import MAX_VERSION, cohorts_of, collect
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State, task_norms
 from swarm_node.cli.commands.merge import Cohort, Method, Say, check_scale, merge_and_show, on_stderr
-from swarm_node.cli.commands.status import SHORT_ID, look_around
+from swarm_node.cli.commands.status import SHORT_ID
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
-from swarm_node.swarm.joining import PATIENCE_S, Swarm, fetch_manifest, find_swarm, gather_files, visitor
+from swarm_node.swarm.links import Swarm, find_swarm
+from swarm_node.swarm.lookup import PATIENCE_S, fetch_manifest, look_around
 from swarm_node.swarm.manifests import task_tables
+from swarm_node.swarm.network import visitor
+from swarm_node.swarm.question_files import gather_files
 
 QUIET_S = 60.0
 """Without a new member for this long, those found are all, though they do not suffice."""

@@ -19,23 +19,20 @@ import msgspec
 import typer
 
 from protocol.messages import PeerCard
-from protocol.transports.base import Transport
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_record
 from swarm_node.observability.reasons import words
 from swarm_node.observability.refusals import Row
 from swarm_node.storage.rundir import RunDir
-from swarm_node.swarm.joining import find_swarm, no_address, visitor
+from swarm_node.swarm.links import find_swarm, no_address
+from swarm_node.swarm.lookup import dial, look_around
+from swarm_node.swarm.network import visitor
 
 SCHEMA = 1
 """Of the JSON document. It rises when a field goes or means something else; new ones may come at any time."""
-LOOK_S = 20.0
-"""How long to look for members of a swarm before calling it empty."""
 PATIENT_S = 40.0
 """The same where something answers: on a busy machine, the network takes long to come up."""
-SETTLE_S = 3.0
-"""Without a new member for this long, those found are all."""
 SHORT_ID = 8
 """Last characters of a peer id that tables show: the first ones are the same for all."""
 LISTED = 8
@@ -71,19 +68,6 @@ def read_status(run: RunDir) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {run.status}: {error}") from error
     return status if isinstance(status, dict) else None
-
-
-def look_around(
-    transport: Transport, look_s: float = LOOK_S, clock: Callable[[], float] = time.monotonic, tick_s: float = 0.2
-) -> Mapping[str, PeerCard]:
-    """Members, once no more of them turn up."""
-    began = changed = clock()
-    members: Mapping[str, PeerCard] = {}
-    while clock() - began < look_s and (not members or clock() - changed < SETTLE_S):
-        time.sleep(tick_s)
-        if transport.members().keys() != members.keys():
-            members, changed = dict(transport.members()), clock()
-    return members
 
 
 def _is_run(target: str | None) -> bool:
@@ -164,8 +148,6 @@ def _of_swarm(named: str, network: NetworkConfig) -> dict[str, Any]:
 
 def _answers(addresses: Sequence[str]) -> bool:
     """Whether something may answer at one of `addresses`: it need not be a peer, and relayed ones are not tried."""
-    from swarm_node.cli.commands.doctor import dial
-
     answering = dial(addresses)
     return any(answering.values()) or not answering
 

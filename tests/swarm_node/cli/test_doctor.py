@@ -28,7 +28,6 @@ from swarm_node.cli.commands.doctor import (
     begin,
     clock,
     compiler,
-    dial,
     directory,
     disk,
     examine,
@@ -50,6 +49,7 @@ from swarm_node.observability.refusals import Row
 from swarm_node.pipeline.compute import memory
 from swarm_node.policy.loading import prepare
 from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.lookup import dial
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 from tests.support.placing import parse
 from tests.support.ports import free_port

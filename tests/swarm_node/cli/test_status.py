@@ -16,11 +16,13 @@ import typer
 
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.cli.commands import status
-from swarm_node.cli.commands.status import look_around, show_status
+from swarm_node.cli.commands.status import show_status
 from swarm_node.config import GuestConfig, NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.runtime.limits import Guest, pause, resume
 from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm import lookup
+from swarm_node.swarm.lookup import look_around
 from tests.support.fake_transport import SWARM, FakeTransport, address, card, peer_id
 from tests.support.ports import free_port
 
@@ -297,7 +299,7 @@ def visiting(monkeypatch: pytest.MonkeyPatch, cards: Mapping[str, PeerCard], **s
 
     monkeypatch.setattr(status, "visitor", visitor)
     monkeypatch.setattr(status, "PATIENT_S", 0.5)
-    monkeypatch.setattr(status, "SETTLE_S", 0.1)
+    monkeypatch.setattr(lookup, "SETTLE_S", 0.1)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from swarm_node.config import NodeConfig, dump_own, dump_toml, load_config, load
 from swarm_node.errors import UserError
 from swarm_node.storage.own_settings import OwnSettings, as_trained
 from swarm_node.storage.rundir import RunDir
-from swarm_node.swarm.joining import swarm_to_join
+from swarm_node.swarm.links import swarm_to_join
 from swarm_node.swarm.manifests import make_manifest, write_manifest
 
 RUN = Path("r")

@@ -21,7 +21,7 @@ from swarm_node.runtime.loop import run_local
 from swarm_node.storage import checkpoints as checkpoints
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
-from swarm_node.swarm import enter
+from swarm_node.swarm import join
 from tests.support.fake_transport import FakeTransport, address
 
 STARTER_BYTES = 12 * 438_912
@@ -88,7 +88,7 @@ def test_minutes_end_the_wait_for_a_manifest(tmp_path: Path, monkeypatch: pytest
     def visitor(*arguments: object) -> Iterator[FakeTransport]:
         yield FakeTransport()
 
-    monkeypatch.setattr(enter, "visitor", visitor)
+    monkeypatch.setattr(join, "visitor", visitor)
     link = f"swarm://{'ab' * 32}?peer={address(1)}"
     told = CliRunner().invoke(app, ["join", link, "--minutes", "0.01", "--run-dir", str(tmp_path / "run"), "--json"])
     assert told.exit_code == 1, told.output

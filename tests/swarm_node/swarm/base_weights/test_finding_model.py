@@ -25,7 +25,7 @@ from swarm_node.swarm.base_weights.fetching import Members
 from swarm_node.swarm.base_weights.files import Model, list_model, remember, starter_folder
 from swarm_node.swarm.base_weights.finding import at_hand, choose_model, find_model, give_what_is_here
 from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub
-from swarm_node.swarm.enter import EnteredSwarm
+from swarm_node.swarm.join import JoinedSwarm
 from tests.support.fake_transport import FakeTransport
 from tests.support.model_folders import make_model
 
@@ -90,7 +90,7 @@ def test_the_swarms_model_is_trained_and_given(
     chosen = choose_model(config(**policy), swarm(model), [], transport, said.append)
     assert chosen == str(folder)
     assert MODEL_METHOD in transport.accepted and "can have it from here" in said[-1]
-    entered = EnteredSwarm(swarm(model), None, transport, None, chosen)  # type: ignore[arg-type]
+    entered = JoinedSwarm(swarm(model), None, transport, None, chosen)  # type: ignore[arg-type]
     assert entered.with_model(config(**policy)).policy.model == str(folder)
     private = config(**policy).model_copy(update={"sharing": SharingConfig(give_model=False)})
     silent = Listening()

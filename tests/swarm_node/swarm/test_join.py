@@ -30,24 +30,14 @@ from swarm_node.config import (
 from swarm_node.errors import UserError
 from swarm_node.runtime.loop import run_join
 from swarm_node.storage.rundir import RunDir
-from swarm_node.swarm import joining
+from swarm_node.swarm import links, lookup, question_files
 from swarm_node.swarm.download import download
-from swarm_node.swarm.enter import enter_swarm
-from swarm_node.swarm.joining import (
-    Swarm,
-    fetch_manifest,
-    find_swarm,
-    gather_files,
-    join_link,
-    keep,
-    living,
-    open_transport,
-    say_what_leaves,
-    serve_swarm,
-    settings_of,
-    swarm_to_join,
-)
+from swarm_node.swarm.join import join_swarm, say_what_leaves
+from swarm_node.swarm.links import Swarm, find_swarm, join_link, keep, living, swarm_to_join
+from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.manifests import make_manifest, render
+from swarm_node.swarm.network import open_transport, serve_swarm, settings_of
+from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import load_tasks
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
 from tests.support.virtual_time import VirtualTime
@@ -66,15 +56,16 @@ def run() -> RunDir:
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "RETRY_S", 0.01)
-    monkeypatch.setattr(joining, "FILE_WAIT_S", 0.05)
+    monkeypatch.setattr(lookup, "RETRY_S", 0.01)
+    monkeypatch.setattr(question_files, "FILE_WAIT_S", 0.05)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     clock = VirtualTime(1000.0)
-    monkeypatch.setattr(joining, "time", clock)
-    monkeypatch.setattr(joining, "FILE_WAIT_S", 20.0)
+    monkeypatch.setattr(lookup, "time", clock)
+    monkeypatch.setattr(question_files, "time", clock)
+    monkeypatch.setattr(question_files, "FILE_WAIT_S", 20.0)
     return clock
 
 
@@ -196,7 +187,7 @@ def test_a_manifest_that_leads_to_nobody_says_so(run: RunDir, capsys: pytest.Cap
     swarm_to_join(config.model_copy(update={"swarm": "full.toml"}))
     cached = {"addresses": [address(3)], "seen": 1.0}
     run.peers.write_text(json.dumps([cached]))
-    assert joining.cached_addresses(run) == [address(3)]
+    assert links.cached_addresses(run) == [address(3)]
     swarm_to_join(config)
     assert capsys.readouterr().err == ""
 
@@ -250,7 +241,7 @@ def test_any_member_may_give_the_right_manifest() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_waiting_for_the_manifest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(lookup, "FIRST_WORD_S", 0.0)
     said: list[str] = []
     with pytest.raises(PeerUnreachable):
         fetch_manifest(FakeTransport(), find_swarm(f"swarm://{PLAIN.swarm_id}"), said.append, wait_s=0.05)
@@ -367,7 +358,7 @@ def test_a_source_is_checked_before_it_is_used(run: RunDir, monkeypatch: pytest.
         asked.append((url, limit, public))
         return QUESTIONS if len(asked) > 1 else QUESTIONS[::-1]
 
-    monkeypatch.setattr(joining, "download", fake)
+    monkeypatch.setattr(question_files, "download", fake)
     files, said = gather(manifest, run, [], FakeTransport)
     assert files == {}
     assert "is not what the manifest says" in said[0]
@@ -400,8 +391,8 @@ def test_trickling_members_do_not_hold_up_joining(run: RunDir, clock: VirtualTim
     transport = Trickling(clock)
     files, said = gather(many_files(), run, [], lambda: transport)
     assert files == {}
-    assert clock.now - 1000 <= joining.FILE_WAIT_S + joining.FILE_S + 64 * joining.MAX_RETRY_S
-    assert transport.timeouts and max(transport.timeouts) <= joining.FILE_S + 1
+    assert clock.now - 1000 <= question_files.FILE_WAIT_S + question_files.FILE_S + 64 * lookup.MAX_RETRY_S
+    assert transport.timeouts and max(transport.timeouts) <= question_files.FILE_S + 1
     assert len(said) == 64  # each is said to be missing
 
 
@@ -415,11 +406,11 @@ def test_trickling_sources_do_not_hold_up_joining(
         clock.now += seconds
         raise UserError("too slow")
 
-    monkeypatch.setattr(joining, "download", trickle)
+    monkeypatch.setattr(question_files, "download", trickle)
     transport = Trickling(clock)
     gather(many_files("https://example.org/q"), run, [], lambda: transport)
-    assert max(given) <= joining.FILE_S + 1
-    assert clock.now - 1000 <= joining.GATHER_S + 64 * (joining.MAX_RETRY_S + 0.1)
+    assert max(given) <= question_files.FILE_S + 1
+    assert clock.now - 1000 <= question_files.GATHER_S + 64 * (lookup.MAX_RETRY_S + 0.1)
 
 
 def test_a_member_that_gives_gets_more_time(run: RunDir, clock: VirtualTime) -> None:
@@ -436,7 +427,7 @@ def test_a_member_that_gives_gets_more_time(run: RunDir, clock: VirtualTime) -> 
 
 def test_own_addresses_are_asked_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(joining, "read_questions", lambda place: read.append(place) or QUESTIONS)
+    monkeypatch.setattr(question_files, "read_questions", lambda place: read.append(place) or QUESTIONS)
     gather(many_files(), run, ["https://example.org/mine.jsonl"], FakeTransport)
     assert read == ["https://example.org/mine.jsonl"]
 
@@ -460,7 +451,7 @@ def test_files_that_cannot_be_read_are_explained(run: RunDir, name: str, monkeyp
 def test_an_identity_that_cannot_be_read_is_explained(run: RunDir) -> None:
     run.identity.mkdir()
     with ExitStack() as stack, pytest.raises(UserError, match="run/identity.key: Is a directory"):
-        enter_swarm(Swarm(PLAIN.swarm_id, PLAIN, []), NodeConfig(), run, print, stack)
+        join_swarm(Swarm(PLAIN.swarm_id, PLAIN, []), NodeConfig(), run, print, stack)
 
 
 def test_what_becomes_public_is_said_once_before(monkeypatch: pytest.MonkeyPatch, run: RunDir) -> None:
@@ -473,13 +464,13 @@ def test_what_becomes_public_is_said_once_before(monkeypatch: pytest.MonkeyPatch
     def enter(swarm: Swarm, config: NodeConfig | None = None, into: RunDir = run) -> list[str]:
         said: list[str] = []
         with ExitStack() as stack, pytest.raises(Dialled):
-            enter_swarm(swarm, config or NodeConfig(), into, said.append, stack)
+            join_swarm(swarm, config or NodeConfig(), into, said.append, stack)
         return [sentence for sentence in said if sentence.startswith("first time in this swarm")]
 
     monkeypatch.setattr(
-        "swarm_node.swarm.enter.visitor", dialled
+        "swarm_node.swarm.join.visitor", dialled
     )  # the first to show itself, if the manifest is not known
-    monkeypatch.setattr("swarm_node.swarm.enter.open_transport", dialled)
+    monkeypatch.setattr("swarm_node.swarm.join.open_transport", dialled)
     for _ in range(2):  # until something of this machine has left
         (told,) = enter(Swarm(PLAIN.swarm_id, None, [address(1)]))
         assert "IP address" in told and "all text that its model generates become public" in told
@@ -542,8 +533,8 @@ def test_a_swarm_is_found_before_directories_are_made(monkeypatch: pytest.Monkey
         assert not Path("run").exists()
         return download(url, *arguments)
 
-    monkeypatch.setattr(joining, "download", counted)
-    monkeypatch.setattr("swarm_node.runtime.loop.enter_swarm", enter)
+    monkeypatch.setattr(links, "download", counted)
+    monkeypatch.setattr("swarm_node.runtime.loop.join_swarm", enter)
     web["/sums.toml"] = render(PLAIN)
     with pytest.raises(Entered):
         config = NodeConfig(swarm=f"{web['url']}/sums.toml", run_dir="run")

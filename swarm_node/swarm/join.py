@@ -20,22 +20,16 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import NobodyReached, UserError
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.base_weights.finding import choose_model
-from swarm_node.swarm.joining import (
-    Swarm,
-    fetch_manifest,
-    gather_files,
-    keep,
-    open_transport,
-    say_what_leaves,
-    serve_swarm,
-    visitor,
-)
+from swarm_node.swarm.links import Say, Swarm, keep, kept_manifest
+from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.manifests import task_tables
+from swarm_node.swarm.network import open_transport, serve_swarm, visitor
+from swarm_node.swarm.question_files import gather_files
 from swarm_node.tasks import TaskSet, load_tasks
 
 
 @dataclass(frozen=True)
-class EnteredSwarm:
+class JoinedSwarm:
     """A swarm that this node is in."""
 
     manifest: Manifest
@@ -61,14 +55,14 @@ class EnteredSwarm:
         return int.from_bytes(hashlib.sha256(self.identity.peer_id.encode()).digest()[:4], "big")
 
 
-def enter_swarm(
+def join_swarm(
     swarm: Swarm,
     config: NodeConfig,
     run: RunDir,
     say: Callable[[str], None],
     stack: ExitStack,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> EnteredSwarm:
+) -> JoinedSwarm:
     """Enter `swarm` as it was found; `stack` gets what has to be closed. What may take long, and can be broken off
     anywhere, is done within `waiting()`. Raises UserError."""
     say_what_leaves(swarm, config, run, say)
@@ -106,4 +100,32 @@ def enter_swarm(
     say(f"swarm {manifest.name} {manifest.swarm_id[:16]}, this is peer {identity.peer_id}")
     with waiting():
         model = choose_model(config, manifest, [*swarm.peers, *manifest.bootstrap], transport, say)
-    return EnteredSwarm(manifest, identity, transport, tasks, model, waited_s)
+    return JoinedSwarm(manifest, identity, transport, tasks, model, waited_s)
+
+
+def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, trains: bool = True) -> None:
+    """What leaves this machine and what comes, before it does; once for each swarm and run directory, where the
+    manifest is kept when it begins. Nothing is said of a swarm that was made here for processes of this machine."""
+    if not swarm.named and config.network.listen == "127.0.0.1":
+        return
+    kept = kept_manifest(run)
+    if kept is not None and kept.swarm_id == swarm.id:
+        return
+    if trains:
+        public = "the IP address of this machine and all text that its model generates become public"
+        weights = ", and the weights it trains" if config.averaging.method != "none" or config.pipeline.stages else ""
+        besides = f"so do its name and speed and the kind of its model{weights}"
+        taken = f"stored in {run.path}, but never run"
+    else:
+        public, besides = "the IP address of this machine becomes public", "so does its name"
+        taken = "passed on"
+    if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):
+        if_any = "" if swarm.manifest else ", if it has one,"
+        besides += (
+            f"; the files of the model that the swarm begins with{if_any} are given to members (sharing.give_model)"
+        )
+    relaying = "on (--relay)" if config.network.serve_relay else "off (--relay switches it on)"
+    say(
+        f"first time in this swarm: {public} to everybody in it; {besides}; text of strangers is {taken}; relaying "
+        f"others' connections is {relaying}"
+    )

@@ -1,0 +1,191 @@
+"""Which swarm: a manifest's path, its https address or a swarm:// link names it; links lead others to it.
+
+path | https address | swarm:// link -> Swarm (manifest checked against the id; `None` behind a link) -> join link
+
+A link carries no tasks: members give the manifest (`lookup`). The run directory keeps it, so a restart asks nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import RemoteProtocolError
+from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
+from protocol.manifest import LINK_SCHEME, Link, Manifest, parse_link, parse_manifest
+from protocol.messages import PeerCard
+from protocol.peers import parse_cache
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.download import download, is_url
+from swarm_node.swarm.manifests import check_addresses, render
+
+Say = Callable[[str], None]
+MAX_BOOTSTRAP = 64
+"""Addresses in a manifest."""
+NAMED = 3
+"""Other members that a link names: it is typed by people."""
+
+
+class Swarm(msgspec.Struct, frozen=True):
+    """A swarm that somebody named."""
+
+    id: str
+    manifest: Manifest | None
+    """`None` if it was named by a link and nobody has been asked yet."""
+    peers: list[str]
+    """Addresses to begin with: those of the link, else of the manifest."""
+    folder: Path | None = None
+    """Where the manifest was read: question files may lie beside it."""
+    named: str = ""
+    """How it was named; empty = nobody did, it was made here."""
+
+
+def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda sentence: None) -> Swarm:
+    """The swarm named by a path, an address or a link. Asks no peer; what `run` keeps helps out, if it is what was
+    named: an address that cannot be had only if `run` was joined by it last time. Raises UserError."""
+    if not named:
+        raise UserError(
+            "which swarm? name a manifest file, its https address or a swarm:// link, or set SWARM_NODE_SWARM"
+        )
+    kept = None if run is None else kept_manifest(run)
+    try:
+        if named.startswith(f"{LINK_SCHEME}:"):
+            link = parse_link(named)
+            check_addresses(link.peers)
+            if kept is not None and kept.swarm_id == link.swarm:
+                kept = found_through(kept, link.peers)
+                return Swarm(link.swarm, kept, kept.bootstrap, named=named)
+            return Swarm(link.swarm, None, link.peers, named=named)
+        if is_url(named):
+            try:
+                manifest = parse_manifest(download(named, MAX_MANIFEST_BYTES))
+            except UserError as error:
+                if run is None or kept is None or not named.startswith("https:") or _joined_by(run) != named:
+                    raise  # what is kept may be another swarm, where text becomes public, too
+                say(f"{error}; going on with the swarm this run was in, {kept.name} {kept.swarm_id[:16]}")
+                manifest = kept
+            return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, named=named)
+        manifest = parse_manifest(_read(Path(named).expanduser()))
+        return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, Path(named).expanduser().parent, named)
+    except RemoteProtocolError as error:
+        raise UserError(f"{named} is no swarm that can be joined: {error.detail}") from error
+
+
+def swarm_to_join(config: NodeConfig) -> Swarm:
+    """The swarm that `config` names, if there is any way into it; says so if nobody can be asked. Touches no disk.
+    Raises UserError."""
+
+    def say(sentence: str) -> None:
+        print(sentence, file=sys.stderr, flush=True)
+
+    run = RunDir(config.directory)
+    swarm = find_swarm(config.swarm, run, say)
+    _check_same(swarm, run)
+    if swarm.manifest is None and not swarm.peers and not config.network.bootstrap:
+        raise UserError(
+            "this link names no peer to ask for the manifest: use one that `swarm-node bootstrap` or a member prints, "
+            "the manifest itself, or --bootstrap ADDRESS"
+        )
+    if not (swarm.peers or config.network.bootstrap or cached_addresses(run)):
+        say(f"{no_address(swarm.named)}; until somebody joins through this node, it is alone")
+    return swarm
+
+
+def _check_same(swarm: Swarm, run: RunDir) -> None:
+    """Raises UserError if `run` has trained in another swarm: what it learned there is not to go on unnoticed here."""
+    kept = kept_manifest(run)
+    if kept is not None and kept.swarm_id != swarm.id and run.has_trained:
+        raise UserError(
+            f"{run.path} is a run in swarm {kept.name} {kept.swarm_id[:16]}, not in {swarm.id[:16]}: choose another "
+            f"--run-dir; `swarm-node export {shlex.quote(str(run.path))} DIR` makes a model of it for --model"
+        )
+
+
+def no_address(named: str) -> str:
+    """What to do about a manifest that leads to nobody."""
+    return (
+        f"{named} has no address to ask: use a link that `swarm-node bootstrap` or a member prints, or put one of "
+        "its addresses into `bootstrap` of the manifest"
+    )
+
+
+def cached_addresses(run: RunDir) -> list[str]:
+    """Of peers that this run has seen."""
+    try:
+        return [address for peer in parse_cache(run.peers.read_bytes()) for address in peer.addresses]
+    except (OSError, RemoteProtocolError):  # none yet, or damaged: a run starts without it, too
+        return []
+
+
+def keep(manifest: Manifest, run: RunDir, named: str = "") -> None:
+    """Have it at hand when this run is started again, and how it was `named`: in one file, so that no crash parts
+    them."""
+    run.write_swarm(f"{_first_line(named) if named else ''}{render(manifest).decode()}")
+
+
+def _first_line(named: str) -> str:
+    return f"# joined by {json.dumps(named)}\n"
+
+
+def _joined_by(run: RunDir) -> str:
+    """How the swarm that `run` keeps was named; empty if that is not known."""
+    try:
+        with run.swarm.open("rb") as file:
+            line = file.readline(MAX_MANIFEST_BYTES)
+        return str(json.loads(line.removeprefix(b"# joined by ")))
+    except (OSError, ValueError):  # never kept, or without such a line
+        return ""
+
+
+def found_through(manifest: Manifest, peers: Sequence[str]) -> Manifest:
+    """The manifest with `peers` first in its bootstrap list, which is not part of the id."""
+    return msgspec.structs.replace(manifest, bootstrap=distinct([*peers, *manifest.bootstrap])[:MAX_BOOTSTRAP])
+
+
+def kept_manifest(run: RunDir) -> Manifest | None:
+    try:
+        return parse_manifest(run.swarm.read_bytes())
+    except (OSError, RemoteProtocolError):  # never kept, or damaged: it is only a copy
+        return None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_MANIFEST_BYTES + 1)
+    except FileNotFoundError as error:
+        what = "manifest" if path.suffix else "run directory or manifest"
+        raise UserError(f"there is no {what} {path}: `swarm-node new` makes a manifest") from error
+    except OSError as error:
+        raise UserError(f"cannot read the manifest {path}: {error.strerror}") from error
+
+
+def join_link(swarm_id: str, addresses: Sequence[str], others: Sequence[str]) -> str:
+    """The link by which others join: at this node's `addresses`, then at `others`, as many as there is room for."""
+    direct = [address for address in addresses if "/p2p-circuit" not in address]
+    relayed = [address for address in addresses if address not in direct]
+    return str(Link(swarm_id, distinct([*direct, *others, *relayed])[:MAX_ADDRESSES]))
+
+
+def living(members: Mapping[str, PeerCard], first: Sequence[str]) -> list[str]:
+    """One address each of up to `NAMED` members who can be reached, for links: of bootstrap peers, of those in `first`,
+    of any."""
+    ranked = [*(peer for peer, card in members.items() if "bootstrap" in card.roles), *first, *sorted(members)]
+    found: dict[str, str] = {}
+    for peer in dict.fromkeys(ranked):
+        reached = members[peer].addresses if peer in members else []
+        if reached and len(found) < NAMED:
+            found[peer] = min(reached, key=lambda address: "/p2p-circuit" in address)
+    return list(found.values())
+
+
+def distinct(items: Sequence[str]) -> list[str]:
+    """Without repetitions and empty ones, in order."""
+    return [item for item in dict.fromkeys(items) if item]

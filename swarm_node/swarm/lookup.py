@@ -1,0 +1,170 @@
+"""What a node asks of peers before it joins: their cards, the manifest, and whether anything answers at an address.
+
+Nothing that a peer says is believed: a manifest counts only if its hash is the swarm's id.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import shlex
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from protocol.errors import NotOfSwarm, PeerUnreachable, RemoteProtocolError
+from protocol.limits import MAX_MANIFEST_BYTES
+from protocol.manifest import MANIFEST_METHOD, Manifest, parse_manifest
+from protocol.messages import PeerCard
+from protocol.peers import peer_of
+from protocol.transports.base import Transport
+from swarm_node.errors import UserError
+from swarm_node.swarm.links import NAMED, Say, Swarm, distinct, found_through, join_link
+
+ASK_S, LEAST_ASK_S = 10.0, 0.5
+"""How long a member may take to give the manifest, and how long it has when the user's time is nearly over."""
+FIRST_WORD_S = 5.0
+PATIENCE_S = 20.0
+"""Between two sentences about still waiting for somebody."""
+RETRY_S, MAX_RETRY_S = 0.2, 3.0
+ASKED_AT_ONCE = 8
+"""Members asked for one thing, in random order, before looking again who is there."""
+T = TypeVar("T")
+
+
+class _AnotherSwarm(RemoteProtocolError):
+    """A peer is in another swarm."""
+
+    def __init__(self, swarm_id: str = "") -> None:
+        """`swarm_id` of the manifest that it gave; empty: it speaks no protocol of the swarm that was asked for."""
+        super().__init__("swarm", f"in {swarm_id[:16] or 'another one'}")
+        self.swarm_id = swarm_id
+
+
+def fetch_manifest(transport: Transport, swarm: Swarm, say: Say, wait_s: float | None = None) -> Manifest:
+    """The manifest from the first member that has the right one, together with the addresses it was found by; tries for
+    `wait_s`, or as long as it takes. Raises PeerUnreachable, and UserError if the link's peers are in another swarm.
+    """
+
+    if swarm.manifest is not None:
+        return swarm.manifest
+
+    until = math.inf if wait_s is None else time.monotonic() + wait_s
+
+    def ask(peer: str) -> Manifest:
+        seconds = max(LEAST_ASK_S, min(ASK_S, until - time.monotonic()))
+        try:
+            data = transport.request(peer, MANIFEST_METHOD, timeout=seconds, limit=MAX_MANIFEST_BYTES)
+        except NotOfSwarm as error:
+            raise _AnotherSwarm from error
+        found = parse_manifest(data)
+        if found.swarm_id != swarm.id:
+            raise _AnotherSwarm(found.swarm_id)
+        return found
+
+    manifest = _ask_around(transport, swarm, ask, f"the manifest of swarm {swarm.id[:16]}", say, wait_s)
+    return found_through(manifest, swarm.peers)
+
+
+def _ask_around(
+    transport: Transport,
+    swarm: Swarm,
+    ask: Callable[[str], T],
+    wanted: str,
+    say: Say,
+    wait_s: float | None,
+) -> T:
+    """What the first member says that `ask` gets an answer from and believes. Raises PeerUnreachable after `wait_s`,
+    UserError if all who answer are in another swarm: at once if all gave its manifest, else after `PATIENCE_S`, since a
+    peer that has only begun to start answers as one of another swarm does."""
+    began = time.monotonic()
+    said = began + FIRST_WORD_S - PATIENCE_S
+    refused: dict[str, str] = {}
+    answers: dict[str, RemoteProtocolError] = {}
+    answered = False
+    while True:
+        known = distinct([*map(peer_of, swarm.peers), *transport.members()])
+        peers = [peer for peer in known if peer != transport.peer_id]
+        random.shuffle(peers)
+        for peer in peers[:ASKED_AT_ONCE]:
+            if peer in refused:
+                continue
+            try:
+                return ask(peer)
+            except PeerUnreachable:
+                continue
+            except RemoteProtocolError as error:
+                refused[peer], answered, answers[peer] = str(error), True, error
+        failure = f"none of {len(peers)} members gives {wanted}"
+        if peers and not answered:
+            where = ", ".join(swarm.peers[:NAMED]) or f"the addresses of {len(peers)} members"
+            failure = f"nobody answers at {where}, to give {wanted}"
+        now = time.monotonic()
+        over = wait_s is not None and now - began > wait_s
+        _check_swarm(swarm, answers, len(peers), over or now - began > PATIENCE_S)
+        if over:
+            raise PeerUnreachable(failure)
+        if now - said > PATIENCE_S:
+            said = now
+            why = f" ({next(iter(refused.values()))})" if refused else ""
+            link = shlex.quote(swarm.named or join_link(swarm.id, swarm.peers, []))
+            say(f"{failure}{why}: still trying; `swarm-node doctor {link}` may say why")
+        if peers and len(refused) == len(peers):
+            refused.clear()
+        pause = min(MAX_RETRY_S, RETRY_S + (now - began) / 10)
+        time.sleep(pause if wait_s is None else max(0.0, min(pause, began + wait_s - now)))
+
+
+def _check_swarm(swarm: Swarm, answers: Mapping[str, RemoteProtocolError], peers: int, waited: bool) -> None:
+    """UserError if there are answers, and all are of another swarm: no patience mends that. They are final if all
+    `peers` gave a manifest, or if it was `waited` long enough."""
+    theirs = [error.swarm_id[:16] for error in answers.values() if isinstance(error, _AnotherSwarm)]
+    final = waited or (all(theirs) and len(answers) >= peers)
+    if final and theirs and len(theirs) == len(answers):
+        where = f"in swarm {max(theirs)}" if any(theirs) else "not in it"
+        raise UserError(
+            f"the link is of swarm {swarm.id[:16]}, but its peers are {where}: take the link that "
+            "`swarm-node bootstrap` or a member of your swarm prints"
+        )
+
+
+LOOK_S = 20.0
+"""How long to look for members of a swarm before calling it empty."""
+SETTLE_S = 3.0
+"""Without a new member for this long, those found are all."""
+
+
+def look_around(
+    transport: Transport, look_s: float = LOOK_S, clock: Callable[[], float] = time.monotonic, tick_s: float = 0.2
+) -> Mapping[str, PeerCard]:
+    """Members, once no more of them turn up."""
+    began = changed = clock()
+    members: Mapping[str, PeerCard] = {}
+    while clock() - began < look_s and (not members or clock() - changed < SETTLE_S):
+        time.sleep(tick_s)
+        if transport.members().keys() != members.keys():
+            members, changed = dict(transport.members()), clock()
+    return members
+
+
+DIAL_S = 3.0
+MAX_DIALS = 32
+"""Addresses tried."""
+
+
+def dial(addresses: Sequence[str]) -> dict[str, bool]:
+    """Address -> whether something answers there (TCP); those through a relay are left out."""
+    direct = [address for address in dict.fromkeys(addresses) if "/p2p-circuit" not in address][:MAX_DIALS]
+    with ThreadPoolExecutor(MAX_DIALS) as pool:
+        return dict(zip(direct, pool.map(_answers, direct), strict=True))
+
+
+def _answers(address: str) -> bool:
+    _, _, host, _, port, *_ = [*address.split("/"), "", "", ""]
+    try:
+        with socket.create_connection((host, int(port)), DIAL_S):
+            return True
+    except (OSError, ValueError, OverflowError):
+        return False

@@ -1,0 +1,82 @@
+"""The transport of a node: its settings, a member's or a visitor's, and what it serves to newcomers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.manifest import FILE_METHOD, MANIFEST_METHOD, Manifest
+from protocol.transports.base import Transport
+from protocol.transports.settings import NetworkSettings
+from swarm_node.config import NetworkConfig
+from swarm_node.errors import UserError
+from swarm_node.storage.rundir import RunDir, os_errors_explained
+from swarm_node.swarm.links import Say, Swarm, distinct
+from swarm_node.swarm.manifests import check_addresses, render
+
+if TYPE_CHECKING:
+    from protocol.transports.p2p.transport import P2PTransport
+
+
+def settings_of(config: NetworkConfig, peers: Sequence[str]) -> NetworkSettings:
+    """The transport's settings; `peers` are begun with besides the user's."""
+    check_addresses(config.bootstrap)
+    table = config.model_dump()
+    table["bootstrap"] = tuple(distinct([*config.bootstrap, *peers]))
+    table["announce"] = tuple(config.announce)
+    table["named_ports"] = tuple(sorted({"port", "gossip_port"} & config.model_fields_set))
+    return NetworkSettings(**table)
+
+
+def open_transport(
+    config: NetworkConfig, manifest: Manifest, peers: Sequence[str], run: RunDir, say: Say
+) -> P2PTransport:
+    """The network of a run; comes up in the background. Raises UserError."""
+    from protocol.transports.p2p.transport import P2PTransport
+
+    try:
+        with os_errors_explained(run.path):
+            return P2PTransport(
+                identity_path=run.identity,
+                swarm=manifest.swarm_id,
+                settings=settings_of(config, [*peers, *manifest.bootstrap]),
+                shards=manifest.shards,
+                limits=manifest.limits,
+                cache_file=run.peers,
+                ports_file=run.ports,
+                report=say,
+            )
+    except LocalProtocolError as error:
+        raise UserError(str(error)) from error
+
+
+@contextmanager
+def visitor(swarm: Swarm, config: NetworkConfig, say: Say) -> Iterator[P2PTransport]:
+    """A transport that only looks: dials, is no member, and has a key that is forgotten afterwards."""
+    from protocol.transports.p2p.transport import P2PTransport
+
+    looking = config.model_copy(update={"dial_only": True, "relay": False, "serve_relay": False, "announce": []})
+    with tempfile.TemporaryDirectory() as folder:
+        transport = P2PTransport(Path(folder) / "identity.key", swarm.id, settings_of(looking, swarm.peers), report=say)
+        try:
+            yield transport
+        finally:
+            transport.close()
+
+
+def serve_swarm(transport: Transport, manifest: Manifest, files: Mapping[str, Path]) -> None:
+    """Answer others' requests for the manifest and its files."""
+    text = render(manifest)
+
+    def give_file(caller: str, digest: bytes) -> bytes:
+        path = files.get(digest.decode("ascii", errors="replace"))
+        if path is None:
+            raise RemoteProtocolError("file", "not here")
+        return path.read_bytes()
+
+    transport.serve(MANIFEST_METHOD, lambda caller, payload: text)
+    transport.serve(FILE_METHOD, give_file)
