@@ -1,5 +1,5 @@
 # make demo    set up and watch a policy learn         make test    set up and run the tests
-# make install set up only                             make check   lint, format, types, import rules
+# make install set up only                             make check   lint, format, types, import rules, sizes
 # make format  rewrite the code in the house style     make bench   the benchmarks (figures to benchmarks/results)
 # make docs    the documentation as a site (site/)     make test-long   the tests that take minutes each
 #
@@ -58,6 +58,7 @@ check: dev
 	$(BIN)/mypy swarm_node
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/swarm_node/cli/test_cli.py -k loads_neither
+	$(BIN)/python scripts/house.py
 
 format: dev
 	$(BIN)/ruff check --fix .
