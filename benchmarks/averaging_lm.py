@@ -37,7 +37,8 @@ from torch.nn.functional import cross_entropy
 
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Outgoing
-from protocol.transports.memory.transport import TURN_S, LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
+from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
+from protocol.transports.memory.links import TURN_S
 from swarm_node.averaging import Averager, Place, make_averager
 from swarm_node.averaging.noloco import PairAverager, _Exchange
 from swarm_node.config import AveragingConfig

@@ -130,7 +130,7 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     """The plain policy's node, that of a crew of one stage, and its CrewNode."""
     from protocol.identity import Identity
     from protocol.manifest import Manifest, ManifestTask
-    from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
+    from protocol.transports.memory import MemoryNetwork, VirtualClock
     from swarm_node.config import load_config
     from swarm_node.node import Node, fitted
     from swarm_node.pipeline.crew import CrewNode

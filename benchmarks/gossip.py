@@ -166,7 +166,7 @@ def hubs(sizes: list[int], count: int, groups: int) -> list[Row]:
 
 def curve(sizes: list[int], groups: int) -> list[Row]:
     """Bytes of a node and round over the memory transport's mesh, a shard for every 32 nodes, four shards a node."""
-    from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
+    from protocol.transports.memory import MemoryNetwork, VirtualClock
 
     figures = []
     for nodes in sizes:

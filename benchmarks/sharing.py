@@ -32,7 +32,7 @@ import msgspec
 
 from benchmarks.common import RESULTS, machine, table
 from benchmarks.sharing_settings import ARMS, SETTINGS, Arm, Measured, Round, Setting
-from protocol.transports.memory.transport import LinkModel
+from protocol.transports.memory import LinkModel
 from swarm_node.config import NodeConfig, RolloutsConfig
 from swarm_node.node import Node
 from swarm_node.rollouts import collect

@@ -20,7 +20,7 @@ from protocol.codec import spoken_by
 from protocol.identity import Identity
 from protocol.manifest import Manifest, ManifestLimits, ManifestTask
 from protocol.messages import PROTOCOL_VERSION
-from protocol.transports.memory.transport import LinkModel, MemoryNetwork, VirtualClock
+from protocol.transports.memory import LinkModel, MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig
 from swarm_node.node import Node, fitted
 from swarm_node.policy.loading import load_policy

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.manifest import Manifest, parse_manifest
-from protocol.transports.memory.transport import LinkModel
+from protocol.transports.memory import LinkModel
 from swarm_node.config import load_config
 from swarm_node.runtime.simulation import START, Peer, Simulation, Speed
 from tests.support.processes import QUICK, NodeProcess, make_manifest, nodes

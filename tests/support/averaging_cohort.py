@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.transports.memory.transport import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
+from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.averaging import Averager, Handover, Place, make_averager
 from swarm_node.averaging.late_join import Fetch
 from swarm_node.config import AveragingConfig

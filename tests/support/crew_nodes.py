@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from torch import Tensor
 
-from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
+from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import CheckpointsConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline import crew as crew_module

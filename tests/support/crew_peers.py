@@ -10,7 +10,7 @@ from typing import Any
 from protocol.crew import Holding, Settings, Source
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Channel, Listener
-from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
+from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.pipeline.membership.actions import Spans, TakeSeat
 from swarm_node.pipeline.messages import Limits
 from swarm_node.pipeline.recovery.sources import sources, tell

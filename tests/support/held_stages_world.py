@@ -10,7 +10,7 @@ from torch import Tensor
 
 from protocol.crew import Plan, Seat, Source, crew_id, crew_key
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
-from protocol.transports.memory.transport import MemoryNetwork, MemoryTransport, VirtualClock
+from protocol.transports.memory import MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.compute.partition import UNKNOWN, partition, sizes
 from swarm_node.pipeline.membership.actions import TakeSeat

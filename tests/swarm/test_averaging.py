@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from protocol.manifest import Manifest
-from protocol.transports.memory.transport import LinkModel
+from protocol.transports.memory import LinkModel
 from swarm_node.runtime.simulation import Peer, Simulation
 from tests.support.simulated_peers import MakePeer, used
 

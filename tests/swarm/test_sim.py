@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.manifest import Manifest
-from protocol.transports.memory.transport import LinkModel
+from protocol.transports.memory import LinkModel
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
 from swarm_node.runtime.simulation import START, Peer, Simulation, Speed

@@ -44,7 +44,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
-from protocol.transports.memory.transport import LinkModel
+from protocol.transports.memory import LinkModel
 from swarm_node import __version__
 from swarm_node.config import NodeConfig, Section, load_config
 from swarm_node.errors import UserError

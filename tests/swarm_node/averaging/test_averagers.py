@@ -20,7 +20,7 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.tensors import AVERAGE_METHOD, AverageHead, open_average_head, open_weights_head, seal_head
 from protocol.transports.base import Accepted, Outgoing
-from protocol.transports.memory.transport import LinkModel
+from protocol.transports.memory import LinkModel
 from swarm_node.averaging import averager as averager_module
 from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import encoded_size, pieces

@@ -17,7 +17,7 @@ from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import WEIGHTS_METHOD, WeightsHead, seal_head
 from protocol.transports.base import Accepted, Outgoing
-from protocol.transports.memory.transport import LinkModel
+from protocol.transports.memory import LinkModel
 from swarm_node.averaging import cohort_weights as fetching
 from swarm_node.averaging.cohort_weights import AT_ONCE, GRACE_S, TRIES, Fetch, collect, longest_s
 from swarm_node.averaging.late_join import COOL_S, REST_S, SEEK_S, Handover

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.tensors import WeightsHead, seal_head
-from protocol.transports.memory.transport import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
+from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.averaging import Fragments, Handover, Place, cohort_id, make_averager
 from swarm_node.averaging.cohort_weights import AT_ONCE, GRACE_S, cohorts_of
 from swarm_node.averaging.merge import State

@@ -18,7 +18,7 @@ import torch
 from protocol.crew import Holding, Kept, Plan, Progress
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import GradientNormRequest
-from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
+from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.compute.memory import Memory
 from swarm_node.pipeline.compute.partition import UNKNOWN

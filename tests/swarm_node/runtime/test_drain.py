@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.transports.memory.transport import LinkModel
+from protocol.transports.memory import LinkModel
 from swarm_node.averaging.pairing import partner
 from swarm_node.runtime.drain import PART_S, last_exchange
 from tests.support.averaging_cohort import COHORT, PERIOD_S, Cohort, Trainee

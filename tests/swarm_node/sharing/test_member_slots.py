@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.limits import EPOCH_SECONDS
-from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
+from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig
 from swarm_node.swarm.member import Member
 from tests.support.gossip_room import NOW, PEER, World

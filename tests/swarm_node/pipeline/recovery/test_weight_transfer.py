@@ -16,7 +16,7 @@ from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, seal_head
 from protocol.transports.base import Accepted, Acceptor, Outgoing
-from protocol.transports.memory.transport import MemoryNetwork, VirtualClock
+from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.pipeline.recovery.weight_transfer import (
     AT_ONCE,
     COOL_S,

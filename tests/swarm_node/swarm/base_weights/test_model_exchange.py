@@ -20,7 +20,7 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.model_listing import MODEL_METHOD, digest_of, seal_listing
 from protocol.tensors import BlobHead, open_blob_head, seal_head
 from protocol.transports.base import Accepted, Acceptor, Outgoing
-from protocol.transports.memory.transport import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
+from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.errors import UserError
 from swarm_node.swarm.base_weights import fetching
 from swarm_node.swarm.base_weights.fetching import Draft, Members, fetch_model

@@ -1,0 +1,186 @@
+"""Channels between two nodes of the network in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from protocol.errors import RemoteProtocolError
+from protocol.transports.base import Listener
+from protocol.transports.streams.channels import (
+    CLOSED,
+    MAX_CHANNELS,
+    MAX_CHANNELS_PER_PEER,
+    MAX_QUEUED_BYTES,
+    SILENCE_S,
+    SILENT,
+    SLOW,
+    parts_of,
+)
+
+if TYPE_CHECKING:
+    from protocol.transports.memory.network import MemoryNetwork
+    from protocol.transports.memory.transport import MemoryTransport
+
+
+class MemoryChannel:
+    """One end of a channel: the end of node `owner`."""
+
+    def __init__(
+        self, network: MemoryNetwork, owner: MemoryTransport, other: MemoryTransport | None, peer: str
+    ) -> None:
+        self.peer = peer
+        self._network = network
+        self._owner = owner
+        self.other = other or owner
+        self._far: MemoryChannel | None = None
+        self.listener: Listener | None = None
+        self.taken = False
+        """Whether the peer opened the channel, and `owner` accepted it."""
+        self._open = False
+        """Whether the channel is open, so that messages may leave."""
+        self._severed = False
+        """Whether a fault has cut the connection: nothing arrives any more."""
+        self._why = ""
+        """Why the channel is closed; empty while it is not."""
+        self._queue: deque[tuple[bytes, list[memoryview], int]] = deque()
+        """Head, body, and bytes of both. The first message is leaving if the channel is open."""
+        self._queued = 0
+        self._arrival = 0.0
+        """When the message sent last arrives. No later message overtakes it."""
+
+    # ----------------------------------------------------------------- the port
+
+    def send(self, head: bytes, *body: bytes | memoryview) -> bool:
+        parts = parts_of(head, body)
+        size = len(head) + sum(map(len, parts))
+        if self._why:
+            return False
+        if self._queued + size > MAX_QUEUED_BYTES:
+            self._owner.rejected[SLOW] += 1
+            self.stop(SLOW)
+            return False
+        self._queue.append((head, parts, size))
+        self._queued += size
+        if self._open and len(self._queue) == 1:
+            self._leave(size)
+        return True
+
+    def close(self) -> None:
+        self.stop(CLOSED)
+
+    # ----------------------------------------------------------------- from event to event
+
+    def ask(self, method: str) -> None:
+        """Ask the peer, which accepts or refuses the channel."""
+        owner, other = self._owner, self.other
+        if self._why:
+            return
+        if self._severed or not owner.can_reach(other):
+            self._network.faults["cut"] += 1
+            self.stop(f"{self.peer} cannot be reached")
+            return
+        taken = [channel.peer for channel in other.channels if channel.taken]
+        opened = other.openings.get(method)
+        refused = ""
+        if len(taken) >= MAX_CHANNELS or taken.count(owner.peer_id) >= MAX_CHANNELS_PER_PEER:
+            other.rejected["busy"] += 1
+            refused = "busy"
+        elif opened is None:
+            other.rejected["method"] += 1
+            refused = f"does not know the method {method!r}"
+        else:
+            far = MemoryChannel(self._network, other, owner, owner.peer_id)
+            try:
+                far.listener = opened(far)
+            except RemoteProtocolError as error:
+                other.rejected[error.reason] += 1
+                refused = str(error)
+            else:
+                far.taken, far._far, self._far = True, self, far
+                other.channels[far] = None
+                far._begin()
+        back = self._network.clock.now() + self._network.delay(other, owner)
+        if refused:
+            self._network.clock.call_at(back, self.stop, f"refused: {refused}")
+        else:
+            self._network.clock.call_at(back, self._begin)
+
+    def _begin(self) -> None:
+        if self._severed:
+            self._network.faults["cut"] += 1
+        elif not self._why:
+            self._open = True
+            if self._queue:
+                self._leave(self._queue[0][2])
+
+    def _leave(self, left: int) -> None:
+        """Send the first message turn by turn, then the next one."""
+        if self._why:
+            return
+        size, seconds = self._owner.uplink.send_turn(left, self._network.clock.now())
+        self._network.clock.call_in(seconds, self._left, left - size)
+
+    def _left(self, left: int) -> None:
+        if self._why:
+            return
+        if left:
+            self._leave(left)
+            return
+        assert self._far is not None
+        head, parts, size = self._queue.popleft()
+        self._queued -= size
+        self._network.clock.call_at(self.next_arrival(), self._far._arrive, head, bytearray().join(parts))
+        if self._queue:
+            self._leave(self._queue[0][2])
+
+    def _arrive(self, head: bytes, body: bytearray) -> None:
+        if self._severed:
+            self._network.faults["cut"] += 1
+            return
+        if self._why:
+            return
+        assert self.listener is not None
+        self._owner.bytes_in += len(head) + len(body)
+        try:
+            self.listener.judge(head, len(body))
+            self.listener.received(head, body)
+        except RemoteProtocolError as error:  # anything else is a bug, and ends the simulation
+            self._owner.rejected[error.reason] += 1
+            self.stop(str(error))
+
+    def next_arrival(self) -> float:
+        arrival = self._network.clock.now() + self._network.delay(self._owner, self.other)
+        self._arrival = max(self._arrival, arrival)
+        return self._arrival
+
+    def cut(self) -> None:
+        """Cut the connection both ways. Both ends notice after `SILENCE_S`."""
+        for end in (self, self._far):
+            if end is not None and not end._severed:
+                end._severed = True
+                self._network.clock.call_in(SILENCE_S, end._fall_silent)
+
+    def _fall_silent(self) -> None:
+        if not self._why:
+            self._owner.rejected[SILENT] += 1
+            self.stop(SILENT)
+
+    def stop(self, why: str) -> None:
+        """Say goodbye to the peer, and tell the listener in the next event."""
+        if self._why:
+            return
+        self._why = why
+        self._queue.clear()
+        self._network.clock.call_at(self._network.clock.now(), self._tell)
+        if self._far is not None and not self._severed:
+            self._network.clock.call_at(self.next_arrival(), self._far._goodbye)
+
+    def _goodbye(self) -> None:
+        if not self._severed:
+            self.stop(CLOSED)
+
+    def _tell(self) -> None:
+        self._owner.channels.pop(self, None)
+        if self.listener is not None:
+            self.listener.closed(self._why)
