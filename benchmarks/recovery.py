@@ -11,7 +11,7 @@ matters most comes first. Each stage is lost with probability `rate` at the begi
 and a seed lose the same stages at the same steps. The paper's hourly rates of 5, 10 and 16 % are 0.0013, 0.0025 and
 0.004 at 91 s a step.
 
-Arms that rebuild a stage from others (`pipeline/recovery/checkfree.py`) are trained. At the ends, where CheckFree has
+Arms that rebuild a stage from others (`recovery_methods`) are trained. At the ends, where CheckFree has
 no rule, all of them copy the neighbour; the paper lets ends be lost only under CheckFree+. `replica, k` is the weights
 of that very stage as a neighbour copied them at the last multiple of k steps, while all others stay where they are.
 Exact ones (checkpoint, redundant computation, a neighbour's replica of weights and moments) are not trained: they have

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.averaging_lm import corpus, held_out_loss, windows
-from swarm_node.pipeline.recovery.checkfree import METHODS, RATE, Neighbour, gradient_norm
+from benchmarks.recovery_methods import METHODS, gradient_norm
+from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour
 
 CLIP = 1.0
 

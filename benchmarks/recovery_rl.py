@@ -31,12 +31,13 @@ from torch import Tensor, nn
 
 from benchmarks.format_reward import MARK
 from benchmarks.recovery_lm import nearest, swapped
+from benchmarks.recovery_methods import gradient_norm
 from benchmarks.sharing import held_out
 from benchmarks.sharing_settings import SETTINGS, SIX, Setting
 from benchmarks.warm_starts import now_and_then, taught
 from swarm_node.config import NodeConfig
 from swarm_node.node import Node
-from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree, gradient_norm
+from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
 from swarm_node.policy.loading import load_policy
 from swarm_node.tasks import load_tasks
 

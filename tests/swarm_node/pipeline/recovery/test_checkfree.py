@@ -1,3 +1,5 @@
+"""Stages that are rebuilt from their neighbours, by CheckFree and by the methods that the benchmark compares."""
+
 from __future__ import annotations
 
 import math
@@ -6,17 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_node.pipeline.recovery.checkfree import (
-    METHODS,
-    Neighbour,
-    checkfree,
-    copied,
-    gradient_norm,
-    random,
-    share,
-    stretched,
-    uniform,
-)
+from benchmarks.recovery_methods import METHODS, copied, gradient_norm, random, uniform
+from swarm_node.pipeline.recovery.checkfree import Neighbour, checkfree, share, stretched
 
 NORMS = [
     (3.0, 1.0),
