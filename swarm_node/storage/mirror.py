@@ -1,18 +1,16 @@
-"""Copies of a run's checkpoints at a URL, for the day on which all machines of a fleet are taken back at once.
+"""Copies of a run's checkpoints at a URL, which survive when all machines of a fleet are taken back at once.
 
-    URL/<swarm>/<name>-<end of peer id>/checkpoints/round-00000120/{*.safetensors, state.json, SHA256SUMS}
-                                        stages/<k>/round-…         likewise, of stages held for a crew
+Copying: a thread copies the newest whole checkpoint of each folder in the background, once it is on disk. A torn
+checkpoint is not copied. A bucket that is full, slow or gone is mentioned once, and never stops training.
 
-Each checkpoint is copied once it is whole on disk, in the background, the newest first; one that has no SHA256SUMS,
-which leaves last and is removed before anything is overwritten, is not there. What is torn here is not copied. A run
-directory without a whole checkpoint is filled from the newest copy: of its own peer, else of a peer of its name, else
-(unless of a crew, whose machines hold different things) of any that trained the same. Of the stages of a crew all
-copies come, since its machines can only go on together from an update of which there are files of each; where some
-stages are here whole, the others come from its own peer's. A run that is alone, whose <swarm> is `local`, has nothing
-but those of its name.
+Restoring: a run directory without a whole checkpoint is filled from the newest copy of its own peer, else of a peer of
+its name, else of any peer that trained the same. A member of a crew leaves out the last, since the machines of a crew
+hold different stages. It takes the copies of all stages, because a crew can only go on from an update of which every
+stage has files. Where some stages are whole here, the others come from its own peer's copies. A run that is alone has
+the swarm `local`, and uses copies of its name only.
 
-The URL is any that fsspec knows; what is copied is as trustworthy as who can write there, and is checked as checkpoints
-on disk are. There is no secret in it: the identity stays on the machine.
+Left out: a `latest` file. One listing names the newest whole copies of all owners, and a second file could contradict
+it. No secret is copied: the identity stays on the machine. Copies are checked as checkpoints on disk are.
 """
 
 from __future__ import annotations
@@ -22,112 +20,68 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from swarm_node.errors import CheckpointError, UserError
+from swarm_node.say import Once, Say
+from swarm_node.storage.bucket import CHECKPOINTS, Bucket, Copy
 from swarm_node.storage.checkpoints import MAX_STATE_BYTES, NAME, ForeignCheckpoint, check_files, order
 from swarm_node.storage.rundir import explain
 
-LOOK_S = 1.0
-TICK_S = 0.2
-"""Between two looks at how far something is that is waited for."""
-SAY_S = 2.0
-"""What is waited for longer is said."""
-AGAIN_S = 30.0
-"""After a copy that failed."""
+NEW_CHECKPOINT_CHECK_S = 1.0
+"""Time between two looks for a new checkpoint."""
+END_CHECK_S = 0.2
+"""Time between two looks at how long the last copy may still take."""
+MENTION_S = 2.0
+"""A wait that is longer is mentioned."""
+COPY_RETRY_S = 30.0
+"""Time from a copy that failed to the next try."""
 SLOW_S = 600.0
 """A copy that takes longer is mentioned: drivers may hang for ever."""
-ANSWER_S = 60.0
-"""At the start, for a list of what is there, and for anything more of a file; drivers by themselves wait for up to half
-an hour."""
 KEPT, STAGES_KEPT = 2, 3
-"""Copies of a folder; of a stage one more, since one that was made at a time of its own must not take the place of the
-update of which there are copies of all stages."""
-FILE = re.compile(
-    r"([^/]+)/(checkpoints|stages/[0-9]{1,5})/(round-[0-9]{8,}(?:-[0-9]+)?)/([a-z0-9_-]+\.safetensors|state\.json|SHA256SUMS)"
-)
-UNLINKABLE = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-"""What file systems answer that have no hard links, or no more of them."""
-CHECKPOINTS = "checkpoints"
-NEEDED = {"state.json", "SHA256SUMS"}
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+"""Copies kept of a folder, and of a stage: a stage saved at a time of its own must not displace the newest update of
+which all stages have copies."""
 
 Accept = Callable[[dict[str, Any]], str | None]
-"""(state) -> why a checkpoint is not one to go on from, or None."""
-Copies = dict[str, dict[str, dict[str, set[str]]]]
-"""Owner -> folder -> round's name -> files."""
-T = TypeVar("T")
+"""(state) -> why a checkpoint does not belong to this run, or None."""
 
 
 class Mirror:
-    """The copies of one run, and those of its swarm."""
+    """The copies of one run."""
 
-    def __init__(self, url: str, swarm: str, name: str, peer: str, run: Path, say: Callable[[str], None]) -> None:
-        """`peer` is empty for a run that is alone. Raises UserError if nothing here speaks the URL's protocol, or a
-        local folder is not there."""
-        import fsspec
-        from fsspec.implementations.local import LocalFileSystem
-
-        scheme = url.partition(":")[0]
-        # Else gcsfs asks by gRPC what kind of bucket it is, for a minute each time where nobody answers that.
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        try:
-            self.fs, root = fsspec.core.url_to_fs(url)
-            """The file system on which the copies are."""
-        except ImportError as error:
-            extra = EXTRAS.get(scheme)
-            package = f"'swarm-node[{extra}]'" if extra else f"fsspec's driver for {scheme}"
-            raise UserError(f"--checkpoint-to {url} needs a package: pip install {package}") from error
-        except ValueError as error:
-            raise UserError(f"--checkpoint-to {url}: {error}; use file://, s3://, gs:// or az://") from error
-        self._local = isinstance(self.fs, LocalFileSystem)
-        self.place = root
-        """Path of the copies on that file system."""
-        try:
-            there = in_time(self._is_there)
-        except TimeoutError as error:
-            raise UserError(f"--checkpoint-to {url}: {error}") from error
-        if not there:
-            raise UserError(
-                f"--checkpoint-to {url}: there is no such folder; mount the share that it is on, or make it there: "
-                f"mkdir {shlex.quote(root)}"
-            )
+    def __init__(self, url: str, swarm: str, name: str, peer: str, run: Path, say: Say) -> None:
+        """`peer` is empty for a run that is alone. Raises UserError if the URL cannot be used."""
+        self.bucket = Bucket(url, swarm)
         self._url = url
-        self._bucket = scheme in EXTRAS
-        self._root = f"{root.rstrip('/')}/{swarm[:16]}"
         self._name = name
         self._owner = f"{name}-{peer[-8:]}" if peer else name
         self._alone = not peer
         self._run = run
         self._say = say
+        self._once = Once(lambda sentence: None if self._over else say(sentence))
         self._done: dict[str, list[str]] = {}
-        """Folder -> rounds that are there as they are here, oldest first; as many as are kept."""
+        """Folder -> rounds whose copies equal those here, oldest first; as many as are kept."""
         self._failed: dict[str, float] = {}
         """Folder whose last copy failed -> when."""
-        self._told: set[str] = set()
-        """What is said once, until it is over."""
         self._torn: set[Path] = set()
-        """Rounds here that are not copied."""
+        """Checkpoints here that are torn, and so are not copied."""
         self._seen: dict[Path, dict[Path, tuple[float, float]]] = {}
-        """Folder -> round here -> at which look it was first there, and when it says that it was made."""
+        """Folder -> checkpoint here -> (the look that first saw it, when its state says that it was made)."""
         self._last = threading.Event()
         self._over = False
         self._thread: threading.Thread | None = None
 
-    # ----------------------------------------------------------------- from there
+    # ----------------------------------------------------------------- from the bucket
 
     def restore(self, accept: Accept = lambda state: None, crew: bool = False) -> None:
-        """Fill those folders of the run directory from copies that have no whole checkpoint: `checkpoints`, and of a
-        crew's member all stages. Raises UserError."""
+        """Fill the folders of the run directory that have no whole checkpoint: `checkpoints` and, for a member of a
+        crew, all stages. Raises UserError if copies may exist and cannot be read."""
         try:
             self._sweep()
             whole, torn = self._state_here(crew)
@@ -135,27 +89,28 @@ class Mirror:
             raise UserError(explain(error, self._run)) from error
         if whole and not crew:
             return
-        # There may be more stages of which nothing is left here. Where nothing says so, a place that cannot be read
-        # must not keep this machine from the crew.
-        surely = bool(torn - {CHECKPOINTS}) or not whole - {CHECKPOINTS}
+        # A member with whole stages, and none torn, may lack nothing: a bucket that cannot be read must not stop it.
+        needed = bool(torn - {CHECKPOINTS}) or not whole - {CHECKPOINTS}
         try:
             try:
-                self._fill(accept, crew, whole, surely, again=False)
-            except FileNotFoundError:  # whoever lives removes old copies, also while they are read
-                self._fill(accept, crew, whole, surely, again=True)
+                self._fill(accept, crew, whole, needed, again=False)
+            except FileNotFoundError:  # a running node removes old copies, also while they are read here
+                self._fill(accept, crew, whole, needed, again=True)
         except UserError:
             raise
-        except Exception as error:  # each driver has its own; to begin anew silently would be the loss of everything
+        except Exception as error:  # each driver has its own; to begin anew silently would lose everything
             raise UserError(
                 f"cannot read {self._url} ({_what(error)}): mend that, or leave out --checkpoint-to to begin anew"
             ) from error
 
     def _state_here(self, crew: bool) -> tuple[set[str], set[str]]:
-        """Folders with a whole checkpoint, and those with none but torn ones; what is wrong with the newest of these is
-        said. Raises OSError, and UserError for one that may not be read."""
+        """The folders with a whole checkpoint, and those with torn ones only; mentions one of the latter.
+
+        Raises OSError, and UserError for a checkpoint that may not be read.
+        """
         whole, torn = set[str](), dict[str, str]()
         for folder in self._folders() if crew else [self._run / CHECKPOINTS]:
-            where = folder.relative_to(self._run).as_posix()
+            where = self._where(folder)
             for path in self._rounds(folder):
                 try:
                     check_files(path)
@@ -171,135 +126,105 @@ class Mirror:
             self._say(f"no checkpoint in {where} is whole ({wrong}): looking for one at {self._url}")
         return whole, set(torn)
 
-    def _fill(self, accept: Accept, crew: bool, whole: set[str], surely: bool, again: bool) -> None:
-        """All folders but those that are `whole`. Raises FileNotFoundError, unless `again`, if one goes while it is
-        read. A place that cannot be listed is no more than said, unless something is `surely` to be had from there."""
+    def _fill(self, accept: Accept, crew: bool, whole: set[str], needed: bool, again: bool) -> None:
+        """Fill the folders that are not `whole` from the best owner's copies.
+
+        A copy that vanishes while it is read raises FileNotFoundError or, if `again`, is left alone. A bucket that
+        cannot be listed is only mentioned, unless copies are `needed`.
+        """
         try:
             with self._said_if_slow(f"looking for checkpoints at {self._url}"):
-                copies = in_time(self._list)
+                copies = self.bucket.copies()
         except Exception as error:  # each driver has its own
-            if surely:
+            if needed:
                 raise
             self._say(f"cannot read {self._url} ({_what(error)}): going on with the stages that are here")
             return
+        newest: dict[str, int] = {}
+        for copy in copies:
+            newest[copy.owner] = max(newest.get(copy.owner, 0), order(Path(copy.name))[0])
         farthest = 0 if self._alone or whole - {CHECKPOINTS} else 1 if crew else 2
-        for owner in sorted(copies, key=lambda owner: self._rank(owner, copies[owner])):
-            if self._rank(owner, {})[0] > farthest:
-                continue
-            found: dict[str, list[str]] = {}
-            for folder, rounds in copies[owner].items():
-                if folder not in whole and (crew or folder == CHECKPOINTS):
-                    most = 1 if folder == CHECKPOINTS else STAGES_KEPT
-                    found[folder] = self._fetch(owner, folder, rounds, accept, again, most)
-            names = ", ".join(f"{folder}/{name}" for folder, names in found.items() for name in reversed(names))
+        owners = [owner for owner in newest if self._distance(owner) <= farthest]
+        for owner in sorted(owners, key=lambda owner: (self._distance(owner), -newest[owner], owner)):
+            wanted: dict[str, list[Copy]] = {}
+            for copy in copies:
+                if copy.owner == owner and copy.folder not in whole and (crew or copy.folder == CHECKPOINTS):
+                    wanted.setdefault(copy.folder, []).append(copy)
+            found = {folder: self._fetch(wanted[folder], accept, again) for folder in wanted}
             if owner == self._owner:
                 self._done = found
-            if names:
+            if names := ", ".join(f"{folder}/{name}" for folder in found for name in reversed(found[folder])):
                 self._say(f"going on from what {owner} left at {self._url}: {names}")
                 return
 
-    def _list(self) -> Copies:
-        """Whole ones."""
-        copies: Copies = {}
-        try:
-            paths = self._paths()
-        except FileNotFoundError:
-            return {}
-        for path in paths:
-            if match := FILE.fullmatch(path.removeprefix(self._root).lstrip("/")):
-                owner, folder, name, file = match.groups()
-                copies.setdefault(owner, {}).setdefault(folder, {}).setdefault(name, set()).add(file)
-        for folders in copies.values():
-            for folder, rounds in folders.items():
-                folders[folder] = {name: files for name, files in rounds.items() if files >= NEEDED}
-        return copies
+    def _distance(self, owner: str) -> int:
+        """0 = this peer, 1 = another of its name, 2 = any other."""
+        if owner == self._owner:
+            return 0
+        return 1 if re.fullmatch(re.escape(self._name) + "(-[^-]{8})?", owner) else 2
 
-    def _paths(self) -> list[str]:
-        """Of all files there. Raises FileNotFoundError if there is no such place, OSError or what else the driver has
-        for one that cannot be read."""
-        if not self._local:
-            self.fs.invalidate_cache()
-            return list(self.fs.find(self._root))
+    def _fetch(self, copies: Sequence[Copy], accept: Accept, again: bool) -> list[str]:
+        """Fetch the newest good copies of one owner's folder; their names, oldest first.
 
-        def failed(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError):  # of what whoever lives removes
-                raise error
-
-        # fsspec's own driver takes a folder that cannot be read for an empty one.
-        found = os.walk(self._root, onerror=failed)
-        return sorted(f"{folder}/{file}" for folder, _, files in found for file in files)
-
-    def _rank(self, owner: str, folders: dict[str, dict[str, set[str]]]) -> tuple[int, int, str]:
-        """Least first."""
-        kin = 0 if owner == self._owner else 1 if re.fullmatch(re.escape(self._name) + "(-[^-]{8})?", owner) else 2
-        newest = max((order(Path(name))[0] for rounds in folders.values() for name in rounds), default=0)
-        return kin, -newest, owner
-
-    def _fetch(
-        self, owner: str, where: str, rounds: dict[str, set[str]], accept: Accept, again: bool, most: int
-    ) -> list[str]:
-        """The newest good rounds of OWNER/FOLDER, so many of them at most, into the run directory; their names, oldest
-        first. UserError if they are this owner's and there is none, but one of another run: new ones would take the
-        place of those."""
-        folder, place, got = self._run / where, f"{owner}/{where}", list[str]()
-        foreign = ""
-        for name in sorted(rounds, key=lambda name: order(Path(name)), reverse=True):
-            if len(got) == most:
+        Raises UserError if they are this owner's and all good ones belong to another run: new copies would replace
+        them.
+        """
+        owner, where = copies[0].owner, copies[0].folder
+        folder, got, foreign = self._run / where, list[str](), ""
+        for copy in sorted(copies, key=lambda copy: order(Path(copy.name)), reverse=True):
+            if len(got) == (1 if where == CHECKPOINTS else STAGES_KEPT):
                 break
-            target = folder / name
-            arriving = target.with_name(f".arriving-{name}")
+            target, arriving = folder / copy.name, folder / f".arriving-{copy.name}"
             shutil.rmtree(arriving, ignore_errors=True)
             arriving.mkdir(parents=True)
             try:
-                self._get(f"{place}/{name}", rounds[name], arriving, accept)
+                self._get(copy, arriving, accept)
                 check_files(arriving)
                 shutil.rmtree(target, ignore_errors=True)  # torn, or from before the list was read again
                 arriving.rename(target)
-                got.append(name)
+                got.append(copy.name)
             except (CheckpointError, OSError) as error:
                 gone = isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE
                 if gone and not again:
-                    raise FileNotFoundError(name) from error
+                    raise FileNotFoundError(copy.name) from error
                 if not gone and not isinstance(error, CheckpointError):
                     raise
                 if isinstance(error, ForeignCheckpoint):
-                    foreign = foreign or f"{place}/{name}: {error}"
+                    foreign = foreign or f"{copy.place}: {error}"
                 why = "it was removed meanwhile" if gone else error
-                self._say(f"{self._url}: {place}/{name} is left alone: {why}")
+                self._say(f"{self._url}: {copy.place} is left alone: {why}")
             finally:
                 shutil.rmtree(arriving, ignore_errors=True)
         if foreign and not got and owner == self._owner:
+            there = f"{self.bucket.root.rpartition('/')[2]}/{owner}"
             raise UserError(
                 f"what is at {self._url} under this name belongs to another run ({foreign}): give another name (--set "
-                f"name=NAME) or another --checkpoint-to, or remove {self._root.rpartition('/')[2]}/{owner} there"
+                f"name=NAME) or another --checkpoint-to, or remove {there} there"
             )
         return sorted(got, key=lambda name: (_made(folder / name), order(Path(name))))
 
-    def _get(self, place: str, files: set[str], arriving: Path, accept: Accept) -> None:
-        """The files of OWNER/FOLDER/ROUND. Raises ForeignCheckpoint for one that is not accepted, and what the driver
-        does; TimeoutError if nothing more comes."""
-        source = f"{self._root}/{place}"
-        sizes = in_time(lambda: {file: int(self.fs.info(f"{source}/{file}")["size"] or 0) for file in files})
+    def _get(self, copy: Copy, arriving: Path, accept: Accept) -> None:
+        """Fetch the files of a copy, its state first. Raises ForeignCheckpoint if that is not accepted, TimeoutError if
+        nothing more comes, or what the driver raises."""
+        sizes = self.bucket.sizes(copy)
         if sizes["state.json"] > MAX_STATE_BYTES:
             raise CheckpointError("state.json is too large")
-        with self._said_if_slow(f"fetching {place} from {self._url}: {sum(sizes.values()) / 1e6:.1f} MB"):
-            for file in sorted(files, key=lambda file: file != "state.json"):
-                here = arriving / file
-                get = partial(self.fs.get_file, f"{source}/{file}", str(here))
-                in_time(get, partial(_size, here), f"nothing more of {place}/{file}")
-                if file == "state.json" and (reason := accept(_state(here))):
+        with self._said_if_slow(f"fetching {copy.place} from {self._url}: {sum(sizes.values()) / 1e6:.1f} MB"):
+            for file in sorted(copy.files, key=lambda file: file != "state.json"):
+                self.bucket.get(copy, file, arriving / file)
+                if file == "state.json" and (reason := accept(_state(arriving / file))):
                     raise ForeignCheckpoint(reason)
 
-    # ----------------------------------------------------------------- to there
+    # ----------------------------------------------------------------- to the bucket
 
     def start(self) -> None:
-        """Copy what comes, from now on."""
+        """Copy each new checkpoint from now on."""
         self._sweep()
         self._thread = threading.Thread(target=self._watch, name="mirror", daemon=True)
         self._thread.start()
 
     def finish(self, seconds: float, left_s: Callable[[], float] = lambda: math.inf) -> None:
-        """Copy what is not, and end; no longer than so many seconds, nor than `left_s`, which may come to be less."""
+        """Copy what is missing, and end: after `seconds`, or once `left_s`, which may shrink, returns 0."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -311,18 +236,18 @@ class Mirror:
         )
         with self._said_if_slow(waiting):
             while thread.is_alive() and (left := min(until - time.monotonic(), left_s())) > 0:
-                thread.join(min(left, TICK_S))
+                thread.join(min(left, END_CHECK_S))
         if thread.is_alive() or self._failed or self._lacks_newest():
             newest = [f"{folder}/{names[-1]}" for folder, names in list(self._done.items()) if names]
-            self._over = True  # a driver whose process ends under it fails
+            self._over = True  # a driver whose process ends under it fails: nothing to mention
             self._say(f"the last checkpoint is not at {self._url}; there: {', '.join(newest) or 'none of this start'}")
 
     def _lacks_newest(self) -> bool:
-        """Whether the newest of a folder here is not there; of those that are torn it was said."""
+        """Whether a folder's newest checkpoint has no copy. Torn ones were mentioned and do not count."""
         try:
             for folder in self._folders():
                 names = [path.name for path in self._rounds(folder) if path not in self._torn]
-                if names and names[0] not in self._done.get(folder.relative_to(self._run).as_posix(), []):
+                if names and names[0] not in self._done.get(self._where(folder), []):
                     return True
         except OSError:
             return True
@@ -331,32 +256,27 @@ class Mirror:
     def _watch(self) -> None:
         last, folders = False, list[Path]()
         while not last:
-            last = self._last.wait(LOOK_S)
+            last = self._last.wait(NEW_CHECKPOINT_CHECK_S)
             with self._survived("stages"):
                 folders = self._folders()
             for folder in folders:
-                where = folder.relative_to(self._run).as_posix()
-                if last or time.monotonic() - self._failed.get(where, -math.inf) > AGAIN_S:
+                where = self._where(folder)
+                if last or time.monotonic() - self._failed.get(where, -math.inf) > COPY_RETRY_S:
                     with self._survived(where):
                         self._copy_newest(folder, where)
 
     @contextmanager
     def _survived(self, where: str) -> Iterator[None]:
-        """What fails is said once, until it succeeds."""
+        """Mention a failure once, until it is over."""
         try:
             yield
         except Exception as error:  # each driver has its own; a copy that fails must not cost a run
             self._failed[where] = time.monotonic()
-            again = f"tried again every {AGAIN_S:.0f} s"
-            self._tell(where, f"checkpoints do not get to {self._url} ({where}: {_what(error)}); {again}")
+            again = f"tried again every {COPY_RETRY_S:.0f} s"
+            self._once(where, f"checkpoints do not get to {self._url} ({where}: {_what(error)}); {again}")
         else:
             self._failed.pop(where, None)
-            self._told.discard(where)
-
-    def _tell(self, what: str, sentence: str) -> None:
-        if what not in self._told and not self._over:
-            self._told.add(what)
-            self._say(sentence)
+            self._once.over(where)
 
     def _copy_newest(self, folder: Path, where: str) -> None:
         done = self._done.setdefault(where, [])
@@ -367,90 +287,46 @@ class Mirror:
                 return
 
     def _copy_whole(self, newest: Path, where: str, done: list[str]) -> bool:
-        """Copy it, unless it is torn: whether it is not."""
-        leaving, slow = newest.with_name(f".leaving-{newest.name}"), f"{where} slow"
-        sentence = (
-            f"{where}/{newest.name} is not at {self._url} after {SLOW_S / 60:.0f} minutes of copying, which go on"
-        )
-        timer = threading.Timer(SLOW_S, self._tell, (slow, sentence))
-        timer.daemon = True
-        timer.start()
+        """Copy a checkpoint unless it is torn; whether it was whole."""
+        name, leaving = f"{where}/{newest.name}", newest.with_name(f".leaving-{newest.name}")
+        slow = f"{name} is not at {self._url} after {SLOW_S / 60:.0f} minutes of copying, which go on"
         try:
-            _link(newest, leaving)
-            try:
-                check_files(leaving)
-            except CheckpointError as error:
-                self._torn.add(newest)
-                self._tell(f"{where}/{newest.name}", f"{where}/{newest.name} is not copied to {self._url}: {error}")
-                return False
-            there = f"{self._root}/{self._owner}/{where}"
-            self._copy(leaving, f"{there}/{newest.name}")
-            done.append(newest.name)
-            kept = KEPT if where == CHECKPOINTS else STAGES_KEPT
-            del done[:-kept]
-            if len(done) > 1:
-                self._prune(there, done, kept)
-            if timer.is_alive():
-                self._told.discard(slow)
+            with self._said_if_slow(slow, SLOW_S, once=f"{where} slow"):
+                shutil.copytree(newest, leaving, copy_function=_link)
+                try:
+                    check_files(leaving)
+                except CheckpointError as error:
+                    self._torn.add(newest)
+                    self._once(name, f"{name} is not copied to {self._url}: {error}")
+                    return False
+                self.bucket.put(leaving, f"{self._owner}/{name}")
+                done.append(newest.name)
+                kept = KEPT if where == CHECKPOINTS else STAGES_KEPT
+                del done[:-kept]
+                if len(done) > 1:
+                    self._prune(f"{self._owner}/{where}", done, kept)
             return True
         finally:
-            timer.cancel()
             shutil.rmtree(leaving, ignore_errors=True)
 
-    def _copy(self, leaving: Path, there: str) -> None:
-        sums = (leaving / "SHA256SUMS").read_bytes()
-        self.fs.invalidate_cache()
+    def _prune(self, place: str, done: list[str], kept: int) -> None:
         try:
-            same = self.fs.info(f"{there}/SHA256SUMS")["size"] == len(sums)
-            if same and self.fs.cat_file(f"{there}/SHA256SUMS") == sums:
-                return
-            self.fs.rm_file(f"{there}/SHA256SUMS")
-        except FileNotFoundError:
-            pass  # nothing is there
-        if not self._is_there():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.place)
-        if not self._bucket:  # in which there are no folders, and whose owner may not let us make or see buckets
-            self.fs.makedirs(there, exist_ok=True)
-        for file in sorted(leaving.iterdir(), key=lambda file: file.name == "SHA256SUMS"):
-            self.fs.put_file(str(file), f"{there}/{file.name}")
+            self.bucket.prune(place, done, kept)
+        except Exception as error:  # each driver has its own; a node that may only write there writes on
+            self._once("old", f"old copies stay at {self._url} ({_what(error)}): have whoever keeps it remove them")
 
-    def _is_there(self) -> bool:
-        """Whether there is such a folder, if it is a local one. What is not may be on a share that is not mounted: all
-        would seem lost, and copies would fill the disk beneath."""
-        if not self._local:
-            return True
-        try:
-            os.stat(self.place)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            pass  # reading or writing says what
-        return True
+    # ----------------------------------------------------------------- on this machine
 
-    def _prune(self, there: str, done: list[str], kept: int) -> None:
-        """All but what is `done`, and as much of what earlier starts left, newest first, as makes `kept` of it."""
-        try:
-            self.fs.invalidate_cache()
-            names = {path.rstrip("/").rpartition("/")[2] for path in self.fs.ls(there, detail=False)} - {*done}
-            room = kept - len(done)
-            for name in sorted(filter(NAME.fullmatch, names), key=lambda name: order(Path(name)), reverse=True):
-                if room and self.fs.exists(f"{there}/{name}/SHA256SUMS"):
-                    room -= 1
-                else:
-                    self.fs.rm(f"{there}/{name}", recursive=True)
-        except Exception as error:  # each driver has its own; whoever may only write there writes on
-            why = _what(error)
-            self._tell("old", f"old copies stay at {self._url} ({why}): have whoever keeps it remove them")
-
-    # ----------------------------------------------------------------- here
+    def _where(self, folder: Path) -> str:
+        return folder.relative_to(self._run).as_posix()
 
     def _folders(self) -> list[Path]:
         stages = sorted(path for path in (self._run / "stages").glob("*") if path.name.isdecimal())
         return [self._run / CHECKPOINTS, *stages]
 
     def _rounds(self, folder: Path) -> list[Path]:
-        """Whole ones, that first which was written last: numbers may begin again, where a run goes back to an older
-        one, and clocks be set. Of those that were all there at the first look, it is as they say."""
+        """The checkpoints in a folder, the one written last first. Numbers do not tell that, since a run may go back to
+        an older one, nor do clocks, which may be set; among those of the first look, their own times must do."""
         try:
             paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
         except FileNotFoundError:
@@ -460,53 +336,29 @@ class Mirror:
         return sorted(paths, key=lambda path: (*seen[path], order(path)), reverse=True)
 
     def _sweep(self) -> None:
-        """What a process that was killed has left."""
+        """Remove what a killed process has left."""
         for folder in self._folders():
             for leftover in (*folder.glob(".leaving-*"), *folder.glob(".arriving-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     @contextmanager
-    def _said_if_slow(self, sentence: str) -> Iterator[None]:
-        timer = threading.Timer(SAY_S, self._say, (sentence,))
+    def _said_if_slow(self, sentence: str, seconds: float | None = None, once: str = "") -> Iterator[None]:
+        """Say the sentence if the context lasts longer than `seconds` (default MENTION_S); `once`: the key of a
+        sentence that is said again only after a context that was faster."""
+        say, arguments = (self._once, (once, sentence)) if once else (self._say, (sentence,))
+        timer = threading.Timer(MENTION_S if seconds is None else seconds, say, arguments)
         timer.daemon = True
         timer.start()
         try:
             yield
+            if once and timer.is_alive():
+                self._once.over(once)
         finally:
             timer.cancel()
 
 
-def in_time(work: Callable[[], T], grown: Callable[[], int] = lambda: 0, late: str = "no answer") -> T:
-    """Its result. Raises what it raises, or TimeoutError if `grown` says the same for ANSWER_S; then it goes on in a
-    thread that holds up nobody."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="mirror-read", daemon=True).start()
-    size, until = grown(), time.monotonic() + ANSWER_S
-    while not done.done() and (left := until - time.monotonic()) > 0:
-        wait({done}, min(left, TICK_S))
-        if (now := grown()) != size:
-            size, until = now, time.monotonic() + ANSWER_S
-    if not done.done():
-        raise TimeoutError(f"{late} within {ANSWER_S:.0f} s")
-    return done.result()
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def _made(path: Path) -> float:
-    """When a checkpoint says that it was made, in seconds since the Unix epoch; 0 = it does not."""
+    """When a checkpoint's state says that it was made, in seconds since the Unix epoch; 0 if it does not say."""
     try:
         made = _state(path / "state.json").get("time")
     except (CheckpointError, OSError):
@@ -514,16 +366,12 @@ def _made(path: Path) -> float:
     return float(made) if isinstance(made, (int, float)) else 0.0
 
 
-def _link(checkpoint: Path, leaving: Path) -> None:
-    """`leaving` keeps the files of `checkpoint`, which may be pruned meanwhile."""
-    leaving.mkdir()
-    for file in checkpoint.iterdir():
-        try:
-            os.link(file, leaving / file.name)
-        except OSError as error:
-            if error.errno not in UNLINKABLE:
-                raise
-            shutil.copyfile(file, leaving / file.name)
+def _link(source: str, target: str) -> None:
+    """Have `target` keep a file that may be pruned meanwhile: by a hard link or, where there are none, by a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _state(path: Path) -> dict[str, Any]:
