@@ -60,8 +60,9 @@ class AverageHead(msgspec.Struct, frozen=True):
     """Blocks of a lattice codec that are sent in float32 besides."""
     version: Count = 0
     """Optimiser updates behind these weights."""
-    parting: bool = False
-    """The sender leaves: between pairs, whoever is asked takes part although it is not its partner, nor due."""
+    draining: bool = msgspec.field(default=False, name="parting")
+    """The sender is leaving the swarm. Any peer of its cohort may then be asked to take part in a pair's exchange, also
+    one that is not its partner in this round, and one that is not due."""
 
 
 class WeightsHead(msgspec.Struct, frozen=True):

@@ -142,15 +142,15 @@ class Node:
         """Between rounds: apply what peers' weights did to ours, begin what is due. Whether to call it again in a
         moment before the next round (`averager.woken` says when)."""
         averager, member = self.averager, self.member
-        if averager is None or member is None or member.handover is None:
+        if averager is None or member is None or member.late_join is None:
             return False
         before = self.trainer.before_averaging(averager.tensors)
-        fetched = member.handover.step(self.policy.version)
+        fetched = member.late_join.step(self.policy.version)
         if fetched is not None:
             self.policy.version = max(self.policy.version, fetched.version)
             self.trainer.averaged(averager.tensors, before)
             before = self.trainer.before_averaging(averager.tensors)
-            self.say(f"going on with the weights of {averager.company.called(fetched.peer)}, version {fetched.version}")
+            self.say(f"going on with the weights of {averager.roster.called(fetched.peer)}, version {fetched.version}")
         exchanges = averager.counts["exchanges"]
         averager.step(self.trainer.optimizer.updates)
         if averager.counts["exchanges"] != exchanges:

@@ -11,16 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 from swarm_node.averaging.averager import Averager, Place, cohort_id, rhythm
-from swarm_node.averaging.diloco import GroupAverager
+from swarm_node.averaging.diloco import CohortAverager
 from swarm_node.averaging.fragments import Fragments
-from swarm_node.averaging.late_join import Handover
+from swarm_node.averaging.late_join import LateJoin
 from swarm_node.averaging.noloco import PairAverager
 from swarm_node.config import AveragingConfig
 
-__all__ = ["Averager", "Fragments", "Handover", "Place", "cohort_id", "make_averager", "rhythm"]
+__all__ = ["Averager", "Fragments", "LateJoin", "Place", "cohort_id", "make_averager", "rhythm"]
 
 
 def make_averager(config: AveragingConfig, *args: Any, **kwargs: Any) -> Averager:
     """The averager that `config.method` asks for; further arguments as `Averager` takes them."""
-    kind = PairAverager if config.method == "noloco" else GroupAverager
+    kind = PairAverager if config.method == "noloco" else CohortAverager
     return kind(config, *args, **kwargs)

@@ -32,7 +32,7 @@ from protocol.transports.base import Outgoing, Transport
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.reducers import find_reducer
 from swarm_node.averaging.robust import Robust
-from swarm_node.averaging.roster import Company
+from swarm_node.averaging.roster import Roster
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import CheckpointError
 from swarm_node.install import upgrade_command
@@ -133,7 +133,7 @@ class Averager(ABC):
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         """What others sent and this node refused, by reason. The transport counts it, too."""
-        self.company = Company(place.cohort, LONELY_ROUNDS * place.period_s, say)
+        self.roster = Roster(place.cohort, LONELY_ROUNDS * place.period_s, say)
         self._last: tuple[float, tuple[str, ...]] | None = None
         """When this node last averaged, and with whom."""
         self.spread = 0.0
@@ -156,9 +156,9 @@ class Averager(ABC):
     def under_way(self) -> bool:
         """Whether an exchange has begun and is not over."""
 
-    def leave(self, seconds: float) -> None:  # noqa: B027 - groups have nobody else to ask
-        """Have `step` hand what was learned since the last exchange to somebody of the cohort, whose turn it need not
-        be; it is `under_way` until it has come about, or nobody is left to ask. There are about so many seconds."""
+    def drain(self, seconds: float) -> None:  # noqa: B027 - the whole cohort is asked in each round anyway
+        """Prepare to leave within about `seconds`: `step` then exchanges what was learned since the last exchange with
+        any peer of the cohort that accepts. `under_way` stays true until one did, or no peer is left to ask."""
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -173,7 +173,7 @@ class Averager(ABC):
             **{f"averaging/{name}": float(n) for name, n in sorted(self.counts.items())},
             **{f"averaging/refused/{reason}": float(n) for reason, n in sorted(self.refused.copy().items())},
             "averaging/exchanges": float(self.counts["exchanges"]),
-            "averaging/partners": float(len(self.company.partners)),
+            "averaging/partners": float(len(self.roster.partners)),
             "averaging/spread": self.spread,
         }
 
@@ -185,11 +185,11 @@ class Averager(ABC):
             "method": self.config.method,
             "codec": self.config.codec,
             "when": rhythm(self.config, self.place.period_s),
-            "partners": dict(self.company.partners),
+            "partners": dict(self.roster.partners),
             "exchanges": counts["exchanges"],
             "bytes": counts["bytes"],
             "spread": self.spread,
-            "last": last and {"time": last[0], "peers": list(last[1]), "with": self.company.listed(last[1])},
+            "last": last and {"time": last[0], "peers": list(last[1]), "with": self.roster.listed(last[1])},
             "skipped": {n.removeprefix("skipped/"): count for n, count in counts.items() if n.startswith("skipped/")},
             "refused": dict(self.refused.copy()),
         }
@@ -199,8 +199,8 @@ class Averager(ABC):
         n, last = self.counts["exchanges"], self._last
         text = f"averaged {n} {'time' if n == 1 else 'times'}" if n else "not averaged yet"
         if last is not None:
-            text += f", last with {self.company.listed(last[1])}"
-        return text if self.company.partners else f"{text}, nobody of the cohort here"
+            text += f", last with {self.roster.listed(last[1])}"
+        return text if self.roster.partners else f"{text}, nobody of the cohort here"
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What resuming needs: tensors (live ones) and numbers."""
@@ -266,7 +266,7 @@ class Averager(ABC):
 
     def _look(self) -> None:
         """At each step: who is here."""
-        self.company.look(self.transport.members(), self.now())
+        self.roster.look(self.transport.members(), self.now())
 
     def counted(self, judge: Callable[P, T]) -> Callable[P, T]:
         """`judge`, which raises RemoteProtocolError for what it refuses of others; counted by reason."""
@@ -356,10 +356,10 @@ class Averager(ABC):
             if self._strikes[peer] >= MUTED_AFTER:
                 self._muted[peer] = self.now() + MUTED_S
                 del self._strikes[peer]
-                self._say(f"not averaging with {self.company.called(peer)} for an hour: {reason} {detail}".rstrip())
+                self._say(f"not averaging with {self.roster.called(peer)} for an hour: {reason} {detail}".rstrip())
         if reason not in self._said and reason not in ("alone", "odd"):
             self._said.add(reason)
-            partner = f" with {self.company.called(peer)}" if peer else ""
+            partner = f" with {self.roster.called(peer)}" if peer else ""
             why = f"{reason}: {detail}" if detail else reason
             if reason == "version":
                 then = f"to upgrade this node, if it is the older one: {upgrade_command()}"

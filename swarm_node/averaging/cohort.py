@@ -10,7 +10,7 @@ from torch import Tensor
 from protocol.errors import RemoteProtocolError
 from protocol.tensors import AVERAGE_METHOD, WEIGHTS_METHOD
 from protocol.transports.base import Accepted, Transport
-from swarm_node.averaging import Fragments, Handover, Place, cohort_id, make_averager, rhythm
+from swarm_node.averaging import Fragments, LateJoin, Place, cohort_id, make_averager, rhythm
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import UserError
 
@@ -27,7 +27,7 @@ def join_cohort(
     changed: Callable[[], None],
     probe: Callable[[], float | None],
     what: str = "weights",
-) -> Handover:
+) -> LateJoin:
     """Join those whose weights can be averaged with `weights`, which all began as `start` says; what `Averager` wants
     besides. Raises UserError if they cannot be cut into that many fragments."""
     try:
@@ -37,7 +37,7 @@ def join_cohort(
     place = Place(swarm, cohort, transport.peer_id, period_s)
     say(f"averaging {what} with cohort {cohort[:8]}: {config.method}, {rhythm(config, period_s)}, {config.codec}")
     averager = make_averager(config, place, weights, transport, now, say, changed, probe)
-    return Handover(averager, random.Random(f"{cohort}/{transport.peer_id}"))
+    return LateJoin(averager, random.Random(f"{cohort}/{transport.peer_id}"))
 
 
 def cohort_of(config: AveragingConfig, swarm: str, start: str, weights: Mapping[str, Tensor]) -> str:

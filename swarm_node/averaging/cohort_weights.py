@@ -28,7 +28,7 @@ from swarm_node.averaging.fragments import Fragments
 from swarm_node.config import AveragingConfig
 
 BYTES_PER_S = 2**17
-"""A handover that is slower than a megabit a second on the whole is given up, by both."""
+"""Both peers give up a weight transfer that is slower than a megabit a second on the whole."""
 GRACE_S = 30.0
 AGAIN_S = 5.0
 """Whoever is giving its weights to somebody else is asked again this much later."""
@@ -45,7 +45,7 @@ TICK_S = 0.1
 
 @dataclass(eq=False)
 class Fetch:
-    """A handover on its way."""
+    """A weight transfer that is under way."""
 
     peer: str
     bodies: Readers
@@ -54,7 +54,7 @@ class Fetch:
 
 
 def longest_s(size: int) -> float:
-    """Seconds that a handover of `size` bytes may take."""
+    """Seconds that a weight transfer of `size` bytes may take."""
     return GRACE_S + size / BYTES_PER_S
 
 

@@ -75,7 +75,7 @@ class _Round:
     """(reason, peer, detail)."""
 
 
-class GroupAverager(Averager):
+class CohortAverager(Averager):
     """Averages with the whole cohort at once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +169,7 @@ class GroupAverager(Averager):
         if failure is None and (others := self._others(median_low if soon else max)) > round.number:
             failure = ("late", "", f"others are in round {others}")
         if failure is None and not complete and now > round.ends:
-            failure = ("absent", "", self.company.listed([peer for peer in round.members if peer not in here]))
+            failure = ("absent", "", self.roster.listed([peer for peer in round.members if peer not in here]))
         if failure is not None:
             self._give_up(round, *failure)
         elif complete and round.phase == PARTS:

@@ -49,7 +49,7 @@ COOL_S = 60.0
 """Likewise to the same one, at least: it waits for as long as its last turn took, if that is more."""
 
 
-class Handover:
+class LateJoin:
     """Gives weights to those who ask, and asks for them."""
 
     def __init__(self, averager: Averager, rng: random.Random) -> None:

@@ -74,7 +74,7 @@ BUSY_S = 0.25
 """After who was busy, the next is asked."""
 ANSWER_S = 1.0, 10.0
 """Shortest and longest that a node which leaves waits for an answer before it asks the next; a third of its time."""
-PARTING_S = 15.0
+DRAIN_EXCHANGE_S = 15.0
 """Longest that an exchange with a peer that leaves may take, here; or a quarter of the round."""
 LEFT_S = 3600.0
 """Between two exchanges of a fragment with a peer that leaves: nobody's weights count much more by saying so."""
@@ -105,7 +105,7 @@ class _Exchange:
     """When it is given up."""
     ours: bool
     """We called."""
-    parting: bool = False
+    draining: bool = False
     """Who called leaves."""
     replaced: int = 0
     """How often weights had been replaced."""
@@ -176,7 +176,7 @@ class PairAverager(Averager):
         self._tried: dict[int, tuple[str, str]] = {}
         """Round -> why it did not come about, and with whom, as long as it has not."""
         self._call_at = 0.0
-        self._leaving = False
+        self._draining = False
         self._answer_s = 0.0
         self._asked: set[str] = set()
         """Since it leaves, in vain."""
@@ -215,11 +215,11 @@ class PairAverager(Averager):
             self._call(round, now)
         with self._guard:
             idle = self.exchange is None
-        if self._leaving and idle and now >= max(self._busy.values(), default=0.0) + BUSY_S:
+        if self._draining and idle and now >= max(self._busy.values(), default=0.0) + BUSY_S:
             self._hand_over(round)
 
-    def leave(self, seconds: float) -> None:
-        self._leaving = True
+    def drain(self, seconds: float) -> None:
+        self._draining = True
         self._answer_s = min(max(ANSWER_S[0], seconds / 3), ANSWER_S[1])
         with self._guard:
             if self.exchange is not None:
@@ -247,7 +247,7 @@ class PairAverager(Averager):
         with self._guard:
             if self.exchange is not None or self._failures:  # of the latter `step` has yet to hear
                 return True
-        return self._leaving and bool(self._learned() and self._heirs())
+        return self._draining and bool(self._learned() and self._heirs())
 
     # ----------------------------------------------------------------- a round
 
@@ -264,7 +264,7 @@ class PairAverager(Averager):
     def _break_off(self) -> None:
         """What a peer that leaves began here; with `_guard` held."""
         mine = self.exchange
-        if mine is not None and mine.parting and not mine.ours and not mine.done:
+        if mine is not None and mine.draining and not mine.ours and not mine.done:
             self.exchange = None
             mine.drop()
 
@@ -306,9 +306,9 @@ class PairAverager(Averager):
 
         peer = min(heirs, key=last)
         try:
-            exchange = self._exchange(round, learned[0], peer, ours=True, parting=True)
+            exchange = self._exchange(round, learned[0], peer, ours=True, draining=True)
         except RemoteProtocolError as error:
-            self._leaving = False
+            self._draining = False
             self.skip(error.reason, error.detail, peer, then="what was learned since the last one stays here")
         else:
             self._ask(exchange)
@@ -324,7 +324,7 @@ class PairAverager(Averager):
         return [peer for peer in self._cohort() if peer not in self._asked]
 
     def _ask(self, exchange: _Exchange) -> None:
-        if self._leaving:
+        if self._draining:
             exchange.answer_by = self.now() + self._answer_s
         with self._guard:
             if self.exchange is not None:  # it was quicker
@@ -356,7 +356,7 @@ class PairAverager(Averager):
         round, fragment = theirs.round, theirs.fragment
         self._is_now(round)
         self._not_over(theirs, peer)
-        if theirs.parting:
+        if theirs.draining:
             if peer not in self._cohort():
                 raise RemoteProtocolError("partner", "not of this node's cohort")
         else:
@@ -368,14 +368,14 @@ class PairAverager(Averager):
             if peer not in self._cohort() or self._partner(round) != peer:
                 raise RemoteProtocolError("partner", f"another is this node's in round {round}")
         with self._guard:
-            if not theirs.parting:
+            if not theirs.draining:
                 self._break_off()
             mine = self._make_way(peer)
             exchange = None
             if mine is not None and (mine.round, mine.fragment) == (round, fragment) and self._fits(mine):
-                exchange = replace(mine, ours=False, parting=theirs.parting)  # one copy serves both calls
+                exchange = replace(mine, ours=False, draining=theirs.draining)  # one copy serves both calls
         if exchange is None:
-            exchange = self._exchange(round, fragment, peer, ours=False, parting=theirs.parting)
+            exchange = self._exchange(round, fragment, peer, ours=False, draining=theirs.draining)
         sink = self._sink(exchange, theirs)
         try:
             with self._guard:
@@ -385,7 +385,7 @@ class PairAverager(Averager):
                     raise RemoteProtocolError("busy", "weights were averaged, or replaced, meanwhile")
                 if mine is not None:
                     mine.drop()
-                self._accepted[round, peer, fragment if theirs.parting else -1] += 1
+                self._accepted[round, peer, fragment if theirs.draining else -1] += 1
                 self._begin(exchange)
         except RemoteProtocolError:
             exchange.forget()
@@ -395,13 +395,13 @@ class PairAverager(Averager):
     def _not_over(self, call: AverageHead, peer: str) -> None:
         """Raises RemoteProtocolError if no call such as this is accepted in its round any more."""
         round, now = call.round, self.now()
-        if self._accepted[round, peer, call.fragment if call.parting else -1] >= ATTEMPTS:
+        if self._accepted[round, peer, call.fragment if call.draining else -1] >= ATTEMPTS:
             raise RemoteProtocolError("late", f"round {round} is over")
-        if not call.parting:
+        if not call.draining:
             if round in self._settled:
                 raise RemoteProtocolError("late", f"round {round} is over")
             return
-        if self._leaving or self._parted.get(round, peer) != peer:
+        if self._draining or self._parted.get(round, peer) != peer:
             raise RemoteProtocolError("late", "this node leaves as well, or another has handed it its weights")
         if now - self._left.get((peer, call.fragment), -math.inf) < LEFT_S:
             raise RemoteProtocolError("late", "this peer has left within the last hour")
@@ -431,7 +431,7 @@ class PairAverager(Averager):
             raise RemoteProtocolError("crossed", "this node's call counts")
         return mine
 
-    def _exchange(self, round: int, fragment: int, peer: str, ours: bool, parting: bool = False) -> _Exchange:
+    def _exchange(self, round: int, fragment: int, peer: str, ours: bool, draining: bool = False) -> _Exchange:
         """RemoteProtocolError: busy; diverged if there is nothing here that anybody would want. On a worker thread,
         weights may be averaged meanwhile: whether it `_fits` shows when it begins."""
         updates, replaced, generation = self._updates, self.replaced, self._generations[fragment]
@@ -442,10 +442,10 @@ class PairAverager(Averager):
         failed = self._failed_blocks[fragment] if self._codec in BITS else torch.zeros(0, dtype=torch.bool)
         written_out = failed.nonzero()[: most_written_out(len(fast)), 0]
         ends = self.now() + self.config.timeout_s
-        if parting and not ours:
-            ends = min(ends, self.now() + min(PARTING_S, self.place.period_s / 4))
+        if draining and not ours:
+            ends = min(ends, self.now() + min(DRAIN_EXCHANGE_S, self.place.period_s / 4))
         return _Exchange(
-            round, fragment, peer, updates, fast, slow, reach, written_out, ends, ours, parting, replaced, generation
+            round, fragment, peer, updates, fast, slow, reach, written_out, ends, ours, draining, replaced, generation
         )
 
     def _fits(self, exchange: _Exchange) -> bool:
@@ -455,7 +455,7 @@ class PairAverager(Averager):
     def _begin(self, exchange: _Exchange) -> None:
         """With `_guard` held."""
         self.exchange = exchange
-        if not exchange.parting:
+        if not exchange.draining:
             self._waits.setdefault(exchange.round, exchange.ends)
 
     def _half(self, exchange: _Exchange) -> Outgoing:
@@ -470,7 +470,7 @@ class PairAverager(Averager):
             reach=exchange.reach,
             written_out=len(exchange.written_out),
             version=exchange.updates,
-            parting=exchange.parting and exchange.ours,
+            draining=exchange.draining and exchange.ours,
         )
 
     def _pieces(self, exchange: _Exchange) -> Iterator[memoryview]:
@@ -622,7 +622,7 @@ class PairAverager(Averager):
         if exchange is None:
             return
         try:
-            if not exchange.parting:  # what is usual is learned from those whose turn it is
+            if not exchange.draining:  # what is usual is learned from those whose turn it is
                 if exchange.failed is not None:
                     self._failed_blocks[exchange.fragment] = exchange.failed
                 self.robust.remember(exchange.fragment, exchange.verdict)
@@ -648,21 +648,21 @@ class PairAverager(Averager):
             raise RemoteProtocolError("probe", "this node's own best answers became less likely")
         slow.add_(momentum)
         self.momentum[fragment] = momentum
-        if exchange.ours or not exchange.parting:  # the round of who takes over what another leaves is not over
+        if exchange.ours or not exchange.draining:  # the round of who takes over what another leaves is not over
             self._exchanged_at[fragment] = exchange.updates
             self._settle(exchange.round)
         self._generations[fragment] += 1  # last: whoever reads this number, and what it copies after that, has all
-        if exchange.parting and not exchange.ours:
+        if exchange.draining and not exchange.ours:
             self._parted[exchange.round] = exchange.partner
             self._left[exchange.partner, fragment] = self.now()
-        if not exchange.parting:
+        if not exchange.draining:
             self.spread = self._apart[fragment] = exchange.apart
             self.robust.accept(fragment, exchange.verdict)
         self._went_well(exchange.partner)
 
     def _failed(self, exchange: _Exchange, reason: str, detail: str) -> None:
         """Nothing was applied. What may yet come about in this round is tried again."""
-        if exchange.parting:
+        if exchange.draining:
             if exchange.ours and reason == "busy":
                 self._busy[exchange.partner] = self.now()
             elif exchange.ours:

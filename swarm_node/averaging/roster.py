@@ -15,7 +15,7 @@ LISTED = 5
 """Names in a sentence."""
 
 
-class Company:
+class Roster:
     """The partners of a node of `cohort`. Says that there is nobody after `patience_s`, and no more often than that."""
 
     def __init__(self, cohort: str, patience_s: float, say: Callable[[str], None]) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from protocol.transports.base import Transport
-from swarm_node.averaging import Averager, Handover
+from swarm_node.averaging import Averager, LateJoin
 from swarm_node.averaging.cohort import join_cohort, leave_cohort
 from swarm_node.config import AveragingConfig
 
@@ -64,7 +64,7 @@ class StageCohort:
         self.config = config
         self._most_s = most_s
         self.stage: int | None = None
-        self.handover: Handover | None = None
+        self.late_join: LateJoin | None = None
         self._swarm = swarm
         self._period_s = period_s
         self._held_stages = held_stages
@@ -77,7 +77,7 @@ class StageCohort:
 
     @property
     def averager(self) -> Averager | None:
-        return None if self.handover is None else self.handover.averager
+        return None if self.late_join is None else self.late_join.averager
 
     @property
     def id(self) -> str:
@@ -110,7 +110,7 @@ class StageCohort:
         """Be in no cohort: whoever calls is refused."""
         if self._optimizer is not None:
             self._optimizer.updating = nullcontext
-            self.stage = self.handover = self._optimizer = None
+            self.stage = self.late_join = self._optimizer = None
             leave_cohort(self._transport)
 
     def _join(self, stage: int, optimizer: Optimizer) -> None:
@@ -121,7 +121,7 @@ class StageCohort:
             """A stage alone says nothing of its answers; but nobody can go on with what is not finite."""
             return None if all(bool(weight.isfinite().all()) for weight in weights.values()) else math.nan
 
-        self.handover = join_cohort(
+        self.late_join = join_cohort(
             self.config,
             self._swarm,
             self._period_s,
@@ -135,22 +135,22 @@ class StageCohort:
             f"stage {stage}",
         )
         self.stage, self._optimizer, self._updates = stage, optimizer, worker.updates
-        self.handover.version = worker.updates
-        optimizer.updating = self.handover.averager.changing
+        self.late_join.version = worker.updates
+        optimizer.updating = self.late_join.averager.changing
         if self.config.late_join and not worker.updates:
-            self.handover.seek()
+            self.late_join.seek()
 
     def step(self) -> None:
         """If the stage has made an update since: before any other message is dealt with, apply what others' weights did
         to it, and begin what is due."""
-        handover = self.handover
-        if handover is None or self.stage is None or self._held_stages.workers[self.stage].updates == self._updates:
+        late_join = self.late_join
+        if late_join is None or self.stage is None or self._held_stages.workers[self.stage].updates == self._updates:
             return
         self._updates = updates = self._held_stages.workers[self.stage].updates
-        averager = handover.averager
-        fetched = handover.step(updates)
+        averager = late_join.averager
+        fetched = late_join.step(updates)
         if fetched is not None:
-            who = averager.company.called(fetched.peer)
+            who = averager.roster.called(fetched.peer)
             self._say(f"stage {self.stage} goes on with the weights of {who}, version {fetched.version}")
         averager.step(updates)
         until = time.monotonic() + self._most_s

@@ -28,7 +28,7 @@ def last_exchange(averager: Averager, average: Callable[[], object], left_s: Cal
     """Have `average` go on until the exchange that is due, or under way, is over, and what was learned since is handed
     over, while there is time: whether any exchange came about."""
     exchanges = averager.counts["exchanges"]
-    averager.leave(max(0.0, left_s() - PART_S))
+    averager.drain(max(0.0, left_s() - PART_S))
     average()
     while averager.under_way() and left_s() > PART_S:
         averager.woken.wait(WAIT_S)

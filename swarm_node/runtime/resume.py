@@ -144,8 +144,8 @@ class RunState:
             except (CheckpointError, KeyError) as error:
                 self.say(f"averaging begins anew: {error}")
                 self.node.averager.restart()
-            if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.handover:
-                self.node.member.handover.seek(0.0)
+            if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.late_join:
+                self.node.member.late_join.seek(0.0)
         if state["held_out"] == self._evaluation():
             table = {label: Held(*values) for label, values in state["before"].items()}
             self.before = Evaluation(table, state.get("before_by_question", []))  # without: by an earlier version

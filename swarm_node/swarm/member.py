@@ -21,7 +21,7 @@ from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
 from protocol.transports.base import Handler, Transport
-from swarm_node.averaging import Averager, Handover
+from swarm_node.averaging import Averager, LateJoin
 from swarm_node.averaging.cohort import join_cohort
 from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.install import outdated
@@ -103,7 +103,7 @@ class Member:
             spent=spent,
         )
         self.averager: Averager | None = None
-        self.handover: Handover | None = None
+        self.late_join: LateJoin | None = None
         self.crew: Callable[[], tuple[CrewCard, tuple[int, int] | None]] | None = None
         """What the card says of the crew that holds this node's policy."""
         self._cohort = ""
@@ -164,7 +164,7 @@ class Member:
     ) -> Averager:
         """Join the cohort of those whose weights can be averaged with `weights`, which are as all of it began; what
         `Averager` wants besides. Raises UserError if they cannot be cut into that many fragments."""
-        self.handover = join_cohort(
+        self.late_join = join_cohort(
             config,
             self.swarm,
             self.manifest.averaging_period_s,
@@ -176,10 +176,10 @@ class Member:
             changed,
             probe,
         )
-        self.averager = self.handover.averager
+        self.averager = self.late_join.averager
         self._cohort = self.averager.place.cohort
         if config.late_join and not self.policy.version:
-            self.handover.seek()
+            self.late_join.seek()
         return self.averager
 
     # ----------------------------------------------------------------- what others and people see

@@ -60,7 +60,7 @@ AVERAGE = Kind(
         reach=1.25e-4,
         written_out=5,
         version=42,
-        parting=True,
+        draining=True,
     ),
     "average_head_v1.msgpack",
     open_average_head,
@@ -98,7 +98,7 @@ def test_fields_with_defaults_may_be_missing() -> None:
     needed = ("protocol", "swarm", "cohort", "sender", "receiver", "round", "fragment")
     head = open_average_head(msgspec.msgpack.encode({name: fields(AVERAGE.head)[name] for name in needed}))
     assert (head.phase, head.group, head.codec, head.reach, head.version) == (0, "", "float32", 0.0, 0)
-    assert not head.parting
+    assert not head.draining
     needed = ("protocol", "swarm", "cohort")
     assert open_weights_head(msgspec.msgpack.encode({name: fields(WEIGHTS.head)[name] for name in needed})).version == 0
 

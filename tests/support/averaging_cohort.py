@@ -14,7 +14,7 @@ from torch import Tensor
 
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
-from swarm_node.averaging import Averager, Handover, Place, make_averager
+from swarm_node.averaging import Averager, LateJoin, Place, make_averager
 from swarm_node.averaging.late_join import Fetch
 from swarm_node.config import AveragingConfig
 
@@ -32,7 +32,7 @@ class Trainee:
     transport: MemoryTransport
     weights: dict[str, Tensor]
     averager: Averager
-    handover: Handover
+    late_join: LateJoin
     noise: torch.Generator
     said: list[str] = field(default_factory=list)
     updates: int = 0
@@ -72,9 +72,9 @@ class Cohort:
         said: list[str] = []
         place = Place(SWARM, cohort, transport.peer_id, PERIOD_S)
         averager = make_averager(self.config, place, weights, transport, self.clock.now, said.append)
-        handover = Handover(averager, random.Random(number))
+        late_join = LateJoin(averager, random.Random(number))
         noise = torch.Generator().manual_seed(100 * self.seed + number)
-        trainee = Trainee(number, transport, weights, averager, handover, noise, said, **keys)
+        trainee = Trainee(number, transport, weights, averager, late_join, noise, said, **keys)
         self.announce(trainee)
         self.clock.call_at(self.clock.now() + 2 * PERIOD_S + 0.1 * number, partial(self.tick, trainee))
         return trainee
@@ -106,7 +106,7 @@ class Cohort:
                 for tensor in trainee.weights.values():
                     if trainee.trains:
                         tensor += 0.01 * (1 - tensor) + 0.02 * torch.randn(tensor.shape, generator=trainee.noise)
-        fetched = trainee.handover.step(trainee.version)
+        fetched = trainee.late_join.step(trainee.version)
         if fetched is not None:
             trainee.version = max(trainee.version, fetched.version)
             trainee.fetched.append(fetched)

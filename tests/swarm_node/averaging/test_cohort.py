@@ -84,7 +84,7 @@ def test_only_equal_stages_of_crews_average(saved: Saved, tmp_path: Path, lora: 
     else:
         pytest.fail("too few exchanges")
     assert distance(red, blue, 1) < 3 * apart
-    assert averagers[0] is not None and dict(averagers[0].company.partners) == {"b": "b"}
+    assert averagers[0] is not None and dict(averagers[0].roster.partners) == {"b": "b"}
     assert same(other.weights(2), before)
     named = red.held_stages.workers[1].stage.named()
     assert all(torch.equal(named[name], tensor) for name, tensor in red.weights(1).items())

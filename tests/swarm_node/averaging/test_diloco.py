@@ -12,7 +12,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import AVERAGE_METHOD, AverageHead, open_average_head, seal_head
 from protocol.transports.base import Outgoing
-from swarm_node.averaging.diloco import FARTHEST, GroupAverager
+from swarm_node.averaging.diloco import FARTHEST, CohortAverager
 from swarm_node.averaging.outer_optimizer import DiLoCo
 from tests.support.averaging_cohort import COHORT, SWARM, Cohort, Trainee
 
@@ -39,7 +39,7 @@ def test_a_newcomer_takes_over_slow_weights_too(codec: str) -> None:
     first = cohort.trainees[0]
     cohort.run(60)
     late = cohort.join()
-    late.handover.seek()
+    late.late_join.seek()
     cohort.trainees.append(late)
     for seconds in range(60):
         cohort.at(seconds, partial(cohort.announce, first))
@@ -73,7 +73,7 @@ def test_members_a_round_ahead_are_followed_at_once() -> None:
     cohort = group(5, codec="float32", timeout_s=20.0)
     ahead = cohort.trainees[3:]
     for trainee in ahead:
-        assert isinstance(trainee.averager, GroupAverager)
+        assert isinstance(trainee.averager, CohortAverager)
         trainee.averager._number = 1
         trainee.step_s = 1.5  # the others are in round 0 when they begin
     cohort.run(50)
@@ -84,7 +84,7 @@ def test_members_a_round_ahead_are_followed_at_once() -> None:
 def test_members_with_different_outer_steps_do_not_average() -> None:
     cohort = group(2)
     a, b = (trainee.averager for trainee in cohort.trainees)
-    assert isinstance(a, GroupAverager) and isinstance(b, GroupAverager)
+    assert isinstance(a, CohortAverager) and isinstance(b, CohortAverager)
     b.outer = DiLoCo(learning_rate=0.3, momentum=0.9)
     cohort.run(100)
     assert cohort.exchanges() == [0, 0]

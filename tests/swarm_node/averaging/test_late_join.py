@@ -20,7 +20,7 @@ from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging import cohort_weights as fetching
 from swarm_node.averaging.cohort_weights import AT_ONCE, GRACE_S, TRIES, Fetch, collect, longest_s
-from swarm_node.averaging.late_join import COOL_S, REST_S, SEEK_S, Handover
+from swarm_node.averaging.late_join import COOL_S, REST_S, SEEK_S, LateJoin
 from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.donors import answers, body_bytes, with_a_nan
 
@@ -38,21 +38,21 @@ def member(at: Cohort, version: int = 1000, **keys: Any) -> Trainee:
     trainee = at.join(dead=True, trains=False, version=version, **keys)
     for tensor in trainee.weights.values():
         tensor.normal_(generator=trainee.noise)
-    trainee.handover.version = version
+    trainee.late_join.version = version
     return trainee
 
 
 def newcomer(cohort: Cohort, **keys: Any) -> Trainee:
     """One that looks for weights from its first step on, 2 * PERIOD_S from now."""
     trainee = cohort.join(**keys)
-    trainee.handover.seek()
+    trainee.late_join.seek()
     return trainee
 
 
 def asked_by(late: Trainee, first: Callable[[str], None] = lambda peer: None) -> list[str]:
     """Peers whom it asks, from now on; `first` is called before the first of them is."""
     asked: list[str] = []
-    fetch = late.handover.fetch
+    fetch = late.late_join.fetch
 
     def watched(peer: str, least: int) -> Fetch:
         if not asked:
@@ -60,7 +60,7 @@ def asked_by(late: Trainee, first: Callable[[str], None] = lambda peer: None) ->
         asked.append(peer)
         return fetch(peer, least)
 
-    late.handover.fetch = watched  # type: ignore[method-assign]
+    late.late_join.fetch = watched  # type: ignore[method-assign]
     return asked
 
 
@@ -73,7 +73,7 @@ def gives(liar: Trainee, body: bytes, **changes: Any) -> None:
 def ask(ahead: Trainee, peer: str) -> Accepted | str:
     """A call by `peer`, or why it is refused."""
     try:
-        return ahead.handover.accept(peer, seal_head(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT)), 0)
+        return ahead.late_join.accept(peer, seal_head(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT)), 0)
     except RemoteProtocolError as error:
         return error.reason
 
@@ -180,7 +180,7 @@ def has_gone(cohort: Cohort, first: Trainee) -> None:
 
 
 def refuses(cohort: Cohort, first: Trainee) -> None:
-    first.handover.version = 0
+    first.late_join.version = 0
 
 
 def too_much(cohort: Cohort, first: Trainee) -> None:
@@ -256,7 +256,7 @@ def test_another_is_asked_after_a_slow_first() -> None:
     cohort = seekers(link=SLOW)
     member(cohort), member(cohort)
     late = newcomer(cohort)
-    late.handover.seek(2)
+    late.late_join.seek(2)
     by_name = {f"peer{i}": i for i in range(3)}
     asked = asked_by(late, lambda peer: cohort.at(5.0, lambda: cohort.network.kill(peer)))
     cohort.run(2 * PERIOD_S + 5 + GRACE_S)
@@ -268,7 +268,7 @@ def test_one_is_given_them_at_a_time() -> None:
     ahead = member(cohort)
     late = [newcomer(cohort, trains=False) for _ in range(3)]
     running, most = 0, 0
-    accept = ahead.handover.accept
+    accept = ahead.late_join.accept
 
     def watched(peer: str, head: bytes, size: int) -> Accepted:
         nonlocal running, most
@@ -342,7 +342,7 @@ def test_strangers_that_hang_up_cost_few_copies() -> None:
 
     assert bother(lambda i: "stranger", 130) == 3, "at once, after a minute, after another"
     assert 8 <= bother(str, 50) <= 10, "every five seconds"
-    assert len(ahead.handover._cool_until) <= 1 + COOL_S / REST_S, "bounded, however many have asked"
+    assert len(ahead.late_join._cool_until) <= 1 + COOL_S / REST_S, "bounded, however many have asked"
 
 
 def test_who_took_long_waits_as_long() -> None:
@@ -401,11 +401,11 @@ def test_a_torn_donor_gives_again_after_its_rest() -> None:
     """When its rest is over, though the time to look for one is as well."""
     cohort = seekers(link=SLOW)
     donor, late = member(cohort), newcomer(cohort, trains=False)
-    late.handover.seek(2.0)
+    late.late_join.seek(2.0)
     tear = [True]
 
     def torn(peer: str, head: bytes, size: int) -> Accepted:
-        given = donor.handover.accept(peer, head, size)
+        given = donor.late_join.accept(peer, head, size)
 
         def pieces() -> Iterator[memoryview]:
             for piece in given.ours.pieces():
@@ -429,9 +429,9 @@ def test_muted_liars_are_not_asked() -> None:
     assert late.averager.counts["skipped/values"] == 1
     for _ in range(2):  # the third strike
         late.averager.skip("values", "", liar.transport.peer_id)
-    late.handover = Handover(late.averager, random.Random(0))  # which remembers nobody that it asked
+    late.late_join = LateJoin(late.averager, random.Random(0))  # which remembers nobody that it asked
     asked = asked_by(late)
-    late.handover.seek()
+    late.late_join.seek()
     cohort.run(SEEK_S)
     assert not asked
 
@@ -440,7 +440,7 @@ def test_looking_begins_with_the_first_step() -> None:
     cohort = seekers()
     ahead = member(cohort)
     late = cohort.join(dead=True)
-    late.handover.seek()
+    late.late_join.seek()
     cohort.run(3 * SEEK_S)
     late.dead = False
     cohort.tick(late)
@@ -487,10 +487,10 @@ def choices(cohort: Cohort, late: Trainee, times: int = 200) -> Counter[int]:
         return Fetch(peer, None)  # type: ignore[arg-type]
 
     for seed in range(times):
-        handover = Handover(late.averager, random.Random(seed))
-        handover.fetch = pretend  # type: ignore[method-assign]
-        handover.seek()
-        handover.step(late.version)
+        late_join = LateJoin(late.averager, random.Random(seed))
+        late_join.fetch = pretend  # type: ignore[method-assign]
+        late_join.seek()
+        late_join.step(late.version)
     return asked
 
 

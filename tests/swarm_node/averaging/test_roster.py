@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from swarm_node.averaging.averager import REASONS
-from swarm_node.averaging.roster import LISTED, MAX_NAMES, Company
+from swarm_node.averaging.roster import LISTED, MAX_NAMES, Roster
 from tests.support.repository import ROOT
 
 SWARM, MINE, OTHER = "a" * 64, "1" * 16, "2" * 16
@@ -14,13 +14,13 @@ def card(name: str, cohort: str) -> PeerCard:
     return PeerCard(PROTOCOL_VERSION, SWARM, 0.0, name, ["trainer"], cohort=cohort)
 
 
-def company() -> tuple[Company, list[str]]:
+def roster() -> tuple[Roster, list[str]]:
     said: list[str] = []
-    return Company(MINE, 120.0, said.append), said
+    return Roster(MINE, 120.0, said.append), said
 
 
 def test_being_alone_is_said_after_a_while() -> None:
-    here, said = company()
+    here, said = roster()
     others = {"x": card("x", OTHER), "silent": card("silent", "")}
     for now in (0.0, 60.0, 119.0):
         here.look(others, now)
@@ -39,7 +39,7 @@ def test_being_alone_is_said_after_a_while() -> None:
 
 
 def test_partners_that_come_and_go_are_said_once() -> None:
-    here, said = company()
+    here, said = roster()
     bob = {"b" * 8: card("bob", MINE)}
     here.look(bob, 0.0)
     here.look({}, 10.0)  # a card that was late
@@ -54,7 +54,7 @@ def test_partners_that_come_and_go_are_said_once() -> None:
 
 
 def test_names_are_remembered_and_ambiguous_ones_carry_ids() -> None:
-    here, _ = company()
+    here, _ = roster()
     here.look({"first-12345678": card("bob", MINE)}, 0.0)
     here.look({}, 1.0)
     assert here.called("first-12345678") == "bob"

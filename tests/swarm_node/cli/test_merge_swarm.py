@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.tensors import WeightsHead, seal_head
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
-from swarm_node.averaging import Fragments, Handover, Place, cohort_id, make_averager
+from swarm_node.averaging import Fragments, LateJoin, Place, cohort_id, make_averager
 from swarm_node.averaging.cohort_weights import AT_ONCE, GRACE_S, cohorts_of
 from swarm_node.averaging.merge import State
 from swarm_node.cli.app import app
@@ -67,7 +67,7 @@ class Peer:
 
     transport: MemoryTransport
     weights: State
-    handover: Handover
+    late_join: LateJoin
 
     @property
     def id(self) -> str:
@@ -97,8 +97,8 @@ class Swarm:
         averager = make_averager(config, place, weights, transport, self.clock.now, self.said.append)
         for tensor in weights.values():
             tensor += 0.01 * torch.randn(tensor.shape, generator=noise)
-        handover = Handover(averager, random.Random(number))
-        handover.version = version
+        late_join = LateJoin(averager, random.Random(number))
+        late_join.version = version
         fields = {
             "protocol": PROTOCOL_VERSION,
             "swarm": SWARM,
@@ -111,7 +111,7 @@ class Swarm:
             "policy_version": version,
         }
         transport.announce(PeerCard(**fields | card))
-        return Peer(transport, weights, handover)
+        return Peer(transport, weights, late_join)
 
     @cached_property
     def visitor(self) -> MemoryTransport:
@@ -222,7 +222,7 @@ def test_weights_are_on_disk_not_in_memory(policy: Policy, tmp_path: Path) -> No
 def test_whoever_is_busy_is_asked_again(swarm: Swarm, tmp_path: Path) -> None:
     peers = [swarm.join() for _ in range(3)]
     swarm.look()
-    held = peers[0].handover.accept("somebody", seal_head(_head(peers[0])), 0)
+    held = peers[0].late_join.accept("somebody", seal_head(_head(peers[0])), 0)
     swarm.clock.call_at(swarm.clock.now() + 32.0, held.done, None)
     weights, _ = swarm.gather(tmp_path)
     assert len(weights) == 3 and not swarm.left_out()
@@ -247,7 +247,7 @@ def test_it_ends_in_time(swarm: Swarm, tmp_path: Path) -> None:
 
 
 def _head(peer: Peer, **changes: Any) -> WeightsHead:
-    place = peer.handover.averager.place
+    place = peer.late_join.averager.place
     return WeightsHead(
         **{"protocol": PROTOCOL_VERSION, "swarm": SWARM, "cohort": place.cohort, "version": 100} | changes
     )
@@ -259,7 +259,7 @@ def gives(liar: Peer, body: bytes, **changes: Any) -> None:
 
 
 def whole(peer: Peer) -> int:
-    return body_bytes(peer.handover.averager)
+    return body_bytes(peer.late_join.averager)
 
 
 def not_a_number(liar: Peer) -> None:
@@ -275,7 +275,7 @@ def older_than_its_card(liar: Peer) -> None:
 
 
 def never_trained(liar: Peer) -> None:
-    liar.handover.version = 0
+    liar.late_join.version = 0
 
 
 def says_no(liar: Peer) -> None:

@@ -117,7 +117,7 @@ def test_who_cannot_is_passed_over() -> None:
     leaver = Leaver(4)
     gone, *there = leaver.others
     gone.transport.close()
-    there[0].averager.leave(1.0)
+    there[0].averager.drain(1.0)
     assert leaver.leaves()
     assert heirs(leaver) == there[1:]
 
@@ -157,7 +157,7 @@ def test_repeated_farewells_are_heard_once_an_hour() -> None:
 def test_a_stalling_leaver_blocks_no_due_exchange() -> None:
     leaver = LeftOver()
     leaver.mine.transport.link = LinkModel(latency_s=0.02, bandwidth_bytes_s=50.0)  # a minute for its weights
-    leaver.mine.averager.leave(1.0)
+    leaver.mine.averager.drain(1.0)
     for _ in range(5):
         leaver.turn()
     assert any(trainee.averager.under_way() for trainee in leaver.others)
