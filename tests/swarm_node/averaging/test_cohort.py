@@ -214,7 +214,7 @@ def test_both_ends_have_the_same_matrix_again(saved: Saved, averaged: bool) -> N
     moments = [worker.optimizer.state_dict()[f"exp_avg.{name}"].clone() for worker in (first, last)]
     last.updates += not averaged  # the first stage was rebuilt from an older copy
     assert not torch.equal(first.stage.named()[name], last.stage.named()[name])
-    crew.lead.join_ends(averaged)
+    crew.driver.join_ends(averaged)
     assert torch.equal(other.stage.named()[name], expected) and torch.equal(giver.stage.named()[name], expected)
     for worker, before in zip((first, last), moments, strict=True):
         assert bool(before.any())
@@ -223,8 +223,8 @@ def test_both_ends_have_the_same_matrix_again(saved: Saved, averaged: bool) -> N
 
 def test_ends_that_hold_nothing_together_are_left_alone(saved: Saved) -> None:
     crew = Crew(saved("llama"), 2)
-    crew.lead.join_ends(averaged=True)
-    crew.lead.join_ends(averaged=False)
+    crew.driver.join_ends(averaged=True)
+    crew.driver.join_ends(averaged=False)
     assert not crew.seen[0, "Share"] and not crew.refused
 
 
