@@ -2,7 +2,8 @@
 
     training swarm network machine      the sections
         -> node                         all of them together: NodeConfig
-        -> keys                         every name under which something can be set
+        -> keys                         every key
+        -> options                      the keys that have an option on the command line
         -> loading (explaining)         file, environment, flags -> NodeConfig, or one line that says what is wrong
         -> writing                      NodeConfig -> TOML; the reference of all keys
         -> own                          config.toml of a run, where its next start begins
@@ -10,11 +11,12 @@
 Loads no torch.
 """
 
-from swarm_node.config.keys import COMMAND_VARIABLES, FLAGS, PREFIX, all_keys, all_variables
+from swarm_node.config.keys import PREFIX, all_keys
 from swarm_node.config.loading import load_config, load_run_config
 from swarm_node.config.machine import CheckpointsConfig, GuestConfig, HealthConfig, SpotConfig
 from swarm_node.config.network import NetworkConfig
 from swarm_node.config.node import DEFAULT_ROUNDS, NodeConfig
+from swarm_node.config.options import OPTIONS, KeyOption, all_variables
 from swarm_node.config.own import dump_own, read_own
 from swarm_node.config.section import Section
 from swarm_node.config.swarm import AveragingConfig, PipelineConfig, SharingConfig
@@ -30,15 +32,15 @@ from swarm_node.config.training import (
 from swarm_node.config.writing import config_reference, dump_toml
 
 __all__ = [
-    "COMMAND_VARIABLES",
     "DEFAULT_ROUNDS",
-    "FLAGS",
+    "OPTIONS",
     "PREFIX",
     "AveragingConfig",
     "EvalConfig",
     "GrpoConfig",
     "GuestConfig",
     "HealthConfig",
+    "KeyOption",
     "NetworkConfig",
     "NodeConfig",
     "PolicyConfig",

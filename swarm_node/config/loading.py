@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_origin
@@ -17,12 +17,16 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from swarm_node.config.explaining import did_you_mean, explain
-from swarm_node.config.keys import COMMAND_VARIABLES, FLAGS, PREFIX, all_keys, all_variables, alternatives
+from swarm_node.config.keys import PREFIX, all_keys, alternatives
 from swarm_node.config.node import NodeConfig
+from swarm_node.config.options import all_variables, keys_by_name
 from swarm_node.config.own import HOW_LONG, own_layer, say_kept
 from swarm_node.config.section import TOGETHER
 from swarm_node.config.training import TaskConfig
 from swarm_node.errors import UserError
+
+SETS_VARIABLE = PREFIX + "SET"
+"""Environment variable that takes what `--set` takes, several with spaces between."""
 
 
 def load_config(
@@ -30,13 +34,15 @@ def load_config(
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
     sets: Sequence[str] = (),
+    others: Collection[str] = (),
 ) -> NodeConfig:
     """The configuration from, in rising precedence, a TOML file, `SWARM_NODE_*` variables among `env`,
-    `flags` (flag name to value, `None` = not given) and `section.key=value` texts.
+    `flags` (name of an option or key to value, `None` = not given) and `section.key=value` texts.
 
-    Raises UserError with one line that names the key, the value and where it came from.
+    `others` are variables of `env` that are no keys. Raises UserError with one line that names the key, the value and
+    where it came from.
     """
-    return _resolved(list(_layers(file, env or {}, flags or {}, sets)))
+    return _resolved(list(_layers(file, env or {}, flags or {}, sets, others)))
 
 
 def load_run_config(
@@ -44,15 +50,16 @@ def load_run_config(
     env: Mapping[str, str],
     flags: Mapping[str, object],
     sets: Sequence[str],
+    others: Collection[str],
     member: bool,
     say: Callable[[str], None],
 ) -> NodeConfig:
-    """As `load_config`, for a start of a run, a `member` of a swarm or one that trains alone: where its directory has a
-    run, that run's own settings come right above the defaults.
+    """The configuration for a start of a run, as a `member` of a swarm or alone, from the sources of `load_config`.
 
-    Raises UserError also for a start alone in the directory of a member.
+    If the directory already has a run, that run's own settings come right above the defaults. Raises UserError also
+    for a start alone in the directory of a member.
     """
-    layers = list(_layers(file, env, flags, sets))
+    layers = list(_layers(file, env, flags, sets, others))
     table: dict[str, Any] = {}
     for source, layer in layers:
         _check(source, layer)
@@ -131,7 +138,11 @@ def _check_together(config: NodeConfig) -> None:
 
 
 def _layers(
-    file: Path | None, env: Mapping[str, str], flags: Mapping[str, object], sets: Sequence[str]
+    file: Path | None,
+    env: Mapping[str, str],
+    flags: Mapping[str, object],
+    sets: Sequence[str],
+    others: Collection[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(source, partial table) in rising precedence."""
     if file is not None:
@@ -140,14 +151,15 @@ def _layers(
     for name in sorted(name for name in env if name.startswith(PREFIX)):
         if name in variables:
             yield name, _nest(variables[name], _parse(env[name], all_keys()[variables[name]]))
-        elif name not in COMMAND_VARIABLES:
-            hint = did_you_mean(name, [*variables, *COMMAND_VARIABLES], "__")
+        elif name != SETS_VARIABLE and name not in others:
+            hint = did_you_mean(name, [*variables, SETS_VARIABLE, *others], "__")
             raise UserError(f"unknown environment variable {name}{hint}")
-    for text in _split_sets(env.get(PREFIX + "SET", "")):
-        yield PREFIX + "SET", _parse_set(text, PREFIX + "SET")
+    for text in _split_sets(env.get(SETS_VARIABLE, "")):
+        yield SETS_VARIABLE, _parse_set(text, SETS_VARIABLE)
+    keys = keys_by_name()
     for name, value in flags.items():
         if value is not None:
-            yield "--" + name.replace("_", "-"), _nest(FLAGS.get(name, name), value)
+            yield "--" + name.replace("_", "-"), _nest(keys.get(name, name), value)
     for text in sets:
         yield "--set", _parse_set(text, "--set")
 
@@ -165,7 +177,7 @@ def _split_sets(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UserError(f"{PREFIX}SET: {error}; write it as on a command line: a.b=1 'c.d=two words'") from None
+        raise UserError(f"{SETS_VARIABLE}: {error}; write it as on a command line: a.b=1 'c.d=two words'") from None
 
 
 def _parse_set(text: str, source: str) -> dict[str, Any]:

@@ -23,8 +23,8 @@ class CheckpointsConfig(Section):
     keep: PositiveInt = 2
     """Checkpoints kept; of each of a crew's stages one more."""
     to: str = Field("", pattern=URL_OR_NONE)
-    """URL of a directory to copy each checkpoint to, and to begin from where there is none here: file://, s3://, gs://,
-    az:// (docker/spot.md). The bucket, or the folder, has to be there. Empty = nowhere."""
+    """Copy each checkpoint to this directory (file://, s3://, gs:// or az://), and start from it if there is none here.
+    The bucket or folder must exist (docker/spot.md). Empty = no copies."""
 
 
 class MetricsConfig(Section):
@@ -39,8 +39,8 @@ class SpotConfig(Section):
     """Machines that their cloud takes back at short notice; docker/spot.md."""
 
     cloud: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"
-    """Whose notices to ask for, at the cloud's metadata address on this machine; `auto` = of the cloud that the
-    firmware names, if it names one. A notice is as good as a first SIGTERM, with the time it leaves."""
+    """Which cloud's preemption notices to listen for; `auto` = the cloud that the firmware names. They are read from
+    the cloud's metadata address on this machine. A notice acts like a first SIGTERM, with the time that it leaves."""
     endpoint: str = Field("", pattern=HOST_OR_NONE)
     """HOST:PORT of the metadata service; empty = the cloud's own."""
     uplink_mbit: PositiveFloat = 100.0
@@ -51,7 +51,7 @@ class HealthConfig(Section):
     """Whether this node trains, for those who watch over it: /healthz, and /metrics for Prometheus."""
 
     port: int = Field(0, ge=0, lt=65536)
-    """TCP port; 0 = none."""
+    """TCP port of /healthz and, for Prometheus, /metrics; 0 = none."""
     listen: Annotated[str, AfterValidator(checked_ip)] = "127.0.0.1"
     """IP address to listen on. Nothing is asked of who comes: leave it, unless a firewall is in front."""
     hosts: list[Annotated[str, Field(pattern=HOST_NAME)]] = []
@@ -75,16 +75,16 @@ class GuestConfig(Section):
     """A good guest on somebody's machine; docs/guest.md. Not for stages, but for `nice`: a crew waits for each."""
 
     max_cpu: float = Field(100.0, ge=1, le=100)
-    """Most CPU, in percent of the cores that the node may use (a container's quota counts), all its processes together,
-    over some seconds."""
+    """Most CPU, in percent of the cores that the node may use (a container's quota counts). All its processes count
+    together, over some seconds."""
     max_memory_gb: float = Field(0.0, ge=0)
-    """Most main memory (GiB) that its processes take together; a node that would take more saves and ends. 0 = no
-    limit."""
+    """Most main memory in GiB, for all processes together; 0 = no limit. A node that would take more saves and ends."""
     nice: int = Field(0, ge=0, le=19)
-    """Priority of its processes: 19 = only what nobody else wants."""
+    """Niceness of the processes; 19 = lowest priority."""
     quiet_hours: Annotated[str, AfterValidator(_checked_hours)] = ""
-    """Paused between these, local time, for example 22:00-07:00; empty = never."""
+    """Pause between these times, local time, for example 22:00-07:00; empty = never."""
     pause_on: list[Literal["battery", "hot", "owner"]] = []
-    """Paused while the machine runs on its battery | is hot | is in use (where it tells: docs/guest.md)."""
+    """Pause while the machine runs on battery, is hot, or is used by its owner. docs/guest.md says how each is
+    detected."""
     hot_c: float = Field(85.0, gt=0)
     """Degrees Celsius of its hottest sensor that are hot."""

@@ -67,25 +67,25 @@ class NetworkConfig(Section):
     listen: Annotated[str, AfterValidator(checked_ip)] = "0.0.0.0"
     """IP address to listen on; 127.0.0.1 = this machine only."""
     port: int = Field(31330, ge=0, lt=65536)
-    """TCP port of the DHT and of streams; the next free one if taken; 0 = any."""
+    """TCP port of the DHT and of streams; the next free one if it is taken; 0 = any."""
     gossip_port: int = Field(31331, ge=0, lt=65536)
-    """TCP port of the gossip process; likewise."""
+    """TCP port of the gossip process; the next free one if it is taken; 0 = any."""
     announce: list[Annotated[str, AfterValidator(_checked_announcement)]] = Field([], max_length=MAX_ADDRESSES)
-    """Public IP addresses or host names that others reach this node under (port forwarding), or whole multiaddresses
-    of the DHT port."""
+    """Public IP address or host name of this node, where a router forwards its ports. Whole multiaddresses of the DHT
+    port are taken too."""
     dial_only: bool = False
-    """Never listen: for machines that nobody can reach anyway."""
+    """Never listen: for machines that others cannot reach anyway."""
     bootstrap: list[str] = []
-    """Multiaddresses of peers to begin with, besides those of the manifest."""
+    """Multiaddress of a peer to connect to first, besides those of the manifest."""
     relay: bool = True
     """Be reached through relays if nobody can reach this node directly."""
     serve_relay: bool = False
-    """Relay streams for peers that cannot be reached directly (`--relay`): others' traffic over this connection."""
+    """Relay streams for peers that cannot be reached directly. Their traffic then uses this node's connection."""
     nat_port_map: bool = False
     """Ask the router for a port by UPnP or NAT-PMP."""
     max_connections: int = Field(64, ge=1, le=MAX_CONNECTIONS)
     """Gossip connections kept."""
     max_upload_mbit: Rate = 0.0
-    """Most that this node sends, in Mbit/s: half of it for gossip, half for weights and all else; 0 = no limit."""
+    """Most that this node sends, in Mbit/s; 0 = no limit. Half of it is for gossip, half for weights and all else."""
     max_download_mbit: Rate = 0.0
-    """Most that it receives, likewise."""
+    """Most that this node receives, in Mbit/s; 0 = no limit. Half is for gossip, half for weights and all else."""

@@ -22,26 +22,28 @@ class NodeConfig(Section):
     """Everything a node can be told."""
 
     swarm: str | None = None
-    """Swarm to join: a manifest file, its https address, or a swarm:// link; `local` ignores it."""
+    """Manifest file of the swarm, its https address, or a swarm:// link; unset = the swarm of the run. `local` ignores
+    it."""
     name: str | None = Field(None, max_length=MAX_NAME_CHARS, pattern=NAME)
-    """This node's name for people, and of its run directory; unset = `local`, or `node` in a swarm."""
+    """Name of this node, which others see. It also names the run directory; unset = `local`, or `node` in a swarm."""
     run_dir: str | None = None
-    """Where this run lives: config, identity, metrics, checkpoints, plots; unset = runs/<name>. Running again resumes
-    from it."""
+    """Directory of the run; starting there again resumes it. It holds configuration, identity, metrics, checkpoints and
+    plots; unset = runs/<name>."""
     seed: int | None = Field(None, ge=0)
-    """Root of all randomness; unset = 0, or in a swarm derived from the peer id (else all peers would do the same)."""
+    """Seed of all randomness. Unset = 0, or in a swarm derived from the peer id (else all peers would do the same)."""
     pace_s: float = Field(0.0, ge=0)
-    """A round takes at least this many seconds: leaves the machine to its owner in between."""
+    """A round takes at least this many seconds. Between rounds the machine is free for its owner."""
     rounds: PositiveInt | None = None
-    """Rounds in total, counted over resumptions; unset = 200, or no limit in a swarm or if `minutes` is given."""
+    """Rounds in total, resumptions included. Unset = 200, or no limit in a swarm or if `minutes` is given."""
     minutes: PositiveFloat | None = None
     """Stop after this many minutes of training, whatever `rounds` says. Waiting for a swarm's manifest counts."""
     tasks: list[str | TaskConfig] = ["small"]
-    """Tasks to train on: names, files, or tables with options."""
+    """Tasks to train on: names (see `swarm-node tasks`) or question files (.jsonl). In a file also tables with
+    options."""
     price_per_hour: PositiveFloat | None = None
-    """What this machine costs an hour, in any currency: `cost/*` of the metrics are made of it; unset = none."""
+    """Price of this machine per hour, in any currency, for the metrics of cost. These are `cost/*`; unset = none."""
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Sinks besides metrics.jsonl, which is always written."""
+    """Where to send each round's metrics besides metrics.jsonl. That file is always written."""
     policy: PolicyConfig = PolicyConfig()
     rewards: RewardsConfig = RewardsConfig()
     rollouts: RolloutsConfig = RolloutsConfig()

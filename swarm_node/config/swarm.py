@@ -15,12 +15,12 @@ class PipelineConfig(Section):
     """A policy in stages, on several machines that are one crew."""
 
     stages: int = Field(0, ge=0, le=MAX_STAGES)
-    """Stages that the policy is cut into, one for each machine; 0 = this machine holds all of it, as usual."""
+    """Number of pipeline stages that the policy is split into, one per machine. 0 = this machine holds all of it."""
     crew: str = Field("", max_length=MAX_NAME_CHARS, pattern=NAME_OR_NONE)
-    """Name that the machines have in common which hold one policy together, and their password: who is in the swarm and
-    knows it can take part, so choose one that nobody guesses. `local` needs none."""
+    """Name of the crew: the machines that train one policy together. It is also their password: any member of the swarm
+    who knows it can take part, so choose one that nobody guesses. `local` needs none."""
     stage: int | Literal["auto"] = "auto"
-    """Which stage this machine holds, from 0 (which drives the others); `auto` = one that nobody holds."""
+    """Stage that this machine holds, from 0 (which drives the others); `auto` = one that nobody holds."""
     capacity_gb: float = Field(0.0, ge=0)
     """Memory that this machine gives to stages; 0 = what is free when it starts. Bounds what it takes on for others."""
     wire: Literal["bfloat16", "float32", "int8"] = "bfloat16"
@@ -45,9 +45,9 @@ class SharingConfig(Section):
     """Learning from other peers' answers (arXiv 2509.08721)."""
 
     own: PositiveInt = 4
-    """Groups of its own that a node trains on in each round (I)."""
+    """Own groups to train on in each round (I)."""
     foreign: int = Field(4, ge=0)
-    """Groups of other peers that it trains on in each round (J); 0 = a silo that shares but does not listen."""
+    """Groups of other peers to train on in each round (J). 0 = a silo, which shares but uses nothing of others."""
     fill: bool = True
     """Sample more groups of its own while too few foreign ones are there (4 alone learn worse than 8)."""
     sampler: Literal["uniform"] | Outside = "uniform"
@@ -78,7 +78,7 @@ class SharingConfig(Section):
     token_ids: bool = False
     """Send token ids and log-probabilities along, for peers with the same tokenizer."""
     record: bool = False
-    """Write what was offered, chosen and with which probability to offers.jsonl."""
+    """Write which foreign groups were offered and chosen, with their probabilities, to offers.jsonl."""
     give_model: bool = True
     """Give the model that the swarm's manifest names, if it is here, to members who lack it: its files are public to
     the swarm already, and somebody has to. Other models are never given."""

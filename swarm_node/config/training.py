@@ -13,8 +13,7 @@ class PolicyConfig(Section):
     """Which language model this node trains, and where."""
 
     model: str = "starter"
-    """Local path or Hugging Face hub id of a causal language model; `starter` = the tiny one in this
-    package."""
+    """Local path or Hugging Face hub id of a causal language model. `starter` = the tiny model in this package."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     lora: bool | None = None

@@ -15,7 +15,9 @@ import swarm_node
 from protocol.identity import Identity
 from protocol.manifest import parse_manifest
 from swarm_node.cli.app import app
-from swarm_node.config import COMMAND_VARIABLES, FLAGS, NodeConfig, all_variables, load_config
+from swarm_node.cli.options import COMMAND_VARIABLES
+from swarm_node.config import OPTIONS, all_keys, all_variables, load_config
+from swarm_node.config.options import explanation
 from swarm_node.storage.rundir import RunDir
 
 
@@ -72,7 +74,7 @@ for step in sys.argv[1:]:
 
 
 def test_start_up_loads_neither_torch_nor_transformers() -> None:
-    steps = [f"swarm_node.{name}" for name in ("types", "config", "rundir", "cli")] + ["--help"]
+    steps = [f"swarm_node.{name}" for name in ("types", "config", "storage.rundir", "cli.app")] + ["--help"]
     steps += ["swarm_node.runtime.bootstrap", "swarm_node.observability.plots"]
     done = subprocess.run([sys.executable, "-c", LOADS, *steps], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -94,24 +96,39 @@ def variable(option: str) -> str:
 
 def test_every_option_has_an_environment_variable() -> None:
     variables, known = set(), all_variables()
+    keys = {option.name: option.key for option in OPTIONS}
     for words, command in commands():
         for parameter in command.params:
             name = parameter.opts[0].removeprefix("--")
             if not parameter.opts[0].startswith("--") or name == "help":
                 continue
-            key = FLAGS.get(name.replace("-", "_"), name.replace("-", "_"))
-            is_key = "." in key or key in NodeConfig.model_fields
+            is_key = name.replace("-", "_") in keys
             if is_key and parameter.envvar is None:  # load_config reads it
                 assert variable(name) in known
             elif name != "set":
                 read = "dashboard-port" if (words, name) == (("dashboard",), "port") else name  # not the node's port
                 assert parameter.envvar == variable(read)
                 variables.add(parameter.envvar)
-                load_config(env={parameter.envvar: "3"})  # nobody takes it for a mistyped key
+                load_config(env={parameter.envvar: "3"}, others=COMMAND_VARIABLES)  # nobody takes it for a mistyped key
             assert not (is_key and words[0] in CONFIGURED and parameter.envvar), f"{name} would be read twice"
             variables.add(variable(name))
     assert variables >= COMMAND_VARIABLES
-    load_config(env={name: "" for name in COMMAND_VARIABLES})
+    load_config(env={name: "" for name in COMMAND_VARIABLES}, others=COMMAND_VARIABLES)
+
+
+def test_defaults_and_explanations_of_keys_stand_in_one_module() -> None:
+    modules = [" ".join(path.read_text().split()) for path in (Path(swarm_node.__file__).parent).rglob("*.py")]
+    for key in {option.key for option in OPTIONS}:
+        said = explanation(key).removesuffix(".")
+        assert sum(said in text for text in modules) == 1, f"{key}: {said}"
+    rows = {(option.name, command): option for option in OPTIONS for command in option.commands.split()}
+    for words, command in commands():
+        for parameter in command.params:
+            row = rows.get((parameter.name, words[0]))
+            if row is not None and not parameter.envvar:
+                assert parameter.default is None, f"{words}: {row.flag} has a default beside that of {row.key}"
+                assert parameter.help.startswith(row.says.get(words[0]) or explanation(row.key))
+    assert {option.key for option in OPTIONS} <= all_keys().keys()
 
 
 def test_dry_run_prints_settings_and_touches_nothing() -> None:
@@ -186,7 +203,7 @@ def test_wrong_usage_exits_2_without_a_traceback(args: list[str]) -> None:
 
 
 def test_mistakes_in_programs_show_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_node.config.dump_toml", lambda config: 1 / 0)
+    monkeypatch.setattr("swarm_node.cli.train.dump_toml", lambda config: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         CliRunner().invoke(app, ["config", "show"], catch_exceptions=False)
 

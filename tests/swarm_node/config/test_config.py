@@ -115,7 +115,7 @@ def test_unknown_variables_and_sets_name_the_nearest_one() -> None:
     with pytest.raises(UserError, match="did you mean SWARM_NODE_GRPO__LOSS?"):
         load_config(env={"SWARM_NODE_LOSS": "gspo"})
     with pytest.raises(UserError, match="did you mean SWARM_NODE_CONFIG?"):
-        load_config(env={"SWARM_NODE_CONFIGS": "x"})
+        load_config(env={"SWARM_NODE_CONFIGS": "x"}, others={"SWARM_NODE_CONFIG"})
     with pytest.raises(UserError, match="^unknown key grpo.group_size in --set; did you mean rollouts.group_size?"):
         load_config(sets=["grpo.group_size=4"])
 

@@ -1,0 +1,106 @@
+"""Commands that look at runs, tasks and the configuration, or pause a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from textwrap import shorten
+from typing import Annotated
+
+import typer
+
+from swarm_node.cli.options import Json, Settings, option
+from swarm_node.cli.train import print_config
+from swarm_node.config import config_reference
+from swarm_node.storage.rundir import RunDir
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
+
+
+def pause(
+    run: Run,
+    for_: Annotated[
+        str | None, option("--for", "How long, as 2h, 90m or 1d12h; by default until `resume`.", metavar="TIME")
+    ] = None,
+) -> None:
+    """Pause a run: its node finishes its current computation, then waits. In a swarm it stays a member."""
+    from swarm_node.runtime.limits import pause, seconds_of
+
+    typer.echo(pause(RunDir(run), None if for_ is None else seconds_of(for_), time.time()))
+
+
+def resume(run: Run) -> None:
+    """Unpause a run."""
+    from swarm_node.runtime.limits import resume
+
+    typer.echo(resume(RunDir(run)))
+
+
+def list_tasks(json_output: Json = False) -> None:
+    """List the tasks to train on, with an example of each."""
+    from swarm_node.tasks.catalogue import describe
+
+    entries = describe()
+    if json_output:
+        typer.echo(json.dumps([entry._asdict() for entry in entries], indent=2))
+        return
+    width = shutil.get_terminal_size((110, 1)).columns
+    for entry in entries:
+        head = f"{entry.name:<24} {','.join(entry.sets):<12} "
+        typer.echo(head + shorten(entry.question, max(20, width - len(head)), placeholder=" …"))
+
+
+def dashboard(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN…", help="Run directories, or one that holds runs; by default those below runs/."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        option(
+            "--port",
+            "TCP port; by default the first free one from 31380; 0 = any. Its variable is SWARM_NODE_DASHBOARD_PORT.",
+            "DASHBOARD_PORT",
+            min=0,
+            max=65535,
+        ),
+    ] = None,
+    host: Annotated[
+        str, option("--host", "Address to listen on; any but 127.0.0.1 requires a token.", metavar="IP")
+    ] = "127.0.0.1",
+) -> None:
+    """Show runs on a web page, live and side by side. Ctrl-C ends the page, not the runs."""
+    from swarm_node.observability.dashboard.serve import serve
+
+    serve(runs or [], host, port, typer.echo)
+
+
+def show(settings: Settings, json_output: Json = False) -> None:
+    """Print the resolved configuration that `local` would use for a new run."""
+    print_config(settings.load(), json_output)
+
+
+def validate(settings: Settings, json_output: Json = False) -> None:
+    """Check a configuration file, the environment and --set; exit code 2 if something is wrong."""
+    settings.load()
+    typer.echo(json.dumps({"valid": True}) if json_output else f"{settings.file or 'the configuration'} is valid")
+
+
+def reference() -> None:
+    """Print every key with its type, default and meaning (Markdown)."""
+    typer.echo(config_reference(), nl=False)
+
+
+def bench_sweep(
+    grid: Annotated[Path, typer.Argument(metavar="GRID", help="Grid file (TOML); docs/sharing.md shows one.")],
+    out: Annotated[
+        Path | None,
+        option("--out", "Table to write or to continue; by default the grid's name with .csv.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Run every combination of settings in the simulator; one tidy CSV, which a later call continues."""
+    from swarm_node.cli.commands.sweep import sweep
+
+    sweep(grid, out or grid.with_suffix(".csv"), typer.echo)

@@ -1,0 +1,130 @@
+"""Commands that make, measure and write models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from swarm_node.cli.options import Json, Settings, option, split_names
+from swarm_node.config.options import OF_A_SWARM, explanation
+from swarm_node.errors import UserError
+
+HELD_OUT_HELP = "Held-out questions, over all tasks; by default as many as the run has."
+NewModel = Annotated[Path, option("--out", "New directory for the model.", metavar="DIR")]
+
+
+def starter(
+    out: NewModel,
+    layers: Annotated[int, option("--layers", "Transformer layers.", min=1)] = 2,
+    hidden: Annotated[int, option("--hidden", "Width, a multiple of 32.", min=32)] = 128,
+    steps: Annotated[int, option("--steps", "Training steps.", min=1)] = 500,
+    seed: Annotated[int, option("--seed", explanation("seed"), min=0)] = 0,
+) -> None:
+    """Train the starter model, or a bigger one, from nothing."""
+    from swarm_node.cli.commands.starter import make_starter
+
+    typer.echo(make_starter(out, layers=layers, hidden=hidden, steps=steps, seed=seed))
+
+
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run directory, model path or hub id.")],
+    tasks: Annotated[
+        list[str] | None,
+        option("--tasks", f"{explanation('tasks')} By default those of the run.", metavar="NAME|FILE"),
+    ] = None,
+    samples: Annotated[
+        int | None, option("--samples", "Samples per question; by default as many as the run takes, else 8.", min=1)
+    ] = None,
+    questions: Annotated[int | None, option("--questions", HELD_OUT_HELP, min=1)] = None,
+    json_output: Json = False,
+) -> None:
+    """Measure pass@1 and pass@k on held-out questions."""
+    from swarm_node.cli.commands.evaluate import main
+
+    raise typer.Exit(main(target, split_names(tasks), samples, questions, json_output))
+
+
+def export(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN…", help="Run directory; for a crew, those that have all its stages."),
+    ],
+    out: Annotated[Path, typer.Argument(help="New directory for the model.")],
+) -> None:
+    """Write the trained model for transformers (or PEFT, if it is an adapter)."""
+    from swarm_node.cli.commands.export import export_run
+
+    export_run(runs, out)
+
+
+def merge(
+    settings: Settings,
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN…|SWARM", help="Run directories, two or more; or a swarm, as `join` takes it."),
+    ],
+    out: NewModel,
+    method: Annotated[
+        Literal["uniform", "task-arithmetic"],
+        option(
+            "--method",
+            "`uniform`: the mean of the weights. `task-arithmetic`: the start plus SCALE times the sum of all changes, "
+            "each clipped to the median length.",
+        ),
+    ] = "uniform",
+    scale: Annotated[
+        float | None,
+        option("--scale", "For task arithmetic; by default the best of a few, on half of the held-out questions."),
+    ] = None,
+    questions: Annotated[int | None, option("--questions", f"{HELD_OUT_HELP} 0 = none.", min=0)] = None,
+    cohort: Annotated[
+        str | None,
+        option(
+            "--cohort",
+            "Cohort whose weights are merged; by default the largest of this model.",
+            rich_help_panel=OF_A_SWARM,
+        ),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        option(
+            "--without",
+            "Member to leave out: its name, or the last 8 or more characters of its peer id. Repeatable.",
+            metavar="PEER",
+            rich_help_panel=OF_A_SWARM,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        option(
+            "--timeout",
+            "Most seconds to find members, and again for all weights to arrive.",
+            min=1,
+            rich_help_panel=OF_A_SWARM,
+        ),
+    ] = 1800.0,
+    json_output: Json = False,
+) -> None:
+    """Merge runs that started from the same model, or the members of a swarm, into one model.
+
+    It is measured against each of them on held-out questions. Members go on training meanwhile. --model, --config and
+    --set say how they load their model, as for `join`; the config.toml of any member's run will do.
+    """
+    from swarm_node.cli.commands.merge_sources import check_sources, is_swarm
+
+    if (cohort or without or settings.any_typed) and not any(map(is_swarm, sources)):
+        raise UserError(
+            "--cohort, --without, --model, --config and --set are for merging a swarm: a run has its own settings"
+        )
+    check_sources(sources, out)
+    if is_swarm(sources[0]):
+        from swarm_node.cli.commands.merge_swarm import main as merge_members
+
+        left_out = split_names(without) or []
+        options = method, scale, questions, json_output, cohort, left_out
+        raise typer.Exit(merge_members(sources[0], settings.load(), out, timeout, *options))
+    from swarm_node.cli.commands.merge import main as merge_runs
+
+    raise typer.Exit(merge_runs(sources, out, method, scale, questions, json_output))

@@ -1,0 +1,154 @@
+"""Options of the command line, as typer's parameters.
+
+A function of a command has one parameter for each of its own options, made with `option`. Its parameter
+`settings: Settings` stands for all that sets the configuration: --config, --set, and those rows of `config/options.py`
+that name the command. `with_settings` puts them in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from inspect import Parameter
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from swarm_node.config import OPTIONS, PREFIX, KeyOption, NodeConfig, all_keys, load_config, load_run_config
+from swarm_node.config.keys import alternatives
+
+CONFIGURATION = "Configuration"
+COMMAND_VARIABLES: set[str] = set()
+"""Environment variables of options that set no key of the configuration: `option` adds them."""
+
+
+def option(flag: str, help: str, variable: str = "", **settings: Any) -> Any:
+    """An option that sets no key. Its environment variable is named after it, unless `variable` names another."""
+    name = PREFIX + (variable or flag.removeprefix("--").replace("-", "_").upper())
+    COMMAND_VARIABLES.add(name)
+    return typer.Option(flag, envvar=name, show_envvar=False, help=help, **settings)
+
+
+Json = Annotated[
+    bool,
+    option("--json", 'Print one JSON document, {"error": "…"} on failure. All other text goes to standard error.'),
+]
+DryRun = Annotated[
+    bool, option("--dry-run", "Print the resolved configuration and exit.", rich_help_panel=CONFIGURATION)
+]
+ConfigFile = Annotated[
+    Path | None, option("--config", "Configuration file (TOML).", metavar="FILE", rich_help_panel=CONFIGURATION)
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set any key of the configuration, for example grpo.loss=gspo. Repeatable. SWARM_NODE_SET takes several, "
+        "separated by spaces and quoted as in a shell.",
+        rich_help_panel=CONFIGURATION,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a command line says about the configuration."""
+
+    file: Path | None
+    flags: dict[str, object]
+    """Name of a key's option -> value; None = not given."""
+    sets: list[str]
+    file_is_typed: bool
+    """Whether --config was on the command line, not in its environment variable."""
+
+    @property
+    def any_typed(self) -> bool:
+        """Whether the command line names any setting."""
+        return self.file_is_typed or bool(self.sets) or any(value is not None for value in self.flags.values())
+
+    def load(self, **flags: object) -> NodeConfig:
+        """The configuration, with more values from the command. Raises UserError."""
+        return load_config(self.file, os.environ, self.flags | flags, self.sets, COMMAND_VARIABLES)
+
+    def load_run(self, member: bool) -> NodeConfig:
+        """The configuration for a start in a directory that may have a run: its own settings come first.
+
+        Raises UserError.
+        """
+        sources = self.file, os.environ, self.flags, self.sets, COMMAND_VARIABLES
+        return load_run_config(*sources, member, lambda text: typer.echo(text, err=True))
+
+
+def with_settings(function: Callable[..., None], command: str) -> Callable[..., None]:
+    """`function` as typer calls it: with parameters for the options of `command` in place of its `settings`."""
+    declared = inspect.signature(function, eval_str=True).parameters.values()
+    if not any(parameter.annotation is Settings for parameter in declared):
+        return function
+    rows = [row for row in OPTIONS if command in row.commands.split()]
+
+    def parameters() -> Iterator[Parameter]:
+        yield Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        for parameter in declared:
+            if parameter.annotation is Settings:
+                yield Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
+                yield from (_parameter(row, command) for row in rows)
+                yield Parameter("sets", Parameter.KEYWORD_ONLY, default=None, annotation=Sets)
+            else:
+                yield parameter.replace(kind=Parameter.KEYWORD_ONLY)
+
+    @functools.wraps(function)
+    def run(context: typer.Context, **values: Any) -> None:
+        source = context.get_parameter_source("config")
+        is_typed = source is not None and source.name == "COMMANDLINE"
+        flags = {row.name: _plain(values.pop(row.name)) for row in rows}
+        function(settings=Settings(values.pop("config"), flags, values.pop("sets") or [], is_typed), **values)
+
+    signature = inspect.Signature(list(parameters()))
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    return run
+
+
+def _parameter(row: KeyOption, command: str) -> Parameter:
+    """The parameter of `command` for one key: its type and values are those of the field."""
+    kinds = [_bare(kind) for kind in alternatives(all_keys()[row.key].annotation)]
+    may_be_unset = NoneType in kinds
+    (kind, *more) = [kind for kind in kinds if kind is not NoneType]
+    values = get_args(get_args(kind)[0] if get_origin(kind) is list else kind)
+    settings: dict[str, Any] = {
+        "help": row.help_for(command),
+        "rich_help_panel": row.panel,
+        "metavar": row.metavar or ("|".join(map(str, values)) if values and isinstance(values[0], str) else None),
+    }
+    if get_origin(kind) is list:
+        kind = list[str]
+        settings["help"] += " Repeatable or comma-separated."
+    elif more or kind not in (bool, int, float):
+        kind = str
+    if not row.flag.startswith("--"):
+        settings["metavar"] = row.flag
+        declared = typer.Argument(**settings)
+    else:
+        off = f"/--no-{row.flag.removeprefix('--')}" if kind is bool and may_be_unset else ""
+        declared = typer.Option(row.flag + off, **settings)
+    return Parameter(row.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, declared])
+
+
+def _bare(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _plain(value: object) -> object:
+    """A value from typer as `load_config` takes it."""
+    return split_names(value) if isinstance(value, list) else value
+
+
+def split_names(given: list[str] | None) -> list[str] | None:
+    """Values of a repeatable option, each of which may be several names with commas between."""
+    return [name for text in given for part in text.split(",") if (name := part.strip())] if given else None

@@ -1,0 +1,136 @@
+"""Commands about a swarm and its members."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarm_node.cli.options import Json, Settings, option
+from swarm_node.errors import UserError
+from swarm_node.storage.rundir import RunDir
+
+
+def new(
+    settings: Settings,
+    name: Annotated[str, option("--name", "The swarm's name for people.", metavar="NAME")] = "swarm",
+    model: Annotated[
+        str | None,
+        option(
+            "--model",
+            "Model that members train unless they choose another. They give it to each other where there is no hub.",
+            metavar="PATH|ID",
+        ),
+    ] = None,
+    licence: Annotated[str, option("--licence", "Licence of the question files (SPDX).", metavar="ID")] = "",
+    expected_peers: Annotated[
+        int, option("--expected-peers", "Peers expected. Decides how many gossip topics they share.", min=1, max=32_768)
+    ] = 32,
+    max_age_s: Annotated[
+        float, option("--max-age-s", "Answers older than this are refused.", min=10, max=86_400)
+    ] = 600.0,
+    groups_per_minute: Annotated[
+        int, option("--groups-per-minute", "Most groups that one peer may publish per minute.", min=1, max=4096)
+    ] = 1200,
+    max_answer_tokens: Annotated[
+        int, option("--max-answer-tokens", "Longer answers are not shared.", min=1, max=16_384)
+    ] = 4096,
+    averaging_period_s: Annotated[
+        float,
+        option("--averaging-period-s", "Seconds of one outer round, for averaging weights.", min=0.1, max=86_400),
+    ] = 60.0,
+    out: Annotated[
+        Path | None, option("--out", "New file for the manifest; by default <name>.toml.", metavar="FILE")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Create a swarm: write its manifest and print its join link. Then run `swarm-node bootstrap` on the manifest."""
+    config = settings.load()
+    from protocol.manifest import ManifestLimits
+    from swarm_node.swarm.links import join_link
+    from swarm_node.swarm.manifests import make_manifest, write_manifest
+
+    described = None
+    if model:
+        from swarm_node.swarm.base_weights.describing import describe_model
+
+        described = describe_model(model)
+    path = out or Path(f"{name}.toml")
+    manifest = make_manifest(
+        name,
+        config.tasks,
+        expected_peers,
+        config.network.bootstrap,
+        licence,
+        ManifestLimits(max_age_s=max_age_s, groups_per_minute=groups_per_minute, max_answer_tokens=max_answer_tokens),
+        averaging_period_s,
+        described,
+    )
+    write_manifest(manifest, path)
+    link = join_link(manifest.swarm_id, [], manifest.bootstrap)
+    if json_output:
+        typer.echo(json.dumps({"swarm": manifest.swarm_id, "manifest": str(path), "link": link}))
+        return
+    typer.echo(f"wrote {path}\nswarm id {manifest.swarm_id}\n{link}")
+    if not manifest.bootstrap:
+        typer.echo(f"nobody is there yet: `swarm-node bootstrap {path}` prints the link with an address", err=True)
+
+
+def bootstrap(settings: Settings) -> None:
+    """Run a rendezvous node for others to join through; prints the join link. It trains nothing. Ctrl-C ends it."""
+    config = settings.load()
+    from swarm_node.runtime.limits import be_nice
+
+    be_nice(config.guest)
+    from swarm_node.runtime.bootstrap import run_bootstrap
+
+    raise typer.Exit(run_bootstrap(config))
+
+
+def status(
+    settings: Settings,
+    target: Annotated[
+        str | None, typer.Argument(metavar="RUN|SWARM", help="Run directory or swarm; by default the newest run.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """List members, how many of their answers were used, and why others were refused."""
+    from swarm_node.cli.commands.status import show_status
+
+    show_status(target, settings.load().network, json_output)
+
+
+def doctor(
+    settings: Settings,
+    target: Annotated[
+        str | None, typer.Argument(metavar="RUN|SWARM", help="Run directory or swarm; by default this machine.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Check this machine and its connection, and suggest fixes. Exit code 1 if a check fails."""
+    from swarm_node.cli.commands.doctor import examine
+
+    if target and RunDir(target).exists and settings.any_typed:
+        raise UserError(f"--config and --set are not for a run: {target} is examined with its own config.toml")
+    raise typer.Exit(examine(target, settings.load(), json_output))
+
+
+def show_identity(settings: Settings) -> None:
+    """Print the peer id of a run."""
+    from swarm_node.cli.commands.identity import show_identity as show
+
+    typer.echo(show(_joined_run(settings)))
+
+
+def new_identity(settings: Settings) -> None:
+    """Create a key for a run that has none, and print its peer id. Never replaces a key."""
+    from swarm_node.cli.commands.identity import new_identity as make
+
+    typer.echo(make(_joined_run(settings)))
+
+
+def _joined_run(settings: Settings) -> RunDir:
+    """The directory that `join` would use."""
+    return RunDir(settings.load(swarm="any").directory)

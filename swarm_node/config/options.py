@@ -1,0 +1,125 @@
+"""Keys of the configuration that have an option of their own on the command line, in the order of `--help`.
+
+A row adds to a field what only the command line needs. Type, limits, default and explanation are those of the field:
+`--help` shows the first sentence of its documentation. `cli/options.py` makes the commands' parameters from these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from swarm_node.config.keys import PREFIX, all_keys
+
+NETWORK = "Network"
+CLOUD = "Cloud"
+LIMITS = "Good guest"
+OF_A_SWARM = "Merging a swarm"
+
+
+class KeyOption(NamedTuple):
+    """An option that sets one key."""
+
+    key: str
+    flag: str
+    """As it is typed; a name without dashes is an argument."""
+    commands: str
+    """The commands that have it, with spaces between."""
+    panel: str | None = None
+    metavar: str | None = None
+    says: Mapping[str, str] = MappingProxyType({})
+    """Command -> explanation, where the key means something else to that command."""
+
+    @property
+    def name(self) -> str:
+        """`max_cpu` for `--max-cpu`: the parameter, and in capitals the end of the environment variable."""
+        return self.flag.removeprefix("--").replace("-", "_").lower()
+
+    def help_for(self, command: str) -> str:
+        """The explanation that `command` shows."""
+        return self.says.get(command) or explanation(self.key)
+
+
+OPTIONS = (
+    KeyOption("swarm", "SWARM", "join bootstrap"),
+    KeyOption("name", "--name", "join bootstrap", metavar="NAME"),
+    KeyOption(
+        "policy.model",
+        "--model",
+        "local join bootstrap",
+        metavar="PATH|ID",
+        says={"bootstrap": "The swarm's model, to give it to members who lack it."},
+    ),
+    KeyOption(
+        "policy.model",
+        "--model",
+        "merge",
+        OF_A_SWARM,
+        "PATH|ID",
+        {"merge": "Model that the swarm's members started from."},
+    ),
+    KeyOption(
+        "tasks",
+        "--tasks",
+        "local join new bootstrap",
+        metavar="NAME|FILE",
+        says={
+            "join": "Train only on these of the swarm's tasks; or your copy of one of its question files.",
+            "new": "Task, set of tasks (see `swarm-node tasks`), question file (.jsonl), or the https address of one.",
+            "bootstrap": "Question file of the swarm, to give it to members.",
+        },
+    ),
+    KeyOption("sharing.own", "--own", "join"),
+    KeyOption("sharing.foreign", "--foreign", "join"),
+    KeyOption("sharing.record", "--record", "join"),
+    KeyOption("rounds", "--rounds", "local join"),
+    KeyOption("minutes", "--minutes", "local join"),
+    KeyOption("run_dir", "--run-dir", "local join bootstrap identity", metavar="DIR"),
+    KeyOption("seed", "--seed", "local join"),
+    KeyOption("policy.lora", "--lora", "local join"),
+    KeyOption(
+        "pipeline.stages",
+        "--stages",
+        "local join",
+        says={"local": "Number of pipeline stages that the policy is split into, each in its own process."},
+    ),
+    KeyOption("pipeline.crew", "--crew", "join", metavar="NAME"),
+    KeyOption("pipeline.stage", "--stage", "join", metavar="auto|K"),
+    KeyOption("network.listen", "--listen", "join bootstrap", NETWORK, "IP"),
+    KeyOption("network.announce", "--announce", "join bootstrap", NETWORK, "IP|HOST"),
+    KeyOption("network.port", "--port", "join bootstrap", NETWORK),
+    KeyOption("network.gossip_port", "--gossip-port", "join bootstrap", NETWORK),
+    KeyOption("network.bootstrap", "--bootstrap", "join new bootstrap", NETWORK, "ADDR"),
+    KeyOption("network.dial_only", "--dial-only", "join", NETWORK),
+    KeyOption("network.serve_relay", "--relay", "join bootstrap", NETWORK),
+    KeyOption("spot.cloud", "--spot", "local join", CLOUD),
+    KeyOption("checkpoints.to", "--checkpoint-to", "local join", CLOUD, "URL"),
+    KeyOption("health.port", "--health-port", "local join bootstrap", CLOUD),
+    KeyOption("price_per_hour", "--price-per-hour", "local join", CLOUD, "PRICE"),
+    KeyOption("log", "--log", "local join"),
+    KeyOption("guest.max_cpu", "--max-cpu", "local join", LIMITS, "PERCENT"),
+    KeyOption("guest.max_memory_gb", "--max-memory", "local join bootstrap", LIMITS, "GIB"),
+    KeyOption("network.max_upload_mbit", "--max-upload", "join bootstrap", LIMITS, "MBIT/S"),
+    KeyOption("network.max_download_mbit", "--max-download", "join bootstrap", LIMITS, "MBIT/S"),
+    KeyOption("guest.nice", "--nice", "local join bootstrap", LIMITS),
+    KeyOption("guest.quiet_hours", "--quiet-hours", "local join", LIMITS, "FROM-TO"),
+    KeyOption("guest.pause_on", "--pause-on", "local join", LIMITS),
+)
+
+
+def keys_by_name() -> dict[str, str]:
+    """Name -> key of all that has a name: an option (`max_cpu`), or a key alone (`averaging__every`)."""
+    plain = {key.replace(".", "__"): key for key in all_keys() if "[]" not in key}
+    return plain | {option.name: option.key for option in OPTIONS}
+
+
+def all_variables() -> dict[str, str]:
+    """Environment variable -> key."""
+    return {PREFIX + name.upper(): key for name, key in keys_by_name().items()}
+
+
+def explanation(key: str) -> str:
+    """The first sentence of the key's documentation."""
+    text = " ".join((all_keys()[key].description or "").split())
+    return text.partition(". ")[0].removesuffix(".") + "."
