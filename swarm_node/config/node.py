@@ -44,6 +44,8 @@ class NodeConfig(Section):
     """Price of this machine per hour, in any currency, for the metrics of cost. These are `cost/*`; unset = none."""
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Where to send each round's metrics besides metrics.jsonl. That file is always written."""
+    log_format: Literal["text", "json"] = "text"
+    """Form of the lines that a node shows: `text`, or `json` = one JSON object a line, for log collectors."""
     policy: PolicyConfig = PolicyConfig()
     rewards: RewardsConfig = RewardsConfig()
     rollouts: RolloutsConfig = RolloutsConfig()

@@ -29,7 +29,7 @@ GIVEN = "# given:"
 FROM_THE_SWARM = {"tasks", "policy.model", "policy.revision", "seed"}
 """What a member takes from its swarm unless its user has set it; the next start takes it from there again."""
 GIVEN_ANEW = {
-    *("swarm", "name", "run_dir", "rounds", "minutes", "log", "price_per_hour"),
+    *("swarm", "name", "run_dir", "rounds", "minutes", "log", "log_format", "price_per_hour"),
     *("network", "guest", "checkpoints", "metrics", "spot", "health"),
 }
 """Settings that change nothing about what is learned: a change of one is not said, and keeps no earlier file."""

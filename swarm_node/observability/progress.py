@@ -86,8 +86,9 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         width: int | None = None,
+        line: Callable[[str], None] | None = None,
     ) -> None:
-        """`width`: columns, instead of those that the terminal has."""
+        """`width`: columns, instead of those that the terminal has; `line`: takes plain lines, instead of `stream`."""
         stream = stream or (sys.stderr if json_output else sys.stdout)
         if isinstance(stream, io.TextIOWrapper):  # where it cannot show a character, that is no fault of a run
             stream.reconfigure(errors="backslashreplace")
@@ -95,7 +96,9 @@ class Progress:
         piped = None if self._stream.isatty() else PLAIN_WIDTH
         self._console = Console(file=self._stream, width=width or piped, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
-        self._on_terminal = self._stream.isatty() and not self._console.is_dumb_terminal and not json_output
+        self._line = line
+        on_terminal = self._stream.isatty() and not self._console.is_dumb_terminal
+        self._on_terminal = on_terminal and not json_output and line is None
         self._clock = clock
         self.waiting: Callable[[], str] = str
         """What the run waits for, in words; empty = it goes on. Asked whenever the live bar is drawn, on its thread."""
@@ -177,7 +180,7 @@ class Progress:
         it, its rows as sentences."""
         cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
         widths = [max(map(cell_len, [*column.split(), *(row[n] for row in cells)])) for n, column in enumerate(columns)]
-        if sum(widths) + 3 * len(widths) + 1 > self._console.width:  # the space between, and lines
+        if self._line or sum(widths) + 3 * len(widths) + 1 > self._console.width:  # the space between, and lines
             named = ([f"{column} {cell}" for column, cell in zip(columns, row, strict=True)] for row in cells)
             self.say(f"{title}:", lasting=False)
             self.paragraphs([", ".join(words) for words in named], indent=2)
@@ -245,7 +248,10 @@ class Progress:
         return textwrap.fill(line, wide, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
     def _plain(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        if self._line is not None:
+            self._line(line)
+        else:
+            print(line, file=self._stream, flush=True)
 
     def view(self) -> Group:
         """The lines that stay on a terminal, each as wide as it is at most. Also from Rich's thread."""

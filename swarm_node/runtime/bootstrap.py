@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,11 +26,12 @@ from protocol.transports.ports import lost_port
 from swarm_node.config import NetworkConfig, NodeConfig, dump_toml
 from swarm_node.errors import UserError
 from swarm_node.install import outdated
-from swarm_node.observability.health import Health, serving
-from swarm_node.observability.metrics import EventLog
+from swarm_node.observability.health import Health
 from swarm_node.observability.refusals import FirstRefusals, rows
+from swarm_node.runtime.console import open_health, open_log, say, shown_as_json
 from swarm_node.runtime.limits import BOOTSTRAP, MemoryLimit, refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
+from swarm_node.say import Once
 from swarm_node.shutdown import Stopper, StopRequested
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
@@ -59,21 +58,19 @@ def run_bootstrap(config: NodeConfig) -> int:
         raise UserError(f"{run.path} is a run that trains, whose settings are kept: choose another --run-dir")
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
-        say = _speaker(run, stack)
+        as_json = shown_as_json(config.name or "", sys.stderr) if config.log_format == "json" else None
+        open_log(run, as_json or (lambda text, kind: _print(text)), stack)
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)
         run.write_config(dump_toml(config))
         health = Health(what="look", least_s=SILENT_S)
-        listen, port = config.health.listen, config.health.port
-        if port:
-            stack.enter_context(serving(health, listen, port, config.health.hosts))
-        stack.enter_context(run.answering(listen, port))
+        open_health(config, health, run, stack)
         stop = stack.enter_context(stopper(config.spot, lambda: None, say, advice=""))
         try:
             stop.allow()
-            manifest, transport = _enter(swarm, config, run, say, stop, stack)
+            manifest, transport = _enter(swarm, config, run, stop, stack)
             health.identify(config.name or run.path.resolve().name, manifest.swarm_id)
-            _watch(config, manifest, transport, run, say, health)
+            _watch(config, manifest, transport, run, health)
         except StopRequested:
             health.leaving = True
             say("leaving")
@@ -84,19 +81,6 @@ def _resolved(config: NodeConfig) -> NodeConfig:
     """With this command's own defaults."""
     name = config.name or "bootstrap"
     return config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
-
-
-def _speaker(run: RunDir, stack: ExitStack) -> Callable[[str], None]:
-    lock = threading.Lock()  # the network's thread has things to say as well
-    events = EventLog(run.events, _print)
-    stack.callback(events.close)
-
-    def say(sentence: str) -> None:
-        with lock:
-            _print(sentence)
-            events.write("note", sentence)
-
-    return say
 
 
 def _print(sentence: str, stream: TextIO | None = None) -> None:
@@ -115,7 +99,7 @@ def _print(sentence: str, stream: TextIO | None = None) -> None:
 
 
 def _enter(
-    swarm: Swarm, config: NodeConfig, run: RunDir, say: Callable[[str], None], stop: Stopper, stack: ExitStack
+    swarm: Swarm, config: NodeConfig, run: RunDir, stop: Stopper, stack: ExitStack
 ) -> tuple[Manifest, Transport]:
     """As `join.join_swarm`, but on all shards and without loading a task."""
     manifest = swarm.manifest
@@ -123,7 +107,7 @@ def _enter(
         with visitor(swarm, config.network, say) as visit:
             manifest = fetch_manifest(visit, swarm, say)
     keep(manifest, run, swarm.named)
-    _say_lost_port(config.network, run, say)
+    _say_lost_port(config.network, run)
     stop.hold()
     transport = open_transport(config.network, manifest, swarm.peers, run, say)
     stack.callback(transport.close)
@@ -148,7 +132,7 @@ def _enter(
     return manifest, transport
 
 
-def _say_lost_port(network: NetworkConfig, run: RunDir, say: Callable[[str], None]) -> None:
+def _say_lost_port(network: NetworkConfig, run: RunDir) -> None:
     """Links name the port, and those that were handed out cannot be called back."""
     if network.dial_only:
         return
@@ -174,18 +158,11 @@ def _holder(port: int) -> str:
     return ""
 
 
-def _watch(
-    config: NodeConfig,
-    manifest: Manifest,
-    transport: Transport,
-    run: RunDir,
-    say: Callable[[str], None],
-    health: Health,
-) -> None:
+def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: RunDir, health: Health) -> None:
     """Tell the link and who is there, until StopRequested."""
-    told, link, there, line_at, status_at, looks, heard_newer = "", "", -1, 0.0, 0.0, 0, False
+    told, link, there, line_at, status_at, looks = "", "", -1, 0.0, 0.0, 0
     others = [*config.network.bootstrap, *manifest.bootstrap]
-    first_refusals = FirstRefusals(say)
+    once, first_refusals = Once(say), FirstRefusals(say)
     memory = MemoryLimit(config.guest.max_memory_gb, "lower network.max_connections")
     while True:
         now, addresses = time.monotonic(), transport.addresses
@@ -198,9 +175,8 @@ def _watch(
             if exceeded := memory.exceeded():
                 raise UserError(f"the bootstrap took {exceeded}")
         status = _status(config, manifest, transport)
-        if status["traffic"].get("rejected/newer") and not heard_newer:
-            heard_newer = True
-            say(outdated(transport.too_new() or "a peer"))
+        if status["traffic"].get("rejected/newer"):
+            once("newer", outdated(transport.too_new() or "a peer"))
         reasons = [name.removeprefix("rejected/") for name, n in status["traffic"].items() if n and "rejected/" in name]
         first_refusals.look(reasons, transport.refusals())
         if addresses:

@@ -1,43 +1,107 @@
-"""What people see of a run while it goes: the terminal, events.jsonl, `/healthz`.
+r"""What people see of a node while it runs: the terminal or JSON lines, events.jsonl, `/healthz`.
 
-sentences --> Screen.say --> progress (terminal) + events.jsonl
-rounds    --> Screen.progress, Screen.health
+    sentences --> logger "swarm_node" --> terminal, or one JSON object a line --> standard output or error
+                                     \--> events.jsonl
+    rounds    --> Console.progress, Console.health
+
+Any module may say a sentence: `logging.getLogger(__name__).info(sentence)`, with `extra={"kind": KIND}` if it is not a
+plain note. Code that several nodes of one process share, such as a crew in a test, takes a `Say` instead, because the
+logger belongs to the process.
 """
 
 from __future__ import annotations
 
-import threading
+import json
+import logging
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import UTC, datetime
+from typing import TextIO
 
 from swarm_node.config import NodeConfig
 from swarm_node.observability.health import Health, serving
 from swarm_node.observability.metrics import EventLog
-from swarm_node.observability.progress import Progress
+from swarm_node.observability.progress import Lasting, Progress
 from swarm_node.storage.rundir import RunDir, goes_with_container
 
+LOGGER = logging.getLogger("swarm_node")
 PASSING = {"start", "estimate", "link", "completion"}
 """Kinds of sentences that need not stay in view."""
 
+Show = Callable[[str, str], None]
+"""(sentence, its kind)"""
 
-class Screen:
+
+def say(text: str, kind: str = "note") -> None:
+    """Say one sentence, from any thread."""
+    LOGGER.info("%s", text, extra={"kind": kind})
+
+
+def shown_as_json(node: str, stream: TextIO) -> Show:
+    """Show each sentence as one JSON object a line, with the time in UTC and the node's name."""
+    lasting = Lasting(stream)
+
+    def show(text: str, kind: str) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        lasting.write(json.dumps({"time": now, "node": node, "kind": kind, "message": text}) + "\n")
+        lasting.flush()
+
+    return show
+
+
+def open_log(run: RunDir, show: Show, stack: ExitStack) -> EventLog:
+    """Show what is logged below "swarm_node", and append it to events.jsonl, until the stack is closed."""
+    events = EventLog(run.events, lambda text: show(text, "note"))
+    stack.callback(events.close)
+    handler = _Handler(show, events)
+    level, propagate = LOGGER.level, LOGGER.propagate
+
+    def close() -> None:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
+        LOGGER.propagate = propagate
+
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False  # a library that logs to the terminal must not say everything twice
+    stack.callback(close)
+    return events
+
+
+def open_health(config: NodeConfig, health: Health, run: RunDir, stack: ExitStack) -> None:
+    """Answer `/healthz` and `/metrics` until the stack is closed. Raises UserError."""
+    listen, port = config.health.listen, config.health.port
+    if port:
+        stack.enter_context(serving(health, listen, port, config.health.hosts))
+    stack.enter_context(run.answering(listen, port))
+
+
+class Console:
     """What people see of a run, and events.jsonl."""
 
     def __init__(self, config: NodeConfig, run: RunDir, json_output: bool, stack: ExitStack) -> None:
-        self.progress = Progress(config.total_rounds, config.minutes, json_output)
-        self.events = EventLog(run.events, self.progress.say)
-        stack.callback(self.events.close)
+        """`json_output`: standard output is for the final JSON document alone. Raises UserError."""
+        lines: Show | None = None
+        if config.log_format == "json":
+            lines = shown_as_json(config.name or run.path.resolve().name, sys.stderr if json_output else sys.stdout)
+        self.progress = Progress(
+            config.total_rounds, config.minutes, json_output, line=lines and (lambda text: lines(text, "progress"))
+        )
+        self.events = open_log(run, lines or self._show, stack)
         self.health = Health()
-        listen, port = config.health.listen, config.health.port
-        if port:
-            stack.enter_context(serving(self.health, listen, port, config.health.hosts))
-        stack.enter_context(run.answering(listen, port))
-        self._saying = threading.Lock()
+        open_health(config, self.health, run, stack)
         if goes_with_container(run.path):
-            self.say(f"no volume: {run.path} goes when this container goes; mount one there (docker run -v NAME:DIR)")
+            self.say(
+                f"{run.path} is inside the container and will be deleted with it; mount a volume there "
+                "(docker run -v NAME:DIR)"
+            )
+
+    def _show(self, text: str, kind: str) -> None:
+        self.progress.say(text, lasting=kind not in PASSING)
 
     def following(self, follow: Callable[[Callable[[int, float], None]], bool]) -> bool:
-        """`follow`, showing the rounds of the lead that it tells of."""
+        """Call `follow`, and show the rounds that it reports: those of another node that leads this one's crew."""
         began = False
 
         def show(round: int, reward: float) -> None:
@@ -55,12 +119,24 @@ class Screen:
                 self.progress.stop()
 
     def leave(self, text: str) -> None:
-        """A signal or a notice has come: say so, and train no more."""
+        """Say that a signal or a notice has come; /healthz answers from now on that the node leaves."""
         self.health.leaving = True
         self.say(text, "stop")
 
     def say(self, text: str, kind: str = "note") -> None:
-        """One sentence to the screen and to events.jsonl."""
-        with self._saying:  # the network's thread has things to say as well
-            self.progress.say(text, lasting=kind not in PASSING)
-            self.events.write(kind, text)
+        """Say one sentence, from any thread."""
+        say(text, kind)
+
+
+class _Handler(logging.Handler):
+    """Shows one sentence at a time, and appends it to events.jsonl."""
+
+    def __init__(self, show: Show, events: EventLog) -> None:
+        super().__init__()
+        self._show = show
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text, kind = record.getMessage(), getattr(record, "kind", "note")
+        self._show(text, kind)
+        self._events.write(kind, text)

@@ -1,4 +1,4 @@
-"""A run: a node with a directory, a screen and signals.
+"""A run: a node with a directory, a console and signals.
 
     open the directory -> (swarm), tasks, policy -> resume -> held-out table -> rounds -> checkpoint -> table and plot
 
@@ -25,7 +25,7 @@ from swarm_node.observability.sinks import open_sinks
 from swarm_node.policy.estimate import estimate
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, evaluate
-from swarm_node.runtime.console import Screen
+from swarm_node.runtime.console import Console
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.drain import COPY_S, GOODBYE_S, WAIT_S, last_exchange, mirror_of, say_reach
 from swarm_node.runtime.limits import Guest, refuse_in_a_crew
@@ -82,19 +82,19 @@ def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> i
 
     def last_resort() -> None:
         if whole is None:
-            aside(screen.leave, NOT_BEGUN)
+            aside(console.leave, NOT_BEGUN)
         else:
             whole.last_resort()
 
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
-        screen = Screen(config, run, json_output, stack)
-        stop = stack.enter_context(stopper(config.spot, last_resort, screen.say))
+        console = Console(config, run, json_output, stack)
+        stop = stack.enter_context(stopper(config.spot, last_resort, console.say))
         with ExitStack() as inner:
             try:
-                whole = Run(config, run, json_output, inner, stop, screen, swarm)
+                whole = Run(config, run, json_output, inner, stop, console, swarm)
             except StopRequested:
-                screen.leave(NOT_BEGUN)
+                console.leave(NOT_BEGUN)
                 stop.safe()
                 return 0
             whole.train()
@@ -112,7 +112,7 @@ class Run:
         json_output: bool,
         stack: ExitStack,
         stop: Stopper,
-        screen: Screen,
+        console: Console,
         found: Swarm | None = None,
         crew: CrewNode | None = None,
     ) -> None:
@@ -122,16 +122,16 @@ class Run:
         self.stop = stop
         self.crew = crew
         self.json_output = json_output
-        self.screen = screen
+        self.console = console
         self.cost = CostMeter(config.price_per_hour, time.monotonic())
-        self.progress, self.say = self.screen.progress, self.screen.say
+        self.progress, self.say = self.console.progress, self.console.say
         swarm = crew.entered if crew is not None else None
         asked = config
         if found is not None:
             swarm = join_swarm(found, config, run, self.say, stack, stop.allowed)
             config = swarm.with_model(config)
             self.progress.spent_s = swarm.waited_s
-        self.screen.health.identify(config.name or run.path.resolve().name, swarm.manifest.swarm_id if swarm else "")
+        self.console.health.identify(config.name or run.path.resolve().name, swarm.manifest.swarm_id if swarm else "")
         if swarm is not None and config.seed is None:
             config = config.model_copy(update={"seed": swarm.seed})
         with stop.allowed():
@@ -150,7 +150,7 @@ class Run:
         self.state = RunState(self.config, run, self.node, self.checkpoints, self.say, crew, self.own, self.cost)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.guest.threads))
-            self.progress.waiting = self.screen.health.waiting = self.guest.waiting
+            self.progress.waiting = self.console.health.waiting = self.guest.waiting
             self.progress.paused_s = lambda: self.guest.paused_s
         self._mirror = mirror_of(config, run, swarm, self.say) if crew is None else None
         self.finished = False
@@ -167,7 +167,7 @@ class Run:
         if not resumed:
             self.state.set_aside(run.metrics)
         shown = config.model_dump(mode="json", exclude={"pipeline": {"crew"}})  # the crew's name is its password
-        sinks = [*open_sinks(config.log, run.path, shown, self.node.round + 1), self.screen.health]
+        sinks = [*open_sinks(config.log, run.path, shown, self.node.round + 1), self.console.health]
         self.metrics = MetricsWriter(run.metrics, self.say, sinks, keep_all=config.metrics.keep == "all")
         stack.callback(self.metrics.close)
         self.metrics.truncate_after(self.node.round)
@@ -228,7 +228,7 @@ class Run:
                     stop.allow()
                     self.after = self._held_out("after") if self.node.round > 0 else Evaluation()
                 except StopRequested:
-                    self.screen.leave(f"stopping after round {self.node.round}; the same command resumes here")
+                    self.console.leave(f"stopping after round {self.node.round}; the same command resumes here")
                 finally:
                     stop.hold()
                     if not self._changing:  # whatever went wrong, finished rounds are not lost
@@ -405,7 +405,7 @@ class Run:
         told = Report(
             self.run, self.state.tally, self.began_at, self.state.before, self.after, self.config.eval.samples
         )
-        told.tell(self.screen, crew=self.crew is not None, held_out=bool(self.tasks.held_out(1)))
+        told.tell(self.console, crew=self.crew is not None, held_out=bool(self.tasks.held_out(1)))
         if self.json_output:
             told.dump(self.node.round)
         return told

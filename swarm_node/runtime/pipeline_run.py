@@ -13,7 +13,7 @@ from functools import partial
 
 from swarm_node.config import NodeConfig
 from swarm_node.pipeline.crew import CrewNode, Deposed
-from swarm_node.runtime.console import Screen
+from swarm_node.runtime.console import Console
 from swarm_node.runtime.drain import COPY_S, GOODBYE_S, mirror_of, say_reach
 from swarm_node.runtime.limits import refuse_in_a_crew
 from swarm_node.runtime.loop import Run
@@ -47,27 +47,27 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
     refuse_in_a_crew(config, RunDir(config.directory))
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
-        screen = Screen(config, run, json_output, stack)
-        stop = stack.enter_context(stopper(config.spot, last_resort, screen.say, ADVICE))
+        console = Console(config, run, json_output, stack)
+        stop = stack.enter_context(stopper(config.spot, last_resort, console.say, ADVICE))
         with ExitStack() as inner:
             try:
-                crew, mirror = _enter(config, run, screen, swarm, stop, inner)
+                crew, mirror = _enter(config, run, console, swarm, stop, inner)
             except StopRequested:
-                screen.leave(STOPPING)
+                console.leave(STOPPING)
                 stop.safe()
                 return 0
             crew.check_room(everybody=beside is not None)
             if beside is not None:
                 crew.invitation.open = False
-                inner.enter_context(beside(partial(_link, crew), screen.say))
+                inner.enter_context(beside(partial(_link, crew), console.say))
             try:
                 while True:
                     try:
-                        if not screen.following(partial(crew.follow, stop)):
+                        if not console.following(partial(crew.follow, stop)):
                             break
                         crew.take_lead(stop)
                         with ExitStack() as leading:
-                            lead = Run(crew.config, run, json_output, leading, stop, screen, crew=crew)
+                            lead = Run(crew.config, run, json_output, leading, stop, console, crew=crew)
                             lead.train()
                         if not lead.finished:
                             crew.hand_over(stop)
@@ -80,7 +80,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                         lead = None
                         crew.leave_lead()
             except StopRequested:
-                screen.leave(STOPPING)
+                console.leave(STOPPING)
             finally:  # whatever went wrong, what is held here is not lost
                 stop.hold()
                 crew.leave(stop)
@@ -93,29 +93,29 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
 
 
 def _enter(
-    config: NodeConfig, run: RunDir, screen: Screen, swarm: Swarm, stop: Stopper, stack: ExitStack
+    config: NodeConfig, run: RunDir, console: Console, swarm: Swarm, stop: Stopper, stack: ExitStack
 ) -> tuple[CrewNode, Mirror | None]:
     """The swarm, and the crew. Raises StopRequested."""
     asked = config
     try:
         run.path.chmod(0o700)
     except OSError as error:
-        screen.say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
-    entered = join_swarm(swarm, config, run, screen.say, stack, stop.allowed)
-    screen.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
+        console.say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
+    entered = join_swarm(swarm, config, run, console.say, stack, stop.allowed)
+    console.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
     config = entered.with_model(config)
-    mirror = mirror_of(config, run, entered, screen.say)
+    mirror = mirror_of(config, run, entered, console.say)
     if mirror is not None:
         with stop.allowed():
             mirror.restore(crew=True)
         mirror.start()
-    crew = CrewNode(config, entered, run, screen.say, stack, asked)
+    crew = CrewNode(config, entered, run, console.say, stack, asked)
     crew.own_settings.announce("from the next update of a stage here")
-    screen.progress.waiting, screen.progress.crew = crew.waiting, partial(_others, crew)
-    screen.health.waiting = lambda: (
+    console.progress.waiting, console.progress.crew = crew.waiting, partial(_others, crew)
+    console.health.waiting = lambda: (
         crew.waiting() or ("" if crew.stage_transport.whole else "for the others of the crew")
     )
-    say_reach(config, None, screen.say)
+    say_reach(config, None, console.say)
     return crew, mirror
 
 

@@ -1,6 +1,6 @@
 """What is left to say when a run has ended: the held-out table, the summary, what to type next, the plot.
 
-running figures, held-out figures --> words on the screen, a JSON document with `--json`
+running figures, held-out figures --> words on the console, a JSON document with `--json`
 metrics.jsonl                     --> plots/reward.png
 """
 
@@ -18,7 +18,7 @@ from swarm_node.observability.plots import plot_reward
 from swarm_node.observability.summary import INDENT, HeldOut, figures, interval, next_steps, summary, whereabouts
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, rows
-from swarm_node.runtime.console import Screen
+from swarm_node.runtime.console import Console
 from swarm_node.storage.rundir import RunDir
 
 
@@ -36,20 +36,20 @@ class Report:
         self.samples = samples
         self.figures = figures(tally, resumed_at, compared(before, after, samples))
 
-    def tell(self, screen: Screen, crew: bool, held_out: bool = True) -> None:
+    def tell(self, console: Console, crew: bool, held_out: bool = True) -> None:
         """In words; `held_out`: whether its tasks have held-out questions."""
         path = str(self.run.path)
         if self.before.table and self.after.table:
             columns, table = rows(self.before.table, self.after.table, self.samples)
-            screen.progress.table("held-out questions", columns, table)
+            console.progress.table("held-out questions", columns, table)
         if not self.figures.rounds_recorded:
             return
         files = [file.relative_to(self.run.path) for file in (self.run.metrics, self.run.events, self._plot)]
         words = [*summary(self.figures), *whereabouts(path, list(map(str, files)))]
-        screen.progress.paragraphs(words, INDENT)
+        console.progress.paragraphs(words, INDENT)
         for line in next_steps(path, crew, held_out):
-            screen.progress.say(line, lasting=False)
-        screen.events.write("summary", "; ".join(" ".join(line.split()) for line in words))
+            console.progress.say(line, lasting=False)
+        console.events.write("summary", "; ".join(" ".join(line.split()) for line in words))
 
     def dump(self, rounds: int) -> None:
         """As one JSON document on standard output; `rounds` are done."""

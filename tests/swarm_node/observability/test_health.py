@@ -13,7 +13,7 @@ import pytest
 from swarm_node.config import load_config
 from swarm_node.errors import UserError
 from swarm_node.observability.health import MAX_REQUESTS, Health, main, metric_name, serving
-from swarm_node.runtime.console import Screen
+from swarm_node.runtime.console import Console
 from swarm_node.storage.rundir import RunDir
 from tests.support.ports import free_port
 from tests.support.virtual_time import VirtualTime
@@ -281,13 +281,13 @@ def test_the_check_finds_the_port_whatever_set_it(
     config = load_config(env=env, flags={"health_port": port if way == "--health-port" else None})
     assert config.health.port == port
     with ExitStack() as stack:
-        screen = Screen(config, stack.enter_context(RunDir.open(config.directory)), True, stack)
+        screen = Console(config, stack.enter_context(RunDir.open(config.directory)), True, stack)
         assert main() == 1
         screen.health.write(1, {})
         assert main() == 0
     off = load_config(env=image, flags={"health_port": 0})
     with ExitStack() as stack:
-        Screen(off, stack.enter_context(RunDir.open(off.directory)), True, stack)
+        Console(off, stack.enter_context(RunDir.open(off.directory)), True, stack)
         assert main() == 0
     assert not (tmp_path / "run/health.json").exists()
     (tmp_path / "run/health.json").write_text('{"listen": "127.0.0.1"}')  # as of another version
