@@ -71,7 +71,7 @@ class Node:
                 "addresses": self.transport.addresses,
                 "members": [card.name for card in self.transport.members().values()],
                 "bytes_in": self.transport.stats()["bytes_in"],
-                "pids": [os.getpid(), plane and plane.daemon_pid],
+                "pids": [os.getpid(), plane and plane.daemon.pid],
                 "metrics": self.averager.metrics(),
                 "sha256": hashlib.sha256(self.weights["w"].numpy()).hexdigest(),
                 "mean": float(self.weights["w"].mean(dtype=torch.float64)),

@@ -34,7 +34,7 @@ async def an_unconnected_member_is_reached_by_its_card() -> None:
     async with started("hub", "one", "two") as (hub, one, two):
         for node in (hub, two):
             await node.plane.store_card(node.card())
-        two.plane.serve("hello", lambda caller, payload: b"hello " + payload)
+        two.plane.streams.serve("hello", lambda caller, payload: b"hello " + payload)
         await until(lambda: same(one.names(), {"hub", "two"}))
         assert await one.ask(two, "hello", b"one") == b"hello one"
         assert two.id in await one.plane.connected()
@@ -49,19 +49,19 @@ async def p2pd_keeps_nothing_for_strangers() -> None:
 
 async def a_grown_p2pd_is_replaced_on_its_port() -> None:
     async with started("one", "two") as (one, two):
-        port, before = one.plane.port, one.plane.daemon_pid
+        port, before = one.plane.port, one.plane.daemon.pid
         limit, p2pd_memory.MAX_RSS = p2pd_memory.MAX_RSS, 2**20
         pause, p2pd_memory.LOOK_S = p2pd_memory.LOOK_S, 0.1
         try:
-            one.plane._daemon._child.kill()  # the next one is looked at sooner
+            one.plane.daemon.p2pd._child.kill()  # the next one is looked at sooner
             await until(lambda: any("grown" in sentence for sentence in one.said))
             p2pd_memory.MAX_RSS = limit
-            await until(lambda: one.plane.daemon_pid not in (None, before) and one.plane._dht is not None)
+            await until(lambda: one.plane.daemon.pid not in (None, before) and one.plane._dht is not None)
         finally:
             p2pd_memory.MAX_RSS, p2pd_memory.LOOK_S = limit, pause
-        assert one.plane.port == port and one.plane.restarts >= 1
-        assert sum("had grown to" in sentence for sentence in one.said) <= one.plane.restarts
-        two.plane._dials.give(one.plane.addresses[0])
+        assert one.plane.port == port and one.plane.daemon.restarts >= 1
+        assert sum("had grown to" in sentence for sentence in one.said) <= one.plane.daemon.restarts
+        two.plane._connections.dials.give(one.plane.addresses[0])
 
         async def back() -> bool:
             await two.plane.connect(one.id, one.plane.addresses)
@@ -141,8 +141,8 @@ async def a_named_bystander_is_dialled_few_times() -> None:
                     ids = {peer.peer_id for peer in crowd}
                     await until(lambda ids=ids: ids <= victim.members().keys())
                 await until(lambda: dialled)
-                rounds = victim._next_bucket
-                await until(lambda: victim._next_bucket >= rounds + 2 * 16)  # lookups, with time to dial between
+                rounds = victim._membership._next_bucket
+                await until(lambda: victim._membership._next_bucket >= rounds + 2 * 16)  # with time to dial between
             assert 1 <= len(dialled) <= 3  # one knock, one dial, or one of the gossip process
         finally:
             await asyncio.to_thread(victim.close)

@@ -291,7 +291,7 @@ async def hostile_stores_end_nothing() -> None:
         assert await one.names() == {"one"} and len(one.plane._storage) == 1
         assert one.plane.refusals.by_peer().keys() == {peer.id}
         assert one.plane.refusals.by_peer()[peer.id].keys() >= {"schema", "store", "peer", "size", "key"}
-        assert not one.plane._daemon._client.control._handler_tasks
+        assert not one.plane.daemon.p2pd._client.control._handler_tasks
 
 
 async def hostile_answers_end_no_lookup() -> None:
@@ -374,12 +374,12 @@ async def an_answer_is_never_larger_than_a_message() -> None:
         assert answer.ByteSize() < 2**16  # it has had its share
         assert one.plane.refusals.by_peer()[peer.id]["rate"] > 5
         assert memory_mib(os.getpid()) - before < 60  # both ends are in this process
-        assert not one.plane._daemon._client.control._handler_tasks
+        assert not one.plane.daemon.p2pd._client.control._handler_tasks
 
 
 async def what_a_handler_cannot_send_is_forgotten() -> None:
     async with started("one") as (one,), evil() as peer:
-        to, control = await peer.connect(one), one.plane._daemon._client.control
+        to, control = await peer.connect(one), one.plane.daemon.p2pd._client.control
 
         async def too_large(request: Any, context: Any) -> Any:
             return dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=bytes(5 * 2**20))])
@@ -387,8 +387,8 @@ async def what_a_handler_cannot_send_is_forgotten() -> None:
         async def never(request: Any, context: Any) -> Any:
             await asyncio.sleep(3600)
 
-        await one.plane._daemon.add_protobuf_handler("large", too_large, dht_pb2.FindRequest)
-        await one.plane._daemon.add_protobuf_handler("never", never, dht_pb2.FindRequest)
+        await one.plane.daemon.p2pd.add_protobuf_handler("large", too_large, dht_pb2.FindRequest)
+        await one.plane.daemon.p2pd.add_protobuf_handler("never", never, dht_pb2.FindRequest)
         request = dht_pb2.FindRequest()
         for _ in range(3):
             try:
@@ -409,7 +409,7 @@ async def what_a_handler_cannot_send_is_forgotten() -> None:
 async def late_answers_end_no_other_calls() -> None:
     """The answer comes after the call was given up, and before its end was noted."""
     async with started("one", "two") as (one, two):
-        control = one.plane._daemon._client.control
+        control = one.plane.daemon.p2pd._client.control
         to, request, real = PeerID.from_base58(two.id), dht_pb2.PingRequest(), control._pending_messages.put
 
         async def give_up(message: Any) -> None:
@@ -430,10 +430,10 @@ async def late_answers_end_no_other_calls() -> None:
 
         answered, control._pending_calls = asyncio.Event(), Watched(control._pending_calls)
         control._pending_messages.put, control._cancel_unary_call = give_up, note_later
-        late = asyncio.create_task(call(one.plane._daemon, to, "rpc_ping", request, dht_pb2.PingResponse))
+        late = asyncio.create_task(call(one.plane.daemon.p2pd, to, "rpc_ping", request, dht_pb2.PingResponse))
         await asyncio.wait({late})
         del control._pending_messages.put, control._cancel_unary_call
-        answer = await call(one.plane._daemon, to, "rpc_ping", request, dht_pb2.PingResponse, 20.0)
+        answer = await call(one.plane.daemon.p2pd, to, "rpc_ping", request, dht_pb2.PingResponse, 20.0)
         assert answer.peer.node_id
 
 

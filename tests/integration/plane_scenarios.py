@@ -21,8 +21,9 @@ from protocol.identity import Identity
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from protocol.messages import PeerCard
 from protocol.transports.base import Accepted, Outgoing, Sink
-from protocol.transports.p2p import plane as hivemind_plane
-from protocol.transports.p2p.plane import NEW_S, HivemindPlane
+from protocol.transports.p2p import daemon as p2p_daemon
+from protocol.transports.p2p.daemon import NEW_S, Daemon
+from protocol.transports.p2p.plane import HivemindPlane
 from protocol.transports.settings import NetworkSettings
 from tests.support.ports import free_port
 from tests.support.scenarios import serve
@@ -59,7 +60,7 @@ class Node:
     async def ask(
         self, peer: Node, method: str, payload: bytes = b"", timeout: float = HANG_S, limit: int = 1024
     ) -> bytes:
-        return await self.plane.request(peer.id, method, payload, timeout, limit)
+        return await self.plane.streams.request(peer.id, method, payload, timeout, limit)
 
     async def refused(self, peer: Node, method: str, payload: bytes = b"", timeout: float = HANG_S) -> str:
         """How a request fails: the reason, or `unreachable`."""
@@ -133,7 +134,7 @@ async def a_dead_bootstrap_is_joined_when_it_appears() -> None:
             await one.plane.store_card(one.card())
             assert await one.names() == {"one"}  # alone, and not held up
             assert await fails(one.plane.connect(late.id, [address]), PeerUnreachable)
-            one.plane._dials.give(address)
+            one.plane._connections.dials.give(address)
             try:
                 await late.plane.start()
                 assert late.plane.addresses == [address]
@@ -158,7 +159,7 @@ async def a_dial_only_node_is_a_member() -> None:
                 await hub.plane.store_card(hub.card())
                 await until(lambda: same(hub.names(), {"hub", "inside"}))
                 await until(lambda: same(inside.names(), {"hub", "inside"}))
-                inside.plane.serve("echo", lambda peer, payload: payload)
+                inside.plane.streams.serve("echo", lambda peer, payload: payload)
                 assert (
                     await hub.ask(inside, "echo", b"through the connection it made")
                     == b"through the connection it made"
@@ -187,12 +188,12 @@ async def nobody_relays_unless_told_to() -> None:
                 await hidden.plane.start()
                 try:
                     await hidden.plane.connect(hub.id, hub.plane.addresses)
-                    hidden.plane.serve("say", lambda caller, payload: payload)
+                    hidden.plane.streams.serve("say", lambda caller, payload: payload)
                     ways = [f"{address}/p2p-circuit/p2p/{hidden.id}" for address in hub.plane.addresses]
                     if serves:
                         await hidden.plane.take_place(hub.id)
                         async with started("other", dial_only=True, relay=True) as (other,):
-                            assert await other.plane.request(hidden.id, "say", b"hi", 10.0, 100, ways) == b"hi"
+                            assert await other.plane.streams.request(hidden.id, "say", b"hi", 10.0, 100, ways) == b"hi"
                     else:
                         await fails(hidden.plane.take_place(hub.id), PeerUnreachable)
                 finally:
@@ -204,7 +205,7 @@ async def a_peer_connects_back() -> None:
         listening = one.plane.port
         with socket.create_server(("127.0.0.1", 0)) as server:
             closed = server.getsockname()[1]
-        found = await one.plane.dial_back(two.id, [listening, closed], two.plane.addresses)
+        found = await one.plane.streams.dial_back(two.id, [listening, closed], two.plane.addresses)
         assert found == [True, False], found
 
 
@@ -227,7 +228,7 @@ async def addresses_that_make_no_sense_are_unreachable() -> None:
             f"/junk/7/p2p/{peer}{circuit}",
         ):
             assert await fails(one.plane.connect(peer, [address]), PeerUnreachable), address
-            assert await fails(one.plane.request(peer, "x", b"", 5.0, 9, [address]), PeerUnreachable), address
+            assert await fails(one.plane.streams.request(peer, "x", b"", 5.0, 9, [address]), PeerUnreachable), address
         assert await fails(one.plane.connect("?", [f"/ip4/127.0.0.1/tcp/{one.plane.port}/p2p/?"]), PeerUnreachable)
 
 
@@ -254,10 +255,10 @@ async def new_cards_win_after_a_clock_set_back() -> None:
 
 
 async def a_panic_of_p2pd_is_told() -> None:
-    make = hivemind_plane._daemon_class
+    make = p2p_daemon._p2pd_class
 
-    def panicking(plane: HivemindPlane) -> Any:
-        class Panicking(make(plane)):  # type: ignore[misc]
+    def panicking(daemon: Daemon) -> Any:
+        class Panicking(make(daemon)):  # type: ignore[misc]
             @classmethod
             async def create(cls, **options: Any) -> Any:
                 return await super().create(**options | {"trusted_relays": [f"/ip4/127.0.0.1/tcp/5/p2p/{peer}"]})
@@ -266,13 +267,13 @@ async def a_panic_of_p2pd_is_told() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         one, peer = Node(Path(folder), "one"), Identity.generate().peer_id
-        hivemind_plane._daemon_class = panicking
+        p2p_daemon._p2pd_class = panicking
         try:
             start = asyncio.create_task(one.plane.start())
             await until(lambda: one.said)
             assert one.said[0].startswith("p2pd does not start: panic: Found staticRelays"), one.said
         finally:
-            hivemind_plane._daemon_class = make
+            p2p_daemon._p2pd_class = make
             await one.plane.close()
             start.cancel()
 
@@ -281,10 +282,10 @@ async def a_killed_p2pd_is_replaced() -> None:
     async with started("one", "two") as (one, two):
         for node in (one, two):
             await node.plane.store_card(node.card())
-            node.plane.serve("echo", lambda peer, payload: payload)
+            node.plane.streams.serve("echo", lambda peer, payload: payload)
         asked, go_on = threading.Event(), threading.Event()
-        two.plane.serve("hold", lambda peer, payload: asked.set() or bytes(go_on.wait(HANG_S)))
-        pid, port = one.plane.daemon_pid, one.plane.port
+        two.plane.streams.serve("hold", lambda peer, payload: asked.set() or bytes(go_on.wait(HANG_S)))
+        pid, port = one.plane.daemon.pid, one.plane.port
         held = asyncio.create_task(one.ask(two, "hold", timeout=7200.0))
         await until(asked.is_set)
         os.kill(pid, signal.SIGKILL)
@@ -292,20 +293,20 @@ async def a_killed_p2pd_is_replaced() -> None:
         results = await asyncio.wait_for(asyncio.gather(held, lookup, return_exceptions=True), HANG_S)
         assert all(isinstance(result, PeerUnreachable) for result in results), results
         go_on.set()
-        await until(lambda: one.plane.restarts == 1)
-        assert one.plane.port == port and one.plane.daemon_pid != pid
+        await until(lambda: one.plane.daemon.restarts == 1)
+        assert one.plane.port == port and one.plane.daemon.pid != pid
         assert any("code -9" in sentence for sentence in one.said)
         assert await until(lambda: two.ask(one, "echo", b"still you")) == b"still you"  # same peer id, same address
         assert await one.names() == {"one", "two"}  # its part of the DHT outlived p2pd
-        assert len(os.listdir(one.plane._folder)) == 2  # sockets of the dead one are gone
+        assert len(os.listdir(one.plane.daemon.folder)) == 2  # sockets of the dead one are gone
 
 
 async def p2pd_is_replaced_each_time_it_dies() -> None:
     async with started("one") as (one,):
         for round in range(3):
-            pid = await until(lambda: one.plane.daemon_pid)
+            pid = await until(lambda: one.plane.daemon.pid)
             os.kill(pid, signal.SIGKILL)
-            await until(lambda round=round: one.plane.restarts == round + 1)
+            await until(lambda round=round: one.plane.daemon.restarts == round + 1)
         await one.plane.store_card(one.card())
         assert await one.names() == {"one"}
 
@@ -349,12 +350,12 @@ async def a_port_that_another_program_shares_is_left() -> None:
 
             def take_and_lose() -> int:
                 asyncio.get_running_loop().call_soon(intrude)
-                one.plane._port.take = take
+                one.plane.daemon.port.take = take
                 return take()
 
-            take, one.plane._port.take = one.plane._port.take, take_and_lose
-            os.kill(one.plane.daemon_pid, signal.SIGKILL)
-            await until(lambda: one.plane.restarts == 1)
+            take, one.plane.daemon.port.take = one.plane.daemon.port.take, take_and_lose
+            os.kill(one.plane.daemon.pid, signal.SIGKILL)
+            await until(lambda: one.plane.daemon.restarts == 1)
         assert one.plane.port != port
         assert any(f"port {port} was taken meanwhile" in sentence for sentence in one.said)
 
@@ -383,11 +384,11 @@ async def announced_addresses_come_first() -> None:
 
 async def closing_leaves_nothing_behind() -> None:
     async with started("one", "two") as nodes:
-        pids, folders = [node.plane.daemon_pid for node in nodes], [node.plane._folder for node in nodes]
+        pids, folders = [node.plane.daemon.pid for node in nodes], [node.plane.daemon.folder for node in nodes]
         assert all(map(_alive, pids))
         threads = threading.enumerate()
         one, two = nodes
-        one.plane.serve(MANIFEST_METHOD, lambda peer, payload: b"tasks")
+        one.plane.streams.serve(MANIFEST_METHOD, lambda peer, payload: b"tasks")
         assert await two.ask(one, MANIFEST_METHOD) == b"tasks"
         started_by_request = set(threading.enumerate()) - set(threads)
     assert not any(map(_alive, pids))
@@ -404,24 +405,24 @@ async def what_killed_processes_left_is_removed() -> None:
     try:
         async with started("one") as (one,):
             assert not os.path.exists(left) and os.path.exists(new)
-            os.utime(one.plane._folder, (long_ago, long_ago))
+            os.utime(one.plane.daemon.folder, (long_ago, long_ago))
             async with started("two"):
-                assert os.path.exists(one.plane._folder)
+                assert os.path.exists(one.plane.daemon.folder)
     finally:
         os.rmdir(new)
 
 
 async def ctrl_c_does_not_reach_p2pd() -> None:
     async with started("one") as (one,):
-        pid = one.plane.daemon_pid
+        pid = one.plane.daemon.pid
         assert os.getsid(pid) == pid != os.getsid(0)  # the terminal's signals go to its session, group by group
 
 
 async def closing_while_all_processes_are_ended_restarts_none() -> None:
     async with started("one") as (one,):
-        os.kill(one.plane.daemon_pid, signal.SIGTERM)
+        os.kill(one.plane.daemon.pid, signal.SIGTERM)
         await one.plane.close()
-        assert one.said == [] and one.plane.restarts == 0
+        assert one.said == [] and one.plane.daemon.restarts == 0
 
 
 # -------------------------------------------------------------------- requests
@@ -431,8 +432,8 @@ async def requests_are_answered() -> None:
     async with started("one", "two") as (one, two):
         callers: list[str] = []
         big = os.urandom(3 * 2**20 + 17)
-        one.plane.serve("echo", lambda peer, payload: callers.append(peer) or payload)
-        one.plane.serve(FILE_METHOD, lambda peer, payload: big)
+        one.plane.streams.serve("echo", lambda peer, payload: callers.append(peer) or payload)
+        one.plane.streams.serve(FILE_METHOD, lambda peer, payload: big)
         assert await two.ask(one, "echo", b"") == b""
         assert await two.ask(one, "echo", b"x" * 65536, limit=65536) == b"x" * 65536
         assert callers == [two.id, two.id]
@@ -443,8 +444,8 @@ async def requests_are_answered() -> None:
 
 async def other_swarms_are_told_from_the_dead() -> None:
     async with started("one", "two") as (one, two):
-        one.plane.serve("echo", lambda peer, payload: payload)
-        two.plane._protocol = two.plane._protocol.replace(SWARM[:16], "cd" * 8)
+        one.plane.streams.serve("echo", lambda peer, payload: payload)
+        two.plane.streams.request_protocol = two.plane.streams.request_protocol.replace(SWARM[:16], "cd" * 8)
         failure = await fails(two.ask(one, "echo"), ProtocolError)
         assert isinstance(failure, NotOfSwarm), repr(failure)
         await one.plane.close()
@@ -458,9 +459,9 @@ async def requests_fail_in_time() -> None:
         def refuse(peer: str, payload: bytes) -> bytes:
             raise RemoteProtocolError("secret", "not for you\n")
 
-        one.plane.serve("big", lambda peer, payload: bytes(1025))
-        one.plane.serve("refuse", refuse)
-        one.plane.serve("fail", lambda peer, payload: payload[1:2].decode() + 1)  # type: ignore[operator]
+        one.plane.streams.serve("big", lambda peer, payload: bytes(1025))
+        one.plane.streams.serve("refuse", refuse)
+        one.plane.streams.serve("fail", lambda peer, payload: payload[1:2].decode() + 1)  # type: ignore[operator]
         assert await two.refused(one, "big") == "size"
         assert await two.refused(one, "refuse") == "secret"
         assert await two.refused(one, "fail") == "unreachable"
@@ -468,8 +469,12 @@ async def requests_fail_in_time() -> None:
         assert await two.refused(one, "no such method") == "unreachable"
         assert await two.refused(two, "big") == "unreachable"  # itself
         nobody = Identity.generate().peer_id
-        assert isinstance(await fails(two.plane.request(nobody, "big", b"", 5.0, 1), ProtocolError), PeerUnreachable)
-        assert isinstance(await fails(two.plane.request("?", "big", b"", 5.0, 1), ProtocolError), PeerUnreachable)
+        assert isinstance(
+            await fails(two.plane.streams.request(nobody, "big", b"", 5.0, 1), ProtocolError), PeerUnreachable
+        )
+        assert isinstance(
+            await fails(two.plane.streams.request("?", "big", b"", 5.0, 1), ProtocolError), PeerUnreachable
+        )
         assert {"secret", "handler", "method"} <= one.plane.traffic.rejected.keys()
 
 
@@ -491,7 +496,7 @@ async def streams_that_lie_are_seen_through() -> None:
             if name_of_the_game != "silent":
                 writer.close()
 
-        one.plane._daemon._client.control.handlers[one.plane._protocol] = hostile
+        one.plane.daemon.p2pd._client.control.handlers[one.plane.streams.request_protocol] = hostile
         name_of_the_game = "liar"
         reasons = [await two.refused(one, "ab", answer) for answer in (b"t", b"h", b"s", b"r", b"e")]
         assert reasons == ["torn", "hash", "size", "size", "torn"], reasons
@@ -501,13 +506,13 @@ async def streams_that_lie_are_seen_through() -> None:
 
 async def callers_that_lie_are_borne() -> None:
     async with started("one", "two") as (one, two):
-        one.plane.serve("echo", lambda peer, payload: payload)
+        one.plane.streams.serve("echo", lambda peer, payload: payload)
 
         async def send(data: bytes) -> bytes:
             from hivemind.p2p import PeerID
 
-            _, reader, writer = await two.plane._daemon.call_binary_stream_handler(
-                PeerID.from_base58(one.id), one.plane._protocol
+            _, reader, writer = await two.plane.daemon.p2pd.call_binary_stream_handler(
+                PeerID.from_base58(one.id), one.plane.streams.request_protocol
             )
             writer.write(data)
             if writer.can_write_eof() and not data.endswith(b"hold"):
@@ -533,8 +538,8 @@ async def one_caller_cannot_take_all_places() -> None:
             go_on.wait(60)
             return payload
 
-        one.plane.serve("hold", hold)
-        one.plane.serve("echo", lambda peer, payload: payload)
+        one.plane.streams.serve("hold", hold)
+        one.plane.streams.serve("echo", lambda peer, payload: payload)
         held = [asyncio.create_task(two.ask(one, "hold", timeout=60.0)) for _ in range(4)]
         try:
             await until(lambda: len(entered) == 4)
@@ -575,7 +580,7 @@ class Body:
 async def exchange(caller: Node, acceptor: Node, ours: Body, timeout: float = HANG_S) -> str:
     """How it ended: `whole`, a reason, or `unreachable`."""
     try:
-        await caller.plane.exchange(
+        await caller.plane.streams.exchange(
             acceptor.id, "swap", ours.outgoing, ours.answered, timeout, acceptor.plane.addresses
         )
     except RemoteProtocolError as error:
@@ -588,7 +593,7 @@ async def exchange(caller: Node, acceptor: Node, ours: Body, timeout: float = HA
 async def bodies_are_exchanged() -> None:
     async with started("one", "two") as (one, two):
         ours, theirs = Body(8 * 2**20), Body(8 * 2**20 + 17)
-        two.plane.accept("swap", theirs.accept)
+        two.plane.streams.accept("swap", theirs.accept)
         assert await exchange(one, two, ours) == "whole"
         await until(lambda: theirs.outcomes == [None])
         assert ours.got == theirs.sent and theirs.got == ours.sent
@@ -598,7 +603,7 @@ async def bodies_are_exchanged() -> None:
         def refuse(peer: str, head: bytes, size: int) -> Accepted:
             raise RemoteProtocolError("early", f"{peer} {size}")
 
-        two.plane.accept("swap", refuse)
+        two.plane.streams.accept("swap", refuse)
         assert await exchange(one, two, ours) == "early"
         assert not one.said and not two.said
 
@@ -607,17 +612,17 @@ async def an_exchange_fails_with_its_p2pd() -> None:
     async with started("one", "two") as (one, two):
         for victim, ends in ((one, ("unreachable",)), (two, ("torn", "unreachable"))):
             ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
-            two.plane.accept("swap", theirs.accept)
+            two.plane.streams.accept("swap", theirs.accept)
             call = asyncio.create_task(exchange(one, two, ours))
             await until(lambda ours=ours, theirs=theirs: ours.got and theirs.got)
-            os.kill(victim.plane.daemon_pid, signal.SIGKILL)
+            os.kill(victim.plane.daemon.pid, signal.SIGKILL)
             assert await asyncio.wait_for(call, HANG_S) in ends
             await until(lambda theirs=theirs: len(theirs.outcomes) == 1)
             assert isinstance(theirs.outcomes[0], ProtocolError)
             assert ours.got != theirs.sent and theirs.got != ours.sent
-            await until(lambda victim=victim: victim.plane.restarts == 1)
+            await until(lambda victim=victim: victim.plane.daemon.restarts == 1)
             ours, theirs = Body(2**20), Body(2**20)
-            two.plane.accept("swap", theirs.accept)
+            two.plane.streams.accept("swap", theirs.accept)
             await until(lambda ours=ours: same(exchange(one, two, ours), "whole"))
             await until(lambda theirs=theirs: None in theirs.outcomes)
             assert ours.got == theirs.sent and theirs.got == ours.sent
@@ -626,7 +631,7 @@ async def an_exchange_fails_with_its_p2pd() -> None:
 async def exchanges_that_stall_are_given_up() -> None:
     async with started("one", "two") as (one, two):
         theirs = Body(2**20)
-        two.plane.accept("swap", theirs.accept)
+        two.plane.streams.accept("swap", theirs.accept)
 
         def stuck(head: bytes, size: int) -> Sink:
             time.sleep(6.0)  # longer than the caller has; it waits for what works for it to end
@@ -635,14 +640,14 @@ async def exchanges_that_stall_are_given_up() -> None:
         ours = Body(2**20)
         nobody = Identity.generate().peer_id
         for peer in (nobody, one.id, "?"):
-            call = one.plane.exchange(peer, "swap", ours.outgoing, ours.answered, 5.0)
+            call = one.plane.streams.exchange(peer, "swap", ours.outgoing, ours.answered, 5.0)
             assert isinstance(await fails(call, ProtocolError), PeerUnreachable)
-        call = one.plane.exchange(two.id, "swap", ours.outgoing, stuck, 5.0, two.plane.addresses)
+        call = one.plane.streams.exchange(two.id, "swap", ours.outgoing, stuck, 5.0, two.plane.addresses)
         assert "within 5 s" in str(await fails(call, PeerUnreachable))
         await until(lambda: len(theirs.outcomes) == 1)
 
         ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
-        two.plane.accept("swap", theirs.accept)
+        two.plane.streams.accept("swap", theirs.accept)
         running = asyncio.create_task(exchange(one, two, ours))
         await until(lambda: ours.got)
         await one.plane.close()
@@ -655,7 +660,7 @@ async def exchanges_that_stall_are_given_up() -> None:
 async def closing_tells_acceptors() -> None:
     async with started("one", "two") as (one, two):
         ours, theirs = Body(64 * 2**20), Body(64 * 2**20)
-        two.plane.accept("swap", theirs.accept)
+        two.plane.streams.accept("swap", theirs.accept)
         running = asyncio.create_task(exchange(one, two, ours))
         await until(lambda: theirs.got)
         await two.plane.close()

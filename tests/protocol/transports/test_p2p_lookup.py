@@ -1,4 +1,4 @@
-"""A node's round of lookups, without a network: `P2PTransport`'s own steps on a plane that is played."""
+"""A node's round of lookups, without a network: the steps of `Membership` on a plane that is played."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from protocol.errors import PeerUnreachable
 from protocol.messages import PeerCard
 from protocol.peers import PeerTable
 from protocol.transports.dht.strangers import LAST_WAIT_S, LOOKUPS, MAX_REMEMBERED, MEMBERS, Strangers
-from protocol.transports.p2p import transport as p2p
+from protocol.transports.p2p import membership
+from protocol.transports.p2p.membership import GREET_AGAIN_S, Membership
 from protocol.transports.p2p.reach import ASK_AGAIN_S, Reach
-from protocol.transports.p2p.transport import GREET_AGAIN_S, P2PTransport
 from protocol.transports.settings import NetworkSettings
 
 
@@ -40,33 +40,33 @@ class Plane:
 
 def test_connected_peers_are_greeted_again_when_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 1000.0
-    monkeypatch.setattr(p2p.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(membership.time, "monotonic", lambda: clock)
     plane = Plane()
     node: Any = SimpleNamespace(
         peer_id="me",
         _settings=NetworkSettings(),
-        _table=PeerTable("me", random.Random(0)),
-        _stat=SimpleNamespace(peers=[]),
+        table=PeerTable("me", random.Random(0)),
+        _gossip=SimpleNamespace(stat=SimpleNamespace(peers=[])),
         _wake=asyncio.Event(),
-        _members={},
+        members={},
         _newcomers=frozenset(),
-        _connected=set(),
+        connected=set(),
         _greeted=set(),
         _greet_again_at=0.0,
-        _dials={},
+        _dialling={},
         _look_at=0.0,
         _next_bucket=0,
         _strangers=Strangers(),
     )
-    node._dial_one = lambda *arguments: P2PTransport._dial_one(node, *arguments)
+    node._dial_one = lambda *arguments: Membership._dial_one(node, *arguments)
 
     async def rounds(seconds: int) -> None:
         """One each five seconds."""
         nonlocal clock
         for _ in range(seconds // 5):
-            await P2PTransport._dial(node, plane)
-            await asyncio.gather(*node._dials.values())
-            await P2PTransport._look_up(node, plane)
+            await Membership._dial(node, plane)
+            await asyncio.gather(*node._dialling.values())
+            await Membership._look_up(node, plane)
             clock += 5.0
 
     asyncio.run(rounds(5))
@@ -74,7 +74,7 @@ def test_connected_peers_are_greeted_again_when_alone(monkeypatch: pytest.Monkey
     asyncio.run(rounds(int(2 * GREET_AGAIN_S)))
     assert 4 <= plane.greeted.count("one") + plane.greeted.count("two") <= 8
     plane.greeted.clear()
-    plane.cards = {"one": PeerCard(1, "ab" * 32, p2p.time.time(), "one", [])}
+    plane.cards = {"one": PeerCard(1, "ab" * 32, membership.time.time(), "one", [])}
     asyncio.run(rounds(5))  # may still greet for what the last round found
     plane.greeted.clear()
     asyncio.run(rounds(120))
@@ -85,22 +85,22 @@ HOUR_S = 3600
 
 
 def card(role: str = "trainer") -> PeerCard:
-    return PeerCard(1, "ab" * 32, p2p.time.time(), "one", [role], gossip_id="g")
+    return PeerCard(1, "ab" * 32, membership.time.time(), "one", [role], gossip_id="g")
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["one that stays", "ever new ones"])
 def test_gossip_peers_without_a_card_cause_few_lookups(monkeypatch: pytest.MonkeyPatch, fresh: bool) -> None:
     """Rounds of a second, as such a peer can cause them, for an hour."""
     clock = 1000.0
-    monkeypatch.setattr(p2p.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(membership.time, "monotonic", lambda: clock)
     plane = Plane()
     plane.cards = {"one": card()}
     node: Any = SimpleNamespace(
         peer_id="me",
         _settings=NetworkSettings(lookup_s=HOUR_S, card_renewal_s=HOUR_S),
-        _table=PeerTable("me", random.Random(0)),
-        _stat=SimpleNamespace(peers=["g", "no card"]),
-        _members={"one": card()},
+        table=PeerTable("me", random.Random(0)),
+        _gossip=SimpleNamespace(stat=SimpleNamespace(peers=["g", "no card"])),
+        members={"one": card()},
         _newcomers=frozenset(),
         _look_at=clock,
         _next_bucket=0,
@@ -111,8 +111,8 @@ def test_gossip_peers_without_a_card_cause_few_lookups(monkeypatch: pytest.Monke
         nonlocal clock
         for second in range(HOUR_S):
             if fresh:
-                node._stat.peers = ["g", f"no card {second}"]
-            await P2PTransport._look_up(node, plane)
+                node._gossip.stat.peers = ["g", f"no card {second}"]
+            await Membership._look_up(node, plane)
             clock += 1.0
 
     asyncio.run(live())
@@ -175,7 +175,7 @@ def test_relays_that_reach_a_node_keep_their_places(
     monkeypatch: pytest.MonkeyPatch, reaches: set[str], own: str, ip: str, dial_only: bool, taken: list[str]
 ) -> None:
     clock = 1000.0
-    monkeypatch.setattr(p2p.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(membership.time, "monotonic", lambda: clock)
     plane, changes = Relays({"one": ip, "two": ip}, own, reaches), 0
 
     def changed() -> None:
@@ -185,8 +185,8 @@ def test_relays_that_reach_a_node_keep_their_places(
     settings = NetworkSettings(bootstrap=("/ip4/8.8.8.8/tcp/1/p2p/one", "/dns4/b/tcp/1/p2p/two"), dial_only=dial_only)
     node: Any = SimpleNamespace(
         _settings=settings,
-        _connected={"one", "two", "three"},
-        _members={"one": card("relay"), "two": card("relay"), "three": card("relay")},
+        connected={"one", "two", "three"},
+        members={"one": card("relay"), "two": card("relay"), "three": card("relay")},
         _places={},
         _reach=Reach(random.Random(0), changed),
     )
@@ -194,14 +194,14 @@ def test_relays_that_reach_a_node_keep_their_places(
     async def rounds(times: int) -> None:
         nonlocal clock
         for _ in range(times):
-            await P2PTransport._take_places(node, plane)
+            await Membership._take_places(node, plane)
             await asyncio.gather(*node._reach._asking.values())
             clock += 5.0
 
     async def restarted() -> None:
         """p2pd ends while relays are being asked."""
         node._reach.forget()
-        await P2PTransport._take_places(node, plane)
+        await Membership._take_places(node, plane)
         node._reach.forget()
         await asyncio.gather(*node._reach._asking.values(), return_exceptions=True)
 
