@@ -94,7 +94,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     """Behind what is had so, as far as is known."""
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class Assignment(msgspec.Struct, frozen=True, array_like=True):
     """A stage in a plan."""
 
     peer: PeerId
@@ -183,15 +183,16 @@ class Settings(msgspec.Struct, frozen=True, array_like=True):
     """Of the whole run; 0 = without end."""
 
 
-class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
-    """Who holds what from now on. What is under way of an earlier plan is void."""
+class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan", rename={"assignments": "seats"}):
+    """Which peer holds each stage from now on. Messages of an earlier plan are void. On the wire, assignments have the
+    name of earlier versions."""
 
     term: Count
     """Counts leads."""
     number: Count
     """Counts plans."""
-    seats: Annotated[tuple[Seat, ...], Meta(min_length=1, max_length=MAX_STAGES)]
-    """By stage; whoever has the first is the lead."""
+    assignments: Annotated[tuple[Assignment, ...], Meta(min_length=1, max_length=MAX_STAGES)]
+    """By stage; the peer that holds the first is the leader."""
     settings: Settings
     spares: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_MEMBERS)] = ()
     """Members without a stage, first in line first. They may change without a new plan."""
@@ -200,7 +201,7 @@ class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
 
     @property
     def lead(self) -> str:
-        return self.seats[0].peer
+        return self.assignments[0].peer
 
     @property
     def mark(self) -> int:
@@ -209,11 +210,11 @@ class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
 
     @property
     def spans(self) -> tuple[Layers, ...]:
-        return tuple(seat.layers for seat in self.seats)
+        return tuple(assignment.layers for assignment in self.assignments)
 
     def held_by(self, peer: str) -> tuple[int, ...]:
         """Stages of a peer."""
-        return tuple(stage for stage, seat in enumerate(self.seats) if seat.peer == peer)
+        return tuple(stage for stage, assignment in enumerate(self.assignments) if assignment.peer == peer)
 
 
 class Ready(msgspec.Struct, frozen=True, tag_field="kind", tag="ready"):

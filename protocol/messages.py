@@ -114,7 +114,7 @@ class RolloutBatch(msgspec.Struct, frozen=True):
     groups: Annotated[list[SharedGroup], Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
-class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True):
+class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True, rename={"held": "seats"}):
     """What a peer says of the crew it is in: enough for newcomers to find it."""
 
     id: Hash16
@@ -123,8 +123,8 @@ class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """Equal for those who hold stages of one policy."""
     count: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
     """Stages that the policy is cut into."""
-    seats: Annotated[tuple[StageNumber, ...], Meta(max_length=MAX_STAGES)] = ()
-    """Those that it holds; whoever holds stage 0 is the crew's lead."""
+    held: Annotated[tuple[StageNumber, ...], Meta(max_length=MAX_STAGES)] = ()
+    """Stages that the peer holds; the one that holds stage 0 leads the crew. On the wire, the name is `seats`."""
     term: Count = 0
     """Of the lead that it follows, or is."""
 

@@ -39,8 +39,8 @@ from swarm_node.pipeline.compute.partition import UNKNOWN
 from swarm_node.pipeline.compute.stage_model import weights_digest
 from swarm_node.pipeline.compute.worker import attend
 from swarm_node.pipeline.driver import Driver, StagedOptimizer, StagedPolicy
-from swarm_node.pipeline.join_command import Invitation
-from swarm_node.pipeline.membership.actions import LeaveLead, LeaveSeat, Post, Spans, TakeLead, TakeSeat
+from swarm_node.pipeline.join_command import JoinCommand
+from swarm_node.pipeline.membership.actions import BuildStage, DropStage, PeerSpec, Spans, StartLeading, StopLeading
 from swarm_node.pipeline.ports import StageLost
 from swarm_node.pipeline.recovery.held_stages import EVERY, HeldStages, replica_every
 from swarm_node.pipeline.recovery.sources import elsewhere, sources, tell
@@ -48,7 +48,7 @@ from swarm_node.pipeline.recovery.stage_files import newest, stage_files
 from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
 from swarm_node.pipeline.settings import agreed, limits, settings_of
 from swarm_node.pipeline.stage_cohort import MOST_S, StageCohort
-from swarm_node.pipeline.status_text import Aftermath, CrewWords
+from swarm_node.pipeline.status_text import Aftermath, StatusText
 from swarm_node.pipeline.transport import StageTransport
 from swarm_node.policy.loading import ARCHITECTURE, Plan, is_windowed, load_tokenizer, prepare
 from swarm_node.shutdown import Stopper, StopRequested
@@ -160,7 +160,7 @@ class CrewNode:
         kept = {file.stage for file in usable if last is not None and file.counts(last.run)}
         absent_s = ABSENT_S if kept and 0 not in kept else 0.0
         key = crew_key(swarm, pipeline.crew)
-        post = Post(
+        spec = PeerSpec(
             me=self.transport.peer_id,
             name=config.name or "node",
             swarm=swarm,
@@ -198,14 +198,14 @@ class CrewNode:
         model = self.loading.config
         self.stage_transport = StageTransport(
             self.transport,
-            post,
+            spec,
             ways,
             partial(tell, adapters=self.loading.lora),
             self.memory.costs,
             partial(limits, width=model.hidden_size, vocabulary=model.vocab_size),
-            lambda text: say(self.words.named(text)),
+            lambda text: say(self.status_text.named(text)),
         )
-        self.words = CrewWords(self.transport, self.stage_transport, pipeline.crew, config.name or "node")
+        self.status_text = StatusText(self.transport, self.stage_transport, pipeline.crew, config.name or "node")
         stack.callback(self.stage_transport.close)
         self._stop: Stopper | None = None
         self._leaves = False
@@ -222,8 +222,8 @@ class CrewNode:
         self.held_stages = HeldStages(
             config, self.loading, self.weight_transfer, files, self.transport.peer_id, self.stage_transport.stands, say
         )
-        self.held_stages.go_to(post.run)
-        recalled = self.held_stages.recall(post.spans)
+        self.held_stages.go_to(spec.run)
+        recalled = self.held_stages.recall(spec.spans)
         self.stage_transport.report(self.held_stages.holding())
         self.cohort = StageCohort(
             config.averaging,
@@ -240,7 +240,7 @@ class CrewNode:
         self.progress = Progress(recalled, 0.0)
         """Of the crew, as last heard or told, or as it was at the newest checkpoint here."""
         others = [*config.network.bootstrap, *manifest.bootstrap]
-        self.invitation = Invitation(self.transport.peer_id, swarm, config, others, entered.model)
+        self.join_command = JoinCommand(self.transport.peer_id, swarm, config, others, entered.model)
         self._losses = 0.0
         """When the crew was last whole."""
         self._holders: tuple[str, ...] = ()
@@ -274,7 +274,7 @@ class CrewNode:
                 stop.advised, self._advised = False, True
             self._heed()
             self._obey()
-            if self.stage_transport.whole and not self._leads and (whole := self.words.whole()) != told:
+            if self.stage_transport.whole and not self._leads and (whole := self.status_text.whole()) != told:
                 told = whole
                 self._begin()
                 self.say(whole)
@@ -330,16 +330,16 @@ class CrewNode:
         self._go_by_plan()
         for order in self.stage_transport.orders():
             match order:
-                case TakeLead():
+                case StartLeading():
                     self._leads = True
-                case LeaveLead():
+                case StopLeading():
                     self._leads = False
                     if self.driver is not None:
                         raise Deposed("another peer leads this crew now")
-                case LeaveSeat(stage):
+                case DropStage(stage):
                     self._go_by_plan()  # it may be a new one since; what is of another branch is written first
                     self.held_stages.leave(stage)
-                case TakeSeat():
+                case BuildStage():
                     self._take(order)
             self.stage_transport.report(self.held_stages.holding())
 
@@ -361,7 +361,7 @@ class CrewNode:
         if changed:
             self.say(f"crew {self.config.pipeline.crew} goes by its lead's options: {', '.join(changed)}")
 
-    def _take(self, order: TakeSeat) -> None:
+    def _take(self, order: BuildStage) -> None:
         self._go_by_plan()  # it may be a new one since
         plan = self.stage_transport.plan
         if plan is None or not self.stage_transport.stands(order):
@@ -402,7 +402,7 @@ class CrewNode:
             config.pipeline.stall_s,
             first_turn=plan.term * TURNS,
         )
-        self._holders = self.words.holders
+        self._holders = self.status_text.holders
         tokenizer = load_tokenizer(config.policy)
         self.policy = StagedPolicy(self.driver, tokenizer, config.policy, self.say, self.settings.microbatch)
         self.policy.packing = not is_windowed(self.loading.config, longest_row(config))
@@ -416,7 +416,7 @@ class CrewNode:
         stop.hold()
         self.policy.version = self.driver.updates
         self._begin()
-        self.say(f"{self.words.whole()}; {self.driver.updates} updates so far")
+        self.say(f"{self.status_text.whole()}; {self.driver.updates} updates so far")
         if self._lost():
             self._aftermath.lost(f"the lead of crew {config.pipeline.crew} was lost", self.progress)
 
@@ -462,7 +462,7 @@ class CrewNode:
             return
         for stage in self.held_stages.workers:
             self.held_stages.save(stage)
-        if len(self.held_stages.workers) == len(plan.seats):
+        if len(self.held_stages.workers) == len(plan.assignments):
             return
         self.say("fetching the weights of the other stages, so that the policy can be exported here")
         try:
@@ -497,7 +497,7 @@ class CrewNode:
         for stage in self.held_stages.workers:
             self.held_stages.save(stage)
         plan = self.stage_transport.plan
-        if plan is None or self._is_over or not self.invitation.open:
+        if plan is None or self._is_over or not self.join_command.open:
             return
         until = time.monotonic() + GATHER_S
 
@@ -508,9 +508,9 @@ class CrewNode:
         found = self.held_stages.hand_over(plan, left_s)
         for stage, (peer, why) in sorted(found.items()):
             if peer:
-                self.say(f"{self.words.called(peer)} keeps stage {stage} for whoever holds it next")
+                self.say(f"{self.status_text.called(peer)} keeps stage {stage} for whoever holds it next")
             else:
-                self.say(self.words.named(f"nobody keeps stage {stage} ({why}): it is in {self.run.path}"))
+                self.say(self.status_text.named(f"nobody keeps stage {stage} ({why}): it is in {self.run.path}"))
 
     def _settle(self) -> None:
         """Make the update that the others may be making already."""
@@ -553,18 +553,20 @@ class CrewNode:
             self._obey()
             self._waiting(began)
         self._obey()  # a stage that has passed to another is let go
-        holders = self._holders = self.words.holders
+        holders = self._holders = self.status_text.holders
         passed = [stage for stage, peer in enumerate(holders) if peer != before[stage]]
         if self._lost():
             back = passed or sorted(lost.stages)
             stages = ", ".join(map(str, back))
-            by = ", ".join(dict.fromkeys(self.words.called(holders[stage]) for stage in back))
+            by = ", ".join(dict.fromkeys(self.status_text.called(holders[stage]) for stage in back))
             self.say(f"stage {stages} is back after {time.monotonic() - began:.1f} s, held by {by}")
             self._aftermath.lost(f"stage {stages} was lost", self.progress)
         elif passed:
-            self.say("; ".join(f"stage {stage} passed to {self.words.called(holders[stage])}" for stage in passed))
+            self.say(
+                "; ".join(f"stage {stage} passed to {self.status_text.called(holders[stage])}" for stage in passed)
+            )
         else:
-            self.say(self.words.named(f"crew {self.config.pipeline.crew} does a step again: {lost.why}"))
+            self.say(self.status_text.named(f"crew {self.config.pipeline.crew} does a step again: {lost.why}"))
 
     def _lost(self) -> bool:
         """Whether any stage was lost since this was last asked."""
@@ -606,7 +608,7 @@ class CrewNode:
     def on_card(self) -> tuple[CrewCard, tuple[int, int] | None]:
         """Of the membership card: the crew, and the first and the last layer held."""
         card, plan = self.stage_transport.card, self.stage_transport.plan
-        held = [] if plan is None else [plan.spans[stage] for stage in card.seats]
+        held = [] if plan is None else [plan.spans[stage] for stage in card.held]
         return card, (held[0][0], held[-1][1] - 1) if held else None
 
     def _may_have(self, peer: str, stage: int) -> bool:
@@ -647,11 +649,11 @@ class CrewNode:
 
     def status(self) -> dict[str, Any]:
         """Of the crew, as `swarm-node status` shows it. From any thread."""
-        return self.words.status(self.held_stages, self.progress)
+        return self.status_text.status(self.held_stages, self.progress)
 
     def waiting(self) -> str:
         """What keeps the crew from going on, in words; empty = nothing does, or it never began. From any thread."""
-        return self.words.missing() if self._whole_since < math.inf else ""
+        return self.status_text.missing() if self._whole_since < math.inf else ""
 
     def _write_status(self) -> None:
         """Of a node that does not lead; of one that does, the run writes more."""
@@ -675,7 +677,7 @@ class CrewNode:
                     }
                     for peer, card in sorted(members.items())[:MAX_SHOWN]
                 },
-                "link": self.invitation.link,
+                "link": self.join_command.link,
                 "crew": self.status(),
             }
         )
@@ -686,7 +688,7 @@ class CrewNode:
             self.stage_transport.tick()
             members, absent = self.transport.members(), self.stage_transport.absent
             here = {peer: card for peer, card in members.items() if peer not in absent}
-            self.invitation.renew(self.transport.addresses, here, self.stage_transport.plan)
+            self.join_command.renew(self.transport.addresses, here, self.stage_transport.plan)
             if self.driver is None and time.monotonic() - written > STATUS_S:
                 written = time.monotonic()
                 self._write_status()
@@ -701,7 +703,7 @@ class CrewNode:
 
     def invite(self) -> None:
         """Say what to type on another machine, if that has not been said."""
-        self.invitation.tell(self._whole_since < math.inf, self.say)
+        self.join_command.tell(self._whole_since < math.inf, self.say)
 
     def check_room(self, everybody: bool = False) -> None:
         """UserError if the disk has no room for two checkpoints of the stage that this node is to hold; of the smallest

@@ -11,7 +11,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.swarm.links import join_link, living
 
 
-class Invitation:
+class JoinCommand:
     """`link` is made anew on one thread, told on another."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Invitation:
         """With this node's addresses, if it has any, and some of the members that are there."""
         if not addresses:
             return
-        crew = [] if plan is None else [*(seat.peer for seat in plan.seats), *plan.spares]
+        crew = [] if plan is None else [*(seat.peer for seat in plan.assignments), *plan.spares]
         known = all(peer in members and members[peer].addresses for peer in set(crew) - {self.me})
         self.link = join_link(self.swarm, addresses, [*living(members, crew), *self.bootstrap])
         self._now = addresses, known, self.link

@@ -19,7 +19,7 @@ RECOVERED = "stages/recovered/"
 _PEER = re.compile(r"(?:peer )?…(\w{8})")
 
 
-class CrewWords:
+class StatusText:
     """Of the crew that `stage_transport` is of. From any thread."""
 
     def __init__(self, transport: Transport, stage_transport: StageTransport, crew: str, name: str) -> None:
@@ -47,7 +47,7 @@ class CrewWords:
     def holders(self) -> tuple[str, ...]:
         """Peers, by stage."""
         plan = self.stage_transport.plan
-        return () if plan is None else tuple(seat.peer for seat in plan.seats)
+        return () if plan is None else tuple(seat.peer for seat in plan.assignments)
 
     def whole(self) -> str:
         """That nothing is missing."""
@@ -91,7 +91,7 @@ class CrewWords:
             "round": progress.round,
             "stages": [
                 {"layers": [seat.layers[0], seat.layers[1] - 1], **shown(seat.peer), "missing": missing.get(stage)}
-                for stage, seat in enumerate([] if plan is None else plan.seats)
+                for stage, seat in enumerate([] if plan is None else plan.assignments)
             ],
             "absent": sorted(self.stage_transport.absent),
             "spares": 0 if plan is None else len(plan.spares),

@@ -1,4 +1,4 @@
-"""The other stages of a crew, over the network: `ports.MessageTransport` from a `Crew` and a transport's channels.
+"""The other stages of a crew, over the network: `ports.MessageTransport` from a `Membership` and channels.
 
     transport's thread   records -> Crew -> actions -> channels, orders      messages -> judged -> inbox
     main thread          orders() -> build, leave, lead     receive() <- inbox     send() -> channel, or own inbox
@@ -41,21 +41,21 @@ from protocol.transports.base import Channel, Listener, Transport
 from swarm_node.pipeline.compute.worker import refusal
 from swarm_node.pipeline.membership.actions import (
     Action,
+    BuildStage,
     Close,
     Connect,
     Costs,
-    LeaveLead,
-    LeaveSeat,
+    DropStage,
     Link,
-    Post,
+    PeerSpec,
     Say,
     Send,
     Sources,
-    TakeLead,
-    TakeSeat,
+    StartLeading,
+    StopLeading,
     Tell,
 )
-from swarm_node.pipeline.membership.member import NOTHING, Crew
+from swarm_node.pipeline.membership.member import NOTHING, Membership, Role
 from swarm_node.pipeline.messages import Limits, decode, encode, judge
 from swarm_node.pipeline.ports import LEAD, Message, StageLost
 
@@ -71,7 +71,7 @@ MAX_WAITING_BYTES = 2**30
 PLANS = 16
 """Latest plans whose messages are still known for what they are, and dropped; others end their channel."""
 
-Order = TakeSeat | LeaveSeat | TakeLead | LeaveLead
+Order = BuildStage | DropStage | StartLeading | StopLeading
 """What the main thread is to do."""
 
 
@@ -95,7 +95,7 @@ class StageTransport:
     def __init__(
         self,
         transport: Transport,
-        post: Post,
+        spec: PeerSpec,
         sources: Sources,
         tell: Tell,
         costs: Costs,
@@ -105,14 +105,14 @@ class StageTransport:
         holding: Holding = NOTHING,
     ) -> None:
         """`limits`: of a crew that works so; its `plan`, `stages`, `here` and `sender` are filled in for each message.
-        The other arguments are those of `Crew`."""
+        The other arguments are those of `Membership`."""
         self.counts: Counter[str] = Counter()
         """`late`: messages of earlier plans; `unsent`: to stages that had gone."""
         self._transport = transport
         self._limits = limits
         self._say = say
         self._now = now
-        self._crew = Crew(post, sources, tell, costs, now(), holding, self.held_s)
+        self._crew = Membership(spec, sources, tell, costs, now(), holding, self.held_s)
         self._busy = threading.Lock()
         """Held by whoever handles events."""
         self._lock = threading.Lock()
@@ -152,13 +152,13 @@ class StageTransport:
 
     @property
     def count(self) -> int:
-        return len(self._crew.post.spans)
+        return len(self._crew.spec.spans)
 
     @property
     def planned_stages(self) -> tuple[int, ...]:
         """Stages of this peer, as planned."""
         with self._lock:
-            return self._crew.seats
+            return self._crew.stages
 
     @property
     def plan(self) -> Plan | None:
@@ -168,7 +168,7 @@ class StageTransport:
     @property
     def leading(self) -> bool:
         with self._lock:
-            return self._crew.role == "leads"
+            return self._crew.role == Role.LEADING
 
     @property
     def updates(self) -> int:
@@ -202,7 +202,7 @@ class StageTransport:
         with self._lock:
             return self._crew.card
 
-    def stands(self, order: TakeSeat) -> bool:
+    def stands(self, order: BuildStage) -> bool:
         """Whether a stage is still to be built, and so. Whoever builds it asks this often: it shows that it gets on."""
         self._built_at = self._now()
         with self._lock:
@@ -230,18 +230,18 @@ class StageTransport:
         orders = []
         while self._orders:
             order = self._orders.popleft()
-            if isinstance(order, TakeSeat) and not self.stands(order):
+            if isinstance(order, BuildStage) and not self.stands(order):
                 continue
-            if isinstance(order, (TakeLead, LeaveLead)):
-                self._leading = isinstance(order, TakeLead)
+            if isinstance(order, (StartLeading, StopLeading)):
+                self._leading = isinstance(order, StartLeading)
             orders.append(order)
         return orders
 
-    def seated(self, order: TakeSeat, updates: int, source: Source | None) -> None:
+    def seated(self, order: BuildStage, updates: int, source: Source | None) -> None:
         """A stage was built; `source` is the way that worked."""
         self._handle(partial(self._crew.seated, order, updates, source))
 
-    def unable(self, order: TakeSeat, why: str) -> None:
+    def unable(self, order: BuildStage, why: str) -> None:
         """A stage could not be built, in any way. What orders say that do not stand any more is ignored."""
         self._handle(partial(self._crew.unable, order, why))
 
@@ -297,7 +297,7 @@ class StageTransport:
         self._check()
         with self._lock:
             plan = self._crew.plan
-            stages = (*self._crew.seats, LEAD) if self._crew.role == "leads" else self._crew.seats
+            stages = (*self._crew.stages, LEAD) if self._crew.role == Role.LEADING else self._crew.stages
             link = self._crew.way_to(message.stage)
             channel = self._channels.get(link) if link is not None else None
         if plan is None or plan.mark != self._working:
@@ -310,7 +310,7 @@ class StageTransport:
                 if self._leading:
                     raise StageLost({message.stage}, "its channel is closed")
                 if message.stage != LEAD:
-                    self._handle(partial(self._crew.unsent, plan.mark, plan.seats[message.stage].peer))
+                    self._handle(partial(self._crew.unsent, plan.mark, plan.assignments[message.stage].peer))
         self._quiet_since = self._now()
 
     def _say_over(self, channel: Channel, link: Link, message: Message, plan: Plan) -> bool:
@@ -469,10 +469,10 @@ class StageTransport:
         sender = frozenset(plan.held_by(link.peer))
         if not sender:
             raise RemoteProtocolError("stranger", "messages from a peer without a stage")
-        me = self._crew.post.me
+        me = self._crew.spec.me
         here = {*plan.held_by(me), *((LEAD,) if plan.lead == me else ())}
         limits = self._limits(plan.settings)
-        return replace(limits, plan=mark, stages=len(plan.seats), here=frozenset(here), sender=sender)
+        return replace(limits, plan=mark, stages=len(plan.assignments), here=frozenset(here), sender=sender)
 
     def _received(self, link: Link, head: bytes, body: bytearray) -> None:
         if head == CONTROL:

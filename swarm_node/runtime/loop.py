@@ -366,7 +366,7 @@ class Run:
         while not ended.wait(STATUS_SECONDS):
             status = member.status()
             mine = join_link(status["swarm"], status["addresses"], others)
-            link = mine if self.crew is None else self.crew.invitation.link
+            link = mine if self.crew is None else self.crew.join_command.link
             crew = None if self.crew is None else self.crew.status()
             self.run.write_status(status | {"link": link, "crew": crew, "paused": self.guest.reason})
             if self.crew is not None:

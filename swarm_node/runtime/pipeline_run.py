@@ -58,7 +58,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 return 0
             crew.check_room(everybody=beside is not None)
             if beside is not None:
-                crew.invitation.open = False
+                crew.join_command.open = False
                 inner.enter_context(beside(partial(_link, crew), console.say))
             try:
                 while True:
@@ -120,10 +120,10 @@ def _enter(
 
 
 def _link(crew: CrewNode) -> str:
-    return crew.invitation.link
+    return crew.join_command.link
 
 
 def _others(crew: CrewNode) -> int | None:
     """How many more there are in it, as far as is known. From any thread."""
     plan = crew.stage_transport.plan
-    return None if plan is None else len({*crew.words.holders, *plan.spares} - {crew.transport.peer_id})
+    return None if plan is None else len({*crew.status_text.holders, *plan.spares} - {crew.transport.peer_id})

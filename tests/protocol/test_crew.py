@@ -16,6 +16,7 @@ from protocol.crew import (
     MAX_CONTROL_BYTES,
     MAX_SOURCES,
     Answer,
+    Assignment,
     Broken,
     Hello,
     Holding,
@@ -27,7 +28,6 @@ from protocol.crew import (
     Record,
     Refusal,
     Report,
-    Seat,
     Settings,
     Source,
     Unable,
@@ -66,7 +66,14 @@ HELLO = Hello(
 )
 SOURCES = (Source("mean", ("a", "c"), (0, 2), 40), Source("base"))
 SETTINGS = Settings("int8", True, "auto", 20, False, 512, 1024, 4096, 0.01, (0.9, 0.999), 300)
-PLAN = Plan(2, 7, (Seat("a", (0, 2)), Seat("b", (2, 4), SOURCES), Seat("c", (4, 6))), SETTINGS, ("d", "e"), HELLO.run)
+PLAN = Plan(
+    2,
+    7,
+    (Assignment("a", (0, 2)), Assignment("b", (2, 4), SOURCES), Assignment("c", (4, 6))),
+    SETTINGS,
+    ("d", "e"),
+    HELLO.run,
+)
 RECORDS: list[Record] = [
     HELLO,
     Answer("", HELLO.proof, 3),
@@ -143,10 +150,10 @@ def test_size_is_checked_before_anything_else() -> None:
 
 def test_the_largest_crew_fits() -> None:
     way = Source("mean", ("p" * 52, "q" * 52), (254, 255), 2**53 - 1)
-    seats = tuple(Seat("r" * 52, (4 * i, 4 * i + 4), (way,) * 3) for i in range(MAX_STAGES))
+    seats = tuple(Assignment("r" * 52, (4 * i, 4 * i + 4), (way,) * 3) for i in range(MAX_STAGES))
     assert len(seal_record(Plan(2**53 - 1, 2**53 - 1, seats, SETTINGS, ("s" * 52,) * 64))) < MAX_CONTROL_BYTES
     with pytest.raises(LocalProtocolError):
-        seal_record(Plan(0, 0, (*seats, Seat("r", (1020, 1021))), SETTINGS))
+        seal_record(Plan(0, 0, (*seats, Assignment("r", (1020, 1021))), SETTINGS))
 
 
 def plan(*spans: tuple[int, int]) -> bytes:
@@ -180,7 +187,7 @@ BAD: list[tuple[Record, dict[str, Any]]] = [
     (HELLO, {"spans": [[0, 1]] * (MAX_STAGES + 1)}),
     (HELLO, {"spans": [[0, 2**40]]}),
     (HELLO, {"holding": {"live": [[0, 1]] * (MAX_STAGES + 1)}}),
-    (HELLO, {"holding": {"checkpoints": [[0, -1]]}}),
+    (HELLO, {"holding": {"snapshots": [[0, -1]]}}),
     (PLAN, {"seats": []}),
     (PLAN, {"seats": [["", [0, 2], []]]}),
     (PLAN, {"seats": [["a\n", [0, 2], []]]}),
@@ -227,7 +234,11 @@ def test_segments_of_a_run_must_follow_each_other(record: Record, segments: list
 
 
 def test_marks_tell_plans_apart_but_not_spares() -> None:
-    others = [replace(PLAN, term=3), replace(PLAN, number=8), replace(PLAN, seats=(Seat("z", (0, 2)), *PLAN.seats[1:]))]
+    others = [
+        replace(PLAN, term=3),
+        replace(PLAN, number=8),
+        replace(PLAN, assignments=(Assignment("z", (0, 2)), *PLAN.assignments[1:])),
+    ]
     assert len({PLAN.mark, *(other.mark for other in others)}) == 4
     assert replace(PLAN, spares=()).mark == PLAN.mark < 2**53
     assert (PLAN.lead, PLAN.held_by("b"), PLAN.held_by("d"), PLAN.spans[1]) == ("a", (1,), (), (2, 4))

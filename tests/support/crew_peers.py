@@ -11,11 +11,11 @@ from protocol.crew import Holding, Settings, Source
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Channel, Listener
 from protocol.transports.memory import MemoryNetwork, VirtualClock
-from swarm_node.pipeline.membership.actions import Spans, TakeSeat
+from swarm_node.pipeline.membership.actions import BuildStage, Spans
 from swarm_node.pipeline.messages import Limits
 from swarm_node.pipeline.recovery.sources import sources, tell
 from swarm_node.pipeline.transport import StageTransport
-from tests.support.crew_world import SWARM, each_costs_one, post
+from tests.support.crew_world import SWARM, each_costs_one, spec
 
 
 def limits(settings: Settings) -> Limits:
@@ -59,7 +59,7 @@ class Peers:
         transport = self.network.join(peer, SWARM, bootstrap=first)
         for tapped in ("connect", "listen"):
             setattr(transport, tapped, partial(self.tap, peer, getattr(transport, tapped)))
-        place = post(peer, self.stages, spare_wait_s=5.0, **changes)  # type: ignore[arg-type]
+        place = spec(peer, self.stages, spare_wait_s=5.0, **changes)  # type: ignore[arg-type]
         hear = lambda text: self.hear(text)  # noqa: E731 - a test may change it
         stage_transport = StageTransport(transport, place, ways, tell, each_costs_one, limits, hear, now=self.clock.now)
         transport.announce(
@@ -76,7 +76,7 @@ class Peers:
                 stage_transport.tick()
                 for order in stage_transport.orders() if peer not in self.busy else ():
                     self.orders[peer].append(order)
-                    if isinstance(order, TakeSeat):
+                    if isinstance(order, BuildStage):
                         stage_transport.seated(order, 3, order.sources[0])
 
     def kill(self, peer: str) -> None:
@@ -107,4 +107,4 @@ class Peers:
         """Whoever holds a stage, by the lead's plan."""
         (lead,) = [stage_transport for stage_transport in self.transports.values() if stage_transport.leading]
         assert lead.plan is not None
-        return self.transports[lead.plan.seats[stage].peer]
+        return self.transports[lead.plan.assignments[stage].peer]

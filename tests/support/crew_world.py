@@ -1,4 +1,4 @@
-"""Several `Crew`s in one process on a virtual clock: channels, cards, machines that build stages, and faults."""
+"""Several `Membership`s in one process on a virtual clock: channels, cards, machines that build stages, and faults."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from protocol.lineage import NO_RUN, Lineage, shared
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.pipeline.membership.actions import (
     Action,
+    BuildStage,
     Close,
     Connect,
     Costs,
-    LeaveLead,
-    LeaveSeat,
+    DropStage,
     Link,
-    Post,
+    PeerSpec,
     Say,
     Send,
     Spans,
-    TakeLead,
-    TakeSeat,
+    StartLeading,
+    StopLeading,
 )
-from swarm_node.pipeline.membership.leader import Lead
-from swarm_node.pipeline.membership.member import Crew
+from swarm_node.pipeline.membership.leader import Leader
+from swarm_node.pipeline.membership.member import Membership, Role
 from swarm_node.pipeline.recovery.sources import sources, tell
 
 SWARM = "5a" * 32
@@ -62,7 +62,7 @@ SETTINGS = Settings(
 )
 
 
-def post(me: str, stages: int, started: float = 0.0, crew: str = "red", **changes: object) -> Post:
+def spec(me: str, stages: int, started: float = 0.0, crew: str = "red", **changes: object) -> PeerSpec:
     place = {
         "me": me,
         "name": f"name-of-{me}",
@@ -75,7 +75,7 @@ def post(me: str, stages: int, started: float = 0.0, crew: str = "red", **change
         "divide": by_memory,
         "started": started,
     }
-    return Post(**(place | changes))  # type: ignore[arg-type]
+    return PeerSpec(**(place | changes))  # type: ignore[arg-type]
 
 
 def each_costs_one(spans: Collection[object]) -> list[int]:
@@ -103,10 +103,10 @@ def by_memory(room: Sequence[float]) -> Spans:
 class Machine:
     """A peer: its crew, what it has in memory, and what it was told to do."""
 
-    crew: Crew
+    crew: Membership
     memory: dict[int, int] = field(default_factory=dict)
     """Stage -> updates of its weights."""
-    building: dict[int, tuple[float, TakeSeat]] = field(default_factory=dict)
+    building: dict[int, tuple[float, BuildStage]] = field(default_factory=dict)
     """Stage -> when it will be there, and the order; as long as it stands."""
     new: set[int] = field(default_factory=set)
     """Stages that have not been told how far the crew is since they were built."""
@@ -161,9 +161,9 @@ class World:
         self.count += 1
         changes.setdefault("run", RUN if holding else NO_RUN)
         changes.setdefault("draw", self.draw)
-        place = post(peer, self.stages, started=self.now, **changes)  # type: ignore[arg-type]
+        place = spec(peer, self.stages, started=self.now, **changes)  # type: ignore[arg-type]
         machine = Machine(None)  # type: ignore[arg-type]
-        machine.crew = Crew(
+        machine.crew = Membership(
             place, ways, tell, self.costs, self.now, holding or Holding(), held_s=lambda: self.held_s(machine)
         )
         self.machines[peer] = machine
@@ -253,7 +253,7 @@ class World:
         not new, and take an update that they have made for made."""
         crew = machine.crew
         assert crew.plan is not None and crew.lead is not None
-        holders = [self.machines.get(seat.peer) for seat in crew.plan.seats]
+        holders = [self.machines.get(seat.peer) for seat in crew.plan.assignments]
         there = [one for one in holders if one is not None and one.crew.plan is not None]
         if len(there) < len(holders) or any(one.crew.plan.mark != crew.plan.mark for one in there):  # type: ignore[union-attr]
             return
@@ -275,11 +275,11 @@ class World:
         machine.begun[1] += 1
         for holder in there:
             live = tuple(Kept(s, n) for s, n in holder.memory.items())
-            self.act(holder.crew.post.me, holder.crew.report(replace(holder.crew.holding, live=live), self.now))
+            self.act(holder.crew.spec.me, holder.crew.report(replace(holder.crew.holding, live=live), self.now))
         round = crew.progress.round + 1 if crew.progress else 1
-        self.act(crew.post.me, crew.advance(Progress(round, 0.0), self.now))
+        self.act(crew.spec.me, crew.advance(Progress(round, 0.0), self.now))
 
-    def build(self, peer: str, order: TakeSeat) -> None:
+    def build(self, peer: str, order: BuildStage) -> None:
         """From the first source that works."""
         machine = self.machines[peer]
         for source in order.sources:
@@ -304,12 +304,12 @@ class World:
         """Whether a file that was told of is there."""
         return True
 
-    def withdrawn(self, peer: str, order: TakeSeat) -> None:
+    def withdrawn(self, peer: str, order: BuildStage) -> None:
         """Whoever builds a stage notices in the end that it is not wanted any more."""
         if peer in self.machines:
             self.act(peer, self.machines[peer].crew.unable(order, "it is not wanted any more", self.now))
 
-    def seat(self, peer: str, order: TakeSeat, updates: int, source: Source) -> None:
+    def seat(self, peer: str, order: BuildStage, updates: int, source: Source) -> None:
         machine, stage = self.machines[peer], order.stage
         machine.memory[stage] = updates
         machine.turns[stage] = 0
@@ -350,15 +350,15 @@ class World:
                         self.at(self.delay(far), partial(self.tell_closed, other, far, "closed"))
                 case Say(text=text):
                     machine.said.append(text)
-                case TakeSeat(stage=stage):
+                case BuildStage(stage=stage):
                     if stage in machine.building:
                         self.at(0.1, partial(self.withdrawn, peer, machine.building[stage][1]))
                     machine.building[stage] = self.now + self.rng.uniform(*self.builds_s), action
-                case LeaveSeat(stage=stage):
+                case DropStage(stage=stage):
                     machine.memory.pop(stage, None)
-                case TakeLead():
+                case StartLeading():
                     machine.leads, machine.begun = True, []
-                case LeaveLead():
+                case StopLeading():
                     machine.leads, machine.begun = False, []
 
     def connect(self, peer: str, link: Link) -> None:
@@ -397,9 +397,9 @@ class World:
 
     # ----------------------------------------------------------------- what must be so
 
-    def crews(self) -> dict[int, dict[str, Crew]]:
+    def crews(self) -> dict[int, dict[str, Membership]]:
         """Side of a split -> its peers."""
-        sides: dict[int, dict[str, Crew]] = {}
+        sides: dict[int, dict[str, Membership]] = {}
         for peer, machine in self.machines.items():
             sides.setdefault(machine.side, {})[peer] = machine.crew
         return sides
@@ -407,7 +407,7 @@ class World:
     def settled(self, side: int = 0) -> bool:
         """One lead, whom all others follow, and every stage held by who should."""
         crews = self.crews().get(side, {})
-        leads = [peer for peer, crew in crews.items() if crew.role == "leads"]
+        leads = [peer for peer, crew in crews.items() if crew.role == Role.LEADING]
         if len(leads) != 1 or not crews[leads[0]].whole:
             return False
         plan = crews[leads[0]].plan
@@ -415,12 +415,12 @@ class World:
         return all(
             crew.plan is not None and crew.plan.mark == plan.mark and crew.plan.spares == plan.spares and crew.whole
             for crew in crews.values()
-        ) and all(seat.peer in crews and i in crews[seat.peer].live for i, seat in enumerate(plan.seats))
+        ) and all(seat.peer in crews and i in crews[seat.peer].live for i, seat in enumerate(plan.assignments))
 
     def plan(self, side: int = 0) -> Plan:
         """Of the lead of a settled crew."""
         assert self.settled(side), self.story()
-        plan = next(crew.plan for crew in self.crews()[side].values() if crew.role == "leads")
+        plan = next(crew.plan for crew in self.crews()[side].values() if crew.role == Role.LEADING)
         assert plan is not None
         return plan
 
@@ -432,7 +432,7 @@ class World:
 
         before = trained()
         self.run(8.0)  # a stage may change hands meanwhile
-        holders = [self.machines[seat.peer] for seat in self.plan().seats]
+        holders = [self.machines[seat.peer] for seat in self.plan().assignments]
         updates = {machine.memory[stage] for stage, machine in enumerate(holders)}
         return len(updates) == 1 and all(now >= then + 2 for then, now in zip(before, trained(), strict=True))
 
@@ -441,7 +441,7 @@ class World:
         lines = [f"t = {self.now}"]
         for peer, machine in self.machines.items():
             crew, plan = machine.crew, machine.crew.plan
-            seats = plan and [seat.peer for seat in plan.seats]
+            seats = plan and [seat.peer for seat in plan.assignments]
             lines.append(
                 f"{peer} side {machine.side} {crew.role} term {crew.term} whole {crew.whole} plan {seats} "
                 f"{plan and (plan.term, plan.number, plan.spares)} live {crew.live} building {list(machine.building)}"
@@ -455,7 +455,7 @@ class File:
     stage: int
     updates: int
     run: Lineage
-    past: dict[int, Lead]
+    past: dict[int, Leader]
     """Update -> who had it made."""
 
 
@@ -465,7 +465,7 @@ class DiskWorld(World):
     def __init__(self, seed: int, stages: int) -> None:
         super().__init__(seed, stages)
         self.disks: dict[str, list[File]] = {}
-        self.pasts: dict[tuple[Machine, int], dict[int, Lead]] = {}
+        self.pasts: dict[tuple[Machine, int], dict[int, Leader]] = {}
         self.loaded = 0
         """Files."""
 
@@ -505,8 +505,8 @@ class DiskWorld(World):
                 if updates % 5 == 0:
                     self.disks[peer].append(File(stage, updates, one.crew.run, past))
 
-    def seat(self, peer: str, order: TakeSeat, updates: int, source: Source) -> None:
-        past: dict[int, Lead] = {}
+    def seat(self, peer: str, order: BuildStage, updates: int, source: Source) -> None:
+        past: dict[int, Leader] = {}
         if source.way == "live":
             past = self.pasts.get((self.machines[source.peers[0]], order.stage), {})
         elif source.way == "snapshot":
@@ -523,7 +523,7 @@ class DiskWorld(World):
             if machine.crew.lead is None or not machine.crew.whole:
                 continue
             assert machine.crew.plan is not None
-            seats = [(self.machines.get(seat.peer), i) for i, seat in enumerate(machine.crew.plan.seats)]
+            seats = [(self.machines.get(seat.peer), i) for i, seat in enumerate(machine.crew.plan.assignments)]
             pasts = [self.pasts.get((one, i), {}) for one, i in seats if one is not None and i in one.memory]
             for one, other in combinations(pasts, 2):
                 apart = [n for n in one.keys() & other.keys() if one[n] is not other[n]]

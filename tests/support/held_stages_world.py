@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from protocol.crew import Plan, Seat, Source, crew_id, crew_key
+from protocol.crew import Assignment, Plan, Source, crew_id, crew_key
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from protocol.transports.memory import MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.config import AveragingConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.pipeline.compute.partition import UNKNOWN, partition, sizes
-from swarm_node.pipeline.membership.actions import TakeSeat
+from swarm_node.pipeline.membership.actions import BuildStage
 from swarm_node.pipeline.recovery.held_stages import HeldStages
 from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
 from swarm_node.pipeline.settings import settings_of
@@ -58,13 +58,13 @@ class Peer:
         held_stages.go_to(RUN)
         return held_stages
 
-    def _stands(self, order: TakeSeat) -> bool:
+    def _stands(self, order: BuildStage) -> bool:
         self.world.run(0.5)
         self.gives_up_after -= 1
         return self.gives_up_after > 0
 
     def take(self, stage: int, *sources: Source) -> tuple[int, Source] | str:
-        order = TakeSeat(stage, self.world.spans[stage], sources or (Source("base"),))
+        order = BuildStage(stage, self.world.spans[stage], sources or (Source("base"),))
         return self.held_stages.take(order, self.world.spans)
 
     def weights(self, stage: int) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ class World:
         self.clock.run_until(self.clock.now() + seconds)
 
     def plan(self, *holders: Peer) -> Plan:
-        seats = tuple(Seat(p.transport.peer_id, span) for p, span in zip(holders, self.spans, strict=True))
+        seats = tuple(Assignment(p.transport.peer_id, span) for p, span in zip(holders, self.spans, strict=True))
         return Plan(1, 1, seats, settings_of(self.config))
 
 

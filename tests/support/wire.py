@@ -62,7 +62,7 @@ CARD = PeerCard(
     policy_version=42,
     speed=1234.5,
     stages=(0, 11),
-    crew=CrewCard("c0ffee0123456789", "8899aabbccddeeff", count=2, seats=(0,), term=3),
+    crew=CrewCard("c0ffee0123456789", "8899aabbccddeeff", count=2, held=(0,), term=3),
 )
 
 

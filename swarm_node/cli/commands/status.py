@@ -170,7 +170,7 @@ def _member(peer: str, card: PeerCard) -> dict[str, Any]:
         "tokens_per_s": card.speed,
         "layers": None if card.stages is None else list(card.stages),
         "crew": None if card.crew is None else card.crew.id,
-        "stages": [] if card.crew is None else list(card.crew.seats),
+        "stages": [] if card.crew is None else list(card.crew.held),
         "addresses": list(card.addresses),
     }
 

@@ -1,7 +1,8 @@
 """What a peer is in its crew, and what there is to do: values between the pure part of a crew and what carries it out.
 
-Post      this peer's place, given once                         Link      a channel with a peer
-Outbox    actions in order (Connect, Close, Send, Say, TakeSeat, LeaveSeat, TakeLead, LeaveLead), and counts
+PeerSpec     this peer's place in its crew, given once
+Link         a channel with a peer
+ActionQueue  actions in order (Connect, Close, Send, Say, BuildStage, DropStage, StartLeading, StopLeading), and counts
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Costs = Callable[[Spans], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Post:
+class PeerSpec:
     """This peer's place in its crew, and how the crew goes about things."""
 
     me: str
@@ -119,8 +120,8 @@ class Say:
 
 
 @dataclass(frozen=True)
-class TakeSeat:
-    """Build a stage, from the first of the sources that works, and say so (`Crew.seated`, `Crew.unable`)."""
+class BuildStage:
+    """Build a stage from the first source that works, then call `Membership.seated` or `Membership.unable`."""
 
     stage: int
     layers: Layers
@@ -128,26 +129,26 @@ class TakeSeat:
 
 
 @dataclass(frozen=True)
-class LeaveSeat:
+class DropStage:
     """Let a stage go: another peer holds it."""
 
     stage: int
 
 
 @dataclass(frozen=True)
-class TakeLead:
+class StartLeading:
     """Run the loop: this peer holds stage 0, or is about to."""
 
 
 @dataclass(frozen=True)
-class LeaveLead:
+class StopLeading:
     """End the loop: another peer leads."""
 
 
-Action = Connect | Close | Send | Say | TakeSeat | LeaveSeat | TakeLead | LeaveLead
+Action = Connect | Close | Send | Say | BuildStage | DropStage | StartLeading | StopLeading
 
 
-class Outbox:
+class ActionQueue:
     """What is to be done, in order; what was said; what was counted."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@
     strangers          few, and not for long
     neighbours         whoever holds the higher stage opens the channel, again whenever it has ended
 
-Pure: `now` (seconds, of any clock) comes in, actions go to the outbox.
+Pure: `now` (seconds, of any clock) comes in, actions go to the queue.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from protocol.crew import STAGE_METHOD
-from swarm_node.pipeline.membership.actions import Close, Connect, Link, Outbox
+from swarm_node.pipeline.membership.actions import ActionQueue, Close, Connect, Link
 
 PART_S = 3.0
 """Time for a last word before a channel is closed."""
@@ -24,10 +24,10 @@ MAX_STRANGERS = 32
 """Channels of such peers."""
 
 
-class Doors:
+class Channels:
     """Channels of this peer."""
 
-    def __init__(self, out: Outbox, gone: Callable[[Link], None]) -> None:
+    def __init__(self, out: ActionQueue, gone: Callable[[Link], None]) -> None:
         """`gone` is told of each that is no more."""
         self.neighbours: dict[str, Link] = {}
         """Channel with each peer that holds a neighbouring stage, or says so."""

@@ -9,7 +9,7 @@ whoever lives keeps its stage. One that has nothing goes on with the run of the 
 plan begins a segment of that run (`protocol.lineage`), and what is held of others counts only up to where they forked.
 A crew that never was whole waits until there are as many peers as stages; if one of them has no room for an equal
 share, the layers are divided by memory, unless somebody has files of stages already.
-Pure: `now` (seconds, of any clock) comes in, actions go to the outbox.
+Pure: `now` (seconds, of any clock) comes in, actions go to the queue.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from protocol.crew import (
     MAX_MEMBERS,
     MAX_SOURCES,
     Answer,
+    Assignment,
     Broken,
     Hello,
     Holding,
@@ -36,18 +37,17 @@ from protocol.crew import (
     Record,
     Refusal,
     Report,
-    Seat,
     Source,
     Unable,
     Whole,
 )
 from protocol.lineage import AHEAD, Lineage, branch, leads_to, shared
 from swarm_node.pipeline.membership.actions import (
+    ActionQueue,
     Close,
     Costs,
     Link,
-    Outbox,
-    Post,
+    PeerSpec,
     Sources,
     Spans,
     Tell,
@@ -68,7 +68,7 @@ BANNED_S, MAX_DOUBLINGS = 120.0, 5
 """A peer that was given up is not taken back before; the next time, not for twice as long, and so on."""
 
 MAX_TERM = 2**20
-"""Leads that a crew can count: `Crew`'s turns would not fit into messages otherwise."""
+"""Leads that a crew can count: `Membership`'s turns would not fit into messages otherwise."""
 
 
 @dataclass
@@ -109,12 +109,12 @@ def short(peer: str) -> str:
     return f"…{peer[-8:]}"
 
 
-class Lead:
+class Leader:
     """The lead's view of its crew."""
 
     def __init__(
         self,
-        post: Post,
+        spec: PeerSpec,
         hello: Hello,
         plan: Plan | None,
         lost: str,
@@ -122,23 +122,23 @@ class Lead:
         sources: Sources,
         tell: Tell,
         costs: Costs,
-        outbox: Outbox,
+        queue: ActionQueue,
         now: float,
     ) -> None:
         """`plan` is the last that this peer went by, `lost` its lead, if that has gone."""
-        self.post = post
+        self.spec = spec
         self.term = term
         self.plan: Plan | None = None
-        self.settings = plan.settings if plan else post.settings
-        self.spans = plan.spans if plan else post.spans
+        self.settings = plan.settings if plan else spec.settings
+        self.spans = plan.spans if plan else spec.spans
         self.costs = costs(self.spans)
         self._cut = bool(plan or hello.spans)
         """Somebody has stages, or files of them, with just these layers."""
         self._cost = costs
         self._tried: list[float] = []
         """Capacities by which it was last tried to divide layers."""
-        self.seats = [seat.peer for seat in plan.seats] if plan else [""] * len(post.spans)
-        self.members = {post.me: Member(0, None, hello, hello.holding)}
+        self.seats = [seat.peer for seat in plan.assignments] if plan else [""] * len(spec.spans)
+        self.members = {spec.me: Member(0, None, hello, hello.holding)}
         self.whole = False
         self.won = 0
         """Last term in which the crew was whole."""
@@ -151,10 +151,10 @@ class Lead:
         self.why = ""
         self._sources = sources
         self._tell = tell
-        self._out = outbox
+        self._out = queue
         self._before = plan
         self._number = plan.number if plan else 0
-        self._awaited = {*self.seats, *plan.spares} - {lost, post.me, ""} if plan else set()
+        self._awaited = {*self.seats, *plan.spares} - {lost, spec.me, ""} if plan else set()
         self._gather_until = now + GATHER_S
         self._arrivals = 0
         self._vacant_since: dict[int, float] = {}
@@ -170,19 +170,19 @@ class Lead:
         self._held_by_nobody: set[str] = set()
         """What was said of stages that nobody holds."""
         for stage, peer in enumerate(self.seats):
-            if peer in ("", lost) or (stage == 0 and peer != post.me):
+            if peer in ("", lost) or (stage == 0 and peer != spec.me):
                 self._vacate(stage, now)
                 if plan:
                     self._out.counts["lost"] += 1
                     self.lost.add(stage)
                     self.why = "its peer has gone"
-        self.seats[0] = post.me
+        self.seats[0] = spec.me
 
     # ----------------------------------------------------------------- what it knows
 
     @property
     def me(self) -> str:
-        return self.post.me
+        return self.spec.me
 
     @property
     def updates(self) -> int:
@@ -202,7 +202,7 @@ class Lead:
 
     @property
     def standing(self) -> Standing:
-        return Standing(self.won, self.updates, self.post.started, self.me)
+        return Standing(self.won, self.updates, self.spec.started, self.me)
 
     @property
     def spares(self) -> list[str]:
@@ -244,7 +244,7 @@ class Lead:
         peer = link.peer
         if self._banned.get(peer, now) > now:
             self._out.counts["refused/stall"] += 1
-            self._out.send(link, Refusal("stall", "given up a moment ago", self.post.proof_to(peer)))
+            self._out.send(link, Refusal("stall", "given up a moment ago", self.spec.proof_to(peer)))
             return
         old = self.members.get(peer)
         if old is not None and old.link is not None and old.link is not link:
@@ -259,7 +259,7 @@ class Lead:
         self._outrank(member)
         if hello.spans and not self._cut:
             self.spans, self.costs, self._cut = hello.spans, self._cost(hello.spans), True
-        self._out.send(link, Answer(self.me, self.post.proof_to(peer), self.term))
+        self._out.send(link, Answer(self.me, self.spec.proof_to(peer), self.term))
         for stage in [stage for stage, holder in enumerate(self.seats) if holder == peer]:
             if stage not in member.live:
                 self._lose(stage, f"peer {short(peer)} has come back without it", now)
@@ -298,7 +298,7 @@ class Lead:
         if stage is None or self.seats[stage] in ("", peer) or self.seats.count(self.seats[stage]) > 1:
             return  # whoever holds several will pass one on
         first = self._out.say_of_peer(
-            f"peer {short(peer)} wants stage {stage} of crew {self.post.crew}, which {short(self.seats[stage])} holds: "
+            f"peer {short(peer)} wants stage {stage} of crew {self.spec.crew}, which {short(self.seats[stage])} holds: "
             "it takes another as soon as one is free"
         )
         self._out.counts["refused/claim"] += first
@@ -342,7 +342,7 @@ class Lead:
         if self.plan is None and self._before is None:
             return  # nothing was in it
         self._out.counts["lost"] += not again  # who was to rebuild it has not
-        self._out.say(f"stage {stage} of crew {self.post.crew} is lost ({why})")
+        self._out.say(f"stage {stage} of crew {self.spec.crew} is lost ({why})")
         self.lost.add(stage)
         self.why = self._anew = why  # even if the same peer gets it again
 
@@ -374,9 +374,9 @@ class Lead:
                 self._broken(peer, record, now)
             case Load(held_s=held_s):
                 member.probed = None
-                if held_s >= self.post.stall_s and self.whole:
+                if held_s >= self.spec.stall_s and self.whole:
                     self.give_up(peer, f"it stalls: a message has been waiting for {held_s:.0f} s", now)
-                elif held_s >= self.post.stall_s:
+                elif held_s >= self.spec.stall_s:
                     self._hurry(peer, held_s, now)
             case Ready() | Unable() | Broken():
                 pass  # of an earlier plan
@@ -400,7 +400,7 @@ class Lead:
             reached = max(self._reached, self.updates)
             if record.source.way != "live" and (reached or record.source.way != "base"):
                 self._out.say(self._tell(stage, record.source, record.updates, reached))
-        if len(self._ready) == len(plan.seats) and not self._anew and "" not in self.seats:
+        if len(self._ready) == len(plan.assignments) and not self._anew and "" not in self.seats:
             self.whole, self.won = True, self.term
             self._vacant_since.clear()
             for text in self._held_by_nobody:
@@ -415,7 +415,7 @@ class Lead:
         if self.seats[stage : stage + 1] == [peer]:
             self._out.counts["unable"] += 1
             self._lose(stage, f"peer {short(peer)} cannot take it: {why}", now)
-            self._vacant_since[stage] = now - self.post.spare_wait_s  # it has waited
+            self._vacant_since[stage] = now - self.spec.spare_wait_s  # it has waited
 
     def _broken(self, peer: str, record: Broken, now: float) -> None:
         """Between two members. Who said what nobody takes is given up; else, after some breaks, who reports them."""
@@ -455,13 +455,13 @@ class Lead:
         if not self._formed:
             missing = len(self.seats) - len(self.members)
             if missing > 0:
-                self._out.say_once(f"crew {self.post.crew} waits for {missing} more peer{'s' * (missing > 1)}")
+                self._out.say_once(f"crew {self.spec.crew} waits for {missing} more peer{'s' * (missing > 1)}")
                 return None
             self._divide()
         self._fill(now)
         if "" in self.seats:
             return None
-        moved = self.plan is None or [seat.peer for seat in self.plan.seats] != self.seats
+        moved = self.plan is None or [seat.peer for seat in self.plan.assignments] != self.seats
         if moved or (self._anew and now >= self._anew_at):
             return self._issue(now)
         self._share_spares()
@@ -485,7 +485,7 @@ class Lead:
             return
         self._tried = room
         try:
-            self.spans = self.post.divide(room)
+            self.spans = self.spec.divide(room)
         except ValueError:
             return  # that somebody has no room is said
         self.costs, self.seats = self._cost(self.spans), holders
@@ -505,8 +505,8 @@ class Lead:
             self.seats[found[0]] = found[1]
         for stage in vacant:
             if not self.seats[stage]:
-                if not self._formed or now - self._vacant_since[stage] >= self.post.spare_wait_s:
-                    what = f"stage {stage} of crew {self.post.crew} is held by nobody"
+                if not self._formed or now - self._vacant_since[stage] >= self.spec.spare_wait_s:
+                    what = f"stage {stage} of crew {self.spec.crew} is held by nobody"
                     text = f"{what}; none of its peers has room for it: start another"
                     self._held_by_nobody.add(text)
                     self._out.say_once(text)
@@ -514,7 +514,7 @@ class Lead:
     def _take_on(self, now: float) -> tuple[int, str] | None:
         """A stage that has waited long enough, and the neighbour that takes it on."""
         for stage, peer in enumerate(self.seats):
-            if not peer and now - self._vacant_since[stage] >= self.post.spare_wait_s:
+            if not peer and now - self._vacant_since[stage] >= self.spec.spare_wait_s:
                 rooms = {peer: self._room(peer) for peer, member in self.members.items() if stage not in member.unable}
                 taker = neighbour(stage, self.seats, rooms, self.costs[stage])
                 if taker is not None:
@@ -565,24 +565,24 @@ class Lead:
             self._out.send(member.link, plan)
         return plan
 
-    def _with_sources(self, updates: int) -> tuple[Seat, ...]:
+    def _with_sources(self, updates: int) -> tuple[Assignment, ...]:
         return tuple(
-            Seat(peer, layers, self._sources_of(stage, peer, updates))
+            Assignment(peer, layers, self._sources_of(stage, peer, updates))
             for stage, (peer, layers) in enumerate(zip(self.seats, self.spans, strict=True))
         )
 
-    def _branch(self, seats: Sequence[Seat]) -> None:
+    def _branch(self, seats: Sequence[Assignment]) -> None:
         """Whoever else goes on from here does so in another run."""
         ways = [seat.sources[0] for seat in seats if seat.sources]
         stored = [way.updates for way in ways if way.way in ("live", "replica", "snapshot")]
-        self.run = branch(self.run, self.post.draw(), self.updates or max(stored, default=0))
+        self.run = branch(self.run, self.spec.draw(), self.updates or max(stored, default=0))
         for member in self.members.values():
             member.holding = self._held(member)
 
     def _sources_of(self, stage: int, peer: str, updates: int) -> tuple[Source, ...]:
         """None for who has it in memory, unless somebody else's is the one that was trained last."""
         plan = self.plan or self._before
-        before = plan.seats[stage].peer if plan and plan.run in (self.run, self._base) else ""
+        before = plan.assignments[stage].peer if plan and plan.run in (self.run, self._base) else ""
         holders = {one: member.live[stage] for one, member in self.members.items() if stage in member.live}
         if holders:
             latest = before if before in holders else max(holders, key=lambda one: (holders[one], one == peer))
@@ -609,19 +609,19 @@ class Lead:
 
     def watch(self, now: float, waiting_since: float) -> None:
         """The lead has heard nothing from its pipeline since then, and waits. Who keeps a message is asked for."""
-        if not self.whole or self.plan is None or now - waiting_since < self.post.stall_s / 2:
+        if not self.whole or self.plan is None or now - waiting_since < self.spec.stall_s / 2:
             return
         seated = {peer for peer in self.seats if peer != self.me}
         self._probe(seated, now)
-        if self.whole and now - waiting_since >= 2 * self.post.stall_s and seated:
+        if self.whole and now - waiting_since >= 2 * self.spec.stall_s and seated:
             self._out.counts["stuck"] += 1
             self.begin_anew("nothing moves, and nobody knows why")
 
     def watch_builders(self, now: float) -> None:
         """Stages are being built. Who has not got on with it for long is asked for, likewise."""
-        if self.whole or self.plan is None or now - self._issued_at < self.post.stall_s / 2:
+        if self.whole or self.plan is None or now - self._issued_at < self.spec.stall_s / 2:
             return
-        late = {seat.peer for stage, seat in enumerate(self.plan.seats) if stage not in self._ready}
+        late = {seat.peer for stage, seat in enumerate(self.plan.assignments) if stage not in self._ready}
         self._probe(late & set(self.seats) & self.members.keys() - {self.me}, now)
 
     def _probe(self, peers: Collection[str], now: float) -> None:
@@ -631,7 +631,7 @@ class Lead:
             if member.probed is None:
                 member.probed = now
                 self._out.send(member.link, Probe(self.plan.mark))
-            elif now - member.probed >= self.post.stall_s:
+            elif now - member.probed >= self.spec.stall_s:
                 self.give_up(peer, "it stalls: it does not even answer", now)
                 return
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from protocol.crew import CREW_METHOD, Answer
 from protocol.messages import CrewCard
-from swarm_node.pipeline.membership.actions import Link, Outbox, Post
-from swarm_node.pipeline.membership.channels import Doors
+from swarm_node.pipeline.membership.actions import ActionQueue, Link, PeerSpec
+from swarm_node.pipeline.membership.channels import Channels
 
 FIND_S = 3.0
 """A peer that finds no lead for so long, after it first saw members of its swarm, becomes the first."""
@@ -41,18 +41,18 @@ VOUCHED_S = 30.0
 """So long after another peer said that the lost lead lives, this one does not take its place."""
 
 
-class Search:
+class LeaderSearch:
     """For the lead."""
 
-    def __init__(self, post: Post, doors: Doors, out: Outbox, now: float) -> None:
+    def __init__(self, spec: PeerSpec, channels: Channels, out: ActionQueue, now: float) -> None:
         self.lost = ""
         """The lead that went away, until there is another."""
         self._talks: dict[Link, float] = {}
         """With whom this seeker has begun to talk, and how long it waits for the next word."""
         self._in_line = False
         """It is asking those in line for the lead, one by one."""
-        self._post = post
-        self._doors = doors
+        self._post = spec
+        self._channels = channels
         self._out = out
         self._begun = now
         self._looked: float | None = None
@@ -88,7 +88,7 @@ class Search:
         for link in [link for link, until in self._talks.items() if until <= now]:
             self._asked.add(link.peer)
             self.unreached(link, now)
-            self._doors.close(link)
+            self._channels.close(link)
         me = self._post.me
         vouched = now < self._vouched_until
         if self._in_line and self._talks:
@@ -106,14 +106,14 @@ class Search:
         talking = {link.peer for link in self._talks}
         free = {peer: card for peer, card in cards.items() if not self.avoids(peer, now) and peer not in talking}
         others = [peer for peer in free if peer not in self._asked]
-        leads = [peer for peer in free if 0 in free[peer].seats and (peer in self._known or peer in others)]
-        for peers in (leads, [peer for peer in others if free[peer].seats], others):
+        leads = [peer for peer in free if 0 in free[peer].held and (peer in self._known or peer in others)]
+        for peers in (leads, [peer for peer in others if free[peer].held], others):
             if peers:
                 return min(peers, key=lambda peer: (peer not in self._known, -free[peer].term, peer))
         found_none = self._post.wanted == 0 or now >= self._looked + FIND_S + self._post.absent_s
         if may_begin and found_none and not vouched and not self._waits(now) and can_lead():
             return me
-        again = [peer for peer in free if 0 in free[peer].seats]
+        again = [peer for peer in free if 0 in free[peer].held]
         if self._post.wanted:
             crew = self._post.crew
             self._out.say_once(f"waiting for a peer that takes stage 0 of crew {crew}, or for one that takes any")
@@ -127,7 +127,7 @@ class Search:
         """Begin to talk with somebody."""
         link = Link(peer, CREW_METHOD, dialled=True)
         self._talks[link] = now + DIAL_S
-        self._doors.open(link)
+        self._channels.open(link)
         return link
 
     def wait_for(self, link: Link, now: float) -> None:
@@ -141,7 +141,7 @@ class Search:
         if link not in self._talks and link not in self._hoping:
             return False
         if lead == link.peer:
-            self._doors.stay(link)
+            self._channels.stay(link)
             self.end(link)
             return True
         if lead in ("", self._post.me) or self.avoids(lead, now):
@@ -153,7 +153,7 @@ class Search:
                 del self._talks[link]
                 self._asked.add(link.peer)
                 self._hoping[link] = None
-                self._doors.part(link, now + UNDECIDED_S)
+                self._channels.part(link, now + UNDECIDED_S)
         elif all(talk.peer != lead for talk in self._talks):
             self._avoid[link.peer] = now + AVOID_S
             self._ask_first(lead)
@@ -226,7 +226,7 @@ class Search:
     def _stop(self, but: Link | None = None) -> None:
         for link in [*self._hoping, *self._talks]:
             if link is not but:
-                self._doors.close(link)
+                self._channels.close(link)
         self._talks.clear()
         self._hoping.clear()
 

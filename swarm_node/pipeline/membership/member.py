@@ -1,11 +1,11 @@
 """A peer's part in its crew, as a state machine: finds the lead, follows it, succeeds it, is it.
 
              no lead for FIND_S, or wants stage 0
-    seeks ----------------------------------------> leads        `leading.Lead`: who is there, who holds what
+    seeks ----------------------------------------> leads        `leader.Leaderer`: who is there, who holds what
       |  ^ \\______ first in line, lead lost _______/^ |
       |  |  lead lost, or leads no more               | | another lead of this crew stands higher,
       v  +--------------------------------------------|-+ or it cannot hold stage 0
-    follows: Hello -> Answer -> Plan -> TakeSeat ... Ready
+    follows: Hello -> Answer -> Plan -> BuildStage ... Ready
 
 Whom a seeker asks: see `seeking`. Of two leads the one with the lower peer id decides who gives way, so that both
 cannot. A lead calls on everybody of the crew who has not come, so that two that began at once, or a newcomer that has
@@ -20,7 +20,7 @@ No thread, no clock, no network: events come in with `now` (seconds, of any cloc
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal
+from enum import StrEnum
 
 import msgspec
 
@@ -52,20 +52,20 @@ from swarm_node.install import upgrade_command
 from swarm_node.pipeline.compute.fingerprint import difference
 from swarm_node.pipeline.membership.actions import (
     Action,
+    ActionQueue,
+    BuildStage,
     Costs,
-    LeaveLead,
-    LeaveSeat,
+    DropStage,
     Link,
-    Outbox,
-    Post,
+    PeerSpec,
     Sources,
-    TakeLead,
-    TakeSeat,
+    StartLeading,
+    StopLeading,
     Tell,
 )
-from swarm_node.pipeline.membership.channels import PART_S, STRANGER_S, Doors
-from swarm_node.pipeline.membership.leader import BANNED_S, MAX_TERM, Lead, counted, short
-from swarm_node.pipeline.membership.leader_search import AVOID_S, VOUCHED_S, Search
+from swarm_node.pipeline.membership.channels import PART_S, STRANGER_S, Channels
+from swarm_node.pipeline.membership.leader import BANNED_S, MAX_TERM, Leader, counted, short
+from swarm_node.pipeline.membership.leader_search import AVOID_S, VOUCHED_S, LeaderSearch
 from swarm_node.pipeline.membership.placement import Standing, adjacent, gives_way, succession
 
 MAX_GUESTS = 32
@@ -78,12 +78,20 @@ NOTHING = Holding()
 NAMELESS = "it does not know the crew's name"
 
 
-class Crew:
+class Role(StrEnum):
+    """What this peer is in its crew."""
+
+    SEEKING = "seeking"
+    FOLLOWING = "following"
+    LEADING = "leading"
+
+
+class Membership:
     """This peer in its crew."""
 
     def __init__(
         self,
-        post: Post,
+        spec: PeerSpec,
         sources: Sources,
         tell: Tell,
         costs: Costs,
@@ -93,9 +101,9 @@ class Crew:
     ) -> None:
         """`holding`: checkpoints of earlier runs. `held_s` = seconds that the oldest message here has been waiting, or
         that nothing has been done about stages that are to be built."""
-        self.post = post
-        self.role: Literal["seeks", "follows", "leads"] = "seeks"
-        self.lead: Lead | None = None
+        self.spec = spec
+        self.role: Role = Role.SEEKING
+        self.lead: Leader | None = None
         self.plan: Plan | None = None
         """The last that this peer went by."""
         self.term = 0
@@ -103,9 +111,9 @@ class Crew:
         """All stages of the plan are held, as far as this peer knows."""
         self.live: dict[int, int] = {}
         """Stages in memory here -> their updates."""
-        self.run = post.run
+        self.run = spec.run
         """Of which this peer's stages, replicas and checkpoints are."""
-        self.progress = Progress(post.round, 0.0) if post.round else None
+        self.progress = Progress(spec.round, 0.0) if spec.round else None
         """Of the run, as the lead last told."""
         self.missing: dict[int, float] = {}
         """Stages that are lost, as far as this peer knows, until the crew is whole again -> since when."""
@@ -116,21 +124,21 @@ class Crew:
         self._tell = tell
         self._costs = costs
         self._held_s = held_s
-        self._out = Outbox()
-        self._doors = Doors(self._out, self._gone)
-        self._search = Search(post, self._doors, self._out, now)
+        self._out = ActionQueue()
+        self._channels = Channels(self._out, self._gone)
+        self._search = LeaderSearch(spec, self._channels, self._out, now)
         self._members: Mapping[str, PeerCard] = {}
         """Of the swarm, as last looked up."""
         self._cards: dict[str, CrewCard] = {}
         """Of other peers of this crew."""
-        self._ordered: dict[int, TakeSeat] = {}
+        self._ordered: dict[int, BuildStage] = {}
         """Stages that are being built."""
         self._built: dict[int, tuple[Source, ...]] = {}
         """Sources that were given for those that have been."""
         self.unsaid: dict[int, Source | None] = {}
         """Stages that are ready, and how they were come by: the lead is told when neighbours can be talked to."""
         self._planned_at = now
-        self.lead_link: Link | None = None
+        self.leader_link: Link | None = None
         """The channel with the lead that this peer follows."""
         self._severed: set[str] = set()
         """Neighbours that were lost since the last plan."""
@@ -151,32 +159,32 @@ class Crew:
         return self._out.counts
 
     @property
-    def seats(self) -> tuple[int, ...]:
+    def stages(self) -> tuple[int, ...]:
         """Stages of this peer."""
-        return self.plan.held_by(self.post.me) if self.plan else ()
+        return self.plan.held_by(self.spec.me) if self.plan else ()
 
     @property
     def card(self) -> CrewCard:
         """For the membership card: the lead shows stage 0 as soon as it leads, others what they have in memory."""
-        mine = {stage for stage in self.seats if stage in self.live and stage > 0}
-        seats = tuple(sorted(mine | {0} if self.role == "leads" else mine))
-        return CrewCard(self.post.id, self.post.architecture, len(self.post.spans), seats, self.term)
+        mine = {stage for stage in self.stages if stage in self.live and stage > 0}
+        seats = tuple(sorted(mine | {0} if self.role == Role.LEADING else mine))
+        return CrewCard(self.spec.id, self.spec.architecture, len(self.spec.spans), seats, self.term)
 
     def way_to(self, stage: int) -> Link | None:
         """The channel to whoever holds `stage` (-1 = the lead); `None` if there is none, or it is this peer."""
         if self.plan is None:
             return None
-        peer = self.plan.lead if stage < 0 else self.plan.seats[stage].peer
-        if self.role == "leads":
+        peer = self.plan.lead if stage < 0 else self.plan.assignments[stage].peer
+        if self.role == Role.LEADING:
             return self.lead.link_of(peer) if self.lead else None
-        return self.lead_link if peer == self.plan.lead else self._doors.neighbours.get(peer)
+        return self.leader_link if peer == self.plan.lead else self._channels.neighbours.get(peer)
 
     @property
     def building(self) -> bool:
         """Stages are to be built here."""
         return bool(self._ordered)
 
-    def stands(self, order: TakeSeat) -> bool:
+    def stands(self, order: BuildStage) -> bool:
         """Whether a stage is still to be built, and so."""
         return self._ordered.get(order.stage) == order
 
@@ -185,15 +193,15 @@ class Crew:
     def cards(self, members: Mapping[str, PeerCard], now: float) -> list[Action]:
         """Members of the swarm, as last looked up."""
         self._search.look(bool(members), now)
-        self._members, self._cards, mine = members, {}, self.post.id
+        self._members, self._cards, mine = members, {}, self.spec.id
         for peer, card in members.items():
-            if card.crew is None or peer == self.post.me:
+            if card.crew is None or peer == self.spec.me:
                 continue
             if card.crew.id != mine:
                 self._note_other(card.crew)
-            elif card.crew.architecture != self.post.architecture:
-                self._refuse_card(peer, "model", difference(self.post.architecture, card.crew.architecture))
-            elif card.crew.count != len(self.post.spans):
+            elif card.crew.architecture != self.spec.architecture:
+                self._refuse_card(peer, "model", difference(self.spec.architecture, card.crew.architecture))
+            elif card.crew.count != len(self.spec.spans):
                 self._refuse_card(peer, "stages", "another number of stages")
             else:
                 self._cards[peer] = card.crew
@@ -201,22 +209,22 @@ class Crew:
 
     def opened(self, link: Link, now: float) -> list[Action]:
         """A peer has opened a channel."""
-        self._doors.opened(link, now)
-        self._doors.tidy(self._neighbours(), now)
+        self._channels.opened(link, now)
+        self._channels.tidy(self._neighbours(), now)
         return self._settle(now)
 
     def heard(self, link: Link, record: Record, now: float) -> list[Action]:
         """A record has come over a channel."""
         if link.method != CREW_METHOD:
             self._out.counts["stray"] += 1
-        elif link in self._doors:
+        elif link in self._channels:
             self._heard(link, record, now)
         return self._settle(now)
 
     def closed(self, link: Link, why: str, now: float) -> list[Action]:
         """A channel has ended, or could not be opened."""
-        if link in self._doors:
-            self._doors.forget(link)
+        if link in self._channels:
+            self._channels.forget(link)
             if link.method == STAGE_METHOD:
                 self._neighbour_lost(link, why, refused=False)
             else:
@@ -227,14 +235,14 @@ class Crew:
         """What a peer said of its stage's work is nothing that anybody takes: this peer has done with it; but if it is
         the lead, and the channel has not `ended`, only with what was under way."""
         self._out.counts[f"refused/{reason}"] += 1
-        if link is self.lead_link and not ended and self.plan is not None:
+        if link is self.leader_link and not ended and self.plan is not None:
             self._out.send(link, Broken(self.plan.mark, link.peer, _line(reason), refused=True))
-        elif link in self._doors:
-            self._doors.close(link)
+        elif link in self._channels:
+            self._channels.close(link)
             if link.method == STAGE_METHOD:
                 self._neighbour_lost(link, reason, refused=True)
-            elif link is self.lead_link:
-                self._lead_lost(f"what it says is refused: {reason}", now)
+            elif link is self.leader_link:
+                self._leader_lost(f"what it says is refused: {reason}", now)
             elif self.lead is not None and self.lead.link_of(link.peer) is link:
                 self.lead.give_up(link.peer, f"what it says is refused: {reason}", now)
         return self._settle(now)
@@ -243,17 +251,22 @@ class Crew:
         """A peer says Hello in a version of the protocol that is not read here; its channel ends."""
         self._out.counts["refused/version"] += 1
         upgrade = f"to upgrade this node, if it is the older one: {upgrade_command()}"
-        self._out.say_of_peer(f"peer {short(link.peer)} is not heard in crew {self.post.crew}: {why}; {upgrade}")
+        self._out.say_of_peer(f"peer {short(link.peer)} is not heard in crew {self.spec.crew}: {why}; {upgrade}")
         return self._settle(now)
 
     def unsent(self, mark: int, peer: str, now: float) -> list[Action]:
         """By the plan of that mark, there was no channel for a message to a neighbour: what is under way would wait for
         it."""
-        if self.plan is not None and self.plan.mark == mark and self.role == "follows" and peer in self._neighbours():
+        if (
+            self.plan is not None
+            and self.plan.mark == mark
+            and self.role == Role.FOLLOWING
+            and peer in self._neighbours()
+        ):
             self._break_with(peer, "there is no channel", refused=False)
         return self._settle(now)
 
-    def seated(self, order: TakeSeat, updates: int, source: Source | None, now: float) -> list[Action]:
+    def seated(self, order: BuildStage, updates: int, source: Source | None, now: float) -> list[Action]:
         """A stage that was to be built is here."""
         stage, present = order.stage, self._ordered.get(order.stage)
         same = present is not None and present.layers == order.layers and source == present.sources[0]
@@ -265,18 +278,18 @@ class Crew:
         elif present is None:  # else it is built once more
             self.live.pop(stage, None)
             self.unsaid.pop(stage, None)
-            self._out.do(LeaveSeat(stage))
+            self._out.do(DropStage(stage))
         return self._settle(now)
 
-    def unable(self, order: TakeSeat, why: str, now: float) -> list[Action]:
+    def unable(self, order: BuildStage, why: str, now: float) -> list[Action]:
         """A stage that was to be built cannot be; whoever cannot hold the first does not lead for a while."""
         if self.stands(order) and self.plan is not None:
             del self._ordered[order.stage]
             line = _line(why)
             if self.lead is None:
-                self._out.send(self.lead_link, Unable(self.plan.mark, order.stage, line))
+                self._out.send(self.leader_link, Unable(self.plan.mark, order.stage, line))
             elif order.stage:
-                self.lead.unable(self.post.me, order.stage, line, now)
+                self.lead.unable(self.spec.me, order.stage, line, now)
             else:
                 self._resign(line, now)
         return self._settle(now)
@@ -286,9 +299,9 @@ class Crew:
         self.live |= {kept.stage: kept.updates for kept in holding.live if kept.stage in self.live}
         self._holding = holding
         if self.lead is not None:
-            self.lead.note(self.post.me, self.holding, self.run)
-        elif self.role == "follows":
-            self._out.send(self.lead_link, Report(self.holding, self.run))
+            self.lead.note(self.spec.me, self.holding, self.run)
+        elif self.role == Role.FOLLOWING:
+            self._out.send(self.leader_link, Report(self.holding, self.run))
         return self._settle(now)
 
     def doubted(self, mark: int, stages: Collection[int], why: str, now: float) -> list[Action]:
@@ -333,14 +346,14 @@ class Crew:
         """A channel with the lead, or with whom it might be, or with a member, is no more."""
         if link in self._search:
             self._search.unreached(link, now)
-        elif link is self.lead_link:
-            self._lead_lost(why, now)
+        elif link is self.leader_link:
+            self._leader_lost(why, now)
         elif self.lead is not None:
             self.lead.left(link, why, now)
 
     def _settle(self, now: float) -> list[Action]:
         """Do what follows from what is known now."""
-        if self.role == "seeks":
+        if self.role == Role.SEEKING:
             self._seek(now)
         if self.lead is not None:
             self._look_for_rivals(now)
@@ -366,21 +379,21 @@ class Crew:
             return set() if self.lead.whole else vacant | self.lead.lost
         if self.plan is None:
             return set()
-        if self.role == "seeks":
+        if self.role == Role.SEEKING:
             return set(self.plan.held_by(self.plan.lead))
         return {
             stage
-            for stage, seat in enumerate(self.plan.seats)
+            for stage, seat in enumerate(self.plan.assignments)
             if seat.peer in self._severed or (seat.sources and not self.whole)
         }
 
     def taker(self, stage: int) -> str:
         """Of a stage that is missing: who is building it; empty = nobody is yet."""
-        if self.plan is None or self.role == "seeks":
+        if self.plan is None or self.role == Role.SEEKING:
             return ""
         if self.lead is not None:
             return self.lead.seats[stage]
-        seat = self.plan.seats[stage]
+        seat = self.plan.assignments[stage]
         return seat.peer if seat.sources and not self.whole else ""
 
     @property
@@ -396,15 +409,15 @@ class Crew:
                 self._answered(link, record, now)
             case Refusal():
                 self._refused_by(link, record, now)
-            case Plan() if link is self.lead_link:
+            case Plan() if link is self.leader_link:
                 self._follow(link, record, now)
-            case Whole(plan=mark) if link is self.lead_link:
+            case Whole(plan=mark) if link is self.leader_link:
                 if self.plan is not None and mark == self.plan.mark:
                     self.whole = True
                     self._leave_others()
-            case Progress() if link is self.lead_link:
+            case Progress() if link is self.leader_link:
                 self.progress = record
-            case Probe(plan=mark) if link is self.lead_link:
+            case Probe(plan=mark) if link is self.leader_link:
                 self._out.send(link, Load(mark, max(0.0, self._held_s())))
             case _ if self.lead is not None:
                 self.lead.heard(link, record, now)
@@ -416,7 +429,7 @@ class Crew:
     def _seek(self, now: float) -> None:
         self._barred = self._barred and now < self._barred_until
         while (peer := self._search.next(self._cards, self._may_lead, self._can_lead, now)) is not None:
-            if peer == self.post.me:
+            if peer == self.spec.me:
                 self._take_lead(now)
                 return
             self._out.send(self._search.dial(peer, now), self.hello(peer))
@@ -424,100 +437,100 @@ class Crew:
     @property
     def _may_lead(self) -> bool:
         """Who wants another stage than the first does not begin a crew, but goes on with one."""
-        return not self._barred and (self.post.wanted in (None, 0) or self.plan is not None)
+        return not self._barred and (self.spec.wanted in (None, 0) or self.plan is not None)
 
     def _can_lead(self) -> bool:
         """There is room for stage 0 besides what this peer holds, and it has not failed to hold it."""
         if self._barred:
             return False
-        costs = self._costs(self.plan.spans if self.plan else self.post.spans)
-        needed = sum(costs[stage] for stage in {0, *self.seats})
-        if self.post.capacity and needed > self.post.capacity:
-            room = f"{needed / 2**30:.2g} GiB, of {self.post.capacity / 2**30:.2g} (stages.capacity_gb)"
-            what = f"this machine has no room for stage 0 of crew {self.post.crew}"
+        costs = self._costs(self.plan.spans if self.plan else self.spec.spans)
+        needed = sum(costs[stage] for stage in {0, *self.stages})
+        if self.spec.capacity and needed > self.spec.capacity:
+            room = f"{needed / 2**30:.2g} GiB, of {self.spec.capacity / 2**30:.2g} (stages.capacity_gb)"
+            what = f"this machine has no room for stage 0 of crew {self.spec.crew}"
             self._out.say_once(f"{what} ({room}): another peer must lead")
             return False
         return True
 
     def hello(self, peer: str) -> Hello:
         """To somebody."""
-        post, lead = self.post, self.lead
+        spec, lead = self.spec, self.lead
         holding = self.holding
         has_any = holding.live or holding.replicas or holding.checkpoints
         return Hello(
             protocol=version_for(peer, self._members),
-            swarm=post.swarm,
-            crew=post.id,
-            proof=post.proof_to(peer),
-            architecture=post.architecture,
-            stages=len(post.spans),
-            name=post.name,
-            wanted=post.wanted,
+            swarm=spec.swarm,
+            crew=spec.id,
+            proof=spec.proof_to(peer),
+            architecture=spec.architecture,
+            stages=len(spec.spans),
+            name=spec.name,
+            wanted=spec.wanted,
             leads=lead is not None,
             term=lead.won if lead else self.term,
             updates=lead.updates if lead else max(self.live.values(), default=0),
-            started=post.started,
+            started=spec.started,
             holding=holding,
-            spans=(self.plan.spans if self.plan else post.spans) if has_any else (),
-            capacity=post.capacity,
+            spans=(self.plan.spans if self.plan else spec.spans) if has_any else (),
+            capacity=spec.capacity,
             run=self.run,
             round=self.progress.round if self.progress else 0,
         )
 
     def _answer(self, link: Link, lead: str) -> None:
-        self._out.send(link, Answer(lead, self.post.proof_to(link.peer), self.term, self._may_lead))
+        self._out.send(link, Answer(lead, self.spec.proof_to(link.peer), self.term, self._may_lead))
 
     def _answered(self, link: Link, answer: Answer, now: float) -> None:
         lead = answer.lead
-        if not self.post.is_proof_of(link.peer, answer.proof):
+        if not self.spec.is_proof_of(link.peer, answer.proof):
             self._unmask(link, now)
             return
-        self._doors.trust(link)
+        self._channels.trust(link)
         self._search.prove(link.peer)
         if self.lead is not None:
             if link in self._rivals and lead == link.peer:
                 self._give_way(link, now)
             elif link in self._rivals:
-                self._doors.close(link)
-                if lead not in ("", self.post.me):
+                self._channels.close(link)
+                if lead not in ("", self.spec.me):
                     self._call(lead, now)
-        elif link is self.lead_link and lead != link.peer:  # it leads no more
-            self.lead_link, self.role, self.whole = None, "seeks", False
-            self._doors.close(link)
+        elif link is self.leader_link and lead != link.peer:  # it leads no more
+            self.leader_link, self.role, self.whole = None, Role.SEEKING, False
+            self._channels.close(link)
             self._search.begin("", [lead] if lead else self._succession(link.peer), now)
         elif self._search.told(link, answer, now):
-            self.lead_link, self.role, self.term = link, "follows", max(self.term, answer.term)
+            self.leader_link, self.role, self.term = link, Role.FOLLOWING, max(self.term, answer.term)
             for guest in self._guests:
                 self._answer(guest, lead)
 
     def _refused_by(self, link: Link, refusal: Refusal, now: float) -> None:
         """Say so once; it is asked again, but rarely."""
-        if not self.post.is_proof_of(link.peer, refusal.proof):
+        if not self.spec.is_proof_of(link.peer, refusal.proof):
             self._unmask(link, now)
             return
-        self._out.say_of_peer(f"peer {short(link.peer)} of crew {self.post.crew} refuses this one: {refusal.detail}")
+        self._out.say_of_peer(f"peer {short(link.peer)} of crew {self.spec.crew} refuses this one: {refusal.detail}")
         self._search.vouch(now)
-        if link is self.lead_link:
-            self.lead_link, self.role = None, "seeks"
+        if link is self.leader_link:
+            self.leader_link, self.role = None, Role.SEEKING
         self._shun(link, "it refuses this node", now)
 
     def _unmask(self, link: Link, now: float) -> None:
         """Its card is of this crew, or it says so, but it does not know the crew's name."""
         self._out.counts["refused/crew"] += 1
-        self._out.say_of_peer(f"peer {short(link.peer)} is left out of crew {self.post.crew}: {NAMELESS}")
+        self._out.say_of_peer(f"peer {short(link.peer)} is left out of crew {self.spec.crew}: {NAMELESS}")
         self._shun(link, NAMELESS, now)
 
     def _shun(self, link: Link, why: str, now: float) -> None:
         """Have nothing to do with a peer for a while."""
-        self._doors.close(link)
+        self._channels.close(link)
         self._ended(link, why, now)
         self._search.shun(link.peer, now)
 
     # ----------------------------------------------------------------- following
 
     def _follow(self, link: Link, plan: Plan, now: float) -> None:
-        ours = self.post.spans
-        if plan.lead != link.peer or len(plan.seats) != len(ours) or plan.spans[-1][1] != ours[-1][1]:
+        ours = self.spec.spans
+        if plan.lead != link.peer or len(plan.assignments) != len(ours) or plan.spans[-1][1] != ours[-1][1]:
             self._out.counts["refused/plan"] += 1
             return
         self.term = plan.term
@@ -537,18 +550,18 @@ class Crew:
         self._severed.clear()
         self._planned_at = now
         unsaid, self.unsaid = self.unsaid, {}
-        mine = self.seats
+        mine = self.stages
         self._ordered = {stage: order for stage, order in self._ordered.items() if stage in mine}
         for stage in mine:
-            seat = plan.seats[stage]
+            seat = plan.assignments[stage]
             if stage in self.live and seat.sources in ((), self._built.get(stage)):
                 self._say_ready(stage, unsaid.get(stage))
                 continue
             if not seat.sources:
                 self._ordered.pop(stage, None)
-                self._out.send(self.lead_link, Unable(plan.mark, stage, "it is not here any more"))
+                self._out.send(self.leader_link, Unable(plan.mark, stage, "it is not here any more"))
                 continue
-            order = TakeSeat(stage, seat.layers, seat.sources)
+            order = BuildStage(stage, seat.layers, seat.sources)
             if self._ordered.get(stage) != order:
                 self.live.pop(stage, None)
                 self._ordered[stage] = order
@@ -565,22 +578,22 @@ class Crew:
         self.run = plan.run
         for stage in self.live.keys() - {kept.stage for kept in self._holding.live}:
             del self.live[stage]
-            if stage not in plan.held_by(self.post.me):
-                self._out.do(LeaveSeat(stage))
+            if stage not in plan.held_by(self.spec.me):
+                self._out.do(DropStage(stage))
 
     def _say_ready(self, stage: int, source: Source | None) -> None:
         assert self.plan is not None
         if self.lead is not None:
-            self.lead.ready(self.post.me, Ready(self.plan.mark, stage, self.live[stage], source))
+            self.lead.ready(self.spec.me, Ready(self.plan.mark, stage, self.live[stage], source))
         else:
             self.unsaid[stage] = source
 
     def _say_what_is_ready(self, now: float) -> None:
         """As soon as all neighbours can be talked to; whoever cannot be for long is told to the lead."""
-        link, plan = self.lead_link, self.plan
-        if self.role != "follows" or link is None or plan is None or plan.lead != link.peer:
+        link, plan = self.leader_link, self.plan
+        if self.role != Role.FOLLOWING or link is None or plan is None or plan.lead != link.peer:
             return
-        unheard = self._neighbours().keys() - self._doors.neighbours.keys()
+        unheard = self._neighbours().keys() - self._channels.neighbours.keys()
         if not unheard:
             for stage, source in self.unsaid.items():
                 self._out.send(link, Ready(plan.mark, stage, self.live[stage], source))
@@ -591,15 +604,15 @@ class Crew:
 
     def _leave_others(self) -> None:
         """Stages that were kept for whoever has taken them over."""
-        for stage in [stage for stage in self.live if stage not in self.seats]:
+        for stage in [stage for stage in self.live if stage not in self.stages]:
             del self.live[stage]
             self._built.pop(stage, None)
-            self._out.do(LeaveSeat(stage))
+            self._out.do(DropStage(stage))
 
-    def _lead_lost(self, why: str, now: float) -> None:
-        peer = self.lead_link.peer if self.lead_link else ""
-        self.lead_link, self.role, self.whole = None, "seeks", False
-        self._out.say(f"the lead of crew {self.post.crew} is lost (peer {short(peer)}: {why})")
+    def _leader_lost(self, why: str, now: float) -> None:
+        peer = self.leader_link.peer if self.leader_link else ""
+        self.leader_link, self.role, self.whole = None, Role.SEEKING, False
+        self._out.say(f"the lead of crew {self.spec.crew} is lost (peer {short(peer)}: {why})")
         self._search.begin(peer, [peer, *self._succession(peer)], now)
         for guest in self._guests:
             self._answer(guest, "")
@@ -608,7 +621,7 @@ class Crew:
         """Who leads after it, first in line first."""
         if self.plan is None or self.plan.lead != lead:
             return []
-        return succession([seat.peer for seat in self.plan.seats], self.plan.spares)
+        return succession([seat.peer for seat in self.plan.assignments], self.plan.spares)
 
     # ----------------------------------------------------------------- neighbours
 
@@ -617,33 +630,33 @@ class Crew:
         if self.plan is None:
             return {}
         reach = 2 if self.plan.settings.swap else 1
-        return adjacent([seat.peer for seat in self.plan.seats], self.post.me, reach)
+        return adjacent([seat.peer for seat in self.plan.assignments], self.spec.me, reach)
 
     def _tend_channels(self, now: float) -> None:
         neighbours = self._neighbours()
-        self._doors.tidy(neighbours, now)
-        if self.role == "follows":
-            self._doors.reach(neighbours, now)
+        self._channels.tidy(neighbours, now)
+        if self.role == Role.FOLLOWING:
+            self._channels.reach(neighbours, now)
 
     def _neighbour_lost(self, link: Link, why: str, refused: bool) -> None:
-        in_use = self._doors.leave(link) and link.peer in self._neighbours()
-        if in_use and self.role == "follows":
+        in_use = self._channels.leave(link) and link.peer in self._neighbours()
+        if in_use and self.role == Role.FOLLOWING:
             self._break_with(link.peer, why, refused)
 
     def _break_with(self, peer: str, why: str, refused: bool) -> None:
         """Tell the lead, once a plan."""
         if self.plan is not None and peer not in self._severed:
             self._severed.add(peer)
-            self._out.send(self.lead_link, Broken(self.plan.mark, peer, _line(why), refused))
+            self._out.send(self.leader_link, Broken(self.plan.mark, peer, _line(why), refused))
 
     # ----------------------------------------------------------------- leading
 
     def _take_lead(self, now: float) -> None:
         lost = self._search.lost
         self.term = min(self.term + 1, MAX_TERM)
-        self.lead = Lead(
-            self.post,
-            self.hello(self.post.me),
+        self.lead = Leader(
+            self.spec,
+            self.hello(self.spec.me),
             self.plan,
             lost,
             self.term,
@@ -653,11 +666,11 @@ class Crew:
             self._out,
             now,
         )
-        self.role, self.whole = "leads", False
+        self.role, self.whole = Role.LEADING, False
         self._called.clear()
         self._search.end()
-        self._out.say(f"this node leads crew {self.post.crew} now")
-        self._out.do(TakeLead())
+        self._out.say(f"this node leads crew {self.spec.crew} now")
+        self._out.do(StartLeading())
         guests, self._guests = self._guests, {}
         for link, greeting in guests.items():
             self._greeted(link, greeting, now)
@@ -671,21 +684,21 @@ class Crew:
         if problem is not None:
             reason, detail = problem
             self._out.counts[f"refused/{reason}"] += 1
-            self._out.say_of_peer(f"peer {short(link.peer)} is refused in crew {self.post.crew}: {detail}")
-            self._out.send(link, Refusal(reason, detail, self.post.proof_to(link.peer) if known else ""))
+            self._out.say_of_peer(f"peer {short(link.peer)} is refused in crew {self.spec.crew}: {detail}")
+            self._out.send(link, Refusal(reason, detail, self.spec.proof_to(link.peer) if known else ""))
             self._guests.pop(link, None)
-            self._doors.doubt(link, now + PART_S)
+            self._channels.doubt(link, now + PART_S)
             self._ended(link, detail, now)
             return
-        self._doors.trust(link)
+        self._channels.trust(link)
         if self.lead is None:
             if len(self._guests) >= MAX_GUESTS:
-                self._doors.close(link)
+                self._channels.close(link)
                 return
             self._search.release(link)
             self._guests[link] = hello
-            self._answer(link, self.lead_link.peer if self.lead_link is not None else "")
-            if hello.leads and self.role == "seeks" and self.plan is None:
+            self._answer(link, self.leader_link.peer if self.leader_link is not None else "")
+            if hello.leads and self.role == Role.SEEKING and self.plan is None:
                 self._search.hear_of(link.peer, now)
         elif hello.leads:
             self._meet(link, hello, now)
@@ -703,15 +716,15 @@ class Crew:
 
     def _objection(self, peer: str, hello: Hello) -> tuple[str, str] | None:
         """Why somebody cannot be in this crew."""
-        post = self.post
-        if hello.swarm != post.swarm:
+        spec = self.spec
+        if hello.swarm != spec.swarm:
             return "swarm", "it is of another swarm"
-        if hello.crew != post.id or not post.is_proof_of(peer, hello.proof):
+        if hello.crew != spec.id or not spec.is_proof_of(peer, hello.proof):
             return "crew", NAMELESS
-        if hello.architecture != post.architecture:
-            return "model", f"it has {difference(post.architecture, hello.architecture)}"
-        if hello.stages != len(post.spans):
-            return "stages", f"it has {hello.stages} stages, here are {len(post.spans)}"
+        if hello.architecture != spec.architecture:
+            return "model", f"it has {difference(spec.architecture, hello.architecture)}"
+        if hello.stages != len(spec.spans):
+            return "stages", f"it has {hello.stages} stages, here are {len(spec.spans)}"
         if hello.wanted is not None and hello.wanted >= hello.stages:
             return "stages", f"it wants stage {hello.wanted} of {hello.stages}"
         if self.lead is not None and not self.lead.takes(hello.spans):
@@ -720,15 +733,15 @@ class Crew:
 
     def _note_other(self, crew: CrewCard) -> None:
         """A crew with another name; said only by whoever leads a crew that has not found together."""
-        alike = (crew.architecture, crew.count) == (self.post.architecture, len(self.post.spans))
+        alike = (crew.architecture, crew.count) == (self.spec.architecture, len(self.spec.spans))
         if alike and self.lead is not None and self.plan is None:
             self._out.say_once(
                 f"another crew of this policy is in the swarm: if it is the one that was meant, its name is not "
-                f"{self.post.crew}"
+                f"{self.spec.crew}"
             )
 
     def _refuse_card(self, peer: str, reason: str, what: str) -> None:
-        text = f"peer {short(peer)} of crew {self.post.crew} has {what}: it and this node cannot hold one policy"
+        text = f"peer {short(peer)} of crew {self.spec.crew} has {what}: it and this node cannot hold one policy"
         if self._out.say_of_peer(text):
             self._out.counts[f"refused/{reason}"] += 1
 
@@ -741,7 +754,7 @@ class Crew:
 
     def _look_for_rivals(self, now: float) -> None:
         assert self.lead is not None
-        for peer in sorted(self._cards, key=lambda peer: 0 not in self._cards[peer].seats):
+        for peer in sorted(self._cards, key=lambda peer: 0 not in self._cards[peer].held):
             self._call(peer, now)
 
     def _call(self, peer: str, now: float) -> None:
@@ -751,32 +764,32 @@ class Crew:
         if called or peer in self.lead.members or self._search.avoids(peer, now) or len(self._rivals) >= MAX_CALLS:
             return
         card = self._cards.get(peer)
-        self._called[peer] = now + (VOUCHED_S if card is not None and 0 not in card.seats else AVOID_S)
+        self._called[peer] = now + (VOUCHED_S if card is not None and 0 not in card.held else AVOID_S)
         if not self._search.knows(peer):
             self._search.doubt(peer, now)
         link = Link(peer, CREW_METHOD, dialled=True)
         self._rivals[link] = True
-        self._doors.open(link)
-        self._doors.doubt(link, now + STRANGER_S)
+        self._channels.open(link)
+        self._channels.doubt(link, now + STRANGER_S)
         self._out.send(link, self.hello(peer))
 
     def _meet(self, link: Link, hello: Hello, now: float) -> None:
         """Another lead: the lower peer id of the two decides."""
         assert self.lead is not None
         said, self._rivals[link] = self._rivals.get(link, False), True
-        if self.post.me > link.peer:
+        if self.spec.me > link.peer:
             if not said:
                 self._out.send(link, self.hello(link.peer))
             return
         live = bool(hello.holding.live)  # what has no stage in memory was nobody's lead
         theirs = Standing(hello.term * live, hello.updates * live, hello.started, link.peer)
-        if gives_way(self.lead.standing, theirs) == self.post.me:
+        if gives_way(self.lead.standing, theirs) == self.spec.me:
             self._give_way(link, now)
         else:
-            self._answer(link, self.post.me)
+            self._answer(link, self.spec.me)
 
     def _give_way(self, link: Link, now: float) -> None:
-        self._out.say(f"peer {short(link.peer)} leads crew {self.post.crew} too, and stands higher: it is followed")
+        self._out.say(f"peer {short(link.peer)} leads crew {self.spec.crew} too, and stands higher: it is followed")
         self._out.counts["gave_way"] += 1
         self._rivals.pop(link, None)
         self._lead_no_more(link.peer, now)
@@ -785,22 +798,22 @@ class Crew:
 
     def _resign(self, why: str, now: float) -> None:
         """Stage 0 cannot be held here: it is for the next in line."""
-        self._out.say(f"this node cannot hold stage 0 of crew {self.post.crew} ({why}): another peer must lead")
+        self._out.say(f"this node cannot hold stage 0 of crew {self.spec.crew} ({why}): another peer must lead")
         self._out.counts["unable"] += 1
         self._barred, self._barred_until = True, now + BANNED_S
         self._lead_no_more("", now)
-        self._search.begin("", self._succession(self.post.me), now)
+        self._search.begin("", self._succession(self.spec.me), now)
 
     def _lead_no_more(self, successor: str, now: float) -> None:
         assert self.lead is not None
         for member in self.lead.members.values():
             if member.link is not None:
                 self._answer(member.link, successor)
-                self._doors.part(member.link, now + PART_S)
+                self._channels.part(member.link, now + PART_S)
         for other in list(self._rivals):
-            self._doors.close(other)
-        self.lead, self.role, self.whole = None, "seeks", False
-        self._out.do(LeaveLead())
+            self._channels.close(other)
+        self.lead, self.role, self.whole = None, Role.SEEKING, False
+        self._out.do(StopLeading())
 
     def _gone(self, link: Link) -> None:
         self._search.gone(link)

@@ -34,7 +34,7 @@ from swarm_node.grpo.trainer import default_learning_rate
 from swarm_node.pipeline.compute.partition import Span, parts_of
 from swarm_node.pipeline.compute.stage_model import ADAPTED, Stage, load_stage
 from swarm_node.pipeline.compute.worker import Worker
-from swarm_node.pipeline.membership.actions import Spans, TakeSeat
+from swarm_node.pipeline.membership.actions import BuildStage, Spans
 from swarm_node.pipeline.membership.leader import counted
 from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
 from swarm_node.pipeline.recovery.stage_files import StageFile, stage_files
@@ -78,7 +78,7 @@ class HeldStages:
         weight_transfer: WeightTransfer,
         folder: Path,
         me: str,
-        stands: Callable[[TakeSeat], bool],
+        stands: Callable[[BuildStage], bool],
         say: Callable[[str], None],
     ) -> None:
         """`loading`: what the policy is and how it is loaded. `folder` is for checkpoints. `stands` says whether an
@@ -167,7 +167,7 @@ class HeldStages:
         self._left_out = left_out
         return not onward
 
-    def take(self, order: TakeSeat, spans: Spans) -> tuple[int, Source] | str:
+    def take(self, order: BuildStage, spans: Spans) -> tuple[int, Source] | str:
         """Build a stage: its updates and how it was come by, or why it cannot be. `spans`: layers of all stages."""
         self._spans = spans
         span = Span(order.stage, len(spans), *order.layers, int(self._loading.config.num_hidden_layers))
@@ -227,7 +227,7 @@ class HeldStages:
             self.round = max(self.round, int(checkpoint.state["round"]))
         return self.round
 
-    def _come_by(self, worker: Worker, optimizer: Optimizer, source: Source, order: TakeSeat) -> None:
+    def _come_by(self, worker: Worker, optimizer: Optimizer, source: Source, order: BuildStage) -> None:
         """Give `worker` its weights; Unavailable, ProtocolError or CheckpointError, with nothing lost, if they are not
         to be had so."""
         span, mine, spans = worker.stage.span, worker.stage.named(), self._spans
@@ -287,7 +287,7 @@ class HeldStages:
         scale = self.config.policy.lora_alpha if worker.stage.is_lora else ""
         return f"{self.starts[worker.index]} {scale}"
 
-    def _fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor], order: TakeSeat) -> StageWeights:
+    def _fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor], order: BuildStage) -> StageWeights:
         if peer == self._me:
             return self._own(wanted, like)
         fetch, tries = self.weight_transfer.fetch(peer, wanted, like), 1
@@ -370,7 +370,7 @@ class HeldStages:
                         self._say(f"no replica of stage {stage} is kept here: its {size / 2**30:.2g} GiB do not fit")
                     self._cramped.add(stage)
                     continue
-                self.weight_transfer.keep(stage, plan.seats[stage].peer, like)
+                self.weight_transfer.keep(stage, plan.assignments[stage].peer, like)
 
     def save(self, stage: int) -> None:
         """Checkpoint of a stage, written in the background."""
@@ -443,7 +443,7 @@ class HeldStages:
         exports the policy; one after the other, since all together may be more than this machine holds. The stages that
         could not be had in time, and why. They are on disk when it returns."""
         until = time.monotonic() + seconds
-        wanted = {stage: seat.peer for stage, seat in enumerate(plan.seats) if stage not in self.workers}
+        wanted = {stage: seat.peer for stage, seat in enumerate(plan.assignments) if stage not in self.workers}
         missing = {}
         for stage, peer in wanted.items():
             like = self.shapes_of(stage, plan.spans)
@@ -465,7 +465,7 @@ class HeldStages:
         copies = {
             stage: state
             for stage, state in sorted(self.weight_transfer.replicas.items())
-            if stage < len(plan.seats)
+            if stage < len(plan.assignments)
             and state.tensors.keys() == self.shapes_of(stage, plan.spans).keys()
             and state.updates > files.get(stage, 0)
         }
@@ -562,7 +562,7 @@ def replica_every(config: NodeConfig, lora: bool) -> int:
 
 def kept_for(plan: Plan, me: str) -> list[int]:
     """Stages of others whose replica this peer keeps: whoever holds the stage beside one also keeps another's."""
-    seats = enumerate(plan.seats)
+    seats = enumerate(plan.assignments)
     holders = msgspec.structs.replace(plan, spares=())
     return [stage for stage, seat in seats if takers(holders, stage, seat.peer)[:1] == [me]]
 
@@ -576,9 +576,9 @@ def keeper(stage: int, count: int) -> int:
 def takers(plan: Plan, stage: int, me: str) -> list[str]:
     """Who may keep `stage` when this peer, which holds it, goes, first in line first: whoever keeps its replica, the
     other neighbour, the other holders, spares."""
-    count = len(plan.seats)
+    count = len(plan.assignments)
     stages = [keeper(stage, count), *([stage - 1] if stage else []), *range(count)]
-    peers = [*(plan.seats[one].peer for one in stages), *plan.spares]
+    peers = [*(plan.assignments[one].peer for one in stages), *plan.spares]
     return [peer for peer in dict.fromkeys(peers) if peer != me]
 
 

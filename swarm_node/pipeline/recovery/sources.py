@@ -120,9 +120,9 @@ def elsewhere(
         and card.crew.id != crew
         and card.crew.architecture == architecture
         and card.crew.count == stages
-        and stage in card.crew.seats
+        and stage in card.crew.held
         and card.stages is not None
-        and (card.stages == (layers[0], layers[1] - 1) or (len(card.crew.seats) > 1 and _within(layers, card.stages)))
+        and (card.stages == (layers[0], layers[1] - 1) or (len(card.crew.held) > 1 and _within(layers, card.stages)))
     }
 
 

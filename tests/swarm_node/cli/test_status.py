@@ -387,7 +387,7 @@ def test_the_json_lists_members_and_totals(
 ) -> None:
     head = PROTOCOL_VERSION, SWARM, 0.0
     cohort = "0123456789abcdef"
-    crew = CrewCard(id="1" * 16, architecture="2" * 16, count=2, seats=(1,))
+    crew = CrewCard(id="1" * 16, architecture="2" * 16, count=2, held=(1,))
     cards = {
         peer_id(1): PeerCard(*head, "boot", ["bootstrap"], [address(1)]),
         peer_id(2): PeerCard(*head, "bob", ["trainer"], cohort=cohort, family="llama", policy_version=7, speed=100.0),

@@ -26,7 +26,7 @@ from swarm_node.pipeline.crew import GATHER_S, SAVE_S, Ear
 from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.ports import Message
 from swarm_node.pipeline.recovery.stage_files import stage_files
-from swarm_node.pipeline.status_text import CrewWords
+from swarm_node.pipeline.status_text import StatusText
 from swarm_node.policy.loading import prepare
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.mirror import Mirror
@@ -151,7 +151,7 @@ def test_people_are_told_of_missing_stages_and_links(form: Callable[..., CrewWor
     lead, b = world.machines["a"], world.machines["b"]
     assert b.node.config.pipeline.wire == "float32" and b.node.own.pipeline.wire == "int8"
     assert any('pipeline.wire = "float32" (here "int8")' in line for line in b.said)
-    world.until(lambda: b.transport.addresses[0] in lead.node.invitation.link)
+    world.until(lambda: b.transport.addresses[0] in lead.node.join_command.link)
     for _ in range(3):
         lead.node.invite()
     links = [line for line in lead.said if line.startswith("swarm-node join")]
@@ -165,7 +165,7 @@ def test_people_are_told_of_missing_stages_and_links(form: Callable[..., CrewWor
     assert not status["whole"] and status["stages"][0]["missing"] is None
     assert status["stages"][1]["missing"]["taker"] is None and status["stages"][1]["peer"] == "b"
     world.until(lambda: lead.node.stage_transport.absent == {"b"} or "b" not in lead.transport.members())
-    world.until(lambda: b.transport.addresses[0] not in lead.node.invitation.link)
+    world.until(lambda: b.transport.addresses[0] not in lead.node.join_command.link)
 
 
 def test_a_lead_out_of_minutes_hands_over(form: Callable[..., CrewWorld]) -> None:
@@ -324,10 +324,10 @@ def room_for_one(policy: PolicyConfig) -> float:
 )
 def test_stages_that_one_node_holds_are_not_listed(holders: str, words: str) -> None:
     transport = SimpleNamespace(peer_id="a", members=dict)
-    plan = SimpleNamespace(seats=[SimpleNamespace(peer=peer) for peer in holders])
+    plan = SimpleNamespace(assignments=[SimpleNamespace(peer=peer) for peer in holders])
     stage_transport = SimpleNamespace(plan=plan, planned_stages=(0,), name_of=lambda peer: "")
     assert (
-        CrewWords(cast(Any, transport), cast(Any, stage_transport), "home", "a").whole()
+        StatusText(cast(Any, transport), cast(Any, stage_transport), "home", "a").whole()
         == f"crew home is whole: {words}"
     )
 

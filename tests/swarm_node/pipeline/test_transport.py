@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from protocol.crew import CONTROL, CREW_METHOD, STAGE_METHOD, Holding, Kept, Source
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import Backward, StageStatus, StatusRequest
-from swarm_node.pipeline.membership.actions import Action, LeaveLead, LeaveSeat, Link, TakeLead, TakeSeat
+from swarm_node.pipeline.membership.actions import Action, BuildStage, DropStage, Link, StartLeading, StopLeading
 from swarm_node.pipeline.messages import encode
 from swarm_node.pipeline.ports import LEAD, Message, StageLost
 from swarm_node.pipeline.transport import StageTransport
@@ -81,7 +81,7 @@ def test_the_lead_hears_of_losses_dropping_old_messages(crew):
     with pytest.raises(StageLost):
         lead.send(Message(2, StatusRequest()))
     crew.run(10.0)
-    assert [order for order in crew.orders[last_peer] if isinstance(order, TakeSeat)][0].stage == 2
+    assert [order for order in crew.orders[last_peer] if isinstance(order, BuildStage)][0].stage == 2
     with pytest.raises(StageLost):  # whole again, but the lead has not taken note
         lead.receive(0.0)
     assert lead.mend(0.0)
@@ -100,9 +100,9 @@ def test_a_successor_is_told_to_lead(crew):
     crew.kill(crew.peer(lead))
     crew.run(15.0)
     name = crew.peer(first)
-    assert [type(order) for order in crew.orders[name]] == [TakeSeat, TakeLead, TakeSeat]
+    assert [type(order) for order in crew.orders[name]] == [BuildStage, StartLeading, BuildStage]
     assert first.leading and first.planned_stages == (0, 1) and first.mend(0.0)
-    assert first.card.seats == (0, 1) and first.card.term == 2
+    assert first.card.held == (0, 1) and first.card.term == 2
     message = Message(1, StatusRequest())
     first.send(message)
     assert first.receive(0.0) is message  # of both stages
@@ -115,7 +115,7 @@ def test_receive_makes_way_for_orders(crew):
     crew.kill(victim)
     crew.run(30.0)
     assert newcomer.receive(0.0) is None
-    (order,) = [order for order in newcomer.orders() if isinstance(order, TakeSeat)]
+    (order,) = [order for order in newcomer.orders() if isinstance(order, BuildStage)]
     assert order.stage == 1 and newcomer.stands(order) and newcomer.orders() == []
     newcomer.unable(order, "no memory")
     assert not newcomer.stands(order)
@@ -202,7 +202,7 @@ def test_the_pipelines_own_judgement_counts(crew, stages):
     assert lead.mend(0.0)
     assert lead.metrics().get("stages/given_up", 0) == (stages == {1})
     assert lead.plan is not None and lead.plan.mark != plan.mark
-    assert (lead.plan.seats[1].peer == plan.seats[1].peer) == (stages != {1})
+    assert (lead.plan.assignments[1].peer == plan.assignments[1].peer) == (stages != {1})
 
 
 def test_a_known_loss_is_no_doubt(crew):
@@ -314,12 +314,12 @@ def test_leaving_is_noticed_at_once(crew):
         lead.receive(0.0)
     crew.run(10.0)
     assert lead.mend(0.0)
-    assert not any(isinstance(order, (LeaveLead, LeaveSeat)) for orders in crew.orders.values() for order in orders)
+    assert not any(isinstance(order, (StopLeading, DropStage)) for orders in crew.orders.values() for order in orders)
     assert Source("base") in [source for orders in crew.orders.values() for o in orders for source in _ways(o)]
 
 
 def _ways(order: object) -> tuple[Source, ...]:
-    return order.sources if isinstance(order, TakeSeat) else ()
+    return order.sources if isinstance(order, BuildStage) else ()
 
 
 def test_receive_wakes_up_when_a_message_comes():

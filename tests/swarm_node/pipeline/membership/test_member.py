@@ -29,10 +29,11 @@ from protocol.crew import (
 )
 from protocol.lineage import leads_to, shared
 from protocol.messages import CrewCard, PeerCard
-from swarm_node.pipeline.membership.actions import MAX_SAID, Close, Connect, LeaveSeat, Link, Send, TakeSeat
+from swarm_node.pipeline.membership.actions import MAX_SAID, BuildStage, Close, Connect, DropStage, Link, Send
 from swarm_node.pipeline.membership.channels import MAX_STRANGERS, PART_S, REDIAL_S, STRANGER_S
 from swarm_node.pipeline.membership.leader import AGAIN_S, BANNED_S, BREAKS_S, CALM_S, GATHER_S, MAX_TERM, counted
 from swarm_node.pipeline.membership.leader_search import ALONE_S, AVOID_S, DIAL_S, FIND_S
+from swarm_node.pipeline.membership.member import Role
 from tests.support.crew_world import (
     BUILD_S,
     RUN,
@@ -67,7 +68,7 @@ def crew(stages: int, *peers: str, seed: int = 0, **changes: object) -> World:
 
 
 def holders(world: World) -> list[str]:
-    return [seat.peer for seat in world.plan().seats]
+    return [seat.peer for seat in world.plan().assignments]
 
 
 def heard(machine: Machine, text: str) -> int:
@@ -105,7 +106,7 @@ def test_nobody_begins_a_crew_who_wants_another_stage():
     world = World(1, 2)
     machine = world.start("a", wanted=1)
     world.run(10 * FIND_S)
-    assert machine.crew.role == "seeks" and heard(machine, "waiting for a peer that takes stage 0") == 1
+    assert machine.crew.role == Role.SEEKING and heard(machine, "waiting for a peer that takes stage 0") == 1
     world.start("b", wanted=0)
     world.run(FORMING_S)
     assert holders(world) == ["b", "a"]
@@ -115,7 +116,7 @@ def test_a_crew_waits_for_enough_peers_saying_so():
     world = World(1, 3)
     first = world.start("a")
     world.run(60.0)
-    assert first.crew.role == "leads" and not first.crew.whole
+    assert first.crew.role == Role.LEADING and not first.crew.whole
     assert heard(first, "waits for 2 more peers") == 1
     world.start("b")
     world.start("c")
@@ -145,7 +146,7 @@ def test_two_first_leads_at_once_one_gives_way():
     world.start("a", wanted=0)
     world.start("b", wanted=0)
     world.run(3.0)
-    assert all(machine.crew.role == "leads" for machine in world.machines.values())
+    assert all(machine.crew.role == Role.LEADING for machine in world.machines.values())
     world.run(FORMING_S)
     assert holders(world) == ["a", "b"]  # equal in all but their ids
     assert world.machines["b"].crew.counts["gave_way"] == 1 and not world.machines["b"].leads
@@ -158,12 +159,12 @@ def test_two_leads_agree_once_one_sees_a_card():
     cards, world.card_store = world.card_store, {**world.card_store}
     world.seen_by = lambda peer: {}  # type: ignore[method-assign]
     world.run(ALONE_S + FIND_S + 1.0)
-    assert all(machine.crew.role == "leads" for machine in world.machines.values())
+    assert all(machine.crew.role == Role.LEADING for machine in world.machines.values())
     world.card_store = cards  # as they were when nobody led
     world.publish = lambda peer: None  # type: ignore[method-assign]
     del world.seen_by
     world.run(2.0)
-    assert [machine.crew.role for machine in world.machines.values()] == ["leads", "follows"]
+    assert [machine.crew.role for machine in world.machines.values()] == [Role.LEADING, Role.FOLLOWING]
     world.run(4.0)
     assert holders(world) == ["a", "b"]
 
@@ -327,18 +328,20 @@ def test_a_follower_of_another_run_drops_its_own():
     world = crew(2, "a", "b", "c")
     _, peer = holders(world)
     machine, plan = world.machines[peer].crew, world.plan()
-    seat = replace(plan.seats[1], sources=(Source("snapshot", (peer,), updates=3),))
-    machine.heard(machine.lead_link, replace(plan, number=50, seats=(plan.seats[0], seat)), world.now)
-    order = TakeSeat(1, seat.layers, seat.sources)
+    seat = replace(plan.assignments[1], sources=(Source("snapshot", (peer,), updates=3),))
+    machine.heard(machine.leader_link, replace(plan, number=50, assignments=(plan.assignments[0], seat)), world.now)
+    order = BuildStage(1, seat.layers, seat.sources)
     assert machine.stands(order) and machine.live == {}
     machine.live[1] = 5
-    again = replace(plan, number=51, seats=(plan.seats[0], seat), run=OTHER)
-    actions = machine.heard(machine.lead_link, again, world.now)
+    again = replace(plan, number=51, assignments=(plan.assignments[0], seat), run=OTHER)
+    actions = machine.heard(machine.leader_link, again, world.now)
     assert order in actions and machine.holding == Holding()  # the same, but of that run
     machine.live[1] = 5
-    gone = replace(plan, number=52, seats=(plan.seats[0], replace(seat, peer=plan.spares[0])), run=(("0f" * 8, 0),))
-    actions = machine.heard(machine.lead_link, gone, world.now)
-    assert LeaveSeat(1) in actions and machine.live == {} and not machine.stands(order)
+    gone = replace(
+        plan, number=52, assignments=(plan.assignments[0], replace(seat, peer=plan.spares[0])), run=(("0f" * 8, 0),)
+    )
+    actions = machine.heard(machine.leader_link, gone, world.now)
+    assert DropStage(1) in actions and machine.live == {} and not machine.stands(order)
 
 
 def test_a_lone_spare_goes_on_from_known_rounds():
@@ -419,7 +422,7 @@ def test_updates_of_the_losing_part_do_not_count(seed):
         assert updates > fork + 10
         files = tuple(Kept(stage, n) for n in (updates, fork, fork - 1))
         world.act(
-            machine.crew.post.me, machine.crew.report(replace(machine.crew.holding, checkpoints=files), world.now)
+            machine.crew.spec.me, machine.crew.report(replace(machine.crew.holding, checkpoints=files), world.now)
         )
     told = {peer: machine.crew.holding.checkpoints for peer, machine in world.machines.items()}
     sides = {peer: machine.side for peer, machine in world.machines.items()}
@@ -555,17 +558,17 @@ def test_a_missing_stage_is_known_until_it_returns():
     world = crew(3, "a", "b", "c")
     lead, victim, neighbour = (world.machines[name].crew for name in holders(world))
     assert not lead.missing and not lead.absent and not neighbour.missing
-    world.kill(victim.post.me)
+    world.kill(victim.spec.me)
     world.run(6.0)
     since = lead.missing[1]
     assert list(lead.missing) == list(neighbour.missing) == [1] and lead.taker(1) == neighbour.taker(1) == ""
-    assert lead.absent == {victim.post.me}
+    assert lead.absent == {victim.spec.me}
     while not lead.taker(1):
         world.run(0.25)
-    assert lead.missing == {1: since} and lead.taker(1) == lead.post.me
+    assert lead.missing == {1: since} and lead.taker(1) == lead.spec.me
     world.run(8.0)
     assert world.settled() and not lead.missing and not neighbour.missing
-    world.kill(lead.post.me)
+    world.kill(lead.spec.me)
     world.run(1.0)
     assert list(neighbour.missing) == [0, 1], "those of the lead"
 
@@ -629,7 +632,7 @@ def test_results_of_a_replaced_order_are_ignored(late):
         actions = machine.crew.unable(old, "it is not wanted any more", world.now)
     else:
         actions = machine.crew.seated(old, 5, old.sources[0], world.now)
-    assert not any(isinstance(action, (Send, LeaveSeat)) for action in actions) and machine.crew.stands(new)
+    assert not any(isinstance(action, (Send, DropStage)) for action in actions) and machine.crew.stands(new)
     world.run(20.0)
     assert lead.whole and lead.counts["unable"] == 0 and holders_of(lead)[1] == spare and world.learns()
 
@@ -645,7 +648,7 @@ def test_a_stage_built_as_newly_ordered_is_kept():
     while machine.crew.way_to(2) is None:
         world.run(0.25)
     first, *_ = old.sources
-    new = machine.crew._ordered[1] = TakeSeat(1, old.layers, (first,))
+    new = machine.crew._ordered[1] = BuildStage(1, old.layers, (first,))
     assert not machine.crew.stands(old) and old != new
     machine.memory[1] = 3
     actions = machine.crew.seated(old, 3, first, world.now)
@@ -756,7 +759,7 @@ def test_a_lead_without_room_makes_way():
         world.run(0.25)
     _, order = machine.building.pop(0)
     world.act(spare, machine.crew.unable(order, "no space left", world.now))
-    assert not machine.leads and machine.crew.role == "seeks"
+    assert not machine.leads and machine.crew.role == Role.SEEKING
     world.run(MENDING_S)
     assert holders(world)[0] == before[1] and world.plan().spares in ((spare,), ()) and world.learns()
     assert heard(machine, "cannot hold stage 0 of crew red (no space left): another peer must lead") == 1
@@ -770,7 +773,7 @@ def test_a_lone_peer_that_cannot_lead_retries():
     _, order = machine.building.pop(0)
     world.act("a", machine.crew.unable(order, "no space left", world.now))
     world.run(BANNED_S - 5.0)
-    assert machine.crew.role == "seeks"
+    assert machine.crew.role == Role.SEEKING
     world.run(15.0)
     assert world.settled() and machine.leads
 
@@ -892,10 +895,10 @@ def test_a_crew_without_talking_neighbours_is_not_whole(seed):
 
     def look():
         nonlocal was_whole
-        lead = next((m.crew for m in world.machines.values() if m.crew.role == "leads" and m.crew.plan), None)
+        lead = next((m.crew for m in world.machines.values() if m.crew.role == Role.LEADING and m.crew.plan), None)
         whole = lead is not None and lead.whole
         if whole and not was_whole:
-            crews = [world.machines[seat.peer].crew for seat in lead.plan.seats]
+            crews = [world.machines[seat.peer].crew for seat in lead.plan.assignments]
             pairs = [*pairwise(range(1, 5)), *((k + 1, k) for k in range(1, 4))]
             unheard.extend((k, j) for k, j in pairs if crews[k] is not crews[j] and crews[k].way_to(j) is None)
         was_whole = whole
@@ -938,10 +941,10 @@ def test_the_lead_is_told_of_unsent_messages():
     world = crew(4, "a", "b", "c", "d")
     before, number = holders(world), world.plan().number
     machine = world.machines[before[1]].crew
-    link = machine._doors.neighbours.pop(before[2])
+    link = machine._channels.neighbours.pop(before[2])
     for _ in range(3):
         world.act(before[1], machine.unsent(world.plan().mark, before[2], world.now))
-    machine._doors.neighbours[before[2]] = link
+    machine._channels.neighbours[before[2]] = link
     world.run(8.0)
     assert holders(world) == before and world.plan().number == number + 1
     assert world.machines[before[0]].crew.counts["given_up"] == 0
@@ -966,16 +969,16 @@ def test_a_member_that_keeps_refusing_the_lead_goes(ended):
     before = holders(world)
     lead, machine = world.machines[before[0]].crew, world.machines[before[1]].crew
     number = world.plan().number
-    world.act(before[1], machine.refused(machine.lead_link, "shape", world.now, ended))
+    world.act(before[1], machine.refused(machine.leader_link, "shape", world.now, ended))
     world.run(5.0)
     assert holders(world) == before and lead.whole and lead.plan.number > number
     assert lead.counts["lost"] == ended and lead.lead.lost == ({1} if ended else set())
     refused = 0
     for _ in range(200):
         world.run(0.5)
-        if machine.whole and machine.lead_link is not None:
+        if machine.whole and machine.leader_link is not None:
             refused += 1
-            world.act(before[1], machine.refused(machine.lead_link, "shape", world.now, ended))
+            world.act(before[1], machine.refused(machine.leader_link, "shape", world.now, ended))
     assert refused <= 2 * BREAKS_S and lead.whole and before[1] not in holders_of(lead)
 
 
@@ -1014,7 +1017,7 @@ def test_a_mute_stage_is_given_up():
 
 
 def holders_of(lead) -> list[str]:
-    return [seat.peer for seat in lead.plan.seats]
+    return [seat.peer for seat in lead.plan.assignments]
 
 
 def test_nothing_moves_and_nobody_has_it():
@@ -1084,7 +1087,7 @@ def test_leads_without_the_crews_name_lead_nobody(word):
     world = World(1, 2)
     world.start("b")
     fake = world.start("fake")  # a card of the crew, and stage 0 on it
-    fake.crew.role = "leads"
+    fake.crew.role = Role.LEADING
     world.publish("fake")
     actions = []
 
@@ -1097,7 +1100,7 @@ def test_leads_without_the_crews_name_lead_nobody(word):
     fake.crew.heard = says  # type: ignore[method-assign]
     world.run(12.0)
     machine = world.machines["b"]
-    assert machine.crew.role == "leads" and machine.crew.counts["refused/crew"] == 1 == len(actions)
+    assert machine.crew.role == Role.LEADING and machine.crew.counts["refused/crew"] == 1 == len(actions)
     assert heard(machine, "peer …fake is left out of crew red: it does not know the crew's name") == 1
     world.start("c")
     world.run(FORMING_S)
@@ -1109,11 +1112,11 @@ def test_a_fake_rival_does_not_depose_a_lead():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     seen = world.seen_by(holders(world)[0])
-    card = CrewCard(lead.post.id, lead.post.architecture, 2, (0,), 99)
+    card = CrewCard(lead.spec.id, lead.spec.architecture, 2, (0,), 99)
     actions = lead.cards({**seen, "fake": PeerCard(1, "5a" * 32, 0.0, "n", ["trainer"], crew=card)}, world.now)
     (link,) = [action.link for action in actions if isinstance(action, Connect)]
     actions = lead.heard(link, Answer("fake", "0" * 64, 99), world.now)
-    assert Close(link) in actions and lead.role == "leads" and lead.whole and lead.counts["refused/crew"] == 1
+    assert Close(link) in actions and lead.role == Role.LEADING and lead.whole and lead.counts["refused/crew"] == 1
 
 
 def test_terms_without_a_stage_count_for_nothing():
@@ -1146,7 +1149,7 @@ def test_a_silent_peer_that_was_called_is_dropped():
     world = crew(2, "a", "b")
     me = holders(world)[0]
     lead = world.machines[me].crew
-    card = CrewCard(lead.post.id, lead.post.architecture, 2)
+    card = CrewCard(lead.spec.id, lead.spec.architecture, 2)
     seen = {**world.seen_by(me), "mute": PeerCard(1, "5a" * 32, 0.0, "n", ["trainer"], crew=card)}
     (link,) = [action.link for action in lead.cards(seen, world.now) if isinstance(action, Connect)]
     assert not any(isinstance(action, Connect) for action in lead.cards(seen, world.now + 1.0))
@@ -1202,7 +1205,7 @@ def test_silent_peers_do_not_keep_others_out(count, seats):
     lead = world.machines[holders(world)[0]].crew
     machine = world.start("z")
     world.run(50.0)
-    assert machine.crew.role == "follows" and lead.lead.spares == ["z"]
+    assert machine.crew.role == Role.FOLLOWING and lead.lead.spares == ["z"]
     world.kill(holders(world)[0])
     world.run(MENDING_S)
     assert world.learns()
@@ -1257,10 +1260,10 @@ def test_whoever_has_stages_of_other_layers_is_refused():
     other = World(1, 2).start("s", Holding(checkpoints=(Kept(1, 3),)), spans=((0, 1), (1, 4))).crew
     link = Link("s", CREW_METHOD)
     lead.opened(link, world.now)
-    lead.heard(link, other.hello(lead.post.me), world.now)
+    lead.heard(link, other.hello(lead.spec.me), world.now)
     assert lead.counts["refused/span"] == 1
     harmless = World(1, 2).start("s", spans=((0, 1), (1, 4))).crew  # it has nothing yet
-    lead.heard(link, harmless.hello(lead.post.me), world.now)
+    lead.heard(link, harmless.hello(lead.spec.me), world.now)
     assert lead.counts["refused/span"] == 1
 
 
@@ -1280,7 +1283,7 @@ def test_a_crew_of_another_model_is_left_alone():
 def test_a_lone_peer_hears_of_another_such_crew(count: int, architecture: str, said: int) -> None:
     world = World(1, 2)
     machine = world.start("a")
-    card = CrewCard("c" * 16, architecture or machine.crew.post.architecture, count, (0,), 1)
+    card = CrewCard("c" * 16, architecture or machine.crew.spec.architecture, count, (0,), 1)
     world.seen_by = lambda peer: {"other": PeerCard(1, SWARM, 0.0, "n", ["trainer"], crew=card)}  # type: ignore[method-assign]
     world.run(20.0)
     assert heard(machine, "another crew of this policy is in the swarm: if it is the one that was meant") == said
@@ -1289,7 +1292,7 @@ def test_a_lone_peer_hears_of_another_such_crew(count: int, architecture: str, s
 def test_a_whole_crew_does_not_hear_of_others() -> None:
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]]
-    card = CrewCard("c" * 16, lead.crew.post.architecture, 2, (0,), 1)
+    card = CrewCard("c" * 16, lead.crew.spec.architecture, 2, (0,), 1)
     other, seen = PeerCard(1, SWARM, 0.0, "n", ["trainer"], crew=card), world.seen_by
     world.seen_by = lambda peer: {**seen(peer), "other": other}  # type: ignore[method-assign]
     world.run(20.0)
@@ -1300,11 +1303,11 @@ def test_what_strangers_say_changes_nothing():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     before = lead.plan
-    hello = World(1, 2).start("s").crew.hello(lead.post.me)
+    hello = World(1, 2).start("s").crew.hello(lead.spec.me)
     nonsense = [
         Refusal("model"),
         before,
-        Answer("s", proof(lead.post.key, "s", lead.post.me), 99),
+        Answer("s", proof(lead.spec.key, "s", lead.spec.me), 99),
         Ready(before.mark, 255, 2**50),
         Unable(before.mark, 0, "no"),
         Broken(before.mark, "a", "gone", True),
@@ -1318,7 +1321,7 @@ def test_what_strangers_say_changes_nothing():
         lead.heard(crew_link, record, world.now)
     for record in [hello, *nonsense]:
         lead.heard(stage_link, record, world.now)
-    assert lead.plan is before and lead.role == "leads" and lead.whole and "s" not in lead.lead.members
+    assert lead.plan is before and lead.role == Role.LEADING and lead.whole and "s" not in lead.lead.members
 
 
 def test_a_spares_words_on_others_stages_change_nothing():
@@ -1354,10 +1357,10 @@ def consistent(world: World) -> Callable[[], None]:
             plan = machine.crew.plan
             if plan is None:
                 continue
-            seats = [seat.peer for seat in plan.seats]
+            seats = [seat.peer for seat in plan.assignments]
             assert all(seats) and len(seats) == world.stages
             assert seen.setdefault(plan.mark, seats) == seats
-            if machine.crew.role == "leads" and machine.crew.whole:
+            if machine.crew.role == Role.LEADING and machine.crew.whole:
                 assert seats[0] == peer
                 there = [world.machines.get(holder) for holder in seats]
                 assert all(m is None or m.crew.plan is None or i in m.memory for i, m in enumerate(there))
@@ -1506,6 +1509,6 @@ def test_the_next_lead_is_told_how_stages_came(seed):
     world.kill(before[0])
     world.run(60.0)
     assert world.settled(), world.story()
-    said = next(m.said for m in world.machines.values() if m.crew.role == "leads")
+    said = next(m.said for m in world.machines.values() if m.crew.role == Role.LEADING)
     told = {text[:8] for text in said if "rebuilt" in text or "begins with" in text}
     assert {"stage 0 ", "stage 2 "} <= told, world.story()

@@ -23,7 +23,7 @@ def test_hello_is_said_in_the_newest_common_version(
     monkeypatch.setattr(crewing, "version_for", partial(version_for, spoken=spoken_by(5)))
     monkeypatch.setattr("protocol.crew.SPOKEN", spoken_by(5))
     crew = World(0, 2).start("me").crew
-    leads = CrewCard(crew.post.id, crew.post.architecture, 2, (0,), 1)
+    leads = CrewCard(crew.spec.id, crew.spec.architecture, 2, (0,), 1)
     card = PeerCard(protocol, SWARM, 0.0, "lead", ["trainer"], crew=leads, speaks=speaks)
     [hello] = [action.record for action in crew.cards({"lead": card}, 10.0) if isinstance(action, Send)]
     assert open_record(seal_record(hello)) == hello

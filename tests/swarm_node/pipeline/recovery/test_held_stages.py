@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from protocol.crew import Kept, Plan, Seat, Source, crew_id, crew_key
+from protocol.crew import Assignment, Kept, Plan, Source, crew_id, crew_key
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig
 from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.pipeline.recovery import held_stages as module
@@ -547,7 +547,7 @@ def test_shapes_are_those_of_the_stages(saved: Saved, tmp_path: Path, kind: str,
 
 
 def plan_of(*peers: str) -> Plan:
-    seats = tuple(Seat(peer, (stage, stage + 1)) for stage, peer in enumerate(peers))
+    seats = tuple(Assignment(peer, (stage, stage + 1)) for stage, peer in enumerate(peers))
     return Plan(1, 1, seats, settings_of(NodeConfig()))
 
 
@@ -570,7 +570,7 @@ def test_who_keeps_whose_replica(holders: str, expected: dict[str, list[int]]) -
     plan = plan_of(*holders)
     assert {peer: kept_for(plan, peer) for peer in expected} == expected
     for peer in set(holders):
-        assert all(plan.seats[stage].peer != peer for stage in kept_for(plan, peer))
+        assert all(plan.assignments[stage].peer != peer for stage in kept_for(plan, peer))
 
 
 @pytest.mark.parametrize(
