@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from swarm_node import install as installed
-from swarm_node.cli.commands.doctor import packages
+from swarm_node.cli.commands.check_machine import packages
 from swarm_node.install import install_command, reinstall_command, upgrade_command
 
 

@@ -20,29 +20,30 @@ from protocol.codec import in_version
 from protocol.errors import PeerUnreachable
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
 from protocol.messages import PROTOCOL_VERSION
-from swarm_node.cli.commands import doctor
-from swarm_node.cli.commands.doctor import (
-    LATELY_S,
-    Check,
-    Way,
-    begin,
-    clock,
+from swarm_node.cli.commands import check_machine, check_network, doctor
+from swarm_node.cli.commands.check import Check, StartCommand
+from swarm_node.cli.commands.check_machine import (
     compiler,
     directory,
     disk,
-    examine,
     nvidia_gpus,
     packages,
+    python,
+    room,
+    torch_and_device,
+)
+from swarm_node.cli.commands.check_network import (
+    LATELY_S,
+    begin,
+    clock,
     people,
     ports,
-    python,
     reachable,
     refusals,
-    room,
     seen_from_others,
-    torch_and_device,
     versions,
 )
+from swarm_node.cli.commands.doctor import examine
 from swarm_node.config import NetworkConfig, NodeConfig, PipelineConfig, PolicyConfig, dump_toml
 from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import Row
@@ -79,7 +80,8 @@ def usable_remedies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             wrong.append(f"{check.remedy}: {error}")
         return check
 
-    monkeypatch.setattr(doctor, "Check", checked)
+    for module in (check_machine, check_network, doctor):
+        monkeypatch.setattr(module, "Check", checked)
     yield
     assert not wrong
 
@@ -97,9 +99,9 @@ def test_this_machine_can_run_it() -> None:
 
 
 def test_packages_that_are_missing_or_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctor.TESTED, "torch", "1")
+    monkeypatch.setitem(check_machine.TESTED, "torch", "1")
     assert packages().verdict == "warn"
-    monkeypatch.setitem(doctor.TESTED, "no-such-package", "1")
+    monkeypatch.setitem(check_machine.TESTED, "no-such-package", "1")
     check = packages()
     assert (check.verdict, check.detail) == ("fail", "missing: no-such-package")
 
@@ -319,56 +321,67 @@ def test_nobody_there_is_told_from_no_peer() -> None:
 
 
 LINK = f"swarm://{SWARM}?peer={address(1)}&peer={address(2)}"
-IN_THAT_RUN = Way("join", "sums.toml", "runs/my run")
+IN_THAT_RUN = StartCommand("join", "sums.toml", "runs/my run")
 
 
 @pytest.mark.parametrize(
-    ("way", "started", "elsewhere"),
+    ("start", "started", "elsewhere"),
     [
-        (Way(), "swarm-node join SWARM", "swarm-node join SWARM --run-dir DIR"),
-        (Way(swarm=LINK), f"swarm-node join '{LINK}'", f"swarm-node join '{LINK}' --run-dir DIR"),
+        (StartCommand(), "swarm-node join SWARM", "swarm-node join SWARM --run-dir DIR"),
+        (StartCommand(swarm=LINK), f"swarm-node join '{LINK}'", f"swarm-node join '{LINK}' --run-dir DIR"),
         (IN_THAT_RUN, "swarm-node join sums.toml --run-dir 'runs/my run'", "swarm-node join sums.toml --run-dir DIR"),
-        (Way("local", run_dir="runs/a"), "swarm-node local --run-dir runs/a", "swarm-node local --run-dir DIR"),
+        (
+            StartCommand("local", run_dir="runs/a"),
+            "swarm-node local --run-dir runs/a",
+            "swarm-node local --run-dir DIR",
+        ),
     ],
 )
-def test_remedies_say_what_is_known(way: Way, started: str, elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert way.start() == started
+def test_remedies_say_what_is_known(
+    start: StartCommand, started: str, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert start.having() == started
     Path("file").touch()
-    assert directory(Path("file/run"), way).remedy == elsewhere
+    assert directory(Path("file/run"), start).remedy == elsewhere
     monkeypatch.setattr(memory, "free_memory", lambda: 1)
-    (tight, _) = room(NodeConfig(), Path("runs/new"), False, way)
+    (tight, _) = room(NodeConfig(), Path("runs/new"), False, start)
     assert tight.remedy == f"{started} --lora"
     named = NodeConfig(policy=PolicyConfig(lora=True), pipeline=PipelineConfig(stages=2, crew="home"))
-    (tight, _) = room(named, Path("runs/new"), False, way)
-    assert tight.remedy == way.start("--stages 4 --crew home").replace(" local ", " join SWARM ")
-    (tight, _) = room(NodeConfig(policy=PolicyConfig(lora=True)), Path("runs/new"), False, way)
+    (tight, _) = room(named, Path("runs/new"), False, start)
+    assert tight.remedy == start.having("--stages 4 --crew home").replace(" local ", " join SWARM ")
+    (tight, _) = room(NodeConfig(policy=PolicyConfig(lora=True)), Path("runs/new"), False, start)
     assert len(tight.remedy.rpartition("--stages 2 --crew ")[2]) == 12
 
 
-@pytest.mark.parametrize("way", [Way(), Way(swarm=LINK), IN_THAT_RUN, Way("bootstrap", "sums.toml", "hub")])
-def test_remedies_of_the_network_say_what_is_known(way: Way) -> None:
-    started = way.start()
+@pytest.mark.parametrize(
+    "start", [StartCommand(), StartCommand(swarm=LINK), IN_THAT_RUN, StartCommand("bootstrap", "sums.toml", "hub")]
+)
+def test_remedies_of_the_network_say_what_is_known(start: StartCommand) -> None:
+    started = start.having()
     network = NetworkConfig(listen="127.0.0.1", port=free_port(), gossip_port=0)
-    assert reachable(network, [], way).remedy == f"{started} --listen 0.0.0.0"
-    assert reachable(network, [PRIVATE], way).remedy == f"{started} --set network.nat_port_map=true"
+    assert reachable(network, [], start).remedy == f"{started} --listen 0.0.0.0"
+    assert reachable(network, [PRIVATE], start).remedy == f"{started} --set network.nat_port_map=true"
     away = network.model_copy(update={"listen": "203.0.113.1"})
-    assert ports(away, way=way).remedy.startswith(f"{started} --listen")
+    assert ports(away, start=start).remedy.startswith(f"{started} --listen")
 
 
 def test_dead_addresses_are_replaced_by_live_ones() -> None:
     dead = {address(1): False}
-    assert begin(dead, way=Way()).remedy == "swarm-node bootstrap MANIFEST"
-    assert begin(dead, way=Way(swarm="my swarm.toml")).remedy == "swarm-node bootstrap 'my swarm.toml'"
-    assert begin(dead, way=Way(swarm=LINK)).remedy == f"swarm-node join '{LINK}' --bootstrap ADDRESS"
-    assert begin(dead, way=Way("bootstrap", "a.toml", "hub")).remedy == "swarm-node bootstrap a.toml --run-dir hub"
+    assert begin(dead, start=StartCommand()).remedy == "swarm-node bootstrap MANIFEST"
+    assert begin(dead, start=StartCommand(swarm="my swarm.toml")).remedy == "swarm-node bootstrap 'my swarm.toml'"
+    assert begin(dead, start=StartCommand(swarm=LINK)).remedy == f"swarm-node join '{LINK}' --bootstrap ADDRESS"
+    assert (
+        begin(dead, start=StartCommand("bootstrap", "a.toml", "hub")).remedy
+        == "swarm-node bootstrap a.toml --run-dir hub"
+    )
     some = {address(1): False, address(2): True}
     members = {peer_id(3): replace(card(), addresses=[address(3)])}
-    hub = begin(some, members, Way("bootstrap", LINK, "hub"))
+    hub = begin(some, members, StartCommand("bootstrap", LINK, "hub"))
     assert hub.remedy == f"swarm-node bootstrap 'swarm://{SWARM}?peer={address(3)}' --run-dir hub"
-    found = begin(some, members, Way(swarm=LINK, run_dir="runs/a"))
+    found = begin(some, members, StartCommand(swarm=LINK, run_dir="runs/a"))
     assert found.verdict == "warn"
     assert found.remedy == f"swarm-node join 'swarm://{SWARM}?peer={address(3)}' --run-dir runs/a"
-    assert people({}, {}, True, Way(swarm="a.toml")).remedy == "swarm-node bootstrap a.toml"
+    assert people({}, {}, True, StartCommand(swarm="a.toml")).remedy == "swarm-node bootstrap a.toml"
 
 
 def test_older_peers_remedy_is_an_upgrade() -> None:
@@ -481,7 +494,7 @@ def test_a_bootstrap_needs_no_room_for_a_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 1)
-    monkeypatch.setattr(doctor, "own_address", lambda: PRIVATE)
+    monkeypatch.setattr(check_network, "own_address", lambda: PRIVATE)
     a_member_run("bootstrap")
     examine("runs/alice", NodeConfig(), json_output=True)
     checks = names(capsys)
@@ -519,7 +532,7 @@ def test_findings_before_a_crash_are_shown(
     def broken(*arguments: Any) -> Check:
         raise ZeroDivisionError("\x1b[2J by a stranger")
 
-    monkeypatch.setattr(doctor, "ports", broken)
+    monkeypatch.setattr(check_network, "ports", broken)
     assert examine(None, NodeConfig(), json_output) == 1
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "ZeroDivisionError: ?[2J by a stranger" in shown

@@ -1,0 +1,187 @@
+"""Checks of this machine: Python, compiler, packages, torch, memory, disk and the run directory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.install import install_command, reinstall_command, torch_command
+
+TESTED = {"torch": "2", "transformers": "5", "hivemind": "1.1", "libp2p": "0.8", "reasoning-gym": "0.1"}
+"""Package -> start of its tested versions."""
+CREW_BYTES = 6
+"""Random bytes in a proposed crew name, which is the crew's password."""
+TIGHT = 0.8
+"""Above this part of the free memory, sampling may exhaust it."""
+GIB = 2**30
+INSTALL_COMPILER = (
+    "xcode-select --install; brew install gmp"
+    if sys.platform == "darwin"
+    else "sudo apt-get install build-essential libgmp-dev"
+)
+
+
+def python() -> Check:
+    """Whether this version of Python is tested."""
+    found = ".".join(map(str, sys.version_info[:3]))
+    if (3, 11) <= sys.version_info[:2] < (3, 13):
+        return Check("python", "ok", found)
+    return Check("python", "warn", f"{found} is not tested; 3.11 and 3.12 are", install_command())
+
+
+def compiler() -> Check:
+    """Whether a C compiler finds GMP: packages without a wheel (fastecdsa, which libp2p needs) are built with it."""
+    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    path = next((found for name in names if name and (found := shutil.which(name))), None)
+    if path is None:
+        return Check("compiler", "warn", "none found; needed to install or upgrade, not to run", INSTALL_COMPILER)
+    command = [path, "-fsyntax-only", "-I/opt/homebrew/include", "-I/usr/local/include", "-xc", "-"]
+    try:
+        built = subprocess.run(command, input=b"#include <gmp.h>\n", capture_output=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("compiler", "warn", f"{path} does not work: {error}", INSTALL_COMPILER)
+    if built.returncode:
+        detail = f"{path} finds no GMP headers; needed to install or upgrade, not to run"
+        return Check("compiler", "warn", detail, INSTALL_COMPILER)
+    return Check("compiler", "ok", f"{path}, with GMP")
+
+
+def packages() -> Check:
+    """Whether the packages of `TESTED` are installed in tested versions."""
+    found, missing = {}, []
+    for name in TESTED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return Check("packages", "fail", f"missing: {', '.join(missing)}", reinstall_command())
+    listed = ", ".join(f"{name} {number}" for name, number in found.items())
+    if all(number == TESTED[name] or number.startswith(f"{TESTED[name]}.") for name, number in found.items()):
+        return Check("packages", "ok", listed)
+    return Check("packages", "warn", f"{listed}: some of these versions are not tested", reinstall_command())
+
+
+def nvidia_gpus(root: Path = Path("/")) -> list[str]:
+    """Device files of the NVIDIA GPUs that this machine or container may use."""
+    return sorted(map(str, [*root.glob("dev/nvidia[0-9]*"), *root.glob("usr/lib/wsl/lib/libcuda.so.1")]))
+
+
+def torch_and_device(gpus: Sequence[str]) -> Check:
+    """Whether torch loads and uses the GPU, if there is one."""
+    try:
+        import torch
+    except ImportError as error:
+        return Check("torch", "fail", f"cannot be loaded: {error}", reinstall_command())
+    number = torch.__version__
+    if torch.cuda.is_available():
+        return Check("torch", "ok", f"{number} on {torch.cuda.get_device_name()}")
+    if gpus and torch.version.cuda is None and torch.version.hip is None:
+        detail = f"{number} is built for the CPU alone, but there is an NVIDIA GPU ({gpus[0]})"
+        return Check("torch", "fail", detail, torch_command(number.partition("+")[0]))
+    if gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        detail = f"{number} cannot use the NVIDIA GPU ({gpus[0]}): is its driver older than CUDA {torch.version.cuda}?"
+        return Check("torch", "fail", detail, "sudo ubuntu-drivers install")
+    device = "mps" if torch.backends.mps.is_available() else f"cpu, {torch.get_num_threads()} threads"
+    return Check("torch", "ok", f"{number} on {device}")
+
+
+def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = UNKNOWN_START) -> Iterator[Check]:
+    """Whether memory and disk suffice for the chosen model. May fetch the model's config, never its weights."""
+    from swarm_node.pipeline.compute.footprint import footprint
+    from swarm_node.pipeline.compute.memory import Memory, free_memory
+    from swarm_node.policy.loading import prepare
+
+    model = config.policy.model
+    try:
+        plan = prepare(config.policy)
+    except UserError as error:
+        yield Check("memory", "fail", f"not known: {error}", f"hf download {shlex.quote(model)}")
+        return
+    itemsize = plan.dtype.itemsize
+    try:
+        (needed,) = Memory(config, plan).costs(((0, plan.config.num_hidden_layers),))
+    except UserError:  # a model family that cannot be split into stages
+        needed = footprint(
+            plan.size if plan.lora else 0, 0 if plan.lora else plan.size, itemsize, bool(config.grpo.beta)
+        )
+    free = free_memory()
+    needs = f"{model} needs {_gib(needed)} before sampling"
+    detail = f"{needs}; {_gib(free) if free else 'an unknown amount'} is free"
+    if plan.lora:
+        crew = config.pipeline.crew or secrets.token_hex(CREW_BYTES)  # a password
+        options = f"--stages {2 * config.pipeline.stages or 2} --crew {crew}"
+        remedy = (msgspec.structs.replace(start, verb="join") if start.verb == "local" else start).having(options)
+    else:
+        remedy = start.having("--lora")
+    if running:
+        yield Check("memory", "ok", f"{needs}; the run has it")
+    elif free and needed > TIGHT * free:
+        yield Check("memory", "fail" if needed > free else "warn", detail, remedy)
+    else:
+        yield Check("memory", "ok", detail)
+    trained = needed - itemsize * plan.size * plan.lora
+    yield disk(
+        config, place, (config.checkpoints.keep + 1) * trained, _to_fetch(plan.base, itemsize * plan.size), start
+    )
+
+
+def disk(config: NodeConfig, place: Path, kept: int, fetched: int, start: StartCommand = UNKNOWN_START) -> Check:
+    """Whether `kept` bytes of checkpoints fit at `place`, and `fetched` bytes of weights in the hub's cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    wanted = [(place, kept, start.having(elsewhere=True)), (Path(HF_HUB_CACHE), fetched, "export HF_HOME=DIR")]
+    needs: dict[int, int] = {}
+    for path, size, remedy in wanted:
+        there = existing_part(path)
+        device = there.stat().st_dev
+        needs[device] = needs.get(device, 0) + size
+        free = shutil.disk_usage(there).free
+        if size and needs[device] > free:
+            detail = f"{_gib(free)} free at {path}, {_gib(needs[device])} needed"
+            return Check("disk", "fail", detail, f"{remedy}  # on another disk")
+    weights = f", weights to download {_gib(fetched)}" if fetched else ""
+    free = shutil.disk_usage(existing_part(place)).free
+    return Check("disk", "ok", f"{_gib(free)} free; checkpoints need {_gib(kept)}{weights}")
+
+
+def _to_fetch(base: str, size: int) -> int:
+    """Bytes of weights that are not on this machine yet."""
+    from huggingface_hub import try_to_load_from_cache
+
+    names = ("model.safetensors", "model.safetensors.index.json")
+    here = Path(base).exists() or any(isinstance(try_to_load_from_cache(base, name), str) for name in names)
+    return 0 if here else size
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
+
+
+def existing_part(path: Path) -> Path:
+    """`path`, or its nearest parent that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def directory(path: Path, start: StartCommand = UNKNOWN_START) -> Check:
+    """Whether the run directory is writable, or can be created."""
+    existing = existing_part(path)
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return Check("directory", "ok", f"{path} is writable")
+    if existing.is_dir():
+        remedy = f"sudo chown -R $(id -u) {shlex.quote(str(existing))}"
+    else:
+        remedy = start.having(elsewhere=True)
+    return Check("directory", "fail", f"{existing} is not writable", remedy)
