@@ -103,7 +103,7 @@ class GrpoConfig(Section):
     """The update rule. Defaults: DAPO's token mean and clip-higher, no KL term."""
 
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] | Outside = "dapo"
-    """Objective, or a function of your own, `package.module:function`; see docs/grpo.md."""
+    """Objective, or a function or class of your own, `package.module:function`; see docs/grpo.md."""
     advantage: Literal["group_std", "batch_std", "none", "leave_one_out", "median"] | Outside = "group_std"
     """Baseline and scale: (r-mean)/std of the group | (r-mean)/std of the batch | r-mean | leave-one-out mean
     | median and MAD | a function of your own, `package.module:function`."""
@@ -118,6 +118,9 @@ class GrpoConfig(Section):
     importance_level: Literal["token", "sequence"] | None = None
     """Ratio and clip of each token, or of each sequence (its geometric mean); unset = token (gspo:
     sequence)."""
+    correction: Literal["recorded"] | Outside = "recorded"
+    """What ratios are taken to, and factors on the loss, where another policy sampled: `recorded` = own recorded
+    log-probabilities, a peer's rollouts at ratio 1; or a class of your own, `package.module:Class`."""
     off_policy_mask: float | None = None
     """Leave out sequences with a negative advantage that the policy has moved away from by more than this
     mean log-probability a token (DeepSeek-V3.2); 0.5 is a good start."""

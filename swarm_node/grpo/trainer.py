@@ -4,7 +4,7 @@
            -> (reference log-probs of each) -> for each: log-probs, loss, backward -> clip, AdamW, version + 1
 
 Rollouts with zero advantage contribute exactly nothing unless there is a KL term, so they are never computed;
-they still count in the loss's denominators (see `loss`). A step in which nothing contributes updates nothing.
+they still count in the loss's denominators (see `objective`). A step in which nothing contributes updates nothing.
 
 Memory that runs out is no error: the microbatch is halved, then packed rows give way to plain ones, and the
 update starts again from a zero gradient. So it does when it is interrupted, after `Policy.again`.
@@ -25,7 +25,10 @@ from torch import Tensor
 
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import CheckpointError, Interrupted, Unworkable, UserError
-from swarm_node.grpo import advantage, batch, loss
+from swarm_node.grpo import advantage, batch
+from swarm_node.grpo.corrections import find_correction
+from swarm_node.grpo.losses import Loss, find_loss
+from swarm_node.grpo.objective import policy_loss
 from swarm_node.grpo.optimizer import AnyOptimizer, Optimizer
 from swarm_node.policy.logprobs import LOGITS_BYTES, TokenBatch
 from swarm_node.policy.oom import is_out_of_memory
@@ -47,11 +50,13 @@ class _Step:
     weights: Tensor
     """[b] weight of each token in the loss."""
     sampled: Tensor
-    """[N] log-probs recorded at sampling, NaN if unknown."""
+    """[N] log-probs recorded at sampling, by this node or by a peer; NaN where there are none."""
     stale: Tensor
     """[N] whether an older version of this policy sampled it."""
+    foreign: Tensor
+    """[N] whether a peer sampled it."""
     old: Tensor
-    """[N] log-probs that ratios are taken to: the recorded ones if stale, else those of the first pass."""
+    """[N] log-probs that ratios are taken to, as the correction says; NaN = filled in by the first pass."""
     reference: Tensor
     """[N] log-probs under the reference policy, filled in the first pass."""
 
@@ -86,7 +91,8 @@ class Trainer:
         self.report = report
         self.reward_weights = reward_weights or {}
         self._baseline = advantage.find_baseline(config.advantage)
-        self._outside_loss = loss.find_loss(config.loss)
+        self._loss = find_loss(config.loss)
+        self._correction = find_correction(config)
         if optimizer is None:
             named = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
             lora, trained = hasattr(policy.model, "peft_config"), sum(p.numel() for _, p in named)
@@ -205,16 +211,19 @@ class Trainer:
         live = (lengths > 0) & ((advantages != 0) | (config.beta > 0))
         if not live.any():
             return None
-        weights = loss.sequence_weights(lengths, config, self.sampling.max_new_tokens)
+        weights = self._loss.weights(lengths, self.sampling.max_new_tokens)
 
         flags = iter(live.tolist())
         kept = [[r for r in group.rollouts if next(flags)] for group in groups]
         chosen = _rows(list(zip(groups, kept, strict=True)))
         flat = batch.flatten(chosen)
         pairs = [(group, r) for group, k in zip(groups, kept, strict=True) for r in k]
-        sampled = torch.from_numpy(np.concatenate([self._recorded(group, r) for group, r in pairs])).to(device)
-        is_stale = np.array([group.policy_version != self.policy.version for group, _ in pairs])
-        stale = torch.from_numpy(is_stale[flat.sequence]).to(device)
+        is_foreign = np.array([group.peer is not None for group, _ in pairs])
+        is_stale = np.array([group.policy_version != self.policy.version for group, _ in pairs]) & ~is_foreign
+        recorded = np.concatenate([self._recorded(group, r) for group, r in pairs])
+        sampled, stale, foreign = (
+            torch.from_numpy(each).to(device) for each in (recorded, is_stale[flat.sequence], is_foreign[flat.sequence])
+        )
         return _Step(
             groups=chosen,
             flat=flat,
@@ -222,14 +231,16 @@ class Trainer:
             weights=weights[live].to(device),
             sampled=sampled,
             stale=stale,
-            old=torch.where(stale, sampled, torch.nan),
+            foreign=foreign,
+            old=self._correction.old(sampled, stale, foreign),
             reference=torch.full_like(sampled, torch.nan),
         )
 
     def _recorded(self, group: Group, rollout: Rollout) -> np.ndarray:
-        """Log-probs [T] that this node's own policy recorded at sampling; NaN if they cannot be compared."""
+        """Log-probs [T] that the sampler recorded; NaN if it gave none, or if top-p altered this node's own."""
         n = len(rollout.token_ids)
-        if group.peer is not None or self.sampling.top_p < 1.0 or len(rollout.logprobs) != n:
+        is_altered = group.peer is None and self.sampling.top_p < 1.0
+        if is_altered or len(rollout.logprobs) != n:
             return np.full(n, np.nan, dtype=np.float32)
         return np.array(rollout.logprobs, dtype=np.float32)
 
@@ -253,7 +264,7 @@ class Trainer:
                 self.policy.version += 1
             else:
                 self.report(f"the gradient's norm is {norm}: update skipped")
-        return metrics | _means(totals, self.config)
+        return metrics | _means(totals, self._loss, self.config)
 
     def _update(
         self, step: _Step, iteration: int, before_update: Callable[[], None]
@@ -307,10 +318,10 @@ class Trainer:
         totals: dict[str, Tensor] = {}
         batches = self._token_batches(microbatches, step.flat)
         for b, logprobs, entropy in self.policy.passes(batches, temperature, entropy=iteration == 0):
-            now, sampled = logprobs.detach(), step.sampled[b.index]
+            now, sampled, foreign = logprobs.detach(), step.sampled[b.index], step.foreign[b.index]
             old = step.old[b.index]
             old = step.old[b.index] = torch.where(old.isnan(), now, old)
-            value, sums = loss.policy_loss(
+            value, sums = policy_loss(
                 logprobs,
                 old,
                 b.sequence,
@@ -318,13 +329,15 @@ class Trainer:
                 step.weights,
                 self.config,
                 reference=step.reference[b.index] if self.config.beta else None,
-                sampled=torch.where(sampled.isnan(), old, sampled),
-                outside=self._outside_loss,
+                sampled=sampled,
+                foreign=foreign,
+                loss=self._loss,
+                correction=self._correction,
             )
             value.backward()
             sums["loss"] = value.detach()
             if entropy is not None:
-                comparable = ~(sampled.isnan() | step.stale[b.index])
+                comparable = ~(sampled.isnan() | step.stale[b.index] | foreign)
                 sums["entropy"] = entropy.sum()
                 sums["compared"] = comparable.sum()
                 sums["difference"] = torch.where(comparable, (sampled - now).abs(), 0.0).sum()
@@ -366,19 +379,11 @@ def default_learning_rate(lora: bool, trained: int) -> float:
     return 2e-4 if trained < SMALL else 2e-6
 
 
-def _means(totals: Mapping[str, float], config: GrpoConfig) -> dict[str, float]:
-    """Metrics from sums over tokens (or sequences, for clipping of sequence ratios)."""
-    tokens, clip = totals["tokens"], totals["clip/count"]
-    means = {
-        "loss": totals["loss"] / config.iterations,
-        "entropy": totals["entropy"] * config.iterations / tokens,
-    }
-    if config.loss == "cispo":
-        means["cispo_clip_ratio"] = totals["clip/high"] / clip
-    else:
-        means["clip_ratio/low_mean"] = totals["clip/low"] / clip
-        means["clip_ratio/high_mean"] = totals["clip/high"] / clip
-        means["clip_ratio/region_mean"] = (totals["clip/low"] + totals["clip/high"]) / clip
+def _means(totals: Mapping[str, float], loss: Loss, config: GrpoConfig) -> dict[str, float]:
+    """Metrics from sums over tokens (or rollouts, for clipping of ratios of whole rollouts)."""
+    tokens, iterations = totals["tokens"], config.iterations
+    means = {"loss": totals["loss"] / iterations, "entropy": totals["entropy"] * iterations / tokens}
+    means |= loss.metrics(totals["clip/low"], totals["clip/high"], totals["clip/count"])
     if config.beta:
         means["kl"] = totals["kl"] / tokens
     if totals["compared"]:

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from swarm_node.config import GrpoConfig
 from swarm_node.grpo.advantage import advantages
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
-from swarm_node.grpo.loss import clip_range, policy_loss, sequence_weights
+from swarm_node.grpo.objective import clip_range, policy_loss, sequence_weights
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.logprobs import token_logprobs
 from swarm_node.types import Sampling

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor, tensor
 
 from swarm_node.config import GrpoConfig
-from swarm_node.grpo.loss import clip_range, policy_loss, sequence_weights
+from swarm_node.grpo.losses import LOSSES, Loss, Tokens, find_loss
+from swarm_node.grpo.objective import clip_range, policy_loss, sequence_weights
 
-LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 SEQUENCE = tensor([0, 0, 0, 1, 1, 2])
 LENGTHS = tensor([3, 2, 1])
 ADVANTAGES = tensor([1.0, -2.0, 0.5])
@@ -119,3 +121,26 @@ def test_sum_over_parts_is_the_whole(name):
 
     whole = part(SEQUENCE >= 0)
     torch.testing.assert_close(part(SEQUENCE == 1) + part(SEQUENCE != 1), whole)
+
+
+def test_every_loss_has_a_name_in_the_configuration():
+    names = get_args(get_args(GrpoConfig.model_fields["loss"].annotation)[0])
+    assert set(names) == set(LOSSES)
+
+
+class Squared(Loss):
+    """A fake: the square of the log-probability; every rollout weighs 2."""
+
+    def surrogate(self, tokens: Tokens) -> Tensor:
+        return tokens.logprobs.square()
+
+    def weights(self, lengths: Tensor, max_new_tokens: int) -> Tensor:
+        return torch.full(lengths.shape, 2.0)
+
+
+def test_a_loss_of_ones_own_is_a_class():
+    logprobs = -torch.arange(1.0, 7.0).requires_grad_()
+    weights = Squared().weights(LENGTHS, 10)
+    value, _ = policy_loss(logprobs, torch.zeros(6), SEQUENCE, ADVANTAGES, weights, GrpoConfig(), loss=Squared())
+    assert value.item() == 2 * (1 + 4 + 9 + 16 + 25 + 36)
+    assert isinstance(find_loss(f"{__name__}:Squared"), Squared)

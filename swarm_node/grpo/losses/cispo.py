@@ -1,0 +1,30 @@
+"""CISPO, MiniMax-M1, arXiv 2506.13585: the ratio is a capped factor without gradient.
+
+The default cap is ScaleRL's, arXiv 2510.13786.
+
+    l_t = -stop_gradient(min(ratio, high)) A logprob_t
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from swarm_node.grpo.losses.base import Loss, Tokens, mean_of_tokens
+
+
+class Cispo(Loss):
+    """w_t = 1 / sum |y|. The upper clip range is the cap itself."""
+
+    clip = (0.2, 5.0)
+
+    def surrogate(self, tokens: Tokens) -> Tensor:
+        return -tokens.ratio.clamp(max=tokens.high).detach() * tokens.advantage * tokens.logprobs
+
+    def weights(self, lengths: Tensor, max_new_tokens: int) -> Tensor:
+        return mean_of_tokens(lengths)
+
+    def highest(self, high: float) -> float:
+        return high
+
+    def metrics(self, low: float, high: float, count: float) -> dict[str, float]:
+        return {"cispo_clip_ratio": high / count}
