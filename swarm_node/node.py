@@ -64,13 +64,17 @@ class Node:
         now: Callable[[], float] = time.time,
         optimizer: AnyOptimizer | None = None,
         averaged: AnyOptimizer | None = None,
+        private: bool = False,
     ) -> None:
-        """`config` is `fitted` to `policy`. Where that is in stages, `optimizer` is of all of them, and `averaged` of
-        the one whose weights this node averages."""
+        """`config` is `fitted` to `policy`. For a policy in stages, `optimizer` updates all of them, and `averaged` the
+        one whose weights this node averages. In a `private` swarm nobody else trains: the node draws tasks as it does
+        alone, and shares no answers."""
         self.config = config
         self.policy = policy
         self.tasks = tasks
         self.member = member
+        self.exchange = None if private else member
+        """Where answers are exchanged with others; None = nowhere."""
         self.say = say
         self.now = now
         if config.grpo.beta:
@@ -103,11 +107,11 @@ class Node:
         np.random.seed(rng.getrandbits(32))
         torch.manual_seed(rng.getrandbits(63))
         rollouts = self.config.rollouts
-        if self.member is None:
+        if self.exchange is None:
             collect(self.policy, lambda n: self.tasks.sample(rng, n), self.tasks.score, rollouts, name, collected)
         else:
-            rollouts = rollouts.model_copy(update={"groups": self.member.wanted()})
-            collect(self.policy, self.member.draw, self.tasks.score, rollouts, name, collected)
+            rollouts = rollouts.model_copy(update={"groups": self.exchange.wanted()})
+            collect(self.policy, self.exchange.draw, self.tasks.score, rollouts, name, collected)
         if not collected.groups:
             raise UserError(
                 f"none of {collected.too_long} tasks fits: prompts are longer than rollouts.max_prompt_tokens or "
@@ -117,18 +121,18 @@ class Node:
 
     def share(self, collected: Collected) -> None:
         """Publish what was sampled."""
-        if self.member is not None:
+        if self.exchange is not None:
             for group in collected.groups:
                 group.created = self.now()
-            self.member.publish(collected.groups)
+            self.exchange.publish(collected.groups)
         self.collected = Collected()
 
     def choose(self, collected: Collected) -> list[Group]:
         """The groups to train on: own ones and, in a swarm, foreign ones."""
-        if self.member is None:
+        if self.exchange is None:
             return collected.kept
         rng = random.Random(f"choose/{self.config.seed or 0}/{self.round}")
-        return collected.kept + self.member.choose(len(collected.kept), rng)
+        return collected.kept + self.exchange.choose(len(collected.kept), rng)
 
     def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """One step on `groups`; its metrics. The round is over with it (`before_update`: see Trainer.step)."""

@@ -70,6 +70,7 @@ def _private(config: NodeConfig) -> NodeConfig:
     return config.model_copy(
         update={
             "run_dir": str(config.directory),
+            "seed": config.seed or 0,  # as `local` without stages: a swarm's peers each have one of their own
             "rounds": config.rounds or (None if config.minutes else int(config.total_rounds)),
             "pipeline": pipeline,
             "network": network,

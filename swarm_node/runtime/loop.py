@@ -115,9 +115,13 @@ class Run:
         console: Console,
         found: Swarm | None = None,
         crew: CrewNode | None = None,
+        private: bool = False,
     ) -> None:
-        """Load everything, in the order in which mistakes are cheapest to find; `found` is the swarm to be in, `crew`
-        the one that this node leads. Raises StopRequested."""
+        """Load everything, in the order in which mistakes are cheapest to find.
+
+        `found` is the swarm to join, `crew` the one that this node leads, `private` as for `Node`. Raises
+        StopRequested.
+        """
         self.run = run
         self.stop = stop
         self.crew = crew
@@ -143,7 +147,16 @@ class Run:
         if member is None and self.config.averaging.method != "none":
             self.say("averaging.method needs peers: training alone, nothing is averaged")
         optimizer, averaged = (None, None) if crew is None else (crew.optimizer, crew.held_stages.optimizer(0))
-        self.node = Node(self.config, self.policy, self.tasks, self.say, member, optimizer=optimizer, averaged=averaged)
+        self.node = Node(
+            self.config,
+            self.policy,
+            self.tasks,
+            self.say,
+            member,
+            optimizer=optimizer,
+            averaged=averaged,
+            private=private,
+        )
         self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, self.say)
         stack.callback(self.checkpoints.close)
         self.own = OwnSettings(run, config, asked, self.say) if crew is None else crew.own_settings

@@ -67,7 +67,10 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                             break
                         crew.take_lead(stop)
                         with ExitStack() as leading:
-                            lead = Run(crew.config, run, json_output, leading, stop, console, crew=crew)
+                            private = beside is not None
+                            lead = Run(
+                                crew.config, run, json_output, leading, stop, console, crew=crew, private=private
+                            )
                             lead.train()
                         if not lead.finished:
                             crew.hand_over(stop)

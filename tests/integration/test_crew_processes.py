@@ -213,7 +213,7 @@ def test_a_crew_of_processes_of_one_machine(start: Start, tmp_path: Path) -> Non
     lead.until_rounds(3)
 
     def other() -> int | None:
-        found = [pid for command, pid in lead.children().items() if "swarm_node.runtime.local_pipeline" in command]
+        found = [pid for command, pid in lead.children().items() if "swarm_node.cli.stage_process" in command]
         return found[0] if found else None
 
     child = other()
@@ -227,3 +227,19 @@ def test_a_crew_of_processes_of_one_machine(start: Start, tmp_path: Path) -> Non
     assert child is not None
     lead.stop(signal.SIGKILL)
     until(lambda: not alive(child))
+
+
+@pytest.mark.long
+def test_stages_of_one_machine_change_no_reward(start: Start, tmp_path: Path) -> None:
+    quick = tuple(each for each in SETS if not each.startswith(("network", "pace_s")))
+    rewards = []
+    for stages in ("0", "2"):
+        run = start(
+            "local",
+            *("--stages", stages, "--rounds", "5"),
+            run_dir=tmp_path / stages,
+            sets=(*quick, "seed=3", "pipeline.wire=float32"),
+        )
+        assert run.ended() == 0, run.output
+        rewards.append([{k: v for k, v in line.items() if k.startswith("reward")} for line in run.metrics])
+    assert len(rewards[0]) == 5 and rewards[0] == rewards[1]
