@@ -45,7 +45,7 @@ REFUSED = {
     "a filter's 3 GB": ("{{ messages[0].content | center(3000000000) }}", "memory"),
     "doubling": (
         "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        "memory",
+        "memory|1 s",  # a busy machine takes the second before it takes the memory
     ),
     "nested loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "1 s"),
     "a long text": ("{{ messages[0].content }}{{ 'x' * 300000 }}", "characters"),

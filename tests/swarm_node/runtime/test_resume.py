@@ -96,7 +96,7 @@ def test_sinks_never_get_a_crew_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[dict[str, Any]] = []
     monkeypatch.setattr(run, "open_sinks", lambda names, folder, config, first: shown.append(config) or [])
     start(1)
-    assert shown and "count" in shown[0]["stages"] and "crew" not in shown[0]["stages"]
+    assert shown and "stages" in shown[0]["pipeline"] and "crew" not in shown[0]["pipeline"]
 
 
 def test_a_configuration_of_another_version_is_no_obstacle() -> None:

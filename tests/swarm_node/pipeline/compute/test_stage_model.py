@@ -405,7 +405,7 @@ def test_only_the_stages_own_shards_are_fetched(saved, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     home = tmp_path / "models--some--model"
     model = LlamaForCausalLM(LlamaConfig(**DEEP_GROUPED | {"num_hidden_layers": 8}, **APART))
-    checkpoint = in_shards(model, saved("llama"), home / "checkpoints" / "0123", "80KB")  # a layer takes half of that
+    checkpoint = in_shards(model, saved("llama"), home / "snapshots" / "0123", "80KB")  # a layer takes half of that
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text("0123")
     where = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]

@@ -648,7 +648,7 @@ def test_a_stage_goes_by_its_crews_agreement(saved: Saved, tmp_path: Path, lora:
     a.train(1, seed=1, updates=3)
     grpo = GrpoConfig(weight_decay=0.25, betas=(0.5, 0.75), beta=0.1)
     stages = world.config.pipeline.model_copy(update={"wire": "int8"})
-    a.held_stages.go_by(world.config.model_copy(update={"grpo": grpo, "stages": stages}), reference=True)
+    a.held_stages.go_by(world.config.model_copy(update={"grpo": grpo, "pipeline": stages}), reference=True)
     a.take(0)
     for stage in (0, 1):  # whether it comes then or was there before
         worker, groups = a.held_stages.workers[stage], a.held_stages.optimizer(stage).adamw.param_groups
