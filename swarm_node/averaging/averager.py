@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from protocol.codec import version_for
-from protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from protocol.errors import RemoteProtocolError
 from protocol.tensors import AverageHead, Codec, seal_head
 from protocol.transports.base import Outgoing, Transport
 from swarm_node.averaging.fragments import Fragments
@@ -370,15 +370,6 @@ class Averager(ABC):
         self._last = self.now(), tuple(peer for peer in peers if peer != self.place.peer_id)
         for peer in peers:
             self._strikes.pop(peer, None)
-
-
-def reason_of(error: BaseException) -> tuple[str, str]:
-    """(slug, detail) that a failed exchange is counted by."""
-    if isinstance(error, RemoteProtocolError):
-        return error.reason, error.detail
-    if isinstance(error, LocalProtocolError):
-        return "fault", str(error)
-    return ("unreachable" if isinstance(error, ProtocolError) else type(error).__name__.lower()), str(error)
 
 
 @contextmanager

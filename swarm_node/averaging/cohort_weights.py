@@ -1,20 +1,18 @@
-"""All trained weights of a peer, for whoever asks for them in the name of its cohort.
+"""All trained weights of a peer, for any peer that asks for them in the name of its cohort.
 
     asker --(head: cohort)--> member       member --(head: its version | all fragments, float32)--> asker
 
-`fetch` asks one peer; `collect` asks many, a few at a time, and hands on what has arrived. Anybody may ask, member or
-not. A body has the right size, sha256 and finite values; whether its values are any good nothing here can tell.
+`fetch` asks one peer; `collect` asks many, a few at a time. A body that has arrived has the right size, the right
+sha256 and finite values; nothing here can tell whether the values are any good.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -22,82 +20,72 @@ from protocol.codec import version_for
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.tensors import WEIGHTS_METHOD, WeightsHead, open_weights_head, seal_head
 from protocol.transports.base import Outgoing, Sink, Transport
-from swarm_node.averaging.averager import cohort_id, reason_of
+from protocol.transports.transfer import Donor, Pace, Retry, outcome, reason_of
+from swarm_node.averaging.averager import cohort_id
 from swarm_node.averaging.codecs import Decoder, Readers
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.config import AveragingConfig
 
-BYTES_PER_S = 2**17
-"""Both peers give up a weight transfer that is slower than a megabit a second on the whole."""
-GRACE_S = 30.0
-AGAIN_S = 5.0
-"""Whoever is giving its weights to somebody else is asked again this much later."""
+PACE = Pace(30.0, 2**17)
+"""Both sides give up a transfer that is slower than a megabit a second on the whole."""
+RETRY = Retry(busy_s=5.0, accident_s=5.0, max_accidents=3)
 MAX_VERSION = 2**32
-"""An update a second for 136 years: who claims more lies."""
+"""An update a second for 136 years: no honest peer claims more."""
 AT_ONCE = 3
-"""Peers that `collect` has weights from at the same time, all of which are in memory."""
-TRIES = 3
-"""How often a peer is asked that cannot be reached, or goes away in the middle."""
-GONE = frozenset({"unreachable", "torn"})
-"""Reasons that say so."""
-TICK_S = 0.1
+"""Peers whose weights `collect` fetches at the same time; all of them are in memory."""
+COLLECT_LOOP_S = 0.1
 
 
 @dataclass(eq=False)
-class Fetch:
-    """A weight transfer that is under way."""
+class WeightsFetch:
+    """Weights on their way from a peer."""
 
     peer: str
-    bodies: Readers
     version: int = 0
-    done: Future[None] | None = None
-
-
-def longest_s(size: int) -> float:
-    """Seconds that a weight transfer of `size` bytes may take."""
-    return GRACE_S + size / BYTES_PER_S
+    """Optimiser updates behind them, as the peer says when it answers."""
+    done: Future[list[Tensor]] | None = None
+    """The fragments, float32; fails with ProtocolError."""
 
 
 def fetch(
     transport: Transport,
-    swarm: str,
-    cohort: str,
+    place: tuple[str, str],
     peer: str,
     sizes: Sequence[int],
     least: int,
     have: int = 0,
     seconds: float | None = None,
-) -> Fetch:
-    """Have the weights of `peer` sent: fragments of `sizes` values, of version `least` or more, where this node has
-    `have`. It may take `seconds`, or as long as any may."""
-    result = Fetch(peer, Readers([Decoder("float32", n) for n in sizes]))
+) -> WeightsFetch:
+    """Fetch the weights of `peer`, fragments of `sizes` values, in the background. `place` is (swarm, cohort). They
+    must be of version `least` or later; `have` is this node's version. They may take `seconds`, or what `PACE` allows.
+    """
+    result, bodies = WeightsFetch(peer), Readers([Decoder("float32", n) for n in sizes])
 
     def answered(head: bytes, size: int) -> Sink:
         theirs = open_weights_head(head)
-        check_place(theirs, swarm, cohort)
-        if size != result.bodies.size:
-            raise RemoteProtocolError("size", f"{size} bytes for {result.bodies.size}")
+        check_place(theirs, place)
+        if size != bodies.size:
+            raise RemoteProtocolError("size", f"{size} bytes for {bodies.size}")
         if not least <= theirs.version <= MAX_VERSION:
             raise RemoteProtocolError("claim", f"{theirs.version} updates, where there should be {least}")
         result.version = theirs.version
-        return result.bodies.write
+        return bodies.write
 
-    ours = Outgoing(weights_head(transport, peer, swarm, cohort, have))
-    limit = longest_s(result.bodies.size)
-    result.done = transport.exchange(
-        peer, WEIGHTS_METHOD, ours, answered, limit if seconds is None else min(seconds, limit)
-    )
+    ours = Outgoing(weights_head(transport, peer, place, have))
+    limit = PACE.seconds(bodies.size)
+    limit = limit if seconds is None else min(seconds, limit)
+    result.done = outcome(transport.exchange(peer, WEIGHTS_METHOD, ours, answered, limit), bodies.values)
     return result
 
 
-def weights_head(transport: Transport, peer: str, swarm: str, cohort: str, version: int) -> bytes:
-    """To `peer`, of either side."""
-    return seal_head(WeightsHead(version_for(peer, transport.members()), swarm, cohort, version))
+def weights_head(transport: Transport, peer: str, place: tuple[str, str], version: int) -> bytes:
+    """The head that either side sends to `peer`."""
+    return seal_head(WeightsHead(version_for(peer, transport.members()), *place, version))
 
 
-def check_place(head: WeightsHead, swarm: str, cohort: str) -> None:
-    """Raises RemoteProtocolError: cohort."""
-    if (head.swarm, head.cohort) != (swarm, cohort):
+def check_place(head: WeightsHead, place: tuple[str, str]) -> None:
+    """Raise RemoteProtocolError (cohort) unless `head` is of this (swarm, cohort)."""
+    if (head.swarm, head.cohort) != place:
         raise RemoteProtocolError("cohort", f"{head.cohort} of swarm {head.swarm[:16]}")
 
 
@@ -116,47 +104,43 @@ def collect(
     sleep: Callable[[float], None] = time.sleep,
     rng: random.Random | None = None,
 ) -> dict[str, str]:
-    """Fetch the weights of the peers in `versions` (peer -> what its card says), and call `keep` with (peer, version,
-    fragments) of each that has arrived. Takes `seconds` at most; peers that are busy are asked again as long.
+    """Fetch the weights of the peers in `versions` (peer -> version on its card) within `seconds`. `keep` is called
+    with (peer, version, fragments) as they arrive. Peers that are busy are asked again.
 
-    Peers are asked in random order, each for its share of the time that is left, so that a few that trickle do not
-    keep all others from being asked; they have what is left when all others have been.
+    Peers are asked in random order, each for its share of the time that is left, so that slow ones do not keep the
+    others from being asked. Slow ones have the time that is left when all others have been asked.
 
-    Returns peer -> why there are none of it.
+    Returns peer -> why there are no weights of it.
     """
     end = clock() + seconds
-    order = (rng or random.Random()).sample(list(versions), len(versions))
-    ask_at = dict.fromkeys(order, clock())
-    tries: Counter[str] = Counter()
+    waiting = {peer: Donor() for peer in (rng or random.Random()).sample(list(versions), len(versions))}
     failed: dict[str, str] = {}
-    running: list[Fetch] = []
-    ask = partial(fetch, transport, swarm, cohort)
-    while running or (ask_at and clock() < end):
-        for one in [one for one in running if one.done is not None and one.done.done()]:
-            running.remove(one)
+    running: list[tuple[WeightsFetch, Donor]] = []
+    while running or (waiting and clock() < end):
+        for one, donor in [pair for pair in running if pair[0].done is not None and pair[0].done.done()]:
+            running.remove((one, donor))
             try:
                 assert one.done is not None
-                one.done.result()
-                values = one.bodies.values()
-            except (ProtocolError, CancelledError) as error:
+                values = one.done.result()
+            except ProtocolError as error:
                 reason, detail = reason_of(error)
                 failed[one.peer] = f"{reason} {detail}".rstrip()
-                tries[one.peer] += reason != "busy"
-                if reason == "busy" or (reason in GONE and tries[one.peer] < TRIES):
-                    ask_at[one.peer] = clock() + AGAIN_S
+                donor.failed(reason, clock(), RETRY)
+                if donor.next_at < end:
+                    waiting[one.peer] = donor
             else:
                 failed.pop(one.peer, None)
                 keep(one.peer, one.version, values)
         now = clock()
-        due = sorted((peer for peer, at in ask_at.items() if at <= now < end), key=lambda peer: tries[peer])
-        share = (end - now) * AT_ONCE / max(1, len(running) + len(ask_at))
-        for peer in due[: AT_ONCE - len(running)]:
-            del ask_at[peer]
-            limit = min(end - now, max(GRACE_S, share))
-            running.append(ask(peer, sizes, max(1, versions[peer]), seconds=limit))
-        if running or ask_at:
-            sleep(TICK_S)
-    return {peer: failed.get(peer, "not asked in time") for peer in versions if peer in failed or peer in ask_at}
+        due = [peer for peer, donor in waiting.items() if donor.next_at <= now < end]
+        share = (end - now) * AT_ONCE / max(1, len(running) + len(waiting))
+        for peer in sorted(due, key=lambda peer: waiting[peer].accidents)[: AT_ONCE - len(running)]:
+            limit = min(end - now, max(PACE.grace_s, share))
+            one = fetch(transport, (swarm, cohort), peer, sizes, max(1, versions[peer]), seconds=limit)
+            running.append((one, waiting.pop(peer)))
+        if running or waiting:
+            sleep(COLLECT_LOOP_S)
+    return {peer: failed.get(peer, "not asked in time") for peer in versions if peer in failed or peer in waiting}
 
 
 def cohorts_of(tensors: Mapping[str, Tensor], start: str, swarm: str) -> dict[str, tuple[Fragments, str]]:

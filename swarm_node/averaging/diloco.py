@@ -33,7 +33,8 @@ from torch import Tensor
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, open_average_head
 from protocol.transports.base import Accepted, Outgoing, Sink
-from swarm_node.averaging.averager import CONTENTS, Averager, reason_of
+from protocol.transports.transfer import reason_of
+from swarm_node.averaging.averager import CONTENTS, Averager
 from swarm_node.averaging.codecs import BLOCK, Decoder, encoded_size, lost, pieces
 from swarm_node.averaging.outer_optimizer import MEAN, DiLoCo
 from swarm_node.averaging.robust import check_finite, clipped_mean

@@ -1,22 +1,20 @@
-"""All trained weights from one peer of the cohort to another: for those who come late, or come back with nothing.
+"""All trained weights from one peer of the cohort to another that comes late, or comes back with nothing.
 
-Nothing waits: the newcomer trains at once, and for its first minutes looks for somebody whose weights are an outer
-round or more ahead of its own. When a body has arrived whole (`fetching`), it goes on with those at a step boundary.
-What a cohort's weights are worth is the cohort's affair: a newcomer refuses only what nothing can be computed with
-(`Averager.replace`), so it asks one whose version is not below the middle, chosen at random; if that fails, another.
+Nothing waits: the newcomer trains at once, and for its first minutes looks for a peer whose weights are an outer round
+or more ahead of its own. When a body has arrived whole, it goes on with those weights at a step boundary. It refuses
+only weights that nothing can be computed with (`Averager.replace`); it cannot tell how good others are. So it asks a
+peer chosen at random among those whose version is not below the median; if that fails, another.
 
-Weights are given to one peer at a time, and for no longer than a slow line takes: who asks and then takes nothing keeps
-others from them for that long only. Each turn costs one copy of all weights, which training waits for, so the next
-begins a while after the last has ended, and one of the same peer much later.
+Weights are given to one peer at a time, for no longer than a slow line takes, so a peer that asks and takes nothing
+blocks others only that long. Each transfer costs one copy of all weights, which training waits for. So the next one
+begins a while after the last has ended, and one to the same peer much later.
 """
 
 from __future__ import annotations
 
 import random
-import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 from functools import partial
 from math import inf
 from statistics import median_low
@@ -26,65 +24,56 @@ from torch import Tensor
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.tensors import WEIGHTS_METHOD, open_weights_head
 from protocol.transports.base import Accepted, Outgoing
-from swarm_node.averaging.averager import Averager, reason_of
+from protocol.transports.transfer import Donor, Place, Places, expect_no_body, in_time, reason_of
+from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.codecs import encoded_size, pieces
 from swarm_node.averaging.cohort_weights import (
-    AGAIN_S,
-    GONE,
-    GRACE_S,
     MAX_VERSION,
-    TRIES,
-    Fetch,
+    PACE,
+    RETRY,
+    WeightsFetch,
     check_place,
     fetch,
-    longest_s,
     weights_head,
 )
 
 SEEK_S = 120.0
-"""How long a node looks for such a peer: cards take seconds, dialling all of a large swarm a minute."""
-REST_S = 5.0
-"""After the weights were given to one peer, before they are to another."""
-COOL_S = 60.0
-"""Likewise to the same one, at least: it waits for as long as its last turn took, if that is more."""
+"""How long a node looks for a peer that is ahead: cards take seconds, dialling all of a large swarm a minute."""
+GIVE_PAUSE_S = 5.0
+"""After weights were given to one peer, before they are given to another."""
+SAME_PEER_PAUSE_S = 60.0
+"""The same peer waits at least so long, and at least as long as its last transfer took."""
 
 
 class LateJoin:
-    """Gives weights to those who ask, and asks for them."""
+    """Gives this node's weights to peers that ask, and asks for theirs."""
 
     def __init__(self, averager: Averager, rng: random.Random) -> None:
         self.averager = averager
         self.version = 0
-        """Of the policy whose weights these are; 0 = never trained, so nobody wants them."""
+        """Of the policy whose weights these are; 0 = never trained, so they are of no use to others."""
+        self._place = averager.place.swarm, averager.place.cohort
         self._rng = rng
         self._seek_s: float | None = None
         """How long to look, from the next step on."""
         self._seek_until = -1.0
-        self._ask_at: dict[str, float] = {}
-        """When those who were asked may be asked again."""
-        self._tries: Counter[str] = Counter()
-        """How often each of them could not be reached, or went away in the middle."""
+        self._donors: defaultdict[str, Donor] = defaultdict(Donor)
+        """The peers that were asked."""
         self._asked_at = -1.0
         """When the last was asked."""
-        self._fetch: Fetch | None = None
-        self._guard = threading.Lock()
-        """Of the three below."""
-        self._turn = 0
-        """Counts those who were given the weights."""
-        self._giving_until = -1.0
-        """Before that nobody else is."""
-        self._cool_until: dict[str, float] = {}
-        """Before that they themselves are not. Few at a time, since turns come one after the other."""
+        self._fetch: WeightsFetch | None = None
+        self._places = Places(1, 1, averager.now)
         averager.transport.accept(WEIGHTS_METHOD, averager.counted(self.accept))
 
     # ----------------------------------------------------------------- asking
 
     def seek(self, seconds: float = SEEK_S) -> None:
-        """From the next step on, look for somebody to go on from: until then nobody could be gone on from."""
+        """From the next step on, look for a peer whose weights this node can go on with."""
         self._seek_s = seconds
 
-    def step(self, version: int) -> Fetch | None:
-        """At a step boundary, with the policy at `version`. What has arrived, if this node now has its weights."""
+    def step(self, version: int) -> WeightsFetch | None:
+        """At a step boundary, with the policy at `version`. Returns the fetch whose weights this node has taken over,
+        if one has just arrived."""
         self.version = version
         if self._seek_s is not None:
             self._seek_until, self._seek_s = self.averager.now() + self._seek_s, None
@@ -97,9 +86,8 @@ class LateJoin:
             return None
         self._fetch = None
         try:
-            fetch.done.result()
-            values = fetch.bodies.values()
-        except (ProtocolError, CancelledError) as error:
+            values = fetch.done.result()
+        except ProtocolError as error:
             self._failed(fetch.peer, *reason_of(error))
             return None
         if not self.averager.replace(values):
@@ -109,20 +97,16 @@ class LateJoin:
         return fetch
 
     def _failed(self, peer: str, reason: str, detail: str) -> None:
-        """Others are looked for, even if this took all the time there was, and `peer` when it may give again."""
+        """Go on looking, long enough for `peer` to be ready again, even if this attempt took all the time there was."""
         self.averager.skip(reason, detail, peer, then="it, or another, is asked again")
         now = self.averager.now()
-        if reason == "busy":
-            self._ask_at[peer] = now + AGAIN_S
-            return
-        self._seek_until = max(self._seek_until, now + max(COOL_S, now - self._asked_at) + GRACE_S)
-        if reason in GONE:
-            self._tries[peer] += 1
-            if self._tries[peer] < TRIES:
-                self._ask_at[peer] = now + AGAIN_S * self._tries[peer]
+        self._donors[peer].failed(reason, now, RETRY)
+        if reason != "busy":
+            pause = max(SAME_PEER_PAUSE_S, now - self._asked_at)
+            self._seek_until = max(self._seek_until, now + pause + PACE.grace_s)
 
     def _ask(self, version: int) -> None:
-        """Ask somebody who is ahead, and has not failed for good."""
+        """Ask a peer that is ahead and may be asked now."""
         every, members = self.averager.config.every, self.averager.transport.members()
         versions = {peer: members[peer].policy_version for peer in self.averager._cohort() if peer in members}
         if not versions:
@@ -131,69 +115,42 @@ class LateJoin:
         ahead = [
             peer
             for peer, theirs in versions.items()
-            if least <= theirs <= MAX_VERSION and self._ask_at.get(peer, now) <= now
+            if least <= theirs <= MAX_VERSION and (peer not in self._donors or self._donors[peer].next_at <= now)
         ]
         if ahead:
             peer = self._rng.choice(ahead)
             self._asked_at = now
             self._fetch = self.fetch(peer, versions[peer])
-            self._ask_at[peer] = inf
+            self._donors[peer].next_at = inf
 
-    def fetch(self, peer: str, least: int) -> Fetch:
-        """Have the weights of `peer` sent, of version `least` or later: what its card says."""
-        place = self.averager.place
+    def fetch(self, peer: str, least: int) -> WeightsFetch:
+        """Fetch the weights of `peer`, of version `least` (the one on its card) or later."""
         sizes = self.averager.fragments.sizes
-        return fetch(self.averager.transport, place.swarm, place.cohort, peer, sizes, least, self.version)
+        return fetch(self.averager.transport, self._place, peer, sizes, least, self.version)
 
     # ----------------------------------------------------------------- giving
 
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
-        """A peer asks for the weights. Raises RemoteProtocolError: why it gets none now."""
-        place = self.averager.place
-        check_place(open_weights_head(head), place.swarm, place.cohort)
-        if size:
-            raise RemoteProtocolError("size", f"{size} bytes where none are wanted")
+        """Answer a peer that asks for the weights. Raises RemoteProtocolError: cohort, size, early (not trained yet),
+        busy."""
+        check_place(open_weights_head(head), self._place)
+        expect_no_body(size)
         if not self.version:
             raise RemoteProtocolError("early", "not trained yet")
         whole = sum(encoded_size("float32", n) for n in self.averager.fragments.sizes)
-        now = self.averager.now()
-        with self._guard:
-            self._cool_until = {one: until for one, until in self._cool_until.items() if until > now}
-            if now < max(self._giving_until, self._cool_until.get(peer, now)):
-                raise RemoteProtocolError("busy", "they were given to a peer a moment ago, or still are")
-            until = self._giving_until = now + longest_s(whole)
-            self._cool_until[peer] = until + longest_s(whole)  # unless the end of this turn comes first
-            self._turn += 1
-            turn = self._turn
-        try:
-            version, copies = self.version, self.averager.copies()
-        except BaseException:
-            self._end_turn(turn, peer)
-            raise
-        reply = weights_head(self.averager.transport, peer, place.swarm, place.cohort, version)
-        ours = Outgoing(reply, whole, partial(self._body, copies, until))
+        return self._places.give(peer, partial(self._give, whole), self._over, PACE.seconds(whole))
 
-        def over(error: Exception | None) -> None:
-            self._end_turn(turn, peer, REST_S, max(COOL_S, self.averager.now() - now))
+    def _give(self, whole: int, place: Place) -> Outgoing:
+        version, copies = self.version, self.averager.copies()
+        head = weights_head(self.averager.transport, place.peer, self._place, version)
+        return Outgoing(head, whole, lambda: in_time(_body(copies), lambda taken: place.until, self.averager.now))
 
-        return Accepted(ours, _refuse, over)
-
-    def _body(self, copies: list[Tensor], until: float) -> Iterator[memoryview]:
-        """All fragments; none is kept when it has left. RemoteProtocolError `slow` after `until`."""
-        while copies:
-            for piece in pieces("float32", copies.pop(0)):
-                if self.averager.now() > until:
-                    raise RemoteProtocolError("slow", "the weights were not taken in time")
-                yield piece
-
-    def _end_turn(self, turn: int, peer: str, rest_s: float = 0.0, cool_s: float = 0.0) -> None:
-        """It was that of `peer`; by now another's may have begun."""
-        now = self.averager.now()
-        with self._guard:
-            self._cool_until[peer] = now + cool_s
-            if turn == self._turn:
-                self._giving_until = now + rest_s
+    def _over(self, place: Place, size: int, error: Exception | None) -> None:
+        took = self.averager.now() - place.since
+        self._places.leave(place, wait_s=max(SAME_PEER_PAUSE_S, took), all_wait_s=GIVE_PAUSE_S)
 
 
-def _refuse(piece: memoryview) -> None:
-    raise RemoteProtocolError("size", "bytes where none are wanted")
+def _body(copies: list[Tensor]) -> Iterator[memoryview]:
+    """The bytes of all fragments; each is dropped from memory when it has left."""
+    while copies:
+        yield from pieces("float32", copies.pop(0))

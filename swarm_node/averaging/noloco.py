@@ -39,7 +39,8 @@ from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.peers import is_relayed
 from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, open_average_head
 from protocol.transports.base import Accepted, Outgoing, Sink
-from swarm_node.averaging.averager import CONTENTS, Averager, readable, reason_of
+from protocol.transports.transfer import reason_of
+from swarm_node.averaging.averager import CONTENTS, Averager, readable
 from swarm_node.averaging.codecs import Decoder, Reader, Readers, encoded_size, pieces
 from swarm_node.averaging.lattice_codec import (
     LatticeReader,

@@ -15,7 +15,7 @@ from torch import Tensor
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.averaging import Averager, LateJoin, Place, make_averager
-from swarm_node.averaging.late_join import Fetch
+from swarm_node.averaging.cohort_weights import WeightsFetch
 from swarm_node.config import AveragingConfig
 
 SWARM, COHORT = "a" * 64, "c" * 16
@@ -37,7 +37,7 @@ class Trainee:
     said: list[str] = field(default_factory=list)
     updates: int = 0
     version: int = 0
-    fetched: list[Fetch] = field(default_factory=list)
+    fetched: list[WeightsFetch] = field(default_factory=list)
     """Weights of others that it went on with."""
     dead: bool = False
     step_s: float = STEP_S

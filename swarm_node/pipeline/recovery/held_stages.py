@@ -293,7 +293,7 @@ class HeldStages:
         fetch, tries = self.weight_transfer.fetch(peer, wanted, like), 1
         while True:
             try:
-                fetch.done.result(WAIT_S)
+                return fetch.result(WAIT_S)
             except NotYet:
                 if not self._stands(order):
                     raise Unavailable("it is not wanted any more") from None
@@ -302,8 +302,6 @@ class HeldStages:
                     raise
                 time.sleep(AGAIN_S)  # it may not have heard of the plan yet by which this peer takes the stage
                 fetch, tries = self.weight_transfer.fetch(peer, wanted, like), tries + 1
-            else:
-                return fetch.state
 
     def _own(self, wanted: Wanted, like: Mapping[str, Tensor]) -> StageWeights:
         state = self.weight_transfer.replicas.get(wanted.stage) if wanted.replica else None
@@ -449,13 +447,13 @@ class HeldStages:
             like = self.shapes_of(stage, plan.spans)
             fetch = self.weight_transfer.fetch(peer, Wanted(stage, *plan.spans[stage], True), like)
             try:
-                fetch.done.result(max(0.0, until - time.monotonic()))
+                weights = fetch.result(max(0.0, until - time.monotonic()))
             except NotYet:
                 missing[stage] = f"no answer within {seconds:g} s"
             except ProtocolError as error:
                 missing[stage] = str(error)
             else:
-                self._write(stage, plan.spans, fetch.state)
+                self._write(stage, plan.spans, weights)
         return missing
 
     def save_copies(self, plan: Plan) -> dict[int, int]:

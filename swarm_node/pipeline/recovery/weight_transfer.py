@@ -1,15 +1,15 @@
-"""Weights of stages, handed from peer to peer of a crew: to rebuild a lost one, and to keep replicas.
+"""Weights of stages that travel between peers of a crew: to rebuild a lost stage, and to keep replicas.
 
-    whoever holds a stage   -- its layers ---------------------------------> whoever rebuilds a neighbour of it
-                            -- all of it ----------------------------------> whoever takes the stage over
-                            -- all of it, or what is in no layer ---------> whoever keeps its replica
-    whoever keeps a replica -- the replica --------------------------------> whoever takes the stage over
-    whoever leaves      -- word that its stage is to be kept --------------> another of the crew, who then fetches it
+    a holder of the stage   -- its layers ---------------------------------> a peer that rebuilds a neighbour of it
+                            -- all of it ----------------------------------> a peer that takes the stage over
+                            -- all of it, or what is in no layer ---------> a peer that keeps a replica
+    a keeper of a replica   -- the replica --------------------------------> a peer that takes the stage over
+    a peer that leaves      -- a request to keep its stage ----------------> another of the crew, which then fetches it
 
-An exchange (`protocol.transports.base`) in which only the giver has a body: the tensors asked for, in float32, those of
-layers first, in the order of layers and names. Both ends know the sizes beforehand. What leaves is a copy made between
-two updates, the next of which waits for it; all who ask between the same two share it. Who takes it too slowly is cut
-off, and peers that are not of the crew take turns. Optimiser moments stay where they are: whoever takes weights over
+The body of a transfer (`protocol.transports.transfer`) has the tensors asked for in float32: those of layers first, in
+the order of layers and names. Both ends know the sizes beforehand. The giver copies its tensors between two updates,
+and the second waits for the copy; all peers that ask between the same two share it. A peer that takes it too slowly is
+cut off. Peers of other crews get weights one at a time. Optimiser moments are not sent: a peer that takes weights over
 begins with new ones.
 """
 
@@ -17,35 +17,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
-from protocol.limits import MAX_CHUNK_BYTES
 from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, open_keep_head, open_state_head, seal_head
 from protocol.transports.base import Accepted, Outgoing, Sink, Transport
+from protocol.transports.transfer import Pace, Place, Places, chunks, expect_no_body, in_time, no_body, outcome
 from swarm_node.policy.policy import some_of
 
-BYTES_PER_S = 2**17
-"""Who gives, or takes, less than a megabit a second is not waited for, ..."""
-GRACE_S = 20.0
-"""... these seconds not counted."""
+PACE = Pace(20.0, 2**17)
+"""Both sides give up a transfer that is slower than a megabit a second."""
 AT_ONCE, PER_PEER = 8, 2
-"""Peers of the crew that are given weights at a time, and what one of them is."""
-COOL_S = 60.0
-"""Of other peers it is one at a time, and the same one not again so soon."""
+"""Transfers to peers of the crew at the same time, and to one of them."""
+OTHER_CREW_PAUSE_S = 60.0
+"""Peers of other crews are served one at a time, and each waits so long before its next transfer."""
 MAX_ASKS = 256
-"""Times that a peer which leaves asks whether its stage is kept by now."""
+"""How often a peer that leaves may ask whether its stage is kept by now."""
 
 
 @dataclass(frozen=True)
@@ -73,27 +71,12 @@ class StageWeights:
 
 @dataclass(frozen=True, eq=False)
 class _Copy(StageWeights):
-    """Of some tensors of a stage here, made between two updates; more may be added before the second. It lives as long
-    as somebody is being given it."""
+    """A copy of some tensors of a stage here, made between two updates; more may be added before the second. It lives
+    as long as a transfer of it."""
 
     tensors: dict[str, Tensor]
     some: Tensor
-    """Some values of all tensors of the stage: others' weights may change it between two updates, too."""
-
-
-@dataclass
-class Fetch:
-    """StageWeights that is being fetched; `state` is of any worth when `done` is, without an error."""
-
-    peer: str
-    tensors: dict[str, Tensor]
-    done: Future[None] = field(default_factory=Future)
-    updates: int = 0
-    omega: float = 0.0
-
-    @property
-    def state(self) -> StageWeights:
-        return StageWeights(self.tensors, self.updates, self.omega)
+    """Some values of all tensors of the stage. They show whether averaging has changed the weights since."""
 
 
 @dataclass
@@ -104,18 +87,18 @@ class _Offer:
     updates: int
     asks: int = 0
     begun: bool = False
-    """It has been fetched, or is being: that is done once."""
+    """It has been fetched, or is being; that is done once."""
     told: bool = False
     """The crew knows that it is here."""
 
 
 def nothing_kept(peer: str, stage: int) -> Mapping[str, Tensor]:
-    """As `WeightTransfer.shelf`: for nobody."""
+    """A `WeightTransfer.shelf` that keeps no stage for any peer."""
     raise RemoteProtocolError("stranger", f"stage {stage} is not kept here")
 
 
 class WeightTransfer:
-    """Gives what this peer holds and keeps, and fetches what others do."""
+    """Gives the weights that this peer holds and keeps, and fetches those of others."""
 
     def __init__(
         self,
@@ -129,13 +112,11 @@ class WeightTransfer:
         shelved: Callable[[], None] = lambda: None,
         room: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`architecture`: 16 hexadecimal digits, equal for those who hold stages of one policy. `allowed` says, on any
-        thread, whether a peer may have weights of a stage; others are refused as `stranger`. `of_crew`: whether it is
-        one of this crew; others take turns. Whose turn it is not is refused as `busy`.
-
-        `shelf` gives, on any thread, the names and shapes of a stage that is kept for that peer if it asks for it, or
-        raises RemoteProtocolError; `shelved` is called, likewise, when it is here; `room` = bytes of memory that are
-        free, 0 = not known."""
+        """`architecture`: 16 hexadecimal digits, equal for peers that hold stages of one policy. `allowed` says whether
+        a peer may have weights of a stage; others are refused as `stranger`. `of_crew` says whether a peer is of this
+        crew. `shelf` gives the names and shapes of a stage that is kept for a peer that asks, or raises
+        RemoteProtocolError. `shelved` is called when such a stage is here. `room`: free memory in bytes, 0 = not
+        known. All of them are called on any thread."""
         self.transport = transport
         self.allowed = allowed
         self.of_crew = of_crew
@@ -149,98 +130,86 @@ class WeightTransfer:
         self._lock = threading.Lock()
         self._held: dict[int, tuple[Callable[[], StageWeights], Callable[[], AbstractContextManager[object]]]] = {}
         self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
-        self._given_to: Counter[str] = Counter()
-        """Peers that are being given weights."""
-        self._guest = ""
-        """The one of them that is not of this crew, ..."""
-        self._cool_until: dict[str, float] = {}
-        """... and when the last ones may ask again."""
-        self._keeping: dict[int, Fetch] = {}
+        self._crew_places = Places(AT_ONCE, PER_PEER, now)
+        self._other_places = Places(1, 1, now)
+        """For peers of other crews."""
+        self._keeping: dict[int, Future[StageWeights]] = {}
+        """Fetches of replicas, the last of each stage."""
         self._offers: dict[int, _Offer] = {}
-        """Last one of each stage."""
+        """The last one of each stage."""
         transport.accept(STATE_METHOD, self._accept)
         transport.accept(KEEP_METHOD, self._accept_offer)
 
     def hold(
         self, stage: int, state: Callable[[], StageWeights], still: Callable[[], AbstractContextManager[object]]
     ) -> None:
-        """This peer holds `stage`; `state` is of its live tensors. `still` is held while another thread copies them,
-        and by whoever changes them."""
+        """This peer holds `stage`; `state` gives its live tensors. `still` is held while they are copied and while they
+        change."""
         with self._lock:
             self._held[stage] = state, still
             self.replicas.pop(stage, None)
 
     def let_go(self, stage: int) -> None:
-        """It no longer does."""
+        """This peer no longer holds `stage`."""
         with self._lock:
             self._held.pop(stage, None)
 
     def forget(self, keep: Collection[int]) -> None:
-        """From now on, keep no replicas but of these stages."""
+        """Drop the replicas of all stages but these."""
         with self._lock:
             self.replicas = {stage: state for stage, state in self.replicas.items() if stage in keep}
             self._keeping = {stage: fetch for stage, fetch in self._keeping.items() if stage in keep}
 
     # ---------------------------------------------------------------- fetching
 
-    def fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor]) -> Fetch:
-        """Have `wanted` sent by `peer`, in the background; `like` has its global names and shapes. Its future fails
-        with ProtocolError. Nothing is allocated before the peer has said that it gives just as many bytes."""
+    def fetch(self, peer: str, wanted: Wanted, like: Mapping[str, Tensor]) -> Future[StageWeights]:
+        """Fetch `wanted` from `peer`, in the background; `like` has its global names and shapes. Fails with
+        ProtocolError. Nothing is allocated before the peer has announced a body of the right size."""
         names = ordered(like, wanted)
-        result = Fetch(peer, {})
+        size = 4 * sum(like[name].numel() for name in names)
+        theirs, tensors = StateHead(0, "", "", 0, False, 0, 0, False), dict[str, Tensor]()
 
-        def answered(head: bytes, size: int) -> Sink:
+        def answered(head: bytes, length: int) -> Sink:
+            nonlocal theirs
             theirs = open_state_head(head)
-            self._check(theirs, wanted)
-            if size != 4 * sum(like[name].numel() for name in names):
-                raise RemoteProtocolError("size", f"{size} bytes")
-            result.updates, result.omega = theirs.updates, theirs.omega
-            result.tensors = {name: torch.empty(like[name].shape) for name in names}
-            return Filler([result.tensors[name] for name in names]).write
+            self._check_place(theirs)
+            if _wanted(theirs) != wanted:
+                raise RemoteProtocolError("stage", f"stage {theirs.stage}, layers {theirs.first} to {theirs.end}")
+            if length != size:
+                raise RemoteProtocolError("size", f"{length} bytes")
+            tensors.update({name: torch.empty(like[name].shape) for name in names})
+            return Filler([*tensors.values()]).write
 
-        limit = GRACE_S + 4 * sum(like[name].numel() for name in names) / BYTES_PER_S
+        def arrived() -> StageWeights:
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+                raise RemoteProtocolError("nonfinite", f"stage {wanted.stage}")
+            return StageWeights(tensors, theirs.updates, theirs.omega)
+
         ours = Outgoing(self._head(wanted, peer))
-        arrived = self.transport.exchange(peer, STATE_METHOD, ours, answered, limit)
-
-        def judge(future: Future[None]) -> None:
-            error: BaseException | None
-            if future.cancelled():
-                error = RemoteProtocolError("torn", "given up")
-            else:
-                error = future.exception()
-            if error is None and not all(bool(tensor.isfinite().all()) for tensor in result.tensors.values()):
-                error = RemoteProtocolError("nonfinite", f"stage {wanted.stage}")
-            if error is None:
-                result.done.set_result(None)
-            else:
-                result.done.set_exception(error)
-
-        arrived.add_done_callback(judge)
-        return result
+        return outcome(self.transport.exchange(peer, STATE_METHOD, ours, answered, PACE.seconds(size)), arrived)
 
     def keep(self, stage: int, peer: str, like: Mapping[str, Tensor]) -> None:
         """Renew the replica of `stage`, which `peer` holds, in the background, unless that is under way."""
         running = self._keeping.get(stage)
-        if running is not None and not running.done.done():
+        if running is not None and not running.done():
             return
         layers = [layer for name in like if (layer := layer_of(name)) is not None]
         first, end = (min(layers), max(layers) + 1) if layers else (0, 0)
         fetch = self._keeping[stage] = self.fetch(peer, Wanted(stage, first, end, rest=True), like)
 
-        def kept(future: Future[None]) -> None:
-            if future.exception() is None:
+        def kept(fetched: Future[StageWeights]) -> None:
+            if fetched.exception() is None:
                 with self._lock:
                     if stage not in self._held and self._keeping.get(stage) is fetch:
-                        self.replicas[stage] = fetch.state
+                        self.replicas[stage] = fetched.result()
 
-        fetch.done.add_done_callback(kept)
+        fetch.add_done_callback(kept)
 
-    # ---------------------------------------------------------------- keeping for who leaves
+    # ---------------------------------------------------------------- keeping for a peer that leaves
 
     def offer(self, peer: str, stage: int, updates: int, timeout: float) -> Future[int]:
-        """Have `peer` fetch and keep a stage that is held here, after that update, unless it is at it: the updates
-        behind the copy that it has by now, 0 = none. Fails with ProtocolError."""
-        result: Future[int] = Future()
+        """Ask `peer` to fetch and keep a stage that is held here, as of update `updates`, unless it has begun to. The
+        result is the update of the copy that it has by now, 0 = none. Fails with ProtocolError."""
         kept = 0
 
         def answered(head: bytes, size: int) -> Sink:
@@ -250,25 +219,14 @@ class WeightTransfer:
             if theirs.stage != stage or size:
                 raise RemoteProtocolError("stage", f"stage {theirs.stage} and {size} bytes")
             kept = theirs.updates
-            return _refuse
+            return no_body
 
         ours = Outgoing(self._keep_head(peer, stage, updates))
-        arrived = self.transport.exchange(peer, KEEP_METHOD, ours, answered, timeout)
-
-        def judge(future: Future[None]) -> None:
-            error = RemoteProtocolError("torn", "given up") if future.cancelled() else future.exception()
-            if error is None:
-                result.set_result(kept)
-            else:
-                result.set_exception(error)
-
-        arrived.add_done_callback(judge)
-        return result
+        return outcome(self.transport.exchange(peer, KEEP_METHOD, ours, answered, timeout), lambda: kept)
 
     def _accept_offer(self, peer: str, head: bytes, size: int) -> Accepted:
         request = open_keep_head(head)
-        if size:
-            raise RemoteProtocolError("size", f"{size} bytes where none are wanted")
+        expect_no_body(size)
         self._check_place(request)
         stage, updates = request.stage, request.updates
         like = self.shelf(peer, stage)
@@ -286,21 +244,22 @@ class WeightTransfer:
             offer.begun |= begin
         if begin:
             size = 4 * sum(tensor.numel() for tensor in like.values())
-            if 0 < (room := self.room()) < 2 * size:  # the rest is for whoever works here
+            if 0 < (room := self.room()) < 2 * size:  # the other half is for this peer's own work
                 raise RemoteProtocolError("room", f"{size} bytes are too many for {room} that are free")
             self.keep(stage, peer, like)
         if here and not offer.told:
             self.shelved()
             offer.told = True
-        return Accepted(Outgoing(self._keep_head(peer, stage, kept)), _refuse, lambda error: None)
+        return Accepted(Outgoing(self._keep_head(peer, stage, kept)), no_body, lambda error: None)
 
     def _comes(self, stage: int, updates: int, like: Mapping[str, Tensor]) -> bool:
-        """Some of it is on its way, or all of it has just come."""
+        """Whether a fetch of the stage is under way, or has just brought all of it."""
         fetch = self._keeping.get(stage)
-        if fetch is None or not fetch.done.done():
+        if fetch is None or not fetch.done():
             return fetch is not None
-        whole = fetch.tensors.keys() == like.keys() and fetch.updates >= updates
-        return fetch.done.exception() is None and whole
+        if fetch.exception() is not None:
+            return False
+        return fetch.result().tensors.keys() == like.keys() and fetch.result().updates >= updates
 
     def _keep_head(self, peer: str, stage: int, updates: int) -> bytes:
         return seal_head(KeepHead(version_for(peer, self.transport.members()), *self.place, stage, updates))
@@ -309,44 +268,24 @@ class WeightTransfer:
 
     def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
         request = open_state_head(head)
-        if size:
-            raise RemoteProtocolError("size", f"{size} bytes where none are wanted")
-        wanted = Wanted(request.stage, request.first, request.end, request.rest, request.replica)
-        self._check(request, wanted)
-        if not self.allowed(peer, wanted.stage):
-            raise RemoteProtocolError("stranger", f"stage {wanted.stage} is not for everybody")
-        self._begin(peer)
-        try:
-            state, tensors = self._given(wanted)
-        except BaseException:
-            self._end(peer)
-            raise
-        body = 4 * sum(tensor.numel() for tensor in tensors)
-        ours = Outgoing(self._head(wanted, peer, state), body, partial(self._body, state, tensors))
-        return Accepted(ours, _refuse, lambda error: self._end(peer))
+        expect_no_body(size)
+        self._check_place(request)
+        if not self.allowed(peer, request.stage):
+            raise RemoteProtocolError("stranger", f"stage {request.stage} is not for everybody")
+        give = partial(self._give, _wanted(request))
+        if self.of_crew(peer):
+            return self._crew_places.give(peer, give, lambda place, size, error: self._crew_places.leave(place))
+        return self._other_places.give(
+            peer, give, lambda place, size, error: self._other_places.leave(place, wait_s=OTHER_CREW_PAUSE_S)
+        )
 
-    def _begin(self, peer: str) -> None:
-        """To give; RemoteProtocolError (busy) if it is not that peer's turn."""
-        now, guest = self.now(), not self.of_crew(peer)
-        with self._lock:
-            self._cool_until = {one: until for one, until in self._cool_until.items() if until > now}
-            most = AT_ONCE + bool(self._guest)
-            if guest and (self._guest or peer in self._cool_until):
-                raise RemoteProtocolError("busy", "weights were given to a peer of another crew a moment ago")
-            if not guest and (self._given_to.total() >= most or self._given_to[peer] >= PER_PEER):
-                raise RemoteProtocolError("busy", "weights are being given to as many peers as can be")
-            self._given_to[peer] += 1
-            self._guest = peer if guest else self._guest
-
-    def _end(self, peer: str) -> None:
-        with self._lock:
-            self._given_to[peer] -= 1
-            self._given_to += Counter()  # those that are above 0
-            if peer == self._guest:
-                self._guest, self._cool_until[peer] = "", self.now() + COOL_S
+    def _give(self, wanted: Wanted, place: Place) -> Outgoing:
+        state, tensors = self._given(wanted)
+        size = 4 * sum(tensor.numel() for tensor in tensors)
+        return Outgoing(self._head(wanted, place.peer, state), size, partial(self._body, state, tensors))
 
     def _given(self, wanted: Wanted) -> tuple[StageWeights, list[Tensor]]:
-        """What has the tensors wanted, and these; they stay as they are."""
+        """The tensors wanted, and the replica or copy that they are of; nothing changes them."""
         with self._lock:
             held = self._held.get(wanted.stage)
             replica = self.replicas.get(wanted.stage)
@@ -369,44 +308,30 @@ class WeightTransfer:
             return copy, [copy.tensors[name] for name in names]
 
     def _body(self, state: StageWeights, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-        """All bytes of `tensors`; others share the `state` that they are of for as long as this lives.
-        RemoteProtocolError (slow) if they are not taken in time."""
-        began, taken = self.now(), 0
-        for tensor in tensors:
-            flat = tensor.detach().float().cpu().flatten().numpy().view(np.uint8)
-            for start in range(0, len(flat), MAX_CHUNK_BYTES):
-                if self.now() > began + GRACE_S + taken / BYTES_PER_S:
-                    raise RemoteProtocolError("slow", "the weights were not taken in time")
-                piece = memoryview(flat[start : start + MAX_CHUNK_BYTES])
-                taken += len(piece)
-                yield piece
+        """The bytes of `tensors`. While this runs, `state`, of which they are, lives and is shared with other peers.
+        Raises RemoteProtocolError: slow."""
+        began = self.now()
+        yield from in_time(_bytes_of(tensors), lambda taken: began + PACE.seconds(taken), self.now)
 
     def _head(self, wanted: Wanted, peer: str, state: StageWeights | None = None) -> bytes:
+        part = StateHead(0, *self.place, wanted.stage, wanted.replica, wanted.first, wanted.end, wanted.rest)
         updates, omega = (0, 0.0) if state is None else (state.updates, state.omega)
-        swarm, architecture = self.place
-        return seal_head(
-            StateHead(
-                version_for(peer, self.transport.members()),
-                swarm,
-                architecture,
-                wanted.stage,
-                wanted.replica,
-                wanted.first,
-                wanted.end,
-                wanted.rest,
-                updates,
-                omega,
-            )
-        )
+        version = version_for(peer, self.transport.members())
+        return seal_head(msgspec.structs.replace(part, protocol=version, updates=updates, omega=omega))
 
     def _check_place(self, head: StateHead | KeepHead) -> None:
         if (head.swarm, head.architecture) != self.place:
             raise RemoteProtocolError("crew", f"policy {head.architecture} of swarm {head.swarm[:16]}")
 
-    def _check(self, head: StateHead, wanted: Wanted) -> None:
-        self._check_place(head)
-        if Wanted(head.stage, head.first, head.end, head.rest, head.replica) != wanted:
-            raise RemoteProtocolError("stage", f"stage {head.stage}, layers {head.first} to {head.end}")
+
+def _wanted(head: StateHead) -> Wanted:
+    return Wanted(head.stage, head.first, head.end, head.rest, head.replica)
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+    """The values of `tensors` in float32, one tensor after the other."""
+    for tensor in tensors:
+        yield from chunks(memoryview(tensor.detach().float().cpu().flatten().numpy().view(np.uint8)))
 
 
 def layer_of(name: str) -> int | None:
@@ -415,7 +340,7 @@ def layer_of(name: str) -> int | None:
 
 
 def ordered(names: Mapping[str, Tensor], wanted: Wanted) -> list[str]:
-    """Those of `names` that are wanted, as they are sent: layers in order, then the rest."""
+    """The `names` that are wanted, in the order in which they are sent: layer by layer, then the rest."""
     layers = {name: layer for name in names if (layer := layer_of(name)) is not None}
     inside = [name for name, layer in layers.items() if wanted.first <= layer < wanted.end]
     rest = sorted(name for name in names if name not in layers) if wanted.rest else []
@@ -423,7 +348,7 @@ def ordered(names: Mapping[str, Tensor], wanted: Wanted) -> list[str]:
 
 
 class Filler:
-    """Takes the bytes of float32 `tensors`, one after the other."""
+    """Fills float32 `tensors`, one after the other, from their bytes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._views = [tensor.flatten().numpy().view(np.uint8) for tensor in tensors if tensor.numel()]
@@ -438,7 +363,3 @@ class Filler:
             if self._at == len(self._views[0]):
                 del self._views[0]
                 self._at = 0
-
-
-def _refuse(piece: memoryview) -> None:
-    raise RemoteProtocolError("size", "bytes where none are wanted")

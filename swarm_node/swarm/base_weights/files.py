@@ -110,11 +110,6 @@ def is_right(piece: Piece, data: bytes | bytearray) -> bool:
     return len(data) == piece.size and hashlib.sha256(data).hexdigest() == piece.sha256
 
 
-def size_of(folder: Path) -> int:
-    """Bytes of the files that a listing of `folder` would name. Raises OSError."""
-    return sum((folder / name).stat().st_size for name in names_of(os.listdir(folder)))
-
-
 def list_model(folder: Path) -> ModelListing:
     """Read all of a model's files. Raises UserError if it is none that members could give to each other, and OSError.
 
@@ -137,14 +132,22 @@ def list_model(folder: Path) -> ModelListing:
     return listing
 
 
-def holds(folder: Path, listing: ModelListing) -> bool:
-    """Whether all files of `listing` are in `folder`, byte for byte; it may hold others besides."""
+def has_piece(folder: Path, piece: Piece) -> bool:
+    """Whether the piece is in its place in `folder`, byte for byte."""
     try:
-        if any((folder / file.name).stat().st_size != file.size for file in listing.files):
-            return False
-        return all(is_right(piece, read_piece(folder, piece)) for piece in pieces_of(listing))
+        return is_right(piece, read_piece(folder, piece))
     except OSError:
         return False
+
+
+def holds(folder: Path, listing: ModelListing) -> bool:
+    """Whether `folder` holds all files of `listing`, byte for byte; it may hold others as well."""
+    try:
+        sizes = [(folder / file.name).stat().st_size for file in listing.files]
+    except OSError:
+        return False
+    same = sizes == [file.size for file in listing.files]
+    return same and all(has_piece(folder, piece) for piece in pieces_of(listing))
 
 
 def as_model(

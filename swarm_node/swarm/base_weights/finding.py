@@ -8,20 +8,29 @@ Without [model] nothing is had from members: there would be nothing to check it 
 
 from __future__ import annotations
 
+import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from protocol.errors import RemoteProtocolError
 from protocol.manifest import Manifest, ManifestModel
+from protocol.model_listing import ModelListing, open_listing, seal_listing
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig, PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.swarm.base_weights.fetching import PATIENCE_S, Members, fetch_model
+from swarm_node.storage.rundir import os_errors_explained
+from swarm_node.swarm.base_weights.draft import Draft, only_process
+from swarm_node.swarm.base_weights.fetching import NO_PIECE_S, Donors
 from swarm_node.swarm.base_weights.files import (
+    LISTING,
+    SPARE_BYTES,
     STARTER,
     Model,
     Say,
     as_model,
+    cache,
     cached_model,
     known_listing,
     starter_folder,
@@ -29,7 +38,7 @@ from swarm_node.swarm.base_weights.files import (
 from swarm_node.swarm.base_weights.giving import Giver
 from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub, in_hub_cache, is_offline
 
-HUB_SLOW_PATIENCE_S = 60.0
+SLOW_HUB_NO_PIECE_S = 60.0
 """How long members are asked where the hub has the model as well, but slowly."""
 
 
@@ -49,8 +58,8 @@ def choose_model(
         if config.sharing.give_model:
             _in_background(lambda: _give_own(config, model, manifest.swarm_id, transport, say))
         return None
-    members = Members(transport, manifest.swarm_id, first, say)
-    found = find_model(model, members, say)
+    donors = Donors(transport, manifest.swarm_id, first, say)
+    found = find_model(model, donors, say)
     if config.sharing.give_model:
         _give(config, found, manifest.swarm_id, transport, say)
     return STARTER if found.folder == starter_folder() else str(found.folder)
@@ -71,7 +80,7 @@ def names_another(policy: PolicyConfig, model: ManifestModel) -> bool:
     return policy.model != model.name or policy.revision is not None or Path(policy.model).expanduser().is_dir()
 
 
-def find_model(model: ManifestModel, members: Members, say: Say) -> Model:
+def find_model(model: ManifestModel, donors: Donors, say: Say) -> Model:
     """On this machine, else on the hub, else with members. Raises UserError."""
     found = at_hand(model, say=say)
     if found is not None:
@@ -88,7 +97,7 @@ def find_model(model: ManifestModel, members: Members, say: Say) -> Model:
         return found
     near = [folder for folder in [in_hub_cache(model.name, model.revision)] if folder is not None]
     try:
-        return fetch_model(model, members, say, near, HUB_SLOW_PATIENCE_S if slow else PATIENCE_S)
+        return fetch_model(model, donors, say, near, SLOW_HUB_NO_PIECE_S if slow else NO_PIECE_S)
     except UserError as error:
         if not slow:
             raise
@@ -112,6 +121,59 @@ def at_hand(model: ManifestModel, near: Sequence[Path] = (), say: Say = lambda s
         if found is not None:
             return found
     return None
+
+
+def fetch_model(
+    wanted: ManifestModel, donors: Donors, say: Say, near: Sequence[Path] = (), patience_s: float = NO_PIECE_S
+) -> Model:
+    """Get the model from members into the cache, from where an earlier call left off. Pieces that lie in the
+    directories `near` are copied. Raises UserError if the disk is full, or no member gives it for `patience_s`."""
+    folder = cache() / wanted.digest
+    with os_errors_explained(folder), only_process(wanted, say):
+        found = cached_model(wanted.digest)  # fetched by another process, while this one waited
+        if found is not None:
+            return found
+        partial = folder.with_name(f"{wanted.digest}.partial")
+        partial.mkdir(exist_ok=True)
+        called = f"model {wanted.name}"
+        listing = _listing(wanted, donors, partial, called, patience_s)
+        draft = Draft(partial, listing)
+        need, free = draft.missing_bytes + SPARE_BYTES, shutil.disk_usage(partial).free
+        if draft.missing and need > free:
+            raise UserError(
+                f"{called} takes {draft.missing_bytes / 2**30:.1f} GiB more at {cache()}, where {free / 2**30:.1f} GiB "
+                "are free: make room, or choose another disk with HF_HOME"
+            )
+        draft.take_from(near)
+        began, size = time.monotonic(), draft.missing_bytes
+        if draft.missing:
+            at_hand = listing.size - size
+            here = f", {at_hand / 2**20:.1f} MiB of it are here" if at_hand else ""
+            say(f"getting {called} from members: {listing.size / 2**20:.1f} MiB{here}")
+            donors.get(list(draft.missing.items()), draft.keep, called, patience_s)
+            givers = sum(donor.given > 0 for donor in donors.donors.values())
+            seconds = time.monotonic() - began
+            say(f"{called} is here: {size / 2**20:.1f} MiB in {seconds:.1f} s from {givers} members, all checked")
+        draft.finish(folder)
+    return Model(wanted.digest, folder, listing)
+
+
+def _listing(wanted: ManifestModel, donors: Donors, partial: Path, called: str, patience_s: float) -> ModelListing:
+    """The model's listing, from this machine or else from members; a copy goes into `partial`."""
+    listing = known_listing(wanted.digest)
+    if listing is None:
+        got = bytearray()
+        donors.get(
+            [(wanted.digest, None)], lambda sha256, data: got.extend(data), f"the listing of {called}", patience_s
+        )
+        try:
+            listing = open_listing(bytes(got), wanted.digest)
+        except RemoteProtocolError as error:  # its digest is right, so it is what the swarm's maker wrote
+            raise UserError(f"this swarm's {called} cannot be used: {error.detail}; choose one with --model") from error
+    if listing.size != wanted.bytes:
+        raise UserError(f"this swarm's {called} is not of the size that its manifest says; choose one with --model")
+    (partial / LISTING).write_bytes(seal_listing(listing))
+    return listing
 
 
 def _from_hub(model: ManifestModel, patient: bool, say: Say) -> Model:

@@ -532,7 +532,7 @@ def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch
         return refused
 
     def weights_version(peer: str) -> int:
-        return open_weights_head(weights_head(averager.transport, peer, SWARM, COHORT, 1)).protocol
+        return open_weights_head(weights_head(averager.transport, peer, (SWARM, COHORT), 1)).protocol
 
     monkeypatch.setattr(averager.transport, "exchange", exchange)
     for peer, protocol, speaks, version in (("older", 4, 0, 4), ("same", 4, 5, 5), ("newer", 5, 6, 5)):

@@ -18,12 +18,14 @@ from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import WEIGHTS_METHOD, WeightsHead, seal_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
-from swarm_node.averaging import cohort_weights as fetching
-from swarm_node.averaging.cohort_weights import AT_ONCE, GRACE_S, TRIES, Fetch, collect, longest_s
-from swarm_node.averaging.late_join import COOL_S, REST_S, SEEK_S, LateJoin
+from protocol.transports.transfer import Pace
+from swarm_node.averaging import cohort_weights
+from swarm_node.averaging.cohort_weights import AT_ONCE, PACE, RETRY, WeightsFetch, collect
+from swarm_node.averaging.late_join import GIVE_PAUSE_S, SAME_PEER_PAUSE_S, SEEK_S, LateJoin
 from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
 from tests.support.donors import answers, body_bytes, with_a_nan
 
+TRIES = int(RETRY.max_accidents)
 SLOW = LinkModel(latency_s=0.02, bandwidth_bytes_s=400.0)
 """A body takes some eight seconds."""
 
@@ -54,7 +56,7 @@ def asked_by(late: Trainee, first: Callable[[str], None] = lambda peer: None) ->
     asked: list[str] = []
     fetch = late.late_join.fetch
 
-    def watched(peer: str, least: int) -> Fetch:
+    def watched(peer: str, least: int) -> WeightsFetch:
         if not asked:
             first(peer)
         asked.append(peer)
@@ -259,7 +261,7 @@ def test_another_is_asked_after_a_slow_first() -> None:
     late.late_join.seek(2)
     by_name = {f"peer{i}": i for i in range(3)}
     asked = asked_by(late, lambda peer: cohort.at(5.0, lambda: cohort.network.kill(peer)))
-    cohort.run(2 * PERIOD_S + 5 + GRACE_S)
+    cohort.run(2 * PERIOD_S + 5 + PACE.grace_s)
     assert len(asked) == 2 and len(late.fetched) == 1 and set(asked) < set(by_name)
 
 
@@ -309,7 +311,7 @@ def test_a_staller_blocks_others_only_for_a_while() -> None:
     leaving = iter(staller.ours.pieces())
     assert next(leaving)
     assert ask(ahead, "other") == "busy"
-    cohort.run(longest_s(whole(ahead)) + 1.0)
+    cohort.run(PACE.seconds(whole(ahead)) + 1.0)
     assert ask(ahead, "staller") == "busy", "not twice in a row"
     other = ask(ahead, "other")
     assert isinstance(other, Accepted)
@@ -319,7 +321,7 @@ def test_a_staller_blocks_others_only_for_a_while() -> None:
     assert ask(ahead, "third") == "busy", "the staller's end is not the other's"
     assert sum(len(piece) for piece in other.ours.pieces()) == whole(ahead)
     other.done(None)
-    cohort.run(REST_S)
+    cohort.run(GIVE_PAUSE_S)
     assert isinstance(ask(ahead, "third"), Accepted)
 
 
@@ -342,7 +344,9 @@ def test_strangers_that_hang_up_cost_few_copies() -> None:
 
     assert bother(lambda i: "stranger", 130) == 3, "at once, after a minute, after another"
     assert 8 <= bother(str, 50) <= 10, "every five seconds"
-    assert len(ahead.late_join._cool_until) <= 1 + COOL_S / REST_S, "bounded, however many have asked"
+    assert len(ahead.late_join._places._wait_until) <= 1 + SAME_PEER_PAUSE_S / GIVE_PAUSE_S, (
+        "bounded, however many have asked"
+    )
 
 
 def test_who_took_long_waits_as_long() -> None:
@@ -351,9 +355,9 @@ def test_who_took_long_waits_as_long() -> None:
     cohort.run(PERIOD_S)
     slow = ask(ahead, "slow")
     assert isinstance(slow, Accepted)
-    cohort.run(3 * COOL_S)
+    cohort.run(3 * SAME_PEER_PAUSE_S)
     slow.done(RemoteProtocolError("slow"))
-    cohort.run(3 * COOL_S - 1.0)
+    cohort.run(3 * SAME_PEER_PAUSE_S - 1.0)
     assert ask(ahead, "slow") == "busy"
     cohort.run(1.1)
     assert isinstance(ask(ahead, "slow"), Accepted)
@@ -416,7 +420,7 @@ def test_a_torn_donor_gives_again_after_its_rest() -> None:
         return Accepted(Outgoing(given.ours.head, given.ours.size, pieces), given.sink, given.done)
 
     donor.transport.accept(WEIGHTS_METHOD, torn)
-    cohort.run(2 * PERIOD_S + COOL_S + 60)
+    cohort.run(2 * PERIOD_S + SAME_PEER_PAUSE_S + 60)
     assert not tear and donor.transport.rejected["busy"], "it was torn, and had its rest"
     assert len(late.fetched) == 1 and torch.equal(late.flat, donor.flat)
 
@@ -482,9 +486,9 @@ def choices(cohort: Cohort, late: Trainee, times: int = 200) -> Counter[int]:
     """Claimed versions of those whom it asks, by chance."""
     asked: Counter[int] = Counter()
 
-    def pretend(peer: str, least: int) -> Fetch:
+    def pretend(peer: str, least: int) -> WeightsFetch:
         asked[late.transport.members()[peer].policy_version] += 1
-        return Fetch(peer, None)  # type: ignore[arg-type]
+        return WeightsFetch(peer)
 
     for seed in range(times):
         late_join = LateJoin(late.averager, random.Random(seed))
@@ -576,7 +580,7 @@ def collected(cohort: Cohort, members: list[Trainee], seconds: float, seed: int)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_trickling_members_do_not_keep_others_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "BYTES_PER_S", 1.0)  # as if the model were large
+    monkeypatch.setattr(cohort_weights, "PACE", Pace(PACE.grace_s, 1.0))  # as if the model were large
     cohort = seekers(link=LinkModel(latency_s=0.02, bandwidth_bytes_s=0.5))
     slow = [member(cohort) for _ in range(2 * AT_ONCE)]
     cohort.link = LinkModel(latency_s=0.02, bandwidth_bytes_s=1e6)

@@ -24,7 +24,7 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.tensors import WeightsHead, seal_head
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.averaging import Fragments, LateJoin, Place, cohort_id, make_averager
-from swarm_node.averaging.cohort_weights import AT_ONCE, GRACE_S, cohorts_of
+from swarm_node.averaging.cohort_weights import AT_ONCE, PACE, cohorts_of
 from swarm_node.averaging.merge import State
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import merge as merging
@@ -235,8 +235,8 @@ def test_it_ends_in_time(swarm: Swarm, tmp_path: Path) -> None:
     busy = swarm.join()
     refuses(busy.transport, "busy")
     began = swarm.clock.now()
-    weights, _ = swarm.gather(tmp_path, timeout_s=GRACE_S)
-    assert swarm.clock.now() < began + 20 + GRACE_S + 1
+    weights, _ = swarm.gather(tmp_path, timeout_s=PACE.grace_s)
+    assert swarm.clock.now() < began + 20 + PACE.grace_s + 1
     assert set(weights) == {swarm.name(peer) for peer in quick}
     left_out = " ".join(swarm.left_out())
     assert f"{swarm.name(slow)} (unreachable" in left_out and f"{swarm.name(busy)} (busy" in left_out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -19,10 +20,9 @@ from protocol.transports.base import Accepted, Acceptor, Outgoing
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.pipeline.recovery.weight_transfer import (
     AT_ONCE,
-    COOL_S,
     MAX_ASKS,
+    OTHER_CREW_PAUSE_S,
     PER_PEER,
-    Fetch,
     StageWeights,
     Wanted,
     WeightTransfer,
@@ -100,15 +100,14 @@ class Crew:
     def id(self, i: int) -> str:
         return self.transports[i].peer_id
 
-    def fetched(self, fetch: Fetch) -> StageWeights:
+    def fetched(self, fetch: Future[StageWeights]) -> StageWeights:
         self.clock.run_until(self.clock.now() + 60)
-        fetch.done.result(0)
-        return fetch.state
+        return fetch.result(0)
 
-    def why_not(self, fetch: Fetch) -> str:
+    def why_not(self, fetch: Future[StageWeights]) -> str:
         self.clock.run_until(self.clock.now() + 60)
         with pytest.raises(ProtocolError) as caught:
-            fetch.done.result(0)
+            fetch.result(0)
         return caught.value.reason if isinstance(caught.value, RemoteProtocolError) else type(caught.value).__name__
 
 
@@ -307,7 +306,7 @@ def test_peers_of_other_crews_take_turns() -> None:
     with pytest.raises(RemoteProtocolError, match="busy"):
         call(crew, "g")
     call(crew, "h").done(None)
-    crew.clock.run_until(crew.clock.now() + COOL_S + 1)
+    crew.clock.run_until(crew.clock.now() + OTHER_CREW_PAUSE_S + 1)
     call(crew, "g")
 
 

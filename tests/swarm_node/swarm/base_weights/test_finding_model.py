@@ -21,7 +21,7 @@ from protocol.transports.base import Acceptor
 from swarm_node.config import NodeConfig, PolicyConfig, SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.swarm.base_weights import finding, hub
-from swarm_node.swarm.base_weights.fetching import Members
+from swarm_node.swarm.base_weights.fetching import Donors
 from swarm_node.swarm.base_weights.files import Model, list_model, remember, starter_folder
 from swarm_node.swarm.base_weights.finding import at_hand, choose_model, find_model, give_what_is_here
 from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub
@@ -118,8 +118,8 @@ def test_a_users_copy_of_the_model_is_given(tmp_path: Path) -> None:
 # --------------------------------------------------------------------- where from
 
 
-def members(transport: FakeTransport | None = None) -> Members:
-    return Members(transport or FakeTransport(), "5a" * 32, [], lambda sentence: None)
+def members(transport: FakeTransport | None = None) -> Donors:
+    return Donors(transport or FakeTransport(), "5a" * 32, [], lambda sentence: None)
 
 
 def test_the_same_model_in_hub_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from swarm_node.swarm.base_weights.files import (
     pieces_of,
     read_piece,
     remember,
-    size_of,
     starter_folder,
 )
 from swarm_node.swarm.manifests import make_manifest, render
@@ -34,7 +33,7 @@ def test_a_listing_has_all_that_loading_reads(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
     listing = list_model(folder)
     assert [file.name for file in listing.files] == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert listing.size == size_of(folder) == sum(file.size for file in listing.files)
+    assert listing.size == sum(file.size for file in listing.files)
     for file in listing.files:
         parts = [read_piece(folder, piece) for piece in pieces_of(listing) if piece.name == file.name]
         assert b"".join(parts) == (folder / file.name).read_bytes()
@@ -140,13 +139,13 @@ def test_cached_listings_are_believed_by_digest_only(tmp_path: Path) -> None:
 def test_a_model_is_described_for_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model(tmp_path / "my model")
     model = describe_model(str(folder))
-    assert model == ManifestModel("my-model", digest_of(seal_listing(list_model(folder))), size_of(folder))
+    assert model == ManifestModel("my-model", digest_of(seal_listing(list_model(folder))), list_model(folder).size)
     monkeypatch.chdir(folder)
     assert describe_model(".") == model
     manifest = make_manifest("sums", ["small"], model=model)
     assert parse_manifest(render(manifest), manifest.swarm_id).model == model
     starter = describe_model("starter")
-    assert (starter.name, starter.bytes) == ("starter", size_of(starter_folder()))
+    assert (starter.name, starter.bytes) == ("starter", list_model(starter_folder()).size)
 
 
 @pytest.mark.parametrize(("named", "message"), [("./none", "no model at"), ("some/model", "from the hub")])

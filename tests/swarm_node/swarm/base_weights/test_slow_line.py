@@ -17,7 +17,7 @@ from protocol.limits import MAX_CHUNK_BYTES
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.tensors import BlobHead, open_blob_head, seal_head
 from protocol.transports.base import Outgoing, Sink
-from swarm_node.swarm.base_weights.fetching import AT_ONCE, Members
+from swarm_node.swarm.base_weights.fetching import AT_ONCE, Donors
 from tests.support.fake_transport import FakeTransport
 
 SWARM = "5a" * 32
@@ -88,11 +88,11 @@ class Line(FakeTransport):
 
     def get(self, **options: Any) -> list[str]:
         """What has arrived."""
-        members = Members(self, SWARM, [], lambda sentence: None, lambda: self.now, self.wait, random.Random(0))
+        donors = Donors(self, SWARM, [], lambda sentence: None, lambda: self.now, self.wait, random.Random(0))
         came: list[str] = []
         wanted = [(sha256, PIECE) for sha256 in self.pieces]
-        members.get(wanted, lambda sha256, data: came.append(sha256), "the model", **options)
-        assert not members.liars
+        donors.get(wanted, lambda sha256, data: came.append(sha256), "the model", **options)
+        assert not donors.liars
         return came
 
 
