@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.codec import open_batch, seal_batch
+from protocol.codec import sign_batch, verify_batch
 from protocol.errors import ProtocolError
 from protocol.identity import Identity
 from protocol.messages import (
@@ -72,7 +72,7 @@ class Spec(msgspec.Struct):
 def batch(identity: Identity, swarm: str, sequence: int, groups: int, now: float) -> bytes:
     """A sealed batch of `groups` groups of eight answers of `TEXT_CHARS` characters."""
     rng = random.Random(f"{identity.peer_id}/{sequence}")
-    return seal_batch(
+    return sign_batch(
         RolloutBatch(
             protocol=PROTOCOL_VERSION,
             swarm=swarm,
@@ -109,7 +109,7 @@ class Arrived:
 
     def take(self, data: bytes) -> None:
         now = time.time()
-        peer, opened = open_batch(data, self._swarm)
+        peer, opened = verify_batch(data, self._swarm)
         self.again += (peer, opened.sequence) in self.latencies
         self.latencies.setdefault((peer, opened.sequence), now - opened.created)
         self.newest[peer] = max(opened.created, self.newest.get(peer, 0.0))

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import sharing
 from benchmarks.common import RESULTS, machine, table
-from protocol.codec import seal_batch
+from protocol.codec import sign_batch
 from protocol.identity import Identity
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
 from protocol.topics import epoch_at, rollout_topic, shard_of, slot_key, slot_place
@@ -161,7 +161,7 @@ class Liar:
             groups=[self._group(epoch_at(now)) for _ in range(GROUPS_PER_S)],
         )
         topic = rollout_topic(swarm, shard_of(me, self._simulation.manifest.shards))
-        self._transport.publish(topic, seal_batch(batch, self.identity))
+        self._transport.publish(topic, sign_batch(batch, self.identity))
         self._simulation.clock.call_at(now + 1.0, self._say)
 
     def _group(self, epoch: int) -> SharedGroup:

@@ -23,8 +23,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.codec import SPOKEN, unspoken
-from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.codec import RecordCodec
+from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_NAME_CHARS, MAX_STAGES
 from protocol.lineage import NO_RUN, Lineage, check_lineage
 from protocol.messages import Count, Hash16, Hash64, LayerNumber, StageNumber, Time
@@ -309,46 +309,11 @@ def _mark(lead: str, term: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{lead}/{term}/{number}".encode()).digest()[:8], "big") >> 11
 
 
-class _Header(msgspec.Struct):
-    """What decides whether the rest can be understood."""
-
-    kind: str
-    protocol: int | None = None
-
-
-_encoder = msgspec.msgpack.Encoder()
-_header_decoder = msgspec.msgpack.Decoder(_Header)
-_decoder = msgspec.msgpack.Decoder(Record)
-
-
-def seal_record(record: Record) -> bytes:
-    """Body of a message whose head is `CONTROL`. Raises LocalProtocolError for what no peer would take."""
-    data = _encoder.encode(record)
-    try:
-        open_record(data)
-    except RemoteProtocolError as error:
-        raise LocalProtocolError(f"a {type(record).__name__} that cannot be sent: {error}") from error
-    return data
-
-
-def open_record(data: bytes | bytearray) -> Record:
-    """Raises RemoteProtocolError: size, schema, version, plan for stages that are not all the layers, and run."""
-    if len(data) > MAX_CONTROL_BYTES:
-        raise RemoteProtocolError("size", f"a record of {len(data)} bytes, allowed are {MAX_CONTROL_BYTES}")
-    try:
-        header = _header_decoder.decode(data)
-        if header.kind == "hello" and header.protocol not in SPOKEN:
-            if header.protocol is None:
-                raise RemoteProtocolError("version", "a Hello of no version")
-            raise RemoteProtocolError("version", unspoken(header.protocol))
-        record: Record = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError("schema", str(error)) from error
+def _check_record(record: Record) -> None:
     if isinstance(record, (Plan, Hello)):
         check_spans(record.spans)
     if isinstance(record, (Plan, Hello, Report)):
         check_lineage(record.run)
-    return record
 
 
 def check_spans(spans: tuple[Layers, ...]) -> None:
@@ -357,3 +322,9 @@ def check_spans(spans: tuple[Layers, ...]) -> None:
     ends = (0, *(end for _, end in spans))
     if any(first != before or end <= first for before, (first, end) in zip(ends, spans, strict=False)):
         raise RemoteProtocolError("plan", f"layers {spans}")
+
+
+_codec: RecordCodec[Record] = RecordCodec(Record, MAX_CONTROL_BYTES, opening="hello", check=_check_record)
+encode_record, decode_record = _codec.encode, _codec.decode
+"""Bodies of messages whose head is `CONTROL`. Decoding raises RemoteProtocolError: size, version, schema, `plan` for
+stages that are not all the layers, and `run`."""

@@ -6,9 +6,6 @@ from typing import Final
 
 # ---------------------------------------------------------------- task names
 
-MAX_TASK_NAME_BYTES: Final = 512
-"""An encoded task name: the longest legal one takes under 220 bytes; the rest is room for later fields."""
-
 MAX_ENVIRONMENT_CHARS: Final = 64
 """Environment name: the longest in reasoning-gym 0.1.25 has 27 characters."""
 

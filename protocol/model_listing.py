@@ -20,6 +20,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.codec import decode_as
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Hash64
 
@@ -74,6 +75,9 @@ class ModelListing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(file.size for file in self.files)
 
 
+_decoder = msgspec.json.Decoder(ModelListing)
+
+
 def is_weights(name: str) -> bool:
     """Whether a file of that name holds tensors."""
     return name == WHOLE_WEIGHTS or SHARD.fullmatch(name) is not None
@@ -87,7 +91,7 @@ def names_of(found: Iterable[str]) -> list[str]:
     return sorted(names)
 
 
-def seal_listing(listing: ModelListing) -> bytes:
+def encode_listing(listing: ModelListing) -> bytes:
     """Its canonical form."""
     return msgspec.json.encode(listing, order="deterministic")
 
@@ -97,17 +101,14 @@ def digest_of(listing: bytes) -> str:
     return hashlib.sha256(listing).hexdigest()
 
 
-def open_listing(data: bytes, digest: str | None = None) -> ModelListing:
+def decode_listing(data: bytes, digest: str | None = None) -> ModelListing:
     """The listing of that digest, if any is wanted. Raises RemoteProtocolError: size, digest, schema."""
     if len(data) > MAX_LISTING_BYTES:
         raise RemoteProtocolError("size", f"listing of {len(data)} bytes, allowed are {MAX_LISTING_BYTES}")
     if digest is not None and digest_of(data) != digest:
         raise RemoteProtocolError("digest", "another listing")
-    try:
-        listing = msgspec.json.decode(data, type=ModelListing)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError("schema", str(error)) from error
-    if seal_listing(listing) != data:  # whoever seals it again, to hand it on, would name another digest
+    listing: ModelListing = decode_as(_decoder, data)
+    if encode_listing(listing) != data:  # whoever seals it again, to hand it on, would name another digest
         raise RemoteProtocolError("schema", "not in the canonical form")
     _check([file.name for file in listing.files])
     for file in listing.files:

@@ -16,8 +16,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.codec import SPOKEN, unspoken
-from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.codec import RecordCodec
 from protocol.limits import MAX_HEAD_BYTES, MAX_STAGES, MAX_TOKENS
 from protocol.messages import Count, StageNumber
 
@@ -271,35 +270,5 @@ class Envelope(msgspec.Struct, frozen=True):
         return sum(part.size for part in self.parts)
 
 
-class _Header(msgspec.Struct):
-    """What every version begins with."""
-
-    protocol: int
-
-
-_encoder = msgspec.msgpack.Encoder()
-_header_decoder = msgspec.msgpack.Decoder(_Header)
-_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-def seal_envelope(envelope: Envelope) -> bytes:
-    """Raises LocalProtocolError for what no peer would take."""
-    data = _encoder.encode(envelope)
-    try:
-        open_envelope(data)
-    except RemoteProtocolError as error:
-        raise LocalProtocolError(f"a {type(envelope.head).__name__} that cannot be sent: {error}") from error
-    return data
-
-
-def open_envelope(data: bytes) -> Envelope:
-    """Raises RemoteProtocolError: size, schema, version."""
-    if len(data) > MAX_HEAD_BYTES:
-        raise RemoteProtocolError("size", f"head of {len(data)} bytes, allowed are {MAX_HEAD_BYTES}")
-    try:
-        version = _header_decoder.decode(data).protocol
-        if version not in SPOKEN:  # other versions may have other fields
-            raise RemoteProtocolError("version", unspoken(version))
-        return _envelope_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError("schema", str(error)) from error
+_codec: RecordCodec[Envelope] = RecordCodec(Envelope, MAX_HEAD_BYTES)
+encode_envelope, decode_envelope = _codec.encode, _codec.decode

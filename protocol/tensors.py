@@ -9,13 +9,12 @@ many values a fragment has and how many bytes those take in each codec: a body o
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from protocol.codec import SPOKEN, unspoken
-from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.codec import RecordCodec
 from protocol.limits import MAX_HEAD_BYTES
 from protocol.messages import Count, Hash16, Hash64, LayerNumber, StageNumber
 
@@ -119,54 +118,17 @@ class BlobHead(msgspec.Struct, frozen=True):
     """Of the body."""
 
 
-class _Header(msgspec.Struct):
-    """What every version of every head begins with."""
-
-    protocol: int
-
-
-def seal_head(head: AverageHead | WeightsHead | StateHead | KeepHead | BlobHead) -> bytes:
-    """As bytes for `transports.base.Outgoing`. Raises LocalProtocolError for what no peer would take."""
-    data = msgspec.msgpack.encode(head)
-    try:
-        _open(data, type(head))
-    except RemoteProtocolError as error:
-        raise LocalProtocolError(f"a head that cannot be sent: {error}") from error
-    return data
+_codecs: dict[type, RecordCodec[Any]] = {
+    kind: RecordCodec(kind, MAX_HEAD_BYTES) for kind in (AverageHead, WeightsHead, StateHead, KeepHead, BlobHead)
+}
 
 
-def open_average_head(data: bytes) -> AverageHead:
-    """Raises RemoteProtocolError: size, schema, version."""
-    return _open(data, AverageHead)
+def encode_head(head: AverageHead | WeightsHead | StateHead | KeepHead | BlobHead) -> bytes:
+    """The bytes for `transports.base.Outgoing`. Raises LocalProtocolError for a head that peers would refuse."""
+    return _codecs[type(head)].encode(head)
 
 
-def open_weights_head(data: bytes) -> WeightsHead:
-    """Raises RemoteProtocolError: size, schema, version."""
-    return _open(data, WeightsHead)
-
-
-def open_state_head(data: bytes) -> StateHead:
-    """Raises RemoteProtocolError: size, schema, version."""
-    return _open(data, StateHead)
-
-
-def open_keep_head(data: bytes) -> KeepHead:
-    """Raises RemoteProtocolError: size, schema, version."""
-    return _open(data, KeepHead)
-
-
-def open_blob_head(data: bytes) -> BlobHead:
-    """Raises RemoteProtocolError: size, schema, version."""
-    return _open(data, BlobHead)
-
-
-def _open(data: bytes, kind: type[T]) -> T:
-    if len(data) > MAX_HEAD_BYTES:
-        raise RemoteProtocolError("size", f"head of {len(data)} bytes, allowed are {MAX_HEAD_BYTES}")
-    try:
-        version = msgspec.msgpack.decode(data, type=_Header).protocol
-        if version not in SPOKEN:  # other versions may have other fields
-            raise RemoteProtocolError("version", unspoken(version))
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError("schema", str(error)) from error
+def decode_head(data: bytes, kind: type[T]) -> T:
+    """The head of that kind in `data`. Raises RemoteProtocolError: size, version, schema."""
+    head: T = _codecs[kind].decode(data)
+    return head

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from protocol.codec import seal_batch
+from protocol.codec import sign_batch
 from protocol.errors import LocalProtocolError
 from protocol.identity import Identity
 from protocol.manifest import Manifest, ManifestTask
@@ -84,7 +84,7 @@ class World:
     def batch(self, me: Identity, number: int, groups: list[SharedGroup], tokens: int = 128) -> bytes:
         sampling = SharedSampling(tokens, 1.0, 1.0)
         swarm = self.manifest.swarm_id
-        return seal_batch(
+        return sign_batch(
             RolloutBatch(PROTOCOL_VERSION, swarm, number, self.now, "0" * 16, "0" * 16, sampling, groups), me
         )
 

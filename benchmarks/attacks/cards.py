@@ -20,7 +20,7 @@ from hivemind.dht.node import DHTID
 from hivemind.proto import dht_pb2
 
 from benchmarks.attacks.hostile import call, dht_peer
-from protocol.codec import seal_card
+from protocol.codec import sign_card
 from protocol.identity import Identity
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.topics import bucket_of, membership_key
@@ -39,7 +39,7 @@ async def flood(swarm: str, crowd: list[Identity], port: int, p2p: Any, victim: 
         for me in part:
             way = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{me.peer_id}"]
             card = PeerCard(PROTOCOL_VERSION, swarm, now, "sybil", ["trainer"], way, way, me.peer_id)
-            values.append(msgspec.msgpack.encode(seal_card(card, me)))
+            values.append(msgspec.msgpack.encode(sign_card(card, me)))
         request = dht_pb2.StoreRequest(
             keys=[DHTID.generate(membership_key(swarm, bucket_of(me.peer_id))).to_bytes() for me in part],
             subkeys=[msgspec.msgpack.encode(me.peer_id) for me in part],

@@ -28,7 +28,7 @@ from hivemind.p2p import P2P
 from hivemind.proto import dht_pb2
 
 from benchmarks.attacks.hostile import call, dht_peer, memory_mib, nested_ext
-from protocol.codec import seal_card
+from protocol.codec import sign_card
 from protocol.identity import Identity
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.messages import PROTOCOL_VERSION, PeerCard
@@ -92,7 +92,7 @@ async def find(address: str, swarm: str, pid: int, requests: int) -> dict[str, A
             me = Identity.generate()
             if bucket_of(me.peer_id) == 0:
                 ways = [f"/ip4/127.0.0.1/tcp/9/{'x' * 100}{i}/p2p/{me.peer_id}"[:192] for i in range(4)]
-                cards.append((me.peer_id, seal_card(PeerCard(PROTOCOL_VERSION, swarm, now, "x", [], ways, ways), me)))
+                cards.append((me.peer_id, sign_card(PeerCard(PROTOCOL_VERSION, swarm, now, "x", [], ways, ways), me)))
         stored = 0
         for peer, card in cards:
             request = dht_pb2.StoreRequest(

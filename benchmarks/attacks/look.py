@@ -16,7 +16,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.serializer import MSGPackSerializer
 
 from benchmarks.attacks.hostile import call, dht_peer
-from protocol.codec import open_card
+from protocol.codec import verify_card
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.topics import membership_key
 
@@ -30,7 +30,7 @@ async def look(address: str, swarm: str) -> dict[str, str]:
         for result in answer.results:
             if result.type == dht_pb2.FOUND_DICTIONARY:
                 for _, (sealed, _) in MSGPackSerializer.loads(result.value).items():
-                    _, card = open_card(msgspec.msgpack.decode(sealed), swarm)
+                    _, card = verify_card(msgspec.msgpack.decode(sealed), swarm)
                     name = "boot" if "bootstrap" in card.roles else card.name
                     found[name] = card.gossip[0] if card.gossip else ""
     return found

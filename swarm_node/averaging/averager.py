@@ -27,7 +27,7 @@ from torch import Tensor
 
 from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
-from protocol.tensors import AverageHead, Codec, seal_head
+from protocol.tensors import AverageHead, Codec, encode_head
 from protocol.transports.base import Outgoing, Transport
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.reducers import find_reducer
@@ -319,7 +319,7 @@ class Averager(ABC):
         place = self.place
         version = version_for(peer, self.transport.members())
         head = AverageHead(version, place.swarm, place.cohort, place.peer_id, peer, codec=codec, **rest)
-        return Outgoing(seal_head(head), size, counted)
+        return Outgoing(encode_head(head), size, counted)
 
     def _belongs(self, head: AverageHead, peer: str) -> None:
         """Raises RemoteProtocolError unless `head` is of `peer`, to this one, and of this cohort."""

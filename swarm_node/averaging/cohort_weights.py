@@ -18,7 +18,7 @@ from torch import Tensor
 
 from protocol.codec import version_for
 from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.tensors import WEIGHTS_METHOD, WeightsHead, open_weights_head, seal_head
+from protocol.tensors import WEIGHTS_METHOD, WeightsHead, decode_head, encode_head
 from protocol.transports.base import Outgoing, Sink, Transport
 from protocol.transports.transfer import Donor, Pace, Retry, outcome, reason_of
 from swarm_node.averaging.averager import cohort_id
@@ -62,7 +62,7 @@ def fetch(
     result, bodies = WeightsFetch(peer), Readers([Decoder("float32", n) for n in sizes])
 
     def answered(head: bytes, size: int) -> Sink:
-        theirs = open_weights_head(head)
+        theirs = decode_head(head, WeightsHead)
         check_place(theirs, place)
         if size != bodies.size:
             raise RemoteProtocolError("size", f"{size} bytes for {bodies.size}")
@@ -80,7 +80,7 @@ def fetch(
 
 def weights_head(transport: Transport, peer: str, place: tuple[str, str], version: int) -> bytes:
     """The head that either side sends to `peer`."""
-    return seal_head(WeightsHead(version_for(peer, transport.members()), *place, version))
+    return encode_head(WeightsHead(version_for(peer, transport.members()), *place, version))
 
 
 def check_place(head: WeightsHead, place: tuple[str, str]) -> None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, open_average_head
+from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, decode_head
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import CONTENTS, Averager
@@ -211,7 +211,7 @@ class CohortAverager(Averager):
         future.add_done_callback(partial(self._called, round, phase, peer, taken))
 
     def _answered(self, round: _Round, phase: int, peer: str, taken: list[Decoder], head: bytes, size: int) -> Sink:
-        theirs = open_average_head(head)
+        theirs = decode_head(head, AverageHead)
         self._fits(round, phase, peer, theirs, size)
         taken.append(self._decoder(round, phase, peer, theirs))
         return taken[0].write
@@ -222,7 +222,7 @@ class CohortAverager(Averager):
 
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
         """A member calls: take part if we are in the same phase of the same round."""
-        theirs = open_average_head(head)
+        theirs = decode_head(head, AverageHead)
         self._belongs(theirs, peer)
         if peer not in self._cohort():
             raise RemoteProtocolError("group", "not of the cohort, as far as is known here")

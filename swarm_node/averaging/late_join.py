@@ -22,7 +22,7 @@ from statistics import median_low
 from torch import Tensor
 
 from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.tensors import WEIGHTS_METHOD, open_weights_head
+from protocol.tensors import WEIGHTS_METHOD, WeightsHead, decode_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.transfer import Donor, Place, Places, expect_no_body, in_time, reason_of
 from swarm_node.averaging.averager import Averager
@@ -133,7 +133,7 @@ class LateJoin:
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
         """Answer a peer that asks for the weights. Raises RemoteProtocolError: cohort, size, early (not trained yet),
         busy."""
-        check_place(open_weights_head(head), self._place)
+        check_place(decode_head(head, WeightsHead), self._place)
         expect_no_body(size)
         if not self.version:
             raise RemoteProtocolError("early", "not trained yet")

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.peers import is_relayed
-from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, open_average_head
+from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, decode_head
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import CONTENTS, Averager, readable
@@ -340,7 +340,7 @@ class PairAverager(Averager):
 
     def _answered(self, exchange: _Exchange, head: bytes, size: int) -> Sink:
         """The partner takes part."""
-        theirs = open_average_head(head)
+        theirs = decode_head(head, AverageHead)
         self._check(theirs, exchange.partner, size)
         if (theirs.round, theirs.fragment) != (exchange.round, exchange.fragment):
             raise RemoteProtocolError("round", f"answer of round {theirs.round} to a call of round {exchange.round}")
@@ -352,7 +352,7 @@ class PairAverager(Averager):
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
         """A peer calls: take part if it is whom we would call in this round, and we are due as well; or if it leaves,
         and is the first that does."""
-        theirs = open_average_head(head)
+        theirs = decode_head(head, AverageHead)
         self._check(theirs, peer, size)
         round, fragment = theirs.round, theirs.fragment
         self._is_now(round)

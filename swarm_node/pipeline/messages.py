@@ -49,8 +49,8 @@ from protocol.pipeline import (
     TiedMatrix,
     Tokens,
     TurnFailed,
-    open_envelope,
-    seal_envelope,
+    decode_envelope,
+    encode_envelope,
 )
 from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.ports import LEAD, Message
@@ -169,7 +169,7 @@ def encode(
         missing = part.size - len(body[-1])
         if missing:
             body.append(memoryview(bytes(missing)))
-    return seal_envelope(Envelope(version, plan, message.stage, message.head, tuple(parts))), body
+    return encode_envelope(Envelope(version, plan, message.stage, message.head, tuple(parts))), body
 
 
 def size(message: Message, codec: Codec) -> int:
@@ -233,7 +233,7 @@ def judge(head: bytes, size: int, limits: Limits) -> Envelope:
     Raises RemoteProtocolError: size, schema, version (of the head); plan, stage, sender, place; shape, size (of the
     body).
     """
-    envelope = open_envelope(head)
+    envelope = decode_envelope(head)
     if envelope.plan != limits.plan:
         raise RemoteProtocolError("plan", f"plan {envelope.plan}, here it is {limits.plan}")
     _judge_ends(envelope.head, envelope.stage, limits)

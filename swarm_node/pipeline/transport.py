@@ -31,12 +31,12 @@ from protocol.crew import (
     Progress,
     Settings,
     Source,
-    open_record,
+    decode_record,
 )
-from protocol.crew import seal_record as seal
+from protocol.crew import encode_record as seal
 from protocol.errors import RemoteProtocolError
 from protocol.messages import CrewCard, PeerCard
-from protocol.pipeline import open_envelope
+from protocol.pipeline import decode_envelope
 from protocol.transports.base import Channel, Listener, Transport
 from swarm_node.pipeline.compute.worker import refusal
 from swarm_node.pipeline.membership.actions import (
@@ -385,7 +385,7 @@ class StageTransport:
         try:
             return decode(waiting.head, waiting.body, waiting.limits)
         except RemoteProtocolError as error:
-            envelope = open_envelope(waiting.head)
+            envelope = decode_envelope(waiting.head)
             answers = refusal(envelope.stage, envelope.head) if self._is_lead(waiting.link) else []
             if answers:  # it begins anew, or does something else
                 self.counts[f"refused/{error.reason}"] += 1
@@ -461,8 +461,8 @@ class StageTransport:
 
     def _limits_of(self, link: Link, head: bytes) -> Limits:
         """What that peer may send by the plan that the head names. Raises RemoteProtocolError: plan, stranger, and
-        those of `open_envelope`."""
-        mark = open_envelope(head).plan
+        those of `decode_envelope`."""
+        mark = decode_envelope(head).plan
         plan = self._plans.get(mark)
         if plan is None:
             raise RemoteProtocolError("plan", "messages of a plan that is not known here")
@@ -477,7 +477,7 @@ class StageTransport:
     def _received(self, link: Link, head: bytes, body: bytearray) -> None:
         if head == CONTROL:
             try:
-                record = open_record(body)
+                record = decode_record(body)
             except RemoteProtocolError as error:
                 if error.reason == "version":
                     self._handle(partial(self._crew.unspoken, link, error.detail))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from protocol.codec import HEAD_BYTES, seal_batch
+from protocol.codec import HEAD_BYTES, sign_batch
 from protocol.identity import Identity
 from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_GROUPS, MAX_ROUND_S, MAX_TOKENS
 from protocol.manifest import Manifest
@@ -101,7 +101,7 @@ class Publisher:
         now = self._now()
         for batch in self._batches(self._within_quota(now)):
             self._sequence += 1
-            data = seal_batch(
+            data = sign_batch(
                 RolloutBatch(
                     protocol=self._version(),
                     swarm=self._swarm,

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from protocol.codec import HEAD_BYTES, SPOKEN, open_batch
+from protocol.codec import HEAD_BYTES, SPOKEN, verify_batch
 from protocol.errors import RemoteProtocolError
 from protocol.identity import PUBLIC_KEY_BYTES, peer_id_of
 from protocol.limits import EPOCH_SECONDS, GROUPS_PER_SLOT, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
@@ -51,7 +51,7 @@ down by no more, and neither do rewards that wait for another process or machine
 ADMIT_LEAST_S, ADMIT_MOST_S = 0.02, 1.0
 """Bounds on that time: the least suffices for forty groups of short answers, and the most for those of a slow round."""
 PROVEN = frozenset({"version", "newer", "schema", "swarm"})
-"""Reasons that `open_batch` gives after it has verified the signature."""
+"""Reasons that `verify_batch` gives after it has verified the signature."""
 
 _Waiting = tuple[str, Account, RolloutBatch, SharedGroup, float]
 """Sender, its account, the batch, one group of it, and that group's part of the message in bytes."""
@@ -227,7 +227,7 @@ class Receiver:
             self._ledger.reject("muted", claimed)
             return None
         try:
-            return open_batch(data, self._swarm, self._spoken)
+            return verify_batch(data, self._swarm, self._spoken)
         except RemoteProtocolError as error:
             peer = claimed if error.reason in PROVEN else None
             if peer is not None:

@@ -17,7 +17,7 @@ from hivemind.proto import dht_pb2
 from plane_scenarios import EVERYWHERE, SWARM, TTL_S, fails, main, same, started, until
 
 from benchmarks.attacks.hostile import call, dht_peer
-from protocol.codec import seal_card
+from protocol.codec import sign_card
 from protocol.identity import Identity
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
@@ -108,7 +108,7 @@ async def one_answer_makes_few_cards_of_others_known() -> None:
     async with started("one", "liar") as (one, liar):
         crowd = [Identity.generate() for _ in range(FOUND_EACH + 200)]
         for peer in crowd:  # as if it had taken them in
-            sealed = msgspec.msgpack.encode(seal_card(PeerCard(1, SWARM, time.time(), "x", []), peer))
+            sealed = msgspec.msgpack.encode(sign_card(PeerCard(1, SWARM, time.time(), "x", []), peer))
             key = one.plane._validator.keys[bucket_of(peer.peer_id)]
             assert liar.plane._storage.store(key, peer.peer_id, sealed, time.time() + TTL_S - 1, time.time(), True)
         await liar.plane.store_card(liar.card())
@@ -168,7 +168,7 @@ def store_request(cards: Sequence[tuple[Identity, PeerCard]]) -> Any:
     for peer, card in cards:
         request.keys.append(DHTID.generate(membership_key(SWARM, bucket_of(peer.peer_id))).to_bytes())
         request.subkeys.append(msgspec.msgpack.encode(peer.peer_id))
-        request.values.append(msgspec.msgpack.encode(seal_card(card, peer)))
+        request.values.append(msgspec.msgpack.encode(sign_card(card, peer)))
         request.expiration_time.append(card.created + TTL_S - 1)
         request.in_cache.append(False)
     return request

@@ -26,7 +26,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from plane_scenarios import EVERYWHERE, HANG_S, SWARM, TTL_S, Node, main, same, started, until
 
 from benchmarks.attacks.hostile import EXT_DICTIONARY, EXT_TUPLE, call, dht_peer, memory_mib, nested_ext
-from protocol.codec import seal_card
+from protocol.codec import sign_card
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.introductions import Introductions
@@ -47,7 +47,7 @@ def _record(card: bytes, peer: str, expiration: float, bucket: int | None = None
 
 
 def _sealed(peer: Identity, **changes: Any) -> bytes:
-    return seal_card(msgspec.structs.replace(PeerCard(1, SWARM, time.time(), "me", []), **changes), peer)
+    return sign_card(msgspec.structs.replace(PeerCard(1, SWARM, time.time(), "me", []), **changes), peer)
 
 
 def _refusal(validator: CardValidator, record: tuple[Any, ...]) -> str:
@@ -262,7 +262,7 @@ async def hostile_stores_end_nothing() -> None:
         await one.plane.store_card(one.card())
         to = await peer.connect(one)
         mine = KEYS[bucket_of(one.id)].to_bytes()
-        stolen = pack(seal_card(one.card(), Identity.generate()))
+        stolen = pack(sign_card(one.card(), Identity.generate()))
         requests: dict[str, Any] = {}
         for name, shape in SHAPES.items():
             requests[f"{name} as a bucket"] = _store((mine, b"", shape))

@@ -34,9 +34,9 @@ from protocol.crew import (
     Whole,
     crew_id,
     crew_key,
-    open_record,
+    decode_record,
+    encode_record,
     proof,
-    seal_record,
 )
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_STAGES
@@ -112,25 +112,25 @@ each = pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record
 
 
 def reason(data: bytes) -> str | None:
-    return refused(lambda: open_record(data), REASONS)
+    return refused(lambda: decode_record(data), REASONS)
 
 
 @each
 def test_what_is_sealed_can_be_opened(record: Record) -> None:
-    assert open_record(seal_record(record)) == record
-    assert open_record(bytearray(seal_record(record))) == record
+    assert decode_record(encode_record(record)) == record
+    assert decode_record(bytearray(encode_record(record))) == record
 
 
 @pytest.mark.parametrize("record", [HELLO, PLAN], ids=["hello", "plan"])
 def test_golden_bytes(record: Record) -> None:
     golden = bytes.fromhex(GOLDEN[type(record).__name__.lower()])
-    assert seal_record(record) == golden
-    assert open_record(golden) == record
+    assert encode_record(record) == golden
+    assert decode_record(golden) == record
 
 
 @each
 def test_a_later_version_may_add_fields(record: Record) -> None:
-    assert open_record(msgspec.msgpack.encode({**fields(record), "later": [1, {"deep": 2}]})) == record
+    assert decode_record(msgspec.msgpack.encode({**fields(record), "later": [1, {"deep": 2}]})) == record
 
 
 def test_other_heads_are_no_control_messages() -> None:
@@ -151,9 +151,9 @@ def test_size_is_checked_before_anything_else() -> None:
 def test_the_largest_crew_fits() -> None:
     way = Source("mean", ("p" * 52, "q" * 52), (254, 255), 2**53 - 1)
     seats = tuple(Assignment("r" * 52, (4 * i, 4 * i + 4), (way,) * 3) for i in range(MAX_STAGES))
-    assert len(seal_record(Plan(2**53 - 1, 2**53 - 1, seats, SETTINGS, ("s" * 52,) * 64))) < MAX_CONTROL_BYTES
+    assert len(encode_record(Plan(2**53 - 1, 2**53 - 1, seats, SETTINGS, ("s" * 52,) * 64))) < MAX_CONTROL_BYTES
     with pytest.raises(LocalProtocolError):
-        seal_record(Plan(0, 0, (*seats, Assignment("r", (1020, 1021))), SETTINGS))
+        encode_record(Plan(0, 0, (*seats, Assignment("r", (1020, 1021))), SETTINGS))
 
 
 def plan(*spans: tuple[int, int]) -> bytes:
@@ -265,10 +265,10 @@ def test_random_bytes(noise: bytes) -> None:
 @settings(max_examples=300)
 @given(data=st.data(), record=st.sampled_from(RECORDS))
 def test_mutated_records_keep_limits_or_are_refused(data: st.DataObject, record: Record) -> None:
-    mutated = data.draw(mutations(seal_record(record)))
+    mutated = data.draw(mutations(encode_record(record)))
     if reason(mutated) is None:
-        opened = open_record(mutated)
-        assert open_record(seal_record(opened)) == opened
+        opened = decode_record(mutated)
+        assert decode_record(encode_record(opened)) == opened
 
 
 @given(data=st.data(), record=st.sampled_from(RECORDS))
@@ -276,14 +276,14 @@ def test_any_value_in_any_field(data: st.DataObject, record: Record) -> None:
     name = data.draw(st.sampled_from(sorted(fields(record))))
     changed = msgspec.msgpack.encode({**fields(record), name: data.draw(values())})
     if reason(changed) is None:
-        seal_record(open_record(changed))
+        encode_record(decode_record(changed))
 
 
 @pytest.mark.parametrize(
     "nasty",
-    [b"", b"\x91" * 1000, b"\x81\xa4kind\xdd\xff\xff\xff\xff", b"\xc1", seal_record(PLAN) + b"\xc0"],
+    [b"", b"\x91" * 1000, b"\x81\xa4kind\xdd\xff\xff\xff\xff", b"\xc1", encode_record(PLAN) + b"\xc0"],
 )
 def test_nonsense(nasty: bytes) -> None:
     assert reason(nasty) == "schema"
     with pytest.raises(RemoteProtocolError):
-        open_record(nasty)
+        decode_record(nasty)

@@ -21,10 +21,10 @@ from protocol.model_listing import (
     PIECE_BYTES,
     ListedFile,
     ModelListing,
+    decode_listing,
     digest_of,
+    encode_listing,
     names_of,
-    open_listing,
-    seal_listing,
 )
 from tests.support.wire import mutations, refused
 
@@ -41,7 +41,7 @@ DIGEST = "42e2ac40bdc848fdd3a619c2059587e60534ebda7957333c2c483d1f9e3d8913"
 
 
 def opened(document: Any, digest: str | None = None) -> ModelListing:
-    return open_listing(json.dumps(document, separators=(",", ":"), sort_keys=True).encode(), digest)
+    return decode_listing(json.dumps(document, separators=(",", ":"), sort_keys=True).encode(), digest)
 
 
 def document() -> dict[str, Any]:
@@ -53,16 +53,16 @@ def document() -> dict[str, Any]:
 
 
 def test_golden_bytes() -> None:
-    assert seal_listing(LISTING) == GOLDEN
+    assert encode_listing(LISTING) == GOLDEN
     assert digest_of(GOLDEN) == DIGEST
-    assert open_listing(GOLDEN, DIGEST) == LISTING
+    assert decode_listing(GOLDEN, DIGEST) == LISTING
     assert LISTING.size == PIECE_BYTES + 701
     assert LISTING.files[1].lengths() == [PIECE_BYTES, 1]
 
 
 def test_another_listing_than_was_asked_for() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
-        open_listing(GOLDEN + b" ", digest_of(GOLDEN))
+        decode_listing(GOLDEN + b" ", digest_of(GOLDEN))
     assert caught.value.reason == "digest"
 
 
@@ -82,7 +82,7 @@ SPELT = {
 def test_a_listing_has_one_form(data: bytes) -> None:
     assert data != GOLDEN and msgspec.json.decode(data, type=ModelListing) == LISTING
     with pytest.raises(RemoteProtocolError) as caught:
-        open_listing(data, digest_of(data))
+        decode_listing(data, digest_of(data))
     assert caught.value.reason == "schema"
 
 
@@ -143,29 +143,29 @@ def test_sizes_are_bounded() -> None:
 
     config = ListedFile("config.json", [A], 1)
     largest = ModelListing([config, *shards(MAX_MODEL_BYTES // 4 - 1)])
-    data = seal_listing(largest)
-    assert open_listing(data) == largest and len(data) < MAX_LISTING_BYTES
+    data = encode_listing(largest)
+    assert decode_listing(data) == largest and len(data) < MAX_LISTING_BYTES
     for listing in (
         ModelListing([config, *shards(MAX_MODEL_BYTES // 4)]),
         ModelListing([config, LISTING.files[1], file("tokenizer.json", MAX_OTHER_BYTES + 1)]),
     ):
         with pytest.raises(RemoteProtocolError) as caught:
-            open_listing(seal_listing(listing))
+            decode_listing(encode_listing(listing))
         assert caught.value.reason == "size"
     with pytest.raises(RemoteProtocolError) as caught:
-        open_listing(bytes(MAX_LISTING_BYTES + 1))
+        decode_listing(bytes(MAX_LISTING_BYTES + 1))
     assert caught.value.reason == "size"
     many = [config, *(file(f"model-{i:05d}-of-{MAX_FILES:05d}.safetensors", 1) for i in range(MAX_FILES))]
     with pytest.raises(RemoteProtocolError):
-        open_listing(seal_listing(ModelListing(many)))
-    assert open_listing(seal_listing(ModelListing(many[:-1])))
+        decode_listing(encode_listing(ModelListing(many)))
+    assert decode_listing(encode_listing(ModelListing(many[:-1])))
 
 
 @given(st.binary(max_size=200) | mutations(GOLDEN))
 def test_any_bytes_are_a_listing_or_refused(data: bytes) -> None:
-    if refused(lambda: open_listing(data), REASONS) is None:
-        listing = open_listing(data)
-        assert open_listing(seal_listing(listing)) == listing
+    if refused(lambda: decode_listing(data), REASONS) is None:
+        listing = decode_listing(data)
+        assert decode_listing(encode_listing(listing)) == listing
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=8), lambda kids: st.lists(kids)))

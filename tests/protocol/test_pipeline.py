@@ -37,8 +37,8 @@ from protocol.pipeline import (
     TiedMatrix,
     Tokens,
     TurnFailed,
-    open_envelope,
-    seal_envelope,
+    decode_envelope,
+    encode_envelope,
 )
 from tests.support.wire import fields, mutations, refused, values
 
@@ -81,7 +81,7 @@ HEADS: list[Head] = [
 
 
 def reason(data: bytes) -> str | None:
-    return refused(lambda: open_envelope(data), REASONS)
+    return refused(lambda: decode_envelope(data), REASONS)
 
 
 def changed(**changes: object) -> bytes:
@@ -93,19 +93,19 @@ def with_head(**changes: object) -> bytes:
 
 
 def test_golden_bytes() -> None:
-    assert seal_envelope(ENVELOPE) == GOLDEN.read_bytes()
-    assert open_envelope(GOLDEN.read_bytes()) == ENVELOPE
+    assert encode_envelope(ENVELOPE) == GOLDEN.read_bytes()
+    assert decode_envelope(GOLDEN.read_bytes()) == ENVELOPE
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_every_head_arrives_as_it_was(head: Head) -> None:
     envelope = replace(ENVELOPE, head=head, stage=-1)
-    assert open_envelope(seal_envelope(envelope)) == envelope
-    assert len(seal_envelope(envelope)) < MAX_HEAD_BYTES / 8
+    assert decode_envelope(encode_envelope(envelope)) == envelope
+    assert len(encode_envelope(envelope)) < MAX_HEAD_BYTES / 8
 
 
 def test_a_later_version_may_add_fields() -> None:
-    assert open_envelope(changed(later=[1])) == ENVELOPE == open_envelope(with_head(later=[1]))
+    assert decode_envelope(changed(later=[1])) == ENVELOPE == decode_envelope(with_head(later=[1]))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_what_is_refused(bad: bytes) -> None:
 )
 def test_unacceptable_heads_are_not_sent(head: Head) -> None:
     with pytest.raises(LocalProtocolError, match="cannot be sent"):
-        seal_envelope(replace(ENVELOPE, head=head))
+        encode_envelope(replace(ENVELOPE, head=head))
 
 
 @given(noise=st.binary(max_size=300))
@@ -184,10 +184,10 @@ def test_random_bytes(noise: bytes) -> None:
 @given(data=st.data())
 def test_mutated_heads_keep_limits_or_are_refused(data: st.DataObject) -> None:
     head = data.draw(st.sampled_from(HEADS))
-    mutated = data.draw(mutations(seal_envelope(replace(ENVELOPE, head=head))))
+    mutated = data.draw(mutations(encode_envelope(replace(ENVELOPE, head=head))))
     if reason(mutated) is None:
-        opened = open_envelope(mutated)
-        assert open_envelope(seal_envelope(opened)) == opened
+        opened = decode_envelope(mutated)
+        assert decode_envelope(encode_envelope(opened)) == opened
 
 
 @given(data=st.data())
@@ -195,5 +195,5 @@ def test_any_value_in_any_field(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(fields(ENVELOPE))))
     some = changed(**{name: data.draw(values())})
     if reason(some) is None:
-        opened = open_envelope(some)
-        assert open_envelope(seal_envelope(opened)) == opened
+        opened = decode_envelope(some)
+        assert decode_envelope(encode_envelope(opened)) == opened

@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol import limits
-from protocol.codec import decode_task_name, encode_task_name
+from protocol.codec import RecordCodec
 from protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from protocol.messages import TaskName
 
 GOLDEN = Path(__file__).parents[1] / "data" / "task_name_v1.msgpack"
+MAX_BYTES = 512
+NAMES: RecordCodec[TaskName] = RecordCodec(TaskName, MAX_BYTES)
+encode_task_name, decode_task_name = NAMES.encode, NAMES.decode
 NAME = TaskName("gcd", "0123456789abcdef", "reasoning-gym 0.1.25", seed=0, index=123_456_789)
 
 
@@ -38,10 +41,10 @@ def test_golden_bytes() -> None:
 def test_round_trip_within_the_limit(name: TaskName) -> None:
     data = encode_task_name(name)
     assert decode_task_name(data) == name
-    assert len(data) <= limits.MAX_TASK_NAME_BYTES // 2  # the limit leaves room for later fields
+    assert len(data) <= MAX_BYTES // 2  # the limit leaves room for later fields
 
 
-@given(st.binary(max_size=limits.MAX_TASK_NAME_BYTES + 1))
+@given(st.binary(max_size=MAX_BYTES + 1))
 def test_random_bytes_raise_remote_protocol_error_only(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         decode_task_name(data)
@@ -91,7 +94,7 @@ def test_fields_out_of_range_are_refused(field: dict[str, object]) -> None:
 
 def test_size_is_checked_before_decoding() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
-        decode_task_name(encode_task_name(NAME) + bytes(limits.MAX_TASK_NAME_BYTES))
+        decode_task_name(encode_task_name(NAME) + bytes(MAX_BYTES))
     assert caught.value.reason == "size"
 
 

@@ -22,8 +22,8 @@ from protocol.crew import (
     Settings,
     Source,
     crew_key,
-    open_record,
-    seal_record,
+    decode_record,
+    encode_record,
 )
 from protocol.lineage import NO_RUN, Lineage, shared
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
@@ -375,7 +375,7 @@ class World:
     def send(self, peer: str, link: Link, record: Record) -> None:
         if link in self.far:
             other, far = self.far[link]
-            self.at(self.delay(far), partial(self.tell, other, far, open_record(seal_record(record))))
+            self.at(self.delay(far), partial(self.tell, other, far, decode_record(encode_record(record))))
 
     def delay(self, end: Link) -> float:
         """In order for each end."""

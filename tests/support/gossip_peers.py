@@ -45,7 +45,7 @@ class Peer(GossipClient):
 
     def sealed(self, size: int) -> bytes:
         """A message that nobody has heard yet."""
-        return codec.seal_batch(batch(SWARM, size), self.sealer)
+        return codec.sign_batch(batch(SWARM, size), self.sealer)
 
 
 @asynccontextmanager

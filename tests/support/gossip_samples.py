@@ -40,7 +40,7 @@ def batch(swarm: str, size: int) -> RolloutBatch:
 
 
 def seal_as(record: RolloutBatch, sender: Identity) -> bytes:
-    """Sealed without the checks of `codec.seal_batch`, which refuses to send nonsense."""
+    """Sealed without the checks of `codec.sign_batch`, which refuses to send nonsense."""
     body = msgspec.msgpack.encode(record)
     return sender.public_key + sender.sign(BATCH_TAG, body) + body
 

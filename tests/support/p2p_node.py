@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from protocol.codec import open_batch, seal_batch
+from protocol.codec import sign_batch, verify_batch
 from protocol.errors import ProtocolError
 from protocol.identity import Identity
 from protocol.messages import PeerCard, RolloutBatch, SharedGroup, SharedRollout, SharedSampling, TaskName
@@ -119,7 +119,7 @@ class Node:
         return self.talks[-1].opened(channel)
 
     def hear(self, data: bytes) -> None:
-        sender, batch = open_batch(data, SWARM)
+        sender, batch = verify_batch(data, SWARM)
         self.heard.append((sender, batch.sequence))
 
     def do_status(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Node:
                 groups=[SharedGroup(name, 0, 0, bytes(16), 0, [rollout, rollout])],
             )
             topic = rollout_topic(SWARM, shard_of(self.identity.peer_id, self.shards))
-            self.transport.publish(topic, seal_batch(batch, self.identity))
+            self.transport.publish(topic, sign_batch(batch, self.identity))
         return self.sent
 
     def do_ask(self, peer: str, text: str) -> str:

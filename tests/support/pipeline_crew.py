@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Codec, open_envelope
+from protocol.pipeline import Codec, decode_envelope
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer
@@ -252,7 +252,7 @@ class Crew:
         except RemoteProtocolError as error:
             self.refuse(error)
             if sender == 0 and error.reason != "plan":  # the lead hears of it, as from `StageTransport`
-                envelope = open_envelope(head)
+                envelope = decode_envelope(head)
                 for answer in refusal(envelope.stage, envelope.head):
                     self._put(receiver, answer)
             return None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from protocol.codec import seal_batch
+from protocol.codec import sign_batch
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, SharedRollout, SharedSampling
@@ -47,7 +47,7 @@ class Poisoner:
         sampling = SharedSampling(4, 1.0, 1.0)
         batch = RolloutBatch(PROTOCOL_VERSION, swarm, self.sent, now, "0" * 16, "0" * 16, sampling, [group])
         topic = rollout_topic(swarm, shard_of(me, self.simulation.manifest.shards))
-        assert self.transport.publish(topic, seal_batch(batch, self.identity))
+        assert self.transport.publish(topic, sign_batch(batch, self.identity))
         self.sent += 1
 
 

@@ -3,7 +3,7 @@ whoever is too old is told so once."""
 
 from __future__ import annotations
 
-from protocol.codec import open_batch
+from protocol.codec import verify_batch
 from protocol.manifest import Manifest
 from protocol.topics import rollout_topic
 from swarm_node.install import upgrade_command
@@ -50,5 +50,5 @@ def test_neighbouring_versions_share_and_newer_are_named(peer: MakePeer, manifes
 
 
 def _version(data: bytes, manifest: Manifest) -> tuple[str, int]:
-    sender, batch = open_batch(data, manifest.swarm_id, range(10))
+    sender, batch = verify_batch(data, manifest.swarm_id, range(10))
     return sender, batch.protocol

@@ -19,6 +19,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from msgspec import Meta
 
+from protocol.codec import decode_as
 from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_CARD_BYTES, MEMBERSHIP_BUCKETS
 
@@ -56,13 +57,10 @@ def encode_bucket(records: Collection[Record]) -> bytes:
 
 def decode_bucket(data: bytes) -> list[Record]:
     """The records of a bucket. Raises RemoteProtocolError (schema)."""
-    try:
-        outer = _ext_decoder.decode(data)
-        if outer.code != EXT_BUCKET:
-            raise RemoteProtocolError("schema", f"extension type {outer.code}")
-        records: list[Record] = _bucket_decoder.decode(outer.data)[2]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError("schema", str(error)) from error
+    outer = decode_as(_ext_decoder, data)
+    if outer.code != EXT_BUCKET:
+        raise RemoteProtocolError("schema", f"extension type {outer.code}")
+    records: list[Record] = decode_as(_bucket_decoder, outer.data)[2]
     return records
 
 

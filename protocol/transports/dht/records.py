@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import msgspec
 from hivemind.dht.routing import DHTID
 
-from protocol.codec import open_card
+from protocol.codec import decode_as, verify_card
 from protocol.errors import RemoteProtocolError
 from protocol.introductions import Introductions
 from protocol.limits import MAX_CLOCK_SKEW_S, MEMBERSHIP_BUCKETS
@@ -63,11 +63,8 @@ class CardValidator:
             raise RemoteProtocolError("key", "not a bucket of this swarm's members")
         if len(value) > MAX_VALUE_BYTES or len(name) > MAX_PEER_ID_CHARS:
             raise RemoteProtocolError("size", f"record of {len(value)} bytes")
-        try:
-            named = name if isinstance(name, str) else _text_decoder.decode(name)
-            sealed = _bytes_decoder.decode(value)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RemoteProtocolError("schema", str(error)) from error
+        named = name if isinstance(name, str) else decode_as(_text_decoder, name)
+        sealed = decode_as(_bytes_decoder, value)
         now = time.time()
         if not abs(expiration - now) <= MAX_OFF_S:  # not >: NaN too
             raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
@@ -173,4 +170,4 @@ def _live(bucket: dict[str, tuple[bytes, float]], now: float) -> dict[str, tuple
 
 
 def _open(swarm: str, sealed: bytes) -> tuple[str, PeerCard]:
-    return open_card(sealed, swarm)
+    return verify_card(sealed, swarm)

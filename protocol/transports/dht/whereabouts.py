@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.codec import decode_as
 from protocol.errors import RemoteProtocolError
 from protocol.identity import public_key_of
 from protocol.limits import MAX_ADDRESSES
@@ -67,8 +68,5 @@ class Whereabouts:
 
 def read_answer(peer: str, data: bytes) -> list[str]:
     """Addresses of `peer` in an answer; others are left out. Raises RemoteProtocolError `schema`."""
-    try:
-        addresses: list[str] = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError("schema", str(error)) from error
+    addresses: list[str] = decode_as(_decoder, data)
     return [address for address in addresses if peer_of(address) == peer][:MAX_ADDRESSES]

@@ -71,7 +71,7 @@ class Gate:
         if origin == forwarder and not self._said.take(forwarder, now, *cost):
             return "flood"
         try:
-            author, batch = codec.open_batch(data, self.limits.swarm, self._spoken)
+            author, batch = codec.verify_batch(data, self.limits.swarm, self._spoken)
         except RemoteProtocolError as error:
             return error.reason
         if topics.rollout_topic(self.limits.swarm, topics.shard_of(author, self.limits.shards)) != topic:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
+from protocol.codec import decode_as
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_SHARDS
 from protocol.manifest import ManifestLimits
@@ -204,8 +205,5 @@ class Frames(Generic[T]):
                 break
             body = bytes(self._buffer[HEAD_BYTES : HEAD_BYTES + size])
             del self._buffer[: HEAD_BYTES + size]
-            try:
-                records.append(self._decoder.decode(body))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise RemoteProtocolError("schema", str(error)) from error
+            records.append(decode_as(self._decoder, body))
         return records

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from protocol.codec import seal_card
+from protocol.codec import sign_card
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_BATCH_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
@@ -187,7 +187,7 @@ class MemoryTransport:
         """The first card spreads at once, a later one at the next renewal."""
         card = msgspec.structs.replace(card, addresses=self.addresses, gossip=self.addresses, gossip_id=self.peer_id)
         if self._identity is not None:
-            seal_card(card, self._identity)  # raises what a real transport would
+            sign_card(card, self._identity)  # raises what a real transport would
         first, self._card = self._card is None, card
         if first:
             self._renew()

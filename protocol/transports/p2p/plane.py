@@ -15,7 +15,7 @@ import msgspec
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
-from protocol.codec import seal_card
+from protocol.codec import sign_card
 from protocol.dials import Dials
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
@@ -216,7 +216,7 @@ class HivemindPlane:
         accepted the card. Raises PeerUnreachable."""
         dht, peer = self._running()[1], self._identity.peer_id
         self._check_clock(dht)
-        value = msgspec.msgpack.encode(seal_card(card, self._identity))
+        value = msgspec.msgpack.encode(sign_card(card, self._identity))
         record = peer, value, card.created + self._settings.card_ttl_s
         key = self._validator.keys[bucket_of(peer)]
         storing = dht.store_card(key, record, members, self._bootstrap, list(self._connections.serving))

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
-from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, open_keep_head, open_state_head, seal_head
+from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, decode_head, encode_head
 from protocol.transports.base import Accepted, Outgoing, Sink, Transport
 from protocol.transports.transfer import Pace, Place, Places, chunks, expect_no_body, in_time, no_body, outcome
 from swarm_node.policy.policy import some_of
@@ -171,7 +171,7 @@ class WeightTransfer:
 
         def answered(head: bytes, length: int) -> Sink:
             nonlocal theirs
-            theirs = open_state_head(head)
+            theirs = decode_head(head, StateHead)
             self._check_place(theirs)
             if _wanted(theirs) != wanted:
                 raise RemoteProtocolError("stage", f"stage {theirs.stage}, layers {theirs.first} to {theirs.end}")
@@ -214,7 +214,7 @@ class WeightTransfer:
 
         def answered(head: bytes, size: int) -> Sink:
             nonlocal kept
-            theirs = open_keep_head(head)
+            theirs = decode_head(head, KeepHead)
             self._check_place(theirs)
             if theirs.stage != stage or size:
                 raise RemoteProtocolError("stage", f"stage {theirs.stage} and {size} bytes")
@@ -225,7 +225,7 @@ class WeightTransfer:
         return outcome(self.transport.exchange(peer, KEEP_METHOD, ours, answered, timeout), lambda: kept)
 
     def _accept_offer(self, peer: str, head: bytes, size: int) -> Accepted:
-        request = open_keep_head(head)
+        request = decode_head(head, KeepHead)
         expect_no_body(size)
         self._check_place(request)
         stage, updates = request.stage, request.updates
@@ -262,12 +262,12 @@ class WeightTransfer:
         return fetch.result().tensors.keys() == like.keys() and fetch.result().updates >= updates
 
     def _keep_head(self, peer: str, stage: int, updates: int) -> bytes:
-        return seal_head(KeepHead(version_for(peer, self.transport.members()), *self.place, stage, updates))
+        return encode_head(KeepHead(version_for(peer, self.transport.members()), *self.place, stage, updates))
 
     # ---------------------------------------------------------------- giving
 
     def _accept(self, peer: str, head: bytes, size: int) -> Accepted:
-        request = open_state_head(head)
+        request = decode_head(head, StateHead)
         expect_no_body(size)
         self._check_place(request)
         if not self.allowed(peer, request.stage):
@@ -317,7 +317,7 @@ class WeightTransfer:
         part = StateHead(0, *self.place, wanted.stage, wanted.replica, wanted.first, wanted.end, wanted.rest)
         updates, omega = (0, 0.0) if state is None else (state.updates, state.omega)
         version = version_for(peer, self.transport.members())
-        return seal_head(msgspec.structs.replace(part, protocol=version, updates=updates, omega=omega))
+        return encode_head(msgspec.structs.replace(part, protocol=version, updates=updates, omega=omega))
 
     def _check_place(self, head: StateHead | KeepHead) -> None:
         if (head.swarm, head.architecture) != self.place:

@@ -26,7 +26,7 @@ from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.model_listing import MAX_LISTING_BYTES, MODEL_METHOD, PIECE_BYTES
 from protocol.peers import peer_of
-from protocol.tensors import BlobHead, open_blob_head, seal_head
+from protocol.tensors import BlobHead, decode_head, encode_head
 from protocol.transports.base import Outgoing, Sink, Transport
 from protocol.transports.transfer import Donor, Retry, outcome, reason_of
 from swarm_node.errors import UserError
@@ -264,7 +264,7 @@ class Donors:
 
         def answered(head: bytes, length: int) -> Sink:
             ask.answered = True
-            theirs = open_blob_head(head)
+            theirs = decode_head(head, BlobHead)
             if (theirs.swarm, theirs.sha256) != (self._swarm, sha256):
                 raise RemoteProtocolError("digest", "something else than was asked for")
             if length > MAX_LISTING_BYTES if size is None else length != size:
@@ -285,7 +285,7 @@ class Donors:
                 raise RemoteProtocolError("size", "nothing")
 
         version = version_for(peer, self._transport.members())
-        ours = Outgoing(seal_head(BlobHead(version, self._swarm, sha256)))
+        ours = Outgoing(encode_head(BlobHead(version, self._swarm, sha256)))
         limit = PACE.seconds(PIECE_BYTES if size is None else size)
         self.donors[peer].asked += 1
         ask.done = outcome(self._transport.exchange(peer, MODEL_METHOD, ours, answered, limit), check)

@@ -27,10 +27,10 @@ from protocol.model_listing import (
     PIECE_BYTES,
     ListedFile,
     ModelListing,
+    decode_listing,
     digest_of,
+    encode_listing,
     names_of,
-    open_listing,
-    seal_listing,
 )
 from swarm_node.errors import UserError
 
@@ -123,7 +123,7 @@ def list_model(folder: Path) -> ModelListing:
     ]
     listing = ModelListing(files)
     try:
-        open_listing(seal_listing(listing))
+        decode_listing(encode_listing(listing))
     except RemoteProtocolError as error:
         raise UserError(
             f"{folder} is no model that members could give to each other: {error.detail}; it needs a config.json and "
@@ -169,7 +169,7 @@ def as_model(
             say(f"reading {there / 2**30:.1f} GiB in {folder}, to check that they are the swarm's model")
         if listing is None:
             found = list_model(folder)
-            right = digest_of(seal_listing(found)) == digest
+            right = digest_of(encode_listing(found)) == digest
         else:
             found, right = listing, holds(folder, listing)
         if not right:
@@ -189,7 +189,7 @@ def known_listing(digest: str) -> ModelListing | None:
     for path in (cache() / digest / LISTING, cache() / f"{digest}.partial" / LISTING, cache() / f"{digest}.json"):
         try:
             with path.open("rb") as file:
-                return open_listing(file.read(MAX_LISTING_BYTES + 1), digest)
+                return decode_listing(file.read(MAX_LISTING_BYTES + 1), digest)
         except (OSError, RemoteProtocolError):  # not here, or damaged: then it is asked for
             continue
     return None
@@ -198,7 +198,7 @@ def known_listing(digest: str) -> ModelListing | None:
 def remember(listing: ModelListing) -> str:
     """Keep the listing of a model that lies elsewhere, for members on this machine that have the same and more files;
     its digest. Raises OSError."""
-    data = seal_listing(listing)
+    data = encode_listing(listing)
     digest = digest_of(data)
     cache().mkdir(parents=True, exist_ok=True)
     (cache() / f"{digest}.json").write_bytes(data)
@@ -227,7 +227,7 @@ def _checked(digest: str) -> Checked | None:
     try:
         with (cache() / f"{digest}.checked").open("rb") as file:
             before = msgspec.json.decode(file.read(2 * MAX_LISTING_BYTES), type=Checked)
-        open_listing(seal_listing(before.listing), digest)
+        decode_listing(encode_listing(before.listing), digest)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RemoteProtocolError):  # none, or damaged: read again
         return None
     return before

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import Manifest, ManifestModel
-from protocol.model_listing import ModelListing, open_listing, seal_listing
+from protocol.model_listing import ModelListing, decode_listing, encode_listing
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig, PolicyConfig
 from swarm_node.errors import UserError
@@ -167,12 +167,12 @@ def _listing(wanted: ManifestModel, donors: Donors, partial: Path, called: str, 
             [(wanted.digest, None)], lambda sha256, data: got.extend(data), f"the listing of {called}", patience_s
         )
         try:
-            listing = open_listing(bytes(got), wanted.digest)
+            listing = decode_listing(bytes(got), wanted.digest)
         except RemoteProtocolError as error:  # its digest is right, so it is what the swarm's maker wrote
             raise UserError(f"this swarm's {called} cannot be used: {error.detail}; choose one with --model") from error
     if listing.size != wanted.bytes:
         raise UserError(f"this swarm's {called} is not of the size that its manifest says; choose one with --model")
-    (partial / LISTING).write_bytes(seal_listing(listing))
+    (partial / LISTING).write_bytes(encode_listing(listing))
     return listing
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import partial
 
 from protocol.errors import RemoteProtocolError
-from protocol.model_listing import MODEL_METHOD, seal_listing
-from protocol.tensors import BlobHead, open_blob_head, seal_head
+from protocol.model_listing import MODEL_METHOD, encode_listing
+from protocol.tensors import BlobHead, decode_head, encode_head
 from protocol.transports.base import Accepted, Outgoing, Transport
 from protocol.transports.transfer import Pace, Place, Places, chunks, expect_no_body, in_time
 from swarm_node.swarm.base_weights.files import Model, is_right, pieces_of, read_piece
@@ -53,7 +53,7 @@ class Giver:
         self._now = now
         places = max(1, min(MAX_PLACES, int(max_upload_mbit / PLACE_MBIT))) if max_upload_mbit else MAX_PLACES
         self._places = Places(places, MAX_PLACES_PER_PEER, now)
-        self._listing = seal_listing(model.listing)
+        self._listing = encode_listing(model.listing)
         self._pieces = {piece.sha256: piece for piece in pieces_of(model.listing)}
         self._damaged: set[str] = set()
         """Files that were changed since they were listed."""
@@ -62,7 +62,7 @@ class Giver:
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
         """Answer a peer that asks for a piece, or the listing. Raises RemoteProtocolError: swarm, size, unknown (not of
         this model), busy, gone (changed on this machine)."""
-        wanted = open_blob_head(head)
+        wanted = decode_head(head, BlobHead)
         if wanted.swarm != self._swarm:
             raise RemoteProtocolError("swarm", wanted.swarm[:16])
         expect_no_body(size)
@@ -73,7 +73,7 @@ class Giver:
     def _give(self, wanted: BlobHead, place: Place) -> Outgoing:
         data = self._listing if wanted.sha256 == self.model.digest else self._read(wanted.sha256)
         until = place.since + PACE.seconds(len(data))
-        head = seal_head(BlobHead(wanted.protocol, self._swarm, wanted.sha256))
+        head = encode_head(BlobHead(wanted.protocol, self._swarm, wanted.sha256))
         return Outgoing(head, len(data), lambda: in_time(chunks(memoryview(data)), lambda taken: until, self._now))
 
     def _over(self, place: Place, size: int, error: Exception | None) -> None:

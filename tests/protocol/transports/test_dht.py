@@ -15,7 +15,7 @@ import pytest
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
-from protocol.codec import seal_card
+from protocol.codec import sign_card
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.messages import PeerCard
@@ -32,7 +32,7 @@ Find = Callable[[dht_pb2.FindRequest], dht_pb2.FindResponse]
 def record(peer: Identity) -> Record:
     """The card of a peer, as it lies in the DHT."""
     now = time.time()
-    return peer.peer_id, msgspec.msgpack.encode(seal_card(PeerCard(1, SWARM, now, "me", []), peer)), now + 30.0
+    return peer.peer_id, msgspec.msgpack.encode(sign_card(PeerCard(1, SWARM, now, "me", []), peer)), now + 30.0
 
 
 class Node:

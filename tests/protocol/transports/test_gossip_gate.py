@@ -55,7 +55,7 @@ def ask(door: Gate, data: bytes, origin: str = "origin", forwarder: str = "hub",
 def unsealed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages as of `plain`, all on one shard: their authors are believed, which makes thousands of them cheap."""
     record = msgspec.structs.replace(batch(SWARM, 100), created=NOW)
-    monkeypatch.setattr(codec, "open_batch", lambda data, swarm, spoken: (data[:52].decode().strip(), record))
+    monkeypatch.setattr(codec, "verify_batch", lambda data, swarm, spoken: (data[:52].decode().strip(), record))
     monkeypatch.setattr(topics, "shard_of", lambda peer, shards: 0)
 
 

@@ -21,12 +21,12 @@ from protocol.codec import (
     SPOKEN,
     common_version,
     in_version,
-    open_batch,
-    open_card,
-    seal_batch,
-    seal_card,
+    sign_batch,
+    sign_card,
     spoken_by,
     unspoken,
+    verify_batch,
+    verify_card,
     version_for,
 )
 from protocol.errors import LocalProtocolError, RemoteProtocolError
@@ -57,8 +57,8 @@ class Kind:
     open: Callable[[bytes, str], tuple[str, Any]]
 
 
-BATCHES = Kind(BATCH, "rollout_batch_v1.bin", BATCH_TAG, MAX_BATCH_BYTES, seal_batch, open_batch)
-CARDS = Kind(CARD, "peer_card_v1_crew.bin", CARD_TAG, MAX_CARD_BYTES, seal_card, open_card)
+BATCHES = Kind(BATCH, "rollout_batch_v1.bin", BATCH_TAG, MAX_BATCH_BYTES, sign_batch, verify_batch)
+CARDS = Kind(CARD, "peer_card_v1_crew.bin", CARD_TAG, MAX_CARD_BYTES, sign_card, verify_card)
 both = pytest.mark.parametrize("kind", [BATCHES, CARDS], ids=["batch", "card"])
 
 
@@ -74,7 +74,7 @@ def test_golden_bytes(kind: Kind) -> None:
 
 def test_a_card_from_before_there_were_crews() -> None:
     golden = (DATA / "peer_card_v1.bin").read_bytes()
-    assert open_card(golden, SWARM) == (IDENTITY.peer_id, replace(CARD, crew=None))
+    assert verify_card(golden, SWARM) == (IDENTITY.peer_id, replace(CARD, crew=None))
 
 
 @both
@@ -88,13 +88,13 @@ def test_later_versions_may_extend_groups_and_rollouts() -> None:
     batch["groups"][0]["later"] = 1
     batch["groups"][0]["task"]["later"] = 1
     batch["groups"][0]["rollouts"][0] += [None, None, "later"]  # rollouts are arrays
-    assert open_batch(seal(batch, BATCH_TAG), SWARM)[1] == BATCH
+    assert verify_batch(seal(batch, BATCH_TAG), SWARM)[1] == BATCH
 
 
 def test_fields_with_defaults_may_be_missing() -> None:
     needed = ("protocol", "swarm", "created", "name", "roles")
     card = {name: value for name, value in fields(CARD).items() if name in needed}
-    assert open_card(seal(card, CARD_TAG), SWARM)[1].shards == []
+    assert verify_card(seal(card, CARD_TAG), SWARM)[1].shards == []
 
 
 # --------------------------------------------------------------------- who said it
@@ -119,8 +119,8 @@ def test_nobody_speaks_in_anothers_name(kind: Kind) -> None:
 
 def test_a_batch_does_not_pass_for_a_card() -> None:
     body = msgspec.msgpack.encode({**fields(BATCH), **fields(CARD)})  # fits both schemas
-    assert open_card(seal(body, CARD_TAG), SWARM)[1] == CARD
-    for opened, tag in ((open_card, BATCH_TAG), (open_batch, CARD_TAG)):
+    assert verify_card(seal(body, CARD_TAG), SWARM)[1] == CARD
+    for opened, tag in ((verify_card, BATCH_TAG), (verify_batch, CARD_TAG)):
         with pytest.raises(RemoteProtocolError, match="signature"):
             opened(seal(body, tag), SWARM)
 
@@ -170,7 +170,7 @@ def test_all_write_what_all_understand() -> None:
     for version, speaks in ((5, 6), (6, 0)):
         written = in_version(CARD, version, spoken)
         assert (written.protocol, written.speaks) == (version, speaks)
-        assert open_card(seal_card(written, IDENTITY), SWARM, spoken)[1] == written
+        assert verify_card(sign_card(written, IDENTITY), SWARM, spoken)[1] == written
 
 
 def test_unspoken_versions_are_explained_to_both_ends() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from protocol.codec import spoken_by, version_for
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.tensors import AVERAGE_METHOD, AverageHead, open_average_head, open_weights_head, seal_head
+from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightsHead, decode_head, encode_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging import averager as averager_module
@@ -240,7 +240,7 @@ def test_a_copy_made_during_replacement_is_not_averaged() -> None:
     cohort.run(0.5)  # the call that it made is refused: its partner has made no update
     now, size = int(cohort.clock.now() / PERIOD_S), len(averager.slow[0])
     me, peer = victim.transport.peer_id, liar.transport.peer_id
-    head = seal_head(AverageHead(PROTOCOL_VERSION, SWARM, COHORT, peer, me, now, 0))
+    head = encode_head(AverageHead(PROTOCOL_VERSION, SWARM, COHORT, peer, me, now, 0))
     new, gather = torch.full((size,), 10.0), averager.fragments.gather
     accepted: list[Accepted] = []
 
@@ -475,7 +475,7 @@ def test_non_finite_values_mute_their_sender(value: float) -> None:
             int(cohort.clock.now() / PERIOD_S),
             0,
         )
-        ours = Outgoing(seal_head(head), len(padded), lambda padded=padded: [memoryview(padded)])
+        ours = Outgoing(encode_head(head), len(padded), lambda padded=padded: [memoryview(padded)])
         liar.transport.exchange(victim.transport.peer_id, AVERAGE_METHOD, ours, lambda h, s: lambda p: None, 10.0)
         cohort.run(PERIOD_S)
     assert torch.equal(victim.flat, before)
@@ -516,7 +516,7 @@ def test_the_probe_takes_back_what_does_harm() -> None:
 
 def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this node is the newer one, or its partner is."""
-    monkeypatch.setattr("protocol.tensors.SPOKEN", spoken_by(5))
+    monkeypatch.setattr("protocol.codec.SPOKEN", spoken_by(5))
     cohort = Cohort(2, every=1)
     averager = cohort.trainees[0].averager
     cards: dict[str, PeerCard] = {}
@@ -526,13 +526,13 @@ def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch
     calls: list[AverageHead] = []
 
     def exchange(peer: str, method: str, ours: Outgoing, *rest: Any) -> Future[None]:
-        calls.append(open_average_head(ours.head))
+        calls.append(decode_head(ours.head, AverageHead))
         refused: Future[None] = Future()
         refused.set_exception(RemoteProtocolError("early"))
         return refused
 
     def weights_version(peer: str) -> int:
-        return open_weights_head(weights_head(averager.transport, peer, (SWARM, COHORT), 1)).protocol
+        return decode_head(weights_head(averager.transport, peer, (SWARM, COHORT), 1), WeightsHead).protocol
 
     monkeypatch.setattr(averager.transport, "exchange", exchange)
     for peer, protocol, speaks, version in (("older", 4, 0, 4), ("same", 4, 5, 5), ("newer", 5, 6, 5)):

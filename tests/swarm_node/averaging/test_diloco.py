@@ -10,7 +10,7 @@ import torch
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import AVERAGE_METHOD, AverageHead, open_average_head, seal_head
+from protocol.tensors import AVERAGE_METHOD, AverageHead, decode_head, encode_head
 from protocol.transports.base import Outgoing
 from swarm_node.averaging.diloco import FARTHEST, CohortAverager
 from swarm_node.averaging.outer_optimizer import DiLoCo
@@ -99,7 +99,7 @@ def call(cohort: Cohort, victim: Trainee, **changes: Any) -> RemoteProtocolError
     liar = cohort.trainees[1].transport.peer_id
     fields = {"round": 0, "fragment": 0, "phase": 1, "group": "0" * 16, **changes}
     head = AverageHead(PROTOCOL_VERSION, SWARM, COHORT, liar, victim.transport.peer_id, **fields)
-    refuse = Outgoing(seal_head(head))
+    refuse = Outgoing(encode_head(head))
     done = cohort.trainees[1].transport.exchange(
         victim.transport.peer_id, AVERAGE_METHOD, refuse, lambda head, size: lambda piece: None, 5.0
     )
@@ -123,7 +123,7 @@ class Liar:
         liar.transport.accept(AVERAGE_METHOD, self.refuse)
 
     def refuse(self, peer: str, head: bytes, size: int) -> Any:
-        self.calls.append(open_average_head(head))
+        self.calls.append(decode_head(head, AverageHead))
         raise self.refusal
 
     @property

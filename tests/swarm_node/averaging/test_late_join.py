@@ -15,7 +15,7 @@ from torch import Tensor
 
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import WEIGHTS_METHOD, WeightsHead, seal_head
+from protocol.tensors import WEIGHTS_METHOD, WeightsHead, encode_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
 from protocol.transports.transfer import Pace
@@ -75,7 +75,7 @@ def gives(liar: Trainee, body: bytes, **changes: Any) -> None:
 def ask(ahead: Trainee, peer: str) -> Accepted | str:
     """A call by `peer`, or why it is refused."""
     try:
-        return ahead.late_join.accept(peer, seal_head(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT)), 0)
+        return ahead.late_join.accept(peer, encode_head(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT)), 0)
     except RemoteProtocolError as error:
         return error.reason
 
@@ -471,7 +471,7 @@ def test_calls_that_do_not_fit_are_refused(changes: dict[str, Any], size: int, r
     taken: list[int] = []
     called = [
         caller.transport.exchange(ahead.transport.peer_id, WEIGHTS_METHOD, half, lambda head, n: taken.append, 60.0)
-        for half in (ours, Outgoing(seal_head(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT))))
+        for half in (ours, Outgoing(encode_head(WeightsHead(PROTOCOL_VERSION, SWARM, COHORT))))
     ]
     cohort.run(20)
     error = called[0].exception()

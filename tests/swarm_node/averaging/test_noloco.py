@@ -12,7 +12,7 @@ from torch import Tensor
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import AverageHead, seal_head
+from protocol.tensors import AverageHead, encode_head
 from protocol.transports.base import Accepted
 from swarm_node.averaging import noloco as pairs
 from swarm_node.averaging.averager import MUTED_AFTER
@@ -117,7 +117,7 @@ class Answering:
         size, me = len(self.averager.slow[0]), self.averager.place.peer_id
         peer = peer or partner(me, self.averager.transport.members(), round, COHORT) or ""
         head = AverageHead(PROTOCOL_VERSION, SWARM, COHORT, peer, me, round, 0)
-        return self.averager.accept(peer, seal_head(head), encoded_size("float32", size))
+        return self.averager.accept(peer, encode_head(head), encoded_size("float32", size))
 
     def refusal(self, round: int, peer: str = "") -> str:
         with pytest.raises(RemoteProtocolError) as error:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.tensors import WeightsHead, seal_head
+from protocol.tensors import WeightsHead, encode_head
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.averaging import Fragments, LateJoin, Place, cohort_id, make_averager
 from swarm_node.averaging.cohort_weights import AT_ONCE, PACE, cohorts_of
@@ -222,7 +222,7 @@ def test_weights_are_on_disk_not_in_memory(policy: Policy, tmp_path: Path) -> No
 def test_whoever_is_busy_is_asked_again(swarm: Swarm, tmp_path: Path) -> None:
     peers = [swarm.join() for _ in range(3)]
     swarm.look()
-    held = peers[0].late_join.accept("somebody", seal_head(_head(peers[0])), 0)
+    held = peers[0].late_join.accept("somebody", encode_head(_head(peers[0])), 0)
     swarm.clock.call_at(swarm.clock.now() + 32.0, held.done, None)
     weights, _ = swarm.gather(tmp_path)
     assert len(weights) == 3 and not swarm.left_out()

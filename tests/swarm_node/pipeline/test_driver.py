@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Apply, Backward, Forward, LossGradient, open_envelope, seal_envelope
+from protocol.pipeline import Apply, Backward, Forward, LossGradient, decode_envelope, encode_envelope
 from swarm_node.config import GrpoConfig
 from swarm_node.errors import Unworkable
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
@@ -397,10 +397,10 @@ def nan(head: bytes, body: bytearray) -> tuple[bytes, bytearray]:
 
 
 def wide(head: bytes, body: bytearray) -> tuple[bytes, bytearray]:
-    envelope = open_envelope(head)
+    envelope = decode_envelope(head)
     first = envelope.parts[0]
     wider = structs.replace(first, shape=(*first.shape[:-1], first.shape[-1] + 1))
-    return seal_envelope(structs.replace(envelope, parts=(wider, *envelope.parts[1:]))), body
+    return encode_envelope(structs.replace(envelope, parts=(wider, *envelope.parts[1:]))), body
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_a_step_with_a_malformed_message_is_repeated(
     spoilt = []
 
     def tamper(head: bytes, body: bytearray) -> tuple[bytes, bytearray]:
-        if spoilt or not isinstance(open_envelope(head).head, kind):
+        if spoilt or not isinstance(decode_envelope(head).head, kind):
             return head, body
         spoilt.append(kind)
         return spoil(head, body)

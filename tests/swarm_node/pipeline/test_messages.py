@@ -285,7 +285,7 @@ def test_too_few_and_too_many_parts() -> None:
     head, body = sent(MESSAGES[1])
     envelope = judge(head, len(body), LIMITS)
     for parts in (envelope.parts[:-1], (*envelope.parts, envelope.parts[-1])):
-        changed = wire.seal_envelope(structs.replace(envelope, parts=parts))
+        changed = wire.encode_envelope(structs.replace(envelope, parts=parts))
         assert reason(changed, bytes(sum(part.size for part in parts))) == "shape"
 
 

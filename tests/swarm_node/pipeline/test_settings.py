@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from protocol.crew import Assignment, Plan, open_record, seal_record
+from protocol.crew import Assignment, Plan, decode_record, encode_record
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig, RolloutsConfig
 from swarm_node.pipeline.settings import agreed, limits, settings_of
 
@@ -59,4 +59,4 @@ def test_a_new_lead_keeps_the_others_limits() -> None:
 @pytest.mark.parametrize("config", [NodeConfig(), THEIRS, NodeConfig(grpo=GrpoConfig(microbatch_tokens=10**9))])
 def test_settings_can_be_sent(config: NodeConfig) -> None:
     plan = Plan(1, 1, (Assignment("a", (0, 1)),), settings_of(config))
-    assert open_record(seal_record(plan)) == plan
+    assert decode_record(encode_record(plan)) == plan

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.codec import open_batch
+from protocol.codec import verify_batch
 from protocol.limits import EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_ROUND_S
 from protocol.messages import SharedRollout
 from swarm_node.config import SharingConfig
@@ -18,7 +18,7 @@ from tests.support.gossip_room import NOW, PEER, World, manifest
 
 
 def opened(world: World):
-    return [open_batch(data, world.manifest.swarm_id)[1] for data in world.sent]
+    return [verify_batch(data, world.manifest.swarm_id)[1] for data in world.sent]
 
 
 def shared(world: World):
@@ -30,7 +30,7 @@ def test_a_group_travels_as_name_texts_and_flags(world: World) -> None:
     group.rollouts[1].finished = False
     publisher = world.publisher()
     publisher.publish([group])
-    ((sender, batch),) = [open_batch(data, world.manifest.swarm_id) for data in world.sent]
+    ((sender, batch),) = [verify_batch(data, world.manifest.swarm_id) for data in world.sent]
     (sent,) = batch.groups
     assert sender == PEER.peer_id and batch.created == NOW
     assert (batch.fingerprint, batch.tokenizer) == (world.policy.fingerprint, world.policy.tokenizer_hash)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import BATCH_TAG, HEAD_BYTES, seal_batch
+from protocol.codec import BATCH_TAG, HEAD_BYTES, sign_batch
 from protocol.identity import Identity
 from protocol.limits import CHARS_PER_TOKEN, EPOCH_SECONDS, MAX_BATCH_BYTES, MAX_CLOCK_SKEW_S, MAX_ROUND_S
 from protocol.messages import RolloutBatch, SharedRollout
@@ -67,7 +67,7 @@ def test_a_group_is_rebuilt_and_judged_here(world: World) -> None:
 
 @pytest.mark.parametrize("created", [NOW + MAX_CLOCK_SKEW_S, NOW - 600])
 def test_the_limits_of_age_are_still_heard(world: World, created: float) -> None:
-    assert admit(world, seal_batch(msgspec.structs.replace(world.batch(), created=created), PEER)) == {}
+    assert admit(world, sign_batch(msgspec.structs.replace(world.batch(), created=created), PEER)) == {}
     assert len(world.pool) == 1
 
 
@@ -77,19 +77,19 @@ def cut(data: bytes, at: int) -> bytes:
 
 REJECTED: dict[str, Callable[[World], bytes]] = {
     "size": lambda w: bytes(MAX_BATCH_BYTES + 1),
-    "echo": lambda w: seal_batch(w.batch(identity=ME), ME),
-    "signature": lambda w: cut(seal_batch(w.batch(), PEER), HEAD_BYTES + 9),
+    "echo": lambda w: sign_batch(w.batch(identity=ME), ME),
+    "signature": lambda w: cut(sign_batch(w.batch(), PEER), HEAD_BYTES + 9),
     "version": lambda w: seal_anything(msgspec.structs.replace(w.batch(), protocol=0)),
     "newer": lambda w: seal_anything(msgspec.structs.replace(w.batch(), protocol=9)),
     "schema": lambda w: seal_anything(msgspec.structs.replace(w.batch(), groups=[])),
-    "swarm": lambda w: seal_batch(msgspec.structs.replace(w.batch(), swarm="0" * 64), PEER),
-    "age": lambda w: seal_batch(msgspec.structs.replace(w.batch(), created=NOW - 601), PEER),
-    "future": lambda w: seal_batch(msgspec.structs.replace(w.batch(), created=NOW + 31), PEER),
-    "assignment": lambda w: seal_batch(w.batch(identity=OTHER), PEER),  # another's answers under one's own name
-    "prompt": lambda w: seal_batch(edit(w.batch(), prompt=bytes(16)), PEER),
-    "text": lambda w: seal_batch(edit(w.batch(), texts("<eos>", "1<sep>2", "3")), PEER),
-    "length": lambda w: seal_batch(edit(w.batch(), texts("1" * 17, "2" * 40, "3")), PEER),
-    "zero": lambda w: seal_batch(edit(w.batch(), texts("no", "neither")), PEER),
+    "swarm": lambda w: sign_batch(msgspec.structs.replace(w.batch(), swarm="0" * 64), PEER),
+    "age": lambda w: sign_batch(msgspec.structs.replace(w.batch(), created=NOW - 601), PEER),
+    "future": lambda w: sign_batch(msgspec.structs.replace(w.batch(), created=NOW + 31), PEER),
+    "assignment": lambda w: sign_batch(w.batch(identity=OTHER), PEER),  # another's answers under one's own name
+    "prompt": lambda w: sign_batch(edit(w.batch(), prompt=bytes(16)), PEER),
+    "text": lambda w: sign_batch(edit(w.batch(), texts("<eos>", "1<sep>2", "3")), PEER),
+    "length": lambda w: sign_batch(edit(w.batch(), texts("1" * 17, "2" * 40, "3")), PEER),
+    "zero": lambda w: sign_batch(edit(w.batch(), texts("no", "neither")), PEER),
 }
 
 
@@ -119,28 +119,28 @@ def test_each_reason_fires_and_admits_nothing(world: World, reason: str) -> None
 )
 def test_slots_names_and_caps_are_checked(world: World, reason: str, change) -> None:
     world.manifest = manifest(max_text_chars=199, max_rollouts=4)
-    assert admit(world, seal_batch(change(world.batch()), PEER)) == {reason: 1.0}
+    assert admit(world, sign_batch(change(world.batch()), PEER)) == {reason: 1.0}
 
 
 def test_a_held_out_question_is_never_admitted(world: World) -> None:
     """Only what a slot seeds is accepted, and that is never held out."""
     task = world.tasks.held_out(1)[0]
     batch = edit(world.batch(), texts(task.answer or "", "no"), task=task.name)
-    assert admit(world, seal_batch(batch, PEER)) == {"assignment": 1.0}
+    assert admit(world, sign_batch(batch, PEER)) == {"assignment": 1.0}
 
 
 def test_a_group_repeated_in_another_batch_is_refused(world: World) -> None:
     group = world.group()
     first, second = world.batch(group), msgspec.structs.replace(world.batch(group), sequence=9, created=NOW + 1)
     receiver = world.receiver()
-    for data in (seal_batch(first, PEER), seal_batch(first, PEER), seal_batch(second, PEER)):
+    for data in (sign_batch(first, PEER), sign_batch(first, PEER), sign_batch(second, PEER)):
         receiver.take(data)
         receiver.admit()
     assert len(world.pool) == 1 and rejected(receiver) == {"duplicate": 2.0}
     for later, reason in ((800, "duplicate"), (MAX_ROUND_S, "age")):  # remembered for as long as it could be made anew
         before = rejected(receiver).get(reason, 0)
         world.time += later
-        receiver.take(seal_batch(first, PEER))
+        receiver.take(sign_batch(first, PEER))
         receiver.admit()
         assert len(world.pool) == 1 and rejected(receiver)[reason] == before + 1
 
@@ -150,7 +150,7 @@ def test_a_slow_machine_is_heard_within_limits(world: World) -> None:
     receiver = world.receiver()
     for batch, wait, admitted in zip(batches, (MAX_ROUND_S, 2 * EPOCH_SECONDS), (1, 0), strict=True):
         world.time += wait
-        receiver.take(seal_batch(msgspec.structs.replace(batch, created=world.time), PEER))
+        receiver.take(sign_batch(msgspec.structs.replace(batch, created=world.time), PEER))
         assert receiver.admit() == admitted
     assert rejected(receiver) == {"age": 1.0}
 
@@ -161,13 +161,13 @@ def test_a_slot_is_answered_twice_and_no_more(world: World) -> None:
     right = batch.groups[0].rollouts[0]
     answers = [edit(batch, [right, SharedRollout(str(1000 + n), True)]) for n in range(20)]
     for answer in answers:
-        receiver.take(seal_batch(answer, PEER))
+        receiver.take(sign_batch(answer, PEER))
     for _ in range(3):
         receiver.admit()
         world.time += EPOCH_SECONDS
     assert len(world.pool) == 2 and rejected(receiver) == {"slot": 18.0}
-    receiver.take(seal_batch(answers[-1], PEER))
-    receiver.take(seal_batch(other, PEER))
+    receiver.take(sign_batch(answers[-1], PEER))
+    receiver.take(sign_batch(other, PEER))
     assert receiver.admit() == 1
     assert rejected(receiver) == {"slot": 18.0, "duplicate": 1.0} and not receiver.by_peer()[PEER.peer_id]["muted"]
 
@@ -181,7 +181,7 @@ def test_a_waiting_reward_holds_up_one_group(world: World, monkeypatch: pytest.M
         return world.tasks.score(*arguments)
 
     receiver = world.receiver(score=score, spent=Receiver.__init__.__defaults__[-1])  # the clock of a node
-    receiver.take(seal_batch(world.batch(*[world.group() for _ in range(3)]), PEER))
+    receiver.take(sign_batch(world.batch(*[world.group() for _ in range(3)]), PEER))
     assert receiver.admit() == 1
 
 
@@ -197,7 +197,7 @@ def test_slow_rewards_take_their_share_of_the_time(world: World) -> None:
     receiver = world.receiver(score=score, spent=lambda: clock)
     for _ in range(400):
         world.time = NOW + clock
-        receiver.take(seal_batch(world.batch(world.group(["$", *"abcdefg"])), PEER))
+        receiver.take(sign_batch(world.batch(world.group(["$", *"abcdefg"])), PEER))
         for _ in range(2):
             began = clock
             receiver.admit()
@@ -232,7 +232,7 @@ def test_long_texts_are_refused_before_they_are_encoded(world: World, monkeypatc
             encoded.append(len(text))
             return self.tokenizer(text, **options)
 
-    data = seal_batch(edit(world.batch(), [SharedRollout(STRANGE[kind](size), True)] * 16), PEER)
+    data = sign_batch(edit(world.batch(), [SharedRollout(STRANGE[kind](size), True)] * 16), PEER)
     monkeypatch.setattr(world.policy, "tokenizer", Counted(world.policy.tokenizer))
     sampling = Sampling(SAMPLING.max_new_tokens * 8)
     assert admit(world, data, sampling=sampling) == {"length": 1.0}
@@ -248,7 +248,7 @@ def test_an_answer_beyond_the_swarms_length_offends(world: World) -> None:
     for identity, size, long, reason in ((OTHER, 800, ids[0], "length"), (PEER, 801, ids[1], "cap")):
         for rollouts in ([SharedRollout("x" * size, True)] * 2, [long, SharedRollout("x" * 700, True)]):
             for _ in range(MUTE_AFTER // 2):
-                receiver.take(seal_batch(edit(world.batch(identity=identity), rollouts), identity))
+                receiver.take(sign_batch(edit(world.batch(identity=identity), rollouts), identity))
         receiver.admit()
         assert receiver.by_peer()[identity.peer_id]["rejected"] == {reason: MUTE_AFTER}
     muted = {peer: account["muted"] for peer, account in receiver.by_peer().items()}
@@ -264,7 +264,7 @@ def test_admission_stops_when_its_time_is_used(world: World) -> None:
         return world.tasks.score(*args)
 
     receiver = world.receiver(score=score, spent=lambda: clock[0])
-    receiver.take(seal_batch(world.batch(*(world.group() for _ in range(10))), PEER))
+    receiver.take(sign_batch(world.batch(*(world.group() for _ in range(10))), PEER))
     for elapsed, admitted in ((0.1, 1), (0.6, 2), (0.0, 0), (3600, 7)):
         clock[0] += elapsed
         assert receiver.admit() == admitted
@@ -277,7 +277,7 @@ def test_old_messages_use_no_present_quota(world: World) -> None:
     old, fresh = [], []
     for minute in range(9):
         said = fresh if minute == 8 else old
-        said += [seal_batch(world.batch(*(world.group() for _ in range(5))), PEER) for _ in range(3)]
+        said += [sign_batch(world.batch(*(world.group() for _ in range(5))), PEER) for _ in range(3)]
         world.time += EPOCH_SECONDS * (minute < 8)
     world.time += 1
     receiver = world.receiver()
@@ -290,7 +290,7 @@ def test_old_messages_use_no_present_quota(world: World) -> None:
     assert rejected(receiver) == {} and len(world.pool) == 9 * 15
     created = [group.created for group in world.pool]
     assert created == sorted(created, reverse=True)
-    receiver.take(seal_batch(world.batch(*(world.group() for _ in range(7))), PEER))
+    receiver.take(sign_batch(world.batch(*(world.group() for _ in range(7))), PEER))
     receiver.admit()
     assert rejected(receiver) == {"quota": 2.0}
 
@@ -326,14 +326,14 @@ def test_unfit_rollouts_are_left_out_of_their_group(world: World) -> None:
     right = batch.groups[0].rollouts[0]
     cut_short = [SharedRollout("1" * 16, False), SharedRollout("", False)]
     batch = edit(batch, [right, *texts("1" * 16, "<pad>", "9"), *cut_short])
-    assert admit(world, seal_batch(batch, PEER)) == {}
+    assert admit(world, sign_batch(batch, PEER)) == {}
     kept = [(r.text, r.finished) for r in world.pool[0].rollouts]
     assert kept == [(right.text, True), ("9", True), ("1" * 16, False)]
 
 
 def test_a_prompt_that_leaves_no_room_leaves_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(world.policy), "max_positions", 2)
-    assert admit(world, seal_batch(world.batch(), PEER)) == {"length": 1.0}
+    assert admit(world, sign_batch(world.batch(), PEER)) == {"length": 1.0}
 
 
 def test_token_ids_must_match_tokenizer_and_text(world: World) -> None:
@@ -372,7 +372,7 @@ def test_another_family_and_tokenizer_make_no_difference(world: World, tmp_path:
     there = world.policy
     assert here.family != there.family and here.tokenizer_hash != there.tokenizer_hash
     world.config = SharingConfig(token_ids=True)
-    data = seal_batch(world.batch(world.group(["$", "12", "one plus two"])), PEER)
+    data = sign_batch(world.batch(world.group(["$", "12", "one plus two"])), PEER)
     assert admit(world, data, policy=here) == {}
     (group,) = world.pool
     assert group.prompt_ids == here.encode(group.task.question)
@@ -389,10 +389,10 @@ def test_refusals_of_scorer_and_pool_are_counted(world: World) -> None:
     def fails(tasks, prompts, completions):
         raise ValueError("\x1b[2J cannot read that")
 
-    assert admit(world, seal_batch(world.batch(), PEER), score=fails) == {"error": 1.0}
+    assert admit(world, sign_batch(world.batch(), PEER), score=fails) == {"error": 1.0}
     assert "\x1b" not in world.said[0] and "cannot read that" in world.said[0]
     receiver = world.receiver(add=lambda group: "bytes")
-    receiver.take(seal_batch(world.batch(), PEER))
+    receiver.take(sign_batch(world.batch(), PEER))
     assert receiver.admit() == 0 and rejected(receiver) == {"pool": 1.0}
 
 
@@ -403,7 +403,7 @@ def test_each_peer_has_quotas_of_its_own(world: World) -> None:
     def send(identity: Identity, n: int, text: str = "no") -> None:
         for _ in range(n):
             batch = world.batch(identity=identity)
-            receiver.take(seal_batch(edit(batch, [batch.groups[0].rollouts[0], *texts(text)]), identity))
+            receiver.take(sign_batch(edit(batch, [batch.groups[0].rollouts[0], *texts(text)]), identity))
         receiver.admit()
 
     send(PEER, 15)
@@ -426,13 +426,13 @@ def test_the_newest_groups_are_examined_first(world: World) -> None:
     receiver = world.receiver()
     groups = [world.group() for _ in range(10)]
     for group in groups:
-        receiver.take(seal_batch(world.batch(group), PEER))
+        receiver.take(sign_batch(world.batch(group), PEER))
     slots = [g.task.slot[1] for g in groups]
     assert receiver.admit() == 4
     assert [g.task.slot[1] for g in world.pool] == slots[:-5:-1]
     assert receiver.admit() == 4 and receiver.admit() == 2 and receiver.admit() == 0
     assert [g.task.slot[1] for g in world.pool] == slots[::-1] and rejected(receiver) == {}
-    receiver.take(seal_batch(world.batch(*(world.group() for _ in range(6))), PEER))
+    receiver.take(sign_batch(world.batch(*(world.group() for _ in range(6))), PEER))
     assert receiver.admit() == 4 and receiver.admit() == 2 and rejected(receiver) == {}
 
 
@@ -441,7 +441,7 @@ def test_surplus_groups_wait_and_the_oldest_go(world: World, monkeypatch) -> Non
     world.config = SharingConfig(admit=4)
     receiver = world.receiver()
     groups = [world.group() for _ in range(8)]
-    receiver.take(seal_batch(world.batch(*groups), PEER))
+    receiver.take(sign_batch(world.batch(*groups), PEER))
     assert receiver.admit() == 4 and rejected(receiver) == {"surplus": 3.0}
     assert receiver.admit() == 1
     assert [g.task.slot for g in world.pool] == [g.task.slot for g in groups[:2:-1]]
@@ -450,16 +450,16 @@ def test_surplus_groups_wait_and_the_oldest_go(world: World, monkeypatch) -> Non
 def test_a_cheat_is_muted_and_heard_again(world: World) -> None:
     receiver = world.receiver()
     for _ in range(MUTE_AFTER):
-        receiver.take(seal_batch(world.batch(identity=OTHER), PEER))
+        receiver.take(sign_batch(world.batch(identity=OTHER), PEER))
     receiver.admit()
     assert receiver.by_peer()[PEER.peer_id]["muted"]
-    receiver.take(seal_batch(world.batch(), PEER))
-    receiver.take(seal_batch(world.batch(identity=OTHER), OTHER))
+    receiver.take(sign_batch(world.batch(), PEER))
+    receiver.take(sign_batch(world.batch(identity=OTHER), OTHER))
     receiver.admit()
     assert rejected(receiver) == {"assignment": MUTE_AFTER, "muted": 1.0}
     assert [group.peer for group in world.pool] == [OTHER.peer_id]
     world.time += MUTE_S
-    receiver.take(seal_batch(world.batch(), PEER))
+    receiver.take(sign_batch(world.batch(), PEER))
     assert receiver.admit() == 1 and not receiver.by_peer()[PEER.peer_id]["muted"]
     assert sum("is muted" in line for line in world.said) == 1
 
@@ -467,7 +467,7 @@ def test_a_cheat_is_muted_and_heard_again(world: World) -> None:
 def test_a_mistake_now_and_then_is_forgiven(world: World) -> None:
     receiver = world.receiver()
     for _ in range(3 * MUTE_AFTER):
-        receiver.take(seal_batch(world.batch(identity=OTHER), PEER))
+        receiver.take(sign_batch(world.batch(identity=OTHER), PEER))
         receiver.admit()
         world.time += FORGIVE_S
     assert rejected(receiver) == {"assignment": 3 * MUTE_AFTER}
@@ -475,7 +475,7 @@ def test_a_mistake_now_and_then_is_forgiven(world: World) -> None:
 
 def test_muting_takes_effect_within_a_batch(world: World) -> None:
     batch = world.batch(*(world.group(identity=OTHER) for _ in range(MUTE_AFTER + 5)))
-    assert admit(world, seal_batch(batch, PEER)) == {"assignment": MUTE_AFTER, "muted": 5.0}
+    assert admit(world, sign_batch(batch, PEER)) == {"assignment": MUTE_AFTER, "muted": 5.0}
 
 
 def test_honest_mistakes_never_mute(world: World) -> None:
@@ -484,12 +484,12 @@ def test_honest_mistakes_never_mute(world: World) -> None:
         for reason in ("age", "future", "zero", "length", "text", "swarm", "version"):
             receiver.take(REJECTED[reason](world))
         unknown = msgspec.structs.replace(world.group().task.name, config="0" * 16)
-        receiver.take(seal_batch(edit(world.batch(), task=unknown), PEER))
+        receiver.take(sign_batch(edit(world.batch(), task=unknown), PEER))
     for _ in range(12):
         receiver.admit()
     assert rejected(receiver).keys() == {"age", "future", "zero", "length", "text", "swarm", "version", "task"}
     assert set(rejected(receiver).values()) == {3.0 * MUTE_AFTER}
-    receiver.take(seal_batch(world.batch(), PEER))
+    receiver.take(sign_batch(world.batch(), PEER))
     assert receiver.admit() == 1
 
 
@@ -519,7 +519,7 @@ def test_a_flood_leaves_memory_bounded(world: World, monkeypatch: pytest.MonkeyP
     held = 20_000 - rejected(receiver)["surplus"]
     assert held * (4 + len(noise)) <= receiver_module.INBOX_BYTES and held <= receiver_module.INBOX_MESSAGES
     assert after - before < 1.1 * receiver_module.INBOX_BYTES
-    receiver.take(seal_batch(world.batch(), PEER))
+    receiver.take(sign_batch(world.batch(), PEER))
     assert receiver.admit() == 1
     while sum((counts := rejected(receiver)).values()) < 20_000:
         receiver.admit()
@@ -530,7 +530,7 @@ def test_a_flood_leaves_memory_bounded(world: World, monkeypatch: pytest.MonkeyP
     assert 0 < held * MAX_BATCH_BYTES <= receiver_module.INBOX_BYTES
     monkeypatch.setattr(receiver_module, "MAX_SEEN", 10)
     receiver = world.receiver()
-    batches = [seal_batch(world.batch(), PEER) for _ in range(30)]
+    batches = [sign_batch(world.batch(), PEER) for _ in range(30)]
     for repeats in (0, 10):
         for data in batches:
             receiver.take(data)
@@ -545,7 +545,7 @@ def test_strangers_take_bounded_memory_and_few_words(world: World, monkeypatch) 
     batch = world.batch()
     keys = [Identity.generate(i.to_bytes(32, "big")) for i in range(1, 60)]
     for key in keys:
-        receiver.take(seal_batch(batch, key))
+        receiver.take(sign_batch(batch, key))
     while sum(rejected(receiver).values()) < len(keys):
         receiver.admit()
     assert rejected(receiver) == {"assignment": 59.0}
@@ -554,7 +554,7 @@ def test_strangers_take_bounded_memory_and_few_words(world: World, monkeypatch) 
 
 def test_the_same_messages_give_the_same_pool(world: World) -> None:
     messages = [REJECTED[reason](world) for reason in REJECTED] + [
-        seal_batch(world.batch(identity=who), who) for who in (PEER, OTHER, PEER)
+        sign_batch(world.batch(identity=who), who) for who in (PEER, OTHER, PEER)
     ]
     pools, counts = [], []
     for _ in range(2):
@@ -600,7 +600,7 @@ def test_any_valid_batch_is_admitted_or_counted(world: World, answers, created, 
     rollouts = right + [SharedRollout(text, done, ids, bytes(2 * len(ids or []))) for text, done, ids in answers]
     batch = msgspec.structs.replace(edit(batch, rollouts), created=created)
     receiver = world.receiver()
-    receiver.take(seal_batch(batch, PEER))
+    receiver.take(sign_batch(batch, PEER))
     assert receiver.admit() == len(world.pool)
     assert len(world.pool) + sum(rejected(receiver).values()) == 1
     for group in world.pool:
@@ -611,7 +611,7 @@ def test_any_valid_batch_is_admitted_or_counted(world: World, answers, created, 
 @given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
 def test_mutated_bytes_are_admitted_or_counted(world: World, changes) -> None:
     world.pool.clear()
-    body = bytearray(seal_batch(world.batch(), PEER)[HEAD_BYTES:])
+    body = bytearray(sign_batch(world.batch(), PEER)[HEAD_BYTES:])
     for place, value in changes:
         body[int(place * len(body))] = value
     receiver = world.receiver()

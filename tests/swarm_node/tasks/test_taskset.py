@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.codec import decode_task_name, encode_task_name
 from protocol.errors import RemoteProtocolError
+from protocol.messages import TaskName
 from swarm_node.config import RewardFunction, RewardsConfig, TaskConfig
 from swarm_node.config.plugins import load_function
 from swarm_node.errors import UserError
@@ -126,7 +126,7 @@ def test_nothing_left_to_train_on_is_said(tmp_path: Path) -> None:
 def test_another_node_regenerates_a_task_by_name(small: TaskSet) -> None:
     other = load_tasks(["small/gcd", "small/products", "sapo"], REWARDS)
     for task in small.sample(random.Random(1), 70):
-        name = decode_task_name(encode_task_name(task.name))
+        name = msgspec.msgpack.decode(msgspec.msgpack.encode(task.name), type=TaskName)
         if task.label in ("gcd", "products"):
             assert other.regenerate(name) == task
         else:

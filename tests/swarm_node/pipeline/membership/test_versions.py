@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from protocol.codec import spoken_by, version_for
-from protocol.crew import CREW_METHOD, open_record, seal_record
+from protocol.crew import CREW_METHOD, decode_record, encode_record
 from protocol.errors import RemoteProtocolError
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.install import upgrade_command
@@ -21,12 +21,12 @@ def test_hello_is_said_in_the_newest_common_version(
     monkeypatch: pytest.MonkeyPatch, protocol: int, speaks: int, expected: int
 ) -> None:
     monkeypatch.setattr(crewing, "version_for", partial(version_for, spoken=spoken_by(5)))
-    monkeypatch.setattr("protocol.crew.SPOKEN", spoken_by(5))
+    monkeypatch.setattr("protocol.codec.SPOKEN", spoken_by(5))
     crew = World(0, 2).start("me").crew
     leads = CrewCard(crew.spec.id, crew.spec.architecture, 2, (0,), 1)
     card = PeerCard(protocol, SWARM, 0.0, "lead", ["trainer"], crew=leads, speaks=speaks)
     [hello] = [action.record for action in crew.cards({"lead": card}, 10.0) if isinstance(action, Send)]
-    assert open_record(seal_record(hello)) == hello
+    assert decode_record(encode_record(hello)) == hello
     assert hello.protocol == expected
 
 
@@ -34,7 +34,7 @@ def test_a_peer_of_another_version_is_named_once() -> None:
     crew = World(0, 2).start("me").crew
     hello = crew.hello("lead")
     with pytest.raises(RemoteProtocolError) as caught:
-        open_record(seal_record(hello).replace(b"\xa8protocol\x01", b"\xa8protocol\x07"))
+        decode_record(encode_record(hello).replace(b"\xa8protocol\x01", b"\xa8protocol\x07"))
     assert caught.value.reason == "version"
     said = []
     for _ in range(2):

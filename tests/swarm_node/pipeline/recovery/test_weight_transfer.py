@@ -15,7 +15,7 @@ from torch import Tensor
 
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
-from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, seal_head
+from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, encode_head
 from protocol.transports.base import Accepted, Acceptor, Outgoing
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.pipeline.recovery.weight_transfer import (
@@ -229,7 +229,7 @@ def test_misshapen_and_non_finite_weights_are_refused() -> None:
 
 def test_an_answer_about_another_stage_is_refused() -> None:
     crew, live = Crew(), weights(0, 1)
-    head = seal_head(StateHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 5, False, 0, 1, False))
+    head = encode_head(StateHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 5, False, 0, 1, False))
     ours = Outgoing(head, 120, lambda: [bytes(120)])
     crew.transports[0].accept(STATE_METHOD, lambda peer, head, size: Accepted(ours, print, lambda error: None))
     assert crew.why_not(crew.peers[1].fetch(crew.id(0), Wanted(0, 0, 1, rest=False), live)) == "stage"
@@ -241,7 +241,7 @@ WHOLE = Wanted(0, 0, 2, rest=True)
 def call(crew: Crew, peer: str, wanted: Wanted = WHOLE) -> Accepted:
     """As peer 0 answers it, with nothing taken yet."""
     place = wanted.stage, wanted.replica, wanted.first, wanted.end, wanted.rest
-    return crew.doors[0][STATE_METHOD](peer, seal_head(StateHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, *place)), 0)
+    return crew.doors[0][STATE_METHOD](peer, encode_head(StateHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, *place)), 0)
 
 
 def copies() -> list[_Copy]:
@@ -402,7 +402,7 @@ def test_questions_whether_a_stage_is_kept_are_bounded() -> None:
     crew, live = Crew(), weights(0, 1)
     crew.shelves[3] = live
     crew.peers[1].replicas[3] = StageWeights(live, 7, 0.0)
-    head = seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 3, 7))
+    head = encode_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 3, 7))
     for _ in range(MAX_ASKS):
         crew.doors[1][KEEP_METHOD](crew.id(0), head, 0)
     with pytest.raises(RemoteProtocolError, match="flood"):
@@ -413,7 +413,7 @@ def test_questions_whether_a_stage_is_kept_are_bounded() -> None:
 @pytest.mark.parametrize(("stage", "size"), [(4, 0), (3, 1)])
 def test_an_answer_that_does_not_fit_is_refused(stage: int, size: int) -> None:
     crew = Crew()
-    ours = Outgoing(seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, stage, 7)), size, lambda: [bytes(size)])
+    ours = Outgoing(encode_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, stage, 7)), size, lambda: [bytes(size)])
     crew.transports[1].accept(KEEP_METHOD, lambda peer, head, size: Accepted(ours, print, lambda error: None))
     assert crew.offer(0, 1, 3, 7) == "stage"
 
@@ -421,4 +421,4 @@ def test_an_answer_that_does_not_fit_is_refused(stage: int, size: int) -> None:
 def test_offers_with_a_body_are_refused() -> None:
     crew = Crew()
     with pytest.raises(RemoteProtocolError, match="size"):
-        crew.doors[1][KEEP_METHOD]("p", seal_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 3, 7)), 1)
+        crew.doors[1][KEEP_METHOD]("p", encode_head(KeepHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, 3, 7)), 1)

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.manifest import Manifest, ManifestModel, ManifestTask
-from protocol.model_listing import MODEL_METHOD, digest_of, seal_listing
+from protocol.model_listing import MODEL_METHOD, digest_of, encode_listing
 from protocol.transports.base import Acceptor
 from swarm_node.config import NodeConfig, PolicyConfig, SharingConfig
 from swarm_node.errors import UserError
@@ -47,7 +47,7 @@ class Listening(FakeTransport):
 
 def described(folder: Path, name: str = "org/model", revision: str = "") -> ManifestModel:
     listing = list_model(folder)
-    return ManifestModel(name, digest_of(seal_listing(listing)), listing.size, revision)
+    return ManifestModel(name, digest_of(encode_listing(listing)), listing.size, revision)
 
 
 def swarm(model: ManifestModel | None) -> Manifest:
@@ -275,7 +275,7 @@ def test_the_hub_gives_that_name_and_commit(web: dict[str, Any]) -> None:
     model = described(web["folder"], revision=COMMIT)
     found = download_from_hub(model)
     assert found.name == COMMIT
-    assert seal_listing(list_model(found)) == seal_listing(list_model(web["folder"]))
+    assert encode_listing(list_model(found)) == encode_listing(list_model(web["folder"]))
     with pytest.raises(HubFailed, match="has other files of that name"):
         download_from_hub(replace(model, bytes=model.bytes + 1))
 

@@ -17,8 +17,8 @@ from protocol.codec import spoken_by, version_for
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import ManifestModel
 from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.model_listing import MODEL_METHOD, digest_of, seal_listing
-from protocol.tensors import BlobHead, open_blob_head, seal_head
+from protocol.model_listing import MODEL_METHOD, digest_of, encode_listing
+from protocol.tensors import BlobHead, decode_head, encode_head
 from protocol.transports.base import Accepted, Acceptor, Outgoing
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.errors import UserError
@@ -40,7 +40,7 @@ class World:
     def __init__(self, tmp_path: Path, size: int = 30_500) -> None:
         self.folder = make_model(tmp_path / "given", size=size)
         listing = list_model(self.folder)
-        self.model = Model(digest_of(seal_listing(listing)), self.folder, listing)
+        self.model = Model(digest_of(encode_listing(listing)), self.folder, listing)
         self.wanted = ManifestModel("org/model", self.model.digest, listing.size)
         self.clock = VirtualClock()
         self.network = MemoryNetwork(self.clock, seed=3)
@@ -70,8 +70,8 @@ class World:
 
         def accept(peer: str, head: bytes, size: int) -> Accepted:
             honest = giver.accept(peer, head, size)
-            sha256, data = alter(open_blob_head(head).sha256, b"".join(map(bytes, honest.ours.pieces())))
-            head = seal_head(BlobHead(PROTOCOL_VERSION, SWARM, sha256))
+            sha256, data = alter(decode_head(head, BlobHead).sha256, b"".join(map(bytes, honest.ours.pieces())))
+            head = encode_head(BlobHead(PROTOCOL_VERSION, SWARM, sha256))
             return Accepted(Outgoing(head, len(data), lambda: [data]), honest.sink, honest.done)
 
         node.accept(MODEL_METHOD, accept)
@@ -131,7 +131,7 @@ def test_pieces_at_hand_are_copied_not_sent(world: World, tmp_path: Path) -> Non
     (near / "tokenizer.json").write_bytes(b"other")
     world.meet()
     world.is_here(world.fetch(near=[near, tmp_path / "none"]))
-    listing = len(seal_listing(world.model.listing))
+    listing = len(encode_listing(world.model.listing))
     assert giver.given["newcomer"] == listing + PIECE + 1200  # that piece, and the tokenizer
 
 
@@ -139,19 +139,19 @@ def test_equal_pieces_travel_once(tmp_path: Path) -> None:
     world = World(tmp_path)
     (world.folder / "model.safetensors").write_bytes(bytes(50 * PIECE))
     listing = list_model(world.folder)
-    world.model = Model(digest_of(seal_listing(listing)), world.folder, listing)
+    world.model = Model(digest_of(encode_listing(listing)), world.folder, listing)
     world.wanted = ManifestModel("zeros", world.model.digest, listing.size)
     giver = world.giver("a")
     world.meet()
     world.is_here(world.fetch())
-    assert giver.given["newcomer"] < 10 * PIECE + len(seal_listing(listing))
+    assert giver.given["newcomer"] < 10 * PIECE + len(encode_listing(listing))
 
 
 def test_newcomers_are_served_few_pieces_at_once(world: World) -> None:
     giver = world.giver("a", LinkModel(bandwidth_bytes_s=10_000), max_upload_mbit=2.0)
     world.meet()
     sha256 = world.model.listing.files[0].pieces[0]
-    head = seal_head(BlobHead(PROTOCOL_VERSION, SWARM, sha256))
+    head = encode_head(BlobHead(PROTOCOL_VERSION, SWARM, sha256))
     first = giver.accept("p", head, 0)
     with pytest.raises(RemoteProtocolError) as caught:
         giver.accept("q", head, 0)
@@ -168,7 +168,7 @@ def test_slow_takers_keep_nobody_from_the_model(world: World) -> None:
     """The largest piece at the least rate takes five minutes; whoever is fast is not to wait for that each time."""
     now = [0.0]
     giver = Giver(world.join("a"), SWARM, world.model, world.said.append, now=lambda: now[0])
-    head = seal_head(BlobHead(PROTOCOL_VERSION, SWARM, world.model.listing.files[1].pieces[0]))
+    head = encode_head(BlobHead(PROTOCOL_VERSION, SWARM, world.model.listing.files[1].pieces[0]))
     held: list[tuple[float, Accepted]] = []
     served, full, seconds = 0, 0, 4000
 
@@ -199,7 +199,7 @@ def test_slow_takers_keep_nobody_from_the_model(world: World) -> None:
 def test_a_slow_taker_alone_need_not_wait(world: World) -> None:
     now = [0.0]
     giver = Giver(world.join("a"), SWARM, world.model, world.said.append, now=lambda: now[0])
-    head = seal_head(BlobHead(PROTOCOL_VERSION, SWARM, world.model.listing.files[1].pieces[0]))
+    head = encode_head(BlobHead(PROTOCOL_VERSION, SWARM, world.model.listing.files[1].pieces[0]))
     for _ in range(5):
         accepted = giver.accept("slow", head, 0)
         now[0] += 200.0
@@ -216,9 +216,9 @@ def test_a_slow_taker_alone_need_not_wait(world: World) -> None:
     [
         (b"", 0, "schema"),
         (b"\xff" * 99, 0, "schema"),
-        (seal_head(BlobHead(PROTOCOL_VERSION, SWARM, "0" * 64)), 0, "unknown"),
-        (seal_head(BlobHead(PROTOCOL_VERSION, "0" * 64, "0" * 64)), 0, "swarm"),
-        (seal_head(BlobHead(PROTOCOL_VERSION, SWARM, "0" * 64)), 1, "size"),
+        (encode_head(BlobHead(PROTOCOL_VERSION, SWARM, "0" * 64)), 0, "unknown"),
+        (encode_head(BlobHead(PROTOCOL_VERSION, "0" * 64, "0" * 64)), 0, "swarm"),
+        (encode_head(BlobHead(PROTOCOL_VERSION, SWARM, "0" * 64)), 1, "size"),
     ],
 )
 def test_nothing_else_is_given(world: World, head: bytes, size: int, reason: str) -> None:
@@ -228,7 +228,7 @@ def test_nothing_else_is_given(world: World, head: bytes, size: int, reason: str
             giver.accept("p", head, size)
         assert caught.value.reason == reason
     whole = BlobHead(PROTOCOL_VERSION, SWARM, world.model.digest)
-    assert giver.accept("p", seal_head(whole), 0), "those took no places"
+    assert giver.accept("p", encode_head(whole), 0), "those took no places"
 
 
 # --------------------------------------------------------------------- others
@@ -362,7 +362,7 @@ def test_requests_use_the_newest_version_both_read(
     world: World, monkeypatch: pytest.MonkeyPatch, protocol: int, speaks: int, expected: int
 ) -> None:
     monkeypatch.setattr(fetching, "version_for", partial(version_for, spoken=spoken_by(5)))
-    monkeypatch.setattr("protocol.tensors.SPOKEN", spoken_by(5))
+    monkeypatch.setattr("protocol.codec.SPOKEN", spoken_by(5))
     giver = world.giver("a")
     node = world.nodes["a"]
     node.announce(PeerCard(protocol, SWARM, world.clock.now(), "a", ["trainer"], speaks=speaks))
@@ -376,7 +376,7 @@ def test_requests_use_the_newest_version_both_read(
     node.accept(MODEL_METHOD, accept)
     world.clock.run_until(world.clock.now() + 60.0)  # until its card has been renewed
     world.is_here(world.fetch())
-    assert heads and {open_blob_head(head).protocol for head in heads} == {expected}
+    assert heads and {decode_head(head, BlobHead).protocol for head in heads} == {expected}
 
 
 def test_nobody_has_it(world: World) -> None:
@@ -402,7 +402,7 @@ def test_a_full_disk_is_noticed_before_sending(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     with pytest.raises(UserError, match="make room, or choose another disk with HF_HOME"):
         world.fetch(near=[near])
-    assert giver.given["newcomer"] == len(seal_listing(world.model.listing))
+    assert giver.given["newcomer"] == len(encode_listing(world.model.listing))
     [partial_folder] = cached.glob("*.partial")
     assert [path.name for path in partial_folder.iterdir()] == ["listing.json"]
 

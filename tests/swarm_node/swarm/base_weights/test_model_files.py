@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.manifest import ManifestModel, parse_manifest
-from protocol.model_listing import digest_of, seal_listing
+from protocol.model_listing import digest_of, encode_listing
 from swarm_node.errors import UserError
 from swarm_node.swarm.base_weights import files
 from swarm_node.swarm.base_weights.describing import describe_model
@@ -43,16 +43,16 @@ def test_a_listing_has_all_that_loading_reads(tmp_path: Path) -> None:
 
 def test_equal_files_have_equal_digests_wherever_they_lie(tmp_path: Path) -> None:
     one, other = (list_model(make_model(tmp_path / name)) for name in "ab")
-    assert seal_listing(one) == seal_listing(other)
+    assert encode_listing(one) == encode_listing(other)
     changed = make_model(tmp_path / "c", seed=1)
-    assert seal_listing(list_model(changed)) != seal_listing(one)
+    assert encode_listing(list_model(changed)) != encode_listing(one)
     assert not holds(changed, one)
 
 
 def test_a_directory_is_compared_byte_for_byte(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m")
     listing = list_model(folder)
-    digest, size = digest_of(seal_listing(listing)), listing.size
+    digest, size = digest_of(encode_listing(listing)), listing.size
     assert as_model(folder, digest, size, None) == as_model(folder, digest, size, listing)
     assert as_model(folder, digest, size + 1, None) is None
     assert as_model(tmp_path / "none", digest, size, None) is as_model(tmp_path / "none", digest, size, listing) is None
@@ -72,7 +72,7 @@ def test_an_unchanged_directory_is_not_read_again(
     monkeypatch.setattr(files, "MUCH_BYTES", 1000)
     folder, said = make_model(tmp_path / "m"), list[str]()
     listing = list_model(folder)
-    digest, weights = digest_of(seal_listing(listing)), folder / "model.safetensors"
+    digest, weights = digest_of(encode_listing(listing)), folder / "model.safetensors"
 
     def found() -> bool:
         model = as_model(folder, digest, listing.size, listing if is_known else None, said.append)
@@ -106,7 +106,7 @@ def test_what_cannot_be_remembered_is_read_again(tmp_path: Path, cached: Path, m
     cached.parent.mkdir(parents=True)
     cached.touch()  # in the way
     for times in (1, 2):
-        assert as_model(folder, digest_of(seal_listing(listing)), listing.size, None, said.append) is not None
+        assert as_model(folder, digest_of(encode_listing(listing)), listing.size, None, said.append) is not None
         assert len(said) == times
 
 
@@ -139,7 +139,7 @@ def test_cached_listings_are_believed_by_digest_only(tmp_path: Path) -> None:
 def test_a_model_is_described_for_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model(tmp_path / "my model")
     model = describe_model(str(folder))
-    assert model == ManifestModel("my-model", digest_of(seal_listing(list_model(folder))), list_model(folder).size)
+    assert model == ManifestModel("my-model", digest_of(encode_listing(list_model(folder))), list_model(folder).size)
     monkeypatch.chdir(folder)
     assert describe_model(".") == model
     manifest = make_manifest("sums", ["small"], model=model)

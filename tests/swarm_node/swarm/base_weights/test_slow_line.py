@@ -15,7 +15,7 @@ import pytest
 from protocol.errors import PeerUnreachable
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.messages import PROTOCOL_VERSION, PeerCard
-from protocol.tensors import BlobHead, open_blob_head, seal_head
+from protocol.tensors import BlobHead, decode_head, encode_head
 from protocol.transports.base import Outgoing, Sink
 from swarm_node.swarm.base_weights.fetching import AT_ONCE, Donors
 from tests.support.fake_transport import FakeTransport
@@ -55,9 +55,9 @@ class Line(FakeTransport):
     def exchange(
         self, peer: str, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink], timeout: float
     ) -> Future[None]:
-        sha256 = open_blob_head(ours.head).sha256
+        sha256 = decode_head(ours.head, BlobHead).sha256
         data = self.pieces[sha256]
-        sink = answered(seal_head(BlobHead(PROTOCOL_VERSION, SWARM, sha256)), len(data))
+        sink = answered(encode_head(BlobHead(PROTOCOL_VERSION, SWARM, sha256)), len(data))
         self.streams.append(Stream(peer, data, sink, self.now + timeout))
         self.most = max(self.most, len(self.streams))
         return self.streams[-1].done
