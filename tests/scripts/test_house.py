@@ -1,0 +1,45 @@
+"""What `make check` measures of the layout."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from scripts.house import circle, longest_class, options_twice, twice
+
+
+def trees(**sources: str) -> dict[str, ast.Module]:
+    return {f"pkg/{name}.py": ast.parse(source) for name, source in sources.items()}
+
+
+@pytest.mark.parametrize(
+    "back", ["from pkg.a import x", "from pkg import a", "import pkg.a", "def f():\n from pkg.a import x"]
+)
+def test_a_circle_is_found(back: str) -> None:
+    assert set(circle(trees(a="import pkg.b", b=back))) == {"pkg.a", "pkg.b"}
+
+
+def test_imports_for_types_make_no_circle() -> None:
+    back = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n from pkg.a import x"
+    assert circle(trees(a="import pkg.b", b=back, c="import pkg.a")) == []
+
+
+def test_public_names_in_two_modules_are_found() -> None:
+    found = twice(
+        trees(
+            a="def load(): ...\ndef _own(): ...\ndef main(): ...", b="class load: ...\ndef _own(): ...\ndef main(): ..."
+        )
+    )
+    assert found == ["load (pkg/a.py, pkg/b.py)"]
+
+
+def test_the_longest_class_is_measured() -> None:
+    assert longest_class(trees(a="class A:\n x = 1\n y = 2", b="class B: ...")) == (3, "pkg/a.py: A")
+
+
+def test_a_help_text_in_two_modules_is_found() -> None:
+    text = "Rounds between two checkpoints of a run."
+    config = {"swarm_node/config/a.py": ast.parse(f"class A:\n every: int = 1\n '''{text}'''")}
+    assert options_twice(config | trees(b="HELP = 'other'")) == []
+    assert options_twice(config | trees(b=f"HELP = '{text}'")) == [f"pkg/b.py:1: {text}"]
