@@ -91,9 +91,9 @@ class RolloutsConfig(Section):
     refill: float = Field(1.0, ge=1)
     """Dynamic sampling: replace groups without a learning signal by sampling up to `refill` x `groups`
     groups; 1 = off."""
-    engine: Literal["auto", "native", "transformers"] = "auto"
-    """Decode engine: `native` (fast, common architectures), `transformers` (any); `auto` = native where it
-    fits."""
+    engine: Literal["auto", "native", "transformers"] | Outside = "auto"
+    """Sampling engine: `native` (fast, common architectures), `transformers` (any), `auto` = native where it fits; or
+    a class of your own, `package.module:Class`."""
 
 
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]

@@ -50,7 +50,9 @@ from swarm_node.pipeline.settings import agreed, limits, settings_of
 from swarm_node.pipeline.stage_cohort import MOST_S, StageCohort
 from swarm_node.pipeline.status_text import Aftermath, StatusText
 from swarm_node.pipeline.transport import StageTransport
-from swarm_node.policy.loading import ARCHITECTURE, Plan, is_windowed, load_tokenizer, prepare
+from swarm_node.policy.adapters import ARCHITECTURE
+from swarm_node.policy.loading import Plan, load_tokenizer, prepare
+from swarm_node.policy.probes import is_windowed
 from swarm_node.shutdown import Stopper, StopRequested
 from swarm_node.storage.checkpoints import check_room
 from swarm_node.storage.own_settings import OwnSettings

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from statistics import median_high
 from typing import Protocol, cast
@@ -57,11 +57,11 @@ from swarm_node.errors import CheckpointError, Interrupted, Unworkable
 from swarm_node.pipeline import messages as wire
 from swarm_node.pipeline.compute.worker import Worker, attend
 from swarm_node.pipeline.ports import LEAD, Message, MessageTransport, Refused, SliceOptimizer, StageLost
-from swarm_node.policy.engines.native import Decoder, Rows, padded, picked
+from swarm_node.policy.engines.base import BatchEngine, Completion
+from swarm_node.policy.engines.native import Rows, padded, picked
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.policy.policy import Policy
-from swarm_node.policy.sampling import uniforms
-from swarm_node.types import Rollout, Sampling
+from swarm_node.types import Sampling
 
 MICROBATCHES = 2
 """For each stage: a third of the time is then spent waiting for the first and after the last, at worst."""
@@ -433,6 +433,28 @@ def _split(prompts: list[list[int]], parts: int) -> list[list[list[int]]]:
     return [prompts[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
+class StagedEngine(BatchEngine):
+    """Decodes through all stages; a request that is being decoded is not cancelled any more."""
+
+    def __init__(self, driver: Driver, eos: list[int]) -> None:
+        super().__init__()
+        self._driver, self._eos = driver, torch.tensor(eos)
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        sampling: Sampling,
+        uniform: Tensor,
+        cancelled: Callable[[], Collection[int]],
+    ) -> list[Completion]:
+        while True:
+            try:
+                return self._driver.generate(prompts, n, sampling, uniform, self._eos)
+            except StageLost as lost:
+                self._driver.again(lost)
+
+
 class StagedPolicy(Policy):
     """A policy of which this process holds the first stage; text is its own business, the rest goes through `lead`.
 
@@ -455,6 +477,7 @@ class StagedPolicy(Policy):
         self.is_lora = driver.workers[0].stage.is_lora
         self.microbatches = MICROBATCHES * driver.stages if driver.stages > 1 else 1
         self.split_head = True
+        self.engine = StagedEngine(driver, self._eos)
 
     @property
     def base(self) -> PreTrainedModel:
@@ -464,20 +487,6 @@ class StagedPolicy(Policy):
     def max_positions(self) -> int:
         """Of the model, or of a row that the stages take: others' groups may have longer prompts."""
         return min(super().max_positions, self._longest)
-
-    def _generate(
-        self, decoder: Decoder | None, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]
-    ) -> list[list[Rollout]]:
-        uniform, eos = uniforms(seeds, n, sampling.max_new_tokens), torch.tensor(self._eos)
-        while True:
-            try:
-                samples = self.driver.generate(prompts, n, sampling, uniform, eos)
-            except StageLost as lost:
-                self.driver.again(lost)
-            else:
-                break
-        rollouts = [Rollout(ids, logprobs, done, text=self.decode(ids)) for ids, logprobs, done in samples]
-        return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
 
     def _passes(
         self, batches: Iterable[TokenBatch], temperature: float, entropy: bool, reference: bool, gradient: bool

@@ -28,16 +28,8 @@ from swarm_node.config import NodeConfig, read_own
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.pipeline.recovery.held_stages import shapes
 from swarm_node.pipeline.recovery.stage_files import StageFile, newest, stage_files
-from swarm_node.policy.loading import (
-    Plan,
-    load_tokenizer,
-    lora_config,
-    model_file,
-    prepare,
-    refusing,
-    skeleton,
-    with_adapter,
-)
+from swarm_node.policy.adapters import lora_config, with_adapter
+from swarm_node.policy.loading import Plan, load_tokenizer, model_file, prepare, refusing, skeleton
 from swarm_node.storage.checkpoints import read_checkpoint
 from swarm_node.storage.rundir import RunDir
 

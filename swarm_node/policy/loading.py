@@ -2,20 +2,14 @@
 
 What does not depend on holding the whole model (`prepare`, `load_tokenizer`, adapters) serves a stage of one as well.
 
-Every fast path (native decoding, packed rows, head apart from the backbone) is tried once on a few random tokens and
-taken only if it gives the model's own numbers. So an architecture nobody thought of is slow, never wrong.
+`probes` decides which fast paths are taken; `vetting` refuses dangerous files.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,8 +18,7 @@ import torch
 from huggingface_hub import is_offline_mode
 from huggingface_hub import logging as hub_logging
 from huggingface_hub.errors import LocalEntryNotFoundError
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils import logging as transformers_logging
@@ -33,9 +26,12 @@ from transformers.utils import logging as transformers_logging
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy import vetting
-from swarm_node.policy.engines import native as decode
+from swarm_node.policy.adapters import adapter_base, lora_config, start_adapter, with_adapter
+from swarm_node.policy.engines.native import NativeEngine
+from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.oom import is_out_of_memory, keep_freed_memory
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.probes import bf16_slowdown, choose_paths
 
 LORA_ABOVE = 100_000_000
 """Parameters above which an adapter is trained unless told otherwise."""
@@ -85,14 +81,14 @@ def load_policy(
 
     policy = Policy(model, tokenizer, config, report)
     policy.model.eval()  # for good: dropout would make the trained distribution another one than the sampled one
-    _choose_paths(policy, rollouts)
+    choose_paths(policy, rollouts)
     trained = f"LoRA: {policy.num_parameters(trainable=True):,} of them trained" if plan.lora else "all trained"
     report(f"policy {config.model}: {policy.num_parameters():,} parameters ({trained})")
     report(plan.where)
     if not samples:
         return policy
     report(
-        f"decoding with the {'native engine' if policy.native else 'transformers engine (slower)'}, "
+        f"decoding with {_engine_name(policy)}, "
         f"{'packed' if policy.packing else 'plain'} rows in updates"
         + ("" if policy.split_head else ", full logits (this architecture alters its logits after the head)")
     )
@@ -101,6 +97,12 @@ def load_policy(
     else:
         report(f"no chat template in this tokenizer: prompts are {config.prompt_template!r} (policy.prompt_template)")
     return policy
+
+
+def _engine_name(policy: Policy) -> str:
+    names: dict[type, str] = {NativeEngine: "the native engine", TransformersEngine: "the transformers engine (slower)"}
+    engine = type(policy.engine)
+    return names.get(engine, engine.__name__) + ("" if policy.engine.exact else ", whose samples no seed repeats")
 
 
 @dataclass(frozen=True)
@@ -302,76 +304,7 @@ def _checked(path: str) -> str:
     return path
 
 
-def adapter_base(path: str) -> str | None:
-    """Base model of a local LoRA adapter directory; `None` if `path` is not one."""
-    file = Path(path).expanduser() / "adapter_config.json"
-    if not file.is_file():
-        return None
-    try:
-        return str(json.loads(file.read_text())["base_model_name_or_path"])
-    except (ValueError, KeyError, TypeError) as exc:
-        raise UserError(f"{file} does not name its base model") from exc
-
-
 # --------------------------------------------------------------------- adapters
-
-
-def lora_config(config: PolicyConfig) -> LoraConfig:
-    """A new adapter as `config` asks for it."""
-    return LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        target_modules=config.lora_targets,
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-    )
-
-
-def with_adapter(model: PreTrainedModel, lora: LoraConfig, config: PolicyConfig) -> PeftModel:
-    """The model with an adapter around it, in which only that is trained."""
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name on its way out
-        try:
-            return get_peft_model(model, lora)
-        except ValueError as exc:
-            raise UserError(f"policy.lora_targets {config.lora_targets!r} does not fit this model: {exc}") from exc
-
-
-ARCHITECTURE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-"""Keys of a config that tell models apart, whatever version of transformers has read it."""
-
-
-def start_adapter(named: Mapping[str, nn.Parameter], model_config: Any) -> None:
-    """Give a new adapter, or a part of one, its first values, as PEFT does: A Kaiming-uniform, B zero (for embeddings A
-    zero, B normal).
-
-    named         its parameters by the names that they have in the whole policy
-    model_config  the config of the whole model
-
-    Each tensor is drawn with a seed of its own (its name, its shape, the architecture): equal for all peers with the
-    same model, and the same in a stage as in the whole policy.
-    """
-    text = model_config.get_text_config()
-    architecture = json.dumps([getattr(text, key, None) for key in ARCHITECTURE])
-    for name, parameter in named.items():
-        if ".lora_A." not in name and ".lora_embedding_B." not in name:
-            continue
-        seed = sha256(f"{name} {tuple(parameter.shape)} {architecture}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
-        values = torch.empty(parameter.shape)
-        if ".lora_A." in name:
-            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-        else:
-            nn.init.normal_(values, generator=generator)
-        parameter.data.copy_(values)
 
 
 # --------------------------------------------------------------------- device and dtype
@@ -416,101 +349,4 @@ def _dtype(name: str, device: torch.device, lora: bool, model_config: Any, alone
     return torch.float32, f"bfloat16 measured {ratio:.1f}x slower here"
 
 
-def bf16_slowdown(hidden: int, seconds: float = 2.0) -> float:
-    """Time of a bfloat16 layer over that of a float32 one on this CPU, [256, hidden] x [hidden, 4 hidden]."""
-    times = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w = torch.randn(256, hidden, dtype=dtype), torch.randn(4 * hidden, hidden, dtype=dtype)
-        torch.nn.functional.linear(x, w)
-        best, end = float("inf"), time.monotonic() + seconds / 2
-        while math.isinf(best) or time.monotonic() < end:
-            start = time.perf_counter()
-            torch.nn.functional.linear(x, w)
-            best = min(best, time.perf_counter() - start)
-        times[dtype] = best
-    return times[torch.bfloat16] / times[torch.float32]
-
-
 # --------------------------------------------------------------------- fast paths
-
-
-def _choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
-    """Set `native`, `packing` and `split_head` from comparisons with the model's own forward pass."""
-    longest = min(rollouts.max_prompt_tokens + rollouts.max_new_tokens, policy.max_positions)
-    text = policy.base.config.get_text_config()
-    windowed = is_windowed(text, longest)
-    rng = torch.Generator().manual_seed(0)
-    prompt, one, two = (torch.randint(text.vocab_size, (k,), generator=rng).tolist() for k in (7, 3, 5))
-    with torch.no_grad():
-        rows = [_logits(policy, prompt + tail) for tail in (one, two)]
-        # the very same operations, unless something happens to the logits afterwards: no room for rounding
-        policy.split_head = torch.equal(_head_of_backbone(policy, prompt + one), rows[0])
-        policy.packing = not windowed and policy.split_head and _packed_agrees(policy, prompt, one, two, rows)
-        wanted = rollouts.engine != "transformers"
-        if wanted and not windowed and policy.base.config.model_type in decode.SUPPORTED:
-            policy.native = _native_agrees(policy, prompt, one, two, rows)
-    if rollouts.engine == "native" and not policy.native:
-        raise UserError(
-            f"rollouts.engine = native, but it does not serve {policy.base.config.model_type!r} here; use auto"
-        )
-
-
-def is_windowed(text_config: Any, longest: int) -> bool:
-    """Whether some layer of a model does not see all of a row of `longest` tokens."""
-    windows = [getattr(text_config, "sliding_window", None), getattr(text_config, "attention_chunk_size", None)]
-    return any(w and w < longest for w in windows) and getattr(text_config, "use_sliding_window", True)
-
-
-def _logits(policy: Policy, ids: list[int]) -> Tensor:
-    """The model's own logits [T, V]."""
-    return policy.model(input_ids=torch.tensor([ids], device=policy.device)).logits[0]
-
-
-def _head_of_backbone(policy: Policy, ids: list[int], **options: Tensor) -> Tensor:
-    """Logits [T, V] as head(backbone(ids))."""
-    ids_tensor = torch.tensor([ids], device=policy.device)
-    hidden = policy.base.get_decoder()(input_ids=ids_tensor, use_cache=False, **options).last_hidden_state[0]
-    return policy.base.get_output_embeddings()(hidden)
-
-
-def _packed_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> bool:
-    """Whether one row [prompt, one, two] with a block mask gives the logits of the two rows apart."""
-    p, a, b = len(prompt), len(one), len(two)
-    mask = torch.ones(p + a + b, p + a + b, dtype=torch.bool).tril()
-    mask[p + a :, p : p + a] = False
-    positions = torch.tensor([[*range(p + a), *range(p, p + b)]], device=policy.device)
-    try:
-        packed = _head_of_backbone(
-            policy, prompt + one + two, attention_mask=mask[None, None].to(policy.device), position_ids=positions
-        )
-    except Exception as exc:  # many forward passes refuse such a mask, each in its own way
-        policy.report(f"packed rows do not suit this architecture ({type(exc).__name__}): plain rows")
-        return False
-    return _same(packed[: p + a], rows[0]) and _same(packed[p + a :], rows[1][p:])
-
-
-def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> bool:
-    """Whether the native engine, fed with given tokens, gives the model's own next-token logits."""
-    prompts = [prompt, prompt + two[:2]]
-    own_rows = [rows[0], _logits(policy, prompts[1] + one)]
-    try:
-        grid = decode.Grid(decode.Decoder(policy.model), prompts, 2, len(one))
-        ours = [grid.prefill(prompts).repeat_interleave(2, 0)]
-        for step, token in enumerate(one):
-            ours.append(grid.forward(torch.full((4,), token, device=policy.device), step))
-    except Exception as exc:  # it reaches into the model's modules: any surprise there means "not this one"
-        policy.report(f"the native engine does not suit this model ({type(exc).__name__}: {exc})")
-        return False
-    logits = torch.stack(ours, 1)  # [4, 1 + len(one), V]
-    return all(
-        _same(logits[2 * i + j], own[len(p) - 1 :])
-        for i, (p, own) in enumerate(zip(prompts, own_rows, strict=True))
-        for j in range(2)
-    )
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two sets of logits give the same log-probabilities, up to rounding in the dtype they were computed in."""
-    tolerance = 1e-3 if b.dtype == torch.float32 else 0.25
-    difference = a.float().log_softmax(-1) - b.float().log_softmax(-1)
-    return bool(difference.abs().max() <= tolerance)

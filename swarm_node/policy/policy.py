@@ -21,12 +21,11 @@ from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import CheckpointError, Interrupted, UserError
 from swarm_node.policy.chat_frame import Frame
-from swarm_node.policy.engines import transformers as decode_transformers
-from swarm_node.policy.engines.native import Decoder
+from swarm_node.policy.engines.base import Engine, Request
+from swarm_node.policy.engines.transformers import TransformersEngine
 from swarm_node.policy.framing import framed
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
-from swarm_node.policy.sampling import uniforms
 from swarm_node.policy.starter import CHAT_TEMPLATE
 from swarm_node.types import Rollout, Sampling
 
@@ -39,7 +38,7 @@ CUT_TOKENS = 8
 class Policy:
     """The model, its tokenizer and what was found out about them.
 
-    `packing`, `split_head` and `native` say which fast paths reproduce this model's own numbers (measured at load).
+    `packing` and `split_head` say which fast paths reproduce this model's own numbers (measured at load).
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Policy:
         self.version = 0
         self.packing = False
         self.split_head = False
-        self.native = False
         self.is_lora = hasattr(model, "peft_config")
         self.base_digest = digest(self.base, adapters=False)
         self.start_digest = digest(self.base, adapters=True)
@@ -68,6 +66,7 @@ class Policy:
         self._eos = _eos_ids(self.base, tokenizer)
         self.eos_id: int = self._eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self._eos[0]
+        self.engine = self.engine_of(TransformersEngine)
 
     # ----------------------------------------------------------------- what it is
 
@@ -206,15 +205,18 @@ class Policy:
 
     # ----------------------------------------------------------------- samples
 
+    def engine_of(self, kind: Callable[..., Engine]) -> Engine:
+        """A sampling engine of this kind for this policy."""
+        return kind(self.model, self._eos, self.pad_id)
+
     def generate(self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> list[list[Rollout]]:
-        """Sample `n` completions of each prompt; `seeds` (one a prompt) decide them, whatever else is in the batch."""
-        decoder = Decoder(self.model) if self.native else None
+        """Sample `n` completions of each prompt; with an exact engine, `seeds` (one a prompt) decide them."""
         groups: list[list[Rollout]] = []
         start = 0
         while start < len(prompts):
             stop = start + self._prompts_per_batch
             try:
-                groups += self._generate(decoder, prompts[start:stop], n, sampling, seeds[start:stop])
+                groups += self._generate(prompts[start:stop], n, sampling, seeds[start:stop])
             except (RuntimeError, MemoryError) as exc:
                 if not is_out_of_memory(exc):
                     raise
@@ -228,16 +230,12 @@ class Policy:
                 start = stop
         return groups
 
-    def _generate(
-        self, decoder: Decoder | None, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]
-    ) -> list[list[Rollout]]:
-        uniform = uniforms(seeds, n, sampling.max_new_tokens)
-        eos = torch.tensor(self._eos)
-        if decoder is not None:
-            samples = decoder.generate(prompts, n, sampling, uniform, eos)
-        else:
-            samples = decode_transformers.generate(self.model, prompts, n, sampling, uniform, eos, self.pad_id)
-        rollouts = [Rollout(ids, logprobs, done, text=self.decode(ids)) for ids, logprobs, done in samples]
+    def _generate(self, prompts: list[list[int]], n: int, sampling: Sampling, seeds: list[int]) -> list[list[Rollout]]:
+        self.engine.update(self.trainable_state(), self.version)
+        pairs = enumerate(zip(prompts, seeds, strict=True))
+        self.engine.submit([Request(i, prompt, sampling, seed, n) for i, (prompt, seed) in pairs])
+        samples = sorted(self.engine.samples(), key=lambda sample: (sample.request, sample.index))
+        rollouts = [Rollout(s.token_ids, s.logprobs, s.end == "stop", text=self.decode(s.token_ids)) for s in samples]
         return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
 
     # ----------------------------------------------------------------- log-probabilities

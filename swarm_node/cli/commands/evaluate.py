@@ -14,8 +14,9 @@ from rich.table import Table
 from swarm_node.cli.commands.export import policy_of_run, tasks_of
 from swarm_node.config import EvalConfig, NodeConfig, TaskConfig
 from swarm_node.errors import UserError
+from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.asking import read_asking
-from swarm_node.policy.loading import adapter_base, load_policy
+from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts import fit_length
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, evaluate
 from swarm_node.storage.rundir import RunDir

@@ -29,8 +29,9 @@ from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
 from swarm_node.cli.commands.merge_sources import runs_of
 from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig, read_own
 from swarm_node.errors import UserError
+from swarm_node.policy.adapters import adapter_base
 from swarm_node.policy.asking import write_asking
-from swarm_node.policy.loading import adapter_base, load_policy
+from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.rollouts import fit_length
 from swarm_node.rollouts.evaluate import Held, evaluate_on

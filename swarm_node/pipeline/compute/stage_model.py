@@ -33,18 +33,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
 from swarm_node.pipeline.compute.partition import UNKNOWN, Parts, Span, partition, parts_of, sizes
-from swarm_node.policy.loading import (
-    Plan,
-    lacks,
-    lora_config,
-    model_file,
-    prepare,
-    refusing,
-    skeleton,
-    start_adapter,
-    weight_map,
-    with_adapter,
-)
+from swarm_node.policy.adapters import lora_config, start_adapter, with_adapter
+from swarm_node.policy.loading import Plan, lacks, model_file, prepare, refusing, skeleton, weight_map
 from swarm_node.policy.logprobs import additive
 from swarm_node.policy.vetting import ADAPTER_WEIGHTS, check_header
 

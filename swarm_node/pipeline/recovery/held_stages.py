@@ -40,11 +40,13 @@ from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
 from swarm_node.pipeline.recovery.stage_files import StageFile, stage_files
 from swarm_node.pipeline.recovery.weight_transfer import PER_PEER, StageWeights, Wanted, WeightTransfer, layer_of
 from swarm_node.pipeline.stage_cohort import averaged
+from swarm_node.policy.adapters import lora_config, with_adapter
 from swarm_node.policy.engines.native import SUPPORTED, Slice
 from swarm_node.policy.engines.transformers import ModelSlice
 from swarm_node.policy.loading import Plan as Loading
-from swarm_node.policy.loading import is_windowed, lora_config, skeleton, with_adapter
+from swarm_node.policy.loading import skeleton
 from swarm_node.policy.policy import digest_of, lines
+from swarm_node.policy.probes import is_windowed
 from swarm_node.storage.checkpoints import CheckpointStore, read_checkpoint
 
 MANY_STAGES, EVERY = 4, 20

@@ -12,13 +12,13 @@ What makes it faster than a general `generate`:
 
 Rows stand in a grid [P prompts, G samples]; caches are [P, K heads, G, T, D]. The layers may be spread over several
 places: each holds the `Cache` of its own `Slice`, hidden states go from one to the next, and `Rows` at the first keeps
-the books. Left out: sliding windows shorter than the sequence, mixture of experts, encoders; `loading` compares this
-engine with the model itself and falls back to `decode_transformers` when they differ.
+the books. Left out: sliding windows shorter than the sequence, mixture of experts, encoders; `probes` compares this
+engine with the model itself and falls back to `engines.transformers` when they differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from swarm_node.policy.engines.base import BatchEngine, Completion
 from swarm_node.policy.sampling import sample
 from swarm_node.types import Sampling
 
@@ -101,18 +102,23 @@ class Decoder:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, eos: Tensor
-    ) -> list[tuple[list[int], list[float], bool]]:
-        """Sample `n` completions of each prompt, in order: (token ids, log-probs, finished).
-
-        `uniform` [len(prompts) * n, max_new_tokens] decides the samples; `eos` [E] holds the ids that end one.
-        """
+        self,
+        prompts: list[list[int]],
+        n: int,
+        sampling: Sampling,
+        uniform: Tensor,
+        eos: Tensor,
+        cancelled: Callable[[], Collection[int]] = tuple,
+    ) -> list[Completion]:
+        """Sample `n` completions of each prompt, in order; see `BatchEngine.decode`. `eos` [E]: ids that end one."""
         device, limit = self.embed.weight.device, sampling.max_new_tokens
         uniform, eos = uniform.to(device), eos.to(device)
         rows = Rows(len(prompts), n, limit, device)
         grid = Grid(self, prompts, n, limit)
         logits = grid.prefill(prompts).repeat_interleave(n, 0)
         for step in range(limit):
+            if (gone := cancelled()) and not rows.drop(gone, step):
+                break
             token, logprob = sample(logits, uniform[rows.origin.flatten(), step], sampling)
             if rows.record(step, token, logprob, eos):
                 if not rows.live.any():
@@ -127,11 +133,35 @@ class Decoder:
         return rows.samples()
 
 
+class NativeEngine(BatchEngine):
+    """Decodes with a `Decoder`, which is made anew after each `update`."""
+
+    def __init__(self, model: nn.Module, eos: list[int], pad_id: int) -> None:
+        super().__init__()
+        self._model, self._eos = model, torch.tensor(eos)
+        self._decoder: Decoder | None = None
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        sampling: Sampling,
+        uniform: Tensor,
+        cancelled: Callable[[], Collection[int]],
+    ) -> list[Completion]:
+        self._decoder = self._decoder or Decoder(self._model)
+        return self._decoder.generate(prompts, n, sampling, uniform, self._eos, cancelled)
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        super().update(weights, version)
+        self._decoder = None
+
+
 class Rows:
     """What was sampled, and which rows of the grid [P, G] are still being decoded. Knows no model."""
 
     def __init__(self, prompts: int, n: int, limit: int, device: torch.device) -> None:
-        rows = prompts * n
+        rows, self._n = prompts * n, n
         self.origin = torch.arange(rows, device=device).view(prompts, n)
         """[P, G] of the present grid: number of the completion, counted over all prompts."""
         self.live = torch.ones(prompts, n, dtype=torch.bool, device=device)
@@ -158,6 +188,14 @@ class Rows:
         self._full = False
         return True
 
+    def drop(self, prompts: Collection[int], step: int) -> bool:
+        """Leave the completions of these prompts as they are before token number `step`; whether any other is live."""
+        gone = torch.isin(self.origin // self._n, torch.tensor([*prompts], device=self.origin.device)) & self.live
+        self._lengths[self.origin[gone]] = step
+        self.live &= ~gone
+        self._full = False
+        return bool(self.live.any())
+
     def compact(self) -> tuple[Tensor, Tensor] | None:
         """Shrink the grid to the prompts with live rows and the widest of them: what `LayerCache.pick` takes, the
         prompts kept [P'] and the samples kept of each [P', G']; `None` = nothing changes. Some row must be live."""
@@ -173,7 +211,7 @@ class Rows:
         self._full = bool(self.live.all())
         return alive, column
 
-    def samples(self) -> list[tuple[list[int], list[float], bool]]:
+    def samples(self) -> list[Completion]:
         """All completions in order: (token ids, log-probs, finished)."""
         tokens, logprobs = self._tokens.tolist(), self._logprobs.tolist()
         return [

@@ -8,13 +8,22 @@ Where only some of the layers are held, there is no `generate`: `ModelSlice` run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
+from swarm_node.policy.engines.base import BatchEngine, Completion
 from swarm_node.policy.sampling import sample
 from swarm_node.types import Sampling
 
@@ -32,6 +41,24 @@ class _Draw(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
 
+class _Stop(StoppingCriteria):
+    """Ends the rows of cancelled prompts, and keeps how many tokens each of them has."""
+
+    def __init__(self, n: int, cancelled: Callable[[], Collection[int]]) -> None:
+        self.n, self.cancelled = n, cancelled
+        self.lengths: dict[int, int] = {}
+        self._step = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        self._step += 1
+        for prompt in self.cancelled():
+            for row in range(prompt * self.n, (prompt + 1) * self.n):
+                self.lengths.setdefault(row, self._step)
+        stopped = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        stopped[list(self.lengths)] = True
+        return stopped
+
+
 @contextmanager
 def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
     """What the model's own generation config asks for (penalties, banned tokens) must not bend the distribution."""
@@ -44,6 +71,24 @@ def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
         base.generation_config = own
 
 
+class TransformersEngine(BatchEngine):
+    """Decodes with the model's own `generate`."""
+
+    def __init__(self, model: PreTrainedModel, eos: list[int], pad_id: int) -> None:
+        super().__init__()
+        self._model, self._eos, self._pad_id = model, torch.tensor(eos), pad_id
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        sampling: Sampling,
+        uniform: Tensor,
+        cancelled: Callable[[], Collection[int]],
+    ) -> list[Completion]:
+        return generate(self._model, prompts, n, sampling, uniform, self._eos, self._pad_id, cancelled)
+
+
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -53,8 +98,9 @@ def generate(
     uniform: Tensor,
     eos: Tensor,
     pad_id: int,
-) -> list[tuple[list[int], list[float], bool]]:
-    """Same contract as `decode.Decoder.generate`."""
+    cancelled: Callable[[], Collection[int]] = tuple,
+) -> list[Completion]:
+    """Sample `n` completions of each prompt, in order; see `BatchEngine.decode`. `eos` [E]: ids that end one."""
     device = next(model.parameters()).device
     longest = max(len(p) for p in prompts)
     ids = torch.full((len(prompts) * n, longest), pad_id)
@@ -63,12 +109,13 @@ def generate(
         prompt = prompts[row // n]
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
-    draw = _Draw(uniform.to(device), sampling)
+    draw, stop = _Draw(uniform.to(device), sampling), _Stop(n, cancelled)
     with _plain_generation(model):
         out = model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
             logits_processor=LogitsProcessorList([draw]),
+            stopping_criteria=StoppingCriteriaList([stop]),
             max_new_tokens=sampling.max_new_tokens,
             do_sample=False,
             eos_token_id=eos.tolist(),
@@ -78,7 +125,8 @@ def generate(
     logprobs = torch.stack(draw.logprobs, 1).tolist()
     ends = set(eos.tolist())
     samples = []
-    for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
+    for row, (row_tokens, row_logprobs) in enumerate(zip(tokens, logprobs, strict=True)):
+        row_tokens = row_tokens[: stop.lengths.get(row)]
         end = next((i + 1 for i, t in enumerate(row_tokens) if t in ends), None)
         length = len(row_tokens) if end is None else end
         samples.append((row_tokens[:length], row_logprobs[:length], end is not None))
@@ -86,7 +134,7 @@ def generate(
 
 
 class ModelSlice:
-    """What `decode.Slice` is, for architectures that the native engine does not serve: a Hugging Face backbone of
+    """What `native.Slice` is, for architectures that the native engine does not serve: a Hugging Face backbone of
     these layers alone, with `nn.Identity` for its final norm."""
 
     def __init__(self, backbone: nn.Module) -> None:
@@ -98,7 +146,7 @@ class ModelSlice:
 
 
 class ModelCache:
-    """The `decode.LayerCache` of a `ModelSlice`: every sample has its prompt's keys and values, padded at the left."""
+    """The `native.LayerCache` of a `ModelSlice`: every sample has its prompt's keys and values, padded at the left."""
 
     def __init__(self, backbone: nn.Module, lengths: list[int], n: int) -> None:
         self.backbone, self.n = backbone, n
@@ -106,7 +154,7 @@ class ModelCache:
         self.cache = DynamicCache(config=backbone.config)
 
     def prefill(self, x: Tensor) -> Tensor:
-        """See `decode.LayerCache`."""
+        """See `native.LayerCache`."""
         self.lengths = self.lengths.to(x.device)
         t = x.shape[1]
         column, shift = torch.arange(t, device=x.device)[None], t - self.lengths[:, None]
@@ -119,13 +167,13 @@ class ModelCache:
         return x.masked_fill((column >= self.lengths[:, None])[..., None], 0.0)
 
     def forward(self, x: Tensor, step: int) -> Tensor:
-        """See `decode.LayerCache`."""
+        """See `native.LayerCache`."""
         position = (self.lengths + step).repeat_interleave(len(x) // len(self.lengths))
         mask = torch.cat([self.mask, self.mask.new_ones(len(x), step + 1)], 1)
         return self._run(x[:, None], mask, position[:, None])[:, 0]
 
     def pick(self, alive: Tensor, column: Tensor) -> None:
-        """See `decode.LayerCache`."""
+        """See `native.LayerCache`."""
         kept = (alive[:, None] * (len(self.mask) // len(self.lengths)) + column).flatten()
         self.cache.batch_select_indices(kept)
         self.mask, self.lengths = self.mask[kept], self.lengths[alive]

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import CheckpointError, UserError
-from swarm_node.policy import loading
-from swarm_node.policy.loading import bf16_slowdown, load_policy, prepare, refusing
+from swarm_node.policy import loading, probes
+from swarm_node.policy.engines.native import NativeEngine
+from swarm_node.policy.loading import load_policy, prepare, refusing
+from swarm_node.policy.probes import bf16_slowdown
 from swarm_node.types import Sampling
 from tests.support.tiny_models import save
 
@@ -44,8 +46,9 @@ def load(path, rollouts=None, **options):
 @pytest.mark.parametrize("kind", PATHS)
 def test_fast_paths_are_taken_only_where_right(kind, tmp_path):
     policy, said = load(save(kind, tmp_path))
-    assert (policy.native, policy.packing, policy.split_head) == PATHS[kind], said
-    assert ("native engine" in said) == policy.native
+    native = isinstance(policy.engine, NativeEngine)
+    assert (native, policy.packing, policy.split_head) == PATHS[kind], said
+    assert ("native engine" in said) == native
     groups = policy.generate([[5, 6, 7], [8]], 2, Sampling(8), [1, 2])
     assert [len(g) for g in groups] == [2, 2]
     for rollout in (r for g in groups for r in g):
@@ -202,7 +205,7 @@ def test_the_slowdown_is_of_the_best_times(monkeypatch):
     """By a clock that passes 3 s in a float32 layer, then 4 s, and twice as much in a bfloat16 one."""
     ticks = iter([*(0.0, 0, 3, 1, 0, 4, 9), *(0.0, 0, 8, 1, 0, 6, 9)])
     clock = SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=lambda: next(ticks))
-    monkeypatch.setattr(loading, "time", clock)
+    monkeypatch.setattr(probes, "time", clock)
     assert bf16_slowdown(8, seconds=4.0) == 2.0
 
 
@@ -232,7 +235,7 @@ def test_halving_a_batch_changes_no_sample(tmp_path, monkeypatch):
     policy, _ = load(save("llama", tmp_path))
     prompts, seeds = [[4 + i, 5] for i in range(7)], list(range(7))
     expected = policy.generate(prompts, 2, Sampling(6), seeds)
-    from swarm_node.policy import policy as module
+    from swarm_node.policy.engines import native as module
 
     decoder = module.Decoder
     monkeypatch.setattr(module, "Decoder", lambda model: _Cramped(decoder(model), 2))

@@ -1,0 +1,88 @@
+"""LoRA adapters: which base they belong to, how a new one is made, and its first values."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from swarm_node.config import PolicyConfig
+from swarm_node.errors import UserError
+
+
+def adapter_base(path: str) -> str | None:
+    """Base model of a local LoRA adapter directory; `None` if `path` is not one."""
+    file = Path(path).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        return None
+    try:
+        return str(json.loads(file.read_text())["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise UserError(f"{file} does not name its base model") from exc
+
+
+def lora_config(config: PolicyConfig) -> LoraConfig:
+    """A new adapter as `config` asks for it."""
+    return LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=config.lora_targets,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+
+
+def with_adapter(model: PreTrainedModel, lora: LoraConfig, config: PolicyConfig) -> PeftModel:
+    """The model with an adapter around it, in which only that is trained."""
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name on its way out
+        try:
+            return get_peft_model(model, lora)
+        except ValueError as exc:
+            raise UserError(f"policy.lora_targets {config.lora_targets!r} does not fit this model: {exc}") from exc
+
+
+ARCHITECTURE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""Keys of a config that tell models apart, whatever version of transformers has read it."""
+
+
+def start_adapter(named: Mapping[str, nn.Parameter], model_config: Any) -> None:
+    """Give a new adapter, or a part of one, its first values, as PEFT does: A Kaiming-uniform, B zero (for embeddings A
+    zero, B normal).
+
+    named         its parameters by the names that they have in the whole policy
+    model_config  the config of the whole model
+
+    Each tensor is drawn with a seed of its own (its name, its shape, the architecture): equal for all peers with the
+    same model, and the same in a stage as in the whole policy.
+    """
+    text = model_config.get_text_config()
+    architecture = json.dumps([getattr(text, key, None) for key in ARCHITECTURE])
+    for name, parameter in named.items():
+        if ".lora_A." not in name and ".lora_embedding_B." not in name:
+            continue
+        seed = sha256(f"{name} {tuple(parameter.shape)} {architecture}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed[:8], "big") >> 1)
+        values = torch.empty(parameter.shape)
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        else:
+            nn.init.normal_(values, generator=generator)
+        parameter.data.copy_(values)

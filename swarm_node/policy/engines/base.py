@@ -1,0 +1,142 @@
+"""The port of a sampling engine: requests of token ids in, sampled token ids out. It knows nothing of text or tasks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+from torch import Tensor
+
+from swarm_node.policy.sampling import uniforms
+from swarm_node.types import Sampling
+
+End = Literal["stop", "length", "cancelled"]
+"""How a sequence ended: by itself, at `max_new_tokens`, or by `Engine.cancel`."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """`n` sequences to be sampled after one prompt."""
+
+    id: int
+    """Chosen by the caller; requests under way have different ones."""
+    prompt_ids: list[int]
+    """For a continuation: the prompt and what was sampled before."""
+    sampling: Sampling
+    seed: int = 0
+    n: int = 1
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One sampled sequence, without its prompt."""
+
+    request: int
+    index: int
+    """Which of the request's `n` sequences it is, from 0."""
+    token_ids: list[int]
+    """The end-of-sequence token is included if and only if `end` is "stop"."""
+    logprobs: list[float]
+    """Log-probability of each token under the distribution that it was drawn from."""
+    versions: list[int]
+    """Version of the weights that each token was drawn with."""
+    end: End
+
+
+class Engine:
+    """Samples sequences. `submit` and `cancel` may be called from any thread, and while `samples` is under way.
+
+    An engine of this process is made with `(model, eos, pad_id)`: the policy's model, the ids that end a sequence, and
+    a token id for padding. If `samples` raises, all requests are forgotten.
+    """
+
+    exact: bool = False
+    """Whether samples are a function of prompt, weights and the request's seed, whatever else is under way."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests."""
+        raise NotImplementedError
+
+    def samples(self) -> Iterator[Sample]:
+        """Give the sequences of all requests as they end, in any order, until none is under way."""
+        raise NotImplementedError
+
+    def cancel(self, requests: Collection[int]) -> None:
+        """End these requests soon: `samples` gives what there is of them, as "cancelled"."""
+        raise NotImplementedError
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Sample with other weights of the policy, by name, from the next batch on. The tensors are the live ones."""
+        raise NotImplementedError
+
+
+Completion = tuple[list[int], list[float], bool]
+"""Token ids, log-probabilities, whether it ended by itself."""
+
+
+class BatchEngine(Engine):
+    """An engine of this process: requests with the same `n` and the same sampling are decoded together."""
+
+    exact = True
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._lock = threading.Lock()
+        self._waiting: list[Request] = []
+        self._cancelled: set[int] = set()
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        sampling: Sampling,
+        uniform: Tensor,
+        cancelled: Callable[[], Collection[int]],
+    ) -> list[Completion]:
+        """`n` completions of each prompt, in order. `uniform` [len(prompts) * n, max_new_tokens] decides them.
+
+        `cancelled` gives the numbers of prompts whose completions may end where they are; it is cheap to ask.
+        """
+        raise NotImplementedError
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            self._waiting += requests
+
+    def cancel(self, requests: Collection[int]) -> None:
+        with self._lock:
+            self._cancelled |= set(requests)
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self._version = version
+
+    def samples(self) -> Iterator[Sample]:
+        try:
+            while batch := self._next_batch():
+                yield from self._sampled(batch)
+        finally:
+            with self._lock:
+                self._waiting.clear()
+                self._cancelled.clear()
+
+    def _next_batch(self) -> list[Request]:
+        with self._lock:
+            kinds = [(request.n, request.sampling) for request in self._waiting]
+            batch = [r for r, kind in zip(self._waiting, kinds, strict=True) if kind == kinds[0]]
+            self._waiting = [r for r, kind in zip(self._waiting, kinds, strict=True) if kind != kinds[0]]
+        return batch
+
+    def _sampled(self, batch: list[Request]) -> Iterator[Sample]:
+        n, sampling, version = batch[0].n, batch[0].sampling, self._version
+        uniform = uniforms([request.seed for request in batch], n, sampling.max_new_tokens)
+        numbers = {request.id: i for i, request in enumerate(batch)}
+        completions = self.decode(
+            [request.prompt_ids for request in batch],
+            n,
+            sampling,
+            uniform,
+            lambda: [numbers[id] for id in self._cancelled.copy() if id in numbers] if self._cancelled else (),
+        )
+        for i, (ids, logprobs, stopped) in enumerate(completions):
+            end: End = "stop" if stopped else "length" if len(ids) == sampling.max_new_tokens else "cancelled"
+            yield Sample(batch[i // n].id, i % n, ids, logprobs, [version] * len(ids), end)

@@ -1,0 +1,122 @@
+"""Measurements on a loaded model: which fast paths give its own numbers, and whether bfloat16 is faster here.
+
+Every fast path (native decoding, packed rows, head apart from the backbone) is tried once on a few random tokens. It
+is taken only if it gives the model's own numbers, so an unknown architecture is slow, never wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm_node.config import RolloutsConfig
+from swarm_node.errors import UserError
+from swarm_node.policy.engines import ENGINES, find_engine
+from swarm_node.policy.engines import native as decode
+from swarm_node.policy.policy import Policy
+
+
+def bf16_slowdown(hidden: int, seconds: float = 2.0) -> float:
+    """Time of a bfloat16 layer over that of a float32 one on this CPU, [256, hidden] x [hidden, 4 hidden]."""
+    times = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.randn(256, hidden, dtype=dtype), torch.randn(4 * hidden, hidden, dtype=dtype)
+        torch.nn.functional.linear(x, w)
+        best, end = float("inf"), time.monotonic() + seconds / 2
+        while math.isinf(best) or time.monotonic() < end:
+            start = time.perf_counter()
+            torch.nn.functional.linear(x, w)
+            best = min(best, time.perf_counter() - start)
+        times[dtype] = best
+    return times[torch.bfloat16] / times[torch.float32]
+
+
+def choose_paths(policy: Policy, rollouts: RolloutsConfig) -> None:
+    """Set `packing`, `split_head` and `engine` from comparisons with the model's own forward pass.
+
+    UserError if `rollouts.engine` names an engine that does not serve this model, or that cannot be loaded.
+    """
+    longest = min(rollouts.max_prompt_tokens + rollouts.max_new_tokens, policy.max_positions)
+    text = policy.base.config.get_text_config()
+    windowed = is_windowed(text, longest)
+    rng = torch.Generator().manual_seed(0)
+    prompt, one, two = (torch.randint(text.vocab_size, (k,), generator=rng).tolist() for k in (7, 3, 5))
+    native = False
+    with torch.no_grad():
+        rows = [_logits(policy, prompt + tail) for tail in (one, two)]
+        # the very same operations, unless something happens to the logits afterwards: no room for rounding
+        policy.split_head = torch.equal(_head_of_backbone(policy, prompt + one), rows[0])
+        policy.packing = not windowed and policy.split_head and _packed_agrees(policy, prompt, one, two, rows)
+        if rollouts.engine in ("auto", "native") and not windowed and policy.family in decode.SUPPORTED:
+            native = _native_agrees(policy, prompt, one, two, rows)
+    if rollouts.engine == "native" and not native:
+        raise UserError(f"rollouts.engine = native, but it does not serve {policy.family!r} here; use auto")
+    if rollouts.engine == "auto":
+        policy.engine = policy.engine_of(ENGINES["native" if native else "transformers"])
+    else:
+        policy.engine = policy.engine_of(find_engine(rollouts.engine))
+
+
+def is_windowed(text_config: Any, longest: int) -> bool:
+    """Whether some layer of a model does not see all of a row of `longest` tokens."""
+    windows = [getattr(text_config, "sliding_window", None), getattr(text_config, "attention_chunk_size", None)]
+    return any(w and w < longest for w in windows) and getattr(text_config, "use_sliding_window", True)
+
+
+def _logits(policy: Policy, ids: list[int]) -> Tensor:
+    """The model's own logits [T, V]."""
+    return policy.model(input_ids=torch.tensor([ids], device=policy.device)).logits[0]
+
+
+def _head_of_backbone(policy: Policy, ids: list[int], **options: Tensor) -> Tensor:
+    """Logits [T, V] as head(backbone(ids))."""
+    ids_tensor = torch.tensor([ids], device=policy.device)
+    hidden = policy.base.get_decoder()(input_ids=ids_tensor, use_cache=False, **options).last_hidden_state[0]
+    return policy.base.get_output_embeddings()(hidden)
+
+
+def _packed_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> bool:
+    """Whether one row [prompt, one, two] with a block mask gives the logits of the two rows apart."""
+    p, a, b = len(prompt), len(one), len(two)
+    mask = torch.ones(p + a + b, p + a + b, dtype=torch.bool).tril()
+    mask[p + a :, p : p + a] = False
+    positions = torch.tensor([[*range(p + a), *range(p, p + b)]], device=policy.device)
+    try:
+        packed = _head_of_backbone(
+            policy, prompt + one + two, attention_mask=mask[None, None].to(policy.device), position_ids=positions
+        )
+    except Exception as exc:  # many forward passes refuse such a mask, each in its own way
+        policy.report(f"packed rows do not suit this architecture ({type(exc).__name__}): plain rows")
+        return False
+    return _same(packed[: p + a], rows[0]) and _same(packed[p + a :], rows[1][p:])
+
+
+def _native_agrees(policy: Policy, prompt: list[int], one: list[int], two: list[int], rows: list[Tensor]) -> bool:
+    """Whether the native engine, fed with given tokens, gives the model's own next-token logits."""
+    prompts = [prompt, prompt + two[:2]]
+    own_rows = [rows[0], _logits(policy, prompts[1] + one)]
+    try:
+        grid = decode.Grid(decode.Decoder(policy.model), prompts, 2, len(one))
+        ours = [grid.prefill(prompts).repeat_interleave(2, 0)]
+        for step, token in enumerate(one):
+            ours.append(grid.forward(torch.full((4,), token, device=policy.device), step))
+    except Exception as exc:  # it reaches into the model's modules: any surprise there means "not this one"
+        policy.report(f"the native engine does not suit this model ({type(exc).__name__}: {exc})")
+        return False
+    logits = torch.stack(ours, 1)  # [4, 1 + len(one), V]
+    return all(
+        _same(logits[2 * i + j], own[len(p) - 1 :])
+        for i, (p, own) in enumerate(zip(prompts, own_rows, strict=True))
+        for j in range(2)
+    )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two sets of logits give the same log-probabilities, up to rounding in the dtype they were computed in."""
+    tolerance = 1e-3 if b.dtype == torch.float32 else 0.25
+    difference = a.float().log_softmax(-1) - b.float().log_softmax(-1)
+    return bool(difference.abs().max() <= tolerance)

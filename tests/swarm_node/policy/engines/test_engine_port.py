@@ -1,0 +1,118 @@
+"""The port of an engine: requests come and go, sequences carry log-probabilities and versions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm_node.config import PolicyConfig, RolloutsConfig
+from swarm_node.errors import UserError
+from swarm_node.policy.engines import ENGINES, find_engine
+from swarm_node.policy.engines.base import BatchEngine, Engine, Request, Sample
+from swarm_node.policy.loading import load_policy
+from swarm_node.policy.sampling import uniforms
+from swarm_node.types import Sampling
+from tests.support.tiny_models import make
+
+PROMPT = [5, 9, 200, 31]
+
+
+class Echo(Engine):
+    """A fake of a remote endpoint: gives the prompt back, token by token, until it is cancelled."""
+
+    exact = False
+
+    def __init__(self, *_: object) -> None:
+        self.waiting: dict[int, Request] = {}
+        self.version = 0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.waiting |= {request.id: request for request in requests}
+
+    def samples(self) -> Iterator[Sample]:
+        while self.waiting:
+            request = self.waiting.pop(next(iter(self.waiting)))
+            ids = request.prompt_ids[: request.sampling.max_new_tokens]
+            for i in range(request.n):
+                yield Sample(request.id, i, ids, [-1.0] * len(ids), [self.version] * len(ids), "length")
+
+    def cancel(self, requests: Collection[int]) -> None:
+        for request in requests:
+            self.waiting.pop(request, None)
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self.version = version
+
+
+def engine(kind: str) -> BatchEngine:
+    made = ENGINES[kind](make("llama"), [383], 0)
+    assert isinstance(made, BatchEngine) and made.exact
+    return made
+
+
+def sampled(kind: str, *requests: Request, version: int = 3) -> list[Sample]:
+    made = engine(kind)
+    made.update({}, version)
+    made.submit(requests)
+    return list(made.samples())
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_samples_follow_their_seed_in_any_company(kind):
+    request = Request(1, PROMPT, Sampling(6), seed=7, n=2)
+    others = [Request(2, [8], Sampling(6), seed=8, n=2), Request(3, [8], Sampling(3), seed=9)]
+    alone, among = sampled(kind, request), sampled(kind, *others, request)
+    assert [s.token_ids for s in alone] == [s.token_ids for s in among if s.request == 1]
+    assert sorted((s.request, s.index) for s in among) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+    for s in among:
+        assert len(s.token_ids) == len(s.logprobs) == len(s.versions) > 0 and set(s.versions) == {3}
+        assert s.end == ("stop" if s.token_ids[-1] == 383 else "length")
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_cancelled_request_hands_back_what_it_has(kind):
+    made, asked = engine(kind), 0
+
+    def cancelled() -> list[int]:
+        nonlocal asked
+        asked += 1
+        return [0] if asked > 2 else []
+
+    prompts, sampling = [PROMPT, [8, 9]], Sampling(6)
+    first, second = made.decode(prompts, 1, sampling, uniforms([1, 2], 1, 6), cancelled)
+    whole = made.decode(prompts, 1, sampling, uniforms([1, 2], 1, 6), tuple)
+    assert 0 < len(first[0]) < 6 and first[0] == whole[0][0][: len(first[0])] and not first[2]
+    assert second[0] == whole[1][0]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_what_waits_can_be_cancelled_and_goes_on_later(kind):
+    made = engine(kind)
+    made.submit([Request(1, PROMPT, Sampling(4), seed=1), Request(2, PROMPT, Sampling(6), seed=2)])
+    given = made.samples()
+    first = next(given)
+    made.cancel([2])
+    (second,) = given
+    assert (first.request, second.request, second.end) == (1, 2, "cancelled") and len(second.token_ids) < 6
+    made.submit([Request(2, PROMPT + first.token_ids, Sampling(2), seed=3)])
+    (rest,) = made.samples()
+    expected = make("llama")(input_ids=torch.tensor([PROMPT + first.token_ids + rest.token_ids])).logits[0]
+    start = len(PROMPT) + len(first.token_ids) - 1
+    logprobs = expected[start:-1].log_softmax(-1).gather(1, torch.tensor(rest.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(rest.logprobs), logprobs, atol=1e-4, rtol=0)
+
+
+def test_an_engine_of_ones_own_samples_for_the_policy():
+    said: list[str] = []
+    rollouts = RolloutsConfig(max_new_tokens=3, engine=f"{__name__}:Echo")
+    policy = load_policy(PolicyConfig(), rollouts, said.append)
+    policy.version = 4
+    ((rollout, _),) = policy.generate([PROMPT], 2, Sampling(3), [0])
+    assert rollout.token_ids == PROMPT[:3] and not rollout.finished and rollout.logprobs == [-1.0] * 3
+    assert isinstance(policy.engine, Echo) and policy.engine.version == 4
+    assert any("Echo, whose samples no seed repeats" in line for line in said)
+    with pytest.raises(UserError, match="rollouts.engine"):
+        find_engine("no.such:Engine")
