@@ -70,7 +70,7 @@ class Node:
         from protocol.transports.p2p.transport import P2PTransport
         from protocol.transports.settings import NetworkSettings
         from swarm_node.averaging import Place
-        from swarm_node.averaging.noloco import PairAverager
+        from swarm_node.averaging.pair_averager import PairAverager
         from swarm_node.config import AveragingConfig
 
         torch.set_num_threads(1)
@@ -99,7 +99,7 @@ class Node:
     def _instrument(self) -> None:
         """Note when an exchange begins and ends, and slow bodies down to `rate`."""
         averager = self.averager
-        make, over, send = averager._pieces, averager._end, averager._half
+        make, over, send = averager._pieces, averager.slot.end, averager._half
 
         def pieces(exchange: Any) -> Iterator[memoryview]:
             leave_at = time.monotonic()
@@ -118,7 +118,7 @@ class Node:
             exchange.began = time.monotonic()
             return send(exchange)
 
-        averager._pieces, averager._end, averager._half = pieces, ended, half  # type: ignore[method-assign]
+        averager._pieces, averager.slot.end, averager._half = pieces, ended, half  # type: ignore[method-assign]
 
     def train_step(self) -> float:
         """Seconds that it took."""

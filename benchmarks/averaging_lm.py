@@ -40,7 +40,8 @@ from protocol.transports.base import Outgoing
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from protocol.transports.memory.links import TURN_S
 from swarm_node.averaging import Averager, Place, make_averager
-from swarm_node.averaging.noloco import PairAverager, _Exchange
+from swarm_node.averaging.pair_averager import PairAverager
+from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.config import AveragingConfig
 
 SWARM, COHORT = "a" * 64, "c" * 16
@@ -238,8 +239,8 @@ class Liar(PairAverager):
     lie = ""
     starts: Sequence[Tensor] = ()
 
-    def sent(self, exchange: _Exchange) -> Tensor:
-        fast, slow, start = exchange.fast, exchange.slow, self.starts[exchange.fragment]
+    def sent(self, exchange: PairExchange) -> Tensor:
+        fast, slow, start = exchange.copy.fast, exchange.copy.slow, self.starts[exchange.copy.fragment]
         if self.lie == "flip":
             return slow - 10 * (fast - slow)
         if self.lie == "noise":
@@ -249,14 +250,17 @@ class Liar(PairAverager):
             return start.clone()
         assert self.lie == "drift"
         back = start - fast
-        return fast + back * min(1.0, self._apart[exchange.fragment] / max(rms(back), 1e-12))
+        return fast + back * min(1.0, self._apart[exchange.copy.fragment] / max(rms(back), 1e-12))
 
-    def _half(self, exchange: _Exchange) -> Outgoing:
-        exchange.reach = max(exchange.reach, rms(self.sent(exchange) - exchange.slow))
+    def _half(self, exchange: PairExchange) -> Outgoing:
+        copy = exchange.copy
+        exchange.copy = replace(copy, reach=max(copy.reach, rms(self.sent(exchange) - copy.slow)))
         return super()._half(exchange)
 
-    def _pieces(self, exchange: _Exchange) -> Iterator[memoryview]:
-        return super()._pieces(replace(exchange, fast=self.sent(exchange)))
+    def _pieces(self, exchange: PairExchange) -> Iterator[memoryview]:
+        lying = replace(exchange, copy=replace(exchange.copy, fast=self.sent(exchange)))
+        lying.theirs = exchange.theirs
+        return super()._pieces(lying)
 
 
 def rms(x: Tensor) -> float:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from swarm_node.averaging.averager import Averager, Place, cohort_id, rhythm
-from swarm_node.averaging.diloco import CohortAverager
+from swarm_node.averaging.cohort_averager import CohortAverager
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.late_join import LateJoin
-from swarm_node.averaging.noloco import PairAverager
+from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.config import AveragingConfig
 
 __all__ = ["Averager", "Fragments", "LateJoin", "Place", "cohort_id", "make_averager", "rhythm"]

@@ -305,7 +305,7 @@ class Averager(ABC):
         finally:
             self._lock.release()
 
-    def _sealed(
+    def _outgoing(
         self, peer: str, codec: Codec, size: int, pieces: Callable[[], Iterator[memoryview]], **rest: Any
     ) -> Outgoing:
         """Our half of an exchange with `peer`; `rest` are further fields of its head."""

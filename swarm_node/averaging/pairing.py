@@ -15,11 +15,14 @@ group of odd size is left over.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
+
+from protocol.messages import PeerCard
+from protocol.peers import is_relayed
 
 GROUP = 1024  # a matrix of weights takes 8 MiB then
 
@@ -36,6 +39,11 @@ def partner(me: str, peers: Collection[str], round: int, seed: str, hidden: Coll
     can_be_dialled = np.array([everyone[i] not in hidden for i in members])
     other = _match(hashes[members], can_be_dialled)[members.searchsorted(mine)]
     return None if other < 0 else everyone[members[other]]
+
+
+def only_relayed(members: Mapping[str, PeerCard]) -> set[str]:
+    """Peers that can be reached only through a relay."""
+    return {peer for peer, card in members.items() if all(map(is_relayed, card.addresses))}
 
 
 def _match(hashes: NDArray[np.uint64], can_be_dialled: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -22,7 +22,7 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.p2p.transport import P2PTransport
 from protocol.transports.settings import NetworkSettings
 from swarm_node.averaging import Place
-from swarm_node.averaging.noloco import PairAverager
+from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.config import AveragingConfig
 
 SWARM, COHORT = "ab" * 32, "c" * 16

@@ -25,7 +25,7 @@ from swarm_node.averaging import averager as averager_module
 from swarm_node.averaging.averager import MUTED_AFTER
 from swarm_node.averaging.codecs import encoded_size, pieces
 from swarm_node.averaging.cohort_weights import weights_head
-from swarm_node.averaging.noloco import PairAverager
+from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.errors import CheckpointError, UserError
 from swarm_node.install import upgrade_command
 from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort, Trainee
@@ -329,7 +329,7 @@ def test_bytes_sent_at_the_same_time_are_counted(monkeypatch: pytest.MonkeyPatch
 
     averager.counts = Read()
     halves = [
-        averager._sealed("peer7", "float32", 10, lambda: iter([memoryview(bytes(10))]), round=0, fragment=0)
+        averager._outgoing("peer7", "float32", 10, lambda: iter([memoryview(bytes(10))]), round=0, fragment=0)
         for _ in range(2)
     ]
     workers = [threading.Thread(target=lambda half=half: list(half.pieces())) for half in halves]

@@ -24,7 +24,7 @@ from swarm_node.averaging.lattice_codec import (
     lattice_size,
     most_written_out,
 )
-from swarm_node.averaging.outer_optimizer import NoLoCo
+from swarm_node.averaging.noloco import NoLoCo
 from tests.support.random_vectors import normal
 
 both = pytest.mark.parametrize("bits", [8, 4])

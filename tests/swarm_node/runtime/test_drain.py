@@ -147,7 +147,7 @@ def test_repeated_farewells_are_heard_once_an_hour() -> None:
             tensor += 1.0
         before = heir.flat.clone()
         mine = leaver.mine.averager
-        mine._asked.clear()  # type: ignore[attr-defined]  # a liar goes by no memory; an honest node has no way to
+        mine._drain.refused.clear()  # type: ignore[attr-defined]  # a liar goes by no memory; an honest node has no way to
         assert last_exchange(mine, leaver.turn, lambda: math.inf) == heard
         leaver.turn()
         assert bool((heir.flat - before).abs().max() > 0.1) == heard

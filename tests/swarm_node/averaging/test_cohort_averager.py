@@ -12,8 +12,8 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
 from protocol.tensors import AVERAGE_METHOD, AverageHead, decode_head, encode_head
 from protocol.transports.base import Outgoing
-from swarm_node.averaging.diloco import FARTHEST, CohortAverager
-from swarm_node.averaging.outer_optimizer import DiLoCo
+from swarm_node.averaging.cohort_averager import FARTHEST, CohortAverager
+from swarm_node.averaging.diloco import DiLoCo
 from tests.support.averaging_cohort import COHORT, SWARM, Cohort, Trainee
 
 

@@ -1,0 +1,375 @@
+"""DiLoCo over a real network: the whole cohort averages, and waits for itself (arXiv 2311.08105). The baseline.
+
+    every `every` updates, with N members of one view:
+    reduce-scatter    part k of the weights to member k, from everybody; member k averages what came
+    all-gather        the averages back to everybody              -> outer step (SGD with Nesterov momentum)
+
+Each phase is one exchange with each other member (the lower peer id calls), so that every node sends 2 (N - 1) / N of
+the weights, as a ring would. `per_step` is the same after each update, with plain averaging.
+
+Rounds are counted, not timed: who is behind waits to be told by the others, and catches up with their count. A round
+that does not become complete within `timeout_s` is given up, by everybody for itself: that is what a barrier costs.
+With a codec that loses something, progress since the last round travels instead of weights (Streaming DiLoCo), which
+keeps slow weights equal only among those who missed nothing: after a round that somebody gave up, or with a member who
+was not there, the next one averages the weights themselves, in float32, and all begin anew from that mean. Where some
+know of such a thing and others do not, their codecs differ: both give that round up, and know from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median_low
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol.errors import ProtocolError, RemoteProtocolError
+from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, decode_head
+from protocol.transports.base import Accepted, Outgoing, Sink
+from protocol.transports.transfer import reason_of
+from swarm_node.averaging.averager import CONTENTS, Averager
+from swarm_node.averaging.codecs import BLOCK, Decoder, encoded_size, lost, pieces
+from swarm_node.averaging.diloco import MEAN, DiLoCo
+from swarm_node.averaging.robust import check_finite, clipped_mean
+
+CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"}
+PARTS, AVERAGES = 1, 2
+AGAIN_S = 0.1
+"""A member that has not come as far yet is called again this much later."""
+ABORT = frozenset({"group", "codec", "cohort", "version", "schema", "size", "fault"} | {*CONTENTS})
+"""What ends a round: waiting longer would not help."""
+FARTHEST = 1000
+"""Rounds that a node believes to be behind at a time: who is further behind is told again."""
+
+
+@dataclass(eq=False)
+class _Round:
+    """One round, from the copy of our weights to the outer step."""
+
+    number: int
+    fragment: int
+    members: list[str]
+    updates: int
+    ends: float
+    fast: Tensor
+    sent: Tensor
+    bounds: list[int]
+    """Part k is `sent[bounds[k]:bounds[k + 1]]`."""
+    codec: Codec
+    residual: Tensor | None = None
+    """What the codec loses of `sent`."""
+    phase: int = PARTS
+    mean: Tensor | None = None
+    """Of our part, as everybody else decodes it."""
+    under_way: set[str] = field(default_factory=set)
+    """Members with whom an exchange of this phase is under way."""
+    arrived: dict[int, dict[str, Tensor]] = field(default_factory=lambda: {PARTS: {}, AVERAGES: {}})
+    call_at: dict[str, float] = field(default_factory=dict)
+    failure: tuple[str, str, str] | None = None
+    """(reason, peer, detail)."""
+
+
+class CohortAverager(Averager):
+    """Averages with the whole cohort at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        per_step = config.method == "per_step"
+        self.outer = MEAN if per_step else DiLoCo(config.outer_learning_rate, config.outer_momentum)
+        self._every = 1 if per_step else config.every
+        self._codec = CODECS[config.codec]
+        self._in_step: list[list[str] | None] = [None for _ in self.slow]
+        """Members with whom the last round of each fragment was complete: all their slow weights are equal. None: still
+        the common start."""
+        self._residual = [torch.zeros_like(slow) for slow in self.slow] if config.error_feedback else None
+        self._number = 0
+        self._told: dict[str, int] = {}
+        """Peer -> the round that it says it is in."""
+        self._guard = threading.Lock()
+        """Of the round: `accept` and ends of exchanges come on other threads."""
+        self._round: _Round | None = None
+        self.transport.accept(AVERAGE_METHOD, self.counted(self.accept))
+
+    # ----------------------------------------------------------------- for training
+
+    def step(self, updates: int) -> None:
+        self._look()
+        try:
+            if self._round is None and updates - self._exchanged_at[self._fragment()] >= self._every:
+                self._begin(updates)
+            if self._round is not None:
+                self._go_on(self._round)
+        except ProtocolError as error:  # weights that are changing, or that nobody would take
+            reason, detail = reason_of(error)
+            if self._round is None:
+                self.skip(reason, detail)
+            else:
+                self._give_up(self._round, reason, "", detail)
+
+    def restart(self) -> None:
+        super().restart()
+        self._in_step = [[] for _ in self.slow]
+        if self._round is not None:
+            self._give_up(self._round, "replaced", "", "this node went on with other weights meanwhile")
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        super().load_state_dict(tensors, numbers)
+        self._in_step = [[] for _ in self.slow]
+
+    def waiting(self) -> bool:
+        return self._round is not None and not self.config.overlap
+
+    def under_way(self) -> bool:
+        return self._round is not None
+
+    # ----------------------------------------------------------------- a round
+
+    def _fragment(self) -> int:
+        return self._number % self.config.fragments
+
+    def _begin(self, updates: int) -> None:
+        self._number = max(self._number, self._others(max))
+        members = sorted([*self._cohort(), self.place.peer_id])
+        if len(members) == 1:
+            self.skip("alone")
+            self._exchanged_at[self._fragment()] = updates
+            return
+        fragment = self._fragment()
+        fast = self._copy(fragment)
+        in_step = self._in_step[fragment]
+        first = self._number < self.config.fragments  # else others have been here before
+        codec = self._codec if in_step == members or (in_step is None and first) else "float32"
+        sent = fast if codec == "float32" else fast - self.slow[fragment]
+        residual = None
+        if self._residual is not None and codec != "float32":
+            sent += self._residual[fragment]
+            residual = lost(codec, sent)
+        blocks = math.ceil(len(sent) / BLOCK)
+        bounds = [min(len(sent), BLOCK * (blocks * k // len(members))) for k in range(len(members) + 1)]
+        ends = self.now() + self.config.timeout_s
+        started = _Round(self._number, fragment, members, updates, ends, fast, sent, bounds, codec, residual)
+        with self._guard:
+            self._round = started
+
+    def _go_on(self, round: _Round) -> None:
+        """Call whom there is to call, change phase, finish."""
+        now = self.now()
+        with self._guard:
+            failure = round.failure
+            here = {self.place.peer_id, *round.arrived[round.phase]}
+            complete = len(here) == len(round.members) and not round.under_way
+        soon = now < round.ends - self.config.timeout_s / 2
+        if failure is None and (others := self._others(median_low if soon else max)) > round.number:
+            failure = ("late", "", f"others are in round {others}")
+        if failure is None and not complete and now > round.ends:
+            failure = ("absent", "", self.roster.listed([peer for peer in round.members if peer not in here]))
+        if failure is not None:
+            self._give_up(round, *failure)
+        elif complete and round.phase == PARTS:
+            self._average(round)
+        elif complete:
+            self._finish(round)
+            return
+        for peer in round.members if self._round is round else []:
+            if peer > self.place.peer_id and now >= round.call_at.get(peer, 0.0):
+                self._call(round, peer, now)
+
+    def _others(self, which: Callable[[list[int]], int]) -> int:
+        """The round that others are in: that of the one in the middle, so that a few liars cannot end a round, or the
+        greatest, to wait for nobody who waits in a later one. Those who said nothing count as in ours."""
+        cohort = self._cohort()
+        with self._guard:
+            return which([self._told.get(peer, self._number) for peer in cohort] or [self._number])
+
+    def _tell(self, peer: str, number: int) -> None:
+        """`peer` says that it is in that round. Under `_guard`."""
+        self._told[peer] = min(number, self._number + FARTHEST)
+
+    def _call(self, round: _Round, peer: str, now: float) -> None:
+        with self._guard:
+            phase = round.phase
+            if peer in round.under_way or peer in round.arrived[phase]:
+                return
+            round.under_way.add(peer)
+        round.call_at[peer] = now + AGAIN_S
+        taken: list[Decoder] = []
+        future = self.transport.exchange(
+            peer,
+            AVERAGE_METHOD,
+            self._half(round, phase, peer),
+            self.counted(partial(self._answered, round, phase, peer, taken)),
+            self.config.timeout_s,
+        )
+        future.add_done_callback(partial(self._called, round, phase, peer, taken))
+
+    def _answered(self, round: _Round, phase: int, peer: str, taken: list[Decoder], head: bytes, size: int) -> Sink:
+        theirs = decode_head(head, AverageHead)
+        self._fits(round, phase, peer, theirs, size)
+        taken.append(self._decoder(round, phase, peer, theirs))
+        return taken[0].write
+
+    def _called(self, round: _Round, phase: int, peer: str, taken: list[Decoder], future: Future[None]) -> None:
+        error = CancelledError() if future.cancelled() else future.exception()
+        self._arrived(round, phase, peer, taken, error)
+
+    def accept(self, peer: str, head: bytes, size: int) -> Accepted:
+        """A member calls: take part if we are in the same phase of the same round."""
+        theirs = decode_head(head, AverageHead)
+        self._belongs(theirs, peer)
+        if peer not in self._cohort():
+            raise RemoteProtocolError("group", "not of the cohort, as far as is known here")
+        if theirs.phase not in (PARTS, AVERAGES):
+            raise RemoteProtocolError("schema", "not a group's exchange")
+        if theirs.fragment != theirs.round % self.config.fragments:
+            raise RemoteProtocolError("fragment", f"{theirs.fragment} in round {theirs.round}")
+        with self._guard:
+            self._tell(peer, theirs.round)
+            round = self._round
+            if theirs.round < self._number:
+                raise RemoteProtocolError("late", str(self._number))
+            if round is None or theirs.round > round.number:
+                raise RemoteProtocolError("early", "not there yet")
+            phase = theirs.phase
+            try:
+                self._fits(round, phase, peer, theirs, size)
+            except RemoteProtocolError as error:
+                if error.reason == "codec":  # neither can go on with this round
+                    round.failure = round.failure or ("codec", peer, error.detail)
+                    self.woken.set()
+                raise
+            if phase > round.phase:
+                raise RemoteProtocolError("early", "not there yet")
+            if peer in round.arrived[phase] or peer in round.under_way or phase < round.phase:
+                raise RemoteProtocolError("busy", "that is done, or under way")
+            round.under_way.add(peer)
+        taken = [self._decoder(round, phase, peer, theirs)]
+        return Accepted(
+            self._half(round, phase, peer),
+            taken[0].write,
+            lambda error: self._arrived(round, phase, peer, taken, error),
+        )
+
+    def _fits(self, round: _Round, phase: int, peer: str, head: AverageHead, size: int) -> None:
+        """Raises RemoteProtocolError unless `head` is of this phase of this round, and of a body of the right size."""
+        self._belongs(head, peer)
+        if head.group != self._group(round.members) or peer not in round.members:
+            raise RemoteProtocolError("group", "other members")
+        if (head.round, head.fragment, head.phase) != (round.number, round.fragment, phase):
+            raise RemoteProtocolError("round", f"round {head.round} in round {round.number}")
+        if head.codec != round.codec:
+            raise RemoteProtocolError("codec", head.codec)
+        expected = encoded_size(head.codec, self._values(round, phase, peer))
+        if size != expected:
+            raise RemoteProtocolError("size", f"{size} bytes for {expected}")
+
+    def _values(self, round: _Round, phase: int, peer: str) -> int:
+        """How many `peer` sends: of our part, or all of its own."""
+        whose = self.place.peer_id if phase == PARTS else peer
+        return len(self._part(round, whose, round.sent))
+
+    def _decoder(self, round: _Round, phase: int, peer: str, head: AverageHead) -> Decoder:
+        return Decoder(head.codec, self._values(round, phase, peer))
+
+    def _part(self, round: _Round, whose: str, vector: Tensor) -> Tensor:
+        k = round.members.index(whose)
+        return vector[round.bounds[k] : round.bounds[k + 1]]
+
+    def _half(self, round: _Round, phase: int, peer: str) -> Outgoing:
+        if phase == PARTS:
+            sent = self._part(round, peer, round.sent)
+        else:
+            assert round.mean is not None
+            sent = round.mean
+        head = {"round": round.number, "fragment": round.fragment, "phase": phase, "group": self._group(round.members)}
+        size = encoded_size(round.codec, len(sent))
+        return self._outgoing(
+            peer, round.codec, size, partial(pieces, round.codec, sent), version=round.updates, **head
+        )
+
+    def _arrived(self, round: _Round, phase: int, peer: str, taken: list[Decoder], error: BaseException | None) -> None:
+        """An exchange is over, on whichever thread."""
+        self.woken.set()
+        with self._guard:
+            round.under_way.discard(peer)
+            if error is None:
+                round.arrived[phase][peer] = taken[0].values()
+                return
+            reason, detail = reason_of(error)
+            if reason == "late" and detail.isascii() and detail.isdecimal() and len(detail) < 16:
+                self._tell(peer, int(detail))
+            elif reason in ABORT:
+                round.failure = round.failure or (reason, peer, detail)
+
+    def _average(self, round: _Round) -> None:
+        """Our part is here from everybody."""
+        mine = self._part(round, self.place.peer_id, round.sent)
+        try:
+            for vector in round.arrived[PARTS].values():
+                check_finite(vector)
+        except RemoteProtocolError as error:
+            self._give_up(round, error.reason, "", error.detail)
+            return
+        others = list(round.arrived[PARTS].values())
+        if self._reducer is not None:
+            mean = self._reducer(mine, torch.stack(others))
+        else:
+            mean = clipped_mean([mine, *others], self.config.clip)
+        mean -= lost(round.codec, mean)  # as the others will have it, or slow weights drift apart
+        with self._guard:
+            round.mean, round.phase = mean, AVERAGES
+            round.call_at.clear()
+
+    def _finish(self, round: _Round) -> None:
+        """The average is here: the outer step."""
+        fragment, fast = round.fragment, round.fast
+        assert round.mean is not None
+        means = round.arrived[AVERAGES] | {self.place.peer_id: round.mean}
+        mean = torch.cat([means[peer] for peer in round.members])
+        slow, velocity = self.slow[fragment].clone(), self.momentum[fragment].clone()
+        delta = mean - slow if round.codec == "float32" else mean
+        self.spread = float((delta - (fast - slow)).norm()) / math.sqrt(len(fast))
+        if round.codec == self._codec:
+            self.outer.step(slow, velocity, delta)
+        else:
+            MEAN.step(slow, velocity, delta)
+            velocity.zero_()
+        try:
+            check_finite(slow)
+            if not self._apply(fragment, slow - fast):
+                raise RemoteProtocolError("probe", "this node's own best answers became less likely")
+        except RemoteProtocolError as error:
+            self._give_up(round, error.reason, "", error.detail)
+            return
+        self.slow[fragment], self.momentum[fragment] = slow, velocity
+        if self._residual is not None:
+            self._residual[fragment] = torch.zeros_like(slow) if round.residual is None else round.residual
+        self._in_step[fragment] = round.members
+        self._exchanged_at[fragment] = round.updates
+        self._went_well(*round.members)
+        self._over(round)
+
+    def _give_up(self, round: _Round, reason: str, peer: str, detail: str) -> None:
+        self._in_step[round.fragment] = []
+        self.skip(reason, detail, peer)
+        if reason not in ("late", "codec"):  # else the next begins at once: the others are there, or will be told
+            self._exchanged_at[round.fragment] = round.updates
+        self._over(round)
+
+    def _over(self, round: _Round) -> None:
+        with self._guard:
+            self._round = None
+            self._number = max(self._number, round.number + 1)
+            self._told = {peer: number for peer, number in self._told.items() if peer in round.members}
+
+    def _group(self, members: list[str]) -> str:
+        """16 hex digits: equal for equal members who take the same outer step."""
+        text = f"{self.outer.learning_rate} {self.outer.momentum} {' '.join(members)}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
