@@ -81,8 +81,8 @@ class Settings:
 
         Raises UserError.
         """
-        sources = self.file, os.environ, self.flags, self.sets, COMMAND_VARIABLES
-        return load_run_config(*sources, member, lambda text: typer.echo(text, err=True))
+        sources = self.file, os.environ, self.flags, self.sets
+        return load_run_config(*sources, member, lambda text: typer.echo(text, err=True), COMMAND_VARIABLES)
 
 
 def with_settings(function: Callable[..., None], command: str) -> Callable[..., None]:

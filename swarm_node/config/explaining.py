@@ -1,4 +1,4 @@
-"""One line about what is wrong with a configuration, naming key, value, source and the nearest known name."""
+"""Errors of a configuration in one line, with key, value, source and the nearest known name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_node.config.section import IN_WORDS, TOGETHER, Section
 
 
 def explain(error: ValidationError, source: str) -> str:
-    """One line about the most telling of the errors: a wrong name first, then the deepest wrong value."""
+    """One line about the most helpful of the errors: a wrong name first, then the deepest wrong value."""
     errors = error.errors(include_url=False)
     problem = max(errors, key=_tells)
     key = _dotted(problem["loc"])
@@ -42,13 +42,13 @@ def explain(error: ValidationError, source: str) -> str:
 
 
 def _tells(error: ErrorDetails) -> tuple[bool, bool, int, bool]:
-    """How much one of several errors says."""
+    """Sort key: how much an error helps the user."""
     kind = error["type"]
     return kind != TOGETHER, kind == "extra_forbidden", len(error["loc"]), kind != "string_type"
 
 
 def _shown(value: object) -> str:
-    """As it may be written in TOML."""
+    """The value as TOML."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{name} = {_shown(each)}" for name, each in value.items()) + " }"
     if isinstance(value, list):
@@ -57,8 +57,10 @@ def _shown(value: object) -> str:
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    """("tasks", 0, "TaskConfig", "weight") -> "tasks[0].weight": pydantic puts alternatives of a union in
-    between, named after a section or a type such as `str` and `list[str]`."""
+    """("tasks", 0, "TaskConfig", "weight") -> "tasks[0].weight".
+
+    pydantic adds alternatives of a union, named after a section or a type such as `str` and `list[str]`.
+    """
     alternatives = {"str", "list[str]", *(kind.__name__ for kind in Section.__subclasses__())}
     key = ""
     for part in location:
@@ -70,12 +72,12 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _is_alternative(part: int | str) -> bool:
-    """Whether pydantic put it into a location for a name among several, or for a text with a pattern."""
+    """Whether pydantic added the part for a literal, or for a text with a pattern."""
     return isinstance(part, str) and part.startswith(("literal[", "constrained-str"))
 
 
 def did_you_mean(word: str, known: Iterable[str], separator: str) -> str:
-    """`; did you mean …?`: the nearest known name, those that end in the same way first."""
+    """`; did you mean …?` with the nearest known name. Names with the same last part come first."""
     indices = re.findall(r"\[\d+\]", word)
     word = re.sub(r"\[\d+\]", "[]", word)
     last = word.rpartition(separator)[2]

@@ -1,8 +1,8 @@
-"""Every key of the configuration, and what its type consists of."""
+"""Every key of the configuration, the parts of its type, and tables of keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -12,6 +12,8 @@ from pydantic.fields import FieldInfo
 from swarm_node.config.node import NodeConfig
 from swarm_node.config.section import Section
 
+Table = dict[str, Any]
+"""Nested, as in a TOML file."""
 PREFIX = "SWARM_NODE_"
 """Of environment variables."""
 
@@ -43,3 +45,27 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def nest(key: str, value: object) -> Table:
+    """("a.b", 1) -> {"a": {"b": 1}}."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value  # type: ignore[return-value]
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    found: Table = {}
+    for key, value in table.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def merged(below: Table, above: Table) -> Table:
+    """`above` over `below`: sections are merged key by key, all other values are replaced."""
+    both = dict(below)
+    for key, value in above.items():
+        are_tables = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = merged(both[key], value) if are_tables else value
+    return both

@@ -1,6 +1,6 @@
-"""From a file, the environment and flags to one checked configuration.
+"""Load a configuration from a file, the environment and options, and check it.
 
-defaults < the run's own < TOML file < environment (SWARM_NODE_GRPO__LOSS=gspo) < flags (--seed 3)
+defaults < settings of the run < TOML file < environment (SWARM_NODE_GRPO__LOSS=gspo) < options (--seed 3)
          < --set grpo.loss=gspo
 """
 
@@ -11,13 +11,13 @@ import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_origin
+from typing import Literal, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from swarm_node.config.explaining import did_you_mean, explain
-from swarm_node.config.keys import PREFIX, all_keys, alternatives
+from swarm_node.config.keys import PREFIX, Table, all_keys, alternatives, merged, nest
 from swarm_node.config.node import NodeConfig
 from swarm_node.config.options import all_variables, keys_by_name
 from swarm_node.config.own import HOW_LONG, own_layer, say_kept
@@ -50,9 +50,9 @@ def load_run_config(
     env: Mapping[str, str],
     flags: Mapping[str, object],
     sets: Sequence[str],
-    others: Collection[str],
     member: bool,
     say: Callable[[str], None],
+    others: Collection[str] = (),
 ) -> NodeConfig:
     """The configuration for a start of a run, as a `member` of a swarm or alone, from the sources of `load_config`.
 
@@ -60,10 +60,10 @@ def load_run_config(
     for a start alone in the directory of a member.
     """
     layers = list(_layers(file, env, flags, sets, others))
-    table: dict[str, Any] = {}
+    table: Table = {}
     for source, layer in layers:
         _check(source, layer)
-        table = _merge(table, layer)
+        table = merged(table, layer)
     where = {key: table[key] for key in ("run_dir", "name") if key in table}
     directory = NodeConfig.model_validate(where | {"swarm": "any" if member else None}).directory
     there = directory / "config.toml"
@@ -86,12 +86,12 @@ def load_run_config(
 
 
 def _is_lost(swarm: str) -> bool:
-    """Whether a swarm was named by a manifest file that is not there now."""
+    """Whether the swarm was named by a manifest file that no longer exists."""
     return swarm != "" and "://" not in swarm and not Path(swarm).expanduser().is_file()
 
 
-def _check(source: str, layer: dict[str, Any]) -> None:
-    """Raises UserError for a value that is wrong by itself."""
+def _check(source: str, layer: Table) -> None:
+    """Raises UserError for a value that is wrong without regard to others."""
     try:
         NodeConfig.model_validate(layer)
     except ValidationError as error:
@@ -99,13 +99,13 @@ def _check(source: str, layer: dict[str, Any]) -> None:
             raise UserError(explain(error, source)) from None
 
 
-def _resolved(layers: Sequence[tuple[str, dict[str, Any]]]) -> NodeConfig:
+def _resolved(layers: Sequence[tuple[str, Table]]) -> NodeConfig:
     """The configuration from (source, partial table) in rising precedence."""
-    table: dict[str, Any] = {}
+    table: Table = {}
     given: dict[str, list[str]] = {}
     for source, layer in layers:
         _check(source, layer)
-        table = _merge(table, layer)
+        table = merged(table, layer)
         for name in layer:
             given.setdefault(name, []).append(source)
     try:
@@ -118,7 +118,7 @@ def _resolved(layers: Sequence[tuple[str, dict[str, Any]]]) -> NodeConfig:
 
 
 def _check_together(config: NodeConfig) -> None:
-    """What no key can say alone."""
+    """Raises UserError for values that contradict each other."""
     for i, task in enumerate(config.tasks):
         if isinstance(task, TaskConfig) and (task.env is None) == (task.file is None):
             raise UserError(f"tasks[{i}] must have either `env` or `file`")
@@ -130,8 +130,8 @@ def _check_together(config: NodeConfig) -> None:
         raise UserError("a crew needs to know in how many stages it holds its policy: --stages N")
     if config.pipeline.stage != "auto" and not 0 <= config.pipeline.stage < config.pipeline.stages:
         raise UserError(
-            f"pipeline.stage = {config.pipeline.stage}: of {config.pipeline.stages} stages the first is 0; say "
-            "how many there are with --stages"
+            f"pipeline.stage = {config.pipeline.stage}: must be below --stages ({config.pipeline.stages}), and is 0 "
+            "for the first stage"
         )
     if "{question}" not in config.policy.prompt_template:
         raise UserError(f"policy.prompt_template = {config.policy.prompt_template!r} lacks {{question}}")
@@ -143,14 +143,14 @@ def _layers(
     flags: Mapping[str, object],
     sets: Sequence[str],
     others: Collection[str],
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Table]]:
     """(source, partial table) in rising precedence."""
     if file is not None:
         yield str(file), _read_toml(file)
     variables = all_variables()
     for name in sorted(name for name in env if name.startswith(PREFIX)):
         if name in variables:
-            yield name, _nest(variables[name], _parse(env[name], all_keys()[variables[name]]))
+            yield name, nest(variables[name], _parse(env[name], all_keys()[variables[name]]))
         elif name != SETS_VARIABLE and name not in others:
             hint = did_you_mean(name, [*variables, SETS_VARIABLE, *others], "__")
             raise UserError(f"unknown environment variable {name}{hint}")
@@ -159,12 +159,12 @@ def _layers(
     keys = keys_by_name()
     for name, value in flags.items():
         if value is not None:
-            yield "--" + name.replace("_", "-"), _nest(keys.get(name, name), value)
+            yield "--" + name.replace("_", "-"), nest(keys.get(name, name), value)
     for text in sets:
         yield "--set", _parse_set(text, "--set")
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
+def _read_toml(file: Path) -> Table:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -180,17 +180,19 @@ def _split_sets(text: str) -> list[str]:
         raise UserError(f"{SETS_VARIABLE}: {error}; write it as on a command line: a.b=1 'c.d=two words'") from None
 
 
-def _parse_set(text: str, source: str) -> dict[str, Any]:
+def _parse_set(text: str, source: str) -> Table:
     key, equals, value = text.partition("=")
     if not equals:
         raise UserError(f"{source} {text}: write section.key=value, for example {source} grpo.loss=gspo")
     field = all_keys().get(key)
-    return _nest(key, value if field is None else _parse(value, field))
+    return nest(key, value if field is None else _parse(value, field))
 
 
 def _parse(text: str, field: FieldInfo) -> object:
-    """Text from outside a TOML file: a TOML value if it is one and the key is not for text anyway, `a,b` for
-    lists, nothing = unset."""
+    """The value of a text from an environment variable or --set: as TOML, unless the key takes text.
+
+    A list may also be written `a,b`. An empty text means unset.
+    """
     kinds = [get_origin(kind) or kind for kind in alternatives(field.annotation)]
     if not text and NoneType in kinds:
         return None
@@ -205,19 +207,3 @@ def _parse(text: str, field: FieldInfo) -> object:
     if is_list and not isinstance(value, list):
         return [item for part in text.split(",") if (item := part.strip())]
     return value
-
-
-def _nest(key: str, value: object) -> dict[str, Any]:
-    """("a.b", 1) -> {"a": {"b": 1}}."""
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return value  # type: ignore[return-value]
-
-
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Sections key by key; everything else is replaced."""
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged

@@ -1,4 +1,4 @@
-"""Where a node listens, what it tells others, how much it sends."""
+"""Configuration of the network: addresses, ports, limits of traffic."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def _is_host(text: str) -> bool:
 
 
 def checked_ip(text: str) -> str:
+    """`text` if it is an IP address. Raises PydanticCustomError."""
     if not _is_ip(text):
         raise PydanticCustomError("ip", "must be an IP address")
     return text
@@ -62,7 +63,7 @@ Rate = Annotated[float, Field(ge=0), AfterValidator(_checked_rate)]
 
 
 class NetworkConfig(Section):
-    """Where this node listens and what it tells others."""
+    """Where this node listens, and which addresses it announces."""
 
     listen: Annotated[str, AfterValidator(checked_ip)] = "0.0.0.0"
     """IP address to listen on; 127.0.0.1 = this machine only."""
@@ -78,13 +79,13 @@ class NetworkConfig(Section):
     bootstrap: list[str] = []
     """Multiaddress of a peer to connect to first, besides those of the manifest."""
     relay: bool = True
-    """Be reached through relays if nobody can reach this node directly."""
+    """Use relays if others cannot reach this node directly."""
     serve_relay: bool = False
     """Relay streams for peers that cannot be reached directly. Their traffic then uses this node's connection."""
     nat_port_map: bool = False
     """Ask the router for a port by UPnP or NAT-PMP."""
     max_connections: int = Field(64, ge=1, le=MAX_CONNECTIONS)
-    """Gossip connections kept."""
+    """Most gossip connections."""
     max_upload_mbit: Rate = 0.0
     """Most that this node sends, in Mbit/s; 0 = no limit. Half of it is for gossip, half for weights and all else."""
     max_download_mbit: Rate = 0.0

@@ -98,6 +98,7 @@ OPTIONS = (
     KeyOption("health.port", "--health-port", "local join bootstrap", CLOUD),
     KeyOption("price_per_hour", "--price-per-hour", "local join", CLOUD, "PRICE"),
     KeyOption("log", "--log", "local join"),
+    KeyOption("log_format", "--log-format", "local join bootstrap"),
     KeyOption("guest.max_cpu", "--max-cpu", "local join", LIMITS, "PERCENT"),
     KeyOption("guest.max_memory_gb", "--max-memory", "local join bootstrap", LIMITS, "GIB"),
     KeyOption("network.max_upload_mbit", "--max-upload", "join bootstrap", LIMITS, "MBIT/S"),

@@ -1,18 +1,19 @@
-"""A run's own settings: its config.toml, where a later start of the run begins.
+"""A run's own settings: its config.toml, from which a later start of the run takes them.
 
-    # given: rollouts.max_new_tokens tasks      what its user had set, for a few keys mean more if a user names them
+    # given: rollouts.max_new_tokens tasks      keys that the user had set
     rounds = 60                                 the whole configuration, resolved
     ...
 
-A later start takes from it what its user had set, and what is not the default (any more): a new version's defaults do
-not change a run.
+A later start takes the keys that the user had set, and values that differ from the defaults of this version. So a new
+version's defaults do not change a run.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import reduce
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -20,40 +21,40 @@ from typing import Any
 from pydantic import ValidationError
 
 from swarm_node.config.explaining import explain
+from swarm_node.config.keys import Table, flat, merged, nest
 from swarm_node.config.node import NodeConfig
 from swarm_node.config.writing import dump_toml
 from swarm_node.errors import UserError
 
-Table = dict[str, Any]
 GIVEN = "# given:"
 FROM_THE_SWARM = {"tasks", "policy.model", "policy.revision", "seed"}
-"""What a member takes from its swarm unless its user has set it; the next start takes it from there again."""
+"""Keys that a member takes from its swarm at each start, unless the user has set them."""
 GIVEN_ANEW = {
     *("swarm", "name", "run_dir", "rounds", "minutes", "log", "log_format", "price_per_hour"),
     *("network", "guest", "checkpoints", "metrics", "spot", "health"),
 }
-"""Settings that change nothing about what is learned: a change of one is not said, and keeps no earlier file."""
+"""Settings that do not affect learning. A change of one is not reported and keeps no copy of the earlier file."""
 UNSAID = {"swarm", "name", "run_dir", "rounds", "minutes"}
-"""Settings that a later start takes over without a word, since it shows them anyway. It names all others: --relay or
+"""Settings that a later start does not report, because it shows them anyway. It reports all others: --relay or
 --max-cpu stay in force even if they are not given again."""
 SECRET = "pipeline.crew"
-"""The name of a crew is its password: it is on no screen."""
+"""The name of a crew is its password, so it is never shown."""
 MAX_LISTED = 8
-"""Settings in one sentence; more do not help."""
+"""Most settings in one sentence."""
 MAX_VALUE_CHARS = 60
-"""Of a value in a sentence: system prompts are long."""
+"""Longest value in a sentence; system prompts are longer."""
 HOW_LONG = {"rounds", "minutes"}
-"""A start that gives one of these takes neither from the run: 60 rounds done must not end `--minutes 5` at once."""
+"""A start that sets one of these takes neither from the run: 60 rounds done must not end `--minutes 5` at once."""
 
 
 def dump_own(config: NodeConfig, asked: NodeConfig) -> str:
-    """config.toml of a run that goes by `config`, of which its user had set the fields set in `asked`."""
+    """The text of config.toml for a run with `config`; the user had set those fields that are set in `asked`."""
     given = sorted(flat(asked.model_dump(mode="json", exclude_unset=True)))
     return f"{' '.join([GIVEN, *given])}\n{dump_toml(config)}"
 
 
 def read_own(file: Path, say: Callable[[str], None] = lambda sentence: None) -> NodeConfig:
-    """The configuration in a run's config.toml. A key that this version does not know is said and left out.
+    """The configuration in a run's config.toml. A key that this version does not know is reported and left out.
 
     Raises UserError if the file cannot be read, or another value in it is wrong.
     """
@@ -61,7 +62,7 @@ def read_own(file: Path, say: Callable[[str], None] = lambda sentence: None) -> 
 
 
 def own_layer(file: Path, say: Callable[[str], None]) -> Table:
-    """What a later start begins with, of a run's config.toml, as a partial table. Raises as `read_own`."""
+    """The part of a run's config.toml that a later start takes. Raises UserError as `read_own` does."""
     text = _read(file)
     table = _known(file, text, say)
     first = text.partition("\n")[0]
@@ -73,11 +74,11 @@ def own_layer(file: Path, say: Callable[[str], None]) -> Table:
         if (given is not None and key in given)
         or (value != usual.get(key) and (given is None or key not in FROM_THE_SWARM))
     }
-    return _nested(kept)
+    return reduce(merged, (nest(key, value) for key, value in kept.items()), {})
 
 
 def say_kept(own: Table, above: Table, directory: Path, say: Callable[[str], None]) -> None:
-    """Say which settings of the run a start goes by without naming them: those that nothing `above` gives."""
+    """Report the settings that a start takes from the run: those that no source `above` sets."""
     named = flat(above)
     words = [
         f"{key} = {shown(key, value)}" for key, value in flat(own).items() if key not in named and key not in UNSAID
@@ -98,26 +99,6 @@ def shown(key: str, value: object) -> str:
         return "(hidden)"
     text = "unset" if value is None else value if isinstance(value, str) and value else json.dumps(value)
     return shorten(text, MAX_VALUE_CHARS, placeholder=" …")
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> Table:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    found: Table = {}
-    for key, value in table.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
-
-
-def _nested(table: Table) -> Table:
-    """Undo `flat`."""
-    nested: Table = {}
-    for key, value in table.items():
-        *sections, name = key.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-    return nested
 
 
 def _read(file: Path) -> str:
@@ -145,7 +126,7 @@ def _known(file: Path, text: str, say: Callable[[str], None]) -> Table:
 
 
 def _take_out(table: Table, location: Collection[int | str]) -> bool:
-    """Whether there was something at `location`, which is outside of any list."""
+    """Remove the key at `location`, which is in no list. False if there is none."""
     *sections, name = location
     place: Any = table
     for section in sections:

@@ -1,6 +1,6 @@
-"""Code of the user's own, named in the configuration: `file.py:function` or `package.module:function`.
+"""Plugins: functions of the user, named in the configuration as `file.py:function` or `package.module:function`.
 
-It runs in this process with all its rights; nothing that comes from a peer or a manifest is ever loaded this way.
+They run in this process with all its rights. A name that comes from a peer or a manifest is never loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FILES = itertools.count()
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
-    """The function at `path`. `what` it is for says the message of the UserError if there is none."""
+    """The function at `path`. Raises UserError if there is none; its message begins with `what`, a key."""
     where, _, attribute = path.rpartition(":")
     if not where or not attribute:
         raise UserError(f"{what} {path!r}: write file.py:function or package.module:function")
@@ -35,13 +35,13 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
 
 
 def describe(error: Exception) -> str:
-    """One line about what the user's code raised."""
+    """One line about an error of a plugin."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _run_file(path: Path) -> ModuleType:
-    """A new module from the file, under a name no other module has."""
-    name = f"_outside_{next(_FILES)}_{path.stem}"
+    """Run the file as a new module with a unique name."""
+    name = f"_plugin_{next(_FILES)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""What every part of the configuration is."""
+"""Base class of the sections of the configuration, and patterns of texts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from protocol.limits import MAX_NAME_CHARS
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, a field's docstring is its documentation."""
+    """A section of the configuration. Unknown keys are errors; the string after a field documents it."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 TOGETHER = "together"
-"""Kind of error that only a whole configuration can have: of keys whose values do not go together."""
+"""Type of a validation error about several keys whose values contradict each other."""
 
 NAME = r"^[A-Za-z0-9._-]+$"
 NAME_OR_NONE = r"^[A-Za-z0-9._-]*$"
@@ -32,7 +32,7 @@ IN_WORDS = {
     HOST_OR_NONE: "must be HOST or HOST:PORT",
     HOST_NAME: "must be a name without a port, or *",
 }
-"""What is said of a text that does not fit a pattern."""
+"""Pattern -> message about a text that does not match it."""
 
-Outside = Annotated[str, Field(pattern=CODE)]
-"""`package.module:function` or `file.py:function`: code of the user's own."""
+Plugin = Annotated[str, Field(pattern=CODE)]
+"""Code of the user, named `package.module:function` or `file.py:function`."""

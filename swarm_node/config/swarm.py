@@ -1,4 +1,4 @@
-"""What a node does together with others: stages, sharing of rollouts, averaging of weights."""
+"""Configuration of work with other nodes: pipeline stages, sharing of rollouts, averaging of weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from protocol.limits import MAX_NAME_CHARS, MAX_STAGES
-from swarm_node.config.section import NAME_OR_NONE, TOGETHER, Outside, Section
+from swarm_node.config.section import NAME_OR_NONE, TOGETHER, Plugin, Section
 
 
 class PipelineConfig(Section):
-    """A policy in stages, on several machines that are one crew."""
+    """A policy that is split into stages, on the machines of one crew."""
 
     stages: int = Field(0, ge=0, le=MAX_STAGES)
     """Number of pipeline stages that the policy is split into, one per machine. 0 = this machine holds all of it."""
@@ -22,110 +22,111 @@ class PipelineConfig(Section):
     stage: int | Literal["auto"] = "auto"
     """Stage that this machine holds, from 0 (which drives the others); `auto` = one that nobody holds."""
     capacity_gb: float = Field(0.0, ge=0)
-    """Memory that this machine gives to stages; 0 = what is free when it starts. Bounds what it takes on for others."""
+    """Memory in GiB that this machine gives to stages; 0 = what is free at the start. Limits the stages that it takes
+    over from others."""
     wire: Literal["bfloat16", "float32", "int8"] = "bfloat16"
-    """How activations and their gradients travel. In this, in `replica`, in `swap` and in some of `grpo` and `rollouts`
-    all go by what the first lead was told (docs/stages.md)."""
+    """Number format of activations and their gradients on the network. The whole crew uses its first leader's value of
+    this, of `replica`, of `swap` and of some keys of `grpo` and `rollouts` (docs/stages.md)."""
     replica: Literal["auto", "on", "ends", "off"] = "auto"
-    """Each stage's weights are kept in memory by a neighbour as well. `ends` = those of the first and the last only; a
-    lost stage between two others is made of these (CheckFree). `auto` = on, unless `swap` is."""
+    """Keep a copy of each stage's weights in a neighbour's memory. `ends` = only of the first and the last stage; a
+    lost stage between two others is rebuilt from its neighbours (CheckFree). `auto` = on, unless `swap` is on."""
     replica_every: int = Field(0, ge=0, le=100)
-    """Updates from one such copy to the next, for each of which the weights travel once, in float32. 0 = 1 for adapters
-    and with fewer than four stages, else 20."""
+    """Updates between two such copies, each of which sends the weights once, in float32. 0 = 1 for adapters and with
+    fewer than four stages, else 20."""
     swap: bool = False
-    """Every other microbatch goes through the first two and the last two stages in swapped order, so that either can
-    stand in for the other (CheckFree+). It costs some learning where nothing fails."""
+    """Every other microbatch passes the first two and the last two stages in swapped order (CheckFree+). So one of them
+    can replace the other. It costs some learning when nothing fails."""
     spare_wait_s: float = Field(10.0, ge=0, le=3600)
-    """How long a lost stage waits for a machine without one, before a neighbour takes it on."""
+    """Seconds that a lost stage waits for a spare machine, before a neighbour takes it over."""
     stall_s: float = Field(60.0, ge=1, le=3600)
-    """A stage that answers nothing for so long, while others wait for it, is given up."""
+    """A stage that others wait for is given up after so many seconds without an answer."""
 
 
 class SharingConfig(Section):
-    """Learning from other peers' answers (arXiv 2509.08721)."""
+    """Learning from the answers of other peers (arXiv 2509.08721)."""
 
     own: PositiveInt = 4
     """Own groups to train on in each round (I)."""
     foreign: int = Field(4, ge=0)
     """Groups of other peers to train on in each round (J). 0 = a silo, which shares but uses nothing of others."""
     fill: bool = True
-    """Sample more groups of its own while too few foreign ones are there (4 alone learn worse than 8)."""
-    sampler: Literal["uniform"] | Outside = "uniform"
-    """Which foreign groups: `uniform` (the paper) | a function of your own, `package.module:function`; see
-    docs/sharing.md."""
+    """Sample more own groups while there are too few foreign ones (4 alone learn worse than 8)."""
+    sampler: Literal["uniform"] | Plugin = "uniform"
+    """Choice of foreign groups: `uniform` (the paper) | a plugin `package.module:function`; see docs/sharing.md."""
     baseline: Literal["own", "group"] = "own"
-    """Foreign advantages are taken against this node's own success on that kind of task, where known, or against the
-    foreign group's mean (which its sender composed)."""
+    """Baseline of foreign advantages. `own` = this node's own success on that kind of task, if known; `group` = the
+    mean of the foreign group, which its sender composed."""
     max_advantage: PositiveFloat = 2.0
-    """Bound on a foreign rollout's advantage: one right answer that a stranger puts among seven wrong ones would
-    otherwise earn 2.5."""
+    """Limit of a foreign rollout's advantage. Without it, one right answer that a stranger puts among seven wrong ones
+    earns 2.5."""
     gate: bool = True
-    """Leave out right answers of others that hold text which this policy would hardly write and which their reward does
-    not ask for: a payload that liars spread with right answers (arXiv 2511.09780); see docs/sharing.md."""
+    """Leave out others' right answers with text that this policy would hardly write and that the reward does not need.
+    Attackers spread such text with right answers (arXiv 2511.09780; docs/sharing.md)."""
     reuse: PositiveInt = 1
-    """How often one foreign group is trained on."""
+    """How often one foreign group is used."""
     max_age_s: PositiveFloat = 600.0
-    """Foreign groups older than this are not used (nor longer than the swarm's own limit)."""
+    """Foreign groups older than this many seconds are not used. The swarm's own limit holds as well."""
     max_bytes: PositiveInt = 32 * 2**20
-    """Memory for foreign groups that wait to be used."""
+    """Memory in bytes for foreign groups that wait."""
     peer_share: float = Field(0.25, gt=0, le=1)
-    """Largest part of that memory, and of the waiting groups, that one peer's may take."""
+    """Most that one peer's groups may take of that memory, and of the number of waiting groups."""
     admit: PositiveInt = 16
-    """Most foreign groups examined at a time, newest first (but at least `foreign`): half a millisecond each where
-    answers are short. Examining them takes at most a tenth of the time; the rest waits."""
+    """Most foreign groups examined at a time, newest first, but at least `foreign`. One takes half a millisecond if
+    answers are short. This work gets at most a tenth of the time; the rest waits."""
     listen_shards: PositiveInt = 4
-    """Gossip shards that a node listens to, its own among them: bytes stay flat however large the swarm."""
+    """Gossip shards that a node listens to, its own included. So traffic does not grow with the swarm."""
     token_ids: bool = False
     """Send token ids and log-probabilities along, for peers with the same tokenizer."""
     record: bool = False
     """Write which foreign groups were offered and chosen, with their probabilities, to offers.jsonl."""
     give_model: bool = True
-    """Give the model that the swarm's manifest names, if it is here, to members who lack it: its files are public to
-    the swarm already, and somebody has to. Other models are never given."""
+    """Give the model that the swarm's manifest names to members who lack it. Its files are public in the swarm already.
+    Other models are never given."""
 
 
 class AveragingConfig(Section):
-    """Averaging of weights with peers of the same cohort: equal names and shapes of what is trained, equal start."""
+    """Averaging of weights with peers of the same cohort: equal names and shapes of trained weights, equal start."""
 
     method: Literal["none", "noloco", "diloco", "per_step"] = "none"
     """none | noloco (pairs, arXiv 2506.10911) | diloco (the whole cohort every `every` updates, arXiv 2311.08105) |
     per_step (the whole cohort after each update: the baseline that costs most)."""
     every: PositiveInt = 5
-    """Own updates between two exchanges of the same weights, at least (H). Pairs meet in outer rounds of the swarm's
-    `averaging_period_s`: updates are few in RL, so time is what counts. The papers have 50 and 500."""
+    """Least number of own updates between two exchanges of the same weights (H); the papers have 50 and 500. Pairs meet
+    in outer rounds of the swarm's `averaging_period_s` seconds, because updates are few in RL."""
     fragments: int = Field(1, ge=1, le=64)
-    """Weights are exchanged in so many parts, one after the other: peak traffic falls accordingly."""
+    """Number of parts in which weights are exchanged, one after the other. Peak traffic falls accordingly."""
     codec: Literal["float32", "8bit", "4bit"] = "8bit"
-    """How weights travel: 32, 8.4 or 4.4 bits a value."""
+    """Encoding of weights on the network: 32, 8.4 or 4.4 bits per value."""
     error_feedback: bool = False
-    """Group methods: add what the codec lost to what is sent next (in pairs nothing is lost for good)."""
+    """Group methods: add the codec's rounding errors to the next message. Pairs need none, as they lose nothing."""
     overlap: bool = True
-    """Go on training while an exchange is under way; otherwise wait for it, no longer than `timeout_s`."""
+    """Train on during an exchange; otherwise wait for it, at most `timeout_s`."""
     mixing: float = Field(0.0, ge=0, lt=1)
-    """Part of the difference to the averaged weights that a node keeps to itself (streaming DiLoCo's 1 - alpha)."""
+    """Part of the difference to the averaged weights that a node keeps (1 - alpha of streaming DiLoCo)."""
     timeout_s: PositiveFloat = 60.0
-    """An exchange that takes longer is given up: nothing of it is applied."""
+    """An exchange that takes longer than this many seconds is given up; nothing of it is applied."""
     alpha: float = Field(0.0, ge=0, lt=1)
-    """NoLoCo: momentum of the slow weights. 0 with beta = gamma = 1 is the plain mean of the two; the paper has 0.5,
+    """NoLoCo: momentum of the slow weights. 0 with beta = gamma = 1 is the plain mean of the two. The paper has 0.5,
     0.7, 0.7 and 50 updates or more between exchanges (docs/averaging.md compares them)."""
     beta: PositiveFloat = 1.0
     """NoLoCo: step along the pair's mean progress."""
     gamma: PositiveFloat = 1.0
-    """NoLoCo: pull together; stable for 0 < gamma < 2 (1 - alpha^2). Where it equals beta, half as much is sent."""
+    """NoLoCo: strength of the pull together; stable for 0 < gamma < 2 (1 - alpha^2). If it equals beta, half as much is
+    sent."""
     outer_learning_rate: PositiveFloat = 0.7
     """DiLoCo: step of the outer optimiser (SGD with Nesterov momentum)."""
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     """DiLoCo: its momentum."""
-    reducer: Literal["mean"] | Outside = "mean"
-    """What averaging is: `mean` | a function of your own, `package.module:function`; see docs/averaging.md."""
+    reducer: Literal["mean"] | Plugin = "mean"
+    """How weights are combined: `mean` | a plugin `package.module:function`; see docs/averaging.md."""
     clip: float = Field(1.5, ge=0)
-    """A partner's difference is clipped to so many times the median of those accepted lately; 0 = never."""
+    """Clip a partner's difference to this many times the median of those accepted lately; 0 = never."""
     gates: bool = True
-    """Refuse a partner whose weights fail several of: size, direction, signs."""
+    """Refuse a partner whose weights fail several tests: of size, direction and signs."""
     probe: bool = True
-    """Refuse averaged weights under which this node's own best answers are much less likely."""
+    """Refuse averaged weights that make this node's own best answers much less likely."""
     late_join: bool = True
-    """Without a checkpoint, begin with the weights of a peer of the cohort, if one is there."""
+    """Start with the weights of a peer of the cohort, if there is one and no own checkpoint."""
 
     @model_validator(mode="after")
     def _stable(self) -> AveragingConfig:

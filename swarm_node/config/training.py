@@ -1,4 +1,4 @@
-"""What is trained, on which tasks, judged how, with which update rule."""
+"""Configuration of training: model, tasks, rewards, sampling, update rule, evaluation."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from swarm_node.config.section import Outside, Section
+from swarm_node.config.section import Plugin, Section
 
 
 class PolicyConfig(Section):
-    """Which language model this node trains, and where."""
+    """The language model that this node trains, and its device."""
 
     model: str = "starter"
     """Local path or Hugging Face hub id of a causal language model. `starter` = the tiny model in this package."""
@@ -25,9 +25,9 @@ class PolicyConfig(Section):
     lora_targets: str | list[str] = "all-linear"
     """Modules that get an adapter (PEFT's `target_modules`)."""
     device: str = "auto"
-    """`auto` = cuda, else mps, else cpu."""
+    """Device of torch; `auto` = cuda, else mps, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto` = bfloat16 on a GPU that has it; on a CPU whichever a two-second measurement finds faster."""
+    """Number format of weights. `auto` = bfloat16 on a GPU that has it; on a CPU the faster in a short test."""
     threads: int = Field(0, ge=0)
     """CPU threads for torch; 0 = one below 2 million parameters (a second gains nothing), else all cores."""
     system_prompt: str = (
@@ -48,25 +48,25 @@ class TaskConfig(Section):
     file: str | None = None
     """JSONL file with a `question` and an `answer` on each line."""
     weight: PositiveFloat = 1.0
-    """How often this source is drawn from, relative to the others."""
+    """Frequency of this source, relative to the others."""
 
 
 class RewardFunction(Section):
-    """A reward function of the user's own."""
+    """A reward function that the user wrote."""
 
     path: str
     """`file.py:function` or `package.module:function`, with TRL's signature `f(prompts, completions,
     **columns)`."""
     weight: float = 1.0
-    """Its share in the sum."""
+    """Factor of its reward in the sum."""
 
 
 class RewardsConfig(Section):
     """How completions are judged."""
 
     partial: bool = False
-    """Give partial credit where the task's checker has it; off = 1 for a fully right answer, else 0 (partial
-    credit was exploited in measurement: a short number contained in a long guess earned reward)."""
+    """Give partial credit if the task's checker can. Off = 1 for a fully right answer, else 0. In tests partial credit
+    was exploited: a long guess that contains a short number earned reward."""
     checker_weight: float = Field(1.0, ge=0)
     """Weight of the task's own checker beside `functions`; 0 = only the functions count."""
     functions: list[RewardFunction] = []
@@ -79,7 +79,7 @@ class RolloutsConfig(Section):
     groups: PositiveInt = 8
     """Groups sampled in each round."""
     group_size: int = Field(8, ge=2)
-    """Completions sampled for each task (G); at least two, since the baseline is the group's own mean."""
+    """Completions sampled for each task (G). At least two, because the baseline is the group's mean."""
     max_new_tokens: PositiveInt = 256
     """Length limit of a completion, in tokens."""
     max_prompt_tokens: PositiveInt = 2048
@@ -91,9 +91,9 @@ class RolloutsConfig(Section):
     refill: float = Field(1.0, ge=1)
     """Dynamic sampling: replace groups without a learning signal by sampling up to `refill` x `groups`
     groups; 1 = off."""
-    engine: Literal["auto", "native", "transformers"] | Outside = "auto"
-    """Sampling engine: `native` (fast, common architectures), `transformers` (any), `auto` = native where it fits; or
-    a class of your own, `package.module:Class`."""
+    engine: Literal["auto", "native", "transformers"] | Plugin = "auto"
+    """Sampling engine: `native` (fast, common architectures) or `transformers` (any). `auto` = native if it supports the
+    model. Or a plugin `package.module:Class`."""
 
 
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
@@ -102,11 +102,11 @@ MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 class GrpoConfig(Section):
     """The update rule. Defaults: DAPO's token mean and clip-higher, no KL term."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] | Outside = "dapo"
-    """Objective, or a function or class of your own, `package.module:function`; see docs/grpo.md."""
-    advantage: Literal["group_std", "batch_std", "none", "leave_one_out", "median"] | Outside = "group_std"
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] | Plugin = "dapo"
+    """Objective, or a plugin `package.module:name`, a function or class; see docs/grpo.md."""
+    advantage: Literal["group_std", "batch_std", "none", "leave_one_out", "median"] | Plugin = "group_std"
     """Baseline and scale: (r-mean)/std of the group | (r-mean)/std of the batch | r-mean | leave-one-out mean
-    | median and MAD | a function of your own, `package.module:function`."""
+    | median and MAD | a plugin `package.module:function`."""
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: normalise their sum, or normalise each and then sum (GDPO)."""
     epsilon_low: float | None = Field(None, ge=0)
@@ -118,12 +118,12 @@ class GrpoConfig(Section):
     importance_level: Literal["token", "sequence"] | None = None
     """Ratio and clip of each token, or of each sequence (its geometric mean); unset = token (gspo:
     sequence)."""
-    correction: Literal["recorded"] | Outside = "recorded"
-    """What ratios are taken to, and factors on the loss, where another policy sampled: `recorded` = own recorded
-    log-probabilities, a peer's rollouts at ratio 1; or a class of your own, `package.module:Class`."""
+    correction: Literal["recorded"] | Plugin = "recorded"
+    """Denominator of the ratios, and factors on the loss, if another policy sampled. `recorded` = own recorded
+    log-probabilities, and ratio 1 for a peer's rollouts; or a plugin `package.module:Class`."""
     off_policy_mask: float | None = None
-    """Leave out sequences with a negative advantage that the policy has moved away from by more than this
-    mean log-probability a token (DeepSeek-V3.2); 0.5 is a good start."""
+    """Leave out sequences with a negative advantage that have become unlikely (DeepSeek-V3.2). The limit is the mean
+    loss of log-probability per token; 0.5 is a good start."""
     beta: float = Field(0.0, ge=0)
     """Weight of the k3 KL penalty to the reference policy; 0 = no reference policy is kept."""
     iterations: PositiveInt = 1
@@ -153,4 +153,4 @@ class EvalConfig(Section):
     questions: int = Field(128, ge=0)
     """Held-out questions, over all tasks; 0 = no table."""
     samples: PositiveInt = 8
-    """Samples a question: pass@1 is their mean, pass@k whether any is right."""
+    """Samples per question: pass@1 is their mean, pass@k says whether any is right."""

@@ -1,4 +1,4 @@
-"""A configuration as TOML, and the reference of all keys as Markdown."""
+"""Write a configuration as TOML, and the reference of all keys as Markdown."""
 
 from __future__ import annotations
 

@@ -73,9 +73,8 @@ def test_own_settings_come_right_above_the_defaults(
 
 def test_a_start_says_which_settings_it_takes_over() -> None:
     crew = {"stages": 2, "crew": "secret-name"}
-    a_run(
-        {"grpo": {"loss": "gspo", "beta": 1}, "rounds": 9, "pipeline": crew, "policy": {"system_prompt": "word " * 30}}
-    )
+    policy = {"system_prompt": "word " * 30}
+    a_run({"grpo": {"loss": "gspo", "beta": 0.1}, "rounds": 9, "pipeline": crew, "policy": policy})
     said = CliRunner().invoke(app, [*LOCAL, "--set", "grpo.beta=0.2", "--dry-run"]).stderr
     assert said.startswith("r goes on with its own settings: ") and said.count("\n") == 1
     assert "grpo.loss = gspo" in said and "pipeline.crew = (hidden)" in said and "word …" in said
@@ -128,7 +127,7 @@ def test_old_defaults_are_no_user_settings(write: Any) -> None:
     RUN.mkdir()
     config, asked = NodeConfig.model_validate({**given, "seed": 5}), NodeConfig.model_validate(given)
     (RUN / "config.toml").write_text(write(config, asked))
-    again = load_run_config(None, {}, {"run_dir": "r"}, (), (), True, print)
+    again = load_run_config(None, {}, {"run_dir": "r"}, (), True, print)
     assert again.swarm == "swarm://x" and again.network.model_fields_set == {"port"}
     assert "tasks" not in again.model_fields_set
 
@@ -136,7 +135,7 @@ def test_old_defaults_are_no_user_settings(write: Any) -> None:
 def test_only_a_member_s_own_choices_are_kept() -> None:
     chosen = {"tasks": ["small"], "swarm": "swarm://x"}
     a_run(chosen, {"policy": {"model": "/cache/of/the/swarm"}})
-    again = load_run_config(None, {}, {"run_dir": "r"}, (), (), True, print)
+    again = load_run_config(None, {}, {"run_dir": "r"}, (), True, print)
     assert again.tasks == ["small"] and "tasks" in again.model_fields_set
     assert again.policy.model == "starter", "the swarm's model is found again by its digest"
 
@@ -146,7 +145,7 @@ def test_local_leaves_a_member_s_run_alone() -> None:
     said = refused(*LOCAL)
     assert "r is a run in a swarm: `swarm-node join --run-dir r` goes on with it" in said and "--run-dir" in said
     assert (RUN / "config.toml").read_bytes() == before
-    assert sorted(path.name for path in RUN.iterdir()) == ["checkpoints", "config.toml"]
+    assert sorted(path.name for path in RUN.iterdir()) == ["config.toml", "checkpoints"]
 
 
 def test_join_resumes_the_run_s_own_swarm() -> None:
