@@ -73,8 +73,9 @@ def test_own_settings_come_right_above_the_defaults(
 
 def test_a_start_says_which_settings_it_takes_over() -> None:
     crew = {"stages": 2, "crew": "secret-name"}
-    policy = {"system_prompt": "word " * 30}
-    a_run({"grpo": {"loss": "gspo", "beta": 0.1}, "rounds": 9, "pipeline": crew, "policy": policy})
+    a_run(
+        {"grpo": {"loss": "gspo", "beta": 1}, "rounds": 9, "pipeline": crew, "policy": {"system_prompt": "word " * 30}}
+    )
     said = CliRunner().invoke(app, [*LOCAL, "--set", "grpo.beta=0.2", "--dry-run"]).stderr
     assert said.startswith("r goes on with its own settings: ") and said.count("\n") == 1
     assert "grpo.loss = gspo" in said and "pipeline.crew = (hidden)" in said and "word …" in said
@@ -145,7 +146,7 @@ def test_local_leaves_a_member_s_run_alone() -> None:
     said = refused(*LOCAL)
     assert "r is a run in a swarm: `swarm-node join --run-dir r` goes on with it" in said and "--run-dir" in said
     assert (RUN / "config.toml").read_bytes() == before
-    assert sorted(path.name for path in RUN.iterdir()) == ["config.toml", "checkpoints"]
+    assert sorted(path.name for path in RUN.iterdir()) == ["checkpoints", "config.toml"]
 
 
 def test_join_resumes_the_run_s_own_swarm() -> None:
