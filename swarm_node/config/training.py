@@ -92,8 +92,8 @@ class RolloutsConfig(Section):
     """Dynamic sampling: replace groups without a learning signal by sampling up to `refill` x `groups`
     groups; 1 = off."""
     engine: Literal["auto", "native", "transformers"] | Plugin = "auto"
-    """Sampling engine: `native` (fast, common architectures) or `transformers` (any). `auto` = native if it supports the
-    model. Or a plugin `package.module:Class`."""
+    """Sampling engine: `native` (fast, common architectures) or `transformers` (any). `auto` = native where it fits.
+    Or a plugin `package.module:Class`."""
 
 
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
