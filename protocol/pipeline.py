@@ -31,6 +31,9 @@ ALIGNMENT: Final = 4
 
 Codec = Literal["float32", "bfloat16", "int8"]
 """How activations and gradients travel: 32, 16 or 8.25 bits a value."""
+Coding = Literal["float32", "bfloat16", "int8", "int32", "bits"]
+"""How a tensor is written, little-endian. int8 = blocks of 64 values: bfloat16 scales of all blocks, then codes of all;
+bits = eight booleans a byte, the first one highest."""
 Microbatch = Annotated[int, Meta(ge=0, lt=MAX_MICROBATCHES)]
 Temperature = Annotated[float, Meta(gt=0, le=100)]
 Dimension = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -230,9 +233,7 @@ Head = (
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of the body."""
 
-    coding: Literal["float32", "bfloat16", "int8", "int32", "bits"]
-    """Little-endian; int8 = blocks of 64 values: bfloat16 scales of all, then codes of all; bits = eight booleans a
-    byte, the first highest."""
+    coding: Coding
     shape: Annotated[tuple[Dimension, ...], Meta(max_length=4)]
 
     @property

@@ -40,3 +40,31 @@ def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
             continue
         if quota not in ("max", "-1"):
             yield int(quota) / int(period)
+
+
+def free_main_memory(root: Path = Path("/")) -> int:
+    """Bytes of main memory left to this machine, or to the container or job of this process; 0 = not known."""
+    try:
+        fields = _numbers((root / "proc/meminfo").read_text().replace(":", ""))
+        return min([1024 * fields["MemAvailable"], *_memory_left(root)])
+    except (OSError, KeyError):
+        return 0
+
+
+def _memory_left(root: Path) -> Iterator[int]:
+    """Bytes left to each control group that bounds the memory of this process; caches count as free."""
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    for version, folder in control_groups("memory", root):
+        limit, used, cache = names[version]
+        if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
+            cached = _numbers((folder / "memory.stat").read_text()).get(cache, 0)
+            yield max(1, int(most) - int((folder / used).read_text()) + cached)
+
+
+def _numbers(text: str) -> dict[str, int]:
+    """Parse lines of a name, a number and perhaps a unit."""
+    rows = [line.split() for line in text.splitlines()]
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}

@@ -33,21 +33,25 @@ from swarm_node.averaging import Averager
 from swarm_node.averaging.cohort import leave_cohort
 from swarm_node.config import NodeConfig
 from swarm_node.errors import SwarmNodeError, UserError
+from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.pipeline.compute.fingerprint import architecture
-from swarm_node.pipeline.compute.memory import Memory, free_main_memory, free_memory
 from swarm_node.pipeline.compute.partition import UNKNOWN
 from swarm_node.pipeline.compute.stage_model import weights_digest
 from swarm_node.pipeline.compute.worker import attend
-from swarm_node.pipeline.driver import Driver, StagedOptimizer, StagedPolicy
+from swarm_node.pipeline.driver import Driver
+from swarm_node.pipeline.footprint import Footprint, free_memory
 from swarm_node.pipeline.join_command import JoinCommand
 from swarm_node.pipeline.membership.actions import BuildStage, DropStage, PeerSpec, Spans, StartLeading, StopLeading
-from swarm_node.pipeline.ports import StageLost
-from swarm_node.pipeline.recovery.held_stages import EVERY, HeldStages, replica_every
+from swarm_node.pipeline.messages import StageLost
+from swarm_node.pipeline.recovery.held_stages import HeldStages
+from swarm_node.pipeline.recovery.replicas import EVERY, replica_every
 from swarm_node.pipeline.recovery.sources import elsewhere, sources, tell
-from swarm_node.pipeline.recovery.stage_files import newest, stage_files
+from swarm_node.pipeline.recovery.stage_checkpoints import newest, stage_files
 from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
 from swarm_node.pipeline.settings import agreed, limits, settings_of
 from swarm_node.pipeline.stage_cohort import MOST_S, StageCohort
+from swarm_node.pipeline.staged_optimizer import StagedOptimizer
+from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.pipeline.status_text import Aftermath, StatusText
 from swarm_node.pipeline.transport import StageTransport
 from swarm_node.policy.adapters import ARCHITECTURE
@@ -148,7 +152,7 @@ class CrewNode:
         pipeline = config.pipeline
         manifest = entered.manifest
         swarm = manifest.swarm_id
-        self.memory = Memory(config, self.loading)
+        self.footprint = Footprint(config, self.loading)
         self.architecture = architecture_of(config, self.loading)
         self.transport = entered.transport
         self.ear = Ear(self.transport)
@@ -170,10 +174,10 @@ class CrewNode:
             key=key,
             architecture=self.architecture,
             settings=self.settings,
-            spans=last.spans if last is not None else self.memory.divide([UNKNOWN] * pipeline.stages),
+            spans=last.spans if last is not None else self.footprint.divide([UNKNOWN] * pipeline.stages),
             run=last.run if last is not None else NO_RUN,
             round=last.round if last is not None else 0,
-            divide=self.memory.divide,
+            divide=self.footprint.divide,
             wanted=None if pipeline.stage == "auto" else pipeline.stage,
             capacity=round(pipeline.capacity_gb * 2**30) or free_memory(),
             started=time.time() + absent_s,  # of two leads that begin at once, it gives way
@@ -203,7 +207,7 @@ class CrewNode:
             spec,
             ways,
             partial(tell, adapters=self.loading.lora),
-            self.memory.costs,
+            self.footprint.costs,
             partial(limits, width=model.hidden_size, vocabulary=model.vocab_size),
             lambda text: say(self.status_text.named(text)),
         )
@@ -292,7 +296,7 @@ class CrewNode:
                 return True
             if self.stage_transport.progress is not None and self.stage_transport.progress != self.progress:
                 self.progress = self.stage_transport.progress
-                self.held_stages.round = self.progress.round
+                self.held_stages.checkpoints.round = self.progress.round
                 if self.progress.over:
                     self.say(f"the run of crew {self.config.pipeline.crew} is over after round {self.progress.round}")
                     return False
@@ -316,7 +320,9 @@ class CrewNode:
             if any(made > self._updates.get(stage, made) for stage, made in updates.items()):
                 self.own_settings.trained()
             self._updates = updates
-            self.held_stages.round = max(self.held_stages.round, self.progress.round + (self.driver is None))
+            self.held_stages.checkpoints.round = max(
+                self.held_stages.checkpoints.round, self.progress.round + (self.driver is None)
+            )
             self.held_stages.updated(plan)
             self.stage_transport.report(self.held_stages.holding())
             self.announce()
@@ -350,7 +356,7 @@ class CrewNode:
         plan = self.stage_transport.plan
         if plan is None:
             return
-        if plan.run != self.held_stages.run:
+        if plan.run != self.held_stages.checkpoints.run:
             if self.held_stages.go_to(plan.run):
                 self.progress = Progress(0, 0.0)
             self.stage_transport.report(self.held_stages.holding())
@@ -358,7 +364,7 @@ class CrewNode:
             return
         self.settings = plan.settings
         self.config, changed = agreed(self.own, self.settings)
-        self.memory.config, self.memory.reference = self.config, self.settings.reference
+        self.footprint.config, self.footprint.reference = self.config, self.settings.reference
         self.held_stages.go_by(self.config, self.settings.reference)
         if changed:
             self.say(f"crew {self.config.pipeline.crew} goes by its lead's options: {', '.join(changed)}")
@@ -433,7 +439,7 @@ class CrewNode:
                 self._join_ends(averaged=True)
         self._aftermath.round_over(round, reward)
         self.progress = Progress(round, self._aftermath.reward)
-        self.held_stages.round = round
+        self.held_stages.checkpoints.round = round
         self.stage_transport.tell(self.progress)
         self._after_update()
         if self._stop is not None and self._stop.advised:  # which the run takes back once it has saved as well
@@ -633,7 +639,7 @@ class CrewNode:
             raise RemoteProtocolError("leaving", "this node leaves as well")
         if stage in self.held_stages.workers:
             raise RemoteProtocolError("stage", f"stage {stage} is here")
-        self.held_stages.asked[stage] = plan.mark
+        self.held_stages.replicas.asked[stage] = plan.mark
         return self.held_stages.shapes_of(stage, plan.spans)
 
     @property
@@ -711,7 +717,7 @@ class CrewNode:
         """UserError if the disk has no room for two checkpoints of the stage that this node is to hold; of the smallest
         one, if it is to hold any. `everybody`: of all stages, whose processes are on this machine."""
         pipeline = self.config.pipeline
-        each = self.memory.checkpoints(self.memory.divide([UNKNOWN] * pipeline.stages))
+        each = self.footprint.checkpoints(self.footprint.divide([UNKNOWN] * pipeline.stages))
         own = min(each) if pipeline.stage == "auto" else each[pipeline.stage]
         files = self.run.path / "stages"
         check_room(files, sum(each) if everybody else own, len(stage_files(files)))

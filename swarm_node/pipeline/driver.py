@@ -23,15 +23,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from statistics import median_high
-from typing import Protocol, cast
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
 
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import (
@@ -42,33 +40,34 @@ from protocol.pipeline import (
     GradientNormRequest,
     Logprobs,
     LossGradient,
-    Prefill,
     Reset,
     SetUpdates,
     Share,
     StageStatus,
     StatusRequest,
-    Step,
     Tokens,
     TurnFailed,
 )
-from swarm_node.config import PolicyConfig
-from swarm_node.errors import CheckpointError, Interrupted, Unworkable
-from swarm_node.pipeline import messages as wire
+from swarm_node.errors import Unworkable
+from swarm_node.pipeline.compute.tensor_codec import bounded
+from swarm_node.pipeline.compute.waves import Waves
 from swarm_node.pipeline.compute.worker import Worker, attend
-from swarm_node.pipeline.ports import LEAD, Message, MessageTransport, Refused, SliceOptimizer, StageLost
-from swarm_node.policy.engines.base import BatchEngine, Completion
-from swarm_node.policy.engines.native import Rows, padded, picked
+from swarm_node.pipeline.messages import LEAD, Message, MessageTransport, StageLost, size
+from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.logprobs import TokenBatch
-from swarm_node.policy.policy import Policy
 from swarm_node.types import Sampling
 
-MICROBATCHES = 2
-"""For each stage: a third of the time is then spent waiting for the first and after the last, at worst."""
 TICK_S = 0.5
 """How long one look for messages takes at most."""
 TRIES = 3
 """Turns that a stage refuses one after the other before what is asked for is given up."""
+
+
+class Refused(StageLost):
+    """A stage refuses a message of the work under way; no stage is lost. Doing it again may not help."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__((), f"stage {stage} refuses what it is sent")
 
 
 class Driver:
@@ -250,7 +249,7 @@ class Driver:
         """Gradient of the loss; zeros if it is not finite, which spoils the step."""
         if logprobs.grad is None:
             return torch.zeros_like(logprobs)
-        if not wire.bounded(logprobs.grad):
+        if not bounded(logprobs.grad):
             self.spoiled = True
             return torch.zeros_like(logprobs)
         return logprobs.grad
@@ -260,39 +259,28 @@ class Driver:
     @torch.inference_mode()
     def generate(
         self, prompts: list[list[int]], n: int, sampling: Sampling, uniform: Tensor, eos: Tensor
-    ) -> list[tuple[list[int], list[float], bool]]:
-        """As `Decoder.generate`. Raises StageLost; torch.OutOfMemoryError if a stage is short of memory."""
-        waves = _split(prompts, self.stages)
-        begin = 0
-        books: dict[int, _Book] = {}
+    ) -> list[Completion]:
+        """See `BatchEngine.decode`. Raises StageLost; torch.OutOfMemoryError if a stage is short of memory."""
+        waves = Waves(prompts, n, sampling, uniform, eos, self.stages)
         with self._new_turn() as turn:
-            for number, wave in enumerate(waves):
-                book = _Book(wave, n, sampling.max_new_tokens, uniform[begin : begin + len(wave) * n])
-                begin += len(wave) * n
-                books[number] = book
-                head = Prefill(turn, number, n, sampling.max_new_tokens, sampling.temperature, sampling.top_p)
-                lengths = torch.tensor([len(prompt) for prompt in wave])
-                self._send(Message(0, head, (padded(wave), lengths, book.uniform[:, 0])))
-                self._tokens += int(lengths.sum())
-            open_waves = set(books)
-            while open_waves:
-                message = self._next()
-                if message is None or not isinstance(message.head, Tokens) or message.head.turn != turn:
+            for message in waves.begin(turn):
+                self._send(message)
+            self._tokens += sum(map(len, prompts))
+            while not waves.done:
+                answer = self._next()
+                if answer is None or not isinstance(answer.head, Tokens) or answer.head.turn != turn:
                     continue
-                number, step = message.head.wave, message.head.step
-                token, logprob = (t.cpu() for t in message.tensors)
-                if number not in open_waves or not books[number].expects(step, token):
-                    self.refused(RemoteProtocolError("order", f"token {step} of wave {number} as nobody wanted"))
+                head, (token, logprob) = answer.head, (t.cpu() for t in answer.tensors)
+                if not waves.expects(head, token):
+                    self.refused(RemoteProtocolError("order", f"token {head.step} of wave {head.wave} was not wanted"))
                     continue
                 self._tokens += len(token)
-                following = books[number].take(token, logprob, eos)
-                if following is None:
-                    open_waves.remove(number)
-                else:
-                    self._send(Message(0, Step(turn, number, step, len(following) > 2), following))
+                following = waves.take(head, token, logprob)
+                if following is not None:
+                    self._send(following)
             self._to_all(Reset(turn))
             self._refusals = 0
-        return [sample for number in sorted(books) for sample in books[number].rows.samples()]
+        return waves.samples()
 
     # ----------------------------------------------------------------- updates
 
@@ -356,264 +344,47 @@ class Driver:
 
     def _send(self, message: Message) -> None:
         if message.stage != LEAD and message.stage not in self.workers:
-            self._bytes += wire.size(message, self.codec)
+            self._bytes += size(message, self.codec)
         self._heard = time.monotonic()
         self.transport.send(message)
 
     def _next(self, train: bool = False) -> Message | None:
-        """Deal with one message; it is given back if it is for the lead. `None` also if none comes for a while."""
+        """Deal with one message. Returns it if it is for the lead; `None` also if none comes for a while.
+
+        train  count the time for `figures`
+        """
         start = time.perf_counter()
-        message = self.transport.receive(min(TICK_S, self.patience_s))
-        came = time.perf_counter()
-        if message is None:
-            if time.monotonic() - self._heard > self.patience_s:
-                self._ask_all()
-        else:
-            self._heard = time.monotonic()
-            message = attend(message, self.workers, self._send, self.refused)
+        came = self.transport.receive(min(TICK_S, self.patience_s))
+        waited = time.perf_counter() - start
+        if came is None and time.monotonic() - self._heard > self.patience_s:
+            self._find_lost()
+        message = self._attend(came)
         if train:
-            self._waited += came - start
+            self._waited += waited
             self._trained += time.perf_counter() - start
-        if message is not None and isinstance(message.head, StageStatus):
-            self.states[message.head.stage] = message.head
         if message is not None and isinstance(message.head, TurnFailed) and message.head.turn == self._turn:
             if message.head.what == "refused":
                 raise Refused(message.head.stage)
             raise torch.OutOfMemoryError(f"out of memory at stage {message.head.stage}")
         return message
 
-    def _ask_all(self) -> None:
-        """Nothing has come for long: StageLost for the stages that do not answer, or for none if all do."""
+    def _attend(self, message: Message | None) -> Message | None:
+        """Have a stage here deal with a message; one for the lead is given back, and a status noted."""
+        if message is None:
+            return None
+        self._heard = time.monotonic()
+        message = attend(message, self.workers, self._send, self.refused)
+        if message is not None and isinstance(message.head, StageStatus):
+            self.states[message.head.stage] = message.head
+        return message
+
+    def _find_lost(self) -> None:
+        """Nothing has come for long: ask all stages, and raise StageLost for those that do not answer."""
         self.states.clear()
         self._to_all(StatusRequest())
         end = time.monotonic() + self.patience_s
         while len(self.states) < self.stages and time.monotonic() < end:
-            message = self.transport.receive(min(TICK_S, self.patience_s))
-            message = None if message is None else attend(message, self.workers, self._send, self.refused)
-            if message is not None and isinstance(message.head, StageStatus):
-                self.states[message.head.stage] = message.head
+            self._attend(self.transport.receive(min(TICK_S, self.patience_s)))
         missing = set(range(self.stages)) - self.states.keys()
         why = "no answer" if missing else "all answer, but what is under way does not arrive"
         raise StageLost(missing, why)
-
-
-class _Book:
-    """A wave: what was sampled, and what comes next."""
-
-    def __init__(self, prompts: list[list[int]], n: int, limit: int, uniform: Tensor) -> None:
-        self.rows = Rows(len(prompts), n, limit, torch.device("cpu"))
-        self.uniform = uniform
-        self._limit = limit
-        self._step = 0
-
-    def expects(self, step: int, token: Tensor) -> bool:
-        return step == self._step and len(token) == self.rows.origin.numel()
-
-    def take(self, token: Tensor, logprob: Tensor, eos: Tensor) -> tuple[Tensor, ...] | None:
-        """Take down tokens [W]; the tensors of the next step, or `None` if the wave is at its end."""
-        kept = None
-        step = self._step
-        if self.rows.record(step, token, logprob, eos):
-            if not self.rows.live.any():
-                return None
-            width = self.rows.live.shape[1]
-            kept = self.rows.compact()
-            if kept is not None:
-                token = picked(token, width, *kept)
-        self._step += 1
-        if self._step == self._limit:
-            return None
-        return token, self.uniform[self.rows.origin.flatten(), self._step], *(kept or ())
-
-
-def _split(prompts: list[list[int]], parts: int) -> list[list[list[int]]]:
-    """In so many parts at most, in order, as even as it gets."""
-    parts = min(parts, len(prompts))
-    cuts = [len(prompts) * i // parts for i in range(parts + 1)]
-    return [prompts[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-
-
-class StagedEngine(BatchEngine):
-    """Decodes through all stages; a request that is being decoded is not cancelled any more."""
-
-    def __init__(self, driver: Driver, eos: list[int]) -> None:
-        super().__init__()
-        self._driver, self._eos = driver, torch.tensor(eos)
-
-    def decode(
-        self,
-        prompts: list[list[int]],
-        n: int,
-        sampling: Sampling,
-        uniform: Tensor,
-        cancelled: Callable[[], Collection[int]],
-    ) -> list[Completion]:
-        while True:
-            try:
-                return self._driver.generate(prompts, n, sampling, uniform, self._eos)
-            except StageLost as lost:
-                self._driver.again(lost)
-
-
-class StagedPolicy(Policy):
-    """A policy of which this process holds the first stage; text is its own business, the rest goes through `lead`.
-
-    Weights are those of the stages held here, by their names in the whole policy. Generation is done again when a stage
-    is lost; `passes` leave that to whoever adds up the gradient.
-    """
-
-    def __init__(
-        self,
-        driver: Driver,
-        tokenizer: PreTrainedTokenizerBase,
-        config: PolicyConfig,
-        report: Callable[[str], None] = print,
-        longest: int = 2**31,
-    ) -> None:
-        """`longest`: most tokens of a row that the stages take."""
-        self.driver = driver
-        self._longest = longest
-        super().__init__(driver.workers[0].stage.model, tokenizer, config, report)
-        self.is_lora = driver.workers[0].stage.is_lora
-        self.microbatches = MICROBATCHES * driver.stages if driver.stages > 1 else 1
-        self.split_head = True
-        self.engine = StagedEngine(driver, self._eos)
-
-    @property
-    def base(self) -> PreTrainedModel:
-        return self.driver.workers[0].stage.base
-
-    @property
-    def max_positions(self) -> int:
-        """Of the model, or of a row that the stages take: others' groups may have longer prompts."""
-        return min(super().max_positions, self._longest)
-
-    def _passes(
-        self, batches: Iterable[TokenBatch], temperature: float, entropy: bool, reference: bool, gradient: bool
-    ) -> Iterator[tuple[TokenBatch, Tensor, Tensor | None]]:
-        return self.driver.passes(batches, temperature, entropy, reference, gradient)
-
-    def again(self, interrupted: Interrupted) -> None:
-        if not isinstance(interrupted, StageLost):
-            raise interrupted
-        self.driver.again(interrupted)
-
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        return list(self._named().values())
-
-    def trainable_state(self) -> dict[str, Tensor]:
-        return {name: parameter.data for name, parameter in self._named().items()}
-
-    def keep_reference(self) -> None:
-        for worker in self.driver.workers.values():
-            if worker.reference is None:  # else it was kept when the stage came, before its trained weights did
-                worker.keep_reference()
-
-    def _named(self) -> dict[str, nn.Parameter]:
-        named: dict[str, nn.Parameter] = {}
-        for worker in self.driver.workers.values():
-            named = worker.stage.named() | named
-        return named
-
-
-class LocalOptimizer(SliceOptimizer, Protocol):
-    """What else the optimiser of a stage at the lead can do; `grpo.Optimizer` does."""
-
-    grad_clip: float
-    updating: Callable[[], AbstractContextManager[object]]
-
-    def rate(self) -> float: ...
-
-    def weights(self) -> dict[str, Tensor]: ...
-
-    def publish(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None: ...
-
-
-class StagedOptimizer:
-    """Of all stages what `grpo.Optimizer` is of one process; state and weights are those of the stages held here.
-
-    `step` may raise StageLost: then what gave the gradient is done again, from `zero_grad`, and the step too.
-    """
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self._updating: Callable[[], AbstractContextManager[object]] = nullcontext
-
-    @property
-    def updates(self) -> int:
-        """That all stages have made."""
-        return self.driver.updates
-
-    @updates.setter
-    def updates(self, updates: int) -> None:
-        self.driver.updates = updates
-
-    @property
-    def updating(self) -> Callable[[], AbstractContextManager[object]]:
-        """Held while weights here change."""
-        return self._updating
-
-    @updating.setter
-    def updating(self, updating: Callable[[], AbstractContextManager[object]]) -> None:
-        self._updating = updating
-        for optimizer in self._own():
-            optimizer.updating = updating
-
-    def zero_grad(self) -> None:
-        self.driver.zero()
-
-    def step(self) -> tuple[float, float]:
-        """One update of all stages, unless the gradient is not finite; its norm before clipping, and the learning
-        rate."""
-        optimizer = self._own()[0]
-        norm, rate = self.driver.norm(), optimizer.rate()
-        if math.isfinite(norm):
-            self.driver.apply(self.updates + 1, min(1.0, optimizer.grad_clip / norm) if norm else 1.0, rate)
-            self.updates += 1
-        self.zero_grad()
-        return norm, rate
-
-    def weights(self) -> dict[str, Tensor]:
-        """By name, each once: a matrix that is here twice, as embedding and as head, is the embedding. Live."""
-        weights: dict[str, Tensor] = {}
-        for optimizer in self._own():
-            weights = optimizer.weights() | weights
-        return weights
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Have the stages here use `weights()` after somebody else changed them."""
-        weights = self.weights()
-        for optimizer in self._own():
-            for name, weight in optimizer.weights().items():
-                weight.copy_(weights[name])
-            optimizer.publish()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {}
-        for optimizer in self._own():
-            state = optimizer.state_dict() | state
-        return state
-
-    def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Take over what `state_dict` gave; CheckpointError, and nothing changed, if names or shapes differ."""
-        mine, varies = self.state_dict(), ("step.", "rate_scale.")
-        known = mine.keys() & tensors.keys()
-        foreign = [name for name in mine.keys() ^ tensors.keys() if not name.startswith(varies)]
-        if foreign or any(mine[k].shape != tensors[k].shape for k in known):
-            raise CheckpointError("its optimiser state does not have the names and shapes of the stages held here")
-        for optimizer in self._own():
-            names = optimizer.weights()
-            own = {key: tensor for key, tensor in tensors.items() if key.partition(".")[2] in names}
-            optimizer.load_state_dict(own, updates)
-        for worker in self.driver.workers.values():
-            worker.updates = updates
-        self.updates = updates
-
-    def _own(self) -> list[LocalOptimizer]:
-        """Of the stages held here, that of stage 0 first."""
-        return [cast(LocalOptimizer, self.driver.workers[k].optimizer) for k in sorted(self.driver.workers)]

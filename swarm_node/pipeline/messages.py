@@ -1,81 +1,105 @@
-"""Messages between stages as bytes, and what a stage takes from another.
+"""Messages between stages: what they are, their bytes, and what a stage takes from another.
 
-    Message -> encode -> head, body ... head, size -> judge -> (body is read) -> decode -> Message
+    Message -> encode -> head, body ... Envelope (the decoded head), size -> judge; with the body -> decode -> Message
 
-`judge` knows the shapes that belong to each kind of message and what this stage can expect, so nothing is allocated
-for a message that does not fit. `decode` then refuses numbers that are not finite and indices that point nowhere: a
-neighbour's mistake must not become an error of this process, nor a wrong gradient.
+`judge` knows the shapes that belong to each kind of message and what this stage can expect, so nothing is allocated for
+a message that does not fit. `decode` then refuses numbers that are not finite and indices that point nowhere: a mistake
+of a neighbour must not become an error of this process, nor a wrong gradient.
 
-Activations and gradients travel in a codec; log-probabilities, their gradients and uniform numbers in float32, and
-ids, places and masks exactly.
-
-    int8   x ~ code s / 127 in blocks of 64,   code = round(127 x / s),   s = largest magnitude (bfloat16)
+Activations and gradients travel in a codec; log-probabilities, their gradients and uniform numbers in float32, and ids,
+places and masks exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
 from protocol.pipeline import (
-    BLOCK,
-    Apply,
     Backward,
     Codec,
+    Coding,
     Envelope,
     Forward,
     GradientNorm,
-    GradientNormRequest,
     Head,
     Logprobs,
     LossGradient,
     Part,
     Prefill,
-    Reset,
-    SetUpdates,
     Share,
     StageStatus,
-    StatusRequest,
     Step,
     TiedGradient,
     TiedMatrix,
     Tokens,
     TurnFailed,
-    decode_envelope,
     encode_envelope,
 )
+from swarm_node.errors import Interrupted
 from swarm_node.pipeline.compute.schedule import route
-from swarm_node.pipeline.ports import LEAD, Message
+from swarm_node.pipeline.compute.tensor_codec import bounded, decode_tensor, encode_tensor
+from swarm_node.pipeline.compute.tied_weights import rows_of
 
-SMALLEST = 1e-30
-"""Blocks of int8 without a larger magnitude count as 0: 1 / s must not overflow."""
-LARGEST = 1e30
-"""Neither an activation nor a gradient is larger."""
-BLOCK_BYTES = 2**24
-"""Most that travels in one message of a matrix that two stages hold, in float32: other messages come in between."""
+LEAD = -1
+"""Receiver of a message: the loop that drives all stages, at the peer that holds stage 0."""
 TARGETS = 64
 """Most completion tokens for each token of a microbatch's rows: many short ones may follow one prompt."""
 
 
 @dataclass(frozen=True)
+class Message:
+    """From one stage to another, or between the lead and a stage."""
+
+    stage: int
+    """Receiver: number of a stage, or `LEAD`."""
+    head: Head
+    tensors: tuple[Tensor, ...] = ()
+
+
+class StageLost(Interrupted):
+    """Stages have gone, or are given up; the work under way must be done again once they are rebuilt."""
+
+    def __init__(self, stages: Collection[int], why: str) -> None:
+        """No `stages`: only messages were lost."""
+        lost = f"stage {', '.join(map(str, sorted(stages)))}" if stages else "messages"
+        super().__init__(f"{lost} lost: {why}")
+        self.stages = frozenset(stages)
+        self.why = why
+
+
+class MessageTransport(Protocol):
+    """Carries messages to the other stages of a crew, wherever they are."""
+
+    @property
+    def count(self) -> int:
+        """Stages of the crew."""
+
+    def send(self, message: Message) -> None:
+        """Send to the holder of that stage, in order; never waits. Raises StageLost if no peer holds it."""
+
+    def receive(self, timeout: float) -> Message | None:
+        """The next message for a stage held here, or for the lead if it is here; `None` if none comes in time.
+
+        At the lead, raises StageLost if a stage has gone since the pipeline was last whole."""
+
+
+@dataclass(frozen=True)
 class Limits:
-    """What a peer may be sent, by one other peer of its crew."""
+    """What one peer of a crew may send to this peer."""
 
     plan: int
     """Number of the plan that this peer goes by."""
     stages: int
     here: frozenset[int]
-    """Stages held here; `LEAD` too at the lead."""
+    """Stages held here; at the lead also `LEAD`."""
     sender: frozenset[int]
-    """Stages held by whoever sends."""
+    """Stages held by the sender."""
     width: int
     """Of a hidden state."""
     vocabulary: int
@@ -98,8 +122,10 @@ class _Field(NamedTuple):
 
 
 def _layout(head: Head, stage: int) -> tuple[_Field, ...]:
-    """The tensors that belong to a head. H = width, V = vocabulary, B = rows of the block that the head names; other
-    letters mean one number in all of them."""
+    """The tensors that belong to a head.
+
+    In shapes H is the width, V the vocabulary, B the rows of the block that the head names. Any other letter stands for
+    one number throughout a message."""
     match head:
         case Forward():
             ids = _Field("whole", ("R", "T"), "V")
@@ -130,25 +156,7 @@ def _layout(head: Head, stage: int) -> tuple[_Field, ...]:
             return _Field("whole", ("W",), "V"), _Field("exact", ("W",))
         case TiedMatrix():
             return (_Field("exact", ("B", "H")),)
-        case (
-            GradientNormRequest()
-            | GradientNorm()
-            | Apply()
-            | SetUpdates()
-            | Share()
-            | StatusRequest()
-            | StageStatus()
-            | Reset()
-            | TurnFailed()
-        ):
-            return ()
-
-
-def rows_of(block: int, height: int, width: int) -> slice:
-    """Rows of a matrix [height, width] that are in a block; none = there is no such block. Whole blocks of int8 scales,
-    so that each row is written as in the whole matrix."""
-    rows = max(1, BLOCK_BYTES // (4 * width * BLOCK)) * BLOCK
-    return slice(min(block * rows, height), min((block + 1) * rows, height))
+    return ()
 
 
 # --------------------------------------------------------------------- to bytes
@@ -157,13 +165,13 @@ def rows_of(block: int, height: int, width: int) -> slice:
 def encode(
     message: Message, codec: Codec, plan: int, version: int = PROTOCOL_VERSION
 ) -> tuple[bytes, list[memoryview]]:
-    """Head, in that version of the protocol, and the pieces of the body; these may be views of the message's tensors.
+    """Head in that version of the protocol, and the pieces of the body; these may be views of the message's tensors.
 
-    Raises LocalProtocolError for what no peer would take, for example numbers that are not finite.
+    Raises LocalProtocolError for a message that no peer would take, for example one with numbers that are not finite.
     """
     parts, body = [], []
     for field, tensor in zip(_layout(message.head, message.stage), message.tensors, strict=True):
-        part, data = _encode(field, tensor.detach(), codec)
+        part, data = encode_tensor(tensor, _coding(field, codec))
         parts.append(part)
         body.append(data.data.cast("B"))
         missing = part.size - len(body[-1])
@@ -178,14 +186,7 @@ def size(message: Message, codec: Codec) -> int:
     return sum(Part(_coding(field, codec), tuple(tensor.shape)).size for field, tensor in fields)
 
 
-def rounded(values: Tensor, codec: Codec) -> Tensor:
-    """A copy of `values` as the other end will have them; the codec then changes them no more."""
-    part, data = _encode(_Field("values", ()), values.detach(), codec)
-    result = _numbers(part, bytearray(data.tobytes())) if codec != "float32" else values.detach().clone()
-    return result.to(values.device, values.dtype)
-
-
-def _coding(field: _Field, codec: Codec) -> Literal["float32", "bfloat16", "int8", "int32", "bits"]:
+def _coding(field: _Field, codec: Codec) -> Coding:
     match field.kind:
         case "values":
             return codec
@@ -196,55 +197,26 @@ def _coding(field: _Field, codec: Codec) -> Literal["float32", "bfloat16", "int8
     return "float32"
 
 
-def _encode(field: _Field, tensor: Tensor, codec: Codec) -> tuple[Part, np.ndarray]:
-    """What is said of a tensor, and its bytes."""
-    coding = _coding(field, codec)
-    part, flat = Part(coding, tuple(tensor.shape)), tensor.cpu().contiguous().view(-1)
-    if coding == "bits":
-        return part, np.packbits(flat.numpy())
-    if coding == "int32":
-        return part, flat.to(torch.int32).numpy()
-    if not bounded(flat):
-        raise LocalProtocolError("numbers that are not finite, or too large, are not sent")
-    if coding == "float32":
-        return part, flat.to(torch.float32).numpy()
-    if coding == "bfloat16":
-        return part, flat.to(torch.bfloat16).view(torch.int16).numpy()
-    blocks = pad(flat.float(), (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    scale = blocks.abs().amax(1).to(torch.bfloat16)
-    scale[scale < SMALLEST] = 0
-    ratio = blocks * (127 / scale.float()).nan_to_num_(posinf=0)[:, None]
-    codes = ratio.round_().clamp_(-127, 127).to(torch.int8)  # the scale may have been rounded down
-    return part, np.concatenate([scale.view(torch.uint8).numpy(), codes.view(torch.uint8).view(-1).numpy()])
-
-
-def bounded(values: Tensor) -> bool:
-    """Whether all are numbers, and none too large."""
-    low, high = values.aminmax()
-    return bool(low >= -LARGEST) and bool(high <= LARGEST)  # NaN is neither
-
-
 # --------------------------------------------------------------------- what may come
 
 
-def judge(head: bytes, size: int, limits: Limits) -> Envelope:
-    """Look at a head and the size of its body before the body is read.
+def judge(envelope: Envelope, size: int, limits: Limits) -> Mapping[str, int]:
+    """Whether a message with this head and a body of `size` bytes may come; asked before the body is read.
 
-    Raises RemoteProtocolError: size, schema, version (of the head); plan, stage, sender, place; shape, size (of the
-    body).
+    Returns what each symbol of the message's layout means. Raises RemoteProtocolError: plan, stage, sender, place (of
+    the head); shape, size (of the body).
     """
-    envelope = decode_envelope(head)
     if envelope.plan != limits.plan:
         raise RemoteProtocolError("plan", f"plan {envelope.plan}, here it is {limits.plan}")
     _judge_ends(envelope.head, envelope.stage, limits)
-    _dimensions(envelope, limits)
+    symbols = _dimensions(envelope, limits)
     if size != envelope.size:
         raise RemoteProtocolError("size", f"body of {size} bytes, its parts take {envelope.size}")
-    return envelope
+    return symbols
 
 
 def _judge_ends(head: Head, to: int, limits: Limits) -> None:
-    """Whether this is for a stage here, and from whom it must come."""
+    """Raise RemoteProtocolError unless the receiver is here and the sender is the one that it must be."""
     if to not in limits.here:
         raise RemoteProtocolError("stage", f"for stage {to}, which is not here")
     last = limits.stages - 1
@@ -283,7 +255,7 @@ def _judge_ends(head: Head, to: int, limits: Limits) -> None:
 
 
 def _dimensions(envelope: Envelope, limits: Limits) -> Mapping[str, int]:
-    """What each symbol of the layout means; RemoteProtocolError (shape) if parts do not fit it, or are too large."""
+    """What each symbol of the layout means. Raises RemoteProtocolError (shape) if parts do not fit or are too large."""
     head, layout = envelope.head, _layout(envelope.head, envelope.stage)
     if len(layout) != len(envelope.parts):
         raise RemoteProtocolError("shape", f"{len(envelope.parts)} parts, {len(layout)} belong to it")
@@ -327,21 +299,20 @@ def _dimensions(envelope: Envelope, limits: Limits) -> Mapping[str, int]:
 # --------------------------------------------------------------------- from bytes
 
 
-def decode(head: bytes, body: bytearray, limits: Limits) -> Message:
-    """The message. Raises RemoteProtocolError as `judge` does, and: nonfinite, values."""
-    envelope = judge(head, len(body), limits)
-    found = _dimensions(envelope, limits)
+def decode(envelope: Envelope, body: bytearray, limits: Limits) -> Message:
+    """Raises RemoteProtocolError for the reasons of `judge`, and: nonfinite, values."""
+    symbols = judge(envelope, len(body), limits)
     tensors = []
     layout = _layout(envelope.head, envelope.stage)
     for field, part, data in zip(layout, envelope.parts, _pieces(envelope, body), strict=True):
-        tensor = _numbers(part, data)
+        tensor = decode_tensor(part, data)
         if field.kind in ("values", "exact", "unit"):
             if not bounded(tensor.view(-1)):
                 raise RemoteProtocolError("nonfinite", f"a number of {type(envelope.head).__name__} is not finite")
             if field.kind == "unit" and not (tensor.min() >= 0 and tensor.max() < 1):
                 raise RemoteProtocolError("values", "uniform numbers are at least 0 and less than 1")
-        elif field.kind == "whole" and not (tensor.min() >= 0 and tensor.max() < found[field.below]):
-            raise RemoteProtocolError("values", f"an index is negative, or {found[field.below]} or more")
+        elif field.kind == "whole" and not (tensor.min() >= 0 and tensor.max() < symbols[field.below]):
+            raise RemoteProtocolError("values", f"an index is negative, or {symbols[field.below]} or more")
         tensors.append(tensor)
     if isinstance(envelope.head, Prefill) and tensors[1].min() < 1:
         raise RemoteProtocolError("values", "a prompt without a token")
@@ -354,22 +325,3 @@ def _pieces(envelope: Envelope, body: bytearray) -> Iterator[bytearray | memoryv
     for part in envelope.parts:
         yield whole[: part.size]
         whole = whole[part.size :]
-
-
-def _numbers(part: Part, data: bytearray | memoryview) -> Tensor:
-    """The tensor that a part's bytes stand for: float32, int64 or bool. It may be a view of them."""
-    n = part.values
-    if part.coding == "bits":
-        flat = torch.from_numpy(np.unpackbits(np.frombuffer(data, np.uint8), count=n).view(np.bool_))
-    elif part.coding == "int32":
-        flat = torch.frombuffer(data, dtype=torch.int32, count=n).long()
-    elif part.coding == "float32":
-        flat = torch.frombuffer(data, dtype=torch.float32, count=n)
-    elif part.coding == "bfloat16":
-        flat = torch.frombuffer(data, dtype=torch.bfloat16, count=n).float()
-    else:
-        blocks = -(-n // BLOCK)
-        scale = torch.frombuffer(data, dtype=torch.bfloat16, count=blocks).float() / 127
-        codes = torch.frombuffer(data, dtype=torch.int8, count=blocks * BLOCK, offset=2 * blocks)
-        flat = (codes.view(-1, BLOCK) * scale[:, None]).view(-1)[:n]
-    return flat.view(part.shape)

@@ -38,9 +38,9 @@ MOST_S = 10.0
 well below the time after which the crew would give it up. What arrives later is applied later, as with `overlap`."""
 
 
-def averaged(worker: Worker, optimizer: Optimizer) -> dict[str, Tensor]:
-    """What of a stage is averaged: all, but that a matrix which two stages hold is averaged at the first. Live."""
-    weights = optimizer.weights()
+def averaged(worker: Worker) -> dict[str, Tensor]:
+    """The live weights of a stage that are averaged: all, but a matrix that two stages hold only at the first."""
+    weights = worker.optimizer.weights()
     if worker.index > 0 and worker.tied_name is not None:
         del weights[worker.tied_name]
     return weights
@@ -115,7 +115,7 @@ class StageCohort:
 
     def _join(self, stage: int, optimizer: Optimizer) -> None:
         worker = self._held_stages.workers[stage]
-        weights = averaged(worker, optimizer)
+        weights = averaged(worker)
 
         def probe() -> float | None:
             """A stage alone says nothing of its answers; but nobody can go on with what is not finite."""

@@ -26,8 +26,8 @@ from transformers import GenerationConfig
 
 from swarm_node.config import NodeConfig, read_own
 from swarm_node.errors import CheckpointError, UserError
-from swarm_node.pipeline.recovery.held_stages import shapes
-from swarm_node.pipeline.recovery.stage_files import StageFile, newest, stage_files
+from swarm_node.pipeline.compute.partition import trained_shapes
+from swarm_node.pipeline.recovery.stage_checkpoints import StageFile, newest, stage_files
 from swarm_node.policy.adapters import lora_config, with_adapter
 from swarm_node.policy.loading import Plan, load_tokenizer, model_file, prepare, refusing, skeleton
 from swarm_node.storage.checkpoints import read_checkpoint
@@ -131,7 +131,7 @@ def _check(
         if not match or found[:3] != (one.stage, len(chosen), first) or found[4] != layers:
             raise UserError(f"{one.path} is {state['span']}, which does not go with the other stages of {plan.base}")
         first = found[3] + 1
-    expected = shapes(config, plan)
+    expected = trained_shapes(config.policy, plan)
     seen: set[str] = set()
     for stage in stages:
         for name in [name for name in stage if name in seen]:

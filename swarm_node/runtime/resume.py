@@ -79,7 +79,7 @@ class RunState:
                 "averaging": averaging,
                 "time": time.time(),
                 "model": self._identity(),
-                "run": None if self.crew is None else self.crew.held_stages.run,
+                "run": None if self.crew is None else self.crew.held_stages.checkpoints.run,
                 "trainer": numbers,
                 "tally": msgspec.to_builtins(self.tally),
                 "cost": msgspec.to_builtins(self.cost.costs),
@@ -114,7 +114,7 @@ class RunState:
         checkpoint = self.checkpoints.load_latest(self.foreign)
         upto = math.inf
         if checkpoint is not None and self.crew is not None:
-            upto = shared(read_lineage(checkpoint.state.get("run")), self.crew.held_stages.run)
+            upto = shared(read_lineage(checkpoint.state.get("run")), self.crew.held_stages.checkpoints.run)
             if upto < 0:
                 checkpoint = None
                 self.set_aside(self.run.metrics)

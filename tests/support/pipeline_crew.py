@@ -31,11 +31,12 @@ from protocol.pipeline import Codec, decode_envelope
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer
-from swarm_node.pipeline import messages as wire
 from swarm_node.pipeline.compute.stage_model import Stage, load_stage
 from swarm_node.pipeline.compute.worker import Worker, attend, refusal
-from swarm_node.pipeline.driver import Driver, StagedOptimizer, StagedPolicy
-from swarm_node.pipeline.ports import LEAD, Message, StageLost
+from swarm_node.pipeline.driver import Driver
+from swarm_node.pipeline.messages import LEAD, Limits, Message, StageLost, decode, encode, size
+from swarm_node.pipeline.staged_optimizer import StagedOptimizer
+from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
 from swarm_node.policy.starter import build_tokenizer
@@ -163,9 +164,9 @@ class Crew:
     def peer(self, stage: int) -> int:
         return self.holders.get(stage, stage) if stage != LEAD else 0
 
-    def limits(self, sender: int, receiver: int) -> wire.Limits:
+    def limits(self, sender: int, receiver: int) -> Limits:
         held = lambda peer: frozenset(k for k in range(self.stages) if self.peer(k) == peer)  # noqa: E731
-        return wire.Limits(
+        return Limits(
             plan=self.plan,
             stages=self.stages,
             here=held(receiver) | ({LEAD} if receiver == 0 else set()),
@@ -236,9 +237,9 @@ class Crew:
         if receiver == sender:
             self.queues[sender, receiver].append(message)
             return
-        head, pieces = wire.encode(message, self.codec, self.plan)
+        head, pieces = encode(message, self.codec, self.plan)
         body = bytearray(b"".join(pieces))
-        assert len(body) == wire.size(message, self.codec)
+        assert len(body) == size(message, self.codec)
         if self.tamper is not None:
             head, body = self.tamper(head, body)
         self.queues[sender, receiver].append((self.plan, head, body))
@@ -246,9 +247,7 @@ class Crew:
     def _open(self, sender: int, receiver: int, item: tuple[int, bytes, bytearray]) -> Message | None:
         _, head, body = item
         try:
-            limits = self.limits(sender, receiver)
-            wire.judge(head, len(body), limits)
-            return wire.decode(head, body, limits)
+            return decode(decode_envelope(head), body, self.limits(sender, receiver))
         except RemoteProtocolError as error:
             self.refuse(error)
             if sender == 0 and error.reason != "plan":  # the lead hears of it, as from `StageTransport`

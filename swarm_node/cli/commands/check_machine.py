@@ -100,8 +100,7 @@ def torch_and_device(gpus: Sequence[str]) -> Check:
 
 def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = UNKNOWN_START) -> Iterator[Check]:
     """Whether memory and disk suffice for the chosen model. May fetch the model's config, never its weights."""
-    from swarm_node.pipeline.compute.footprint import footprint
-    from swarm_node.pipeline.compute.memory import Memory, free_memory
+    from swarm_node.pipeline.footprint import Footprint, free_memory, stage_bytes
     from swarm_node.policy.loading import prepare
 
     model = config.policy.model
@@ -112,9 +111,9 @@ def room(config: NodeConfig, place: Path, running: bool, start: StartCommand = U
         return
     itemsize = plan.dtype.itemsize
     try:
-        (needed,) = Memory(config, plan).costs(((0, plan.config.num_hidden_layers),))
+        (needed,) = Footprint(config, plan).costs(((0, plan.config.num_hidden_layers),))
     except UserError:  # a model family that cannot be split into stages
-        needed = footprint(
+        needed = stage_bytes(
             plan.size if plan.lora else 0, 0 if plan.lora else plan.size, itemsize, bool(config.grpo.beta)
         )
     free = free_memory()

@@ -11,17 +11,24 @@ known, but is given more rather than that another is given too much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.policy.loading import skeleton
+from swarm_node.policy.adapters import lora_config, with_adapter
+from swarm_node.policy.loading import Plan, skeleton
 
 UNKNOWN = 0.0
 """Capacity of a machine of which nothing is known."""
+ADAPTED = "base_model.model."
+"""How all names of a policy with an adapter begin (PEFT's)."""
 
 
 @dataclass(frozen=True, order=True)
@@ -33,6 +40,11 @@ class Span:
     first: int
     end: int
     layers: int
+
+    @classmethod
+    def of(cls, stage: int, spans: Sequence[tuple[int, int]]) -> Span:
+        """The span of one stage; `spans` gives the layers of all stages."""
+        return cls(stage, len(spans), *spans[stage], spans[-1][1])
 
     @property
     def is_first(self) -> bool:
@@ -165,3 +177,35 @@ def sizes(model_config: Any, itemsize: int = 4) -> tuple[list[int], int, int]:
     if model_config.tie_word_embeddings:
         head += embed
     return layers, embed, head
+
+
+def layer_of(name: str) -> int | None:
+    """Number of the layer that a tensor belongs to: the first integer among the dotted parts of its name."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def trained_shapes(policy: PolicyConfig, loading: Plan) -> dict[str, Tensor]:
+    """All tensors that a policy trains, by name, without values (on the meta device)."""
+    model = skeleton(loading.config)
+    if loading.lora:
+        with torch.device("meta"):
+            model = with_adapter(model, lora_config(policy), policy)
+    return {name: p.data for name, p in model.named_parameters() if p.requires_grad or not loading.lora}
+
+
+def shapes_of_stage(
+    shapes: Mapping[str, Tensor], model_config: Any, stage: int, spans: Sequence[tuple[int, int]]
+) -> dict[str, Tensor]:
+    """The part of `trained_shapes` that one stage holds; `spans` gives the layers of all stages."""
+    first, end = spans[stage]
+    embedding = parts_of(model_config).embedding.removesuffix(".weight")
+
+    def is_held(name: str) -> bool:
+        layer = layer_of(name)
+        if layer is not None:
+            return first <= layer < end
+        is_embedding = name.removeprefix(ADAPTED).startswith(embedding)
+        at_head = not is_embedding or model_config.tie_word_embeddings
+        return (is_embedding and stage == 0) or (at_head and stage == len(spans) - 1)
+
+    return {name: tensor for name, tensor in shapes.items() if is_held(name)}

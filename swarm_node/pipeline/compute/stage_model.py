@@ -32,7 +32,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.pipeline.compute.partition import UNKNOWN, Parts, Span, partition, parts_of, sizes
+from swarm_node.pipeline.compute.partition import ADAPTED, UNKNOWN, Parts, Span, partition, parts_of, sizes
 from swarm_node.policy.adapters import lora_config, start_adapter, with_adapter
 from swarm_node.policy.loading import Plan, lacks, model_file, prepare, refusing, skeleton, weight_map
 from swarm_node.policy.logprobs import additive
@@ -40,8 +40,6 @@ from swarm_node.policy.vetting import ADAPTER_WEIGHTS, check_header
 
 SAMPLED = 1024
 """Values of a tensor that tell files apart: 4 KiB."""
-ADAPTED = "base_model.model."
-"""How all names of a policy with an adapter begin (PEFT's)."""
 
 
 class Stage(nn.Module):

@@ -1,5 +1,5 @@
 """A matrix that the first and the last stage both hold, one as embedding and one as head, and that is too large for a
-message: it travels in blocks of rows (`wire.rows_of`).
+message: it travels in blocks of rows (`rows_of`).
 
     gradients    TiedGradient 0 <-> TiedGradient 0,  then TiedGradient 1 <-> TiedGradient 1, ...     and both add up
     the matrix   Share 0 -> TiedMatrix 0 -> Share 1 -> TiedMatrix 1 -> ... -> taken over, and StageStatus
@@ -15,10 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from protocol.errors import RemoteProtocolError
-from swarm_node.pipeline.messages import rows_of
+from protocol.pipeline import BLOCK
+
+BLOCK_BYTES = 2**24
+"""Most that travels in one message of a matrix that two stages hold, in float32: other messages come in between."""
 
 
-class Tied:
+def rows_of(block: int, height: int, width: int) -> slice:
+    """Rows of a matrix [height, width] that are in a block; empty = there is no such block.
+
+    Blocks hold whole blocks of int8 scales, so that each row is encoded as in the whole matrix."""
+    rows = max(1, BLOCK_BYTES // (4 * width * BLOCK)) * BLOCK
+    return slice(min(block * rows, height), min((block + 1) * rows, height))
+
+
+class TiedWeights:
     """One end of it."""
 
     def __init__(self, name: str, parameter: nn.Parameter, other: int) -> None:

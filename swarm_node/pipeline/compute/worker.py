@@ -49,20 +49,17 @@ from protocol.pipeline import (
     Step,
     TiedGradient,
     TiedMatrix,
-    Tokens,
     TurnFailed,
 )
-from swarm_node.pipeline import messages as wire
+from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.pipeline.compute.schedule import Operation, Route, route, schedule
 from swarm_node.pipeline.compute.stage_model import Stage
-from swarm_node.pipeline.compute.tied_weights import Tied
-from swarm_node.pipeline.ports import LEAD, Message, SliceOptimizer
-from swarm_node.policy.engines.native import LayerCache, Slice, fusable, head_of, last_of
-from swarm_node.policy.engines.transformers import ModelSlice
+from swarm_node.pipeline.compute.stage_sampling import StageSampler
+from swarm_node.pipeline.compute.tensor_codec import bounded, rounded, sendable
+from swarm_node.pipeline.compute.tied_weights import TiedWeights
+from swarm_node.pipeline.messages import LEAD, Message
 from swarm_node.policy.logprobs import head_logprobs
 from swarm_node.policy.oom import is_out_of_memory
-from swarm_node.policy.sampling import sample
-from swarm_node.types import Sampling
 
 
 @dataclass
@@ -86,41 +83,15 @@ class _Pass:
         return route(stages, microbatch, self.swapped)
 
 
-@dataclass
-class _Wave:
-    """Samples that are being drawn."""
-
-    cache: LayerCache
-    sampling: Sampling
-    shape: tuple[int, int]
-    """Prompts, and samples of each."""
-    step: int = 0
-    """Tokens that have been appended."""
-
-
-class _Engine:
-    """Decodes with the present weights of a stage; good for one turn (it may hold fused copies of them)."""
-
-    def __init__(self, stage: Stage, native: bool) -> None:
-        backbone, fuse = stage.base.get_decoder(), fusable(stage.base)
-        self.slice = Slice(backbone, fuse) if native else ModelSlice(backbone)
-        self.logits: Callable[[Tensor], Tensor] | None = None
-        """[W, V] of what comes out of the last layer [W, H]; of the last stage."""
-        if stage.norm is not None and stage.head is not None:
-            head, final = stage.head, stage.final
-            self.logits = head_of(stage.norm, head, fuse) if native else lambda hidden: head(final(hidden))
-
-
 class Worker:
     """Does what one stage has to do."""
 
-    def __init__(self, stage: Stage, optimizer: SliceOptimizer, codec: Codec = "float32", native: bool = False) -> None:
+    def __init__(self, stage: Stage, optimizer: Optimizer, codec: Codec = "float32", native: bool = False) -> None:
         """`codec` is that of the wire: of some things both ends must know the same; `native` = sample with the native
         engine, where that gives the model's own numbers."""
         self.stage = stage
         self.optimizer = optimizer
         self.codec = codec
-        self.native = native
         self.index = stage.span.index
         self.count = stage.span.count
         self.updates = optimizer.updates
@@ -133,13 +104,14 @@ class Worker:
         """The stage before training, for the KL term; not needed by an adapter, which is switched off for it."""
         self.longest_held = 0
         """Most microbatches held at a time so far."""
-        self.tied = Tied(name, stage.named()[name], self.count - 1 - self.index) if (name := stage.shared) else None
+        self.tied = (
+            TiedWeights(name, stage.named()[name], self.count - 1 - self.index) if (name := stage.shared) else None
+        )
         self._device, self._dtype = stage.device, stage.dtype
         self._turn = 0
         self._forgotten = 0  # turns up to this one
         self._pass: _Pass | None = None
-        self._waves: dict[int, _Wave] = {}
-        self._engine: _Engine | None = None  # of the present turn
+        self._sampler = StageSampler(stage, native)
         self._total = 0  # which sum its gradient is
         self._spoiled = False
         self._norm: float | None = None  # of its layers' gradient, once it has been asked for
@@ -190,7 +162,7 @@ class Worker:
     @property
     def idle(self) -> bool:
         """No activations or caches of a turn are held."""
-        return self._pass is None and self._engine is None and not self._waves
+        return self._pass is None and self._sampler.idle
 
     @property
     def midway(self) -> bool:
@@ -218,15 +190,15 @@ class Worker:
 
     def _drop(self) -> None:
         """Nothing is under way any more."""
-        self._pass = self._engine = None
-        self._waves.clear()
+        self._pass = None
+        self._sampler.drop()
 
     def _work(self, message: Message) -> list[Message]:
         head = message.head
         if isinstance(head, Prefill):
-            return self._prefill(message, head)
+            return [self._sampler.prefill(message, head)]
         if isinstance(head, Step):
-            return self._step(message, head)
+            return [self._sampler.step(message, head)]
         if isinstance(head, Forward) and not head.total:
             return self._forward(message, head)
         return self._in_order(message)
@@ -343,10 +315,8 @@ class Worker:
 
     def _finite(self, values: Tensor) -> Tensor:
         """`values`, or zeros where they cannot be sent; then the gradient is spoiled."""
-        if wire.bounded(values):
-            return values
-        self._spoiled = True
-        return torch.where(values.abs() <= wire.LARGEST, values, 0)
+        self._spoiled |= not bounded(values)
+        return sendable(values)
 
     # ----------------------------------------------------------------- updates
 
@@ -368,9 +338,9 @@ class Worker:
         tied.came(head.block, rows)
         return self._exchange(tied) if tied.begun else []
 
-    def _exchange(self, tied: Tied) -> list[Message]:
+    def _exchange(self, tied: TiedWeights) -> list[Message]:
         """What is next of the gradients of the matrix that two stages hold."""
-        blocks = tied.advance(lambda rows: wire.rounded(self._finite(rows), self.codec))
+        blocks = tied.advance(lambda rows: rounded(self._finite(rows), self.codec))
         out = [Message(tied.other, TiedGradient(self._total, block), (rows,)) for block, rows in blocks]
         return [*out, self._squared()] if tied.added else out
 
@@ -379,7 +349,7 @@ class Worker:
         """The trained matrix that another stage holds too."""
         return None if self.tied is None else self.tied.name
 
-    def _its_tied(self) -> Tied:
+    def _its_tied(self) -> TiedWeights:
         if self.tied is None:
             raise RemoteProtocolError("order", f"stage {self.index} has nothing tied that is trained")
         return self.tied
@@ -419,64 +389,6 @@ class Worker:
 
     def _state(self, taken: bool = False) -> Message:
         return Message(LEAD, StageStatus(self.index, self.updates, self.omega, taken, self.new))
-
-    # ----------------------------------------------------------------- samples
-
-    @torch.inference_mode()
-    def _prefill(self, message: Message, head: Prefill) -> list[Message]:
-        if head.wave in self._waves:
-            raise RemoteProtocolError("order", f"wave {head.wave} has begun")
-        x, lengths, uniform = message.tensors
-        if len(uniform) != len(lengths) * head.n:
-            raise RemoteProtocolError("shape", f"{len(uniform)} rows instead of {len(lengths)} x {head.n}")
-        if self._engine is None:
-            self._engine = _Engine(self.stage, self.native)
-        cache = self._engine.slice.cache(lengths.tolist(), head.n, head.limit)
-        x = cache.prefill(self._embedded(x))
-        sampling = Sampling(head.limit, head.temperature, head.top_p)
-        self._waves[head.wave] = _Wave(cache, sampling, (len(lengths), head.n))
-        if self._engine.logits is None:
-            return [Message(self.index + 1, head, (self._finite(x), lengths, uniform))]
-        logits = self._engine.logits(last_of(x, lengths.tolist()))
-        return [self._draw(head, logits.repeat_interleave(head.n, 0), uniform)]
-
-    @torch.inference_mode()
-    def _step(self, message: Message, head: Step) -> list[Message]:
-        wave = self._waves.get(head.wave)
-        if (
-            wave is None
-            or self._engine is None
-            or head.step != wave.step
-            or head.step + 1 >= wave.sampling.max_new_tokens
-        ):
-            raise RemoteProtocolError("order", f"token {head.step} of wave {head.wave} out of turn")
-        x, uniform, *picked = message.tensors
-        shape = wave.shape
-        if picked:
-            alive, column = picked
-            if int(alive.max()) >= shape[0] or int(column.max()) >= shape[1]:
-                raise RemoteProtocolError("values", f"rows are picked that are not among {shape[0]} x {shape[1]}")
-            shape = len(column), column.shape[1]
-        if len(x) != math.prod(shape) or len(uniform) != len(x):
-            raise RemoteProtocolError("shape", f"{len(x)} rows instead of {math.prod(shape)}")
-        if picked:
-            wave.cache.pick(*(t.to(self._device) for t in picked))
-        x = wave.cache.forward(self._embedded(x), head.step)
-        wave.shape, wave.step = shape, head.step + 1
-        if self._engine.logits is None:
-            return [Message(self.index + 1, head, (self._finite(x), uniform, *picked))]
-        return [self._draw(head, self._engine.logits(x), uniform)]
-
-    def _embedded(self, x: Tensor) -> Tensor:
-        """What goes into the layers here."""
-        x = x.to(self._device)
-        return self.stage.hidden(x) if self.index == 0 else x.to(self._dtype)
-
-    def _draw(self, head: Prefill | Step, logits: Tensor, uniform: Tensor) -> Message:
-        """The next tokens [W], given `logits` [W, V], for the lead."""
-        wave = self._waves[head.wave]
-        token, logprob = sample(logits, uniform.to(logits.device), wave.sampling)
-        return Message(LEAD, Tokens(head.turn, head.wave, wave.step), (token, self._finite(logprob)))
 
 
 def attend(

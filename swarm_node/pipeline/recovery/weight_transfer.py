@@ -34,6 +34,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, decode_head, encode_head
 from protocol.transports.base import Accepted, Outgoing, Sink, Transport
 from protocol.transports.transfer import Pace, Place, Places, chunks, expect_no_body, in_time, no_body, outcome
+from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.policy.policy import some_of
 
 PACE = Pace(20.0, 2**17)
@@ -332,11 +333,6 @@ def _bytes_of(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
     """The values of `tensors` in float32, one tensor after the other."""
     for tensor in tensors:
         yield from chunks(memoryview(tensor.detach().float().cpu().flatten().numpy().view(np.uint8)))
-
-
-def layer_of(name: str) -> int | None:
-    """The first integer among the dotted parts of a tensor's name."""
-    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def ordered(names: Mapping[str, Tensor], wanted: Wanted) -> list[str]:

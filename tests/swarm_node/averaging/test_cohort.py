@@ -14,7 +14,7 @@ from protocol.errors import ProtocolError
 from protocol.tensors import AVERAGE_METHOD
 from protocol.transports.base import Outgoing
 from swarm_node.config import PolicyConfig
-from swarm_node.pipeline.recovery import held_stages as module
+from swarm_node.pipeline.recovery import rebuild
 from swarm_node.pipeline.stage_cohort import StageCohort
 from tests.support import held_stages_world
 from tests.support.held_stages_world import PERIOD_S, Peer, World, same
@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(autouse=True)
 def clock_moves_when_a_seat_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAIT_S", 0.0)
+    monkeypatch.setattr(rebuild, "WAIT_S", 0.0)
 
 
 def seated(world: World, name: str, stage: int, crew: str = "home") -> Peer:

@@ -47,7 +47,7 @@ from swarm_node.cli.commands.doctor import examine
 from swarm_node.config import NetworkConfig, NodeConfig, PipelineConfig, PolicyConfig, dump_toml
 from swarm_node.install import upgrade_command
 from swarm_node.observability.refusals import Row
-from swarm_node.pipeline.compute import memory
+from swarm_node.pipeline import footprint
 from swarm_node.policy.loading import prepare
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.lookup import dial
@@ -141,7 +141,7 @@ def test_a_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_memory_and_disk_for_the_chosen_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdicts(free: int, running: bool = False) -> list[str]:
-        monkeypatch.setattr(memory, "free_memory", lambda: free)
+        monkeypatch.setattr(footprint, "free_memory", lambda: free)
         return [check.verdict for check in room(NodeConfig(), Path("runs/new"), running)]
 
     needed = 16 * prepare(PolicyConfig()).size  # weights, gradients, two moments
@@ -343,7 +343,7 @@ def test_remedies_say_what_is_known(
     assert start.having() == started
     Path("file").touch()
     assert directory(Path("file/run"), start).remedy == elsewhere
-    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    monkeypatch.setattr(footprint, "free_memory", lambda: 1)
     (tight, _) = room(NodeConfig(), Path("runs/new"), False, start)
     assert tight.remedy == f"{started} --lora"
     named = NodeConfig(policy=PolicyConfig(lora=True), pipeline=PipelineConfig(stages=2, crew="home"))
@@ -465,7 +465,7 @@ def names(capsys: pytest.CaptureFixture[str]) -> dict[str, Check]:
 def test_a_lone_run_needs_no_network(
     stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    monkeypatch.setattr(footprint, "free_memory", lambda: 1)
     crew = PipelineConfig(stages=stages, crew="local" if stages else "")
     with RunDir.open("runs/alone") as run:
         run.write_config(dump_toml(NodeConfig(run_dir="runs/alone", pipeline=crew)))
@@ -493,7 +493,7 @@ def a_member_run(role: str = "") -> RunDir:
 def test_a_bootstrap_needs_no_room_for_a_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 1)
+    monkeypatch.setattr(footprint, "free_memory", lambda: 1)
     monkeypatch.setattr(check_network, "own_address", lambda: PRIVATE)
     a_member_run("bootstrap")
     examine("runs/alice", NodeConfig(), json_output=True)

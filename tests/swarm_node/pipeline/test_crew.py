@@ -20,12 +20,12 @@ from protocol.errors import RemoteProtocolError
 from protocol.pipeline import GradientNormRequest
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig, PipelineConfig, PolicyConfig
-from swarm_node.pipeline.compute.memory import Memory
 from swarm_node.pipeline.compute.partition import UNKNOWN
 from swarm_node.pipeline.crew import GATHER_S, SAVE_S, Ear
 from swarm_node.pipeline.driver import Driver
-from swarm_node.pipeline.ports import Message
-from swarm_node.pipeline.recovery.stage_files import stage_files
+from swarm_node.pipeline.footprint import Footprint
+from swarm_node.pipeline.messages import Message
+from swarm_node.pipeline.recovery.stage_checkpoints import stage_files
 from swarm_node.pipeline.status_text import StatusText
 from swarm_node.policy.loading import prepare
 from swarm_node.storage.checkpoints import CheckpointStore
@@ -285,21 +285,21 @@ def test_only_the_askers_stage_is_kept(form: Callable[..., CrewWorld]) -> None:
 def test_a_crew_ignores_files_of_another_run(form: Callable[..., CrewWorld]) -> None:
     world = form("llama", 2)
     world.train(3)
-    ours = world.machines["a"].node.held_stages.run
-    assert world.machines["b"].node.held_stages.run == ours
+    ours = world.machines["a"].node.held_stages.checkpoints.run
+    assert world.machines["b"].node.held_stages.checkpoints.run == ours
     for name in "ab":
         world.machines.pop(name).end()
     world.start("c", stage=0), world.start("d", stage=1)
     world.lead()
     world.train(5)
-    theirs = world.machines["d"].node.held_stages.run
+    theirs = world.machines["d"].node.held_stages.checkpoints.run
     for name in "cd":
         world.machines.pop(name).end()
     assert len(ours) == len(theirs) == 1 and ours != theirs
     world.start("a", stage=0), world.start("d", stage=1)
     lead = world.lead()
-    again = lead.node.held_stages.run
-    assert lead.name == "a" and again == world.machines["d"].node.held_stages.run and again[:-1] == ours
+    again = lead.node.held_stages.checkpoints.run
+    assert lead.name == "a" and again == world.machines["d"].node.held_stages.checkpoints.run and again[:-1] == ours
     assert again[-1][1] == 3
     assert any("stage 0 rebuilt from the checkpoint after update 3; nothing is lost" in line for line in lead.said)
     metrics = lead.node.stage_transport.metrics()
@@ -308,13 +308,13 @@ def test_a_crew_ignores_files_of_another_run(form: Callable[..., CrewWorld]) -> 
     world.machines.pop("d").end()
     world.start("b", stage=1)
     world.train(1)
-    world.until(lambda: world.machines["b"].node.held_stages.run == again)
+    world.until(lambda: world.machines["b"].node.held_stages.checkpoints.run == again)
 
 
 def room_for_one(policy: PolicyConfig) -> float:
     """GiB that the first of three stages takes, and no more."""
     config = NodeConfig(policy=policy, pipeline=PipelineConfig(stages=3, crew="home", replica="off"))
-    memory = Memory(config, prepare(policy))
+    memory = Footprint(config, prepare(policy))
     return (memory.costs(memory.divide([UNKNOWN] * 3))[0] + 1) / 2**30
 
 
@@ -421,7 +421,7 @@ def test_a_crew_resumes_the_newest_common_mirrored_update(form: Callable[..., Cr
             world.until(lambda machine=machine, made=made: machine.updates == made)
             weights[name, updates] = machine.weights()[stage]
             machine.node.held_stages.save(stage)
-            machine.node.held_stages.store(stage).wait()
+            machine.node.held_stages.checkpoints.store(stage).wait()
         for name in names:
             copies = mirror(name)
             copies.start()

@@ -16,11 +16,11 @@ from swarm_node.config import GrpoConfig
 from swarm_node.errors import Unworkable
 from swarm_node.grpo.batch import Row, flatten, plan, token_batch
 from swarm_node.grpo.trainer import Trainer
-from swarm_node.pipeline import messages as wire
+from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.compute.worker import attend
-from swarm_node.pipeline.driver import StagedPolicy
-from swarm_node.pipeline.ports import LEAD, Message, StageLost
+from swarm_node.pipeline.messages import LEAD, Message, StageLost
+from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Sampling
 from tests.support.pipeline_crew import (
@@ -272,15 +272,15 @@ def test_a_stage_whose_apply_was_lost_still_updates(stage: int, saved: Saved) ->
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tied matrix takes six messages."""
-    monkeypatch.setattr(wire, "BLOCK_BYTES", 1)
-    assert wire.rows_of(6, SIZES["vocab_size"], SIZES["hidden_size"]) == slice(384, 384)
+    monkeypatch.setattr(tied_weights, "BLOCK_BYTES", 1)
+    assert tied_weights.rows_of(6, SIZES["vocab_size"], SIZES["hidden_size"]) == slice(384, 384)
 
 
 def test_a_large_tied_matrix_travels_in_blocks(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     for codec in ("float32", "bfloat16", "int8"):
         crews = [Crew(saved("llama_tied"), 3, grpo(), codec=codec, seed=7) for _ in range(2)]
         for block_bytes, crew in zip((2**24, 1), crews, strict=True):
-            monkeypatch.setattr(wire, "BLOCK_BYTES", block_bytes)
+            monkeypatch.setattr(tied_weights, "BLOCK_BYTES", block_bytes)
             crew.trainer.step(some_groups())
             crew.driver.join_ends(averaged=True)
             crew.trainer.step(some_groups(10))

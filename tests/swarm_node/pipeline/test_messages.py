@@ -33,10 +33,13 @@ from protocol.pipeline import (
     TiedMatrix,
     Tokens,
     TurnFailed,
+    decode_envelope,
+    encode_envelope,
 )
-from swarm_node.pipeline import messages as wire
-from swarm_node.pipeline.messages import Limits, decode, encode, judge
-from swarm_node.pipeline.ports import LEAD, Message
+from swarm_node.pipeline import messages
+from swarm_node.pipeline.compute import tied_weights
+from swarm_node.pipeline.compute.tensor_codec import rounded
+from swarm_node.pipeline.messages import LEAD, Limits, Message, encode
 from tests.support.wire import mutations
 
 settings.register_profile("patient", deadline=None)
@@ -104,10 +107,18 @@ MESSAGES = [
 CODECS: list[Codec] = ["float32", "bfloat16", "int8"]
 
 
+def judge(head: bytes, size: int, limits: Limits) -> None:
+    messages.judge(decode_envelope(head), size, limits)
+
+
+def decode(head: bytes, body: bytearray, limits: Limits) -> Message:
+    return messages.decode(decode_envelope(head), body, limits)
+
+
 def sent(message: Message, codec: Codec = "float32", plan: int = PLAN) -> tuple[bytes, bytearray]:
     head, pieces = encode(message, codec, plan)
     body = bytearray(b"".join(pieces))
-    assert len(body) == wire.size(message, codec)
+    assert len(body) == messages.size(message, codec)
     return head, body
 
 
@@ -131,7 +142,7 @@ def test_a_message_arrives(message: Message, codec: Codec) -> None:
         if coded and i == 0 and codec != "float32":
             error = (a - b).norm() / b.norm()
             assert 0 < error < (0.004 if codec == "bfloat16" else 0.01)
-            assert torch.equal(a, wire.rounded(b, codec))
+            assert torch.equal(a, rounded(b, codec))
             again = decode(*sent(replace(message, tensors=(a, *message.tensors[1:])), codec), LIMITS)
             assert torch.equal(again.tensors[0], a)
         else:
@@ -145,7 +156,7 @@ def test_zeros_and_tiny_and_large_numbers(codec: Codec) -> None:
     x[0, 12:] = 1e20
     arrived = decode(*sent(Message(2, Backward(4, 0, 2), (x,)), codec), LIMITS).tensors[0]
     torch.testing.assert_close(arrived, x, rtol=0.02, atol=1e-30)
-    assert not wire.rounded(x[:, :4], codec).any()
+    assert not rounded(x[:, :4], codec).any()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e31])
@@ -251,28 +262,28 @@ def test_the_last_stage_asks_for_all_later_blocks() -> None:
 @pytest.mark.parametrize(("height", "width"), [(151_936, 896), (V, H), (256_000, 16_384), (64, 2**20)])
 def test_blocks_cover_a_matrix_within_their_limit(height: int, width: int) -> None:
     bounds, block = [0], 0
-    while (rows := wire.rows_of(block, height, width)).stop > rows.start:
+    while (rows := tied_weights.rows_of(block, height, width)).stop > rows.start:
         assert rows.start == bounds[-1] and 4 * width * (rows.stop - rows.start) <= MAX_MESSAGE_BYTES
         bounds.append(rows.stop)
         block += 1
-    assert bounds[-1] == height == wire.rows_of(2**62, height, width).start
+    assert bounds[-1] == height == tied_weights.rows_of(2**62, height, width).start
     assert (height, block) in {(151_936, 33), (V, 1), (256_000, 1000), (64, 1)}
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_blocks_are_written_as_in_the_whole_matrix(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(tied_weights, "BLOCK_BYTES", 1)
     matrix, limits = rand(150, H), replace(LIMITS, vocabulary=150)
     found = []
     for block, height in enumerate((64, 64, 22)):
-        rows = wire.rows_of(block, 150, H)
+        rows = tied_weights.rows_of(block, 150, H)
         head, body = sent(Message(3, TiedGradient(1, block), (matrix[rows],)), codec)
         judge(head, len(body), limits)
         found.append(decode(head, body, limits).tensors[0])
         assert len(found[-1]) == height
         other = Message(3, TiedGradient(1, 1 if block == 2 else 2), (matrix[rows],))
         assert reason(*sent(other), limits) == "shape"
-    assert torch.equal(torch.cat(found), wire.rounded(matrix, codec))
+    assert torch.equal(torch.cat(found), rounded(matrix, codec))
 
 
 def test_another_plan_and_another_size() -> None:
@@ -283,9 +294,9 @@ def test_another_plan_and_another_size() -> None:
 
 def test_too_few_and_too_many_parts() -> None:
     head, body = sent(MESSAGES[1])
-    envelope = judge(head, len(body), LIMITS)
+    envelope = decode_envelope(head)
     for parts in (envelope.parts[:-1], (*envelope.parts, envelope.parts[-1])):
-        changed = wire.encode_envelope(structs.replace(envelope, parts=parts))
+        changed = encode_envelope(structs.replace(envelope, parts=parts))
         assert reason(changed, bytes(sum(part.size for part in parts))) == "shape"
 
 

@@ -47,7 +47,7 @@ class Runs:
                 peer.train(stage, seed=seed + stage, updates=updates)
                 peer.held_stages.save(stage)
             for stage in peer.held_stages.workers:
-                peer.held_stages.store(stage).wait()
+                peer.held_stages.checkpoints.store(stage).wait()
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:

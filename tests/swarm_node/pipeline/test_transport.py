@@ -9,11 +9,9 @@ import torch
 from msgspec.structs import replace
 
 from protocol.crew import CONTROL, CREW_METHOD, STAGE_METHOD, Holding, Kept, Source
-from protocol.errors import RemoteProtocolError
 from protocol.pipeline import Backward, StageStatus, StatusRequest
-from swarm_node.pipeline.membership.actions import Action, BuildStage, DropStage, Link, StartLeading, StopLeading
-from swarm_node.pipeline.messages import encode
-from swarm_node.pipeline.ports import LEAD, Message, StageLost
+from swarm_node.pipeline.membership.actions import Action, BuildStage, DropStage, StartLeading, StopLeading
+from swarm_node.pipeline.messages import LEAD, Message, StageLost, encode
 from swarm_node.pipeline.transport import StageTransport
 from tests.support.crew_peers import Peers
 from tests.support.crew_world import SETTINGS
@@ -230,7 +228,7 @@ def test_strangers_messages_are_refused(crew):
 def test_too_many_waiting_bytes_end_a_channel(crew, monkeypatch):
     lead, first, last = begin(crew)
     size = sum(len(part) for part in encode(gradient(), "float32", 1)[1])
-    monkeypatch.setattr("swarm_node.pipeline.transport.MAX_WAITING_BYTES", 3 * size)
+    monkeypatch.setattr("swarm_node.pipeline.inbox.MAX_WAITING_BYTES", 3 * size)
     for _ in range(5):  # what is taken makes room
         for _ in range(3):
             last.send(gradient())
@@ -242,26 +240,6 @@ def test_too_many_waiting_bytes_end_a_channel(crew, monkeypatch):
     assert len(first._inbox) == 3
     crew.run(20.0)
     assert first.metrics()["stages/refused/flood"] == 1 == lead.metrics()["stages/given_up"]
-
-
-def test_bodies_under_way_count_as_well(crew, monkeypatch):
-    """Of two channels on which bodies come at the same time, the second must not be one too many."""
-    first, last = crew.at(1), crew.at(2)
-    head, body = encode(gradient(), "float32", first.plan.mark)
-    data = b"".join(body)
-    link = next(link for link in first._channels if link.peer == crew.peer(last))
-    again = Link(link.peer, link.method)
-    monkeypatch.setattr("swarm_node.pipeline.transport.MAX_WAITING_BYTES", 2 * len(data) - 1)
-    first._judge(link, head, len(data))
-    with pytest.raises(RemoteProtocolError, match="flood"):
-        first._judge(again, head, len(data))
-    first._faults.clear()
-    first._closed(Link("nobody", link.method), "gone")
-    with pytest.raises(RemoteProtocolError, match="flood"):
-        first._judge(again, head, len(data))
-    first._received(link, head, bytearray(data))
-    assert first.receive(0.0) is not None
-    first._judge(again, head, len(data))
 
 
 def test_peers_are_called_by_the_names_they_give(crew):
@@ -299,7 +277,7 @@ def test_what_is_held_is_told_to_the_lead(crew):
     first = crew.at(1)
     first.report(Holding(live=(Kept(1, 9), Kept(2, 9)), replicas=(Kept(0, 8),)))
     crew.run(1.0)
-    lead = crew.at(0)._crew.lead
+    lead = crew.at(0)._membership.lead
     member = lead.members[crew.peer(first)]
     assert member.holding == Holding(live=(Kept(1, 9),), replicas=(Kept(0, 8),))  # it never held stage 2
     assert crew.at(0).updates == 3  # as the two others say

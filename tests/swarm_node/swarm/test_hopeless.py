@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.pipeline.compute.memory import Memory
 from swarm_node.pipeline.crew import CrewNode
+from swarm_node.pipeline.footprint import Footprint
 from swarm_node.policy.loading import prepare
 from swarm_node.runtime.loop import run_local
 from swarm_node.storage import checkpoints as checkpoints
@@ -64,7 +64,7 @@ def test_a_disk_too_small_for_checkpoints_is_refused(tmp_path: Path, monkeypatch
 def test_a_stage_needs_room_for_two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = config(tmp_path, pipeline={"stages": 2, "stage": 1, "crew": "c"})
     node = CrewNode.__new__(CrewNode)  # nothing of the network: only what is asked about the disk
-    node.config, node.run, node.memory = crew, RunDir(crew.directory), Memory(crew, prepare(crew.policy))
+    node.config, node.run, node.memory = crew, RunDir(crew.directory), Footprint(crew, prepare(crew.policy))
     each = node.memory.checkpoints(((0, 1), (1, 2)))
     assert sum(each) >= STARTER_BYTES
     leave(monkeypatch, 2 * each[1])

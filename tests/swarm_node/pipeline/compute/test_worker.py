@@ -28,11 +28,11 @@ from protocol.pipeline import (
 )
 from swarm_node.config import GrpoConfig, PolicyConfig
 from swarm_node.grpo.optimizer import Optimizer
-from swarm_node.pipeline import messages as wire
+from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.schedule import schedule
 from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.pipeline.compute.worker import Worker
-from swarm_node.pipeline.ports import LEAD, Message
+from swarm_node.pipeline.messages import LEAD, Message
 from tests.support.pipeline_crew import SIZES, save
 
 H = SIZES["hidden_size"]
@@ -232,7 +232,7 @@ def test_one_end_gives_the_other_its_matrix(config: PolicyConfig) -> None:
 
 
 def test_gradient_blocks_come_in_turn_and_count_once(config: PolicyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(tied_weights, "BLOCK_BYTES", 1)
     first, theirs = make(config, 0, 2), numbers(5, 384, H)
     parameter = first.stage.named()[first.tied_name or ""]
     begin(first, total=2)
@@ -259,7 +259,7 @@ def test_gradient_blocks_come_in_turn_and_count_once(config: PolicyConfig, monke
 
 
 def test_a_matrix_is_taken_when_all_blocks_came(config: PolicyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(tied_weights, "BLOCK_BYTES", 1)
     last, theirs = make(config, 1, 2), numbers(7, 384, H)
     parameter = last.stage.named()[last.tied_name or ""]
     before, state = parameter.detach().clone(), last.optimizer.adamw.state[parameter]

@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from protocol.pipeline import Forward, TurnFailed
-from swarm_node.pipeline.ports import LEAD, Message
+from swarm_node.pipeline.messages import LEAD, Message
 from tests.support.crew_peers import Peers
 from tests.support.crew_world import SETTINGS
 

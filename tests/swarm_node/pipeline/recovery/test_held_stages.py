@@ -14,13 +14,14 @@ import torch
 
 from protocol.crew import Assignment, Kept, Plan, Source, crew_id, crew_key
 from swarm_node.config import GrpoConfig, NodeConfig, PipelineConfig
+from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.pipeline.compute.stage_model import load_stage
-from swarm_node.pipeline.recovery import held_stages as module
+from swarm_node.pipeline.recovery import rebuild, replicas
 from swarm_node.pipeline.recovery.checkfree import RATE, Neighbour, checkfree
-from swarm_node.pipeline.recovery.held_stages import kept_for, replica_every, replicated, takers
+from swarm_node.pipeline.recovery.replicas import kept_for, replica_every, replicated, takers
 from swarm_node.pipeline.recovery.sources import elsewhere, tell
-from swarm_node.pipeline.recovery.stage_files import StageFile, newest, stage_files
-from swarm_node.pipeline.recovery.weight_transfer import MAX_ASKS, StageWeights, layer_of
+from swarm_node.pipeline.recovery.stage_checkpoints import StageFile, newest, stage_files
+from swarm_node.pipeline.recovery.weight_transfer import MAX_ASKS, StageWeights, WeightTransfer
 from swarm_node.pipeline.settings import settings_of
 from swarm_node.storage import checkpoints as checkpoints
 from tests.support.held_stages_world import ARCHITECTURE, RUN, SWARM, World, same
@@ -36,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(autouse=True)
 def clock_moves_when_a_seat_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAIT_S", 0.0)
+    monkeypatch.setattr(rebuild, "WAIT_S", 0.0)
 
 
 KINDS = pytest.mark.parametrize(
@@ -111,14 +112,14 @@ def test_a_leavers_stage_is_kept_until_another_updates(saved: Saved, tmp_path: P
     a.take(0), b.take(1)
     a.train(0, seed=1), b.train(1, seed=2)
     plan = world.plan(a, b)
-    a.held_stages.asked = {1: plan.mark}
+    a.held_stages.replicas.asked = {1: plan.mark}
     a.weight_transfer.keep(1, b.transport.peer_id, a.held_stages.shapes_of(1, world.spans))
     world.run(5.0)
     a.train(0, seed=3)
     a.held_stages.updated(plan)
     assert a.held_stages.holding().replicas == (Kept(1, 1),)
     a.held_stages.updated(msgspec.structs.replace(world.plan(a, c), number=2))
-    assert a.held_stages.holding().replicas == () and a.held_stages.asked == {}
+    assert a.held_stages.holding().replicas == () and a.held_stages.replicas.asked == {}
 
 
 def test_neighbours_are_offered_a_stage_before_others() -> None:
@@ -305,7 +306,7 @@ def test_an_extra_checkpoint_spares_the_common_one(saved: Saved, tmp_path: Path)
                 peer.held_stages.updated(world.plan(a, b))
             if peer.held_stages.updates == 27 and peer is a:
                 assert a.held_stages.save_soon()
-            peer.held_stages.store(stage).wait()
+            peer.held_stages.checkpoints.store(stage).wait()
     assert a.held_stages.holding().checkpoints == (Kept(0, 30), Kept(0, 27), Kept(0, 20))
     assert b.held_stages.holding().checkpoints == (Kept(1, 20), Kept(1, 10))
 
@@ -378,7 +379,7 @@ def test_another_runs_files_and_copies_do_not_count(saved: Saved, tmp_path: Path
     a, base = world.peer("a"), Source("base")
     a.take(1)
     a.train(1, seed=1, updates=500)
-    a.held_stages.round = 77
+    a.held_stages.checkpoints.round = 77
     a.held_stages.save_all()
     a.held_stages = a.new_held_stages()
     assert a.held_stages.recall(world.spans) == 77
@@ -386,7 +387,10 @@ def test_another_runs_files_and_copies_do_not_count(saved: Saved, tmp_path: Path
     assert not a.held_stages.go_to(RUN) and a.held_stages.holding().replicas
     other = (("ef" * 8, 0),)
     assert a.held_stages.go_to(other) and a.said[-1].endswith("another run or branch: 1")
-    assert a.held_stages.holding().replicas == a.held_stages.holding().checkpoints == () and a.held_stages.round == 0
+    assert (
+        a.held_stages.holding().replicas == a.held_stages.holding().checkpoints == ()
+        and a.held_stages.checkpoints.round == 0
+    )
     for way in ("snapshot", "replica"):
         assert a.take(1, source(way, a, updates=500), base) == (0, base)
     a.train(1, seed=2, updates=3)
@@ -402,7 +406,7 @@ def test_stages_stay_in_their_run_and_leave_forks(saved: Saved, tmp_path: Path) 
 
     def files() -> list[StageFile]:
         for stage in range(3):
-            a.held_stages.store(stage).wait()
+            a.held_stages.checkpoints.store(stage).wait()
         return stage_files(tmp_path / "a" / "stages")
 
     for stage, updates in ((0, 41), (1, 43), (2, 40)):
@@ -412,11 +416,11 @@ def test_stages_stay_in_their_run_and_leave_forks(saved: Saved, tmp_path: Path) 
     kept = StageWeights({}, 41, 1.0)
     a.held_stages.workers.pop(2)
     a.weight_transfer.replicas = {2: kept}
-    a.held_stages.round = 39
+    a.held_stages.checkpoints.round = 39
     ours = (*RUN, ("0a" * 8, 40))
     assert not a.held_stages.go_to(ours)
     assert a.held_stages.workers.keys() == {0, 1}  # what becomes of the second is for the crew to say
-    assert a.weight_transfer.replicas == {2: kept} and a.held_stages.round == 39
+    assert a.weight_transfer.replicas == {2: kept} and a.held_stages.checkpoints.round == 39
     assert [(file.stage, file.updates, file.run) for file in files()] == [(1, 43, RUN)]
     a.held_stages.save(0)
     assert (0, 41, ours) in [(file.stage, file.updates, file.run) for file in files()]
@@ -424,7 +428,7 @@ def test_stages_stay_in_their_run_and_leave_forks(saved: Saved, tmp_path: Path) 
     weights = a.weights(0)
     theirs = (*RUN, ("0b" * 8, 30))
     a.train(0, seed=7, updates=9)
-    assert a.held_stages.go_to(theirs) and a.held_stages.round == 0
+    assert a.held_stages.go_to(theirs) and a.held_stages.checkpoints.round == 0
     assert (
         a.held_stages.workers == {}
         and list(a.weight_transfer.replicas) == [1]
@@ -468,7 +472,7 @@ def test_nobody_waits_for_a_slow_disk(saved: Saved, tmp_path: Path, monkeypatch:
         a.held_stages.updated(plan)
     assert a.said[-1] == f"no checkpoint of stage 0 after update {2 * every}: the last is not written yet"
     writes.set()
-    a.held_stages.store(0).wait()
+    a.held_stages.checkpoints.store(0).wait()
     a.train(0, seed=1, updates=1)
     a.held_stages.updated(plan)
     assert a.held_stages.holding().checkpoints == (Kept(0, every),)  # all stages after the same updates
@@ -504,7 +508,7 @@ def test_weights_of_other_shapes_leave_the_base_model(saved: Saved, tmp_path: Pa
     world = World(saved("llama"), 2, tmp_path)
     a, b = world.peer("a"), world.peer("b")
     a.take(1)
-    a.weight_transfer.hold(1, lambda: module.StageWeights({"model.norm.weight": torch.zeros(3)}, 9, 0.0), nullcontext)
+    a.weight_transfer.hold(1, lambda: StageWeights({"model.norm.weight": torch.zeros(3)}, 9, 0.0), nullcontext)
     base = Source("base")
     assert b.take(1, source("live", a), base) == (0, base)
     fresh = world.peer("c")
@@ -622,14 +626,14 @@ def test_at_the_end_the_lead_has_all_stages(saved: Saved, tmp_path: Path, monkey
         peer.take(stage)
         peer.train(stage, seed=stage, updates=4)
     world.network.kill("c")
-    started = module.WeightTransfer.fetch
+    started = WeightTransfer.fetch
 
     def fetch(self, *args):  # nobody moves the clock while the lead waits
         fetched = started(self, *args)
         world.run(30.0)
         return fetched
 
-    monkeypatch.setattr(module.WeightTransfer, "fetch", fetch)
+    monkeypatch.setattr(WeightTransfer, "fetch", fetch)
     missing = a.held_stages.gather(world.plan(a, b, c), 0.0)
     a.held_stages.save_all()
     assert list(missing) == [2]
@@ -671,7 +675,7 @@ def test_a_failed_checkpoint_is_written_again(saved: Saved, tmp_path: Path) -> N
     stages.parent.mkdir()
     stages.write_text("a file, not a folder")
     a.held_stages.save(1)
-    a.held_stages.store(1).wait()
+    a.held_stages.checkpoints.store(1).wait()
     stages.unlink()
     a.held_stages.save_all()
     assert a.held_stages.holding().checkpoints == (Kept(1, 3),)
@@ -693,8 +697,7 @@ def test_a_long_notice_is_used_with_few_requests(saved: Saved, tmp_path: Path, m
         kept.set_result(updates if now[0] > 110.0 else 0)
         return kept
 
-    monkeypatch.setattr(module, "WAIT_S", 0.1)
-    monkeypatch.setattr(module.time, "sleep", sleep)
+    monkeypatch.setattr(replicas.time, "sleep", sleep)
     monkeypatch.setattr(a.weight_transfer, "offer", offer)
     assert a.held_stages.hand_over(world.plan(a, b), lambda: 114.0 - now[0]) == {0: (b.transport.peer_id, "")}
     assert len(asks) <= MAX_ASKS

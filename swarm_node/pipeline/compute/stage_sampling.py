@@ -1,0 +1,145 @@
+"""One stage's part in drawing samples: the caches of each wave of prompts, and an engine with the present weights.
+
+Prefill, Step, Step, ... -> the next stage          the last stage draws tokens and sends them to the lead
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from protocol.errors import RemoteProtocolError
+from protocol.pipeline import Prefill, Step, Tokens
+from swarm_node.config import RolloutsConfig
+from swarm_node.pipeline.compute.stage_model import Stage
+from swarm_node.pipeline.compute.tensor_codec import sendable
+from swarm_node.pipeline.messages import LEAD, Message
+from swarm_node.policy.engines.native import SUPPORTED, LayerCache, Slice, fusable, head_of, last_of
+from swarm_node.policy.engines.transformers import ModelSlice
+from swarm_node.policy.probes import is_windowed
+from swarm_node.policy.sampling import sample
+from swarm_node.types import Sampling
+
+
+@dataclass
+class _Wave:
+    """Samples that are being drawn."""
+
+    cache: LayerCache
+    sampling: Sampling
+    shape: tuple[int, int]
+    """Prompts, and samples of each."""
+    step: int = 0
+    """Tokens that have been appended."""
+
+
+class _Engine:
+    """Decodes with the present weights of a stage; valid for one turn, since it may hold fused copies of them."""
+
+    def __init__(self, stage: Stage, native: bool) -> None:
+        backbone, fuse = stage.base.get_decoder(), fusable(stage.base)
+        self.slice = Slice(backbone, fuse) if native else ModelSlice(backbone)
+        self.logits: Callable[[Tensor], Tensor] | None = None
+        """At the last stage: output of the last layer [W, H] -> logits [W, V]."""
+        if stage.norm is not None and stage.head is not None:
+            head, final = stage.head, stage.final
+            self.logits = head_of(stage.norm, head, fuse) if native else lambda hidden: head(final(hidden))
+
+
+class StageSampler:
+    """Computes one stage's layers for the tokens of a turn."""
+
+    def __init__(self, stage: Stage, native: bool) -> None:
+        """`native`: use the native engine."""
+        self._stage = stage
+        self._native = native
+        self._waves: dict[int, _Wave] = {}
+        self._engine: _Engine | None = None
+
+    @property
+    def idle(self) -> bool:
+        """No caches are held."""
+        return self._engine is None and not self._waves
+
+    def drop(self) -> None:
+        """Give up all waves."""
+        self._engine = None
+        self._waves.clear()
+
+    @torch.inference_mode()
+    def prefill(self, message: Message, head: Prefill) -> Message:
+        """Begin a wave. Raises RemoteProtocolError: order, shape."""
+        if head.wave in self._waves:
+            raise RemoteProtocolError("order", f"wave {head.wave} has begun")
+        x, lengths, uniform = message.tensors
+        if len(uniform) != len(lengths) * head.n:
+            raise RemoteProtocolError("shape", f"{len(uniform)} rows instead of {len(lengths)} x {head.n}")
+        if self._engine is None:
+            self._engine = _Engine(self._stage, self._native)
+        cache = self._engine.slice.cache(lengths.tolist(), head.n, head.limit)
+        x = cache.prefill(self._embedded(x))
+        sampling = Sampling(head.limit, head.temperature, head.top_p)
+        self._waves[head.wave] = _Wave(cache, sampling, (len(lengths), head.n))
+        if self._engine.logits is None:
+            return Message(message.stage + 1, head, (sendable(x), lengths, uniform))
+        logits = self._engine.logits(last_of(x, lengths.tolist()))
+        return self._draw(head, logits.repeat_interleave(head.n, 0), uniform)
+
+    @torch.inference_mode()
+    def step(self, message: Message, head: Step) -> Message:
+        """Append one token to each sample of a wave. Raises RemoteProtocolError: order, values, shape."""
+        wave, engine = self._waves.get(head.wave), self._engine
+        in_turn = wave is not None and head.step == wave.step and head.step + 1 < wave.sampling.max_new_tokens
+        if wave is None or engine is None or not in_turn:
+            raise RemoteProtocolError("order", f"token {head.step} of wave {head.wave} out of turn")
+        x, uniform, *picked = message.tensors
+        shape = wave.shape
+        if picked:
+            alive, column = picked
+            if int(alive.max()) >= shape[0] or int(column.max()) >= shape[1]:
+                raise RemoteProtocolError("values", f"rows are picked that are not among {shape[0]} x {shape[1]}")
+            shape = len(column), column.shape[1]
+        if len(x) != math.prod(shape) or len(uniform) != len(x):
+            raise RemoteProtocolError("shape", f"{len(x)} rows instead of {math.prod(shape)}")
+        if picked:
+            wave.cache.pick(*(t.to(self._stage.device) for t in picked))
+        x = wave.cache.forward(self._embedded(x), head.step)
+        wave.shape, wave.step = shape, head.step + 1
+        if engine.logits is None:
+            return Message(message.stage + 1, head, (sendable(x), uniform, *picked))
+        return self._draw(head, engine.logits(x), uniform)
+
+    def _embedded(self, x: Tensor) -> Tensor:
+        """Input of the layers: hidden states, at the first stage of token ids."""
+        x = x.to(self._stage.device)
+        return self._stage.hidden(x) if self._stage.span.is_first else x.to(self._stage.dtype)
+
+    def _draw(self, head: Prefill | Step, logits: Tensor, uniform: Tensor) -> Message:
+        """The next tokens [W] for the lead, drawn from `logits` [W, V]."""
+        wave = self._waves[head.wave]
+        token, logprob = sample(logits, uniform.to(logits.device), wave.sampling)
+        return Message(LEAD, Tokens(head.turn, head.wave, wave.step), (token, sendable(logprob)))
+
+
+@torch.inference_mode()
+def is_native_exact(stage: Stage, rollouts: RolloutsConfig) -> bool:
+    """Whether the native engine may be used, and gives the numbers that the stage's own layers give."""
+    backbone, config = stage.base.get_decoder(), stage.base.config
+    if rollouts.engine == "transformers" or config.model_type not in SUPPORTED:
+        return False
+    if is_windowed(config, rollouts.max_prompt_tokens + rollouts.max_new_tokens):
+        return False
+    x = torch.randn(1, 5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    x = x.to(stage.device, stage.dtype)
+    outs = []
+    for engine in (Slice(backbone, False), ModelSlice(backbone)):
+        cache = engine.cache([5], 2, 2)
+        outs.append([cache.prefill(x), cache.forward(x[:, :2].flatten(0, 1), 0)])
+    tolerance = 1e-3 if stage.dtype == torch.float32 else 0.25
+    return all(
+        bool((a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))) for a, b in zip(*outs, strict=True)
+    )

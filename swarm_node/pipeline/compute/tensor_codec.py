@@ -1,0 +1,80 @@
+"""Tensors as bytes, in the codings that `protocol.pipeline.Part` names.
+
+    int8   x ~ code s / 127 in blocks of 64,   code = round(127 x / s),   s = largest magnitude (bfloat16)
+
+Activations and gradients travel in a codec of the crew's choice; all other tensors are exact.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from protocol.errors import LocalProtocolError
+from protocol.pipeline import BLOCK, Codec, Coding, Part
+
+SMALLEST = 1e-30
+"""Blocks of int8 without a larger magnitude count as 0: 1 / s must not overflow."""
+LARGEST = 1e30
+"""No activation and no gradient is larger."""
+
+
+def encode_tensor(tensor: Tensor, coding: Coding) -> tuple[Part, np.ndarray]:
+    """Description and bytes of a tensor. Raises LocalProtocolError for numbers that are not finite or too large."""
+    part, flat = Part(coding, tuple(tensor.shape)), tensor.detach().cpu().contiguous().view(-1)
+    if coding == "bits":
+        return part, np.packbits(flat.numpy())
+    if coding == "int32":
+        return part, flat.to(torch.int32).numpy()
+    if not bounded(flat):
+        raise LocalProtocolError("numbers that are not finite, or too large, are not sent")
+    if coding == "float32":
+        return part, flat.to(torch.float32).numpy()
+    if coding == "bfloat16":
+        return part, flat.to(torch.bfloat16).view(torch.int16).numpy()
+    blocks = pad(flat.float(), (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scale = blocks.abs().amax(1).to(torch.bfloat16)
+    scale[scale < SMALLEST] = 0
+    ratio = blocks * (127 / scale.float()).nan_to_num_(posinf=0)[:, None]
+    codes = ratio.round_().clamp_(-127, 127).to(torch.int8)  # the scale may have been rounded down
+    return part, np.concatenate([scale.view(torch.uint8).numpy(), codes.view(torch.uint8).view(-1).numpy()])
+
+
+def decode_tensor(part: Part, data: bytearray | memoryview) -> Tensor:
+    """The tensor that a part's bytes stand for: float32, int64 or bool. It may be a view of the bytes."""
+    n = part.values
+    if part.coding == "bits":
+        flat = torch.from_numpy(np.unpackbits(np.frombuffer(data, np.uint8), count=n).view(np.bool_))
+    elif part.coding == "int32":
+        flat = torch.frombuffer(data, dtype=torch.int32, count=n).long()
+    elif part.coding == "float32":
+        flat = torch.frombuffer(data, dtype=torch.float32, count=n)
+    elif part.coding == "bfloat16":
+        flat = torch.frombuffer(data, dtype=torch.bfloat16, count=n).float()
+    else:
+        blocks = -(-n // BLOCK)
+        scale = torch.frombuffer(data, dtype=torch.bfloat16, count=blocks).float() / 127
+        codes = torch.frombuffer(data, dtype=torch.int8, count=blocks * BLOCK, offset=2 * blocks)
+        flat = (codes.view(-1, BLOCK) * scale[:, None]).view(-1)[:n]
+    return flat.view(part.shape)
+
+
+def bounded(values: Tensor) -> bool:
+    """Whether all are numbers, and none is too large to be sent."""
+    low, high = values.aminmax()
+    return bool(low >= -LARGEST) and bool(high <= LARGEST)  # NaN is neither
+
+
+def sendable(values: Tensor) -> Tensor:
+    """`values`, with zeros in place of those that cannot be sent."""
+    return values if bounded(values) else torch.where(values.abs() <= LARGEST, values, 0)
+
+
+def rounded(values: Tensor, codec: Codec) -> Tensor:
+    """A copy of `values` as the receiver decodes them; encoding the copy changes it no more."""
+    if codec == "float32":
+        return values.detach().clone()
+    part, data = encode_tensor(values, codec)
+    return decode_tensor(part, bytearray(data.tobytes())).to(values.device, values.dtype)

@@ -1,0 +1,135 @@
+"""How much of a machine's memory the stages of a policy take, and which layers each stage is given accordingly.
+
+    frozen weights     itemsize frozen         with an adapter, which is always in float32
+    trained weights    itemsize trained, once more for their gradient, and for the reference of a KL term
+    AdamW              8 trained; in 16 bits also 8 for master copies and, in an update, their gradient
+    a copy of itself   4 offered         on its way to a peer that keeps a replica of it
+    replicas it keeps  8 kept            of its neighbours' trained values: a new one comes before the old one goes
+
+The formulas count values and give bytes. Activations and sampling caches are left out. On a machine with a GPU the last
+two lines lie in main memory, and are counted nevertheless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarm_node.config import NodeConfig
+from swarm_node.observability.cgroups import free_main_memory
+from swarm_node.pipeline.compute.partition import layer_of, partition, parts_of, sizes, trained_shapes
+from swarm_node.pipeline.membership.actions import Spans
+from swarm_node.pipeline.recovery.replicas import keeper, replicated
+from swarm_node.policy.loading import Plan as Loading
+
+CHECKPOINT_BYTES = 12
+"""Of a trained value in a checkpoint: itself and two moments, four bytes each."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of values: of each layer, of the embedding, and of norm and head together."""
+
+    layers: Sequence[int]
+    embed: int
+    head: int
+
+    def of(self, spans: Sequence[tuple[int, int]], layers: bool = True) -> list[int]:
+        """Values of each stage; without `layers`, only those that belong to no layer."""
+        each = [sum(self.layers[first:end]) if layers else 0 for first, end in spans]
+        each[0] += self.embed
+        each[-1] += self.head
+        return each
+
+
+def stage_bytes(
+    frozen: int, trained: int, itemsize: int, reference: bool = False, offered: int = 0, kept: int = 0
+) -> int:
+    """Bytes that a stage takes, by the formulas above.
+
+    itemsize    bytes of a value of the model's weights
+    reference   whether the weights of before training are kept
+    """
+    own = 4 if frozen else itemsize
+    masters = 8 * trained if own < 4 else 0
+    copies = 3 if reference and not frozen else 2
+    return itemsize * frozen + own * copies * trained + 8 * trained + masters + 4 * offered + 8 * kept
+
+
+class Footprint:
+    """Memory and disk that the stages of one policy take with the options of its crew."""
+
+    def __init__(self, config: NodeConfig, loading: Loading) -> None:
+        """Raises UserError for a model family that cannot be divided into stages."""
+        self.config = config
+        self.reference = bool(config.grpo.beta)
+        """Whether stages keep their weights of before training."""
+        self._itemsize = loading.dtype.itemsize
+        held = Sizes(*sizes(loading.config, 1))
+        nothing = Sizes([0] * len(held.layers), 0, 0)
+        self._frozen, self._trained = (held, _adapter_sizes(config, loading)) if loading.lora else (nothing, held)
+
+    def costs(self, spans: Spans) -> list[int]:
+        """Bytes of memory of each stage, with the replicas that it keeps for its neighbours."""
+        count, trained = len(spans), self._trained.of(spans)
+        rest = self._trained.of(spans, layers=False)
+        copied = [
+            {"whole": trained, "rest": rest, "": [0] * count}[replicated(self.config, stage)][stage]
+            for stage in range(count)
+        ]
+        kept = [0] * count
+        for stage in range(count) if count > 1 else ():
+            kept[keeper(stage, count)] += copied[stage]
+        return [
+            self._bytes(*values)
+            for values in zip(self._frozen.of(spans), trained, copied if count > 1 else kept, kept, strict=True)
+        ]
+
+    def checkpoints(self, spans: Spans) -> list[int]:
+        """Bytes of a checkpoint of each stage: trained weights in 32 bits and the optimiser's two moments.
+
+        Weights of 16 bits that are trained themselves add a master copy of 32 bits."""
+        masters = 4 if self._itemsize < 4 and not any(self._frozen.layers) else 0
+        return [(CHECKPOINT_BYTES + masters) * values for values in self._trained.of(spans)]
+
+    def divide(self, capacities: Sequence[float]) -> Spans:
+        """Layers of each stage, as the memory of the machines that are to hold them allows.
+
+        capacities  bytes of memory; `UNKNOWN` or inf if it is not known
+
+        Raises ValueError if the stages do not fit, UserError if there are more stages than layers."""
+        count = len(capacities)
+        whole = count > 1 and any(replicated(self.config, stage) == "whole" for stage in range(count))
+
+        def cost(frozen: int, trained: int) -> int:
+            return self._bytes(frozen, trained, trained * whole, trained * whole)
+
+        layers = [cost(*values) for values in zip(self._frozen.layers, self._trained.layers, strict=True)]
+        embed = cost(self._frozen.embed, self._trained.embed)
+        head = cost(self._frozen.head, self._trained.head)
+        spans = tuple((span.first, span.end) for span in partition(layers, embed, head, capacities))
+        if any(0 < room < cost for cost, room in zip(self.costs(spans), capacities, strict=True)):
+            raise ValueError("with what they keep for their neighbours, the stages do not fit these machines")
+        return spans
+
+    def _bytes(self, frozen: int, trained: int, offered: int, kept: int) -> int:
+        return stage_bytes(frozen, trained, self._itemsize, self.reference, offered, kept)
+
+
+def _adapter_sizes(config: NodeConfig, loading: Loading) -> Sizes:
+    layers, ends = [0] * loading.config.num_hidden_layers, {True: 0, False: 0}
+    embedding = parts_of(loading.config).embedding.removesuffix(".weight")
+    for name, tensor in trained_shapes(config.policy, loading).items():
+        layer = layer_of(name)
+        if layer is None:
+            ends[embedding in name] += tensor.numel()
+        else:
+            layers[layer] += tensor.numel()
+    return Sizes(layers, ends[True], ends[False])
+
+
+def free_memory() -> int:
+    """Bytes of GPU memory that are free or, without a GPU, of main memory; 0 = not known."""
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else free_main_memory()

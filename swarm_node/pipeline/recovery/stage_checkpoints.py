@@ -1,0 +1,161 @@
+"""Checkpoints of stages in a run directory: RUN/stages/<k>/round-…, where the number counts updates of the stage.
+
+Each says what it belongs to: `run` (`protocol.lineage`), `architecture`, `spans` (layers of all stages), `span` (its
+own), `round` (of the run) and `time`. Counts of updates order only the files of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from protocol.lineage import NO_RUN, Lineage, read_lineage, shared
+from swarm_node.pipeline.compute.partition import Span
+from swarm_node.pipeline.membership.actions import Spans
+from swarm_node.storage.checkpoints import NAME, Checkpoint, CheckpointStore, read_checkpoint
+
+
+@dataclass(frozen=True)
+class StageFile:
+    """A checkpoint of a stage; only its description has been read."""
+
+    path: Path
+    stage: int
+    updates: int
+    number: int
+    """Counts checkpoints of the same update."""
+    state: dict[str, Any]
+    """Empty if it is torn."""
+
+    @cached_property
+    def run(self) -> Lineage:
+        """The run that it belongs to; empty = it does not say."""
+        return read_lineage(self.state.get("run"))
+
+    def counts(self, run: Lineage) -> bool:
+        """Whether it belongs to `run`, or to a run that `run` continues."""
+        return bool(self.run) and self.updates <= shared(self.run, run)
+
+    @property
+    def architecture(self) -> str:
+        return str(self.state.get("architecture", ""))
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        try:
+            return tuple((int(first), int(end)) for first, end in self.state.get("spans", ()))
+        except (TypeError, ValueError):  # torn
+            return ()
+
+    @property
+    def round(self) -> int:
+        """Rounds of the run that were done."""
+        round = self.state.get("round", 0)
+        return round if isinstance(round, int) else 0
+
+    @property
+    def made(self) -> float:
+        """When it was made, in seconds since the Unix epoch."""
+        time = self.state.get("time", 0.0)
+        return float(time) if isinstance(time, (int, float)) else 0.0
+
+
+def stage_files(folder: Path) -> list[StageFile]:
+    """All checkpoints of stages in a folder, those of most updates first."""
+    found = []
+    for path in folder.glob("*/round-*"):
+        match = NAME.fullmatch(path.name)
+        if match and path.parent.name.isdecimal():
+            found.append(StageFile(path, int(path.parent.name), int(match[1]), int(match[2] or 0), _state(path)))
+    return sorted(found, key=lambda file: (-file.updates, -file.number, file.stage))
+
+
+def newest(files: Sequence[StageFile]) -> StageFile | None:
+    """The checkpoint that was made last."""
+    return max(files, key=lambda file: (file.made, file.updates), default=None)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((path / "state.json").read_bytes())["state"]
+    except (OSError, ValueError, KeyError, TypeError):  # of another version, torn, or just pruned
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+class StageCheckpoints:
+    """The checkpoints of stages in this node's run directory."""
+
+    def __init__(self, folder: Path, architecture: str, keep: int, say: Callable[[str], None]) -> None:
+        """`architecture`: of the policy, as files name it. `keep`: checkpoints of each stage that are kept."""
+        self.run = NO_RUN
+        """The run that the crew is on; a file of another run counts only up to where the two forked."""
+        self.round = 0
+        """Rounds of the run that the stages have behind them; written into each checkpoint."""
+        self._folder = folder
+        self._architecture = architecture
+        self._keep = keep
+        self._say = say
+        self._stores: dict[int, CheckpointStore] = {}
+        self._left_out = 0
+        """Files that do not count, as was said."""
+
+    def files(self) -> list[StageFile]:
+        """The checkpoints that count for this run, those of most updates first."""
+        return [file for file in stage_files(self._folder) if file.counts(self.run)]
+
+    def go_to(self, run: Lineage) -> None:
+        """The crew is on another run from now on; files that do not count there are said."""
+        self.run = run
+        left_out = len(stage_files(self._folder)) - len(self.files())
+        if left_out > self._left_out:
+            self._say(f"checkpoints in {self._folder} that do not count, being of another run or branch: {left_out}")
+        self._left_out = left_out
+
+    def read(self, file: StageFile, span: Span) -> Checkpoint:
+        """Raises CheckpointError if the file is torn, or of another run, policy or stage."""
+        return read_checkpoint(file.path, partial(self._mismatch, str(span)))
+
+    def _mismatch(self, span: str, state: dict[str, object]) -> str | None:
+        """Why a checkpoint is not of that stage of this run, or `None`."""
+        ours = shared(read_lineage(state.get("run")), self.run) >= 0
+        if not ours or state.get("architecture") != self._architecture or "round" not in state:
+            return "it is of another run"
+        return None if state.get("span") == span else f"it is {state.get('span')}"
+
+    def store(self, stage: int) -> CheckpointStore:
+        if stage not in self._stores:
+            # An extra checkpoint of one stage must not cost the last update that all stages of the crew have.
+            self._stores[stage] = CheckpointStore(self._folder / str(stage), self._keep + 1, self._say)
+        return self._stores[stage]
+
+    def save(
+        self, stage: int, spans: Spans, updates: int, omega: float, tensors: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Write a checkpoint in the background; the tensors are copied before this returns."""
+        state = {
+            "run": self.run,
+            "time": time.time(),
+            "architecture": self._architecture,
+            "span": str(Span.of(stage, spans)),
+            "spans": spans,
+            "omega": omega,
+            "round": self.round,
+        }
+        self.store(stage).save(updates, tensors, state)
+
+    def wait(self) -> None:
+        """Until all checkpoints are on disk. Raises UserError if one of them could not be written."""
+        for store in list(self._stores.values()):
+            store.wait()
+
+    def close(self) -> None:
+        for store in list(self._stores.values()):
+            store.close()

@@ -1,0 +1,104 @@
+"""A policy in stages, as the rest of a node sees it: text is handled here, the model's work by the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from swarm_node.config import PolicyConfig
+from swarm_node.errors import Interrupted
+from swarm_node.pipeline.driver import Driver
+from swarm_node.pipeline.messages import StageLost
+from swarm_node.policy.engines.base import BatchEngine, Completion
+from swarm_node.policy.logprobs import TokenBatch
+from swarm_node.policy.policy import Policy
+from swarm_node.types import Sampling
+
+MICROBATCHES = 2
+"""Microbatches for each stage: at worst a third of the time is spent waiting for the first and after the last."""
+
+
+class StagedEngine(BatchEngine):
+    """Decodes through all stages, again if a stage is lost. A request that is being decoded is not cancelled."""
+
+    def __init__(self, driver: Driver, eos: list[int]) -> None:
+        super().__init__()
+        self._driver, self._eos = driver, torch.tensor(eos)
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        sampling: Sampling,
+        uniform: Tensor,
+        cancelled: Callable[[], Collection[int]],
+    ) -> list[Completion]:
+        while True:
+            try:
+                return self._driver.generate(prompts, n, sampling, uniform, self._eos)
+            except StageLost as lost:
+                self._driver.again(lost)
+
+
+class StagedPolicy(Policy):
+    """A policy of which this process holds the first stage; text is its own business, the rest goes through `lead`.
+
+    Weights are those of the stages held here, by their names in the whole policy. Generation is done again when a stage
+    is lost; `passes` leave that to whoever adds up the gradient.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        tokenizer: PreTrainedTokenizerBase,
+        config: PolicyConfig,
+        report: Callable[[str], None] = print,
+        longest: int = 2**31,
+    ) -> None:
+        """`longest`: most tokens of a row that the stages take."""
+        self.driver = driver
+        self._longest = longest
+        super().__init__(driver.workers[0].stage.model, tokenizer, config, report)
+        self.is_lora = driver.workers[0].stage.is_lora
+        self.microbatches = MICROBATCHES * driver.stages if driver.stages > 1 else 1
+        self.split_head = True
+        self.engine = StagedEngine(driver, self._eos)
+
+    @property
+    def base(self) -> PreTrainedModel:
+        return self.driver.workers[0].stage.base
+
+    @property
+    def max_positions(self) -> int:
+        """Of the model, or of a row that the stages take: others' groups may have longer prompts."""
+        return min(super().max_positions, self._longest)
+
+    def _passes(
+        self, batches: Iterable[TokenBatch], temperature: float, entropy: bool, reference: bool, gradient: bool
+    ) -> Iterator[tuple[TokenBatch, Tensor, Tensor | None]]:
+        return self.driver.passes(batches, temperature, entropy, reference, gradient)
+
+    def again(self, interrupted: Interrupted) -> None:
+        if not isinstance(interrupted, StageLost):
+            raise interrupted
+        self.driver.again(interrupted)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return list(self._named().values())
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self._named().items()}
+
+    def keep_reference(self) -> None:
+        for worker in self.driver.workers.values():
+            if worker.reference is None:  # else it was kept when the stage came, before its trained weights did
+                worker.keep_reference()
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        named: dict[str, nn.Parameter] = {}
+        for worker in self.driver.workers.values():
+            named = worker.stage.named() | named
+        return named
