@@ -26,14 +26,14 @@ def pause(
     ] = None,
 ) -> None:
     """Pause a run: its node finishes its current computation, then waits. In a swarm it stays a member."""
-    from swarm_node.runtime.limits import pause, seconds_of
+    from swarm_node.runtime.pause import pause, seconds_of
 
     typer.echo(pause(RunDir(run), None if for_ is None else seconds_of(for_), time.time()))
 
 
 def resume(run: Run) -> None:
     """Unpause a run."""
-    from swarm_node.runtime.limits import resume
+    from swarm_node.runtime.pause import resume
 
     typer.echo(resume(RunDir(run)))
 

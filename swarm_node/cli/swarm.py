@@ -83,7 +83,7 @@ def bootstrap(settings: Settings) -> None:
     config = settings.load()
     from swarm_node.runtime.limits import be_nice
 
-    be_nice(config.guest)
+    be_nice(config.resources)
     from swarm_node.runtime.bootstrap import run_bootstrap
 
     raise typer.Exit(run_bootstrap(config))

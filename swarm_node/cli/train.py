@@ -18,7 +18,7 @@ def local(settings: Settings, dry_run: DryRun = False, json_output: Json = False
         return
     from swarm_node.runtime.limits import be_nice
 
-    be_nice(config.guest)
+    be_nice(config.resources)
     from swarm_node.runtime.loop import run_local
 
     raise typer.Exit(run_local(config, json_output))
@@ -37,7 +37,7 @@ def join(settings: Settings, dry_run: DryRun = False, json_output: Json = False)
     found = swarm_to_join(config)  # before torch is loaded: a mistyped name is answered at once
     from swarm_node.runtime.limits import be_nice
 
-    be_nice(config.guest)
+    be_nice(config.resources)
     from swarm_node.runtime.loop import run_join
 
     raise typer.Exit(run_join(config, found, json_output))

@@ -13,7 +13,7 @@ Loads no torch.
 
 from swarm_node.config.keys import PREFIX, all_keys
 from swarm_node.config.loading import load_config, load_run_config
-from swarm_node.config.machine import CheckpointsConfig, GuestConfig, HealthConfig, SpotConfig
+from swarm_node.config.machine import CheckpointsConfig, HealthConfig, ResourcesConfig, SpotConfig
 from swarm_node.config.network import NetworkConfig
 from swarm_node.config.node import DEFAULT_ROUNDS, NodeConfig
 from swarm_node.config.options import OPTIONS, KeyOption, all_variables
@@ -38,7 +38,7 @@ __all__ = [
     "AveragingConfig",
     "EvalConfig",
     "GrpoConfig",
-    "GuestConfig",
+    "ResourcesConfig",
     "HealthConfig",
     "KeyOption",
     "NetworkConfig",

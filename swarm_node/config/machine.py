@@ -71,8 +71,8 @@ def _checked_hours(text: str) -> str:
     return text
 
 
-class GuestConfig(Section):
-    """A good guest on somebody's machine; docs/guest.md. Not for stages, but for `nice`: a crew waits for each."""
+class ResourcesConfig(Section):
+    """What the node may take of its machine (docs/guest.md). With --stages only `nice` is allowed."""
 
     max_cpu: float = Field(100.0, ge=1, le=100)
     """Most CPU, in percent of the cores that the node may use (a container's quota counts). All its processes count

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from protocol.limits import MAX_NAME_CHARS
-from swarm_node.config.machine import CheckpointsConfig, GuestConfig, HealthConfig, MetricsConfig, SpotConfig
+from swarm_node.config.machine import CheckpointsConfig, HealthConfig, MetricsConfig, ResourcesConfig, SpotConfig
 from swarm_node.config.network import NetworkConfig
 from swarm_node.config.section import NAME, Section
 from swarm_node.config.swarm import AveragingConfig, PipelineConfig, SharingConfig
@@ -59,7 +59,7 @@ class NodeConfig(Section):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     spot: SpotConfig = SpotConfig()
     health: HealthConfig = HealthConfig()
-    guest: GuestConfig = GuestConfig()
+    resources: ResourcesConfig = ResourcesConfig()
 
     @property
     def total_rounds(self) -> float:

@@ -14,7 +14,7 @@ from swarm_node.config.keys import PREFIX, all_keys
 
 NETWORK = "Network"
 CLOUD = "Cloud"
-LIMITS = "Good guest"
+LIMITS = "Resource limits"
 OF_A_SWARM = "Merging a swarm"
 
 
@@ -99,13 +99,13 @@ OPTIONS = (
     KeyOption("price_per_hour", "--price-per-hour", "local join", CLOUD, "PRICE"),
     KeyOption("log", "--log", "local join"),
     KeyOption("log_format", "--log-format", "local join bootstrap"),
-    KeyOption("guest.max_cpu", "--max-cpu", "local join", LIMITS, "PERCENT"),
-    KeyOption("guest.max_memory_gb", "--max-memory", "local join bootstrap", LIMITS, "GIB"),
+    KeyOption("resources.max_cpu", "--max-cpu", "local join", LIMITS, "PERCENT"),
+    KeyOption("resources.max_memory_gb", "--max-memory", "local join bootstrap", LIMITS, "GIB"),
     KeyOption("network.max_upload_mbit", "--max-upload", "join bootstrap", LIMITS, "MBIT/S"),
     KeyOption("network.max_download_mbit", "--max-download", "join bootstrap", LIMITS, "MBIT/S"),
-    KeyOption("guest.nice", "--nice", "local join bootstrap", LIMITS),
-    KeyOption("guest.quiet_hours", "--quiet-hours", "local join", LIMITS, "FROM-TO"),
-    KeyOption("guest.pause_on", "--pause-on", "local join", LIMITS),
+    KeyOption("resources.nice", "--nice", "local join bootstrap", LIMITS),
+    KeyOption("resources.quiet_hours", "--quiet-hours", "local join", LIMITS, "FROM-TO"),
+    KeyOption("resources.pause_on", "--pause-on", "local join", LIMITS),
 )
 
 

@@ -31,7 +31,7 @@ FROM_THE_SWARM = {"tasks", "policy.model", "policy.revision", "seed"}
 """Keys that a member takes from its swarm at each start, unless the user has set them."""
 GIVEN_ANEW = {
     *("swarm", "name", "run_dir", "rounds", "minutes", "log", "log_format", "price_per_hour"),
-    *("network", "guest", "checkpoints", "metrics", "spot", "health"),
+    *("network", "resources", "checkpoints", "metrics", "spot", "health"),
 }
 """Settings that do not affect learning. A change of one is not reported and keeps no copy of the earlier file."""
 UNSAID = {"swarm", "name", "run_dir", "rounds", "minutes"}

@@ -29,7 +29,8 @@ from swarm_node.install import outdated
 from swarm_node.observability.health import Health
 from swarm_node.observability.refusals import FirstRefusals, rows
 from swarm_node.runtime.console import open_health, open_log, say, shown_as_json
-from swarm_node.runtime.limits import BOOTSTRAP, MemoryLimit, refuse_on_a_bootstrap
+from swarm_node.runtime.limits import MemoryLimit
+from swarm_node.runtime.pause import BOOTSTRAP, refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
 from swarm_node.say import Once
 from swarm_node.shutdown import Stopper, StopRequested
@@ -163,7 +164,7 @@ def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: Ru
     told, link, there, line_at, status_at, looks = "", "", -1, 0.0, 0.0, 0
     others = [*config.network.bootstrap, *manifest.bootstrap]
     once, first_refusals = Once(say), FirstRefusals(say)
-    memory = MemoryLimit(config.guest.max_memory_gb, "lower network.max_connections")
+    memory = MemoryLimit(config.resources.max_memory_gb, "lower network.max_connections")
     while True:
         now, addresses = time.monotonic(), transport.addresses
         if addresses:

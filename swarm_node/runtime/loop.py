@@ -28,7 +28,8 @@ from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, evaluate
 from swarm_node.runtime.console import Console
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.drain import COPY_S, GOODBYE_S, WAIT_S, last_exchange, mirror_of, say_reach
-from swarm_node.runtime.limits import Guest, refuse_in_a_crew
+from swarm_node.runtime.limits import ResourceLimits
+from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import aside, stopper
 from swarm_node.runtime.report import Report
 from swarm_node.runtime.resume import RunState
@@ -142,7 +143,7 @@ class Run:
             self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
             self.policy = load_policy(config.policy, config.rollouts, self.say) if crew is None else crew.policy
         self.config = fitted(config, self.policy, self.say)
-        self.guest = Guest(config.guest, run, self.say, member=swarm is not None)
+        self.limits = ResourceLimits(config.resources, run, self.say, member=swarm is not None)
         member = None if swarm is None else self._become_member(swarm, stack)
         if member is None and self.config.averaging.method != "none":
             self.say("averaging.method needs peers: training alone, nothing is averaged")
@@ -162,9 +163,9 @@ class Run:
         self.own = OwnSettings(run, config, asked, self.say) if crew is None else crew.own_settings
         self.state = RunState(self.config, run, self.node, self.checkpoints, self.say, crew, self.own, self.cost)
         if crew is None:
-            torch.set_num_threads(min(torch.get_num_threads(), self.guest.threads))
-            self.progress.waiting = self.console.health.waiting = self.guest.waiting
-            self.progress.paused_s = lambda: self.guest.paused_s
+            torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))
+            self.progress.waiting = self.console.health.waiting = self.limits.waiting
+            self.progress.paused_s = lambda: self.limits.paused_s
         self._mirror = mirror_of(config, run, swarm, self.say) if crew is None else None
         self.finished = False
         """All rounds are over."""
@@ -234,7 +235,7 @@ class Run:
         self.say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
         self.progress.start(self.node.round)
         try:
-            with self.guest.watching(stop) if self.crew is None else nullcontext():
+            with self.limits.watching(stop) if self.crew is None else nullcontext():
                 try:
                     self._rounds(stop)
                     self.finished = self.node.round >= self.config.total_rounds
@@ -258,8 +259,8 @@ class Run:
             stop.safe()
         if self._mirror is not None:
             self._mirror.finish(COPY_S, lambda: stop.left_s - GOODBYE_S)
-        if self.guest.over:
-            raise UserError(self.guest.over)
+        if self.limits.over:
+            raise UserError(self.limits.over)
 
     def _part(self, stop: Stopper) -> None:
         """While there is time: let the exchange of weights that is due, or under way, come about, so that the cohort
@@ -276,22 +277,22 @@ class Run:
         stop.allow()
         drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
         prompts = [self.policy.encode(task.question) for task in drawn]
-        self.guest.wait(stop)
+        self.limits.wait(stop)
         if self.crew is None:
             needed = estimate(self.policy, prompts, config.rollouts, config.grpo)
             self.say(str(needed), "estimate")
-            self.guest.check_estimate(needed.bytes)
+            self.limits.check_estimate(needed.bytes)
         if node.round == 0:
             self.state.before = self._held_out("before")
         if node.round >= config.total_rounds:
             self.say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
-        started = time.monotonic() - self.guest.paused_s - self.progress.spent_s
+        started = time.monotonic() - self.limits.paused_s - self.progress.spent_s
         saved_at = time.monotonic()
         while node.round < config.total_rounds:
-            self.guest.wait(stop)
-            over = config.minutes and time.monotonic() - started - self.guest.paused_s > 60 * config.minutes
+            self.limits.wait(stop)
+            over = config.minutes and time.monotonic() - started - self.limits.paused_s > 60 * config.minutes
             if over if self.crew is None else self.crew.minutes_over:
                 self.say(f"{config.minutes:g} minutes are over", "stop")
                 break
@@ -306,7 +307,7 @@ class Run:
             node.share(collected)
             with stop.allowed():  # it may take a pass through the policy
                 groups = node.choose(collected)
-            self.guest.wait(stop)
+            self.limits.wait(stop)
             stop.allow()
             learned = node.learn(groups, before_update=lambda: self._change(stop))
             stop.hold()
@@ -381,7 +382,7 @@ class Run:
             mine = join_link(status["swarm"], status["addresses"], others)
             link = mine if self.crew is None else self.crew.join_command.link
             crew = None if self.crew is None else self.crew.status()
-            self.run.write_status(status | {"link": link, "crew": crew, "paused": self.guest.reason})
+            self.run.write_status(status | {"link": link, "crew": crew, "paused": self.limits.reason})
             if self.crew is not None:
                 self.crew.invite()
             elif status["addresses"] and link != told:

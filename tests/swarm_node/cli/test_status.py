@@ -17,9 +17,10 @@ import typer
 from protocol.messages import PROTOCOL_VERSION, CrewCard, PeerCard
 from swarm_node.cli.commands import status
 from swarm_node.cli.commands.status import show_status
-from swarm_node.config import GuestConfig, NetworkConfig
+from swarm_node.config import NetworkConfig, ResourcesConfig
 from swarm_node.errors import UserError
-from swarm_node.runtime.limits import Guest, pause, resume
+from swarm_node.runtime.limits import ResourceLimits
+from swarm_node.runtime.pause import pause, resume
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import lookup
 from swarm_node.swarm.lookup import look_around
@@ -437,18 +438,18 @@ def test_a_lone_run_s_pause_is_told(swarm_age: float | None, capsys: pytest.Capt
         return found
 
     with RunDir.open("runs/alice") as held:
-        guest = Guest(GuestConfig(), held, lambda sentence: None)
-        guest.look()
+        limits = ResourceLimits(ResourcesConfig(), held, lambda sentence: None)
+        limits.look()
         assert paused() is None
         pause(run, None, time.time())
-        guest.look()
+        limits.look()
         assert paused() == "by `swarm-node pause`"
         assert "paused     by `swarm-node pause`" in shown(capsys, "runs/alice").splitlines()
         resume(run)
-        guest.look()
+        limits.look()
         assert paused() is None
         pause(run, None, time.time())
-        guest.look()
+        limits.look()
     assert paused() is None, "it has ended"
     with RunDir.open("runs/alice"):
         assert paused() is None, "what another process left is not of this one"

@@ -21,7 +21,7 @@ from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.runtime import bootstrap
 from swarm_node.runtime.bootstrap import run_bootstrap
-from swarm_node.runtime.limits import pause
+from swarm_node.runtime.pause import pause
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
@@ -143,8 +143,8 @@ def test_each_line_is_one_write() -> None:
 @pytest.mark.parametrize(("key", "value"), [("max_cpu", 50), ("quiet_hours", "22:00-07:00"), ("pause_on", ["hot"])])
 def test_it_is_not_held_up(key: str, value: Any) -> None:
     write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
-    config = NodeConfig.model_validate({"swarm": "sums.toml", "run_dir": "hub", "guest": {key: value}})
-    with pytest.raises(UserError, match=f"guest.{key} is not for a bootstrap"):
+    config = NodeConfig.model_validate({"swarm": "sums.toml", "run_dir": "hub", "resources": {key: value}})
+    with pytest.raises(UserError, match=f"resources.{key} is not for a bootstrap"):
         run_bootstrap(config)
 
 
@@ -152,7 +152,7 @@ def test_it_leaves_if_it_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch) 
     write_manifest(make_manifest("sums", ["gcd"]), Path("sums.toml"))
     hub = Hub()
     monkeypatch.setattr(bootstrap, "open_transport", lambda *arguments: hub)
-    config = NodeConfig.model_validate({"swarm": "sums.toml", "run_dir": "hub", "guest": {"max_memory_gb": 0.01}})
+    config = NodeConfig.model_validate({"swarm": "sums.toml", "run_dir": "hub", "resources": {"max_memory_gb": 0.01}})
     with pytest.raises(UserError, match=r"the bootstrap took .* GiB, more than --max-memory 0.01: lower network.max"):
         run_bootstrap(config)
     assert hub.closed
@@ -176,11 +176,11 @@ def test_it_is_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_limits_reach_the_network_and_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[NodeConfig] = []
     monkeypatch.setattr(bootstrap, "run_bootstrap", lambda config: seen.append(config) or 0)
-    monkeypatch.setattr("swarm_node.runtime.limits.be_nice", lambda guest: seen.append(guest))
+    monkeypatch.setattr("swarm_node.runtime.limits.be_nice", lambda limits: seen.append(limits))
     options = ["--max-upload", "5", "--max-download", "20", "--nice", "10", "--max-memory", "1"]
     assert CliRunner().invoke(app, ["bootstrap", "sums.toml", *options]).exit_code == 0
-    guest, config = seen
-    assert guest is config.guest and (guest.nice, guest.max_memory_gb) == (10, 1.0)
+    limits, config = seen
+    assert limits is config.resources and (limits.nice, limits.max_memory_gb) == (10, 1.0)
     assert (config.network.max_upload_mbit, config.network.max_download_mbit) == (5.0, 20.0)
 
 

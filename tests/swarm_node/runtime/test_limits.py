@@ -1,4 +1,4 @@
-"""A guest keeps to what it may take, and pauses when it should, losing nothing."""
+"""A node keeps to its resource limits, and pauses when it should, losing nothing."""
 
 from __future__ import annotations
 
@@ -22,28 +22,21 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
-from swarm_node.config import GuestConfig, NodeConfig, dump_toml, load_config
+from swarm_node.config import NodeConfig, ResourcesConfig, dump_toml, load_config
 from swarm_node.errors import UserError
 from swarm_node.observability.metrics import read_metrics
 from swarm_node.runtime.limits import (
     BURST_S,
+    CPU_CHECK_S,
     NAP_S,
-    TICK_S,
     Allowance,
-    Guest,
-    Kin,
-    Machine,
+    ProcessTree,
+    ResourceLimits,
     cpu_limit,
     cpus,
-    hottest,
-    on_battery,
-    pause,
-    pause_asked,
-    quiet,
-    resume,
-    seconds_of,
 )
 from swarm_node.runtime.loop import run_local
+from swarm_node.runtime.pause import Machine, hottest, on_battery, pause, pause_asked, quiet, resume, seconds_of
 from swarm_node.shutdown import StopRequested
 from swarm_node.storage.rundir import RunDir, goes_with_container
 from tests.support.virtual_time import VirtualTime
@@ -58,14 +51,14 @@ def made(path: Path, **sections: Any) -> RunDir:
     return run
 
 
-def settings(run: Path, rounds: int = 2, **guest: Any) -> NodeConfig:
+def settings(run: Path, rounds: int = 2, **resources: Any) -> NodeConfig:
     return NodeConfig.model_validate(
         {
             "run_dir": str(run),
             "rounds": rounds,
             "rollouts": {"groups": 2, "group_size": 2, "max_new_tokens": 4},
             "eval": {"questions": 0},
-            "guest": guest,
+            "resources": resources,
         }
     )
 
@@ -91,13 +84,13 @@ def test_quiet_hours_may_pass_midnight(hours: str, now: str, expected: bool) -> 
 
 @pytest.mark.parametrize("text", ["24:00-07:00", "7:00-8:00", "22:00", "22:60-07:00"])
 def test_hours_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="guest.quiet_hours"):
+    with pytest.raises(UserError, match="resources.quiet_hours"):
         load_config(flags={"quiet_hours": text})
 
 
 @pytest.mark.parametrize("text", ["22:00-22:00", "00:00-00:00"])
 def test_hours_that_never_end_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"guest\.quiet_hours.*must end at another time than they begin"):
+    with pytest.raises(UserError, match=r"resources\.quiet_hours.*must end at another time than they begin"):
         load_config(flags={"quiet_hours": text})
 
 
@@ -105,8 +98,12 @@ def test_limits_reach_their_keys_and_have_minima() -> None:
     with pytest.raises(UserError, match="below that, peers give up waiting"):
         load_config(flags={"max_upload": 0.5})
     config = load_config(flags={"max_upload": 2.0, "max_cpu": 50.0, "max_memory": 4.0, "pause_on": ["hot", "battery"]})
-    assert (config.network.max_upload_mbit, config.guest.max_cpu, config.guest.max_memory_gb) == (2.0, 50.0, 4.0)
-    assert config.guest.pause_on == ["hot", "battery"]
+    assert (config.network.max_upload_mbit, config.resources.max_cpu, config.resources.max_memory_gb) == (
+        2.0,
+        50.0,
+        4.0,
+    )
+    assert config.resources.pause_on == ["hot", "battery"]
 
 
 class Signs:
@@ -119,7 +116,7 @@ class Signs:
         self.asked = 0
         self.now = 0.0
         self.said: list[str] = []
-        config = GuestConfig.model_validate({"pause_on": pause_on})
+        config = ResourcesConfig.model_validate({"pause_on": pause_on})
         self.machine = Machine(
             config, self.said.append, lambda: self.battery, lambda: self.degrees, self._owner, lambda: self.now
         )
@@ -133,7 +130,7 @@ def test_it_pauses_only_for_chosen_reasons() -> None:
     signs = Signs()
     signs.battery, signs.degrees, signs.active = True, 120.0, True
     assert signs.machine.busy() == "" and signs.asked == 0
-    assert GuestConfig().pause_on == []
+    assert ResourcesConfig().pause_on == []
     signs = Signs("battery")
     signs.battery = True
     assert signs.machine.busy() == "on battery"
@@ -158,7 +155,7 @@ def test_the_owner_is_asked_for_every_ten_seconds() -> None:
 
 
 def test_leaving_waits_for_no_answer_of_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_node.runtime.limits.LOOK_S", 0.01)
+    monkeypatch.setattr("swarm_node.runtime.limits.MACHINE_CHECK_S", 0.01)
     asked, answers, said = threading.Event(), threading.Event(), list[str]()
 
     def slow() -> bool:  # as `loginctl` while the system goes down
@@ -168,15 +165,15 @@ def test_leaving_waits_for_no_answer_of_systems(tmp_path: Path, monkeypatch: pyt
         assert answers.wait(60)
         return True
 
-    config = GuestConfig(pause_on=["owner"])
+    config = ResourcesConfig(pause_on=["owner"])
     machine = Machine(config, said.append, owner_active=slow, clock=count(0, 60).__next__)
-    guest = Guest(config, made(tmp_path / "run"), said.append, machine=machine)
-    with guest.watching(Stop(0)):  # type: ignore[arg-type]
+    limits = ResourceLimits(config, made(tmp_path / "run"), said.append, machine=machine)
+    with limits.watching(Stop(0)):  # type: ignore[arg-type]
         assert asked.wait(60)
-    [thread] = [each for each in threading.enumerate() if each.name == "guest"]
+    [thread] = [each for each in threading.enumerate() if each.name == "limits"]
     answers.set()
     thread.join(60)
-    assert not thread.is_alive() and said == [] and guest.reason == ""
+    assert not thread.is_alive() and said == [] and limits.reason == ""
 
 
 def test_missing_sensors_are_said_once() -> None:
@@ -200,7 +197,7 @@ def test_an_unreadable_sensor_tells_nothing(
 
 
 def test_failing_system_calls_end_no_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_node.runtime.limits.STEP_S", 0.01)
+    monkeypatch.setattr("swarm_node.runtime.limits.PAUSE_CHECK_S", 0.01)
     failing, again, said = threading.Event(), threading.Event(), list[str]()
 
     def children(me: psutil.Process, recursive: bool) -> list[psutil.Process]:
@@ -210,17 +207,17 @@ def test_failing_system_calls_end_no_watch(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(psutil.Process, "children", children)
-    assert Kin().cpu_s() > 0, "a signal's handler asks it"
+    assert ProcessTree().cpu_s() > 0, "a signal's handler asks it"
     run = made(tmp_path / "run")
-    guest = Guest(GuestConfig(max_memory_gb=1000.0), run, said.append)
+    limits = ResourceLimits(ResourcesConfig(max_memory_gb=1000.0), run, said.append)
     failing.clear()
-    with guest.watching(Stop(0)):  # type: ignore[arg-type]
+    with limits.watching(Stop(0)):  # type: ignore[arg-type]
         for _ in range(3):
             assert failing.wait(60)
             failing.clear()
         again.set()
         pause(run, None, time.time())
-        until(lambda: guest.reason, 60.0)
+        until(lambda: limits.reason, 60.0)
     assert [text for text in said if "Too many open files" in text] == said[:1]
 
 
@@ -278,7 +275,7 @@ def test_stages_are_not_paused_nor_limited(tmp_path: Path) -> None:
     code, said = cli("pause", str(run.path))
     assert code == 2 and "hands its stage over" in said and not run.paused.exists()
     limited = settings(tmp_path / "other", max_cpu=50).model_copy(update={"pipeline": load_config(run.config).pipeline})
-    with pytest.raises(UserError, match="guest.max_cpu is not for --stages"):
+    with pytest.raises(UserError, match="resources.max_cpu is not for --stages"):
         run_local(limited)
 
 
@@ -304,36 +301,36 @@ class Stop:
 def test_a_paused_node_can_be_stopped(tmp_path: Path) -> None:
     run, said = made(tmp_path / "run"), []
     pause(run, None, time.time())
-    guest = Guest(GuestConfig(), run, said.append, member=True)
-    guest.look()
-    guest.look()
-    assert guest.waiting() == "paused: by `swarm-node pause`"
+    limits = ResourceLimits(ResourcesConfig(), run, said.append, member=True)
+    limits.look()
+    limits.look()
+    assert limits.waiting() == "paused: by `swarm-node pause`"
     assert said == ["paused: by `swarm-node pause`; the node stays a member"]
     with pytest.raises(StopRequested):
-        guest.wait(Stop(3))  # type: ignore[arg-type]
-    stop = Stop(10, lambda: (resume(run), guest.look())[0])  # type: ignore[func-returns-value, arg-type, return-value]
-    guest.wait(stop)  # type: ignore[arg-type]
-    assert stop.allowed == 1 and guest.waiting() == "" and said[1:] == ["no longer paused"]
+        limits.wait(Stop(3))  # type: ignore[arg-type]
+    stop = Stop(10, lambda: (resume(run), limits.look())[0])  # type: ignore[func-returns-value, arg-type, return-value]
+    limits.wait(stop)  # type: ignore[arg-type]
+    assert stop.allowed == 1 and limits.waiting() == "" and said[1:] == ["no longer paused"]
 
 
 def test_a_pause_s_length_is_known_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, now = made(tmp_path / "run"), [100.0]
     monkeypatch.setattr("swarm_node.runtime.limits.time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0))
-    guest, known = Guest(GuestConfig(), run, print), list[float]()
+    limits, known = ResourceLimits(ResourcesConfig(), run, print), list[float]()
     pause(run, None, 0.0)
-    guest.look()
+    limits.look()
 
     def wait() -> None:
         now[0] += 60.0
-        known.append(guest.paused_s)
+        known.append(limits.paused_s)
         if len(known) == 2:
             resume(run)
-            guest.look()
+            limits.look()
 
-    guest.wait(Stop(10, wait))  # type: ignore[arg-type]
+    limits.wait(Stop(10, wait))  # type: ignore[arg-type]
     assert known == [60.0, 120.0]
     now[0] += 60.0
-    assert guest.paused_s == 120.0
+    assert limits.paused_s == 120.0
 
 
 def test_a_paused_run_loses_nothing(tmp_path: Path) -> None:
@@ -376,14 +373,14 @@ def test_a_busy_process_naps_above_its_share(monkeypatch: pytest.MonkeyPatch) ->
     clock, stop = VirtualTime(), Stop(0)
     monkeypatch.setattr("swarm_node.runtime.limits.time", clock)
     monkeypatch.setattr("swarm_node.runtime.limits.cpus", lambda: 1.0)
-    monkeypatch.setattr(Kin, "cpu_s", lambda kin: clock.process_time())
+    monkeypatch.setattr(ProcessTree, "cpu_s", lambda processes: clock.process_time())
     with cpu_limit(20.0, stop):  # type: ignore[arg-type]
         for _ in range(200):
-            clock.work(TICK_S)
+            clock.work(CPU_CHECK_S)
             signal.raise_signal(signal.SIGPROF)
-            assert clock.used <= 0.2 * (clock.now + BURST_S) + TICK_S
+            assert clock.used <= 0.2 * (clock.now + BURST_S) + CPU_CHECK_S
         assert clock.used == pytest.approx(0.2 * (clock.now + BURST_S), rel=0.01) and max(clock.naps) <= NAP_S
-        clock.work(TICK_S)
+        clock.work(CPU_CHECK_S)
         naps = len(clock.naps)
         while len(clock.naps) == naps:  # until the system has counted a tick of this process
             sum(range(10_000))
@@ -448,18 +445,18 @@ def test_the_limit_is_a_container_s_share(tmp_path: Path, monkeypatch: pytest.Mo
             super().__init__(rate, used, now)
 
     monkeypatch.setattr("swarm_node.runtime.limits.Allowance", Noted)
-    guest = Guest(GuestConfig(max_cpu=25.0), made(tmp_path / "run"), print)
-    with guest.watching(Stop(0)):  # type: ignore[arg-type]
-        assert rates == [2.0] and guest.threads == 2
+    limits = ResourceLimits(ResourcesConfig(max_cpu=25.0), made(tmp_path / "run"), print)
+    with limits.watching(Stop(0)):  # type: ignore[arg-type]
+        assert rates == [2.0] and limits.threads == 2
 
 
 NICE = """
 import os, sys
-from swarm_node.config import GuestConfig
+from swarm_node.config import ResourcesConfig
 from swarm_node.runtime.limits import be_nice
 os.nice(3)
 for wanted in (0, 7, 5):
-    be_nice(GuestConfig(nice=wanted))
+    be_nice(ResourcesConfig(nice=wanted))
     print(os.getpriority(os.PRIO_PROCESS, 0))
 assert "torch" not in sys.modules
 """
@@ -473,12 +470,12 @@ def test_priority_is_lowered_and_never_raised() -> None:
 
 
 def test_children_count() -> None:
-    kin = Kin()
-    alone = kin.rss()
+    processes = ProcessTree()
+    alone = processes.rss()
     child = subprocess.Popen([sys.executable, "-c", "x = bytearray(2**26); print(1, flush=True); input()"], **PIPES)
     try:
         assert child.stdout is not None and child.stdout.readline()
-        assert Kin().rss() - alone > 2**26
+        assert ProcessTree().rss() - alone > 2**26
     finally:
         child.communicate(b"\n", timeout=60)
 
@@ -492,7 +489,7 @@ def test_a_round_beyond_the_memory_is_refused(tmp_path: Path) -> None:
 
 
 def test_too_much_memory_saves_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guest, "check_estimate", lambda *arguments: None)
+    monkeypatch.setattr(ResourceLimits, "check_estimate", lambda *arguments: None)
     with pytest.raises(UserError, match=r"the node took .* GiB, more than --max-memory 0.1: .*is saved"):
         run_local(settings(tmp_path / "run", rounds=100_000, max_memory_gb=0.1), json_output=True)
     rounds = len(read_metrics(RunDir(tmp_path / "run").metrics)) if RunDir(tmp_path / "run").metrics.exists() else 0

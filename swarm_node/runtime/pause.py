@@ -1,0 +1,225 @@
+"""Why a node pauses: its owner's command, or a machine that is wanted for other things."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from swarm_node.config import NodeConfig, ResourcesConfig, load_config, read_own
+from swarm_node.errors import UserError
+from swarm_node.say import Once, Say
+from swarm_node.storage.rundir import RunDir, os_errors_explained
+
+OWNER_CHECK_S = 10.0
+"""Time between two looks whether the owner is active; each starts a process."""
+COOLER_C = 5.0
+"""A node that paused for heat goes on so many degrees below `hot_c`."""
+BOOTSTRAP = "bootstrap"
+"""Role of a run in swarm.json."""
+_PARTS = re.compile(r"(?=.)(?:(\d{1,4})d)?(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s)?")
+
+
+def refuse_in_a_crew(config: NodeConfig, run: RunDir) -> None:
+    """Raise UserError for settings that would make a crew wait for this machine."""
+    asked = _asked(config.resources, "max_cpu", "max_memory_gb", "quiet_hours", "pause_on")
+    if asked:
+        raise UserError(
+            f"resources.{asked[0]} is not for --stages: a stage that is paused or slowed down holds its crew up. Stop "
+            "the node instead (Ctrl-C): it hands its stage over; --nice, --max-upload and --max-download work"
+        )
+    if run.paused.exists():
+        raise UserError(
+            f"{run.path} is paused, which a stage of a crew cannot be: `swarm-node resume {run.path}` first"
+        )
+
+
+def refuse_on_a_bootstrap(config: NodeConfig, run: RunDir) -> None:
+    """Raise UserError for settings that would keep newcomers from reaching this bootstrap."""
+    asked = _asked(config.resources, "max_cpu", "quiet_hours", "pause_on")
+    if asked:
+        raise UserError(
+            f"resources.{asked[0]} is not for a bootstrap, which others join by at any time; --nice, --max-memory, "
+            "--max-upload and --max-download work"
+        )
+    if run.paused.exists():
+        raise UserError(
+            f"{run.path} is paused, which a bootstrap cannot be: `swarm-node resume {run.path}` first, or stop it "
+            "instead"
+        )
+
+
+def _asked(resources: ResourcesConfig, *keys: str) -> list[str]:
+    """The keys whose values are not the defaults."""
+    usual = ResourcesConfig()
+    return [key for key in keys if getattr(resources, key) != getattr(usual, key)]
+
+
+def seconds_of(text: str) -> float:
+    """Seconds in a text such as `1d2h30m15s` or `90m`. Raises UserError."""
+    found = _PARTS.fullmatch(text)
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
+        raise UserError(f"--for {text}: write how long, for example 2h, 90m or 1d12h")
+    return float(total)
+
+
+def pause(run: RunDir, for_s: float | None, now: float) -> str:
+    """Pause the node of `run`, now or when it starts; a sentence that says so. Raises UserError."""
+    _check_run(run, "pause")
+    until = None if for_s is None else now + for_s
+    with os_errors_explained(run.paused):
+        run.write_paused(until)
+    how_long = "" if until is None else f" until {_moment(until)}"
+    then = "it loses nothing" if run.in_use else "no node runs there now: it will be when it starts"
+    return f"paused {run.path}{how_long}; {then}; `swarm-node resume {run.path}` goes on"
+
+
+def resume(run: RunDir) -> str:
+    """Undo `pause`; a sentence that says so. Raises UserError."""
+    _check_run(run, "resume")
+    was = run.paused.exists()
+    with os_errors_explained(run.paused):
+        run.paused.unlink(missing_ok=True)
+    if run.in_use:
+        return f"{run.path} goes on" if was else f"{run.path} was not paused by `swarm-node pause`"
+    verb = "join" if read_own(run.config).swarm else "local"
+    then = f"no node runs there now: `swarm-node {verb} --run-dir {shlex.quote(str(run.path))}` goes on with it"
+    return f"{run.path} is paused no more; {then}" if was else f"{run.path} is not paused; {then}"
+
+
+def _check_run(run: RunDir, verb: str) -> None:
+    if not run.exists:
+        raise UserError(f"no run in {run.path}: `swarm-node {verb} RUN` wants a run directory, such as runs/node")
+    if verb == "pause" and load_config(run.config).pipeline.stages:
+        raise UserError(
+            f"{run.path} holds a stage of a crew, which would wait for it: stop the node instead (Ctrl-C or SIGTERM); "
+            "it hands its stage over to another"
+        )
+    if verb == "pause" and _is_bootstrap(run):
+        raise UserError(f"{run.path} is a bootstrap, which others join by at any time: stop it instead (Ctrl-C)")
+
+
+def _is_bootstrap(run: RunDir) -> bool:
+    try:
+        status = json.loads(run.status.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(status, dict) and status.get("role") == BOOTSTRAP
+
+
+def pause_asked(path: Path, now: float) -> str:
+    """Why the file `path` (RUN/paused) pauses the node; empty = it does not. A file that cannot be read has no end."""
+    try:
+        text = path.read_bytes()[:64].decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError:
+        text = ""
+    try:
+        until = float(text)
+    except ValueError:
+        until = math.inf
+    if now >= until:
+        return ""
+    moment = f" until {_moment(until)}" if until < math.inf else ""
+    return f"by `swarm-node pause`{moment}"
+
+
+def _moment(time_s: float) -> str:
+    try:
+        return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):
+        return "further notice"
+
+
+def quiet(hours: str, now: datetime) -> bool:
+    """Whether local time `now` is within `hours`, such as "22:00-07:00"; the end is excluded."""
+    if not hours:
+        return False
+    begin, end = hours.split("-")
+    present = now.strftime("%H:%M")
+    return begin <= present < end if begin < end else present >= begin or present < end
+
+
+def on_battery() -> bool | None:
+    """Whether the machine runs on battery; None = it has none, or does not tell."""
+    try:
+        battery = getattr(psutil, "sensors_battery", lambda: None)()
+    except OSError:  # no /sys/class/power_supply, in some containers
+        return None
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+def hottest() -> float | None:
+    """The hottest sensor in degrees Celsius; None = the system has none, or does not tell."""
+    try:
+        sensors: Mapping[str, Sequence[Any]] = getattr(psutil, "sensors_temperatures", dict)()
+    except OSError:
+        return None
+    return max((each.current for found in sensors.values() for each in found if each.current), default=None)
+
+
+def owner_active() -> bool | None:
+    """Whether any session on this machine is in use, by systemd-logind; None = it cannot be asked."""
+    asked = ["loginctl", "show-session", "--property=IdleHint"]  # of no session in particular: of all together
+    try:
+        done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return {"IdleHint=no": True, "IdleHint=yes": False}.get(done.stdout.strip()) if done.returncode == 0 else None
+
+
+class Machine:
+    """The reasons to pause that `resources.pause_on` names."""
+
+    def __init__(
+        self,
+        config: ResourcesConfig,
+        say: Say,
+        on_battery: Callable[[], bool | None] = on_battery,
+        hottest: Callable[[], float | None] = hottest,
+        owner_active: Callable[[], bool | None] = owner_active,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._on_battery, self._hottest, self._owner_active = on_battery, hottest, owner_active
+        self._clock = clock
+        self._once = Once(say)
+        self._hot = False
+        self._active: bool | None = None
+        self._ask_owner_at = -math.inf
+
+    def busy(self) -> str:
+        """The first reason to pause, in words; empty = there is none. Says once what the system does not tell."""
+        wanted = self._config.pause_on
+        if "battery" in wanted and self._told("battery", self._on_battery(), "whether it is on battery"):
+            return "on battery"
+        if "hot" in wanted:
+            degrees = self._told("hot", self._hottest(), "how hot it is")
+            limit = self._config.hot_c - COOLER_C * self._hot
+            self._hot = degrees is not None and degrees >= limit
+            if self._hot:
+                return f"hot, {degrees:.0f} °C"
+        if "owner" in wanted:
+            if self._clock() >= self._ask_owner_at:
+                self._active = self._told("owner", self._owner_active(), "whether its owner is active")
+                self._ask_owner_at = self._clock() + OWNER_CHECK_S
+            if self._active:
+                return "its owner is active"
+        return ""
+
+    def _told(self, name: str, value: Any, what: str) -> Any:
+        if value is None:
+            self._once(name, f"this machine does not tell {what}: resources.pause_on {name} has no effect now")
+        return value
