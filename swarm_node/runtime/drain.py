@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from swarm_node.config import NodeConfig
+from swarm_node.runtime.console import say
 from swarm_node.runtime.preemption import cloud_of, reach
 from swarm_node.storage.mirror import Mirror
 from swarm_node.storage.rundir import RunDir
@@ -37,7 +38,7 @@ def last_exchange(averager: Averager, average: Callable[[], object], left_s: Cal
     return averager.counts["exchanges"] != exchanges
 
 
-def mirror_of(config: NodeConfig, run: RunDir, swarm: JoinedSwarm | None, say: Callable[[str], None]) -> Mirror | None:
+def mirror_of(config: NodeConfig, run: RunDir, swarm: JoinedSwarm | None) -> Mirror | None:
     """Where checkpoints are copied to, if anywhere. UserError if that cannot be."""
     if not config.checkpoints.to:
         return None
@@ -45,7 +46,7 @@ def mirror_of(config: NodeConfig, run: RunDir, swarm: JoinedSwarm | None, say: C
     return Mirror(config.checkpoints.to, place, config.name or run.path.resolve().name, peer, run.path, say)
 
 
-def say_reach(config: NodeConfig, state_bytes: int | None, say: Callable[[str], None]) -> None:
+def say_reach(config: NodeConfig, state_bytes: int | None) -> None:
     """How much can leave this machine within the notice of its cloud, if it is known to have one."""
     cloud = cloud_of(config.spot)
     if cloud is not None:

@@ -8,7 +8,6 @@ A round is the node's own affair (`node`); here are its metrics line, its checkp
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -25,7 +24,7 @@ from swarm_node.observability.sinks import open_sinks
 from swarm_node.policy.estimate import estimate
 from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, evaluate
-from swarm_node.runtime.console import Console
+from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.drain import COPY_S, GOODBYE_S, WAIT_S, last_exchange, mirror_of, say_reach
 from swarm_node.runtime.limits import ResourceLimits
@@ -33,12 +32,13 @@ from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import aside, stopper
 from swarm_node.runtime.report import Report
 from swarm_node.runtime.resume import RunState
+from swarm_node.runtime.status import status_written
 from swarm_node.shutdown import Stopper, StopRequested
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.own_settings import OwnSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
-from swarm_node.swarm.links import Swarm, join_link
+from swarm_node.swarm.links import Swarm
 from swarm_node.tasks import load_tasks
 from swarm_node.types import Group
 
@@ -50,8 +50,6 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
 ZERO_REWARD_ROUNDS = 10
 """Rounds without any reward after which some completions are shown: the prompt or the extraction may be wrong."""
 NOT_BEGUN = "stopping before training began; the same command begins here again"
-STATUS_SECONDS = 2.0
-"""Between two writings of a run's status in its swarm."""
 
 
 def run_local(config: NodeConfig, json_output: bool = False) -> int:
@@ -129,11 +127,11 @@ class Run:
         self.json_output = json_output
         self.console = console
         self.cost = CostMeter(config.price_per_hour, time.monotonic())
-        self.progress, self.say = self.console.progress, self.console.say
+        self.progress = console.progress
         swarm = crew.entered if crew is not None else None
         asked = config
         if found is not None:
-            swarm = join_swarm(found, config, run, self.say, stack, stop.allowed)
+            swarm = join_swarm(found, config, run, say, stack, stop.allowed)
             config = swarm.with_model(config)
             self.progress.spent_s = swarm.waited_s
         self.console.health.identify(config.name or run.path.resolve().name, swarm.manifest.swarm_id if swarm else "")
@@ -141,32 +139,32 @@ class Run:
             config = config.model_copy(update={"seed": swarm.seed})
         with stop.allowed():
             self.tasks = swarm.tasks if swarm is not None else load_tasks(config.tasks, config.rewards)
-            self.policy = load_policy(config.policy, config.rollouts, self.say) if crew is None else crew.policy
-        self.config = fitted(config, self.policy, self.say)
-        self.limits = ResourceLimits(config.resources, run, self.say, member=swarm is not None)
+            self.policy = load_policy(config.policy, config.rollouts, say) if crew is None else crew.policy
+        self.config = fitted(config, self.policy, say)
+        self.limits = ResourceLimits(config.resources, run, say, member=swarm is not None)
         member = None if swarm is None else self._become_member(swarm, stack)
         if member is None and self.config.averaging.method != "none":
-            self.say("averaging.method needs peers: training alone, nothing is averaged")
+            say("averaging.method needs peers: training alone, nothing is averaged")
         optimizer, averaged = (None, None) if crew is None else (crew.optimizer, crew.held_stages.optimizer(0))
         self.node = Node(
             self.config,
             self.policy,
             self.tasks,
-            self.say,
+            say,
             member,
             optimizer=optimizer,
             averaged=averaged,
             private=private,
         )
-        self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, self.say)
+        self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, say)
         stack.callback(self.checkpoints.close)
-        self.own = OwnSettings(run, config, asked, self.say) if crew is None else crew.own_settings
-        self.state = RunState(self.config, run, self.node, self.checkpoints, self.say, crew, self.own, self.cost)
+        self.own = OwnSettings(run, config, asked, say) if crew is None else crew.own_settings
+        self.state = RunState(self.config, run, self.node, self.checkpoints, crew, self.own, self.cost)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))
             self.progress.waiting = self.console.health.waiting = self.limits.waiting
             self.progress.paused_s = lambda: self.limits.paused_s
-        self._mirror = mirror_of(config, run, swarm, self.say) if crew is None else None
+        self._mirror = mirror_of(config, run, swarm) if crew is None else None
         self.finished = False
         """All rounds are over."""
         self._changing = False
@@ -182,7 +180,7 @@ class Run:
             self.state.set_aside(run.metrics)
         shown = config.model_dump(mode="json", exclude={"pipeline": {"crew"}})  # the crew's name is its password
         sinks = [*open_sinks(config.log, run.path, shown, self.node.round + 1), self.console.health]
-        self.metrics = MetricsWriter(run.metrics, self.say, sinks, keep_all=config.metrics.keep == "all")
+        self.metrics = MetricsWriter(run.metrics, say, sinks, keep_all=config.metrics.keep == "all")
         stack.callback(self.metrics.close)
         self.metrics.truncate_after(self.node.round)
         self.state.catch_up()
@@ -191,14 +189,14 @@ class Run:
         if crew is None:
             self.checkpoints.check_room(self.state.checkpoint_bytes)
         if resumed:
-            self.say(f"resumed {run.path} at round {self.node.round}", "resume")
+            say(f"resumed {run.path} at round {self.node.round}", "resume")
 
     def _become_member(self, swarm: JoinedSwarm, stack: ExitStack) -> Member:
         from swarm_node.swarm.member import Member
 
         record = None
         if self.config.sharing.record:
-            offers = JsonLines(self.run.path / "offers.jsonl", self.say)
+            offers = JsonLines(self.run.path / "offers.jsonl", say)
             stack.callback(offers.close)
             record = offers.append
         member = Member(
@@ -208,7 +206,7 @@ class Run:
             swarm.transport,
             self.policy,
             self.tasks,
-            self.say,
+            say,
             record=record,
             subscribe=None if self.crew is None else self.crew.ear.subscribe,
         )
@@ -217,11 +215,9 @@ class Run:
         else:  # the network is the crew's
             stack.callback(member.publisher.flush)
             member.crew = self.crew.on_card
-        ended = threading.Event()
-        watch = threading.Thread(target=self._watch_swarm, args=(member, ended), name="status", daemon=True)
-        watch.start()
-        stack.callback(watch.join)
-        stack.callback(ended.set)
+        stack.enter_context(
+            status_written(self.run, member, self.config.network, lambda: self.limits.reason, self.crew)
+        )
         return member
 
     # ----------------------------------------------------------------- the loop
@@ -231,8 +227,8 @@ class Run:
         stop = self.stop
         if self.crew is None and (self.node.member is not None or self._mirror is not None):
             trained = sum(t.numel() * t.element_size() for t in self.policy.trainable_state().values())
-            say_reach(self.config, 3 * trained, self.say)  # with the optimiser's two moments
-        self.say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
+            say_reach(self.config, 3 * trained)  # with the optimiser's two moments
+        say(f"tasks {', '.join(self.tasks.labels)}; run directory {self.run.path}", "start")
         self.progress.start(self.node.round)
         try:
             with self.limits.watching(stop) if self.crew is None else nullcontext():
@@ -269,7 +265,7 @@ class Run:
         if averager is None or self._changing or self.crew is not None:
             return
         if last_exchange(averager, self.node.average, lambda: stop.left_s):
-            self.say("averaged a last time", "stop")
+            say("averaged a last time", "stop")
             self.state.save(anew=True)
 
     def _rounds(self, stop: Stopper) -> None:
@@ -280,12 +276,12 @@ class Run:
         self.limits.wait(stop)
         if self.crew is None:
             needed = estimate(self.policy, prompts, config.rollouts, config.grpo)
-            self.say(str(needed), "estimate")
+            say(str(needed), "estimate")
             self.limits.check_estimate(needed.bytes)
         if node.round == 0:
             self.state.before = self._held_out("before")
         if node.round >= config.total_rounds:
-            self.say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
+            say(f"all {node.round} rounds are done: give more --rounds to go on, or another --run-dir", "done")
         elif self.crew is None:
             self.own.announce(f"from round {node.round + 1}")
         started = time.monotonic() - self.limits.paused_s - self.progress.spent_s
@@ -294,7 +290,7 @@ class Run:
             self.limits.wait(stop)
             over = config.minutes and time.monotonic() - started - self.limits.paused_s > 60 * config.minutes
             if over if self.crew is None else self.crew.minutes_over:
-                self.say(f"{config.minutes:g} minutes are over", "stop")
+                say(f"{config.minutes:g} minutes are over", "stop")
                 break
             stop.allow()
             began = time.perf_counter()
@@ -326,7 +322,7 @@ class Run:
                 self.crew.round_over(node.round, record["reward"], node.averager)
             without_reward = 0 if record["reward"] else without_reward + 1
             if without_reward == ZERO_REWARD_ROUNDS:
-                self._show_completions(collected.groups)
+                _say_completions(collected.groups)
             long_ago = time.monotonic() - saved_at >= 60 * config.checkpoints.every_minutes
             due = (long_ago and not self.checkpoints.busy) or advised or node.round % config.checkpoints.every == 0
             if due and node.round < config.total_rounds:
@@ -372,46 +368,16 @@ class Run:
 
     # ----------------------------------------------------------------- what people see
 
-    def _watch_swarm(self, member: Member, ended: threading.Event) -> None:
-        """On a thread of its own, since a round may take long: what `swarm-node status` shows, and the join link
-        whenever it changes."""
-        told = ""
-        others = [*self.config.network.bootstrap, *member.manifest.bootstrap]
-        while not ended.wait(STATUS_SECONDS):
-            status = member.status()
-            mine = join_link(status["swarm"], status["addresses"], others)
-            link = mine if self.crew is None else self.crew.join_command.link
-            crew = None if self.crew is None else self.crew.status()
-            self.run.write_status(status | {"link": link, "crew": crew, "paused": self.limits.reason})
-            if self.crew is not None:
-                self.crew.invite()
-            elif status["addresses"] and link != told:
-                told = link
-                self.say("others join with:", "link")
-                self.say(link, "link")
-
     def _held_out(self, when: str) -> Evaluation:
         settings = self.config.eval
         if settings.questions == 0:
             return Evaluation()
         if not self.tasks.held_out(1):
             if when == "before":
-                self.say(NONE_HELD_OUT, "held_out")
+                say(NONE_HELD_OUT, "held_out")
             return Evaluation()
         self.progress.say(f"held-out questions, {when} training", lasting=False)
         return evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
-
-    def _show_completions(self, groups: Sequence[Group]) -> None:
-        self.say(f"no reward in {ZERO_REWARD_ROUNDS} rounds; what the policy answers:", "zero_reward")
-        for group in groups[:3]:
-            rollout = group.rollouts[0]
-            end = "" if rollout.finished else " [cut off at max_new_tokens]"
-            self.say(
-                f"  {group.task.label}: question {group.task.question[-80:]!r}, "
-                f"completion {rollout.text[-200:]!r}{end}, "
-                f"extracted {rollout.extracted!r}, expected {group.task.answer!r}",
-                "completion",
-            )
 
     def report(self) -> Report:
         """What came of it, when it has ended: in words, and with --json on standard output. A picture is to be
@@ -423,3 +389,16 @@ class Run:
         if self.json_output:
             told.dump(self.node.round)
         return told
+
+
+def _say_completions(groups: Sequence[Group]) -> None:
+    """Say what the policy answers, since nothing of it earns a reward."""
+    say(f"no reward in {ZERO_REWARD_ROUNDS} rounds; what the policy answers:", "zero_reward")
+    for group in groups[:3]:
+        rollout = group.rollouts[0]
+        end = "" if rollout.finished else " [cut off at max_new_tokens]"
+        say(
+            f"  {group.task.label}: question {group.task.question[-80:]!r}, completion {rollout.text[-200:]!r}{end}, "
+            f"extracted {rollout.extracted!r}, expected {group.task.answer!r}",
+            "completion",
+        )

@@ -13,7 +13,7 @@ from functools import partial
 
 from swarm_node.config import NodeConfig
 from swarm_node.pipeline.crew import CrewNode, Deposed
-from swarm_node.runtime.console import Console
+from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.drain import COPY_S, GOODBYE_S, mirror_of, say_reach
 from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
@@ -48,7 +48,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
     with ExitStack() as stack:
         run = stack.enter_context(RunDir.open(config.directory))
         console = Console(config, run, json_output, stack)
-        stop = stack.enter_context(stopper(config.spot, last_resort, console.say, ADVICE))
+        stop = stack.enter_context(stopper(config.spot, last_resort, say, ADVICE))
         with ExitStack() as inner:
             try:
                 crew, mirror = _enter(config, run, console, swarm, stop, inner)
@@ -59,7 +59,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
             crew.check_room(everybody=beside is not None)
             if beside is not None:
                 crew.join_command.open = False
-                inner.enter_context(beside(partial(_link, crew), console.say))
+                inner.enter_context(beside(partial(_link, crew), say))
             try:
                 while True:
                     try:
@@ -103,22 +103,22 @@ def _enter(
     try:
         run.path.chmod(0o700)
     except OSError as error:
-        console.say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
-    entered = join_swarm(swarm, config, run, console.say, stack, stop.allowed)
+        say(f"whoever can read {run.path} finds the crew's name there: {error.strerror}")
+    entered = join_swarm(swarm, config, run, say, stack, stop.allowed)
     console.health.identify(config.name or run.path.resolve().name, entered.manifest.swarm_id)
     config = entered.with_model(config)
-    mirror = mirror_of(config, run, entered, console.say)
+    mirror = mirror_of(config, run, entered)
     if mirror is not None:
         with stop.allowed():
             mirror.restore(crew=True)
         mirror.start()
-    crew = CrewNode(config, entered, run, console.say, stack, asked)
+    crew = CrewNode(config, entered, run, say, stack, asked)
     crew.own_settings.announce("from the next update of a stage here")
     console.progress.waiting, console.progress.crew = crew.waiting, partial(_others, crew)
     console.health.waiting = lambda: (
         crew.waiting() or ("" if crew.stage_transport.whole else "for the others of the crew")
     )
-    say_reach(config, None, console.say)
+    say_reach(config, None)
     return crew, mirror
 
 

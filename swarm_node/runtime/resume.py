@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from swarm_node.node import Node
 from swarm_node.observability.jsonl import each_record, last_record
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held
+from swarm_node.runtime.console import say
 from swarm_node.runtime.cost import CostMeter, Costs
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.own_settings import OwnSettings
@@ -40,7 +40,6 @@ class RunState:
         run: RunDir,
         node: Node,
         checkpoints: CheckpointStore,
-        say: Callable[..., None],
         crew: CrewNode | None,
         own: OwnSettings,
         cost: CostMeter,
@@ -53,7 +52,6 @@ class RunState:
         self.policy = node.policy
         self.tasks = node.tasks
         self.checkpoints = checkpoints
-        self.say = say
         self.crew = crew
         self.own = own
         self.settings: dict[str, Any] | None = None
@@ -142,7 +140,7 @@ class RunState:
                     raise CheckpointError("this run has not averaged until now")
                 self.node.averager.load_state_dict(checkpoint.tensors.get("averaging", {}), state["averaging"])
             except (CheckpointError, KeyError) as error:
-                self.say(f"averaging begins anew: {error}")
+                say(f"averaging begins anew: {error}")
                 self.node.averager.restart()
             if time.time() - state.get("time", 0.0) < STALE_S and self.node.member and self.node.member.late_join:
                 self.node.member.late_join.seek(0.0)
@@ -150,7 +148,7 @@ class RunState:
             table = {label: Held(*values) for label, values in state["before"].items()}
             self.before = Evaluation(table, state.get("before_by_question", []))  # without: by an earlier version
         else:
-            self.say("tasks or evaluation settings are not those this run began with: no figures from before training")
+            say("tasks or evaluation settings are not those this run began with: no figures from before training")
         return True
 
     def catch_up(self) -> None:
@@ -194,7 +192,7 @@ class RunState:
         if metrics.exists() and metrics.stat().st_size:
             kept = next(p for n in count(1) if not (p := metrics.with_name(f"{metrics.name}.{n}")).exists())
             metrics.rename(kept)
-            self.say(f"starting anew; the metrics that were there are now {kept}")
+            say(f"starting anew; the metrics that were there are now {kept}")
 
     def foreign(self, state: dict[str, Any]) -> str | None:
         """Why a checkpoint does not belong to this run, or `None`."""

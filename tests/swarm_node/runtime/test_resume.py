@@ -116,7 +116,7 @@ def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, averager=None, tasks=SimpleNamespace(names=[]))
     own = OwnSettings(RunDir(tmp_path), NodeConfig(), NodeConfig(), said.append)
     cost = CostMeter(None, 0.0)
-    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, said.append, None, own, cost)
+    state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, None, own, cost)
     folder.write_text("a file, not a folder")
     state.save()
     store.wait()

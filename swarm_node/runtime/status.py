@@ -1,0 +1,56 @@
+"""What `swarm-node status` shows of a run in a swarm, written every two seconds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from swarm_node.config import NetworkConfig
+from swarm_node.runtime.console import say
+from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.links import join_link
+
+if TYPE_CHECKING:  # alone, a run loads nothing of the network
+    from swarm_node.pipeline.crew import CrewNode
+    from swarm_node.swarm.member import Member
+
+STATUS_S = 2.0
+"""Time between two writings of swarm.json."""
+
+
+@contextmanager
+def status_written(
+    run: RunDir, member: Member, network: NetworkConfig, paused: Callable[[], str], crew: CrewNode | None
+) -> Iterator[None]:
+    """Within the context, write swarm.json and say the join link whenever it changes.
+
+    A thread does it, since a round may take long. `paused` returns why the node is paused; `crew` is the one that this
+    node leads, whose own join command is said instead.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        told = ""
+        others = [*network.bootstrap, *member.manifest.bootstrap]
+        while not ended.wait(STATUS_S):
+            status = member.status() | {"paused": paused()}
+            if crew is not None:
+                run.write_status(status | {"link": crew.join_command.link, "crew": crew.status()})
+                crew.invite()
+                continue
+            link = join_link(status["swarm"], status["addresses"], others)
+            run.write_status(status | {"link": link, "crew": None})
+            if status["addresses"] and link != told:
+                told = link
+                say("others join with:", "link")
+                say(link, "link")
+
+    thread = threading.Thread(target=watch, name="status", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
