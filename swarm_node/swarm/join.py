@@ -1,7 +1,8 @@
-"""Step into a swarm: manifest, identity, network, question files, tasks, the model's files; what `run` needs before it
-loads a model.
+"""Join a swarm: all that a node needs of it before it loads a model.
 
-The network is started first and comes up in the background, while files are gathered and the model is loaded.
+manifest -> identity -> transport -> question files -> tasks -> the swarm's model on disk
+
+The transport connects in the background, while files are gathered.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from swarm_node.tasks import TaskSet, load_tasks
 
 @dataclass(frozen=True)
 class JoinedSwarm:
-    """A swarm that this node is in."""
+    """A swarm that this node has joined."""
 
     manifest: Manifest
     identity: Identity
     transport: Transport
     tasks: TaskSet
-    """All of the swarm's; those that the user chose are drawn from."""
+    """All tasks of the swarm; if the user chose some, only those are drawn."""
     model: str | None = None
-    """Where the swarm's model is, if that is to be trained; whoever joins gets it without naming it."""
+    """Where the swarm's model is, as `policy.model` takes it; `None` if it has none or the user trains another."""
     waited_s: float = 0.0
-    """How long the manifest was waited for."""
+    """How long members took to give the manifest."""
 
     def with_model(self, config: NodeConfig) -> NodeConfig:
-        """`config`, with that model."""
+        """`config` with the swarm's model, if there is one."""
         if self.model is None:
             return config
         policy = config.policy.model_copy(update={"model": self.model, "revision": None})
@@ -51,7 +52,7 @@ class JoinedSwarm:
 
     @property
     def seed(self) -> int:
-        """Root of randomness of a node that was given none: no two peers have the same."""
+        """The random seed of a node whose user chose none: the first 32 bits of sha256 of its peer id."""
         return int.from_bytes(hashlib.sha256(self.identity.peer_id.encode()).digest()[:4], "big")
 
 
@@ -63,8 +64,8 @@ def join_swarm(
     stack: ExitStack,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> JoinedSwarm:
-    """Enter `swarm` as it was found; `stack` gets what has to be closed. What may take long, and can be broken off
-    anywhere, is done within `waiting()`. Raises UserError."""
+    """Join `swarm`; `stack` closes the transport. Steps that may take long, and can be interrupted anywhere, run within
+    `waiting()`. Raises UserError; NobodyReached if `config.minutes` are over before a member gives the manifest."""
     say_what_leaves(swarm, config, run, say)
     manifest, waited_s = swarm.manifest, 0.0
     if manifest is None:
@@ -104,28 +105,23 @@ def join_swarm(
 
 
 def say_what_leaves(swarm: Swarm, config: NodeConfig, run: RunDir, say: Say, trains: bool = True) -> None:
-    """What leaves this machine and what comes, before it does; once for each swarm and run directory, where the
-    manifest is kept when it begins. Nothing is said of a swarm that was made here for processes of this machine."""
-    if not swarm.named and config.network.listen == "127.0.0.1":
-        return
+    """Say what members will see of this machine, before they do: once for each swarm and run directory. Nothing is
+    said of a swarm that was made here for processes of this machine."""
     kept = kept_manifest(run)
-    if kept is not None and kept.swarm_id == swarm.id:
+    if (not swarm.named and config.network.listen == "127.0.0.1") or (kept is not None and kept.swarm_id == swarm.id):
         return
+    seen, stored = "this machine's IP address and the node's name", "Answers of others are passed on"
     if trains:
-        public = "the IP address of this machine and all text that its model generates become public"
-        weights = ", and the weights it trains" if config.averaging.method != "none" or config.pipeline.stages else ""
-        besides = f"so do its name and speed and the kind of its model{weights}"
-        taken = f"stored in {run.path}, but never run"
-    else:
-        public, besides = "the IP address of this machine becomes public", "so does its name"
-        taken = "passed on"
+        seen += ", its speed, the kind and progress of its model, and the answers that its model writes"
+        if config.averaging.method != "none" or config.pipeline.stages:
+            seen += "; also the weights it trains"
+        stored = f"Answers of others are stored in {run.path}, and never executed"
+    given = ""
     if config.sharing.give_model and (swarm.manifest is None or swarm.manifest.model is not None):
         if_any = "" if swarm.manifest else ", if it has one,"
-        besides += (
-            f"; the files of the model that the swarm begins with{if_any} are given to members (sharing.give_model)"
-        )
+        given = f"The files of the swarm's model{if_any} are given to members (sharing.give_model). "
     relaying = "on (--relay)" if config.network.serve_relay else "off (--relay switches it on)"
     say(
-        f"first time in this swarm: {public} to everybody in it; {besides}; text of strangers is {taken}; relaying "
-        f"others' connections is {relaying}"
+        f"first time in this swarm. Its members will see: {seen}. {given}{stored}. "
+        f"Relaying the connections of others is {relaying}"
     )

@@ -28,28 +28,29 @@ from swarm_node.swarm.manifests import check_addresses, render
 
 Say = Callable[[str], None]
 MAX_BOOTSTRAP = 64
-"""Addresses in a manifest."""
-NAMED = 3
-"""Other members that a link names: it is typed by people."""
+"""Bootstrap addresses in a kept manifest."""
+MAX_NAMED = 3
+"""Other members that a join link names: people type it."""
 
 
 class Swarm(msgspec.Struct, frozen=True):
-    """A swarm that somebody named."""
+    """A swarm that a node may join."""
 
     id: str
     manifest: Manifest | None
-    """`None` if it was named by a link and nobody has been asked yet."""
+    """`None` if a link named the swarm and no member has given the manifest yet."""
     peers: list[str]
-    """Addresses to begin with: those of the link, else of the manifest."""
+    """Addresses to begin with: those of the link, or else of the manifest."""
     folder: Path | None = None
-    """Where the manifest was read: question files may lie beside it."""
+    """The directory of the manifest, in which question files may lie, too."""
     named: str = ""
-    """How it was named; empty = nobody did, it was made here."""
+    """The path, address or link that named it; empty if this process made the swarm."""
 
 
 def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda sentence: None) -> Swarm:
-    """The swarm named by a path, an address or a link. Asks no peer; what `run` keeps helps out, if it is what was
-    named: an address that cannot be had only if `run` was joined by it last time. Raises UserError."""
+    """The swarm that a path, an https address or a link names. Asks no peer. The manifest that `run` keeps is used for
+    a link to the same swarm, and for an address that cannot be reached if it named the swarm last time. Raises
+    UserError."""
     if not named:
         raise UserError(
             "which swarm? name a manifest file, its https address or a swarm:// link, or set SWARM_NODE_SWARM"
@@ -60,7 +61,7 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
             link = parse_link(named)
             check_addresses(link.peers)
             if kept is not None and kept.swarm_id == link.swarm:
-                kept = found_through(kept, link.peers)
+                kept = with_bootstrap(kept, link.peers)
                 return Swarm(link.swarm, kept, kept.bootstrap, named=named)
             return Swarm(link.swarm, None, link.peers, named=named)
         if is_url(named):
@@ -68,7 +69,7 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
                 manifest = parse_manifest(download(named, MAX_MANIFEST_BYTES))
             except UserError as error:
                 if run is None or kept is None or not named.startswith("https:") or _joined_by(run) != named:
-                    raise  # what is kept may be another swarm, where text becomes public, too
+                    raise  # the kept manifest may be of another swarm, whose members would see this node's answers
                 say(f"{error}; going on with the swarm this run was in, {kept.name} {kept.swarm_id[:16]}")
                 manifest = kept
             return Swarm(manifest.swarm_id, manifest, manifest.bootstrap, named=named)
@@ -79,8 +80,8 @@ def find_swarm(named: str | None, run: RunDir | None = None, say: Say = lambda s
 
 
 def swarm_to_join(config: NodeConfig) -> Swarm:
-    """The swarm that `config` names, if there is any way into it; says so if nobody can be asked. Touches no disk.
-    Raises UserError."""
+    """The swarm that `config` names. Warns if there is no address to ask. Writes nothing. Raises UserError, also for a
+    link that leads nowhere."""
 
     def say(sentence: str) -> None:
         print(sentence, file=sys.stderr, flush=True)
@@ -94,12 +95,12 @@ def swarm_to_join(config: NodeConfig) -> Swarm:
             "the manifest itself, or --bootstrap ADDRESS"
         )
     if not (swarm.peers or config.network.bootstrap or cached_addresses(run)):
-        say(f"{no_address(swarm.named)}; until somebody joins through this node, it is alone")
+        say(f"{no_address(swarm.named)}; this node is alone until another joins through it")
     return swarm
 
 
 def _check_same(swarm: Swarm, run: RunDir) -> None:
-    """Raises UserError if `run` has trained in another swarm: what it learned there is not to go on unnoticed here."""
+    """Raise UserError if `run` has trained in another swarm: its policy should not move on unnoticed."""
     kept = kept_manifest(run)
     if kept is not None and kept.swarm_id != swarm.id and run.has_trained:
         raise UserError(
@@ -109,50 +110,48 @@ def _check_same(swarm: Swarm, run: RunDir) -> None:
 
 
 def no_address(named: str) -> str:
-    """What to do about a manifest that leads to nobody."""
+    """What to do about a manifest without addresses."""
     return (
-        f"{named} has no address to ask: use a link that `swarm-node bootstrap` or a member prints, or put one of "
-        "its addresses into `bootstrap` of the manifest"
+        f"{named} has no address to ask: use a link that `swarm-node bootstrap` or a member prints, or copy an "
+        "address from such a link into `bootstrap` of the manifest"
     )
 
 
 def cached_addresses(run: RunDir) -> list[str]:
-    """Of peers that this run has seen."""
+    """The addresses of peers that this run has seen."""
     try:
         return [address for peer in parse_cache(run.peers.read_bytes()) for address in peer.addresses]
-    except (OSError, RemoteProtocolError):  # none yet, or damaged: a run starts without it, too
+    except (OSError, RemoteProtocolError):  # none yet, or damaged: a run starts without them as well
         return []
 
 
 def keep(manifest: Manifest, run: RunDir, named: str = "") -> None:
-    """Have it at hand when this run is started again, and how it was `named`: in one file, so that no crash parts
-    them."""
-    run.write_swarm(f"{_first_line(named) if named else ''}{render(manifest).decode()}")
-
-
-def _first_line(named: str) -> str:
-    return f"# joined by {json.dumps(named)}\n"
+    """Write the manifest to the run directory, for restarts. What `named` it stands in the same file, so that a crash
+    cannot separate the two."""
+    first = f"# joined by {json.dumps(named)}\n" if named else ""
+    run.write_swarm(f"{first}{render(manifest).decode()}")
 
 
 def _joined_by(run: RunDir) -> str:
-    """How the swarm that `run` keeps was named; empty if that is not known."""
+    """What named the swarm whose manifest `run` keeps; empty if that is not known."""
     try:
         with run.swarm.open("rb") as file:
             line = file.readline(MAX_MANIFEST_BYTES)
         return str(json.loads(line.removeprefix(b"# joined by ")))
-    except (OSError, ValueError):  # never kept, or without such a line
+    except (OSError, ValueError):  # no manifest, or one without such a line
         return ""
 
 
-def found_through(manifest: Manifest, peers: Sequence[str]) -> Manifest:
-    """The manifest with `peers` first in its bootstrap list, which is not part of the id."""
+def with_bootstrap(manifest: Manifest, peers: Sequence[str]) -> Manifest:
+    """The manifest with `peers` first in its bootstrap list, which the swarm's id does not cover."""
     return msgspec.structs.replace(manifest, bootstrap=distinct([*peers, *manifest.bootstrap])[:MAX_BOOTSTRAP])
 
 
 def kept_manifest(run: RunDir) -> Manifest | None:
+    """The manifest in the run directory, if it is there and valid."""
     try:
         return parse_manifest(run.swarm.read_bytes())
-    except (OSError, RemoteProtocolError):  # never kept, or damaged: it is only a copy
+    except (OSError, RemoteProtocolError):  # none yet, or damaged: it is only a copy
         return None
 
 
@@ -168,24 +167,24 @@ def _read(path: Path) -> bytes:
 
 
 def join_link(swarm_id: str, addresses: Sequence[str], others: Sequence[str]) -> str:
-    """The link by which others join: at this node's `addresses`, then at `others`, as many as there is room for."""
+    """The link by which others join: this node's direct `addresses`, then `others`, then this node's relayed ones."""
     direct = [address for address in addresses if "/p2p-circuit" not in address]
     relayed = [address for address in addresses if address not in direct]
     return str(Link(swarm_id, distinct([*direct, *others, *relayed])[:MAX_ADDRESSES]))
 
 
 def living(members: Mapping[str, PeerCard], first: Sequence[str]) -> list[str]:
-    """One address each of up to `NAMED` members who can be reached, for links: of bootstrap peers, of those in `first`,
-    of any."""
+    """One address each of up to `MAX_NAMED` reachable members, for links: bootstrap nodes before the peers in `first`
+    before all others."""
     ranked = [*(peer for peer, card in members.items() if "bootstrap" in card.roles), *first, *sorted(members)]
     found: dict[str, str] = {}
     for peer in dict.fromkeys(ranked):
         reached = members[peer].addresses if peer in members else []
-        if reached and len(found) < NAMED:
+        if reached and len(found) < MAX_NAMED:
             found[peer] = min(reached, key=lambda address: "/p2p-circuit" in address)
     return list(found.values())
 
 
 def distinct(items: Sequence[str]) -> list[str]:
-    """Without repetitions and empty ones, in order."""
+    """`items` in order, without repetitions and empty ones."""
     return [item for item in dict.fromkeys(items) if item]

@@ -21,16 +21,21 @@ from protocol.messages import PeerCard
 from protocol.peers import peer_of
 from protocol.transports.base import Transport
 from swarm_node.errors import UserError
-from swarm_node.swarm.links import NAMED, Say, Swarm, distinct, found_through, join_link
+from swarm_node.swarm.links import MAX_NAMED, Say, Swarm, distinct, join_link, with_bootstrap
 
-ASK_S, LEAST_ASK_S = 10.0, 0.5
-"""How long a member may take to give the manifest, and how long it has when the user's time is nearly over."""
-FIRST_WORD_S = 5.0
-PATIENCE_S = 20.0
-"""Between two sentences about still waiting for somebody."""
-RETRY_S, MAX_RETRY_S = 0.2, 3.0
-ASKED_AT_ONCE = 8
-"""Members asked for one thing, in random order, before looking again who is there."""
+MANIFEST_S, LEAST_MANIFEST_S = 10.0, 0.5
+"""How long a member may take to give the manifest, also when the user's time (`--minutes`) is nearly over."""
+FIRST_REPORT_S, REPORT_EVERY_S = 5.0, 20.0
+"""When a node says that it is still waiting for an answer, and how often."""
+ASK_AGAIN_S, MAX_ASK_AGAIN_S = 0.2, 3.0
+ASKED_IN_A_ROW = 8
+"""Members asked for one thing, in random order, before the list of members is read again."""
+LOOK_AROUND_S = 20.0
+"""How long to look for members of a swarm before calling it empty."""
+SETTLE_S = 3.0
+"""If no new member turns up for so long, all are found."""
+DIAL_S = 3.0
+MAX_DIALS = 32
 T = TypeVar("T")
 
 
@@ -38,23 +43,20 @@ class _AnotherSwarm(RemoteProtocolError):
     """A peer is in another swarm."""
 
     def __init__(self, swarm_id: str = "") -> None:
-        """`swarm_id` of the manifest that it gave; empty: it speaks no protocol of the swarm that was asked for."""
+        """`swarm_id` of the manifest that it gave; empty if it refused because it is not in this swarm."""
         super().__init__("swarm", f"in {swarm_id[:16] or 'another one'}")
         self.swarm_id = swarm_id
 
 
 def fetch_manifest(transport: Transport, swarm: Swarm, say: Say, wait_s: float | None = None) -> Manifest:
-    """The manifest from the first member that has the right one, together with the addresses it was found by; tries for
-    `wait_s`, or as long as it takes. Raises PeerUnreachable, and UserError if the link's peers are in another swarm.
-    """
-
+    """The manifest from the first member that gives the right one, with the swarm's addresses added to its bootstrap
+    list. Raises PeerUnreachable after `wait_s`, if given, and UserError if the link's peers are in another swarm."""
     if swarm.manifest is not None:
         return swarm.manifest
-
     until = math.inf if wait_s is None else time.monotonic() + wait_s
 
     def ask(peer: str) -> Manifest:
-        seconds = max(LEAST_ASK_S, min(ASK_S, until - time.monotonic()))
+        seconds = max(LEAST_MANIFEST_S, min(MANIFEST_S, until - time.monotonic()))
         try:
             data = transport.request(peer, MANIFEST_METHOD, timeout=seconds, limit=MAX_MANIFEST_BYTES)
         except NotOfSwarm as error:
@@ -64,23 +66,18 @@ def fetch_manifest(transport: Transport, swarm: Swarm, say: Say, wait_s: float |
             raise _AnotherSwarm(found.swarm_id)
         return found
 
-    manifest = _ask_around(transport, swarm, ask, f"the manifest of swarm {swarm.id[:16]}", say, wait_s)
-    return found_through(manifest, swarm.peers)
+    manifest = ask_around(transport, swarm, ask, f"the manifest of swarm {swarm.id[:16]}", say, wait_s)
+    return with_bootstrap(manifest, swarm.peers)
 
 
-def _ask_around(
-    transport: Transport,
-    swarm: Swarm,
-    ask: Callable[[str], T],
-    wanted: str,
-    say: Say,
-    wait_s: float | None,
+def ask_around(
+    transport: Transport, swarm: Swarm, ask: Callable[[str], T], wanted: str, say: Say, wait_s: float | None
 ) -> T:
-    """What the first member says that `ask` gets an answer from and believes. Raises PeerUnreachable after `wait_s`,
-    UserError if all who answer are in another swarm: at once if all gave its manifest, else after `PATIENCE_S`, since a
-    peer that has only begun to start answers as one of another swarm does."""
+    """The first answer that `ask` returns, which takes a peer id and raises RemoteProtocolError for a wrong one.
+    Raises PeerUnreachable after `wait_s`, and UserError if all peers that answer are in another swarm: at once if all
+    gave its manifest, else after `REPORT_EVERY_S`, because a peer that is just starting gives the same refusal."""
     began = time.monotonic()
-    said = began + FIRST_WORD_S - PATIENCE_S
+    said = began + FIRST_REPORT_S - REPORT_EVERY_S
     refused: dict[str, str] = {}
     answers: dict[str, RemoteProtocolError] = {}
     answered = False
@@ -88,7 +85,7 @@ def _ask_around(
         known = distinct([*map(peer_of, swarm.peers), *transport.members()])
         peers = [peer for peer in known if peer != transport.peer_id]
         random.shuffle(peers)
-        for peer in peers[:ASKED_AT_ONCE]:
+        for peer in peers[:ASKED_IN_A_ROW]:
             if peer in refused:
                 continue
             try:
@@ -99,27 +96,27 @@ def _ask_around(
                 refused[peer], answered, answers[peer] = str(error), True, error
         failure = f"none of {len(peers)} members gives {wanted}"
         if peers and not answered:
-            where = ", ".join(swarm.peers[:NAMED]) or f"the addresses of {len(peers)} members"
+            where = ", ".join(swarm.peers[:MAX_NAMED]) or f"the addresses of {len(peers)} members"
             failure = f"nobody answers at {where}, to give {wanted}"
         now = time.monotonic()
         over = wait_s is not None and now - began > wait_s
-        _check_swarm(swarm, answers, len(peers), over or now - began > PATIENCE_S)
+        _check_swarm(swarm, answers, len(peers), over or now - began > REPORT_EVERY_S)
         if over:
             raise PeerUnreachable(failure)
-        if now - said > PATIENCE_S:
+        if now - said > REPORT_EVERY_S:
             said = now
             why = f" ({next(iter(refused.values()))})" if refused else ""
             link = shlex.quote(swarm.named or join_link(swarm.id, swarm.peers, []))
             say(f"{failure}{why}: still trying; `swarm-node doctor {link}` may say why")
         if peers and len(refused) == len(peers):
             refused.clear()
-        pause = min(MAX_RETRY_S, RETRY_S + (now - began) / 10)
+        pause = min(MAX_ASK_AGAIN_S, ASK_AGAIN_S + (now - began) / 10)
         time.sleep(pause if wait_s is None else max(0.0, min(pause, began + wait_s - now)))
 
 
 def _check_swarm(swarm: Swarm, answers: Mapping[str, RemoteProtocolError], peers: int, waited: bool) -> None:
-    """UserError if there are answers, and all are of another swarm: no patience mends that. They are final if all
-    `peers` gave a manifest, or if it was `waited` long enough."""
+    """Raise UserError if there are answers and all are from another swarm. They are final if all `peers` gave a
+    manifest, or after a long wait (`waited`)."""
     theirs = [error.swarm_id[:16] for error in answers.values() if isinstance(error, _AnotherSwarm)]
     final = waited or (all(theirs) and len(answers) >= peers)
     if final and theirs and len(theirs) == len(answers):
@@ -130,16 +127,16 @@ def _check_swarm(swarm: Swarm, answers: Mapping[str, RemoteProtocolError], peers
         )
 
 
-LOOK_S = 20.0
-"""How long to look for members of a swarm before calling it empty."""
-SETTLE_S = 3.0
-"""Without a new member for this long, those found are all."""
+# --------------------------------------------------------------------- who is there
 
 
 def look_around(
-    transport: Transport, look_s: float = LOOK_S, clock: Callable[[], float] = time.monotonic, tick_s: float = 0.2
+    transport: Transport,
+    look_s: float = LOOK_AROUND_S,
+    clock: Callable[[], float] = time.monotonic,
+    tick_s: float = 0.2,
 ) -> Mapping[str, PeerCard]:
-    """Members, once no more of them turn up."""
+    """Peer id -> card of the members, once no new ones turn up, or after `look_s`."""
     began = changed = clock()
     members: Mapping[str, PeerCard] = {}
     while clock() - began < look_s and (not members or clock() - changed < SETTLE_S):
@@ -149,13 +146,8 @@ def look_around(
     return members
 
 
-DIAL_S = 3.0
-MAX_DIALS = 32
-"""Addresses tried."""
-
-
 def dial(addresses: Sequence[str]) -> dict[str, bool]:
-    """Address -> whether something answers there (TCP); those through a relay are left out."""
+    """Address -> whether something accepts a TCP connection there. Tries the first `MAX_DIALS` that are not relayed."""
     direct = [address for address in dict.fromkeys(addresses) if "/p2p-circuit" not in address][:MAX_DIALS]
     with ThreadPoolExecutor(MAX_DIALS) as pool:
         return dict(zip(direct, pool.map(_answers, direct), strict=True))

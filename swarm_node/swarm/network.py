@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def settings_of(config: NetworkConfig, peers: Sequence[str]) -> NetworkSettings:
-    """The transport's settings; `peers` are begun with besides the user's."""
+    """The transport's settings; `peers` are added to the bootstrap addresses of the configuration. Raises UserError."""
     check_addresses(config.bootstrap)
     table = config.model_dump()
     table["bootstrap"] = tuple(distinct([*config.bootstrap, *peers]))
@@ -35,7 +35,7 @@ def settings_of(config: NetworkConfig, peers: Sequence[str]) -> NetworkSettings:
 def open_transport(
     config: NetworkConfig, manifest: Manifest, peers: Sequence[str], run: RunDir, say: Say
 ) -> P2PTransport:
-    """The network of a run; comes up in the background. Raises UserError."""
+    """The transport of a run; it connects in the background. Raises UserError."""
     from protocol.transports.p2p.transport import P2PTransport
 
     try:
@@ -56,7 +56,7 @@ def open_transport(
 
 @contextmanager
 def visitor(swarm: Swarm, config: NetworkConfig, say: Say) -> Iterator[P2PTransport]:
-    """A transport that only looks: dials, is no member, and has a key that is forgotten afterwards."""
+    """A transport that only dials, is no member, and has a key of its own that is deleted afterwards."""
     from protocol.transports.p2p.transport import P2PTransport
 
     looking = config.model_copy(update={"dial_only": True, "relay": False, "serve_relay": False, "announce": []})
@@ -69,7 +69,7 @@ def visitor(swarm: Swarm, config: NetworkConfig, say: Say) -> Iterator[P2PTransp
 
 
 def serve_swarm(transport: Transport, manifest: Manifest, files: Mapping[str, Path]) -> None:
-    """Answer others' requests for the manifest and its files."""
+    """Answer requests for the manifest and for its question `files` (sha256 -> path)."""
     text = render(manifest)
 
     def give_file(caller: str, digest: bytes) -> bytes:

@@ -13,21 +13,22 @@ from pathlib import Path
 from protocol.errors import PeerUnreachable, RemoteProtocolError, printable
 from protocol.manifest import FILE_METHOD, Manifest, ManifestTask
 from protocol.transports.base import Transport
+from protocol.transports.transfer import Pace
 from swarm_node.config import TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.download import download
 from swarm_node.swarm.links import Say, Swarm
-from swarm_node.swarm.lookup import _ask_around
+from swarm_node.swarm.lookup import ask_around
 from swarm_node.swarm.manifests import as_table, read_questions
 
-GATHER_S = 120.0
-"""How long question files hold up a node that starts, whatever their sources and members do: as long as all that a
-manifest may name takes at nine megabits a second."""
-FILE_WAIT_S = 20.0
-"""Of which, how long it looks for members who hold one, before it goes on without."""
-FILE_S, FILE_BYTES_PER_S = 10.0, 2**20
-"""How long one question file may take: ten seconds and one for each mebibyte."""
+ALL_FILES_S = 120.0
+"""How long question files may delay the start of a node, whatever their sources and members do: as long as the largest
+set that a manifest may name takes at nine megabits a second."""
+HOLDER_S = 20.0
+"""How long a node looks for a member that holds a file, before it starts without."""
+FILE_PACE = Pace(10.0, 2**20)
+"""How long one question file may take."""
 
 
 def gather_files(
@@ -38,16 +39,16 @@ def gather_files(
     say: Say,
     connect: Callable[[], Transport],
 ) -> dict[str, Path]:
-    """Digest -> question file of the manifest, as copied into the run directory and checked.
+    """sha256 -> checked question file in the run directory, for each that the manifest names and that can be had.
 
-    Looked for there, among the user's `own` tasks, beside the manifest, at the source that the manifest names and, if
-    all that fails, with members (`connect` is called only then). Sources and members together are given `GATHER_S`. A
-    file that cannot be had now is left out: said, not raised. Raises UserError if the run directory, or a file among
-    `own`, cannot be used.
+    Looks in the run directory, among the user's `own` tasks, beside the manifest, at the source that the manifest
+    names and, if all that fails, with members (`connect` is called only then). Sources and members together may take
+    `ALL_FILES_S`. A file that cannot be had now is reported by `say` and left out. Raises UserError if the run
+    directory, or a file among `own`, cannot be used.
     """
     files: dict[str, Path] = {}
     given: dict[str, bytes] | None = None
-    until, look_until = time.monotonic() + GATHER_S, 0.0
+    until, look_until = time.monotonic() + ALL_FILES_S, 0.0
     for task in manifest.tasks:
         if not task.sha256:
             continue
@@ -55,12 +56,12 @@ def gather_files(
         with os_errors_explained(path):
             at_hand = path.exists() and _is(task, path.read_bytes())
         if not at_hand:
-            given = _given(own) if given is None else given
+            given = _own_files(own) if given is None else given
             data = given.get(task.sha256) or _beside(task, swarm, say) or _from_source(task, say, until)
             if data is None:
-                look_until = look_until or time.monotonic() + FILE_WAIT_S
+                look_until = look_until or time.monotonic() + HOLDER_S
                 data = _from_members(task, swarm, connect(), say, min(look_until, until), until)
-                look_until = look_until if data is None else 0.0  # whoever had this one may have the next
+                look_until = look_until if data is None else 0.0  # the member that had this one may have the next
             if data is None:
                 continue
             with os_errors_explained(path):
@@ -70,8 +71,8 @@ def gather_files(
     return files
 
 
-def _given(own: Sequence[str | TaskConfig]) -> dict[str, bytes]:
-    """Digest -> question file among the user's tasks."""
+def _own_files(own: Sequence[str | TaskConfig]) -> dict[str, bytes]:
+    """sha256 -> question file, of the user's tasks."""
     tables = [spec if isinstance(spec, TaskConfig) else as_table(spec) for spec in own]
     found = [read_questions(table.file) for table in tables if table.file is not None]
     return {hashlib.sha256(data).hexdigest(): data for data in found}
@@ -83,7 +84,7 @@ def _beside(task: ManifestTask, swarm: Swarm, say: Say) -> bytes | None:
     path = swarm.folder / f"{task.name}.jsonl"
     try:
         data = read_questions(str(path)) if path.is_file() else b""
-    except (UserError, OSError) as error:  # of that name, but perhaps not this one
+    except (UserError, OSError) as error:  # a file of that name, but perhaps another one
         say(f"{error}; looking elsewhere for {_called(task)}")
         return None
     return data if _is(task, data) else None
@@ -116,14 +117,14 @@ def _from_members(
         return data
 
     try:
-        return _ask_around(transport, swarm, ask, _called(task), say, look_until - time.monotonic())
+        return ask_around(transport, swarm, ask, _called(task), say, look_until - time.monotonic())
     except PeerUnreachable as error:
-        say(f"{error}; playing without it (give the file as --tasks, if you have it)")
+        say(f"{error}; training without it (if you have the file, name it with --tasks)")
         return None
 
 
 def _seconds_for(task: ManifestTask, until: float) -> float:
-    return max(0.1, min(FILE_S + task.bytes / FILE_BYTES_PER_S, until - time.monotonic()))
+    return max(0.1, min(FILE_PACE.seconds(task.bytes), until - time.monotonic()))
 
 
 def _is(task: ManifestTask, data: bytes) -> bool:

@@ -32,7 +32,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 from swarm_node.swarm.links import Swarm, find_swarm
-from swarm_node.swarm.lookup import PATIENCE_S, fetch_manifest, look_around
+from swarm_node.swarm.lookup import REPORT_EVERY_S, fetch_manifest, look_around
 from swarm_node.swarm.manifests import task_tables
 from swarm_node.swarm.network import visitor
 from swarm_node.swarm.question_files import gather_files
@@ -112,7 +112,7 @@ def look_for_cohorts(
     began = changed = said = clock()
     seen: Members = {}
     while True:
-        members = look_around(transport, min(PATIENCE_S, began + timeout_s - clock()), clock, tick_s) or seen
+        members = look_around(transport, min(REPORT_EVERY_S, began + timeout_s - clock()), clock, tick_s) or seen
         found = cohorts(members)
         if max((len(found[cohort]) for cohort in found if wanted in (None, cohort)), default=0) >= 2:
             return found
@@ -121,7 +121,7 @@ def look_for_cohorts(
             seen, changed = members, now
         if now - began >= timeout_s or (seen and now - changed > QUIET_S):
             break
-        if now - said >= PATIENCE_S:
+        if now - said >= REPORT_EVERY_S:
             said = now
             say(f"{_who_is_there(swarm, seen, found)}: still looking")
     if not found:

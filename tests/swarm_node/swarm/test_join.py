@@ -56,8 +56,8 @@ def run() -> RunDir:
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "RETRY_S", 0.01)
-    monkeypatch.setattr(question_files, "FILE_WAIT_S", 0.05)
+    monkeypatch.setattr(lookup, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(question_files, "HOLDER_S", 0.05)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     clock = VirtualTime(1000.0)
     monkeypatch.setattr(lookup, "time", clock)
     monkeypatch.setattr(question_files, "time", clock)
-    monkeypatch.setattr(question_files, "FILE_WAIT_S", 20.0)
+    monkeypatch.setattr(question_files, "HOLDER_S", 20.0)
     return clock
 
 
@@ -241,7 +241,7 @@ def test_any_member_may_give_the_right_manifest() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_waiting_for_the_manifest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(lookup, "FIRST_REPORT_S", 0.0)
     said: list[str] = []
     with pytest.raises(PeerUnreachable):
         fetch_manifest(FakeTransport(), find_swarm(f"swarm://{PLAIN.swarm_id}"), said.append, wait_s=0.05)
@@ -328,7 +328,7 @@ def test_forged_question_files_are_not_believed(run: RunDir, bad: bytes) -> None
     files, said = gather(manifest, run, [], lambda: transport)
     assert transport.asked[peer_id(2), FILE_METHOD]
     assert files == {}
-    assert "playing without it" in said[-1]
+    assert "training without it" in said[-1]
     assert not run.files.exists()
     wanted = manifest.tasks[0].sha256.encode()
     served: dict[str, Server] = {FILE_METHOD: lambda caller, payload: QUESTIONS if payload == wanted else b""}
@@ -391,8 +391,8 @@ def test_trickling_members_do_not_hold_up_joining(run: RunDir, clock: VirtualTim
     transport = Trickling(clock)
     files, said = gather(many_files(), run, [], lambda: transport)
     assert files == {}
-    assert clock.now - 1000 <= question_files.FILE_WAIT_S + question_files.FILE_S + 64 * lookup.MAX_RETRY_S
-    assert transport.timeouts and max(transport.timeouts) <= question_files.FILE_S + 1
+    assert clock.now - 1000 <= question_files.HOLDER_S + question_files.FILE_PACE.grace_s + 64 * lookup.MAX_ASK_AGAIN_S
+    assert transport.timeouts and max(transport.timeouts) <= question_files.FILE_PACE.grace_s + 1
     assert len(said) == 64  # each is said to be missing
 
 
@@ -409,8 +409,8 @@ def test_trickling_sources_do_not_hold_up_joining(
     monkeypatch.setattr(question_files, "download", trickle)
     transport = Trickling(clock)
     gather(many_files("https://example.org/q"), run, [], lambda: transport)
-    assert max(given) <= question_files.FILE_S + 1
-    assert clock.now - 1000 <= question_files.GATHER_S + 64 * (lookup.MAX_RETRY_S + 0.1)
+    assert max(given) <= question_files.FILE_PACE.grace_s + 1
+    assert clock.now - 1000 <= question_files.ALL_FILES_S + 64 * (lookup.MAX_ASK_AGAIN_S + 0.1)
 
 
 def test_a_member_that_gives_gets_more_time(run: RunDir, clock: VirtualTime) -> None:
@@ -473,13 +473,13 @@ def test_what_becomes_public_is_said_once_before(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("swarm_node.swarm.join.open_transport", dialled)
     for _ in range(2):  # until something of this machine has left
         (told,) = enter(Swarm(PLAIN.swarm_id, None, [address(1)]))
-        assert "IP address" in told and "all text that its model generates become public" in told
+        assert "IP address" in told and "the answers that its model writes" in told
         assert f"stored in {run.path}" in told and "off (--relay" in told
     assert len(enter(Swarm(PLAIN.swarm_id, PLAIN, []))) == 1
     assert enter(Swarm(PLAIN.swarm_id, PLAIN, [])) == []
     relays = NodeConfig(network=NetworkConfig(serve_relay=True))
     (told,) = enter(Swarm("ab" * 32, None, [address(1)]), relays)
-    assert "connections is on (--relay)" in told
+    assert "connections of others is on (--relay)" in told
 
 
 def test_a_swarm_within_one_machine_makes_nothing_public(run: RunDir) -> None:
@@ -506,12 +506,12 @@ def test_all_that_becomes_public_is_named(run: RunDir, sections: dict[str, Any],
         say_what_leaves(Swarm(PLAIN.swarm_id, manifest, []), config, run, said.append, trains)
         return said[0]
 
-    assert "its name and speed and the kind of its model" in told(PLAIN)
+    assert "the node's name, its speed, the kind and progress of its model, and the answers" in told(PLAIN)
     assert ("the weights it trains" in told(PLAIN)) == weights
     bootstrap = told(PLAIN, trains=False)
-    assert "so does its name" in bootstrap and "weights" not in bootstrap and "speed" not in bootstrap
+    assert "IP address and the node's name." in bootstrap and "weights" not in bootstrap and "speed" not in bootstrap
     with_model = replace(PLAIN, model=ManifestModel("tiny", "ab" * 32, 1000))
-    given = "the files of the model that the swarm begins with"
+    given = "The files of the swarm's model"
     assert f"{given} are given to members" in told(with_model)
     assert f"{given} are given to members" in told(with_model, trains=False)
     assert f"{given}, if it has one, are given" in told(None)
