@@ -64,8 +64,8 @@ def test_a_disk_too_small_for_checkpoints_is_refused(tmp_path: Path, monkeypatch
 def test_a_stage_needs_room_for_two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = config(tmp_path, pipeline={"stages": 2, "stage": 1, "crew": "c"})
     node = CrewNode.__new__(CrewNode)  # nothing of the network: only what is asked about the disk
-    node.config, node.run, node.memory = crew, RunDir(crew.directory), Footprint(crew, prepare(crew.policy))
-    each = node.memory.checkpoints(((0, 1), (1, 2)))
+    node.config, node.run, node.footprint = crew, RunDir(crew.directory), Footprint(crew, prepare(crew.policy))
+    each = node.footprint.checkpoints(((0, 1), (1, 2)))
     assert sum(each) >= STARTER_BYTES
     leave(monkeypatch, 2 * each[1])
     node.check_room()
