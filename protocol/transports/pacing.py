@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from protocol.budgets import TokenBucket
+
 BURST_S = 0.25
 """What was not used for so long may be made up for."""
 PIECE_BYTES = 2**14
@@ -29,29 +31,25 @@ def bytes_s(mbit: float) -> float:
     return mbit * 125_000 / 2 / OVERHEAD
 
 
-class Pace:
-    """So many bytes a second; 0 = as many as there are. All calls from one thread."""
+class Bandwidth:
+    """A limit in bytes a second that streams share; 0 = no limit. All calls come from one thread."""
 
     def __init__(self, bytes_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.bytes_s = bytes_s
         self._clock = clock
-        self._free_at = clock()
+        self._bucket = TokenBucket(bytes_s, BURST_S * bytes_s, clock(), level=0.0)
 
     def take(self, size: int) -> float:
-        """Count `size` bytes; seconds until the next may follow."""
-        if not self.bytes_s:
-            return 0.0
-        now = self._clock()
-        self._free_at = max(self._free_at, now - BURST_S) + size / self.bytes_s
-        return max(0.0, self._free_at - now)
+        """Count `size` bytes. Returns the seconds until the next may follow."""
+        return self._bucket.take(size, self._clock()) if self.bytes_s else 0.0
 
 
 class PacedReader:
-    """An `asyncio.StreamReader` that takes no more than `pace` allows; the sender feels it as a slow network. Whatever
-    a reading waits for `pace`, which all streams share, its `deadline` is put off by."""
+    """An `asyncio.StreamReader` that takes no more than `limit` allows; the sender feels it as a slow network. Whatever
+    a reading waits for `limit`, which all streams share, its `deadline` is put off by."""
 
-    def __init__(self, reader: asyncio.StreamReader, pace: Pace) -> None:
-        self._reader, self._pace = reader, pace
+    def __init__(self, reader: asyncio.StreamReader, limit: Bandwidth) -> None:
+        self._reader, self._limit = reader, limit
         self._unpaid_s = LATENCY_S
         """For what this stream took since it last waited: little, as beats are, does not wait for all others again."""
 
@@ -66,8 +64,8 @@ class PacedReader:
         return data
 
     async def _wait(self, size: int, deadline: asyncio.Timeout | None) -> None:
-        wait = self._pace.take(size)
-        self._unpaid_s += size / self._pace.bytes_s
+        wait = self._limit.take(size)
+        self._unpaid_s += size / self._limit.bytes_s
         if self._unpaid_s > LATENCY_S:
             self._unpaid_s = 0.0
             put_off(deadline, wait)
@@ -78,11 +76,11 @@ class PacedReader:
 
 
 class PacedWriter:
-    """An `asyncio.StreamWriter` whose `drain` sends, no faster than `pace` allows. What is short leaves at once; it is
+    """An `asyncio.StreamWriter` whose `drain` sends, no faster than `limit` allows. What is short leaves at once; it is
     the next that `drain` has wait."""
 
-    def __init__(self, writer: asyncio.StreamWriter, pace: Pace) -> None:
-        self._writer, self._pace = writer, pace
+    def __init__(self, writer: asyncio.StreamWriter, limit: Bandwidth) -> None:
+        self._writer, self._limit = writer, limit
         self._queue: deque[memoryview] = deque()
         self._owed_s = 0.0
         """For what has left, and was not waited for yet."""
@@ -92,15 +90,15 @@ class PacedWriter:
         if self._queue or len(view) > PIECE_BYTES:
             self._queue += (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
         else:
-            self._owed_s = self._pace.take(len(view))
+            self._owed_s = self._limit.take(len(view))
             self._writer.write(view)
 
     async def drain(self, deadline: asyncio.Timeout | None = None) -> None:
-        """Whatever it waits for `pace`, which all streams share, `deadline` is put off by."""
+        """Whatever it waits for `limit`, which all streams share, `deadline` is put off by."""
         await self._send(deadline)
         while self._queue:
             piece = self._queue.popleft()
-            self._owed_s = self._pace.take(len(piece))
+            self._owed_s = self._limit.take(len(piece))
             self._writer.write(piece)
             await self._send(deadline)
 
@@ -151,7 +149,7 @@ class Paces:
 
     def __init__(self, upload_mbit: float, download_mbit: float) -> None:
         """0 = no limit."""
-        self.upload, self.download = Pace(bytes_s(upload_mbit)), Pace(bytes_s(download_mbit))
+        self.upload, self.download = Bandwidth(bytes_s(upload_mbit)), Bandwidth(bytes_s(download_mbit))
 
     def of(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -25,6 +25,7 @@ from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
 from hivemind.proto import dht_pb2
 
+from protocol.budgets import Budgets
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.introductions import Introductions
 from protocol.limits import MEMBERSHIP_BUCKETS
@@ -32,7 +33,6 @@ from protocol.transports.dht import messages as dht_wire
 from protocol.transports.dht.lookup import SMALL, direct, search
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_NEAREST, Record, node_id_of
 from protocol.transports.dht.records import CardStorage, CardValidator
-from protocol.transports.gossip.gate import Budgets
 from protocol.transports.refusals import Refusals
 
 REPLICAS = 5

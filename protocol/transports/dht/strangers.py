@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from protocol.transports.gossip.gate import Budgets
+from protocol.budgets import Budgets
 
 FIRST_WAIT_S = 2.0
 """Until the second lookup for a peer: a card is stored within a round or two of connecting."""

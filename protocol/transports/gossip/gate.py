@@ -14,6 +14,7 @@ import hashlib
 from collections import OrderedDict
 
 from protocol import codec, topics
+from protocol.budgets import Budgets
 from protocol.errors import RemoteProtocolError
 from protocol.transports.gossip.pipe import GossipSettings
 
@@ -23,7 +24,6 @@ CONNECTIONS = 1024
 """Connections likewise: twice as many as there can be at a time."""
 SEEN = 65_536
 """Digests of messages let in that are remembered (16 bytes each)."""
-MINUTE = 60.0
 
 SHARD_AUTHORS = 64
 """Twice as many as a shard should have."""
@@ -99,33 +99,3 @@ class Gate:
         if not self._introduced.take(forwarder, now, 1) or not self._met.take("", now, 1):
             return "newcomers"
         return None
-
-
-class Budgets:
-    """Token buckets by name: each holds a minute's worth and fills in a minute. `names` are remembered at most, those
-    that asked longest ago are forgotten first."""
-
-    def __init__(self, names: int, *most: float) -> None:
-        self._names, self._most = names, most
-        self._left: OrderedDict[str, tuple[float, tuple[float, ...]]] = OrderedDict()
-        """Name -> (Unix time, what was left then)."""
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._left
-
-    def __len__(self) -> int:
-        return len(self._left)
-
-    def take(self, name: str, now: float, *cost: float) -> bool:
-        """Take `cost`, all of it; False, and nothing taken, if not all of it is left. A new name has the most."""
-        then, before = self._left.get(name, (now, self._most))
-        part = max(0.0, now - then) / MINUTE
-        left = tuple(min(most, level + part * most) for level, most in zip(before, self._most, strict=True))
-        fits = all(level >= wanted for level, wanted in zip(left, cost, strict=True))
-        if fits:
-            left = tuple(level - wanted for level, wanted in zip(left, cost, strict=True))
-        self._left[name] = now, left
-        self._left.move_to_end(name)
-        if len(self._left) > self._names:
-            self._left.popitem(last=False)
-        return fits

@@ -42,17 +42,19 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
+from protocol.budgets import Budgets
 from protocol.hosts import neighbourhood
-from protocol.transports.gossip.gate import CONNECTIONS, Budgets
+from protocol.transports.gossip.gate import CONNECTIONS
 from protocol.transports.gossip.places import MAX_ARRIVING, MAX_HANDSHAKE_BYTES, Link, Places
 from protocol.transports.gossip.safe_muxer import YamuxOnly
-from protocol.transports.pacing import Pace
+from protocol.transports.pacing import Bandwidth
 from protocol.transports.refusals import Refusals
 
 log = logging.getLogger("gossip")
 
 MAX_PROTOCOL_BYTES = 1024
 """The name of a protocol that a peer asks for, or agrees to, on a stream: the longest of ours has 17."""
+UNLIMITED = Bandwidth(0.0)
 STREAMS_PER_MINUTE = 60
 """That one peer may open: an honest one opens a few when it connects, and one again when that broke."""
 REFUSED = {
@@ -115,10 +117,10 @@ class Wire(ReadWriteCloser):
 class CountedTCP(TCP):
     """TCP with counters and a bound on connections (`gossip_places`)."""
 
-    def __init__(self, max_connections: int, upload: Pace | None = None, download: Pace | None = None) -> None:
+    def __init__(self, max_connections: int, upload: Bandwidth = UNLIMITED, download: Bandwidth = UNLIMITED) -> None:
         super().__init__()
         self.places = Places(max_connections)
-        self.upload, self.download = upload or Pace(0.0), download or Pace(0.0)
+        self.upload, self.download = upload, download
         self.live: dict[Link, Wire] = {}
         self.bytes_in = self.bytes_out = 0
         self.rejected: Counter[str] = Counter()

@@ -49,7 +49,7 @@ from protocol.transports.gossip.pipe import (
 )
 from protocol.transports.gossip.safe_host import CountedTCP, connect, make_host
 from protocol.transports.gossip.safe_pubsub import HubGossipSub, SafePubsub
-from protocol.transports.pacing import Pace
+from protocol.transports.pacing import Bandwidth
 from protocol.transports.settings import NetworkSettings, announced, free_port, listen_address
 
 PACE_S = 0.05
@@ -78,8 +78,8 @@ class Sidecar:
 
     def __init__(self, settings: GossipSettings) -> None:
         self.settings = settings
-        paces = Pace(settings.upload_bytes_s), Pace(settings.download_bytes_s)
-        self.tcp = CountedTCP(settings.max_connections, *paces)
+        limits = Bandwidth(settings.upload_bytes_s), Bandwidth(settings.download_bytes_s)
+        self.tcp = CountedTCP(settings.max_connections, *limits)
         self.host = make_host(self.tcp)
         self.router = HubGossipSub(settings.degree)
         self.gate = Gate(settings)

@@ -15,7 +15,16 @@ from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.manifest import FILE_METHOD
 from protocol.transports.base import Outgoing
-from protocol.transports.pacing import BURST_S, LATENCY_S, PIECE_BYTES, Pace, PacedReader, PacedWriter, Paces, bytes_s
+from protocol.transports.pacing import (
+    BURST_S,
+    LATENCY_S,
+    PIECE_BYTES,
+    Bandwidth,
+    PacedReader,
+    PacedWriter,
+    Paces,
+    bytes_s,
+)
 from protocol.transports.streams.channels import Channels, StreamChannel
 from protocol.transports.streams.exchanges import PIECE_S, Exchanges
 from protocol.transports.streams.requests import ANSWER_S, GRACE_S, REQUEST_S, Answers, Traffic, read_frame, write_frame
@@ -30,7 +39,7 @@ class Clock:
 
 def test_rest_is_made_up_for_a_little() -> None:
     clock = Clock()
-    pace = Pace(1000.0, clock)
+    pace = Bandwidth(1000.0, clock)
     assert pace.take(500) == pytest.approx(0.5)
     assert pace.take(500) == pytest.approx(1.0), "whoever comes next waits for those before"
     clock.now += 1.5
@@ -40,7 +49,7 @@ def test_rest_is_made_up_for_a_little() -> None:
 
 
 def test_no_limit_is_no_limit() -> None:
-    assert Pace(0.0).take(2**40) == 0.0
+    assert Bandwidth(0.0).take(2**40) == 0.0
     paces = Paces(0.0, 0.0)
     reader, writer = object(), object()
     assert paces.of(reader, writer) == (reader, writer)  # type: ignore[arg-type, comparison-overlap]
@@ -69,7 +78,7 @@ async def streams() -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
 def test_a_paced_frame_arrives_whole(monkeypatch: pytest.MonkeyPatch, paced: str) -> None:
     payload = bytes(range(256)) * (3 * MAX_CHUNK_BYTES // 512)
     slept = Slept(monkeypatch)
-    pace = Pace(float(len(payload)), slept.clock)
+    pace = Bandwidth(float(len(payload)), slept.clock)
 
     async def go() -> bytes:
         (_, writer), (reader, other) = await streams()
@@ -89,7 +98,7 @@ def test_a_paced_frame_arrives_whole(monkeypatch: pytest.MonkeyPatch, paced: str
 def test_an_abandoned_write_does_not_burst() -> None:
     async def go() -> int:
         (_, writer), (reader, other) = await streams()
-        paced = PacedWriter(writer, Pace(1000.0))
+        paced = PacedWriter(writer, Bandwidth(1000.0))
         paced.write(b"x" * 100)
         paced.write(b"y" * 100 * PIECE_BYTES)
         drain = asyncio.create_task(paced.drain())
@@ -111,7 +120,7 @@ def test_many_small_writes_keep_to_the_limit(monkeypatch: pytest.MonkeyPatch, si
 
     async def go() -> int:
         (_, writer), (reader, other) = await streams()
-        paced = PacedWriter(writer, Pace(rate, slept.clock))
+        paced = PacedWriter(writer, Bandwidth(rate, slept.clock))
         paced.write(b"x")  # one alone does not wait
         await paced.drain()
         assert slept.seconds == 0.0
@@ -131,7 +140,7 @@ def test_many_small_writes_keep_to_the_limit(monkeypatch: pytest.MonkeyPatch, si
 
 def test_short_answers_keep_to_the_limit_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     slept, payload, count = Slept(monkeypatch), b"x" * 1000, 100
-    pace = Pace(1000.0, slept.clock)
+    pace = Bandwidth(1000.0, slept.clock)
 
     async def go() -> None:
         for _ in range(count):  # each on a stream of its own, as requests are
@@ -164,8 +173,8 @@ def test_own_limits_are_not_the_taker_s_fault(monkeypatch: pytest.MonkeyPatch) -
 
     async def go() -> None:
         (_, writer), (_, other) = await streams()
-        paced = PacedWriter(writer, Pace(1000.0, clock))
-        paced._pace.take(60_000)  # for other streams
+        paced = PacedWriter(writer, Bandwidth(1000.0, clock))
+        paced._limit.take(60_000)  # for other streams
         Slept(monkeypatch)
         monkeypatch.setattr("protocol.transports.streams.requests.asyncio.timeout_at", Deadline)
         await write_frame(paced, b"short", Traffic())  # type: ignore[arg-type]
@@ -180,7 +189,7 @@ def test_own_limits_are_not_the_taker_s_fault(monkeypatch: pytest.MonkeyPatch) -
     assert long > GRACE_S + 50 + 2 * PIECE_BYTES / 1000
 
 
-async def take_in(pace: Pace, sizes: list[int], others: int = 0) -> None:
+async def take_in(pace: Bandwidth, sizes: list[int], others: int = 0) -> None:
     """One stream's readings; before each, `others` bytes are taken on other streams."""
     reader = asyncio.StreamReader()
     reader.feed_data(bytes(sum(sizes)))
@@ -192,7 +201,7 @@ async def take_in(pace: Pace, sizes: list[int], others: int = 0) -> None:
 
 def test_beats_pass_the_bodies_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     slept, pieces = Slept(monkeypatch), 100
-    pace = Pace(bytes_s(1.0), slept.clock)
+    pace = Bandwidth(bytes_s(1.0), slept.clock)
     asyncio.run(take_in(pace, [1] * pieces, PIECE_BYTES))
     assert slept.seconds < 2 * PIECE_BYTES / pace.bytes_s, "for one of them"
     assert pace.take(0) > (pieces - 2) * PIECE_BYTES / pace.bytes_s, "the others wait for what they took"
@@ -200,7 +209,7 @@ def test_beats_pass_the_bodies_of_others(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_short_requests_keep_to_the_limit_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     slept, count, sizes = Slept(monkeypatch), 100, [1, 7, 40, 952]
-    pace = Pace(1000.0, slept.clock)
+    pace = Bandwidth(1000.0, slept.clock)
 
     async def go() -> None:
         for _ in range(count):
@@ -257,7 +266,7 @@ class Taker:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_sharing_a_limit_drops_nobody(count: int) -> None:
     clock, rate, takers = Clock(), bytes_s(1.0), [Taker() for _ in range(count)]
-    pace = Pace(rate, clock)
+    pace = Bandwidth(rate, clock)
 
     async def go() -> None:
         paced: list[Any] = [PacedWriter(cast("Any", taker), pace) for taker in takers]
@@ -270,7 +279,7 @@ def test_sharing_a_limit_drops_nobody(count: int) -> None:
 
 def test_takers_of_nothing_are_dropped_despite_limits() -> None:
     clock = Clock()
-    asleep: Any = PacedWriter(cast("Any", Taker(takes=False)), Pace(bytes_s(1.0), clock))
+    asleep: Any = PacedWriter(cast("Any", Taker(takes=False)), Bandwidth(bytes_s(1.0), clock))
     with pytest.raises(TimeoutError):
         run(clock, write_frame(asleep, bytes(MAX_CHUNK_BYTES), Traffic()))
     assert clock.now - Clock.now == pytest.approx(GRACE_S)
@@ -290,7 +299,9 @@ def test_a_large_answer_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> N
     async def go() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(bytes([len(FILE_METHOD)]) + FILE_METHOD.encode() + bytes(8) + hashlib.sha256().digest())
-        await answers.serve("peer", reader, cast("Any", PacedWriter(cast("Any", taker), Pace(bytes_s(1.0), clock))))
+        await answers.serve(
+            "peer", reader, cast("Any", PacedWriter(cast("Any", taker), Bandwidth(bytes_s(1.0), clock)))
+        )
 
     run(clock, go())
     assert taker.got == 1 + 40 + len(answer) and not taker.aborted
@@ -301,7 +312,7 @@ def test_a_large_answer_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> N
 def test_bodies_sharing_a_limit_are_not_dropped(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, rate, takers = Clock(), bytes_s(1.0), [Taker() for _ in range(4)]
     assert len(takers) * MAX_CHUNK_BYTES / rate > PIECE_S
-    pace, exchanges = Pace(rate, clock), Exchanges(Traffic(), print)
+    pace, exchanges = Bandwidth(rate, clock), Exchanges(Traffic(), print)
 
     async def at_once(method: str, callback: Any, *arguments: Any) -> Any:
         return callback(*arguments)
@@ -326,7 +337,7 @@ def test_bodies_sharing_a_limit_are_not_dropped(what: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("what", ["exchange", "channel"])
 def test_untaken_bodies_are_given_up_despite_limits(what: str) -> None:
     clock = Clock()
-    asleep: Any = PacedWriter(cast("Any", Taker(takes=False)), Pace(bytes_s(1.0), clock))
+    asleep: Any = PacedWriter(cast("Any", Taker(takes=False)), Bandwidth(bytes_s(1.0), clock))
 
     async def go() -> None:
         asleep.write(bytes(MAX_CHUNK_BYTES))
@@ -346,7 +357,7 @@ def test_arriving_bodies_sharing_a_limit_are_kept(what: str, monkeypatch: pytest
     clock, rate, count, got = Clock(), bytes_s(1.0), 4, []
     body = bytes(range(256)) * (MAX_CHUNK_BYTES // 256)
     assert count * len(body) / rate > PIECE_S
-    pace, exchanges = Pace(rate, clock), Exchanges(Traffic(), print)
+    pace, exchanges = Bandwidth(rate, clock), Exchanges(Traffic(), print)
 
     async def at_once(method: str, callback: Any, *arguments: Any) -> Any:
         return callback(*arguments)
@@ -374,7 +385,7 @@ def test_arriving_bodies_sharing_a_limit_are_kept(what: str, monkeypatch: pytest
 @pytest.mark.parametrize("what", ["exchange", "channel"])
 def test_unsent_bodies_are_given_up_despite_limits(what: str) -> None:
     clock = Clock()
-    pace, part = Pace(bytes_s(1.0), clock), bytes(PIECE_BYTES)
+    pace, part = Bandwidth(bytes_s(1.0), clock), bytes(PIECE_BYTES)
 
     async def go() -> None:
         reader = asyncio.StreamReader()
@@ -408,7 +419,7 @@ def test_each_piece_of_a_body_has_a_minute() -> None:
 @pytest.mark.parametrize("what", ["request", "exchange", "channel"])
 def test_requests_held_up_by_limits_are_not_late(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, traffic, taker = Clock(), Traffic(), Taker()
-    pace, asked = Pace(bytes_s(1.0), clock), []
+    pace, asked = Bandwidth(bytes_s(1.0), clock), []
     pace.take(int((REQUEST_S + 5) * pace.bytes_s))  # by others
 
     async def at_once(what: Any, *arguments: Any) -> Any:
