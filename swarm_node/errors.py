@@ -1,28 +1,30 @@
-"""What this package raises on purpose.
+"""Errors that this package raises on purpose.
 
     SwarmNodeError
-    ├── UserError          bad input or environment; the command line prints it as one line and exits 2
-    ├── NobodyReached      nobody was reached in the time that the user gave; likewise, but it exits 1
-    ├── CheckpointError      a checkpoint that is torn or foreign; resuming falls back to an older one
-    ├── Interrupted        part of what was under way is lost; it is put right and done again
-    └── Unworkable         what was asked for is refused however often it is begun; other work goes on
+    ├── UserError          bad input or environment; the command line prints one line and exits with code 2
+    ├── NobodyReached      no peer answered in the time that the user gave; one line, exit code 1
+    ├── CheckpointError    a checkpoint is torn or of another run; resuming falls back to an older one
+    ├── Interrupted        part of the work is lost, for example with a stage; it is repaired and done again
+    └── Unworkable         the work failed however often it was begun anew; other work goes on
 
-Whatever a *peer* does wrong is `protocol.errors.RemoteProtocolError` and never ends a run.
+    StopRequested          a signal came; a BaseException, so that no handler of `Exception` swallows it
+
+A fault of another *peer* is `protocol.errors.RemoteProtocolError` and never ends a run.
 """
 
 from __future__ import annotations
 
 
 class SwarmNodeError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of the errors that this package raises on purpose."""
 
 
 class UserError(SwarmNodeError):
-    """Something only the user can mend; the message says what to do next."""
+    """A problem that only the user can solve; the message says what to do next."""
 
 
 class NobodyReached(SwarmNodeError):
-    """Nobody who could be asked was reached in the time that the user gave; the same command may work later."""
+    """No peer answered in the time that the user gave; the same command may work later."""
 
 
 class CheckpointError(SwarmNodeError):
@@ -30,8 +32,12 @@ class CheckpointError(SwarmNodeError):
 
 
 class Interrupted(SwarmNodeError):
-    """What was under way cannot be finished; after `Policy.again` it can be done again from its beginning."""
+    """The present work cannot be finished; after `Policy.again` it can be done again from its beginning."""
 
 
 class Unworkable(SwarmNodeError):
-    """What was asked for cannot be done, though it was begun anew several times; something else can."""
+    """The present work fails however often it is begun anew; other work may succeed."""
+
+
+class StopRequested(BaseException):
+    """The first signal to stop came. Raised in the main thread, at any point where the run allows it."""

@@ -1,18 +1,25 @@
-"""READ FIRST: a node, its rooms and its round.
+"""READ FIRST: a node, its packages and its round.
 
-        tasks -> rollouts -> own groups ---------------> choose --I own + J foreign--> grpo step -> policy
-          ^                     |                           ^                            |
-          |                     v publish                   | admitted                   v
-          |                  gossip <====== swarm ======> replay                       metrics
-          +------------------------------- next round -----------------------------------+
+     tasks --> rollouts --> own groups ------------> choose --own + foreign groups--> grpo --> policy
+       ^                        |                      ^                               |
+       |                        v share                | admitted                      v
+       |                     swarm <=== sharing ===> replay buffer                  metrics
+       +------------------------------------ next round -----------------------------------+
 
-`collect` samples and scores; `share` publishes what was sampled; `choose` takes foreign groups to train on with it;
-`learn` updates the policy; `record` says what happened. Alone (`local`), a node has no `member`: nothing is published
-and nothing foreign chosen. Nobody waits for anybody.
+`collect` samples answers and scores them; `share` publishes them; `choose` adds groups of other peers to train on;
+`learn` updates the policy; `record` says what happened. Between rounds `average` exchanges weights. A node that is
+alone (`local`) has no `member`: it publishes nothing and chooses nothing foreign. No node waits for another.
 
-Rooms do not know each other; they exchange the records of `types`, and only this module and `member` see them all.
-`run` gives a node its directory, its signals and its screen; `sim` runs many in one process. Randomness is a function
-of (seed, round): alone, a run that stops after any round and resumes equals one that never stopped.
+    tasks          questions and their checkers            policy         the model, its engines and its adapters
+    rollouts       sampling, scoring, evaluation           grpo           advantage, loss, trainer, optimiser
+    sharing        publishing, admission, replay           averaging      exchanges of weights within a cohort
+    swarm          joining, manifests, membership          pipeline       one policy in stages on several machines
+    runtime        a run: directory, signals, console      storage        run directory, checkpoints, copies elsewhere
+    observability  metrics, plots, health, dashboard       config, cli    settings and commands
+
+Packages of one layer do not import each other; they exchange the records of `types`. `runtime.loop` runs this node's
+rounds, `runtime.simulation` those of many nodes in one process. Randomness is a function of (seed, round): alone, a run
+that stops after any round and resumes equals one that never stopped.
 """
 
 from __future__ import annotations
@@ -43,16 +50,16 @@ if TYPE_CHECKING:  # alone, a node loads nothing of the network
 
 
 PROBED = 8
-"""Own answers that averaged weights are judged by."""
+"""Number of own answers by which averaged weights are judged."""
 
 
 def fitted(config: NodeConfig, policy: Policy, say: Callable[[str], None]) -> NodeConfig:
-    """`config` as far as `policy` can follow it: what `Node` and `Member` are made with."""
+    """`config` within what `policy` can do; `Node` and `Member` take the result."""
     return config.model_copy(update={"rollouts": fit_length(config.rollouts, policy, say)})
 
 
 class Node:
-    """One policy, its tasks, its trainer and, in a swarm, its membership."""
+    """One policy with its tasks, its trainer and, in a swarm, its membership."""
 
     def __init__(
         self,
@@ -94,12 +101,12 @@ class Node:
         self._best: deque[Group] = deque(maxlen=PROBED)
         self.round = 0
         self.collected = Collected()
-        """What has been sampled and scored of this round, until it is shared."""
+        """Groups of this round that were sampled and scored, until they are shared."""
 
     # ----------------------------------------------------------------- a round
 
     def collect(self) -> Collected:
-        """Sample and score the groups of the next round. UserError if no task fits the model."""
+        """Sample and score the groups of the next round. Raises UserError if no task fits the model."""
         self.collected = collected = Collected()
         name = f"{self.config.seed or 0}/{self.round}"
         rng = random.Random(name)
@@ -120,7 +127,7 @@ class Node:
         return collected
 
     def share(self, collected: Collected) -> None:
-        """Publish what was sampled."""
+        """Publish the groups that were sampled."""
         if self.exchange is not None:
             for group in collected.groups:
                 group.created = self.now()
@@ -128,14 +135,14 @@ class Node:
         self.collected = Collected()
 
     def choose(self, collected: Collected) -> list[Group]:
-        """The groups to train on: own ones and, in a swarm, foreign ones."""
+        """Groups to train on: own ones and, in a swarm, those of other peers."""
         if self.exchange is None:
             return collected.kept
         rng = random.Random(f"choose/{self.config.seed or 0}/{self.round}")
         return collected.kept + self.exchange.choose(len(collected.kept), rng)
 
     def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """One step on `groups`; its metrics. The round is over with it (`before_update`: see Trainer.step)."""
+        """Train one step on `groups` and end the round; its metrics. `before_update`: see `Trainer.step`."""
         learned = self.trainer.step(groups, before_update)
         self.round += 1
         if self.averager is not None:
@@ -143,8 +150,10 @@ class Node:
         return learned
 
     def average(self) -> bool:
-        """Between rounds: apply what peers' weights did to ours, begin what is due. Whether to call it again in a
-        moment before the next round (`averager.woken` says when)."""
+        """Apply the exchanges of weights that have ended, and begin those that are due. Call it between rounds.
+
+        Returns whether to call it again before the next round, once `averager.woken` is set.
+        """
         averager, member = self.averager, self.member
         if averager is None or member is None or member.late_join is None:
             return False
@@ -162,16 +171,16 @@ class Node:
         return averager.waiting()
 
     def _logprobs(self, groups: Sequence[Group]) -> list[list[list[float]]] | None:
-        """How likely this node itself is to sample answers of others."""
+        """Log-probabilities under this node's policy of others' answers: group -> answer -> token."""
         purpose = "judging answers of others: they are not trained on"
         return self.trainer.logprobs(groups, self.config.rollouts.temperature, purpose)
 
     def _probe(self) -> float | None:
-        """How unlikely this node's own latest best answers are, in nats a token; None if there are none."""
+        """Mean negative log-likelihood of this node's latest best answers, in nats per token; None without any."""
         return self.trainer.unlikelihood(list(self._best)) if self._best else None
 
     def record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
-        """The metrics line of a round. `reward` is over all own groups, before any filter."""
+        """The metrics of a round, for metrics.jsonl. `reward` covers all own groups, before any filter."""
         groups = collected.groups
         rewards = [[r.reward for r in g.rollouts] for g in groups]
         rollouts = [r for g in groups for r in g.rollouts]
@@ -205,7 +214,7 @@ class Node:
 
 
 def _best(group: Group) -> Group | None:
-    """The best answer of an own group, alone; None if all were rewarded alike."""
+    """An own group reduced to its best answer; None if all answers have the same reward."""
     if group.peer is not None or not has_signal(group):
         return None
     best = max(group.rollouts, key=lambda rollout: rollout.reward)

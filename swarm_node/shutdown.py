@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
+from swarm_node.errors import StopRequested
+
 DEADLINE_S = 8.0
 """From the signal to the last resort; spot instances and `docker stop` give ten seconds at the least."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -39,10 +41,6 @@ LAST_RESORT_S = 600.0
 """Longest that the last resort may take: as long as a large state takes to write."""
 RESERVE_S = 2.0
 """Of a notice: to write what is under way, and for clocks that differ."""
-
-
-class StopRequested(BaseException):
-    """Raised in the main thread by the first signal; no handler for `Exception` swallows it."""
 
 
 class Stopper:

@@ -32,7 +32,7 @@ from protocol.transports.base import Handler, Transport
 from swarm_node.averaging import Averager
 from swarm_node.averaging.cohort import leave_cohort
 from swarm_node.config import NodeConfig
-from swarm_node.errors import SwarmNodeError, UserError
+from swarm_node.errors import StopRequested, SwarmNodeError, UserError
 from swarm_node.observability.cgroups import free_main_memory
 from swarm_node.pipeline.compute.fingerprint import architecture
 from swarm_node.pipeline.compute.partition import UNKNOWN
@@ -57,7 +57,7 @@ from swarm_node.pipeline.transport import StageTransport
 from swarm_node.policy.adapters import ARCHITECTURE
 from swarm_node.policy.loading import Plan, load_tokenizer, prepare
 from swarm_node.policy.probes import is_windowed
-from swarm_node.shutdown import Stopper, StopRequested
+from swarm_node.shutdown import Stopper
 from swarm_node.storage.checkpoints import check_room
 from swarm_node.storage.own_settings import OwnSettings
 from swarm_node.storage.rundir import RunDir

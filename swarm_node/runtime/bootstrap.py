@@ -24,7 +24,7 @@ from protocol.topics import rollout_topic
 from protocol.transports.base import Transport
 from protocol.transports.ports import lost_port
 from swarm_node.config import NetworkConfig, NodeConfig, dump_toml
-from swarm_node.errors import UserError
+from swarm_node.errors import StopRequested, UserError
 from swarm_node.install import outdated
 from swarm_node.observability.health import Health
 from swarm_node.observability.refusals import FirstRefusals, rows
@@ -33,7 +33,7 @@ from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.runtime.pause import BOOTSTRAP, refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
 from swarm_node.say import Once
-from swarm_node.shutdown import Stopper, StopRequested
+from swarm_node.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
 from swarm_node.swarm.join import say_what_leaves

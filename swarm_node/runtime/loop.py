@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swarm_node.config import NodeConfig
-from swarm_node.errors import UserError
+from swarm_node.errors import StopRequested, UserError
 from swarm_node.node import Node, fitted
 from swarm_node.observability.jsonl import JsonLines
 from swarm_node.observability.metrics import MetricsWriter
@@ -33,7 +33,7 @@ from swarm_node.runtime.preemption import aside, stopper
 from swarm_node.runtime.report import Report
 from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.status import status_written
-from swarm_node.shutdown import Stopper, StopRequested
+from swarm_node.shutdown import Stopper
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.own_settings import OwnSettings
 from swarm_node.storage.rundir import RunDir

@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 from swarm_node.config import NodeConfig
+from swarm_node.errors import StopRequested
 from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.drain import COPY_S, GOODBYE_S, mirror_of, say_reach
 from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import stopper
-from swarm_node.shutdown import Stopper, StopRequested
+from swarm_node.shutdown import Stopper
 from swarm_node.storage.mirror import Mirror
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import join_swarm

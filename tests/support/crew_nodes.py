@@ -15,11 +15,12 @@ from torch import Tensor
 
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import CheckpointsConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
+from swarm_node.errors import StopRequested
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline import crew as crew_module
 from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.pipeline.transport import StageTransport
-from swarm_node.shutdown import Stopper, StopRequested
+from swarm_node.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm
 from swarm_node.swarm.manifests import make_manifest

@@ -10,7 +10,8 @@ import pytest
 
 PRELUDE = """
 import signal, sys, time
-from swarm_node.shutdown import Stopper, StopRequested
+from swarm_node.errors import StopRequested
+from swarm_node.shutdown import Stopper
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs these tests may have it ignored
 def ready(): print("ready", flush=True)
 def last_resort(): print("last resort", flush=True)

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig, ResourcesConfig, dump_toml, load_config
-from swarm_node.errors import UserError
+from swarm_node.errors import StopRequested, UserError
 from swarm_node.observability.metrics import read_metrics
 from swarm_node.runtime.limits import (
     BURST_S,
@@ -37,7 +37,6 @@ from swarm_node.runtime.limits import (
 )
 from swarm_node.runtime.loop import run_local
 from swarm_node.runtime.pause import Machine, hottest, on_battery, pause, pause_asked, quiet, resume, seconds_of
-from swarm_node.shutdown import StopRequested
 from swarm_node.storage.rundir import RunDir, goes_with_container
 from tests.support.virtual_time import VirtualTime
 from tests.support.waiting import until

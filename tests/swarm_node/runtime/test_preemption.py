@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from swarm_node.config import SpotConfig
+from swarm_node.errors import StopRequested
 from swarm_node.runtime.preemption import (
     AZURE_TAG,
     CLOUDS,
@@ -24,7 +25,6 @@ from swarm_node.runtime.preemption import (
     stopper,
     watch_cloud,
 )
-from swarm_node.shutdown import StopRequested
 from tests.support.cloud_metadata import (
     ACTION,
     EVENTS,
