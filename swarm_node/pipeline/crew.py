@@ -59,7 +59,7 @@ from swarm_node.policy.loading import Plan, load_tokenizer, prepare
 from swarm_node.policy.probes import is_windowed
 from swarm_node.shutdown import Stopper
 from swarm_node.storage.checkpoints import check_room
-from swarm_node.storage.own_settings import OwnSettings
+from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm
 
@@ -146,8 +146,8 @@ class CrewNode:
         self.entered = entered
         self.run = run
         self.say = say
-        self.own_settings = OwnSettings(run, config, asked or config, say)
-        self.own_settings.begin(trained=run.exists)  # as soon as there is a stage, its directory is that of a run
+        self.run_settings = RunSettings(run, config, asked or config, say)
+        self.run_settings.begin(trained=run.exists)  # as soon as there is a stage, its directory is that of a run
         self.loading = prepare(config.policy, alone=False)
         pipeline = config.pipeline
         manifest = entered.manifest
@@ -318,7 +318,7 @@ class CrewNode:
         updates = {stage: worker.updates for stage, worker in self.held_stages.workers.items()}
         if updates != self._updates and plan is not None:
             if any(made > self._updates.get(stage, made) for stage, made in updates.items()):
-                self.own_settings.trained()
+                self.run_settings.trained()
             self._updates = updates
             self.held_stages.checkpoints.round = max(
                 self.held_stages.checkpoints.round, self.progress.round + (self.driver is None)

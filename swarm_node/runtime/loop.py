@@ -35,7 +35,7 @@ from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.status import status_written
 from swarm_node.shutdown import Stopper
 from swarm_node.storage.checkpoints import CheckpointStore
-from swarm_node.storage.own_settings import OwnSettings
+from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm, join_swarm
 from swarm_node.swarm.links import Swarm
@@ -158,7 +158,7 @@ class Run:
         )
         self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, say)
         stack.callback(self.checkpoints.close)
-        self.own = OwnSettings(run, config, asked, say) if crew is None else crew.own_settings
+        self.own = RunSettings(run, config, asked, say) if crew is None else crew.run_settings
         self.state = RunState(self.config, run, self.node, self.checkpoints, crew, self.own, self.cost)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))

@@ -114,7 +114,7 @@ def _enter(
             mirror.restore(crew=True)
         mirror.start()
     crew = CrewNode(config, entered, run, say, stack, asked)
-    crew.own_settings.announce("from the next update of a stage here")
+    crew.run_settings.announce("from the next update of a stage here")
     console.progress.waiting, console.progress.crew = crew.waiting, partial(_others, crew)
     console.health.waiting = lambda: (
         crew.waiting() or ("" if crew.stage_transport.whole else "for the others of the crew")

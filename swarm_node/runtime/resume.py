@@ -21,7 +21,7 @@ from swarm_node.rollouts.evaluate import Evaluation, Held
 from swarm_node.runtime.console import say
 from swarm_node.runtime.cost import CostMeter, Costs
 from swarm_node.storage.checkpoints import CheckpointStore
-from swarm_node.storage.own_settings import OwnSettings
+from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 
 if TYPE_CHECKING:  # alone, a run loads nothing of the network
@@ -41,7 +41,7 @@ class RunState:
         node: Node,
         checkpoints: CheckpointStore,
         crew: CrewNode | None,
-        own: OwnSettings,
+        own: RunSettings,
         cost: CostMeter,
     ) -> None:
         """`config` is `fitted` to the node's policy; `crew` the one that this node leads; `own` knows the settings

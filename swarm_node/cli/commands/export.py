@@ -12,7 +12,7 @@ from swarm_node.policy.asking import write_asking
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
 from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore
-from swarm_node.storage.own_settings import as_trained
+from swarm_node.storage.run_settings import as_trained
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 
 

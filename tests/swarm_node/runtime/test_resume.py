@@ -17,7 +17,7 @@ from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.loop import run_local
 from swarm_node.runtime.resume import RunState
 from swarm_node.storage.checkpoints import CheckpointStore
-from swarm_node.storage.own_settings import OwnSettings
+from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 
 
@@ -114,7 +114,7 @@ def test_an_unwritten_state_is_written_again(tmp_path: Path) -> None:
     policy = SimpleNamespace(trainable_state=dict, version=3, base_digest="b", start_digest="s")
     trainer = SimpleNamespace(state_dict=lambda: ({}, {}))
     node = SimpleNamespace(round=3, trainer=trainer, policy=policy, averager=None, tasks=SimpleNamespace(names=[]))
-    own = OwnSettings(RunDir(tmp_path), NodeConfig(), NodeConfig(), said.append)
+    own = RunSettings(RunDir(tmp_path), NodeConfig(), NodeConfig(), said.append)
     cost = CostMeter(None, 0.0)
     state = RunState(NodeConfig(), RunDir(tmp_path), cast(Any, node), store, None, own, cost)
     folder.write_text("a file, not a folder")

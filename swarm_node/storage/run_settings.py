@@ -25,7 +25,7 @@ OF_THE_MACHINE = {"model", "revision", "device", "threads"}
 KEPT = re.compile(r"config-(\d{4,})\.toml")
 
 
-class OwnSettings:
+class RunSettings:
     """The config.toml of a run that this process holds."""
 
     def __init__(self, run: RunDir, config: NodeConfig, asked: NodeConfig, say: Callable[[str], None]) -> None:

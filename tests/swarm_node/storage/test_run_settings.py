@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig, dump_own, dump_toml, load_config, load_run_config
 from swarm_node.errors import UserError
-from swarm_node.storage.own_settings import OwnSettings, as_trained
+from swarm_node.storage.run_settings import RunSettings, as_trained
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import swarm_to_join
 from swarm_node.swarm.manifests import make_manifest, write_manifest
@@ -183,7 +183,7 @@ def test_json_says_why_a_start_is_refused() -> None:
 def test_a_member_s_checkpoint_names_chosen_tasks(given: dict[str, Any]) -> None:
     asked = NodeConfig.model_validate({"swarm": "swarm://x", **given})
     config = NodeConfig.model_validate(asked.model_dump(exclude_none=True) | {"seed": 7})
-    behind = OwnSettings(RunDir("r"), config, asked, print).of_weights
+    behind = RunSettings(RunDir("r"), config, asked, print).of_weights
     assert as_trained(config, behind).tasks == given.get("tasks", []), "none = all of the swarm's"
 
 
