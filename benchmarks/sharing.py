@@ -137,7 +137,7 @@ def held_out(setting: Setting, node: Node, count: int = 0) -> dict[str, float]:
     waiting = iter(questions)
     groups: list[Group] = []
     for start in range(0, len(questions), QUESTIONS_PER_BATCH):
-        groups += collect(node.policy, lambda n: list(islice(waiting, n)), tasks.score, rollouts, f"{start}").groups
+        groups += collect(node.policy, lambda n: list(islice(waiting, n)), tasks, rollouts, f"{start}").groups
     right = [[rollout.reward > 0.999 for rollout in group.rollouts] for group in groups]
     return {"pass_1": fmean(map(fmean, right)), "pass_8": fmean(map(any, right))}
 

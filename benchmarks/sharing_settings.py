@@ -20,9 +20,10 @@ import msgspec
 from benchmarks.format_reward import CLOSED, MARK, OPENED
 from benchmarks.warm_starts import now_and_then, plain, taught
 from swarm_node.node import Node
-from swarm_node.rollouts import Collected, has_signal
+from swarm_node.rollouts import Collected
 from swarm_node.sharing.foreign_advantage import foreign_advantages
 from swarm_node.sharing.reward_stats import Posterior
+from swarm_node.tasks.rewards import has_signal
 from swarm_node.types import Group, Rollout
 
 SIX = [f"small/{name}" for name in "basic_arithmetic fraction_simplification gcd lcm count_bits products".split()]
@@ -136,7 +137,7 @@ class Measured(Node):
 
     def learn(self, groups: Sequence[Group], before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         self.trained += len(groups)
-        self.signal += sum(has_signal(group) or group.advantages is not None for group in groups)
+        self.signal += sum(has_signal(group.rollouts) or group.advantages is not None for group in groups)
         self.foreign += sum(group.peer is not None for group in groups)
         with self._clock("train"):
             return super().learn(groups, before_update)
@@ -180,7 +181,7 @@ class ReplaysItself(Measured):
         self.posterior.observe(collected.groups)
         rng = random.Random(f"replay/{self.config.seed}/{self.round}")
         replayed = [self.replayed(g) for g in rng.sample(self.earlier, min(self.J, len(self.earlier)))]
-        self.earlier = [*self.earlier, *filter(has_signal, collected.groups)][-self.KEPT :]
+        self.earlier = [*self.earlier, *(g for g in collected.groups if has_signal(g.rollouts))][-self.KEPT :]
         return collected.kept + replayed
 
     def replayed(self, group: Group) -> Group:
@@ -204,7 +205,7 @@ class JudgesItselfAsForeign(Measured):
     def choose(self, collected: Collected) -> list[Group]:
         self.posterior.observe(collected.groups)
         bound = self.config.sharing.max_advantage
-        return [as_foreign(g, self.posterior, bound) if has_signal(g) else g for g in collected.kept]
+        return [as_foreign(g, self.posterior, bound) if has_signal(g.rollouts) else g for g in collected.kept]
 
 
 class ImitatesOthers(Measured):

@@ -23,6 +23,7 @@ import tempfile
 import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 from benchmarks.common import median, table, write
 
@@ -85,9 +86,11 @@ def run_ours(path: str, steps: int, seed: int) -> list[float]:
     def score(tasks, prompts, completions):
         return [Score(None, {"turn": r}, r, False) for r in rewards(len(completions))]
 
+    judge = SimpleNamespace(prompt=lambda task: task.question, score=score)
+
     def step(k: int) -> None:
         part = tasks[k * GROUPS : (k + 1) * GROUPS]
-        trainer.step(collect(policy, lambda n: part, score, rollouts, str(k)).kept)
+        trainer.step(collect(policy, lambda n: part, judge, rollouts, str(k)).kept)
 
     return _timed(step, steps)
 

@@ -40,8 +40,9 @@ from swarm_node.errors import UserError
 from swarm_node.grpo.optimizer import AnyOptimizer
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.policy import Policy
-from swarm_node.rollouts import Collected, collect, fit_length, has_signal
+from swarm_node.rollouts import Collected, collect, fit_length
 from swarm_node.tasks import TaskSet
+from swarm_node.tasks.rewards import has_signal
 from swarm_node.types import Group, Sampling
 
 if TYPE_CHECKING:  # alone, a node loads nothing of the network
@@ -115,10 +116,10 @@ class Node:
         torch.manual_seed(rng.getrandbits(63))
         rollouts = self.config.rollouts
         if self.exchange is None:
-            collect(self.policy, lambda n: self.tasks.sample(rng, n), self.tasks.score, rollouts, name, collected)
+            collect(self.policy, lambda n: self.tasks.sample(rng, n), self.tasks, rollouts, name, collected)
         else:
             rollouts = rollouts.model_copy(update={"groups": self.exchange.wanted()})
-            collect(self.policy, self.exchange.draw, self.tasks.score, rollouts, name, collected)
+            collect(self.policy, self.exchange.draw, self.tasks, rollouts, name, collected)
         if not collected.groups:
             raise UserError(
                 f"none of {collected.too_long} tasks fits: prompts are longer than rollouts.max_prompt_tokens or "
@@ -191,7 +192,7 @@ class Node:
             "time": self.now(),
             "reward": fmean(fmean(r) for r in rewards),
             "reward_std": fmean(stdev(r) for r in rewards),
-            "frac_reward_zero_std": fmean(not has_signal(g) for g in groups),
+            "frac_reward_zero_std": fmean(not has_signal(g.rollouts) for g in groups),
             "completions/mean_length": fmean(lengths),
             "completions/min_length": min(lengths),
             "completions/max_length": max(lengths),
@@ -215,7 +216,7 @@ class Node:
 
 def _best(group: Group) -> Group | None:
     """An own group reduced to its best answer; None if all answers have the same reward."""
-    if group.peer is not None or not has_signal(group):
+    if group.peer is not None or not has_signal(group.rollouts):
         return None
     best = max(group.rollouts, key=lambda rollout: rollout.reward)
     return msgspec.structs.replace(group, rollouts=[best]) if best.token_ids else None

@@ -26,8 +26,8 @@ from protocol.topics import epoch_at, slot_key, slot_place
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import load_policy
 from swarm_node.sharing import Pool, Receiver
-from swarm_node.sharing.content import prompt_digest
 from swarm_node.tasks import load_tasks
+from swarm_node.tasks.text import prompt_digest
 from swarm_node.types import Sampling
 
 GROUPS = 8
@@ -69,8 +69,7 @@ class World:
             self.manifest,
             self.policy,
             Sampling(128),
-            self.tasks.assigned,
-            self.tasks.score,
+            self.tasks,
             config.sharing,
             add,
             lambda: self.now,

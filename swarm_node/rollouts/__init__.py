@@ -1,5 +1,5 @@
-"""Room 2: tasks become scored groups."""
+"""Tasks become scored groups: `collect` for training, `evaluate` on held-out questions."""
 
-from swarm_node.rollouts.collect import Collected, collect, fit_length, has_signal
+from swarm_node.rollouts.collect import Collected, collect, fit_length
 
-__all__ = ["Collected", "collect", "fit_length", "has_signal"]
+__all__ = ["Collected", "collect", "fit_length"]

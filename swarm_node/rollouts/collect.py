@@ -1,6 +1,6 @@
 """Sample and score the groups of one round.
 
-draw tasks -> encode (skip what is too long) -> sample G completions each -> score -> groups
+draw tasks -> prompt -> encode (skip what is too long) -> sample G completions each -> score -> groups
      ^                                                                         |
      +------------- dynamic sampling: replace groups without signal <----------+
 """
@@ -11,16 +11,25 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from swarm_node.config import RolloutsConfig
 from swarm_node.policy.policy import Policy
+from swarm_node.tasks.rewards import has_signal, judge
 from swarm_node.types import Group, Sampling, Score, Task
 
 DRAWS = 20
 """Times that tasks are drawn anew because some were too long, before the round goes on with fewer."""
 
 DrawTasks = Callable[[int], list[Task]]
-ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
+
+
+class Judge(Protocol):
+    """What is needed of the tasks; see `TaskSet`."""
+
+    def prompt(self, task: Task) -> str: ...
+
+    def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]: ...
 
 
 @dataclass
@@ -44,7 +53,7 @@ class Collected:
 def collect(
     policy: Policy,
     draw: DrawTasks,
-    score: ScoreCompletions,
+    tasks: Judge,
     config: RolloutsConfig,
     seed: str,
     collected: Collected | None = None,
@@ -52,23 +61,24 @@ def collect(
     """Sample `config.groups` groups with `policy`; with `refill` > 1, up to that many times as many, until
     `groups` of them carry a signal (DAPO's dynamic sampling, arXiv 2503.14476, with a cap).
 
-    `draw(n)` gives n tasks; `seed` names this round's randomness: the same seed, tasks and weights give the same
-    groups. A `collected` of the caller's has the groups that are scored also if this is interrupted.
+    `draw(n)` gives n tasks, and `tasks` judges answers to them. `seed` names this round's randomness: the same seed,
+    tasks and weights give the same groups. If this is interrupted, a `collected` of the caller's has what is scored.
     """
     collected = Collected() if collected is None else collected
     budget = round(config.groups * config.refill)
     wanted = config.groups
     live: list[Group] = []
     while wanted > 0 and len(collected.groups) < budget:
-        tasks = _fitting(policy, draw, min(wanted, budget - len(collected.groups)), config, collected)
-        if not tasks:
+        fitting = _fitting(policy, draw, tasks, min(wanted, budget - len(collected.groups)), config, collected)
+        if not fitting:
             break
-        for group in _sample(policy, tasks, config, seed, collected):
-            _judge(group, policy, score)
+        for group in _sample(policy, fitting, config, seed, collected):
+            prompt = policy.tokenizer.decode(group.prompt_ids, skip_special_tokens=False)
+            judge(group.task, prompt, group.rollouts, tasks.score)
             collected.groups.append(group)
-        live = [g for g in collected.groups if has_signal(g)]
+        live = [g for g in collected.groups if has_signal(g.rollouts)]
         wanted = 0 if config.refill == 1.0 else config.groups - len(live)
-    dead = [g for g in collected.groups if not has_signal(g)]
+    dead = [g for g in collected.groups if not has_signal(g.rollouts)]
     collected.kept = collected.groups if config.refill == 1.0 else (live + dead)[: config.groups]
     return collected
 
@@ -82,20 +92,15 @@ def fit_length(config: RolloutsConfig, policy: Policy, report: Callable[[str], N
     return config.model_copy(update={"max_new_tokens": most})
 
 
-def has_signal(group: Group) -> bool:
-    """Whether any reward differs within the group: without that every advantage is zero."""
-    return len({(r.reward, *r.rewards.items()) for r in group.rollouts}) > 1
-
-
 def _fitting(
-    policy: Policy, draw: DrawTasks, n: int, config: RolloutsConfig, collected: Collected
+    policy: Policy, draw: DrawTasks, judge: Judge, n: int, config: RolloutsConfig, collected: Collected
 ) -> list[tuple[Task, list[int]]]:
     """`n` tasks with their encoded prompts, drawing again for those that are too long; fewer if there are none left."""
     longest = min(config.max_prompt_tokens, policy.max_positions - config.max_new_tokens)
     fitting: list[tuple[Task, list[int]]] = []
     for _ in range(DRAWS):
         tasks = draw(n - len(fitting))
-        encoded = [(task, policy.encode(task.question)) for task in tasks]
+        encoded = [(task, policy.encode(judge.prompt(task))) for task in tasks]
         fitting += [(task, prompt) for task, prompt in encoded if len(prompt) <= longest]
         collected.too_long += sum(len(prompt) > longest for _, prompt in encoded)
         if len(fitting) == n or not tasks:
@@ -115,16 +120,6 @@ def _sample(
     return [
         Group(task, prompt, rollouts, policy.version) for (task, prompt), rollouts in zip(fitting, samples, strict=True)
     ]
-
-
-def _judge(group: Group, policy: Policy, score: ScoreCompletions) -> None:
-    """Score the rollouts of a group in place."""
-    n = len(group.rollouts)
-    prompt = policy.tokenizer.decode(group.prompt_ids, skip_special_tokens=False)
-    scores = score([group.task] * n, [prompt] * n, [r.text for r in group.rollouts])
-    for rollout, verdict in zip(group.rollouts, scores, strict=True):
-        rollout.extracted, rollout.rewards = verdict.extracted, verdict.rewards
-        rollout.reward, rollout.correct = verdict.reward, verdict.correct
 
 
 def _seed(name: str) -> int:

@@ -68,7 +68,7 @@ def _answered(
     groups: list[Group] = []
     waiting = iter(held_out)
     for start in range(0, len(held_out), QUESTIONS_PER_BATCH):
-        groups += collect(policy, lambda n: list(islice(waiting, n)), tasks.score, config, f"eval/{start}").groups
+        groups += collect(policy, lambda n: list(islice(waiting, n)), tasks, config, f"eval/{start}").groups
     return groups
 
 

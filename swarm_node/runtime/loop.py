@@ -272,7 +272,7 @@ class Run:
         config, node, without_reward = self.config, self.node, 0
         stop.allow()
         drawn = self.tasks.sample(random.Random(config.seed), config.rollouts.groups)
-        prompts = [self.policy.encode(task.question) for task in drawn]
+        prompts = [self.policy.encode(self.tasks.prompt(task)) for task in drawn]
         self.limits.wait(stop)
         if self.crew is None:
             needed = estimate(self.policy, prompts, config.rollouts, config.grpo)

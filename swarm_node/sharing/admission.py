@@ -7,22 +7,18 @@ Nothing the sender says of prompt, truth or reward is read. What is wrong is a `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import msgspec
 import numpy as np
 
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import Manifest, ManifestLimits
-from protocol.messages import RolloutBatch, SharedGroup, SharedRollout, TaskName
+from protocol.messages import RolloutBatch, SharedGroup, SharedRollout
 from protocol.topics import slot_key
 from swarm_node.policy.policy import Policy
-from swarm_node.sharing.content import has_signal, prompt_digest
-from swarm_node.types import Group, Rollout, Sampling, Score, Task
-
-Assigned = Callable[[TaskName, str], Task]
-"""(name, slot key) -> the training task of that name, or RemoteProtocolError `task` or `assignment`."""
-ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
+from swarm_node.tasks import TaskSet
+from swarm_node.tasks.rewards import has_signal, judge
+from swarm_node.tasks.text import prompt_digest
+from swarm_node.types import Group, Rollout, Sampling
 
 
 def check_caps(shared: SharedGroup, limits: ManifestLimits) -> None:
@@ -40,25 +36,23 @@ def check_caps(shared: SharedGroup, limits: ManifestLimits) -> None:
 class Admission:
     """The checks that cost something, in the order in which they are made."""
 
-    def __init__(
-        self, manifest: Manifest, policy: Policy, sampling: Sampling, assigned: Assigned, score: ScoreCompletions
-    ) -> None:
+    def __init__(self, manifest: Manifest, policy: Policy, sampling: Sampling, tasks: TaskSet) -> None:
         self._swarm = manifest.swarm_id
         self._policy = policy
         self._longest = sampling.max_new_tokens
-        self._assigned = assigned
-        self._score = score
+        self._tasks = tasks
 
     def rebuild(self, peer: str, batch: RolloutBatch, shared: SharedGroup) -> Group:
         """The group to train on; `shared` has passed `check_caps`. Raises `RemoteProtocolError`: task, assignment,
         prompt, length, text, error or zero."""
-        task = self._assigned(shared.task, slot_key(self._swarm, peer, shared.epoch, shared.slot))
+        task = self._tasks.assigned(shared.task, slot_key(self._swarm, peer, shared.epoch, shared.slot))
         if prompt_digest(task.question) != shared.prompt:
             raise RemoteProtocolError("prompt", f"{task.name.environment} {task.name.index} is another question here")
         try:
-            prompt_ids = self._policy.encode(task.question)
+            prompt_ids = self._policy.encode(self._tasks.prompt(task))
             rollouts = self._encode(shared, len(prompt_ids), batch.tokenizer == self._policy.tokenizer_hash)
-            self._judge(task, prompt_ids, rollouts)
+            prompt = self._policy.tokenizer.decode(prompt_ids, skip_special_tokens=False)
+            judge(task, prompt, rollouts, self._tasks.score)
         except RemoteProtocolError:
             raise
         except Exception as error:  # tokenizers and users' reward functions may raise anything at a stranger's text
@@ -104,12 +98,3 @@ class Admission:
         logprobs = np.frombuffer(data, dtype="<f2") if len(data) == 2 * len(ids) else np.empty(0)
         sound = bool((np.isfinite(logprobs) & (logprobs <= 0)).all())
         return Rollout(ids, logprobs.tolist() if sound else [], answer.finished, answer.text)
-
-    def _judge(self, task: Task, prompt_ids: list[int], rollouts: list[Rollout]) -> None:
-        """Score `rollouts` in place."""
-        n = len(rollouts)
-        prompt = self._policy.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        scores = self._score([task] * n, [prompt] * n, [r.text for r in rollouts])
-        for rollout, verdict in zip(rollouts, scores, strict=True):
-            rollout.extracted, rollout.rewards = verdict.extracted, verdict.rewards
-            rollout.reward, rollout.correct = verdict.reward, verdict.correct

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import unicodedata
 from collections.abc import Sequence
 
 from protocol.messages import SharedGroup
 from swarm_node.types import Rollout
-
-
-def prompt_digest(question: str) -> bytes:
-    """First 16 bytes of sha256 over the question as the held-out split normalises it: NFC, single spaces."""
-    normalised = " ".join(unicodedata.normalize("NFC", question).split())
-    return hashlib.sha256(normalised.encode()).digest()[:16]
 
 
 def slot_id(peer: str, group: SharedGroup) -> bytes:

@@ -21,8 +21,9 @@ from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, Share
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.policy import Policy
-from swarm_node.sharing.content import has_signal, prompt_digest
 from swarm_node.sharing.quota import Quota
+from swarm_node.tasks.rewards import has_signal
+from swarm_node.tasks.text import prompt_digest
 from swarm_node.types import Group, Rollout, Sampling
 
 FLUSH_S = 1.0

@@ -27,9 +27,10 @@ from protocol.manifest import Manifest
 from protocol.messages import RolloutBatch, SharedGroup
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
-from swarm_node.sharing.admission import Admission, Assigned, ScoreCompletions, check_caps
+from swarm_node.sharing.admission import Admission, check_caps
 from swarm_node.sharing.content import content_id, slot_id
 from swarm_node.sharing.peer_accounts import Account, Ledger
+from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Sampling
 
 INBOX_BYTES = 16 * MAX_BATCH_BYTES
@@ -66,8 +67,7 @@ class Receiver:
         manifest: Manifest,
         policy: Policy,
         sampling: Sampling,
-        assigned: Assigned,
-        score: ScoreCompletions,
+        tasks: TaskSet,
         config: SharingConfig,
         add: Callable[[Group], str | None],
         now: Callable[[], float],
@@ -90,7 +90,7 @@ class Receiver:
         self._admitted_at = spent()
         self._debt = 0.0
         """Seconds that earlier calls of `admit` took beyond what they were allowed."""
-        self._admission = Admission(manifest, policy, sampling, assigned, score)
+        self._admission = Admission(manifest, policy, sampling, tasks)
         self._ledger = Ledger(manifest.limits, now, say)
         self._seen: dict[bytes, tuple[float, tuple[bytes, ...]]] = {}
         """Slot -> (when its last group came, content ids of its groups), oldest first."""

@@ -115,11 +115,11 @@ class Entry(NamedTuple):
 
 def describe() -> list[Entry]:
     """Every allowed environment with an example."""
-    from swarm_node.tasks.reasoning_gym import Environment
+    from swarm_node.tasks.reasoning_gym import ReasoningGym
 
     entries = []
     for name, checker in ALLOWED.items():
-        environment = Environment(name, {})
+        environment = ReasoningGym(name, {})
         task = next(task for index in range(environment.size) if (task := environment.task(index)))
         sets = [group for group, members in SETS.items() if name in members]
         entries.append(Entry(name, sets, checker, task.question, task.answer or ""))

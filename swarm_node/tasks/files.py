@@ -1,4 +1,4 @@
-"""A source of tasks: a JSONL file with a `question` and an `answer` on each line.
+"""Tasks from a JSONL file with a `question` and an `answer` on each line.
 
 Other columns become metadata, which reward functions see.
 """
@@ -14,15 +14,16 @@ import msgspec
 from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
 from protocol.messages import TaskName
 from swarm_node.errors import UserError
+from swarm_node.tasks.base import OneTurn
 from swarm_node.tasks.checkers import text_or_number
-from swarm_node.tasks.extract import extract
+from swarm_node.tasks.text import extract
 from swarm_node.types import Task
 
 
-class QuestionFile:
-    """Holds and judges the tasks of one file. Raises `UserError` if it is missing, empty or malformed.
+class QuestionFile(OneTurn):
+    """The tasks of one file. UserError if it is missing, empty or malformed.
 
-    answer_needed: whether each line must have an `answer`; it need not if only reward functions judge.
+    Every line must have an `answer` if `answer_needed`, that is unless reward functions alone judge.
     """
 
     environment = "jsonl"
@@ -50,7 +51,7 @@ class QuestionFile:
             raise UserError(f'task file {path} is empty: it needs lines like {{"question": "1+1?", "answer": "2"}}')
 
     def task(self, index: int) -> Task | None:
-        """Task of line `index`, counted from 0; `None` for an empty line."""
+        """Task of line `index`, counted from 0; None for an empty line."""
         if index not in self._rows:
             return None
         row = dict(self._rows[index])
@@ -58,12 +59,12 @@ class QuestionFile:
         return Task(name, self.label, row.pop("question"), row.pop("answer"), metadata=row)
 
     def check(self, task: Task, answer: str) -> float:
-        """1 for the reference's text or number; the reference is read like a completion (`… #### 42`)."""
+        """1 for the reference's text or number, else 0; the reference is read like a completion (`… #### 42`)."""
         return text_or_number(answer, extract(task.answer or "") or "")
 
 
 def _row(line: bytes, answer_needed: bool) -> dict[str, Any]:
-    """Raises `ValueError` that says what is wrong with the line."""
+    """The line's columns. The ValueError says what is wrong with it."""
     row = msgspec.json.decode(line)  # msgspec.DecodeError is a ValueError
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from swarm_node.errors import UserError
 from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED, SETS
 from swarm_node.tasks.reasoning_gym import FIXED, library_names, nearest
+from swarm_node.tasks.taskset import ENVIRONMENTS
 
 STRETCH = 2
 
@@ -32,6 +33,10 @@ def check_options(path: str, options: Mapping[str, object]) -> None:
         return
     if group and name not in SETS.get(group, {}):
         raise UserError(f"unknown task {path!r}: `swarm-node tasks` lists all")
+    if name in ENVIRONMENTS and name not in ALLOWED:  # installed by each member's owner
+        if options:
+            raise UserError(f"task {path!r} takes no options in a swarm")
+        return
     if name not in ALLOWED:
         if ":" in path:
             raise UserError(f"task {path!r}: a swarm carries no code; reward functions are every node's own")

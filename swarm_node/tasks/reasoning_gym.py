@@ -1,4 +1,4 @@
-"""A source of tasks: an environment of reasoning-gym with its options.
+"""Tasks from an environment of reasoning-gym with its options.
 
 The library seeds item i of a data set with `seed + i`, so (5, 3) and (6, 2) are one item. Here the seed is
 always 0 and the index alone names the item; items are made one at a time, so the index space may be huge.
@@ -12,43 +12,70 @@ import difflib
 import hashlib
 import importlib.metadata
 import json
+from collections.abc import Callable
 from typing import Any
 
 from protocol.limits import CONFIG_HASH_CHARS, TASK_INDICES
 from protocol.messages import TaskName
 from swarm_node.errors import UserError
 from swarm_node.tasks import checkers
+from swarm_node.tasks.base import OneTurn
 from swarm_node.tasks.catalogue import ALLOWED, NOT_AUDITED, REFUSED
-from swarm_node.tasks.extract import extract
-from swarm_node.tasks.patches import ENDLESS, tame
+from swarm_node.tasks.text import extract
 from swarm_node.types import Task
 
 FIXED = {"seed", "size", "data_file"}
-"""Options that are not the user's: an item's index stands for its seed, the index space is always the same,
-and
-a file of one's own would make items that nobody else can."""
+"""Options that are not the user's: the index stands for the seed, the size is always the same, and a file of one's own
+would make items that nobody else can."""
+MAX_DIVIDEND_DIGITS = 24
+"""Up to here all divisors of a number are found in well under a second."""
 
 
-class Environment:
-    """Makes and judges the tasks of one environment. `UserError` if it is refused, or for wrong options."""
+ENDLESS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "arc_1d": (
+        lambda c: c.max_size > 30,
+        "max_size above 30: some rules hardly ever find a grid of that size",
+    ),
+    "base_conversion": (
+        lambda c: c.min_base == c.max_base,
+        "min_base equals max_base: it wants two bases",
+    ),
+    "basic_arithmetic": (
+        lambda c: (
+            "/" in c.operators
+            and (c.max_terms * c.max_digits > MAX_DIVIDEND_DIGITS or (not c.allow_parentheses and c.max_digits > 5))
+        ),
+        "division of such long numbers: it lists all divisors; lower max_terms or max_digits",
+    ),
+    "bf": (
+        lambda c: c.difficulty > 2,
+        "difficulty 3: counters overflow, some programs never halt",
+    ),
+    "calendar_arithmetic": (lambda c: c.offset_upper_bound < 1, "offset_upper_bound below 1: no date fits"),
+}
+"""Environment -> options with which an item can take for ever, and why.
+
+Such a generator would stall the whole node, and a peer could choose the index that does it."""
+
+
+class ReasoningGym(OneTurn):
+    """The tasks of one environment. UserError if it is refused, or for wrong options."""
 
     size = TASK_INDICES
-    """Indices run from 0 to here."""
 
     def __init__(self, name: str, options: dict[str, Any], path: str = "") -> None:
         if name not in ALLOWED:
             raise UserError(f"task {name!r} is refused: {REFUSED.get(name, NOT_AUDITED)}")
         self.environment = self.label = name
         self.path = path or name
-        """How the user asked for it, for example `small/gcd`."""
         self.generator = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
         self._dataset = _create(name, options)
         self.config = _config_hash(self._dataset.config)
 
     def task(self, index: int) -> Task | None:
-        """Item `index`; `None` where the library fails, or where its reference answer is not right.
+        """Item `index`; None where the library fails, or where its reference answer is not right.
 
-        The second happens: an empty answer (base_conversion of 0), a conclusion that does not follow
+        The latter happens: an empty answer (base_conversion of 0), a conclusion that does not follow
         (propositional_logic after 100 failed tries).
         """
         try:
@@ -71,7 +98,7 @@ class Environment:
         return task if right else None
 
     def check(self, task: Task, answer: str) -> float:
-        """Score of `answer`. May raise whatever the library's scorer raises."""
+        """Score of `answer`. Whatever the library's scorer raises is passed on."""
         if self.environment == "binary_matrix":
             return checkers.matrix(answer, task.answer or "")
         if self.environment == "propositional_logic":
@@ -99,14 +126,14 @@ def _create(name: str, options: dict[str, Any]) -> Any:
         config.validate()
         if name in ENDLESS and ENDLESS[name][0](config):
             raise ValueError(ENDLESS[name][1])
-        tame(name)
+        patch(name)
         return make_dataset(config=config)
     except Exception as error:  # each data set checks its options in its own way
         raise UserError(f"task {name!r}: wrong options: {error}") from error
 
 
 def _config_hash(config: Any) -> str:
-    """First digits of the sha256 of all options, given or default, but `FIXED`, as canonical JSON."""
+    """First digits of the sha256 of all options but `FIXED`, given or default, as canonical JSON."""
     options = {key: value for key, value in dataclasses.asdict(config).items() if key not in FIXED}
     text = json.dumps(options, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:CONFIG_HASH_CHARS]
@@ -123,3 +150,36 @@ def nearest(word: str, known: set[str]) -> str:
     """`; did you mean …?` for an error message, or nothing."""
     match = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def patch(name: str) -> None:
+    """Replace what prints or is slow in the library's generator of environment `name`; items stay the same."""
+    if name == "bf":
+        from reasoning_gym.code.contrib.bfit.Compiler import Optimizer
+
+        Optimizer.print = lambda *args, **kwargs: None  # prints a dot for each optimisation it makes
+    if name == "basic_arithmetic":
+        from reasoning_gym.arithmetic import basic_arithmetic
+
+        basic_arithmetic.find_common_divisors = common_divisors
+
+
+def common_divisors(a: int, b: int) -> list[int]:
+    """Divisors d of g = gcd(a, b) in the library's order: by the smaller of d and g/d, that one first.
+
+    The library tries every number up to sqrt(g), which takes a minute for g = 10^18; with default options,
+    one item in 20 000 takes it longer than a second.
+    """
+    from math import gcd
+
+    from sympy import divisors
+
+    common = gcd(a, b)
+    ordered = []
+    for small in divisors(common) if common else ():
+        if small * small > common:
+            break
+        ordered.append(small)
+        if small * small != common:
+            ordered.append(common // small)
+    return ordered

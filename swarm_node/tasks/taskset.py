@@ -1,8 +1,8 @@
 """The tasks of a run: drawing them, naming them, judging answers to them.
 
-    specs -> sources (environment with options | file) -> task -> completion -> extract -> check -> reward
+    specs -> sources (environment with options | file) -> task -> prompt -> completion -> step -> reward
 
-A source makes tasks from indices and judges answers to them; it is an `Environment` or a `QuestionFile`.
+`ENVIRONMENTS` has the kinds of sources by name.
 """
 
 from __future__ import annotations
@@ -11,32 +11,30 @@ import copy
 import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, repeat
+from math import ceil
+from typing import Any
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
 from swarm_node.config import RewardsConfig, TaskConfig
-from swarm_node.config.plugins import load_function
+from swarm_node.config.plugins import describe, load_function
 from swarm_node.errors import UserError
+from swarm_node.tasks.base import TaskSource
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS
 from swarm_node.tasks.checkers import FULL_MARKS
-from swarm_node.tasks.extract import extract
 from swarm_node.tasks.files import QuestionFile
-from swarm_node.tasks.reasoning_gym import Environment, library_names, nearest
+from swarm_node.tasks.reasoning_gym import ReasoningGym, library_names, nearest
 from swarm_node.tasks.rewards import RewardFunction, call_function
-from swarm_node.tasks.split import is_held_out, normalise
-from swarm_node.tasks.stratify import allot
+from swarm_node.tasks.text import extract, is_held_out, normalise
 from swarm_node.types import Score, Task
 
-Source = Environment | QuestionFile
+ENVIRONMENTS: dict[str, Callable[[str, dict[str, Any], str], TaskSource]] = dict.fromkeys(ALLOWED, ReasoningGym)
+"""Environment -> its kind of source, called with (its name, its options, how the user asked for it)."""
 
 CHECKER = "checker"
 """Name of the task's own checker among the rewards."""
-
-MAX_ANSWER_CHARS = 32_768
-"""Longer answers score 0 unseen: the longest reference of the shipped sets has 200 characters, and this
-bounds what a checker can be made to chew on."""
 
 DRAWS = 1000
 """Tries to find a question of the training split before giving up; four in five are."""
@@ -46,9 +44,9 @@ MISSES = 1000
 
 
 class TaskSet:
-    """The tasks of a run, from one or more sources, each with a weight. Made by `load_tasks`."""
+    """The tasks of a run, from one or more sources, each with a weight. `load_tasks` makes one."""
 
-    def __init__(self, sources: dict[Source, float], rewards: RewardsConfig) -> None:
+    def __init__(self, sources: dict[TaskSource, float], rewards: RewardsConfig) -> None:
         self._sources = list(sources)
         self._weights = list(sources.values())
         self._by_name = {(source.environment, source.config): source for source in sources}
@@ -80,10 +78,10 @@ class TaskSet:
         return [f"{source.environment} {source.config} {source.generator}" for source in self._sources]
 
     def only(self, specs: Sequence[str | TaskConfig]) -> TaskSet:
-        """This set, but drawing (and naming) only what `specs` choose of it; answers to the rest are still judged.
+        """A set that draws and names only what `specs` choose of this one; it still judges answers to the rest.
 
         A spec chooses all sources of that set, member, environment (with these options, if it has any) or file.
-        Raises `UserError` if one chooses none.
+        UserError if one chooses none.
         """
         chosen: set[int] = set()
         for spec in specs:
@@ -99,15 +97,15 @@ class TaskSet:
         return part
 
     def sample(self, rng: random.Random, n: int) -> list[Task]:
-        """`n` training tasks in random order, shared out among the sources by weight (`allot`)."""
-        counts = allot(self._weights, n, rng)
+        """`n` training tasks in random order, shared out among the sources by weight; see `stratify`."""
+        counts = stratify(self._weights, n, rng)
         repeated = chain.from_iterable(map(repeat, self._sources, counts))
         tasks = [_draw(source, rng) for source in repeated]
         rng.shuffle(tasks)
         return tasks
 
     def at(self, place: float, key: str) -> Task:
-        """The training task that `key` seeds, of the source at `place` in [0, 1) on the weights laid end to end."""
+        """The training task that `key` seeds in the source at `place` in [0, 1) on the weights laid end to end."""
         ends = list(accumulate(self._weights))
         chosen = min(bisect_right(ends, place * ends[-1]), len(ends) - 1)
         return _seeded(self._sources[chosen], key)
@@ -115,7 +113,7 @@ class TaskSet:
     def assigned(self, name: TaskName, key: str) -> Task:
         """The training task of that name, if it is the one that `key` seeds in its source.
 
-        Raises `RemoteProtocolError` with reason `task` if no source of this node makes it, or `assignment`.
+        Raises RemoteProtocolError: `task` if no source of this node makes it, `assignment` if `key` seeds another.
         """
         task = _seeded(self._source(name), key)
         if task.name != name:
@@ -123,7 +121,7 @@ class TaskSet:
         return task
 
     def held_out(self, n: int) -> list[Task]:
-        """Up to `n` different evaluation questions, the sources taking turns; always the same ones."""
+        """Up to `n` different evaluation questions from the sources in turn; the same at every call."""
         streams = [_evaluation_tasks(source) for source in self._sources]
         tasks: list[Task] = []
         while streams and len(tasks) < n:
@@ -135,24 +133,17 @@ class TaskSet:
                     tasks.append(task)
         return tasks[:n]
 
-    def regenerate(self, name: TaskName) -> Task:
-        """The training task of that name.
-
-        Raises `RemoteProtocolError` with reason `task` if no source of this node makes it, or `held_out` if
-        it is an evaluation question.
-        """
-        source = self._source(name)
-        task = source.task(name.index) if name.seed == 0 and 0 <= name.index < source.size else None
-        if task is None:
-            raise RemoteProtocolError("task", f"{name.environment} has no item {name.seed}, {name.index}")
-        if is_held_out(task.question):
-            raise RemoteProtocolError("held_out", f"{name.environment} {name.index}")
-        return task
+    def prompt(self, task: Task) -> str:
+        """The question that the task's environment begins with. UserError if it begins with more than that."""
+        messages = self._environment(task).reset(task)
+        if [message["role"] for message in messages] != ["user"]:
+            raise UserError(f"task {task.label!r} begins with several messages: policies are asked one question so far")
+        return messages[0]["content"]
 
     def score(self, tasks: Sequence[Task], prompts: Sequence[str], completions: Sequence[str]) -> list[Score]:
-        """Judge completion i as an answer to task i. Raises `UserError` if a reward function fails."""
+        """Judge completion i as an answer to prompt i of task i. UserError if a reward function fails."""
         answers = [extract(completion) for completion in completions]
-        checked = [self._check(task, answer) for task, answer in zip(tasks, answers, strict=True)]
+        checked = [self._step(task, completion) for task, completion in zip(tasks, completions, strict=True)]
         rewards: dict[str, list[float | None]] = {
             name: call_function(name, function, tasks, prompts, completions)
             for name, function in self._functions.items()
@@ -168,7 +159,7 @@ class TaskSet:
             scores.append(Score(answer, mine, float(total), correct=(checked[i] or 0.0) >= FULL_MARKS))
         return scores
 
-    def _source(self, name: TaskName) -> Source:
+    def _source(self, name: TaskName) -> TaskSource:
         source = self._by_name.get((name.environment, name.config))
         if source is None:
             raise RemoteProtocolError("task", f"no source for {name.environment} with options {name.config}")
@@ -176,32 +167,32 @@ class TaskSet:
             raise RemoteProtocolError("task", f"made by {name.generator}, here is {source.generator}")
         return source
 
-    def _check(self, task: Task, answer: str | None) -> float | None:
-        """Score in [0, 1] from the task's own checker; `None` if the task has no reference answer."""
-        if task.answer is None:
-            return None
-        if answer is None or len(answer) > MAX_ANSWER_CHARS:
-            return 0.0
-        source = self._by_name[task.name.environment, task.name.config]
+    def _environment(self, task: Task) -> TaskSource:
+        return self._by_name[task.name.environment, task.name.config]
+
+    def _step(self, task: Task, completion: str) -> float | None:
+        """Reward in [0, 1] of a completion from the task's environment; None if that does not judge."""
+        environment = self._environment(task)
         try:
-            value = source.check(task, answer)
+            _, reward, done = environment.step(task, environment.reset(task), completion)
         except Exception:  # library scorers raise on text that they did not expect: that is a wrong answer
             self.scorer_errors[task.label] += 1
             return 0.0
-        return min(1.0, max(0.0, value))
+        if not done:
+            raise UserError(f"task {task.label!r} asks for another answer: policies answer once so far")
+        return None if reward is None else min(1.0, max(0.0, reward))
 
 
 def load_tasks(specs: Sequence[str | TaskConfig], rewards: RewardsConfig) -> TaskSet:
-    """Tasks of environments, sets (`small`), their members (`small/gcd`), JSONL files and tables with
-    options.
+    """Tasks of environments, sets (`small`), their members (`small/gcd`), JSONL files and tables with options.
 
-    The same source twice counts once, with both weights. Raises `UserError`.
+    A source that is named twice counts once, with both weights. UserError if one cannot be used.
     """
     if not specs:
         raise UserError("no tasks: name at least one, for example `small`")
     answer_needed = rewards.checker_weight > 0 or not rewards.functions
     weights: dict[tuple[str, str], float] = defaultdict(float)
-    sources: dict[tuple[str, str], Source] = {}
+    sources: dict[tuple[str, str], TaskSource] = {}
     for spec in specs:
         table = _table(spec) if isinstance(spec, str) else spec
         for source in _open(table, answer_needed):
@@ -218,20 +209,25 @@ def _table(spec: str) -> TaskConfig:
     return TaskConfig(file=spec) if spec.endswith(".jsonl") else TaskConfig(env=spec)
 
 
-def _chooses(table: TaskConfig, source: Source) -> bool:
+def _chooses(table: TaskConfig, source: TaskSource) -> bool:
     if table.file is not None:
         return isinstance(source, QuestionFile) and QuestionFile(table.file, False).config == source.config
     if table.config:
-        return any(source.config == other.config for other in _open(table, False) if isinstance(source, Environment))
+        return any(
+            source.config == other.config for other in _open(table, False) if not isinstance(source, QuestionFile)
+        )
     name = table.env or ""
     return name in (source.path, source.path.rpartition("/")[0], source.environment)
 
 
-def _open(table: TaskConfig, answer_needed: bool) -> Iterator[Source]:
+def _open(table: TaskConfig, answer_needed: bool) -> Iterator[TaskSource]:
     if table.file is not None:
         yield QuestionFile(table.file, answer_needed)
         return
     name = table.env or ""
+    if ":" in name:
+        yield _own_source(name, table.config)
+        return
     group, _, member = name.rpartition("/")
     if name in SETS:
         if table.config:
@@ -239,18 +235,33 @@ def _open(table: TaskConfig, answer_needed: bool) -> Iterator[Source]:
         chosen = {f"{name}/{environment}": options for environment, options in SETS[name].items()}
     elif group in SETS and member in SETS[group]:
         chosen = {name: {**SETS[group][member], **table.config}}
-    elif name in ALLOWED or name in REFUSED or name in library_names():
+    elif name in ENVIRONMENTS or name in REFUSED or name in library_names():
         chosen = {name: table.config}
     else:
-        known = {*SETS, *ALLOWED, *(f"{group}/{member}" for group in SETS for member in SETS[group])}
+        known = {*SETS, *ENVIRONMENTS, *(f"{group}/{member}" for group in SETS for member in SETS[group])}
         hint = nearest(name, known)
         raise UserError(f"unknown task {name!r}{hint} (`swarm-node tasks` lists all; a file ends in .jsonl)")
     for path, options in chosen.items():
-        yield Environment(path.rpartition("/")[2], options, path)
+        environment = path.rpartition("/")[2]
+        yield ENVIRONMENTS.get(environment, ReasoningGym)(environment, options, path)
 
 
-def _make_labels_distinct(sources: list[Source]) -> None:
-    """Sources that share a label take their path (`sapo/bf`), then their config hash as well."""
+def _own_source(name: str, options: dict[str, Any]) -> TaskSource:
+    """A source of the user's own, `file.py:Class` or `package.module:Class`. UserError if it fails."""
+    kind = load_function(name, "task")
+    try:
+        source = kind(name.rpartition(":")[2], options, name)
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(f"task {name!r} failed: {describe(error)}") from error
+    if not isinstance(source, TaskSource):
+        raise UserError(f"task {name!r} must name a subclass of swarm_node.tasks.base.TaskSource")
+    return source
+
+
+def _make_labels_distinct(sources: list[TaskSource]) -> None:
+    """Name sources that share a label by their path (`sapo/bf`), or else by their config hash as well."""
     for attempt in ("{0.path}", "{0.label}:{0.config}"):
         counts = Counter(source.label for source in sources)
         for source in sources:
@@ -258,7 +269,7 @@ def _make_labels_distinct(sources: list[Source]) -> None:
                 source.label = attempt.format(source)
 
 
-def _draw(source: Source, rng: random.Random) -> Task:
+def _draw(source: TaskSource, rng: random.Random) -> Task:
     for _ in range(DRAWS):
         task = source.task(rng.randrange(source.size))
         if task is not None and not is_held_out(task.question):
@@ -269,12 +280,12 @@ def _draw(source: Source, rng: random.Random) -> Task:
     )
 
 
-def _seeded(source: Source, key: str) -> Task:
-    """The training task that `key` seeds in `source`: each source has its own, whatever else a node plays."""
+def _seeded(source: TaskSource, key: str) -> Task:
+    """The training task that `key` seeds in `source`, whatever other sources a node has."""
     return _draw(source, random.Random(f"{key}/{source.environment}/{source.config}"))
 
 
-def _evaluation_tasks(source: Source) -> Iterator[Task]:
+def _evaluation_tasks(source: TaskSource) -> Iterator[Task]:
     seen: set[str] = set()
     misses = 0
     for index in range(source.size):
@@ -285,3 +296,27 @@ def _evaluation_tasks(source: Source) -> Iterator[Task]:
             yield task
         elif (misses := misses + 1) >= MISSES:
             return
+
+
+def stratify(weights: Sequence[float], n: int, rng: random.Random) -> list[int]:
+    """How many of `n` draws each source gets: n w_i / sum(w) on average, with less noise than independent draws.
+
+    With n >= sources, each gets one for certain, and the rest follows the excess e_i = max(0, n w_i / sum(w) - 1).
+    Fractions are settled by systematic sampling: the shares are laid end to end in random order and cut by a comb with
+    teeth at u, u + 1, u + 2, …, u uniform in [0, 1).
+    """
+    least = 1 if n >= len(weights) else 0
+    total = sum(weights)
+    excess = [max(0.0, n * weight / total - least) for weight in weights]
+    spare = n - least * len(weights)
+    scale = spare / sum(excess) if spare else 0.0
+    order = list(range(len(weights)))
+    rng.shuffle(order)
+    offset, reached, teeth = rng.random(), 0.0, 0
+    counts = [least] * len(weights)
+    for i in order:
+        reached += excess[i] * scale
+        upto = spare if i == order[-1] else min(spare, ceil(reached - offset))
+        counts[i] += upto - teeth
+        teeth = upto
+    return counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,14 +51,16 @@ class World:
             send=send or (lambda data: self.sent.append(data) or True), identity=identity, now=self.now, **options
         )
 
-    def receiver(self, **changes: Any) -> Receiver:
+    def receiver(self, score: Any = None, **changes: Any) -> Receiver:
+        """`score` replaces that of the tasks."""
+        tasks = copy.copy(self.tasks)
+        tasks.score = score or tasks.score  # type: ignore[method-assign]
         options = dict(
             me=ME.peer_id,
             manifest=self.manifest,
             policy=self.policy,
             sampling=SAMPLING,
-            assigned=self.tasks.assigned,
-            score=self.tasks.score,
+            tasks=tasks,
             config=self.config,
             add=self.pool.append,
             now=self.now,

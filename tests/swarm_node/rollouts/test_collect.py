@@ -8,8 +8,9 @@ import pytest
 
 from swarm_node.config import PolicyConfig, RewardsConfig, RolloutsConfig
 from swarm_node.policy.loading import load_policy
-from swarm_node.rollouts import collect, fit_length, has_signal
+from swarm_node.rollouts import collect, fit_length
 from swarm_node.tasks import load_tasks
+from swarm_node.tasks.rewards import has_signal
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,9 @@ def draw_from(tasks, seed=0):
 
 def test_a_round_is_a_function_of_its_seed(policy, tasks):
     config = RolloutsConfig(groups=6, group_size=4, max_new_tokens=12)
-    first = collect(policy, draw_from(tasks), tasks.score, config, "0/1")
-    again = collect(policy, draw_from(tasks), tasks.score, config, "0/1")
-    other = collect(policy, draw_from(tasks), tasks.score, config, "0/2")
+    first = collect(policy, draw_from(tasks), tasks, config, "0/1")
+    again = collect(policy, draw_from(tasks), tasks, config, "0/1")
+    other = collect(policy, draw_from(tasks), tasks, config, "0/2")
     texts = [[[r.text for r in g.rollouts] for g in c.groups] for c in (first, again, other)]
     assert texts[0] == texts[1] != texts[2]
     assert len(first.groups) == 6 and all(len(g.rollouts) == 4 for g in first.groups)
@@ -40,7 +41,7 @@ def test_a_round_is_a_function_of_its_seed(policy, tasks):
 
 def test_rewards_are_those_of_the_checker(policy, tasks):
     config = RolloutsConfig(groups=14, group_size=8, max_new_tokens=12)
-    groups = collect(policy, draw_from(tasks), tasks.score, config, "0/1").groups
+    groups = collect(policy, draw_from(tasks), tasks, config, "0/1").groups
     rollouts = [(g.task, r) for g in groups for r in g.rollouts]
     right = [r for task, r in rollouts if r.text.strip() == task.answer]
     assert right and all(r.reward == 1.0 and r.correct for r in right)
@@ -51,18 +52,18 @@ def test_rewards_are_those_of_the_checker(policy, tasks):
 
 def test_dynamic_sampling_replaces_groups_without_signal(policy, tasks):
     config = RolloutsConfig(groups=8, group_size=2, max_new_tokens=12)
-    plain = collect(policy, draw_from(tasks), tasks.score, config, "0/1")
+    plain = collect(policy, draw_from(tasks), tasks, config, "0/1")
     config = config.model_copy(update={"refill": 4.0})
-    refilled = collect(policy, draw_from(tasks), tasks.score, config, "0/1")
-    assert sum(map(has_signal, plain.kept)) < 8
-    assert sum(map(has_signal, refilled.kept)) > sum(map(has_signal, plain.kept))
+    refilled = collect(policy, draw_from(tasks), tasks, config, "0/1")
+    assert sum(has_signal(g.rollouts) for g in plain.kept) < 8
+    assert sum(has_signal(g.rollouts) for g in refilled.kept) > sum(has_signal(g.rollouts) for g in plain.kept)
     assert len(refilled.kept) == 8 < len(refilled.groups) <= 32
     assert {id(g) for g in refilled.kept} <= {id(g) for g in refilled.groups}
 
 
 def test_prompts_that_do_not_fit_are_counted(policy, tasks):
     config = RolloutsConfig(groups=7, group_size=2, max_new_tokens=12, max_prompt_tokens=16)
-    collected = collect(policy, draw_from(tasks), tasks.score, config, "0/1")
+    collected = collect(policy, draw_from(tasks), tasks, config, "0/1")
     assert collected.too_long > 0
     assert len(collected.groups) == 7
     assert all(len(g.prompt_ids) <= 16 for g in collected.groups)

@@ -15,7 +15,7 @@ from swarm_node.swarm.manifests import check_addresses, make_manifest, render, t
 from swarm_node.tasks import load_tasks
 from swarm_node.tasks.catalogue import ALLOWED
 from swarm_node.tasks.option_limits import STRETCH, check_options, defaults_of
-from swarm_node.tasks.reasoning_gym import Environment
+from swarm_node.tasks.reasoning_gym import ReasoningGym
 from tests.support.fake_transport import address
 
 QUESTIONS = (
@@ -131,7 +131,7 @@ def test_the_largest_allowed_options_make_items(name: str) -> None:
     }
     check_options(name, options)
     try:
-        environment = Environment(name, options)
+        environment = ReasoningGym(name, options)
     except UserError:
         return  # the library, or what is known to take for ever, sets a lower bound still
     for index in range(5):

@@ -11,12 +11,12 @@ import hashlib
 import json
 
 from swarm_node.tasks.catalogue import ALLOWED, SETS
-from swarm_node.tasks.reasoning_gym import Environment
+from swarm_node.tasks.reasoning_gym import ReasoningGym
 
 ITEMS = 20
 
 
-def digest(source: Environment) -> str:
+def digest(source: ReasoningGym) -> str:
     """sha256 of the questions and answers of items spread over the whole index space."""
     texts = []
     for index in range(0, source.size, source.size // ITEMS):
@@ -26,8 +26,8 @@ def digest(source: Environment) -> str:
 
 
 def main() -> None:
-    sources = {name: Environment(name, {}) for name in ALLOWED}
-    sources |= {f"small/{name}": Environment(name, options) for name, options in SETS["small"].items()}
+    sources = {name: ReasoningGym(name, {}) for name in ALLOWED}
+    sources |= {f"small/{name}": ReasoningGym(name, options) for name, options in SETS["small"].items()}
     digests = {name: digest(source) for name, source in sources.items()}
     print(json.dumps({"generator": sources["gcd"].generator, "digests": digests}, indent=1))
 

@@ -16,10 +16,9 @@ import pytest
 from swarm_node.config import RewardsConfig
 from swarm_node.errors import UserError
 from swarm_node.tasks import load_tasks
+from swarm_node.tasks.base import MAX_ANSWER_CHARS
 from swarm_node.tasks.catalogue import ALLOWED, REFUSED, SETS, describe
-from swarm_node.tasks.patches import ENDLESS, common_divisors
-from swarm_node.tasks.reasoning_gym import Environment
-from swarm_node.tasks.taskset import MAX_ANSWER_CHARS
+from swarm_node.tasks.reasoning_gym import ENDLESS, ReasoningGym, common_divisors
 from tests.support.repository import ROOT
 
 PINNED = ROOT / "tests" / "data" / "task_digests.json"
@@ -39,7 +38,7 @@ def test_another_process_makes_the_pinned_items() -> None:
 def test_an_item_depends_on_seed_plus_index_alone(name: str) -> None:
     from reasoning_gym import create_dataset
 
-    environment = Environment(name, {})
+    environment = ReasoningGym(name, {})
     shifted = create_dataset(name, seed=1000, size=10)
     for index in range(10):
         task = environment.task(1000 + index)
@@ -139,8 +138,8 @@ def test_a_raising_scorer_is_a_wrong_answer() -> None:
 
 
 def test_bf_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    assert Environment("bf", {}).task(5)
-    assert Environment("bf", {"difficulty": 2}).task(5)
+    assert ReasoningGym("bf", {}).task(5)
+    assert ReasoningGym("bf", {"difficulty": 2}).task(5)
     assert capfd.readouterr().out == ""
 
 
@@ -174,7 +173,7 @@ def test_items_that_stall_the_library_are_made() -> None:
     """The library's own loop tries 10^8 divisors for this default item."""
     from reasoning_gym.arithmetic import basic_arithmetic
 
-    environment = Environment("basic_arithmetic", {})
+    environment = ReasoningGym("basic_arithmetic", {})
     assert basic_arithmetic.find_common_divisors is common_divisors
     task = environment.task(865289177)
     assert task and task.question == "Calculate -( -7689 * 7321 * -( -7478 * -6232 ) ) / 68436708 + -2487."
@@ -193,22 +192,22 @@ def test_items_that_stall_the_library_are_made() -> None:
 )
 def test_options_that_may_never_end_are_refused(name: str, options: dict[str, int]) -> None:
     with pytest.raises(UserError, match=f"'{name}': wrong options: {ENDLESS[name][1][:12]}"):
-        Environment(name, options)
+        ReasoningGym(name, options)
 
 
 def test_decimal_precision_of_the_thread_survives() -> None:
-    task = Environment("decimal_arithmetic", {}).task(5)
+    task = ReasoningGym("decimal_arithmetic", {}).task(5)
     with decimal.localcontext(prec=3):
-        assert Environment("decimal_arithmetic", {}).task(5) == task
+        assert ReasoningGym("decimal_arithmetic", {}).task(5) == task
         assert decimal.getcontext().prec == 3
 
 
 def test_items_without_a_right_reference_are_left_out() -> None:
     """base_conversion of 0 has an empty answer; propositional_logic gives up and says `P`, true or not."""
-    zero = Environment("base_conversion", {"min_value": 0, "max_value": 1})
+    zero = ReasoningGym("base_conversion", {"min_value": 0, "max_value": 1})
     tasks = [zero.task(index) for index in range(200)]
     assert None in tasks and all(task.answer for task in tasks if task)
-    logic = Environment("propositional_logic", {})
+    logic = ReasoningGym("propositional_logic", {})
     assert any(logic.task(index) is None for index in range(1000))
 
 

@@ -18,8 +18,11 @@ from swarm_node.config import RewardFunction, RewardsConfig, TaskConfig
 from swarm_node.config.plugins import load_function
 from swarm_node.errors import UserError
 from swarm_node.tasks import TaskSet, is_held_out, load_tasks
-from swarm_node.tasks.split import normalise
-from swarm_node.tasks.stratify import allot
+from swarm_node.tasks.base import Messages, TaskSource
+from swarm_node.tasks.option_limits import check_options
+from swarm_node.tasks.taskset import ENVIRONMENTS, stratify
+from swarm_node.tasks.text import normalise
+from swarm_node.types import Task
 
 REWARDS = RewardsConfig()
 
@@ -75,16 +78,16 @@ def test_weights_are_met_on_average() -> None:
     rng = random.Random(0)
     totals = [0, 0, 0]
     for _ in range(3000):
-        counts = allot([1.0, 2.0, 5.0], 2, rng)
+        counts = stratify([1.0, 2.0, 5.0], 2, rng)
         assert sum(counts) == 2
         totals = [total + count for total, count in zip(totals, counts, strict=True)]
     assert totals == pytest.approx([750, 1500, 3750], rel=0.08)
     for _ in range(200):
-        assert allot([1.0, 2.0, 5.0], 8, rng) == [1, 2, 5]
-        many = allot([0.001, 1.0, 1.0], 8, rng)
+        assert stratify([1.0, 2.0, 5.0], 8, rng) == [1, 2, 5]
+        many = stratify([0.001, 1.0, 1.0], 8, rng)
         assert many[0] == 1 and sum(many) == 8 and abs(many[1] - many[2]) <= 1
-        assert sorted(allot([1.0] * 7, 8, rng)) == [1] * 6 + [2]
-        assert allot([1.0] * 5, 5, rng) == [1] * 5
+        assert sorted(stratify([1.0] * 7, 8, rng)) == [1] * 6 + [2]
+        assert stratify([1.0] * 5, 5, rng) == [1] * 5
 
 
 def test_training_and_evaluation_are_disjoint_by_content(small: TaskSet) -> None:
@@ -123,36 +126,42 @@ def test_nothing_left_to_train_on_is_said(tmp_path: Path) -> None:
 # --- names ---
 
 
-def test_another_node_regenerates_a_task_by_name(small: TaskSet) -> None:
+def seeded(tasks: TaskSet, n: int) -> list[tuple[Task, str]]:
+    """Tasks that keys seed, over all sources, each with its key."""
+    return [(tasks.at((i + 0.5) / n, f"key {i}"), f"key {i}") for i in range(n)]
+
+
+def test_another_node_makes_a_task_by_its_name(small: TaskSet) -> None:
     other = load_tasks(["small/gcd", "small/products", "sapo"], REWARDS)
-    for task in small.sample(random.Random(1), 70):
+    for task, key in seeded(small, 70):
         name = msgspec.msgpack.decode(msgspec.msgpack.encode(task.name), type=TaskName)
         if task.label in ("gcd", "products"):
-            assert other.regenerate(name) == task
+            assert other.assigned(name, key) == task
         else:
             with pytest.raises(RemoteProtocolError, match="no source"):
-                other.regenerate(name)
+                other.assigned(name, key)
 
 
-def test_names_that_cannot_be_regenerated(small: TaskSet) -> None:
-    (task,) = load_tasks(["small/gcd"], REWARDS).sample(random.Random(0), 1)
-    for change in (
-        {"environment": "lcm"},
-        {"config": "0" * 16},
-        {"generator": "reasoning-gym 0.0.1"},
-        {"seed": 1},
-        {"index": -1},
-        {"index": 2**31},
-    ):
-        with pytest.raises(RemoteProtocolError) as caught:
-            small.regenerate(msgspec.structs.replace(task.name, **change))
-        assert caught.value.reason == "task"
-
-
-def test_evaluation_questions_are_not_regenerated_for_training(small: TaskSet) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"environment": "lcm"}, "task"),
+        ({"config": "0" * 16}, "task"),
+        ({"generator": "reasoning-gym 0.0.1"}, "task"),
+        ({"seed": 1}, "assignment"),
+        ({"index": -1}, "assignment"),
+        ({"index": 2**31}, "assignment"),
+    ],
+)
+def test_a_name_that_is_not_assigned_is_refused(small: TaskSet, change: dict[str, object], reason: str) -> None:
+    ((task, key),) = seeded(load_tasks(["small/gcd"], REWARDS), 1)
     with pytest.raises(RemoteProtocolError) as caught:
-        small.regenerate(small.held_out(1)[0].name)
-    assert caught.value.reason == "held_out"
+        small.assigned(msgspec.structs.replace(task.name, **change), key)
+    assert caught.value.reason == reason
+
+
+def test_no_evaluation_question_is_assigned(small: TaskSet) -> None:
+    assert not any(is_held_out(task.question) for task, _ in seeded(small, 300))
 
 
 def test_the_config_hash_covers_defaults_but_not_spelling() -> None:
@@ -230,7 +239,8 @@ def test_a_file_of_questions(tmp_path: Path) -> None:
     tasks = load_tasks([write_lines(tmp_path / "sums.jsonl", rows(60))], REWARDS)
     assert tasks.labels == ["sums"]
     drawn = tasks.sample(random.Random(0), 40)
-    assert tasks.regenerate(drawn[0].name) == drawn[0]
+    named = tasks.at(0.5, "a key")
+    assert tasks.assigned(named.name, "a key") == named
     held_out = tasks.held_out(100)
     assert 0 < len(held_out) < 30 and not {t.question for t in drawn} & {t.question for t in held_out}
     task = drawn[0]
@@ -239,10 +249,10 @@ def test_a_file_of_questions(tmp_path: Path) -> None:
     assert task.name.environment == "jsonl" and task.name.seed == 0
 
     moved = load_tasks([write_lines(tmp_path / "moved.jsonl", rows(60))], REWARDS)
-    assert moved.regenerate(task.name) == msgspec.structs.replace(task, label="moved")
+    assert moved.assigned(named.name, "a key") == msgspec.structs.replace(named, label="moved")
     edited = load_tasks([write_lines(tmp_path / "edited.jsonl", rows(61))], REWARDS)
     with pytest.raises(RemoteProtocolError, match="no source"):
-        edited.regenerate(task.name)
+        edited.assigned(named.name, "a key")
 
 
 def test_file_answers_compare_as_text_or_number(tmp_path: Path) -> None:
@@ -417,3 +427,57 @@ def test_chosen_tasks_are_drawn_all_are_judged() -> None:
     assert part.score([other], ["?"], [other.answer or ""])[0].correct
     with pytest.raises(UserError, match="'bf' is not one of this swarm's"):
         tasks.only(["lcm", "bf"])
+
+
+# --- environments of one's own ---
+
+
+class Countdown(TaskSource):
+    """A fake with several steps: the answers must count down from the question's number to 0."""
+
+    generator, size = "countdown 1", 50
+
+    def __init__(self, name: str, options: dict[str, object], path: str) -> None:
+        self.environment = self.label = name
+        self.config, self.path, self.turns = "0" * 16, path, options.get("turns")
+
+    def task(self, index: int) -> Task:
+        name = TaskName(self.environment, self.config, self.generator, 0, index)
+        return Task(name, self.label, f"Count down from {index}", "0")
+
+    def reset(self, task: Task) -> Messages:
+        return [{"role": "user", "content": f"{task.question}, one number at a time."}]
+
+    def step(self, task: Task, messages: Messages, answer: str) -> tuple[Messages, float | None, bool]:
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        expected = task.name.index - len(messages) // 2
+        if int(answer) != expected or expected == 0 or self.turns == len(messages) // 2:
+            return messages, float(int(answer) == expected), True
+        return [*messages, {"role": "user", "content": "Next?"}], 0.0, False
+
+
+def test_a_dialogue_has_steps() -> None:
+    environment = Countdown("countdown", {}, "countdown")
+    task = environment.task(2)
+    messages = environment.reset(task)
+    messages, reward, done = environment.step(task, messages, "1")
+    assert (messages[-1]["content"], reward, done) == ("Next?", 0.0, False)
+    assert environment.step(task, messages, "0")[1:] == (1.0, True)
+    assert environment.step(task, messages, "5")[1:] == (0.0, True)
+
+
+def test_an_environment_of_ones_own_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENTS, "countdown", Countdown)
+    for env in ("countdown", f"{__name__}:Countdown"):
+        tasks = load_tasks([TaskConfig(env=env, config={"turns": 1})], REWARDS)
+        task = tasks.sample(random.Random(0), 1)[0]
+        assert tasks.prompt(task) == f"{task.question}, one number at a time."
+        right, wrong, odd = tasks.score([task] * 3, [""] * 3, [str(task.name.index - 1), "77", "?"])
+        assert (right.reward, wrong.reward, odd.reward) == (1.0, 0.0, 0.0) and tasks.scorer_errors.total() == 1
+    check_options("countdown", {})
+    endless = load_tasks(["countdown"], REWARDS)
+    (task,) = endless.sample(random.Random(0), 1)
+    with pytest.raises(UserError, match="asks for another answer"):
+        endless.score([task], [""], [str(task.name.index - 1)])
+    with pytest.raises(UserError, match="must name a subclass"):
+        load_tasks(["builtins:slice"], REWARDS)

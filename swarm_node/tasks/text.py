@@ -1,18 +1,10 @@
-r"""Find the answer in a completion. First rule that applies wins:
-
-    0. drop the reasoning: everything up to the last `</think>`; `<think>` never closed = no answer
-    1. the last complete `<answer>…</answer>`
-    2. the last complete `\boxed{…}`, braces balanced
-    3. the last `#### n`, n a plain number
-    4. all that is left
-
-An answer that is a `\boxed{…}` inside the tags is unwrapped; white space around it is dropped; an empty one
-is no answer. Time is linear in the length of the text.
-"""
+"""What is read of texts: the answer in a completion, and what decides whether a question is held out of training."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import unicodedata
 
 MAX_TEXT_CHARS = 100_000
 """Rules 1 to 4 look at the end of the text only: more than 25 000 tokens, and hostile text stays cheap."""
@@ -22,7 +14,17 @@ _HASHED = re.compile(r"####[ \t]*([-+]?[0-9.][0-9.,/]*)")
 
 
 def extract(completion: str) -> str | None:
-    """The answer to be judged; `None` if there is none."""
+    r"""The answer to be judged; None if there is none. The first rule that applies wins:
+
+        0. drop the reasoning: everything up to the last `</think>`; `<think>` never closed = no answer
+        1. the last complete `<answer>…</answer>`
+        2. the last complete `\boxed{…}`, braces balanced
+        3. the last `#### n`, n a plain number
+        4. all that is left
+
+    A `\boxed{…}` inside the tags is unwrapped. White space around the answer is dropped; an empty one is no answer.
+    Time is linear in the length of the text.
+    """
     _, closed, text = completion.rpartition("</think>")
     if not closed and text.lstrip().startswith("<think>"):
         return None
@@ -66,3 +68,30 @@ def _boxed(text: str) -> str | None:
 def _hashed(text: str) -> str | None:
     numbers = _HASHED.findall(text)
     return numbers[-1].rstrip(".,/") if numbers else None
+
+
+EVALUATION_SHARE = 5
+"""One question in five is for evaluation."""
+
+
+def normalise(text: str) -> str:
+    """Unicode NFC, outer white space removed, inner white space collapsed to single spaces."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def is_held_out(question: str) -> bool:
+    """Whether `question` is kept for evaluation, so that nothing may train on it.
+
+    Its own content decides, so every machine decides alike: sha256(utf-8(normalise(question))) mod 5 = 0. A split by
+    index would leak, because small question spaces repeat one question under many indices.
+    """
+    return int.from_bytes(_digest(question), "big") % EVALUATION_SHARE == 0
+
+
+def prompt_digest(question: str) -> bytes:
+    """16 bytes by which two nodes tell whether they have the same question."""
+    return _digest(question)[:16]
+
+
+def _digest(question: str) -> bytes:
+    return hashlib.sha256(normalise(question).encode()).digest()

@@ -1,0 +1,74 @@
+"""The ports of tasks: an environment holds a dialogue about a task, and a task source makes the tasks of one.
+
+`taskset.ENVIRONMENTS` has the sources by name. docs/develop.md shows how to write one.
+"""
+
+from __future__ import annotations
+
+from swarm_node.tasks.text import extract
+from swarm_node.types import Task
+
+MAX_ANSWER_CHARS = 32_768
+"""Longer answers score 0 unseen: the longest reference of the shipped sets has 200 characters, and this bounds what a
+checker must read."""
+
+Messages = list[dict[str, str]]
+"""A dialogue: `{"role": "user" | "assistant", "content": text}` for each message, oldest first."""
+
+
+class Environment:
+    """A dialogue about a task. The task's name and the answers decide it: every machine comes to the same rewards.
+
+    One object serves all dialogues at once, so it keeps nothing of any of them.
+    """
+
+    def reset(self, task: Task) -> Messages:
+        """The messages that begin the dialogue."""
+        raise NotImplementedError
+
+    def step(self, task: Task, messages: Messages, answer: str) -> tuple[Messages, float | None, bool]:
+        """What follows when `answer` is given to `messages`: all messages, the reward so far, whether it is over.
+
+        The reward is from 0 to 1, 1 = right; None = this environment does not judge. May raise anything at an answer
+        that it did not expect: that is a wrong answer.
+        """
+        raise NotImplementedError
+
+
+class TaskSource(Environment):
+    """An environment with its options, and the tasks that it makes; both are named so that others can make them too."""
+
+    environment: str
+    """Its name, the same on every machine."""
+    config: str
+    """Hash of its options: 16 hex digits."""
+    generator: str
+    """What makes the tasks, with its version. Other versions may make other tasks of one name."""
+    label: str
+    """Short name for people."""
+    path: str
+    """How the user asked for it, for example `small/gcd`."""
+    size: int
+    """Indices of tasks run from 0 to here."""
+
+    def task(self, index: int) -> Task | None:
+        """Task number `index`; None if there is none."""
+        raise NotImplementedError
+
+
+class OneTurn(TaskSource):
+    """A source whose dialogues are one question and one answer."""
+
+    def check(self, task: Task, answer: str) -> float:
+        """Score of the answer that was found in a completion."""
+        raise NotImplementedError
+
+    def reset(self, task: Task) -> Messages:
+        return [{"role": "user", "content": task.question}]
+
+    def step(self, task: Task, messages: Messages, answer: str) -> tuple[Messages, float | None, bool]:
+        reward = None
+        if task.answer is not None:
+            found = extract(answer)
+            reward = 0.0 if found is None or len(found) > MAX_ANSWER_CHARS else self.check(task, found)
+        return [*messages, {"role": "assistant", "content": answer}], reward, True
