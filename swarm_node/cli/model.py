@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,6 +11,7 @@ import typer
 from swarm_node.cli.options import Json, Settings, option, split_names
 from swarm_node.config.options import OF_A_SWARM, explanation
 from swarm_node.errors import UserError
+from swarm_node.storage.rundir import RunDir, os_errors_explained
 
 HELD_OUT_HELP = "Held-out questions, over all tasks; by default as many as the run has."
 NewModel = Annotated[Path, option("--out", "New directory for the model.", metavar="DIR")]
@@ -112,19 +114,40 @@ def merge(
     It is measured against each of them on held-out questions. Members go on training meanwhile. --model, --config and
     --set say how they load their model, as for `join`; the config.toml of any member's run will do.
     """
-    from swarm_node.cli.commands.merge_sources import check_sources, is_swarm
-
     if (cohort or without or settings.any_typed) and not any(map(is_swarm, sources)):
         raise UserError(
-            "--cohort, --without, --model, --config and --set are for merging a swarm: a run has its own settings"
+            "--cohort, --without, --model and --set are for merging a swarm, and so is --config: a run has its own "
+            "settings"
         )
-    check_sources(sources, out)
-    if is_swarm(sources[0]):
-        from swarm_node.cli.commands.merge_swarm import main as merge_members
+    runs = [] if any(map(is_swarm, sources)) else runs_of(sources)
+    if not runs and len(sources) > 1:
+        raise UserError("a merge is of one swarm, or of run directories")
+    with os_errors_explained(out):
+        if out.exists() and any(out.iterdir()):
+            raise UserError(f"{out} is not empty; choose another directory")
+    from swarm_node.cli.commands.merge import Request, main
 
-        left_out = split_names(without) or []
-        options = method, scale, questions, json_output, cohort, left_out
-        raise typer.Exit(merge_members(sources[0], settings.load(), out, timeout, *options))
-    from swarm_node.cli.commands.merge import main as merge_runs
+    request = Request(out, method, scale, questions, json_output)
+    if runs:
+        raise typer.Exit(main(runs, request))
+    from swarm_node.cli.commands.merge_swarm import main as merge_members
 
-    raise typer.Exit(merge_runs(sources, out, method, scale, questions, json_output))
+    raise typer.Exit(merge_members(sources[0], settings.load(), request, timeout, cohort, split_names(without) or []))
+
+
+def is_swarm(named: str) -> bool:
+    """Whether `merge` takes `named` for a swarm, not for a run directory."""
+    from swarm_node.swarm.download import is_url
+
+    return named.startswith("swarm:") or is_url(named) or Path(named).expanduser().is_file()
+
+
+def runs_of(sources: Sequence[str]) -> list[RunDir]:
+    """The runs to merge. Raises UserError unless there are two or more."""
+    runs = [RunDir(source) for source in sources]
+    for run in runs:
+        if not run.exists:
+            raise UserError(f"no run in {run.path} (it has no config.toml)")
+    if len({run.path.resolve() for run in runs}) < max(2, len(runs)):
+        raise UserError("a merge takes at least two different run directories, each of them once")
+    return runs

@@ -1,10 +1,9 @@
-"""One model out of several nodes' weights: `swarm-node merge`, once, at the end of training.
+"""Merge the weights of several nodes into one model, at the end of training: `swarm-node merge`.
 
-    run directories, or members of a swarm (`merging_swarm`)
+    run directories, or members of a swarm (`merge_swarm`)
         -> Cohort -> (clip, choose the scale) -> merged weights -> policy -> files, loaded again to check
 
-The arithmetic is `averaging.merge`. A scale is chosen on held-out questions other than those that the table reports:
-half of them each.
+The arithmetic is in `averaging.merge`. Half of the held-out questions choose the scale, the others measure the result.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from rich.table import Table
 
 from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
-from swarm_node.cli.commands.merge_sources import runs_of
 from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig, read_own
 from swarm_node.errors import UserError
 from swarm_node.policy.adapters import adapter_base
@@ -42,25 +40,25 @@ from swarm_node.types import Task
 Say = Callable[[str], None]
 Method = Literal["uniform", "task-arithmetic"]
 SCALES = (0.3, 0.4, 0.5, 0.7, 1.0)
-"""Tried besides 1/k when no scale is given."""
+"""Scales to try besides 1/k."""
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """Weights that can be merged: of the same names and shapes, and grown from the same start."""
+    """Weights that can be merged: with the same names and shapes, trained from the same start."""
 
     policy: Policy
-    """With the weights that all of them began with."""
+    """The policy with the weights that all sources started from."""
     config: NodeConfig
     """How to sample and to judge."""
     tasks: list[str | TaskConfig]
-    """What they trained on, all of them together."""
+    """Tasks of all sources."""
     weights: dict[str, State]
-    """Source -> what it trained; the tensors may be mapped files."""
+    """Source -> trained weights; the tensors may be mapped files."""
     rounds: dict[str, int] = field(default_factory=dict)
-    """Source -> rounds behind those weights, of runs."""
+    """Run -> rounds of training."""
     versions: dict[str, int] = field(default_factory=dict)
-    """Source -> optimiser updates behind those weights, of members: what each says itself."""
+    """Member -> optimiser updates, as it claims."""
 
 
 class Tried(msgspec.Struct):
@@ -71,17 +69,17 @@ class Tried(msgspec.Struct):
 
 
 class Merged(msgspec.Struct):
-    """What `swarm-node merge` did."""
+    """Result of a merge, as JSON shows it."""
 
     out: str
     method: Method
     scale: float
     rounds: dict[str, int] = {}
-    """Run -> rounds behind its weights."""
+    """Run -> rounds of training."""
     versions: dict[str, int] = {}
-    """Member of a swarm -> optimiser updates behind its weights, as it says."""
+    """Member -> optimiser updates, as it claims."""
     norms: dict[str, float] = {}
-    """Source -> length of its task vector, before clipping to the median of these (task arithmetic)."""
+    """Source -> length of its task vector before clipping to the median length (task arithmetic)."""
     tried: list[Tried] = []
     """Empty if the scale was given."""
     questions: int = 0
@@ -89,86 +87,79 @@ class Merged(msgspec.Struct):
     runs: dict[str, dict[str, Held]] = {}
     """Source -> held-out figures; empty without questions."""
     mean_pass_1: float | None = None
-    """Of the sources."""
+    """Mean over the sources."""
     merged: dict[str, Held] = {}
     better: str = ""
-    """The best of the sources, if it is better than the merged model."""
+    """The best source, if it is better than the merged model."""
 
 
-def main(
-    sources: Sequence[str],
-    out: Path,
-    method: Method = "uniform",
-    scale: float | None = None,
-    questions: int | None = None,
-    json_output: bool = False,
-) -> int:
-    """`swarm-node merge`: merge runs into a new directory `out`; a table, or a JSON document, on standard output."""
+@dataclass(frozen=True)
+class Request:
+    """Options of `swarm-node merge`. Raises UserError for a scale that means nothing."""
+
+    out: Path
+    """New directory for the merged model."""
+    method: Method = "uniform"
+    scale: float | None = None
+    """Factor of task arithmetic; None = the best of a few."""
+    questions: int | None = None
+    """Held-out questions; None = as many as the first run has, 0 = none."""
+    json_output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and (self.method == "uniform" or not math.isfinite(self.scale)):
+            raise UserError("--scale is a number for --method task-arithmetic (uniform means 1/k)")
+
+
+def main(runs: Sequence[RunDir], request: Request) -> int:
+    """Merge runs. A table, or a JSON document, goes to standard output."""
     say = on_stderr()
-    check_scale(method, scale)
-    runs = runs_of(sources)
-    check_new_directory(out)
-    merge_and_show(cohort_of_runs(runs, say), out, method, scale, questions, json_output, say)
+    check_new_directory(request.out)
+    merge_and_show(cohort_of_runs(runs, say), request, say)
     return 0
 
 
 def on_stderr() -> Say:
-    """Sentences as they are: paths, and what strangers say, may look like markup."""
+    """A printer of sentences without markup: paths, and names of strangers, may look like it."""
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
 
 
-def check_scale(method: Method, scale: float | None) -> None:
-    """Raises UserError for one that means nothing."""
-    if scale is not None and (method == "uniform" or not math.isfinite(scale)):
-        raise UserError("--scale is a number for --method task-arithmetic (uniform means 1/k)")
-
-
-def merge_and_show(
-    cohort: Cohort,
-    out: Path,
-    method: Method,
-    scale: float | None,
-    questions: int | None,
-    json_output: bool,
-    say: Say,
-) -> None:
-    """`merge`, and what came of it on standard output."""
-    result = merge(cohort, out, method, scale, questions, say)
-    if json_output:
+def merge_and_show(cohort: Cohort, request: Request, say: Say) -> None:
+    """Merge, and print the result."""
+    result = merge(cohort, request, say)
+    if request.json_output:
         json.dump(msgspec.to_builtins(result), sys.stdout)
         sys.stdout.write("\n")
     else:
         show(result, Console())
-    kind = loaded_with(out, cohort.policy.is_lora)
-    say(f"merged {len(cohort.weights)} {'runs' if cohort.rounds else 'members'} into {out}; load it with {kind}")
+    kind, out = "runs" if cohort.rounds else "members", request.out
+    say(f"merged {len(cohort.weights)} {kind} into {out}; load it with {loaded_with(out, cohort.policy.is_lora)}")
     if result.better:
         figures = f"pass@1 {result.runs[result.better]['all'].pass_1:.3f} against {result.merged['all'].pass_1:.3f}"
-        keep = (
-            f"`swarm-node export {result.better} DIR`"
-            if cohort.rounds
-            else "`swarm-node export RUN DIR` on its machine"
+        run, where = (result.better, "") if cohort.rounds else ("RUN", " on its machine")
+        say(
+            f"{result.better} alone is better on these questions ({figures}): "
+            f"`swarm-node export {run} DIR`{where} keeps it"
         )
-        say(f"{result.better} alone is better on these questions ({figures}): {keep} keeps it")
 
 
-def merge(
-    cohort: Cohort, out: Path, method: Method, scale: float | None, questions: int | None, say: Say = print
-) -> Merged:
-    """Merge `cohort` into `out`, a new directory, and measure it on held-out questions (None: as many as the first run
-    has in its own tables; 0: none). The policy of `cohort` ends up with other weights than it began with.
+def merge(cohort: Cohort, request: Request, say: Say = print) -> Merged:
+    """Merge `cohort` into a new directory and measure the result on held-out questions.
 
-    UserError if weights are not finite, or no question is there to choose a scale by.
+    Changes the weights of the cohort's policy. Raises UserError if weights are not finite, or if there is no question
+    to choose a scale by.
     """
     policy, sources = cohort.policy, cohort.weights
-    result = Merged(str(out), method, 1 / len(sources) if scale is None else scale, cohort.rounds, cohort.versions)
-    exam = None if questions == 0 else Exam.of(cohort, questions, say)
+    out, scale = request.out, 1 / len(sources) if request.scale is None else request.scale
+    result = Merged(str(out), request.method, scale, cohort.rounds, cohort.versions)
+    exam = None if request.questions == 0 else Exam.of(cohort, request.questions, say)
     for_choice: list[Task] = []
     asked = [] if exam is None else exam.questions
-    if method == "uniform":
+    if request.method == "uniform":
         with _explained():
             merged = uniform(sources)
     else:
-        if scale is None:
+        if request.scale is None:
             for_choice, asked = halves(asked)
             if not asked:
                 raise UserError("choosing the scale takes at least two held-out questions: give --scale")
@@ -179,7 +170,7 @@ def merge(
         write_asking(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora)
     _check_written(out, cohort)
     if exam is not None:
-        say(f"{len(asked)} held-out questions to the merged model and to each of its {len(sources)} sources")
+        say(f"testing the merged model and each of its {len(sources)} sources on {len(asked)} held-out questions")
         result.questions, result.samples = len(asked), exam.samples
         result.merged = exam.sit(merged, asked)
         result.runs = {name: exam.sit(weights, asked) for name, weights in sources.items()}
@@ -191,7 +182,7 @@ def merge(
 
 
 def _task_arithmetic(cohort: Cohort, result: Merged, exam: Exam | None, for_choice: Sequence[Task], say: Say) -> State:
-    """The merged weights; notes norms in `result` and, if there are questions for it, the scale chosen by them."""
+    """The merged weights. Writes norms to `result` and, if there are questions `for_choice`, the best scale."""
     sources = cohort.weights
     base = {name: tensor.clone() for name, tensor in cohort.policy.trainable_state().items()}
     with _explained():
@@ -214,19 +205,19 @@ def _task_arithmetic(cohort: Cohort, result: Merged, exam: Exam | None, for_choi
 
 
 def scales(k: int) -> list[float]:
-    """Scales to try for `k` sources; 1/k comes first, so that it wins a draw."""
+    """Scales to try for `k` sources. 1/k comes first, so that it wins a tie."""
     return [1 / k, *(scale for scale in SCALES if not math.isclose(scale, 1 / k))]
 
 
 def halves(questions: Sequence[Task]) -> tuple[list[Task], list[Task]]:
-    """Two halves without a question in common, each with half of every task's questions."""
+    """Two disjoint halves, each with half of every task's questions."""
     by_task = sorted(questions, key=lambda task: task.label)
     return by_task[::2], by_task[1::2]
 
 
 @dataclass(frozen=True)
 class Exam:
-    """Held-out questions, and how they are put to weights."""
+    """Held-out questions, and the settings to ask them with."""
 
     policy: Policy
     tasks: TaskSet
@@ -236,17 +227,17 @@ class Exam:
 
     @classmethod
     def of(cls, cohort: Cohort, questions: int | None, say: Say) -> Exam:
-        """With up to so many questions, over all tasks of the cohort."""
+        """An exam of up to `questions` questions, over all tasks of the cohort. Raises UserError if there is none."""
         config = cohort.config
         tasks = load_tasks(cohort.tasks, config.rewards)
         wanted = config.eval.questions or EvalConfig().questions if questions is None else questions
         held_out = tasks.held_out(wanted)
         if not held_out:
-            raise UserError("these tasks have no held-out question: --questions 0 merges without any")
+            raise UserError("these tasks have no held-out question: --questions 0 merges without measuring")
         return cls(cohort.policy, tasks, fit_length(config.rollouts, cohort.policy, say), config.eval.samples, held_out)
 
     def sit(self, weights: State, questions: Sequence[Task]) -> dict[str, Held]:
-        """Figures of `weights`, which the policy has from then on. UserError if none of the questions fits it."""
+        """Measure `weights`, which the policy keeps. Raises UserError if no question fits the model."""
         self.policy.load_trainable_state(weights)
         table = evaluate_on(questions, self.policy, self.tasks, self.rollouts, self.samples)
         if not table:
@@ -258,9 +249,9 @@ class Exam:
 
 
 def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
-    """The newest good checkpoints of runs, which may be going on: files that they prune stay readable while mapped.
+    """The newest valid checkpoints of runs. A run may be active: files that it deletes stay readable while mapped.
 
-    UserError if one has none, or if they have no common mean: not of one base model, or of other shapes.
+    Raises UserError if a run has none, or if weights differ in base model or shapes.
     """
     names = [str(run.path) for run in runs]
     checkpoints, configs = [], []
@@ -292,14 +283,14 @@ def cohort_of_runs(runs: Sequence[RunDir], say: Say = print) -> Cohort:
 
 
 def _check_cohort(one: tuple[str, str, str, State], other: tuple[str, str, str, State]) -> None:
-    """(name, base digest, start digest, trained weights) of two. Raises UserError, which says what differs."""
+    """Compare two (name, base digest, start digest, trained weights). Raises UserError with the difference."""
     pair = f"{one[0]} and {other[0]} cannot be merged"
     if one[1] != other[1]:
         raise UserError(f"{pair}: they began from different base models")
     try:
         check_alike({one[0]: one[3], other[0]: other[3]})
     except ValueError as error:
-        raise UserError(f"{pair}, they train different weights (other LoRA settings?): {error}") from error
+        raise UserError(f"{pair}: they train different weights (other LoRA settings?): {error}") from error
     if one[2] != other[2]:
         raise UserError(
             f"{pair}: their LoRA adapters did not start alike, and factors A, B of different starts have no common mean"
@@ -310,19 +301,19 @@ def _check_cohort(one: tuple[str, str, str, State], other: tuple[str, str, str, 
 
 
 def _check_written(out: Path, cohort: Cohort) -> None:
-    """Load what was written as anybody would. UserError if it is not what the policy has now."""
+    """Load the written model in the usual way. Raises UserError if it differs from the policy."""
     policy = cohort.policy
     changes = {"model": str(out), "revision": None, "lora": policy.is_lora, "device": "cpu"}
     config = cohort.config.policy.model_copy(update=changes | {"dtype": str(policy.dtype).removeprefix("torch.")})
     again = load_policy(config, cohort.config.rollouts, lambda sentence: None).trainable_state()
     mine = policy.trainable_state()
     if mine.keys() != again.keys() or not all(torch.equal(mine[name].cpu(), again[name]) for name in mine):
-        raise UserError(f"what was written to {out} is not what loads from it: try another directory")
+        raise UserError(f"the model in {out} does not load as it was written: try another directory")
 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """What the arithmetic finds wrong with weights, as a UserError."""
+    """Turn an error of the arithmetic into a UserError."""
     try:
         yield
     except ValueError as error:
@@ -330,6 +321,7 @@ def _explained() -> Iterator[None]:
 
 
 def show(result: Merged, console: Console) -> None:
+    """Print the scales tried, and the figures of sources and merged model."""
     if result.tried:
         tried = Table("scale tried", "pass@1 on other questions")
         for row in result.tried:

@@ -1,9 +1,9 @@
-"""One model out of the weights that the members of a swarm have now: `swarm-node merge SWARM`.
+"""Merge the current weights of the members of a swarm into one model: `swarm-node merge SWARM`.
 
-    visitor -> cards -> a cohort -> its weights, as they arrive -> files, mapped -> `merging.merge`
+    visitor -> cards -> a cohort -> its weights, as they arrive -> mapped files -> `merge.merge`
 
-The visitor is no member and trains nothing; members give it a copy between two steps, as to a peer that comes late. It
-brings the model that the cohort began with: that a cohort's id follows from it is what shows that it is the same.
+The visitor is no member and trains nothing. Members send it a copy between two steps, as to a late joiner. It needs the
+model that the cohort started from. The cohort's id is derived from that model, which proves that it is the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocol.transports.base import Transport
 from swarm_node.averaging.cohort_weights import MAX_VERSION, cohorts_of, collect
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State, task_norms
-from swarm_node.cli.commands.merge import Cohort, Method, Say, check_scale, merge_and_show, on_stderr
+from swarm_node.cli.commands.merge import Cohort, Request, Say, merge_and_show, on_stderr
 from swarm_node.cli.commands.status import SHORT_ID
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.errors import UserError
@@ -38,32 +38,28 @@ from swarm_node.swarm.network import visitor
 from swarm_node.swarm.question_files import gather_files
 
 QUIET_S = 60.0
-"""Without a new member for this long, those found are all, though they do not suffice."""
+"""The search ends after this many seconds without a new member, even if too few were found."""
 MANIFEST_S = 20.0
-"""Longest wait for a member that hands out the manifest."""
+"""Longest wait for a member that sends the manifest, in seconds."""
 MAX_SOURCES = 64
-"""Members whose weights are fetched, of more a random choice: every one takes its size on disk, and cards cost their
-makers nothing."""
+"""Most members whose weights are fetched, chosen at random. Each needs its size on disk, and cards are easily faked."""
 ASTRAY = 10.0
-"""Whose weights are so many times further from the start than the median member's is left out."""
+"""Members are left out whose weights are this many times further from the start than the median member's."""
 
 
 def main(
     named: str,
     config: NodeConfig,
-    out: Path,
+    request: Request,
     timeout_s: float,
-    method: Method = "uniform",
-    scale: float | None = None,
-    questions: int | None = None,
-    json_output: bool = False,
     wanted: str | None = None,
     without: Sequence[str] = (),
 ) -> int:
-    """`swarm-node merge SWARM`: as `merging.main`. Members have `timeout_s` to be found, and all weights as long to
-    arrive; `wanted` names a cohort, `without` members to leave out."""
-    say = on_stderr()
-    check_scale(method, scale)
+    """Merge members of a swarm. `wanted` names a cohort, `without` members to leave out.
+
+    Finding members takes at most `timeout_s`, and so does fetching all weights.
+    """
+    say, out = on_stderr(), request.out
     swarm = find_swarm(named)
     check_new_directory(out)
     with ExitStack() as stack:
@@ -75,21 +71,20 @@ def main(
             policy = load_policy(config.policy, config.rollouts, say)
             cohort, fragments = choose(found, policy, swarm.id, wanted, say)
             chosen = sources(found[cohort], without, say)
-            tasks = [] if questions == 0 else _tasks(swarm, config, transport, folder, say)
+            tasks = [] if request.questions == 0 else _tasks(swarm, config, transport, folder, say)
             weights, versions = gather(transport, swarm.id, cohort, chosen, fragments, policy, folder, timeout_s, say)
-        found_there = Cohort(policy, config, tasks, weights, versions=versions)
-        merge_and_show(found_there, out, method, scale, questions, json_output, say)
+        merge_and_show(Cohort(policy, config, tasks, weights, versions=versions), request, say)
     return 0
 
 
-# --------------------------------------------------------------------- which cohort, and who of it
+# --------------------------------------------------------------------- the cohort and its members
 
 Members = Mapping[str, PeerCard]
 """Peer id -> card."""
 
 
 def cohorts(members: Members) -> dict[str, dict[str, PeerCard]]:
-    """Id -> members, the largest cohort first."""
+    """Cohort id -> members, the largest cohort first."""
     found: dict[str, dict[str, PeerCard]] = {}
     for peer, card in sorted(members.items()):
         if card.cohort:
@@ -106,8 +101,10 @@ def look_for_cohorts(
     clock: Callable[[], float] = time.monotonic,
     tick_s: float = 0.2,
 ) -> dict[str, dict[str, PeerCard]]:
-    """As `cohorts`, once no more members turn up and two are in a cohort, that which is `wanted` if any is; with fewer
-    if nobody new comes for `QUIET_S`. UserError if nobody who averages is found, or nobody at all within `timeout_s`.
+    """The cohorts of the swarm, once the `wanted` one (or any) has two members and no more members appear.
+
+    With fewer members the search ends after `QUIET_S` without a new one, or after `timeout_s`. Raises UserError if
+    there is no cohort then.
     """
     began = changed = said = clock()
     seen: Members = {}
@@ -139,8 +136,10 @@ def _who_is_there(swarm: str, members: Members, found: Mapping[str, Members]) ->
 def choose(
     found: Mapping[str, Members], policy: Policy, swarm: str, wanted: str | None, say: Say
 ) -> tuple[str, Fragments]:
-    """The cohort `wanted`, or the largest that trains what `policy` is, and how its weights are cut. UserError if there
-    is none."""
+    """The cohort `wanted`, or the largest one that trains this `policy`, and the fragments of its weights.
+
+    Raises UserError if there is none.
+    """
     listed = ", ".join(f"{cohort} ({len(members)} members)" for cohort, members in found.items())
     if wanted is not None and wanted not in found:
         raise UserError(f"there is no cohort {wanted} in this swarm, but {listed}")
@@ -163,7 +162,7 @@ def choose(
 
 
 def _why(members: Members, policy: Policy) -> str:
-    """Of a cohort that does not follow from `policy`: what its cards say that differs, and what may."""
+    """Why the cohort of `members` may not have started from `policy`, by their cards."""
     families = {card.family for card in members.values()}
     if policy.family not in families:
         return f"its members train a {' or '.join(sorted(families))}, this is a {policy.family}; give theirs as --model"
@@ -171,12 +170,12 @@ def _why(members: Members, policy: Policy) -> str:
         return "its members have another tokenizer; give their model as --model"
     return (
         "other weights, or other LoRA settings (policy.lora, lora_rank, lora_alpha, lora_targets); give the config.toml"
-        " of a member's run as --config, which has those it joined with"
+        " of a member's run as --config"
     )
 
 
 def sources(members: Members, without: Sequence[str], say: Say) -> dict[str, PeerCard]:
-    """Those to be asked. UserError if one of `without`, a name or the end of a peer id, is nobody's."""
+    """Members to ask. Raises UserError if an entry of `without`, a name or the end of a peer id, matches none."""
     for text in without:
         if not any(_is(text, peer, card) for peer, card in members.items()):
             raise UserError(f"nobody in this cohort is called {text}, nor is it the end of a peer id")
@@ -193,7 +192,7 @@ def _is(text: str, peer: str, card: PeerCard) -> bool:
 
 
 def called(peer: str, card: PeerCard) -> str:
-    """A member in tables and sentences."""
+    """Name of a member in tables and sentences."""
     return f"{card.name} …{peer[-SHORT_ID:]}"
 
 
@@ -213,7 +212,7 @@ def gather(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[dict[str, State], dict[str, int]]:
-    """Weights (mapped files in `folder`) and versions by source. UserError if fewer than two can be had."""
+    """Weights (mapped files in `folder`) and versions by source. Raises UserError if fewer than two arrive."""
     start = policy.trainable_state()
     weights: dict[str, State] = {}
     versions: dict[str, int] = {}
@@ -241,7 +240,7 @@ def gather(
 
 
 def mapped(path: Path, values: Sequence[Tensor], fragments: Fragments, like: State) -> State:
-    """Weights as float32 tensors in a new file, of which only what is used is in memory."""
+    """Write weights to a new file and map it as float32 tensors, so that only used parts are in memory."""
     with path.open("wb") as file:
         for fragment in values:
             file.write(memoryview(fragment.numpy()).cast("B"))
@@ -253,7 +252,7 @@ def mapped(path: Path, values: Sequence[Tensor], fragments: Fragments, like: Sta
 
 
 def astray(weights: Mapping[str, State], start: State) -> dict[str, str]:
-    """Source -> how far it is from the start, of those that are absurdly far. Of two, nothing tells which it is."""
+    """Source -> why its weights are implausibly far from the start. Empty for two sources: either could be wrong."""
     if len(weights) < 3:
         return {}
     norms = task_norms(weights, start)
@@ -266,13 +265,13 @@ def astray(weights: Mapping[str, State], start: State) -> dict[str, str]:
 
 
 def _tasks(swarm: Swarm, config: NodeConfig, transport: Transport, folder: Path, say: Say) -> list[str | TaskConfig]:
-    """What the swarm trains on. Raises UserError."""
+    """Tasks of the swarm. Raises UserError."""
     try:
         manifest = fetch_manifest(transport, swarm, say, MANIFEST_S)
     except PeerUnreachable as error:
-        raise UserError(f"{error}: name the manifest file, or ask no questions (--questions 0)") from error
+        raise UserError(f"{error}: name the manifest file, or skip measuring (--questions 0)") from error
     chosen = config.tasks if "tasks" in config.model_fields_set else []
     tables = task_tables(manifest, gather_files(manifest, swarm, RunDir(folder), chosen, say, lambda: transport))
     if not tables:
-        raise UserError(f"none of the question files of {manifest.name} could be had: --questions 0 merges without any")
+        raise UserError(f"no question file of {manifest.name} was found: --questions 0 merges without measuring")
     return [*tables]

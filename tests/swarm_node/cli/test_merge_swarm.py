@@ -28,8 +28,7 @@ from swarm_node.averaging.cohort_weights import AT_ONCE, PACE, cohorts_of
 from swarm_node.averaging.merge import State
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import merge as merging
-from swarm_node.cli.commands.merge import Cohort, Merged, merge, on_stderr
-from swarm_node.cli.commands.merge_sources import is_swarm
+from swarm_node.cli.commands.merge import Cohort, Merged, Request, merge, on_stderr
 from swarm_node.cli.commands.merge_swarm import (
     MAX_SOURCES,
     QUIET_S,
@@ -42,6 +41,7 @@ from swarm_node.cli.commands.merge_swarm import (
     mapped,
     sources,
 )
+from swarm_node.cli.model import is_swarm
 from swarm_node.config import AveragingConfig, NodeConfig, PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy
@@ -176,7 +176,7 @@ def test_what_members_have_now_is_merged(swarm: Swarm, tmp_path: Path, options: 
     assert not swarm.left_out()
 
     cohort = Cohort(swarm.policy, NodeConfig(), [], weights, versions=versions)
-    result = merge(cohort, tmp_path / "out", "uniform", None, 0, swarm.said.append)
+    result = merge(cohort, Request(tmp_path / "out", questions=0), swarm.said.append)
     assert result.versions == versions and result.rounds == {}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name in before[0]:
@@ -191,7 +191,7 @@ def test_adapters_are_merged_too(tmp_path: Path) -> None:
     peers = [swarm.join() for _ in range(2)]
     weights, versions = swarm.gather(tmp_path)
     cohort = Cohort(swarm.policy, NodeConfig(policy=config), [], weights, versions=versions)
-    merge(cohort, tmp_path / "out", "task-arithmetic", 0.5, 0, swarm.said.append)
+    merge(cohort, Request(tmp_path / "out", "task-arithmetic", 0.5, 0), swarm.said.append)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
     for name in peers[0].weights:
         both = [weights[swarm.name(peer)][name] for peer in peers]
