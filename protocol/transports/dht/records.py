@@ -20,7 +20,6 @@ from protocol.introductions import Introductions
 from protocol.limits import MAX_CLOCK_SKEW_S, MEMBERSHIP_BUCKETS
 from protocol.messages import PeerCard
 from protocol.topics import bucket_of, membership_key
-from protocol.transports.dht.bucket import gives_way
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_PEER_ID_CHARS, MAX_VALUE_BYTES, Record
 
 MAX_DATED = 256
@@ -163,6 +162,23 @@ class CardStorage:
 
     def __len__(self) -> int:
         return sum(map(len, self._buckets.values()))
+
+
+def gives_way(
+    held: Collection[str], own: Collection[str], connected: Collection[str], is_own: bool, rng: random.Random
+) -> str | None:
+    """The peer, drawn by chance from those `held` in a full bucket, whose card makes room for a newcomer's; None if the
+    newcomer is refused. `own` are the peers that brought their cards themselves.
+
+    A card that its own peer brings replaces one that another peer brought, else one of a peer that is not connected. A
+    card that another peer brings is refused.
+    """
+    if not is_own:
+        return None
+    strangers = [peer for peer in held if peer not in connected]
+    brought = [peer for peer in strangers if peer not in own]
+    choice = brought or strangers
+    return rng.choice(choice) if choice else None
 
 
 def _live(bucket: dict[str, tuple[bytes, float]], now: float) -> dict[str, tuple[bytes, float]]:

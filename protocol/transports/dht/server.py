@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from google.protobuf.message import DecodeError
-from hivemind.dht.routing import DHTID, RoutingTable
+from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
 from hivemind.proto import dht_pb2
 
@@ -32,6 +32,7 @@ from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.transports.dht import messages as dht_wire
 from protocol.transports.dht.lookup import SMALL, direct, search
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_NEAREST, Record, node_id_of
+from protocol.transports.dht.neighbours import Neighbours
 from protocol.transports.dht.records import CardStorage, CardValidator
 from protocol.transports.refusals import Refusals
 
@@ -39,8 +40,6 @@ REPLICAS = 5
 """Nearest peers that keep a card: hivemind's default."""
 CALL_S = 3.0
 """Longest that a peer may take to answer; hivemind's default."""
-DEPTH_MODULO = 5
-"""hivemind's default: how far a table is split that this node is not in itself."""
 MAX_ANSWER_CARDS_BYTES = 3 * 2**20
 """Cards in one answer: with the peers named beside them (20 KB) it stays well below the 4 MiB of a message of p2pd."""
 MAX_GIVEN_BYTES = 32 * 2**20
@@ -59,10 +58,6 @@ ASKERS = 1024
 """Peers whose share is remembered: more than p2pd has connections."""
 BREATHE = 64
 """Records checked before others get their turn: some 10 ms of signatures."""
-AVOIDED_S = 5.0
-"""A peer that did not answer, or answered with nonsense, is not asked for so long: about one round of lookups, so that
-a bootstrap peer that was busy once is asked in the next."""
-MAX_AVOIDED = 1024
 STORED_EACH, STORED_ALL = 128, 512
 """Cards of others that one connection, and all together, may have stored here at a time: a node that joins gets those
 of its buckets from its neighbours, some 60 a bucket in a swarm of 1,000; their own peers renew them within 15 s."""
@@ -93,23 +88,6 @@ class Accounts:
         self.found = Introductions(FOUND_EACH, FOUND_ALL)
 
 
-class BoundedTable(RoutingTable):  # type: ignore[misc]
-    """hivemind's routing table, in which no more peers wait for a bucket's places than the bucket has."""
-
-    def add_or_update_node(self, node_id: DHTID, peer_id: PeerID) -> tuple[DHTID, PeerID] | None:
-        stale: tuple[DHTID, PeerID] | None = super().add_or_update_node(node_id, peer_id)
-        bucket = self.buckets[self.get_bucket_index(node_id)]
-        while len(bucket.replacement_nodes) > self.bucket_size:
-            del self[next(iter(bucket.replacement_nodes))]
-        return stale
-
-    def forget(self, node_id: DHTID) -> None:
-        """Remove a peer, if it is there."""
-        if node_id in self:
-            self.buckets[self.get_bucket_index(node_id)].nodes_requested_for_ping.discard(node_id)
-            del self[node_id]
-
-
 class CardDHT(ServicerBase):  # type: ignore[misc]
     """One node's part in the DHT, over one p2pd. `client`: it asks, and is not asked."""
 
@@ -127,7 +105,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         """`named` is told which peers a peer named in an answer."""
         super().__init__()
         self.me = PeerID.from_base58(peer)
-        self.table = BoundedTable(node_id_of(self.me), MAX_NEAREST, DEPTH_MODULO)
+        self.neighbours = Neighbours(self.me, refusals, self.ping)
         self.storage = storage
         self._p2p = p2p
         self._validator = validator
@@ -142,9 +120,6 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._calls = Budgets(ASKERS, MAX_FINDS, MAX_TOLD, MAX_REFUSED)
         self._ending: dict[PeerID, asyncio.Future[Any]] = {}
         """Peers that are being hung up on."""
-        self._avoided: dict[PeerID, float] = {}
-        """Peer -> until when (monotonic)."""
-        self._pings: set[asyncio.Task[bool]] = set()
         self._rng = random.Random()
 
     async def serve(self) -> None:
@@ -161,14 +136,14 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
         """A peer says that it is there."""
         self._take_call(context.remote_id, told=1)
-        self._meet(context.remote_id, request.peer.node_id)
+        self.neighbours.meet(context.remote_id, request.peer.node_id)
         return dht_pb2.PingResponse(peer=self._info, dht_time=time.time())
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         """A peer wants cards kept: single ones, or buckets."""
         peer = str(context.remote_id)
         self._take_call(context.remote_id, told=1)
-        self._meet(context.remote_id, request.peer.node_id)
+        self.neighbours.meet(context.remote_id, request.peer.node_id)
         kept, left = [], STORED_EACH  # no more would be let in; this project's nodes send one
         for key, name, value, expiration in self._read(peer, dht_wire.read_store, request):
             if name:
@@ -186,7 +161,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         """A peer asks for the cards under some keys, and who is near to these."""
         asker, peer = context.remote_id, str(context.remote_id)
         self._take_call(asker, finds=1)
-        self._meet(asker, request.peer.node_id)
+        self.neighbours.meet(asker, request.peer.node_id)
         keys = self._read(peer, dht_wire.read_keys, request.keys)
         held = [self._held(key) for key in keys]
         sizes = [sum(len(value) + 80 for _, value, _ in records) for records in held]
@@ -200,7 +175,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
                 result.expiration_time = max(expiration for _, _, expiration in records)
             elif records:
                 self._refusals.note(peer, "rate")
-            for node_id, near in self.table.get_nearest_neighbors(
+            for node_id, near in self.neighbours.table.get_nearest_neighbors(
                 DHTID.from_bytes(key), MAX_NEAREST, exclude=node_id_of(asker)
             ):
                 result.nearest_node_ids.append(node_id.to_bytes())
@@ -254,7 +229,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         """Whether a peer answers and keeps a part of the DHT."""
         request = dht_pb2.PingRequest(peer=self._info)
         answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_ping(request, timeout=CALL_S))
-        return answer is not None and self._meet(peer, answer.peer.node_id)
+        return answer is not None and self.neighbours.meet(peer, answer.peer.node_id)
 
     async def give_own(self, peer: PeerID) -> None:
         """Give a peer this node's card, if there is one that lives."""
@@ -299,7 +274,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
 
     def _direct(self, bootstrap: Collection[str], connected: Sequence[str], members: int) -> list[PeerID]:
         chosen = [PeerID.from_base58(peer) for peer in direct(connected, bootstrap, members, self._rng)]
-        return [peer for peer in chosen if not self._is_avoided(peer)]
+        return [peer for peer in chosen if not self.neighbours.is_avoided(peer)]
 
     async def _search(
         self,
@@ -308,10 +283,10 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         find: Callable[[PeerID, Sequence[bytes]], Awaitable[Collection[PeerID] | None]],
     ) -> dict[int, list[PeerID]]:
         ids = {int.from_bytes(key, "big"): key for key in keys}
-        near = [self.table.get_nearest_neighbors(DHTID(id), MAX_NEAREST) for id in ids]
+        near = [self.neighbours.table.get_nearest_neighbors(DHTID(id), MAX_NEAREST) for id in ids]
 
         async def ask(peer: PeerID, wanted: Sequence[int]) -> Collection[PeerID] | None:
-            return None if self._is_avoided(peer) else await find(peer, [ids[id] for id in wanted])
+            return None if self.neighbours.is_avoided(peer) else await find(peer, [ids[id] for id in wanted])
 
         also_ids = {peer: [int.from_bytes(key, "big") for key in wanted] for peer, wanted in also.items()}
         return await search(list(ids), {peer for some in near for _, peer in some}, also_ids, ask, node_id_of)
@@ -322,10 +297,10 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_find(request, timeout=CALL_S))
         if answer is None:
             return None
-        self._meet(peer, answer.peer.node_id)
+        self.neighbours.meet(peer, answer.peer.node_id)
         if len(answer.results) != len(keys):
             self._refusals.note(str(peer), "schema")
-            self._avoid(peer)
+            self.neighbours.avoid(peer)
             return None
         named: set[PeerID] = set()
         for key, result in zip(keys, answer.results, strict=True):
@@ -338,7 +313,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             try:
                 records = self._bucket(str(peer), key, result.value)
             except RemoteProtocolError:
-                self._avoid(peer)
+                self.neighbours.avoid(peer)
                 return None
             _keep_newest(found, await self._checked(self._accounts.found, str(peer), key, records))
         named.discard(self.me)
@@ -359,7 +334,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_store(request, timeout=CALL_S))
         if answer is None:
             return False
-        self._meet(peer, answer.peer.node_id)
+        self.neighbours.meet(peer, answer.peer.node_id)
         return any(answer.store_ok)
 
     async def _call(self, peer: PeerID, call: Awaitable[T]) -> T | None:
@@ -367,38 +342,10 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         try:
             return await call
         except _FAILURES:
-            self._avoid(peer)
+            self.neighbours.avoid(peer)
             return None
 
     # ---------------------------------------------------------------- what is believed
-
-    def _meet(self, peer: PeerID, claimed: bytes) -> bool:
-        """Take a peer that was heard of into the table, if the node id that it claims follows from its key. A peer that
-        only asks claims none."""
-        if not claimed:
-            return False
-        node_id = node_id_of(peer)
-        if claimed != node_id.to_bytes():
-            self._refusals.note(str(peer), "node_id")
-            return False
-        self._avoided.pop(peer, None)
-        if peer != self.me:
-            stale = self.table.add_or_update_node(node_id, peer)
-            if stale is not None:  # it makes way for one that waits, if it does not answer
-                ping = asyncio.ensure_future(self.ping(stale[1]))
-                self._pings.add(ping)
-                ping.add_done_callback(self._pings.discard)
-        return True
-
-    def _avoid(self, peer: PeerID) -> None:
-        self.table.forget(node_id_of(peer))
-        self._avoided.pop(peer, None)
-        self._avoided[peer] = time.monotonic() + AVOIDED_S
-        if len(self._avoided) > MAX_AVOIDED:
-            del self._avoided[next(iter(self._avoided))]
-
-    def _is_avoided(self, peer: PeerID) -> bool:
-        return self._avoided.get(peer, 0.0) > time.monotonic()
 
     def _bucket(self, peer: str, key: bytes, value: bytes) -> list[Record]:
         """The records of a bucket that a peer sent. Raises RemoteProtocolError: key or schema."""

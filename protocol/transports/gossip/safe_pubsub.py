@@ -16,7 +16,6 @@ All that touches the insides of py-libp2p is in this file and in `safe_host`.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -29,17 +28,13 @@ from libp2p.abc import IHost, INetStream
 from libp2p.exceptions import ParseError
 from libp2p.io.exceptions import IOException, MessageTooLarge
 from libp2p.network.connection.exceptions import RawConnError
-from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.peer.id import ID
-from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11, PROTOCOL_ID_V12, GossipSub
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
-from libp2p.pubsub.score import ScoreParams, TopicScoreParams
 from libp2p.pubsub.validators import signature_validator
-from libp2p.rcmgr import Direction
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
-from protocol.transports.gossip.pipe import MAX_CONNECTIONS
+from protocol.transports.gossip.hub_router import MAX_QUEUE, HubGossipSub
 from protocol.transports.gossip.places import MAX_BUFFERED
 from protocol.transports.gossip.safe_host import CountedTCP, connect, make_host
 
@@ -71,128 +66,6 @@ MAX_STREAMS = 64
 HOUSEKEEPING_S = 30.0
 MAX_SEEN = 100_000
 """Message ids remembered, some 20 MB; forgotten all at once if ever reached (`Gate` still knows what was let in)."""
-
-MAX_QUEUE, MAX_QUEUE_BYTES = 256, 16 * 2**20
-"""Frames that wait for one peer; the rest is lost to it. The library's 32 lose what a dozen peers say at once."""
-MIN_DIALLED = 2
-
-LARGE_BYTES = 2048
-LINGER_S, LINGER_BYTES_PER_S = (0.01, 0.04), 4e6
-"""Large messages are passed on after this and a random part of the time they take at that speed: neighbours say
-meanwhile that they have them. Measured with four peers, all linked, 60 KB: 0.9 copies sent per peer instead of 2.2."""
-
-GRAYLIST = -50.0
-"""Score below which a peer is banned: some six bad messages in a minute; what it delivers first earns at most 10."""
-
-
-# ---------------------------------------------------------------- routing
-
-
-class HubGossipSub(GossipSub):
-    """GossipSub whose meshes keep all who dialled us, whatever the degree."""
-
-    def __init__(self, degree: int) -> None:
-        super().__init__(
-            [PROTOCOL_ID_V12, PROTOCOL_ID_V11],
-            degree,
-            degree_low=max(1, degree * 2 // 3),
-            degree_high=2 * degree,
-            heartbeat_interval=1,
-            prune_back_off=10,
-            score_params=ScoreParams(
-                p2_first_message_deliveries=TopicScoreParams(weight=1, cap=10, decay=0.9),
-                p4_invalid_messages=TopicScoreParams(weight=10, cap=100, decay=0.98),  # positive: it is subtracted
-                p5_behavior_penalty_weight=1,
-                p5_behavior_penalty_decay=0.98,
-                publish_threshold=GRAYLIST,
-                gossip_threshold=GRAYLIST,
-                graylist_threshold=GRAYLIST,
-                accept_px_threshold=float("inf"),
-            ),
-            max_idontwant_messages=256,
-            adaptive_gossip_enabled=False,  # slows the heartbeat down to a minute
-            spam_protection_enabled=False,  # drops bursts; the gate has rates of its own
-            eclipse_protection_enabled=False,  # wants three networks, which a home or a laptop is not
-        )
-
-    def mesh_heartbeat(self) -> Any:
-        """Have `MIN_DIALLED` peers that we dialled in each mesh: two hubs with leaves enough would else never link."""
-        grafts, prunes = super().mesh_heartbeat()
-        assert self.pubsub is not None
-        for topic in self.mesh.keys() & self.pubsub.peer_topics.keys():
-            mesh = self.mesh[topic]
-            missing = MIN_DIALLED - len(self._dialled(mesh))
-            if missing > 0:
-                others = self._get_in_topic_gossipsub_peers_from_minus(topic, MAX_CONNECTIONS, mesh, True)
-                for peer in self.select_from_minus(missing, self._dialled(others), ()):
-                    mesh.add(peer)
-                    grafts[peer].append(topic)
-        return grafts, prunes
-
-    def _select_peers_for_pruning(self, topic: str, num_to_prune: int) -> list[ID]:
-        """Only peers that we dialled, beyond the degree, worst score first: they can be reached by others. One that
-        dialled us may have no other link at all."""
-        assert self.scorer is not None
-        scorer, dialled = self.scorer, self._dialled(self.mesh[topic])
-        dialled.sort(key=lambda peer: scorer.score(peer, [topic]))
-        return dialled[: max(0, len(dialled) - self.degree)]
-
-    def _dialled(self, peers: Iterable[ID]) -> list[ID]:
-        """Those of `peers` that we dialled."""
-        assert self.pubsub is not None
-        network = self.pubsub.host.get_network()
-        return [peer for peer in peers if any(_outbound(link) for link in network.get_connections(peer))]
-
-    def _perform_opportunistic_grafting(self, topic: str, peers_to_graft: Any) -> int:
-        """Not done: it adds two peers a heartbeat until all are in."""
-        return 0
-
-    async def _maintain_mesh_quality(self, topic: str) -> None:
-        """Not done: it replaces quiet peers by busy ones, and a leaf has no other."""
-
-    async def publish(self, msg_forwarder: ID, pubsub_msg: rpc_pb2.Message) -> None:
-        assert self.pubsub is not None
-        size, topic = len(pubsub_msg.data), pubsub_msg.topicIDs[0]
-        others = self.mesh.get(topic, set()) - {msg_forwarder, ID(pubsub_msg.from_id)}
-        if msg_forwarder != self.pubsub.my_id and size >= LARGE_BYTES and others:
-            message_id = self.pubsub.get_message_id(pubsub_msg)
-            for peer in others:
-                await self.emit_idontwant([message_id], peer)
-            await trio.sleep(random.uniform(*LINGER_S) + random.random() * size / LINGER_BYTES_PER_S)
-        await super().publish(msg_forwarder, pubsub_msg)
-        # Kept by the library for 30 s, for every connected peer that is not on this topic: up to 100 messages each.
-        self._pending_messages.clear()
-
-    async def _emit_idontwant_for_message(self, msg_id: bytes, topic_ids: Iterable[str]) -> None:
-        """Done in `publish`, for those messages only where it is worth a frame."""
-
-    def send_rpc(self, peer_id: ID, rpc: rpc_pb2.RPC, priority: bool = False) -> None:
-        """Queue a frame for a peer; the library's way of doing so copies messages twice for each."""
-        assert self.pubsub is not None
-        rpc.ClearField("senderRecord")  # 300 bytes in each frame, for a peer exchange that nobody here takes part in
-        queue = self.pubsub.peer_queues.get(peer_id)
-        if queue is None or rpc.HasField("control") or len(rpc.publish) != 1 or peer_id in self._pending_control:
-            super().send_rpc(peer_id, rpc, priority)
-        elif len(queue) < min(MAX_QUEUE, MAX_QUEUE_BYTES // (len(rpc.publish[0].data) + 1)):
-            queue.push(rpc)
-
-    def has(self, peer: ID, message_id: bytes) -> None:
-        """`peer` sent us this message: it need not be sent there."""
-        known = self.dont_send_message_ids.get(peer)
-        if known is not None and len(known) < self.max_idontwant_messages:
-            known.add(message_id)
-
-    def housekeeping(self) -> None:
-        """Forget what the library keeps for longer than it is of use."""
-        self.equivocation_detection.clear()
-        self.recent_message_deliveries.clear()
-        now = int(time.time())
-        for topic, peers in list(self.back_off.items()):
-            self.back_off[topic] = {peer: until for peer, until in peers.items() if until > now}
-
-
-def _outbound(connection: Any) -> bool:
-    return isinstance(connection, SwarmConn) and connection.direction == Direction.OUTBOUND
 
 
 class SafePubsub(Pubsub):

@@ -31,6 +31,7 @@ from protocol import topics
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES
 from protocol.transports.gossip.gate import HARMLESS, Gate
+from protocol.transports.gossip.hub_router import HubGossipSub
 from protocol.transports.gossip.pipe import (
     MAX_TOLD,
     Ask,
@@ -48,7 +49,7 @@ from protocol.transports.gossip.pipe import (
     frame,
 )
 from protocol.transports.gossip.safe_host import CountedTCP, connect, make_host
-from protocol.transports.gossip.safe_pubsub import HubGossipSub, SafePubsub
+from protocol.transports.gossip.safe_pubsub import SafePubsub
 from protocol.transports.pacing import Bandwidth
 from protocol.transports.settings import NetworkSettings, announced, free_port, listen_address
 
