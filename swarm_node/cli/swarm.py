@@ -54,7 +54,7 @@ def new(
 
     described = None
     if model:
-        from swarm_node.swarm.base_weights.describing import describe_model
+        from swarm_node.swarm.base_weights.finding import describe_model
 
         described = describe_model(model)
     path = out or Path(f"{name}.toml")

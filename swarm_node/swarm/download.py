@@ -1,7 +1,7 @@
-"""Small files over HTTP: bounded in size and time, encrypted unless they come from this very machine.
+"""Small files over HTTPS, limited in size and time; plain HTTP only from this machine.
 
-An address that a stranger wrote (`public`) leads to hosts of the public internet only, also by redirects: its name is
-resolved once, and what is connected to is an address that was checked.
+An address that a stranger wrote (`public`) leads only to hosts of the public internet, also by redirects. Its name is
+resolved once, and the connection goes to an IP address that was checked.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from protocol.public import is_public
 from swarm_node.errors import UserError
 
 TIMEOUT_S = 10.0
-"""Longest silence of a server."""
+"""The longest silence of a server."""
 DEADLINE_S = 300.0
-"""Longest download altogether, unless told otherwise: 64 MiB at two megabits a second."""
+"""The longest download, unless the caller sets another limit: 64 MiB at two megabits a second."""
 CHUNK = 64 * 1024
 
 
 def is_url(text: str) -> bool:
-    """Whether `text` is an address rather than a path."""
+    """Whether `text` is a web address rather than a path."""
     return text.startswith(("https://", "http://"))
 
 
 def download(url: str, limit: int, seconds: float = DEADLINE_S, public: bool = False) -> bytes:
-    """What is at `url`, at most `limit` bytes, within `seconds`; http only from this machine.
-
-    With `public`, nothing but https straight from hosts of the public internet, past all proxies. Raises UserError.
-    """
+    """The file at `url`, of at most `limit` bytes, within `seconds`. With `public`, the host must be on the public
+    internet, and proxies are not used. Raises UserError."""
     _check(url, public)
     ends = time.monotonic() + seconds
     direct = [urllib.request.ProxyHandler({}), _PublicHosts(ends)] if public else []
@@ -55,7 +53,7 @@ def download(url: str, limit: int, seconds: float = DEADLINE_S, public: bool = F
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows only to where it could have been asked to go at once."""
+    """Follows a redirect only to an address that `download` would accept."""
 
     def __init__(self, public: bool) -> None:
         self.public = public
@@ -90,7 +88,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def public_addresses(host: str, port: int) -> list[str]:
-    """The IP addresses of `host`. Raises OSError if there is none, or if any is not of the public internet."""
+    """The IP addresses of `host`. Raises OSError if there is none, or if one is not on the public internet."""
     found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for text in found:
         if not is_public(text.partition("%")[0]):
@@ -99,7 +97,7 @@ def public_addresses(host: str, port: int) -> list[str]:
 
 
 class _TimedSocket(ssl.SSLSocket):
-    """Reads until a point in time: a server may trickle headers as well."""
+    """A socket that is read until the time `ends`, because a server may send headers slowly, too."""
 
     ends: float
 
@@ -128,7 +126,7 @@ class _PublicConnection(HTTPSConnection):
 
 
 def _connected(addresses: list[str], port: int, ends: float) -> socket.socket:
-    """Connected to the first of `addresses` that answers. Raises OSError."""
+    """A connection to the first of `addresses` that answers. Raises OSError."""
     failure: OSError = TimeoutError("it takes too long")
     for address in addresses:
         if (left := ends - time.monotonic()) <= 0:

@@ -1,11 +1,11 @@
-"""Manifests: made by `new`, read from what a stranger wrote.
+"""Manifests: `swarm-node new` makes them, and other nodes read them though a stranger wrote them.
 
-    tasks, names, limits -> Manifest -> TOML        (protocol.manifest says what is in it)
+    tasks, names, limits -> Manifest -> TOML        (see protocol.manifest)
     Manifest + question files -> [TaskConfig] -> load_tasks
 
-A manifest may name sets, members of sets and audited environments with options within bounds (`tasks.bounds`), and
-question files by digest: nothing that runs, no path, no reward function. How an answer is found in a completion is the
-same in every swarm (`tasks.extract`).
+A manifest may name sets of tasks, members of sets, audited environments with limited options (`tasks.option_limits`),
+and question files by sha256. It holds no code, no path and no reward function. Every swarm finds the answer in a
+completion in the same way (`tasks.extract`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from swarm_node.swarm.download import download, is_url
 
 PEERS_PER_SHARD = 32
 MAX_FILE_BYTES = MAX_RESPONSE_BYTES
-"""A question file: members hand it to each other in one response."""
+"""The largest question file: members give it to each other in one response."""
 
 
 def make_manifest(
@@ -45,8 +45,8 @@ def make_manifest(
     averaging_period_s: float = 60.0,
     model: ManifestModel | None = None,
 ) -> Manifest:
-    """A manifest of now, checked as any member will check it. Raises UserError."""
-    from swarm_node.tasks import load_tasks  # reasoning-gym, a second
+    """A new manifest, checked as every member will check it. Raises UserError."""
+    from swarm_node.tasks import load_tasks  # takes a second: reasoning-gym
 
     check_addresses(bootstrap)
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def render(manifest: Manifest) -> bytes:
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
-    """A new file. Raises UserError, also if there is one already."""
+    """Write the manifest to a new file. Raises UserError, also if the file exists."""
     with os_errors_explained(path):
         try:
             with path.open("xb") as file:
@@ -97,10 +97,8 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
 
 
 def task_tables(manifest: Manifest, files: Mapping[str, Path]) -> list[TaskConfig]:
-    """What `load_tasks` takes; `files` = digest -> checked question file, those that are missing are left out.
-
-    Raises UserError for environments or options that a manifest may not name.
-    """
+    """The tasks as `load_tasks` takes them. `files`: sha256 -> checked question file; tasks without one are left out.
+    Raises UserError for environments or options that a manifest may not name."""
     from swarm_node.tasks.option_limits import check_options
 
     tables = []
@@ -114,7 +112,7 @@ def task_tables(manifest: Manifest, files: Mapping[str, Path]) -> list[TaskConfi
 
 
 def as_table(spec: str) -> TaskConfig:
-    """A task as it is written on a command line."""
+    """A task from its name on the command line."""
     return TaskConfig(file=spec) if spec.endswith(".jsonl") or is_url(spec) else TaskConfig(env=spec)
 
 
@@ -125,7 +123,9 @@ def read_questions(place: str) -> bytes:
     path = Path(place).expanduser()
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"{place} is larger than the {MAX_FILE_BYTES // 2**20} MiB that members hand to each other")
+            raise UserError(
+                f"{place} is larger than the {MAX_FILE_BYTES // 2**20} MiB that members can give to each other"
+            )
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read task file {place}: {error.strerror}") from error

@@ -1,7 +1,7 @@
-"""The swarm side of a node: what it is assigned, what it publishes, what it admits and what it trains on of others.
+"""The swarm side of a node: the tasks it is assigned, the groups it publishes, admits, and trains on.
 
-draw:     slots of this epoch -> tasks                     publish:  own groups -> gossip.Publisher -> transport
-choose:   transport -> gossip.Receiver -> replay.Pool -> J foreign groups, with advantages
+draw:     slots of this epoch -> tasks                     publish:  own groups -> sharing.Publisher -> transport
+choose:   transport -> sharing.Receiver -> sharing.Pool -> J foreign groups, with advantages
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Sampling, Task
 
 MAX_SHOWN = 500
-"""Peers in a status; those of whom most was admitted."""
+"""Peers in a status: those with the most admitted groups."""
 SENT = ("swarm/groups_sent", "swarm/bytes_sent", "swarm/unsent/")
 RECEIVED = ("swarm/groups_received", "swarm/groups_admitted", "swarm/rejected/", "swarm/payloads")
 
 
 class Member:
-    """A node's place in a swarm."""
+    """This node as a member of its swarm."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Member:
         spoken: Collection[int] = SPOKEN,
         spent: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`record` is told what was offered and chosen in each round (`sharing.record`). `subscribe` instead of the
-        transport's, which is for good, if this member may end before that does. `spoken` are the protocol versions
-        that it understands. `spent` is the clock (seconds) that bounds admission."""
+        """`record` is told what was offered and chosen in each round (`sharing.record`). `subscribe` replaces the
+        transport's, which lasts as long as the transport, for a member that may end earlier. `spoken`: the protocol
+        versions that it understands. `spent`: the clock [s] that bounds admission."""
         self.sharing = config.sharing
         self.manifest = manifest
         self.peer_id = identity.peer_id
@@ -69,8 +69,8 @@ class Member:
         self.now = now
         self._spoken = spoken
         self._outdated = False
-        """Somebody too new was heard, and that was said."""
-        self.swarm = swarm = manifest.swarm_id  # a hash: not to be taken for every task
+        """A message of a newer protocol was heard, and that was said."""
+        self.swarm = swarm = manifest.swarm_id  # kept, because it is a hash
         self.tasks = tasks
         self.shard = shard_of(self.peer_id, manifest.shards)
         listened = random.Random(f"{swarm}/{self.peer_id}").sample(range(manifest.shards), manifest.shards)
@@ -104,28 +104,28 @@ class Member:
         self.averager: Averager | None = None
         self.late_join: LateJoin | None = None
         self.crew: Callable[[], tuple[CrewCard, tuple[int, int] | None]] | None = None
-        """What the card says of the crew that holds this node's policy."""
+        """What the card says of this node's crew, and the layers that this node holds."""
         self._cohort = ""
         self._names: dict[str, str] = {}
-        """As of the last `status`, of those who have left as well."""
+        """Peer -> name as of the last `status`; includes peers that have left."""
         self._say = say
         self._first_refusals = FirstRefusals(say)
         self._too_slow = False
         self._figures: dict[str, float] = {}
-        """Of the last round; whole at any time, for other threads."""
+        """The metrics of the last round. Replaced as a whole, so that other threads may read them."""
         self._slots = self._count_slots()
         if config.rollouts.group_size > manifest.limits.max_rollouts:
             say(f"this swarm takes groups of at most {manifest.limits.max_rollouts}: nothing of this node's is shared")
         if config.rollouts.max_new_tokens > (longest := manifest.limits.max_answer_tokens):
             say(f"this swarm takes answers of at most {longest} tokens: groups with longer ones are not shared")
-        for shard in self.shards:  # a node that uses nothing foreign still passes on what it hears
+        for shard in self.shards:  # a node that uses no foreign groups still forwards them
             heard = self.receiver.take if self.sharing.foreign else _ignore
             (subscribe or transport.subscribe)(rollout_topic(swarm, shard), heard)
 
     # ----------------------------------------------------------------- a round
 
     def wanted(self) -> int:
-        """Groups of its own to sample: I, and as many more as foreign ones are missing."""
+        """How many own groups to sample: `sharing.own`, and with `sharing.fill` one for each missing foreign group."""
         self.receiver.admit()
         missing = max(0, self.sharing.foreign - self.pool.available()) if self.sharing.fill else 0
         return self.sharing.own + missing
@@ -135,7 +135,7 @@ class Member:
         return [self._assigned(*next(self._slots)) for _ in range(n)]
 
     def publish(self, groups: Sequence[Group]) -> None:
-        """Share what was sampled, and remember how this node does on each kind of task."""
+        """Share the sampled groups, and record how this node does on each kind of task."""
         self.pool.observe(groups)
         self.publisher.publish(groups)
         if self.publisher.metrics().get("swarm/unsent/age") and not self._too_slow:
@@ -143,11 +143,11 @@ class Member:
             self._say("sampling a round takes more than an hour: peers take no answers that late; sample fewer groups")
 
     def guard(self, logprobs: Logprobs) -> None:
-        """Leave out answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
+        """Reject answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
         self.pool.guard(Gate(self.policy, self.tasks.score, logprobs, self.now))
 
     def choose(self, own: int, rng: random.Random) -> list[Group]:
-        """Foreign groups to train on beside `own` groups of this node's."""
+        """Foreign groups to train on, beside `own` groups of this node."""
         self.receiver.admit()
         n = self.sharing.own + self.sharing.foreign - own if self.sharing.fill else self.sharing.foreign
         return self.pool.choose(max(0, min(self.sharing.foreign, n)), rng)
@@ -161,8 +161,9 @@ class Member:
         changed: Callable[[], None],
         probe: Callable[[], float | None],
     ) -> Averager:
-        """Join the cohort of those whose weights can be averaged with `weights`, which are as all of it began; what
-        `Averager` wants besides. Raises UserError if they cannot be cut into that many fragments."""
+        """Join the cohort of the peers whose weights can be averaged with `weights`, which must still be as all of them
+        began. `changed` and `probe` are those of `Averager`. Raises UserError if there are more fragments than
+        values."""
         self.late_join = join_cohort(
             config,
             self.swarm,
@@ -184,7 +185,7 @@ class Member:
     # ----------------------------------------------------------------- what others and people see
 
     def announce(self, speed: float = 0.0) -> None:
-        """Tell the swarm who this is."""
+        """Announce this node's card to the swarm; `speed` in tokens a second."""
         crew, stages = (None, None) if self.crew is None else self.crew()
         card = PeerCard(
             protocol=PROTOCOL_VERSION,
@@ -204,7 +205,7 @@ class Member:
         self.transport.announce(in_version(card, self._version(), self._spoken))
 
     def metrics(self, speed: float) -> dict[str, float]:
-        """`swarm/*` of the round that ends; running totals but for `used` and levels."""
+        """The metrics `swarm/*` of the round that ends. All are running totals, except `used` and levels."""
         self.announce(speed)
         members, totals, averager = self.transport.members(), self.transport.stats(), self.averager
         figures = {
@@ -221,7 +222,7 @@ class Member:
         for name, value in totals.items():
             if name.startswith("rejected/"):
                 averaged = 0 if averager is None else averager.refused[name.removeprefix("rejected/")]
-                if value > averaged:  # those have names of their own
+                if value > averaged:  # refusals of averaging have metrics of their own
                     figures[f"swarm/{name}"] = figures.get(f"swarm/{name}", 0.0) + value - averaged
                     refused.append(name.removeprefix("rejected/"))
         self._first_refusals.look(refused, self.transport.refusals())
@@ -233,8 +234,7 @@ class Member:
         return figures
 
     def status(self) -> dict[str, Any]:
-        """For people: the swarm, this node and each peer, as `swarm-node status` shows them. From one thread at a time,
-        whichever."""
+        """The swarm, this node and each peer, as `swarm-node status` shows them. For any thread, one at a time."""
         members = self.transport.members()
         counts = self.receiver.by_peer()
         for peer, n in self.pool.refused_by_peer().items():
@@ -271,24 +271,24 @@ class Member:
         }
 
     def close(self) -> None:
-        """Publish what waits and leave."""
+        """Publish the groups that wait, and close the transport."""
         self.publisher.flush()
         self.transport.close()
 
     def _version(self) -> int:
-        """Of the protocol, to write in."""
+        """The protocol version to write in."""
         heard = self.transport.stats().get("rejected/newer", 0.0) > 0
         return common_version(self.transport.members().values(), self._spoken, newer_heard=heard)
 
     def _assigned(self, epoch: int, slot: int) -> Task:
-        """The task of a slot of this node's."""
+        """The task of one of this node's slots."""
         which = self.swarm, self.peer_id, epoch, slot
         task = self.tasks.at(slot_place(*which), slot_key(*which))
         return msgspec.structs.replace(task, slot=(epoch, slot))
 
     def _count_slots(self) -> Iterator[tuple[int, int]]:
-        """(epoch, slot) of each task to come: from slot 0 in every epoch. A node that uses all slots up in one epoch
-        starts again; of a slot its publisher shares two groups."""
+        """(epoch, slot) of each task to come, from slot 0 in every epoch. A node that uses up all slots of an epoch
+        starts again; the publisher shares at most two groups of one slot."""
         epoch, drawn = -1, 0
         while True:
             present = epoch_at(self.now())

@@ -1,4 +1,4 @@
-"""The model that a swarm begins with: found on this machine, on the hub or with members, whichever comes first.
+"""The model that a swarm begins with: from this machine, else from the Hugging Face hub, else from members.
 
 manifest's [model] --finding: the cache, --model, the hub's cache--> directory ------> policy.model
                       |  else                                           ^   |

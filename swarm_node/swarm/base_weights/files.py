@@ -1,12 +1,12 @@
-"""Models on this machine's disk: what is in a directory, and where those that came from members are kept.
+"""Models on this machine's disk: what a directory holds, and where models from members are kept.
 
     HF_HOME/swarm-node/<digest>/            the model's files, whole and checked, and listing.json
-    HF_HOME/swarm-node/<digest>.partial/    on their way: `have` counts the pieces that are in, one number a line
+    HF_HOME/swarm-node/<digest>.partial/    files of which pieces are missing
     HF_HOME/swarm-node/<digest>.json        the listing of a model that lies elsewhere
-    HF_HOME/swarm-node/<digest>.checked     likewise, and what its files were like when they were read and found right
-    HF_HOME/swarm-node/<digest>.lock        held by the process that fetches it
+    HF_HOME/swarm-node/<digest>.checked     a listing, and size, time and inode of the files that were read and right
+    HF_HOME/swarm-node/<digest>.lock        held by the process that fetches the model
 
-All runs on a machine share them. Nothing in here is ever removed: that is up to the user, as with the hub's own cache.
+All runs on a machine share them. Nothing here is ever deleted: that is up to the user, as with the hub's own cache.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from swarm_node.errors import UserError
 
 LISTING = "listing.json"
 STARTER = "starter"
-"""As `policy.model` calls the model that is in this package."""
+"""The name, in `policy.model`, of the model that this package contains."""
 SPARE_BYTES = 256 * 2**20
-"""Of the disk, left for the run itself."""
+"""Disk space that is left free for the run itself."""
 MUCH_BYTES = 64 * 2**20
-"""To read more than that takes a moment: it is said, and what was found is remembered."""
+"""Reading more than this takes a while: the node says so, and keeps the result."""
 Mark = tuple[int, int, int]
-"""Bytes of a file, when it was changed last [ns] and its inode: while they stay the same, so does what is in it."""
+"""Size of a file in bytes, time of its last change [ns], and its inode. While they are the same, so is its content."""
 Say = Callable[[str], None]
 
 
@@ -51,10 +51,10 @@ class Piece:
     """A part of one file of a model."""
 
     number: int
-    """Counted over all files."""
+    """Counted through all files."""
     sha256: str
     name: str
-    """Of the file."""
+    """The name of the file."""
     start: int
     size: int
 
@@ -69,26 +69,26 @@ class Model:
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """A model somewhere on this machine that was read, whole, and was right."""
+    """A model somewhere on this machine that was read completely and was right."""
 
     listing: ModelListing
     files: dict[str, Mark]
 
 
 def cache() -> Path:
-    """Where models that came from members are kept."""
+    """The directory of models from members."""
     from huggingface_hub.constants import HF_HOME
 
     return Path(HF_HOME) / "swarm-node"
 
 
 def starter_folder() -> Path:
-    """Where the starter policy that ships with this package lies."""
+    """The directory of the model that this package contains."""
     return Path(str(resources.files("swarm_node.policy"))) / "starter_model"
 
 
 def pieces_of(listing: ModelListing) -> list[Piece]:
-    """All of them, file by file."""
+    """All pieces, file by file."""
     found: list[Piece] = []
     for file in listing.files:
         start = 0
@@ -99,22 +99,20 @@ def pieces_of(listing: ModelListing) -> list[Piece]:
 
 
 def read_piece(folder: Path, piece: Piece) -> bytes:
-    """What is there in its place, right or not. Raises OSError."""
+    """The bytes in the place of the piece, right or not. Raises OSError."""
     with (folder / piece.name).open("rb") as file:
         file.seek(piece.start)
         return file.read(piece.size)
 
 
 def is_right(piece: Piece, data: bytes | bytearray) -> bool:
-    """Whether these are its bytes."""
+    """Whether `data` is the piece."""
     return len(data) == piece.size and hashlib.sha256(data).hexdigest() == piece.sha256
 
 
 def list_model(folder: Path) -> ModelListing:
-    """Read all of a model's files. Raises UserError if it is none that members could give to each other, and OSError.
-
-    An adapter is none: its base is elsewhere.
-    """
+    """Read all files of a model. Raises UserError if members could not give it to each other, and OSError. They could
+    not give an adapter, because its base is elsewhere."""
     if (folder / "adapter_config.json").exists():
         raise UserError(f"{folder} is a LoRA adapter: a swarm's model is whole; `swarm-node merge`, or name its base")
     files = [
@@ -153,9 +151,8 @@ def holds(folder: Path, listing: ModelListing) -> bool:
 def as_model(
     folder: Path, digest: str, size: int, listing: ModelListing | None, say: Say = lambda sentence: None
 ) -> Model | None:
-    """The model of that digest, which has `size` bytes, if `folder` holds it. Reads all of it, unless its size alone
-    tells that it is another, or its files are those that were read before. `listing` is that of the digest, if it is
-    known."""
+    """The model with that digest and `size` bytes, if `folder` holds it. Reads all of it, unless the size differs or
+    the files have not changed since they were last read. `listing`: the one with that digest, if it is known."""
     try:
         names = names_of(os.listdir(folder)) if listing is None else [file.name for file in listing.files]
         marks = _marks(folder, names)
@@ -176,7 +173,7 @@ def as_model(
             return None
         if there > MUCH_BYTES and _marks(folder, names) == marks:
             _note(digest, Checked(found, marks))
-    except (OSError, UserError):  # somebody's directory: it is not this one
+    except (OSError, UserError):  # some other directory
         return None
     return Model(digest, folder, found)
 
@@ -185,19 +182,19 @@ def as_model(
 
 
 def known_listing(digest: str) -> ModelListing | None:
-    """That of a model that this machine has had to do with."""
+    """The listing with that digest, if this machine has kept it."""
     for path in (cache() / digest / LISTING, cache() / f"{digest}.partial" / LISTING, cache() / f"{digest}.json"):
         try:
             with path.open("rb") as file:
                 return decode_listing(file.read(MAX_LISTING_BYTES + 1), digest)
-        except (OSError, RemoteProtocolError):  # not here, or damaged: then it is asked for
+        except (OSError, RemoteProtocolError):  # not here, or damaged: members are asked for it
             continue
     return None
 
 
 def remember(listing: ModelListing) -> str:
-    """Keep the listing of a model that lies elsewhere, for members on this machine that have the same and more files;
-    its digest. Raises OSError."""
+    """Keep the listing of a model that lies elsewhere, for directories that hold more files besides. Returns its
+    digest. Raises OSError."""
     data = encode_listing(listing)
     digest = digest_of(data)
     cache().mkdir(parents=True, exist_ok=True)
@@ -206,7 +203,7 @@ def remember(listing: ModelListing) -> str:
 
 
 def cached_model(digest: str) -> Model | None:
-    """A model that came from members, which was checked when it did; files that were cut off since are noticed."""
+    """A model from members, which was checked when it arrived; only the sizes of its files are checked again."""
     listing, folder = known_listing(digest), cache() / digest
     try:
         if listing is None or any((folder / file.name).stat().st_size != file.size for file in listing.files):
@@ -217,26 +214,31 @@ def cached_model(digest: str) -> Model | None:
 
 
 def _marks(folder: Path, names: Iterable[str]) -> dict[str, Mark]:
-    """Of these files, by their paths. Raises OSError."""
+    """Path -> mark of each file. Raises OSError."""
     found = [(str(folder.absolute() / name), (folder / name).stat()) for name in names]
     return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in found}
 
 
 def _checked(digest: str) -> Checked | None:
-    """What is remembered of the model of that digest."""
+    """What was kept of the model with that digest when it was last read."""
     try:
         with (cache() / f"{digest}.checked").open("rb") as file:
             before = msgspec.json.decode(file.read(2 * MAX_LISTING_BYTES), type=Checked)
         decode_listing(encode_listing(before.listing), digest)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RemoteProtocolError):  # none, or damaged: read again
+    except (
+        OSError,
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RemoteProtocolError,
+    ):  # none, or damaged: the model is read again
         return None
     return before
 
 
 def _note(digest: str, checked: Checked) -> None:
-    """Remember it, if there is room: without, the files are read again next time."""
+    """Keep `checked`, if there is room; without it, the files are read again next time."""
     new = cache() / f"{digest}.{os.getpid()}.new"
-    with suppress(OSError, UnicodeEncodeError):  # of a path that is no text
+    with suppress(OSError, UnicodeEncodeError):  # a path that is not text
         cache().mkdir(parents=True, exist_ok=True)
         try:
             new.write_bytes(msgspec.json.encode(checked))

@@ -1,13 +1,14 @@
-"""Which model a member of a swarm trains, where it is had from, and whether it is given to others.
+"""Which model a member of a swarm trains, where it comes from, and whether it is given to others.
 
-    user's own --model, or a manifest without [model]      as it is
-    else the manifest's, by digest                         cache -> hub's cache -> hub -> members
+    the user's --model, or a manifest without [model]      as the user says
+    else the manifest's model, by its digest               cache -> hub's cache -> hub -> members
 
-Without [model] nothing is had from members: there would be nothing to check it against.
+Without [model] members give no model, because there would be no digest to check it against.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import time
@@ -16,11 +17,11 @@ from pathlib import Path
 
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import Manifest, ManifestModel
-from protocol.model_listing import ModelListing, decode_listing, encode_listing
+from protocol.model_listing import OTHER_NAMES, ModelListing, decode_listing, encode_listing
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig, PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.storage.rundir import os_errors_explained
+from swarm_node.storage.rundir import explain, os_errors_explained
 from swarm_node.swarm.base_weights.draft import Draft, only_process
 from swarm_node.swarm.base_weights.fetching import NO_PIECE_S, Donors
 from swarm_node.swarm.base_weights.files import (
@@ -33,24 +34,25 @@ from swarm_node.swarm.base_weights.files import (
     cache,
     cached_model,
     known_listing,
+    list_model,
+    remember,
     starter_folder,
 )
 from swarm_node.swarm.base_weights.giving import Giver
 from swarm_node.swarm.base_weights.hub import HubFailed, download_from_hub, in_hub_cache, is_offline
 
+PATTERNS = [*sorted(OTHER_NAMES), "model.safetensors", "model-*-of-*.safetensors"]
+"""Names of the files that members give to each other."""
 SLOW_HUB_NO_PIECE_S = 60.0
-"""How long members are asked where the hub has the model as well, but slowly."""
+"""How long members are asked if the hub has the model as well, but sends it slowly."""
 
 
 def choose_model(
     config: NodeConfig, manifest: Manifest, first: Sequence[str], transport: Transport, say: Say
 ) -> str | None:
-    """Where the swarm's model is, as `policy.model` names it; `None` if it has none, or the user has named another.
-    Finds or fetches it, which may take minutes, and gives it to others from now on. `first`: addresses of members to
-    begin with.
-
-    Raises UserError if nobody has it, or the disk is full.
-    """
+    """Where the swarm's model is, as `policy.model` takes it; `None` if it has none, or the user has named another.
+    Finds or fetches it, which may take minutes, and gives it to others from then on. `first`: addresses of members to
+    ask first. Raises UserError if no member gives it, or the disk is full."""
     model = manifest.model
     if model is None:
         return None
@@ -66,22 +68,22 @@ def choose_model(
 
 
 def give_what_is_here(config: NodeConfig, manifest: Manifest, transport: Transport, say: Say) -> None:
-    """Of a member that trains nothing: give the swarm's model to others if it is on this machine, in the cache, at
-    `policy.model` or in the hub's cache. Returns at once; a large model is read in the background."""
+    """For a member that trains nothing: give the swarm's model to others if it is in the cache, at `policy.model` or
+    in the hub's cache. Returns at once; the model is read in the background."""
     model = manifest.model
     if model is not None and config.sharing.give_model:
         _in_background(lambda: _give_own(config, model, manifest.swarm_id, transport, say))
 
 
 def names_another(policy: PolicyConfig, model: ManifestModel) -> bool:
-    """Whether the user has chosen a model that is not the swarm's, or a directory, which is what it is."""
+    """Whether the user has chosen another model than the swarm's. A directory always counts as another."""
     if "model" not in policy.model_fields_set:
         return False
     return policy.model != model.name or policy.revision is not None or Path(policy.model).expanduser().is_dir()
 
 
 def find_model(model: ManifestModel, donors: Donors, say: Say) -> Model:
-    """On this machine, else on the hub, else with members. Raises UserError."""
+    """The model from this machine, else from the hub, else from members. Raises UserError."""
     found = at_hand(model, say=say)
     if found is not None:
         return found
@@ -101,7 +103,7 @@ def find_model(model: ManifestModel, donors: Donors, say: Say) -> Model:
     except UserError as error:
         if not slow:
             raise
-        say(f"{error}; going on with the hub, slow as it is")
+        say(f"{error}; going on with the hub, though it is slow")
     try:
         return _from_hub(model, True, say)
     except HubFailed as failure:
@@ -109,7 +111,7 @@ def find_model(model: ManifestModel, donors: Donors, say: Say) -> Model:
 
 
 def at_hand(model: ManifestModel, near: Sequence[Path] = (), say: Say = lambda sentence: None) -> Model | None:
-    """On this machine: in the cache, in one of the directories `near`, or where the hub's library keeps it."""
+    """The model in the cache, in one of the directories `near`, or in the hub's cache; `None` if it is in none."""
     found = cached_model(model.digest)
     if found is not None:
         return found
@@ -198,3 +200,37 @@ def _give(config: NodeConfig, found: Model, swarm: str, transport: Transport, sa
 
 def _in_background(job: Callable[[], None]) -> None:
     threading.Thread(target=job, name="model", daemon=True).start()
+
+
+# --------------------------------------------------------------------- for a new manifest
+
+
+def describe_model(named: str) -> ManifestModel:
+    """Name, digest, size and (from the hub) commit of the model at a path or of a hub id, for a manifest's [model].
+    Downloads it if need be, and keeps its listing in the cache. Raises UserError."""
+    path = Path(named).expanduser()
+    if named == STARTER:
+        folder, name = starter_folder(), STARTER
+    elif path.is_dir():
+        folder, name = path, re.sub("[^A-Za-z0-9._-]+", "-", path.resolve().name).strip("-._") or "model"
+    elif named.startswith((".", "/", "~")):
+        raise UserError(f"no model at {path}: give a directory in Hugging Face layout or a hub id")
+    else:
+        folder, name = _downloaded(named), named
+    commit = folder.name if name == named and re.fullmatch("[0-9a-f]{40}", folder.name) else ""
+    try:
+        listing = list_model(folder)
+    except OSError as error:
+        raise UserError(f"cannot read the model: {explain(error, folder)}") from error
+    with os_errors_explained(folder):
+        return ManifestModel(name, remember(listing), listing.size, commit)
+
+
+def _downloaded(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=PATTERNS))
+    except Exception as error:  # the library may raise anything about a mistyped name
+        detail = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(f"cannot get model {name} from the hub: {detail}") from error

@@ -1,9 +1,9 @@
-"""The swarm's model from the Hugging Face hub, if that answers at once and sends it fast enough.
+"""The swarm's model from the Hugging Face hub, if it answers at once and sends fast enough.
 
     this process --starts, ends--> python -m swarm_node.swarm.base_weights.hub NAME REVISION BYTES --https--> hub
 
-In a process of its own, because a download cannot be given up otherwise. What it has got by then stays in the hub's
-cache, where the next download, or what members lack, goes on from it.
+The download runs in a process of its own, because it cannot be stopped otherwise. What has arrived by then stays in the
+hub's cache, for the next download; pieces of it need not come from members.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from protocol.model_listing import names_of
 from swarm_node.swarm.base_weights.files import SPARE_BYTES
 
 START_S = 60.0
-"""How long Python may take to start, on a machine that is busy."""
+"""How long Python may take to start on a busy machine."""
 ANSWER_S = 6.0
 """How long the hub may take to answer."""
-WINDOW_S = 15.0
-LEAST_BYTES_S = 2**18
-"""Who sends less than this for so long is too slow, if members have it too."""
-LOOK_S = 0.1
+SLOW_S, LEAST_BYTES_S = 15.0, 2**18
+"""A hub that sends fewer bytes a second for so long is too slow."""
+CHILD_LOOP_S = 0.1
 ASKING, ANSWERED = "asking", "answered"
 
 
@@ -40,19 +39,19 @@ def is_offline() -> bool:
 
 
 def in_hub_cache(name: str, revision: str = "") -> Path | None:
-    """Where earlier downloads of that model lie, whole or not. Asks nobody."""
+    """The directory of earlier downloads of that model, complete or not. Does not ask the hub."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
-    except (OSError, HFValidationError):  # LocalEntryNotFoundError is an OSError; or the name is none of the hub's
+    except (OSError, HFValidationError):  # LocalEntryNotFoundError is an OSError; or the name is not valid on the hub
         return None
 
 
 def download_from_hub(model: ManifestModel, patient: bool = False, clock: Callable[[], float] = time.monotonic) -> Path:
-    """The directory that the hub's library has put it in. Raises HubFailed if the hub is closed or too slow (unless
-    `patient`), or has something else of that name."""
+    """Download the model; returns its directory in the hub's cache. Raises HubFailed if the hub does not answer, is too
+    slow (unless `patient`), or has another model of that name."""
     blobs = _blobs(model.name)
     with tempfile.TemporaryFile() as out:
         command = [sys.executable, "-m", __name__, model.name, model.revision, str(model.bytes)]
@@ -70,12 +69,12 @@ def download_from_hub(model: ManifestModel, patient: bool = False, clock: Callab
 
 
 class HubFailed(Exception):
-    """Why the hub does not give a model, as the rest of a sentence about it."""
+    """The hub does not give a model; the message completes the sentence "the hub ..."."""
 
     def __init__(self, why: str, slow: bool = False) -> None:
         super().__init__(why)
         self.slow = slow
-        """It would, in time."""
+        """The hub is sending the model, but slowly."""
 
 
 def watch(
@@ -85,14 +84,14 @@ def watch(
     patient: bool,
     clock: Callable[[], float],
 ) -> None:
-    """Until it has ended. Raises HubFailed if it is to be ended before that."""
+    """Wait for the child to end. Raises HubFailed if it should be stopped before that."""
     since, limit, there = clock(), START_S, 0
     heard: list[str] = []
     while child.poll() is None:
-        time.sleep(LOOK_S)
+        time.sleep(CHILD_LOOP_S)
         now, lines = clock(), said()
         if lines != heard:
-            heard, since, limit, there = lines, now, WINDOW_S if ANSWERED in lines else ANSWER_S, _bytes_in(blobs)
+            heard, since, limit, there = lines, now, SLOW_S if ANSWERED in lines else ANSWER_S, _bytes_in(blobs)
         elif now - since <= limit:
             continue
         elif ANSWERED not in heard:
@@ -111,19 +110,19 @@ def _blobs(name: str) -> Path:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Of the disk on which `folder` is, or would be."""
+    """Free space of the disk on which `folder` is, or would be."""
     return shutil.disk_usage(next(one for one in (folder, *folder.absolute().parents) if one.exists())).free
 
 
 def _begun_bytes(blobs: Path) -> int:
-    """On disk, of files that were cut off."""
+    """Bytes on disk of downloads that were interrupted."""
     return sum(path.stat().st_blocks * 512 for path in blobs.glob("*.incomplete"))
 
 
 def _bytes_in(folder: Path) -> int:
     try:
         return sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder))
-    except OSError:  # not made yet, or files that come and go
+    except OSError:  # not there yet, or files come and go
         return 0
 
 
@@ -132,7 +131,7 @@ def _said(descriptor: int) -> list[str]:
 
 
 def main(name: str, revision: str, size: int) -> int:
-    """In the process of its own: prints ASKING, ANSWERED, then where the model is; or why not."""
+    """Runs in the child: prints ASKING, ANSWERED, then the model's directory, or else why there is none."""
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -151,7 +150,7 @@ def main(name: str, revision: str, size: int) -> int:
             return 1
         print(ANSWERED, flush=True)
         print(snapshot_download(name, revision=found.sha, allow_patterns=names))
-    except Exception as error:  # whatever its library raises: members are asked instead
+    except Exception as error:  # the library may raise anything: members are asked instead
         print(f"does not give it ({type(error).__name__})")
         return 1
     return 0

@@ -11,7 +11,6 @@ from protocol.manifest import ManifestModel, parse_manifest
 from protocol.model_listing import digest_of, encode_listing
 from swarm_node.errors import UserError
 from swarm_node.swarm.base_weights import files
-from swarm_node.swarm.base_weights.describing import describe_model
 from swarm_node.swarm.base_weights.files import (
     as_model,
     cached_model,
@@ -23,6 +22,7 @@ from swarm_node.swarm.base_weights.files import (
     remember,
     starter_folder,
 )
+from swarm_node.swarm.base_weights.finding import describe_model
 from swarm_node.swarm.manifests import make_manifest, render
 from tests.support.model_folders import PIECE, make_model
 
