@@ -148,34 +148,53 @@ def _parts(flat: Tensor) -> tuple[Tensor, ...]:
 
 def _encode(codec: Codec, part: Tensor) -> Tensor:
     """Bytes [blocks, block_bytes]."""
-    if not bounded(part, LARGEST):
+    if not bounded(part):
         raise LocalProtocolError("weights that are not finite, or too large, are not sent")
+    return _CODECS[codec].encode(blocks_of(part))
+
+
+def blocks_of(part: Tensor) -> Tensor:
+    """A flat tensor as [blocks, 64]; the last block is filled up with 0."""
     short = -len(part) % BLOCK
-    return _CODECS[codec].encode((pad(part, (0, short)) if short else part).view(-1, BLOCK))
+    return (pad(part, (0, short)) if short else part).view(-1, BLOCK)
 
 
-def bounded(values: Tensor, limit: float) -> bool:
-    """Whether no value is larger, and none is NaN."""
+def bounded(values: Tensor, limit: float = LARGEST) -> bool:
+    """Whether all `values` lie in [-limit, limit] and none is NaN."""
     low, high = values.aminmax()
     return bool(low >= -limit) and bool(high <= limit)
 
 
-def _scaled(x: Tensor, codes: int) -> tuple[Tensor, Tensor]:
-    """Empty blocks with room for so many bytes of codes, but for s; and x / s, 0 where s is."""
-    blocks = torch.empty(len(x), 2 + codes, dtype=torch.uint8)
-    scale = blocks[:, :2].view(torch.bfloat16).copy_(x.abs().amax(1, keepdim=True))
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales (bfloat16 [blocks, 1]) and int8 codes [blocks, 64] of finite float32 values [blocks, 64]."""
+    scale = _scales(x)
+    return scale, _ratios(x, scale).mul_(127).round_().to(torch.int8)  # at most 127.3 before it is rounded
+
+
+def dequantise(scale: Tensor, codes: Tensor) -> Tensor:
+    """Float32 values [blocks, 64] of what `quantise` gives."""
+    return codes * (scale.float() / 127)
+
+
+def _scales(x: Tensor) -> Tensor:
+    """The largest magnitude of each block, bfloat16 [blocks, 1]; 0 if it is less than `SMALLEST`."""
+    scale = x.abs().amax(1, keepdim=True).to(torch.bfloat16)
     scale[scale < SMALLEST] = 0
-    return blocks, x * scale.float().reciprocal().nan_to_num_(posinf=0)
+    return scale
+
+
+def _ratios(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale, 0 where the scale is 0."""
+    return x * scale.float().reciprocal().nan_to_num_(posinf=0)
 
 
 def _encode_int8(x: Tensor) -> Tensor:
-    blocks, ratio = _scaled(x, BLOCK)
-    blocks[:, 2:].view(torch.int8).copy_(ratio.mul_(127).round_())
-    return blocks
+    scale, codes = quantise(x)
+    return torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1)
 
 
 def _decode_int8(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8) * (blocks[:, :2].view(torch.bfloat16).float() / 127)
+    return dequantise(blocks[:, :2].view(torch.bfloat16), blocks[:, 2:].view(torch.int8))
 
 
 E3M0 = np.array([0.0] + [2.0**-k for k in range(6, -1, -1)], np.float32)
@@ -196,10 +215,9 @@ E3M0_CODES = _nearest()
 
 
 def _encode_e3m0(x: Tensor) -> Tensor:
-    blocks, ratio = _scaled(x, BLOCK // 2)
-    codes = E3M0_CODES.take(ratio.numpy().view(np.uint32) >> 22)
-    np.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=blocks.numpy()[:, 2:])
-    return blocks
+    scale = _scales(x)
+    codes = E3M0_CODES.take(_ratios(x, scale).numpy().view(np.uint32) >> 22)
+    return torch.cat([scale.view(torch.uint8), torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4)], 1)
 
 
 def _decode_e3m0(blocks: Tensor) -> Tensor:

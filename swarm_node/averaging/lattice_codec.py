@@ -35,15 +35,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
-from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, Reader, bounded
+from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, SMALLEST, Reader, blocks_of, bounded
 
 REACH = {8: 6.0, 4: 3.0}
 """By bits. Differences of normally distributed progress are then 8 or 4 standard deviations below the limit."""
 MAX_WRITTEN_OUT = 1 / 8
 """Part of the blocks that may be written out."""
 WRITTEN_OUT_BYTES = 4 + 4 * BLOCK
-SMALLEST = 1e-30
-"""A step below this says: the same as yours."""
 ROWS = 512
 """Blocks worked on at a time: a processor's cache holds what becomes of them on the way, 256 KiB in float64 each."""
 ODD = torch.arange(1, 2 * BLOCK, 2, dtype=torch.float64)[:, None]
@@ -75,16 +73,16 @@ def lattice_pieces(
     source = _source(seed)
     quotients, turns = torch.empty(2, ROWS, BLOCK, dtype=torch.float64)
     change, rests = torch.empty(ROWS, BLOCK), torch.empty(ROWS, BLOCK, dtype=torch.int32)
-    for part, start in zip(map(_blocks, flat.split(PIECE)), map(_blocks, slow.split(PIECE)), strict=True):
+    for part, start in zip(map(blocks_of, flat.split(PIECE)), map(blocks_of, slow.split(PIECE)), strict=True):
         k = len(part)
         largest = torch.empty(k, 1)
         for x, y, most in _rows(part, start, largest):
             torch.amax(torch.sub(x, y, out=change[: len(x)]).abs_(), 1, keepdim=True, out=most)
-        if not (bounded(part, LARGEST) and bounded(largest, 2 * LARGEST)):
+        if not (bounded(part) and bounded(largest, 2 * LARGEST)):
             raise LocalProtocolError("weights that are not finite, or too large, are not sent")
         limit = largest.double().clamp_(min=REACH[bits] * own_reach) + REACH[bits] * reach
         step = (limit / 2 ** (bits - 1)).to(torch.bfloat16)
-        step[step < SMALLEST] = 0
+        step[step < SMALLEST] = 0  # says: the same as yours
         codes, check = torch.empty(k, BLOCK, dtype=torch.uint8), torch.empty(k, 1, dtype=torch.float64)
         for x, size, u, code, sum_ in _rows(part, step.double(), _draw(source, k), codes, check):
             q, t = quotients[: len(x)], turns[: len(x)]
@@ -140,9 +138,7 @@ class LatticeReader(Reader):
             numbers = rows[:, :4].contiguous().view(torch.int32)[:, 0].long()
             blocks = rows[:, 4:].contiguous().view(torch.float32)
             known = block_count(len(values))
-            if not (
-                numbers[0] >= 0 and numbers[-1] < known and (numbers.diff() > 0).all() and bounded(blocks, LARGEST)
-            ):
+            if not (numbers[0] >= 0 and numbers[-1] < known and (numbers.diff() > 0).all() and bounded(blocks)):
                 raise RemoteProtocolError("values", "a block written out that is none")
             for part, block in zip(_each(values, numbers), blocks, strict=True):
                 part.copy_(block[: len(part)])
@@ -166,7 +162,7 @@ class LatticeReader(Reader):
         step = scale.double()
         if not bool((step >= 0).all() and (step <= 1e30).all()):
             raise RemoteProtocolError("values", "a step is not finite, or negative")
-        near, us = _blocks(self._near[BLOCK * first : BLOCK * (first + k)]), _draw(self._source, k)
+        near, us = blocks_of(self._near[BLOCK * first : BLOCK * (first + k)]), _draw(self._source, k)
         check, squares = torch.empty(2, k, 1, dtype=torch.float64)
         for values, y, size, u, code, sum_, square in _rows(part, near, step, us, blocks[:, 3:], check, squares):
             p, q, t = self._scratch[:, : len(y)]  # where y lies, the number next to it that has the code, its turns
@@ -225,12 +221,6 @@ def _halves(codes: Tensor) -> Tensor:
 def _rows(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of the same blocks of each, as many as are worked on at a time."""
     return zip(*(vector.split(ROWS) for vector in vectors), strict=True)
-
-
-def _blocks(part: Tensor) -> Tensor:
-    """[blocks, 64]; the last is filled up with 0."""
-    short = -len(part) % BLOCK
-    return (pad(part, (0, short)) if short else part).view(-1, BLOCK)
 
 
 def _source(seed: str) -> np.random.Philox:

@@ -51,6 +51,7 @@ import torch
 from torch import Tensor
 
 from protocol.errors import RemoteProtocolError
+from swarm_node.averaging.codecs import bounded
 
 WINDOW = 8
 """Exchanges remembered."""
@@ -75,6 +76,7 @@ that back; what is meant to be refused is what breaks the policy."""
 PROBE_SPREAD = 6.0
 """In MADs, that is four standard deviations if differences are normal."""
 ITERATIONS = 20
+FLOAT32_MAX = torch.finfo(torch.float32).max
 STILL = 1e-4
 """A centre that moved by less than this part of tau has been found."""
 CHUNK = 2**16
@@ -241,7 +243,7 @@ def measure(fast: Tensor, slow: Tensor, partner_fast: Tensor, own: Tensor | None
 
 def check_finite(vector: Tensor) -> None:
     """Raises RemoteProtocolError: values."""
-    if not all(math.isfinite(end) for (chunk,) in chunks(vector) if len(chunk) for end in map(float, chunk.aminmax())):
+    if not all(bounded(chunk, FLOAT32_MAX) for chunk in vector.split(CHUNK) if len(chunk)):
         raise RemoteProtocolError("values", "weights that are not finite")
 
 

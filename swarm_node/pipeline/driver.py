@@ -48,8 +48,8 @@ from protocol.pipeline import (
     Tokens,
     TurnFailed,
 )
+from swarm_node.averaging.codecs import bounded
 from swarm_node.errors import Unworkable
-from swarm_node.pipeline.compute.tensor_codec import bounded
 from swarm_node.pipeline.compute.waves import Waves
 from swarm_node.pipeline.compute.worker import Worker, attend
 from swarm_node.pipeline.messages import LEAD, Message, MessageTransport, StageLost, size

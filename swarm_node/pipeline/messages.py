@@ -41,9 +41,10 @@ from protocol.pipeline import (
     TurnFailed,
     encode_envelope,
 )
+from swarm_node.averaging.codecs import bounded
 from swarm_node.errors import Interrupted
 from swarm_node.pipeline.compute.schedule import route
-from swarm_node.pipeline.compute.tensor_codec import bounded, decode_tensor, encode_tensor
+from swarm_node.pipeline.compute.tensor_codec import decode_tensor, encode_tensor
 from swarm_node.pipeline.compute.tied_weights import rows_of
 
 LEAD = -1

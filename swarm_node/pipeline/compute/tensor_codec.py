@@ -10,15 +10,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from protocol.errors import LocalProtocolError
 from protocol.pipeline import BLOCK, Codec, Coding, Part
-
-SMALLEST = 1e-30
-"""Blocks of int8 without a larger magnitude count as 0: 1 / s must not overflow."""
-LARGEST = 1e30
-"""No activation and no gradient is larger."""
+from swarm_node.averaging.codecs import LARGEST, blocks_of, bounded, dequantise, quantise
 
 
 def encode_tensor(tensor: Tensor, coding: Coding) -> tuple[Part, np.ndarray]:
@@ -34,12 +29,8 @@ def encode_tensor(tensor: Tensor, coding: Coding) -> tuple[Part, np.ndarray]:
         return part, flat.to(torch.float32).numpy()
     if coding == "bfloat16":
         return part, flat.to(torch.bfloat16).view(torch.int16).numpy()
-    blocks = pad(flat.float(), (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    scale = blocks.abs().amax(1).to(torch.bfloat16)
-    scale[scale < SMALLEST] = 0
-    ratio = blocks * (127 / scale.float()).nan_to_num_(posinf=0)[:, None]
-    codes = ratio.round_().clamp_(-127, 127).to(torch.int8)  # the scale may have been rounded down
-    return part, np.concatenate([scale.view(torch.uint8).numpy(), codes.view(torch.uint8).view(-1).numpy()])
+    scale, codes = quantise(blocks_of(flat.float()))
+    return part, torch.cat([scale.view(torch.uint8).view(-1), codes.view(torch.uint8).view(-1)]).numpy()
 
 
 def decode_tensor(part: Part, data: bytearray | memoryview) -> Tensor:
@@ -55,16 +46,10 @@ def decode_tensor(part: Part, data: bytearray | memoryview) -> Tensor:
         flat = torch.frombuffer(data, dtype=torch.bfloat16, count=n).float()
     else:
         blocks = -(-n // BLOCK)
-        scale = torch.frombuffer(data, dtype=torch.bfloat16, count=blocks).float() / 127
+        scale = torch.frombuffer(data, dtype=torch.bfloat16, count=blocks)[:, None]
         codes = torch.frombuffer(data, dtype=torch.int8, count=blocks * BLOCK, offset=2 * blocks)
-        flat = (codes.view(-1, BLOCK) * scale[:, None]).view(-1)[:n]
+        flat = dequantise(scale, codes.view(-1, BLOCK)).view(-1)[:n]
     return flat.view(part.shape)
-
-
-def bounded(values: Tensor) -> bool:
-    """Whether all are numbers, and none is too large to be sent."""
-    low, high = values.aminmax()
-    return bool(low >= -LARGEST) and bool(high <= LARGEST)  # NaN is neither
 
 
 def sendable(values: Tensor) -> Tensor:

@@ -51,11 +51,12 @@ from protocol.pipeline import (
     TiedMatrix,
     TurnFailed,
 )
+from swarm_node.averaging.codecs import bounded
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.pipeline.compute.schedule import Operation, Route, route, schedule
 from swarm_node.pipeline.compute.stage_model import Stage
 from swarm_node.pipeline.compute.stage_sampling import StageSampler
-from swarm_node.pipeline.compute.tensor_codec import bounded, rounded, sendable
+from swarm_node.pipeline.compute.tensor_codec import rounded, sendable
 from swarm_node.pipeline.compute.tied_weights import TiedWeights
 from swarm_node.pipeline.messages import LEAD, Message
 from swarm_node.policy.logprobs import head_logprobs
