@@ -172,6 +172,7 @@ def test_a_lead_out_of_minutes_hands_over(form: Callable[..., CrewWorld]) -> Non
     world = form("llama", 3)
     world.train(1)
     b = world.machines["b"]
+    world.until(lambda: any("is whole" in line for line in b.said))  # from then on minutes count
     b.node.config = b.node.config.model_copy(update={"minutes": 1e-6})
     gone = world.kill("a")
     world.until(lambda: not b.thread.is_alive())
