@@ -1,20 +1,21 @@
 """A stage at work: messages in, messages out. It never acts on its own and never waits.
 
-    training     Forward ... Forward, Backward ...   in the order of `schedule`, whenever what is next has come
-                 GradientNormRequest -> (TiedGradient to and fro) -> GradientNorm          once every microbatch has
-                 come back Apply -> StageStatus                                           an update; again: nothing but
-                 the answer
-    Share -> TiedMatrix -> ... -> StageStatus                      after one of the two ends was rebuilt (see below)
-    sampling     Prefill, Step, Step, ... -> the next stage               the last one draws and tells the lead
-    afterwards   Reset                                                    what a turn has left behind is forgotten
+    training     Forward ... Forward, Backward ...      in the order of `schedule`, as soon as the next one has come
+                 GradientNormRequest -> (TiedGradient to and fro) -> GradientNorm       after the last microbatch
+                 Apply -> StageStatus                   an update; a repeated Apply only gets the answer
+    rebuilding   Share -> TiedMatrix -> ... -> StageStatus                  after one of the two ends was rebuilt
+    sampling     Prefill, Step, Step, ...               see `stage_sampling`
+    afterwards   Reset                                  forget what a turn has left behind
 
-What a microbatch leaves behind between forward and backward is held by (microbatch, place) of the present turn; a
-message of an earlier turn is dropped. Embedding and head may be one matrix, which the first and the last stage both
-hold: each adds the other's gradient to its own, so both make the same update; its squares count at the first. After
-one of them was rebuilt, the other gives it the matrix, and both begin with new moments for that (`tied`).
+What a microbatch leaves behind between forward and backward is kept by (microbatch, place) of the present turn. A
+message of an earlier turn is dropped.
 
-Where an activation or a gradient is not finite, zeros travel in its place and the stage answers that its gradient is
-not finite, so that nobody applies it: just as in one process.
+Embedding and head may be one matrix, which the first and the last stage both hold. Each adds the other's gradient to
+its own, so both make the same update; the squares of that gradient count at the first. After one of them was rebuilt,
+the other sends it the matrix, and both begin with new moments for it (`tied_weights`).
+
+Where an activation or a gradient is not finite, zeros travel in its place. The stage then answers that its gradient is
+not finite, so no stage applies it.
 """
 
 from __future__ import annotations
@@ -29,28 +30,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from protocol import pipeline as heads
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import (
-    Apply,
-    Backward,
-    Codec,
-    Forward,
-    GradientNorm,
-    GradientNormRequest,
-    Head,
-    Logprobs,
-    LossGradient,
-    Prefill,
-    Reset,
-    SetUpdates,
-    Share,
-    StageStatus,
-    StatusRequest,
-    Step,
-    TiedGradient,
-    TiedMatrix,
-    TurnFailed,
-)
 from swarm_node.averaging.codecs import bounded
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.pipeline.compute.schedule import Operation, Route, route, schedule
@@ -68,65 +49,80 @@ class _Pass:
     """A turn over microbatches that leaves a gradient behind."""
 
     turn: int
+    stages: int
     microbatches: int
     swapped: bool
     operations: tuple[Operation, ...]
     done: int = 0
-    """How many of them."""
-    came: set[Operation] = field(default_factory=set)
-    """What a message has come for."""
+    """Number of operations that are done."""
     waiting: dict[Operation, Message] = field(default_factory=dict)
-    """Of those, what it is not the time for yet."""
+    """Messages whose operation is not next yet."""
     held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    """What went into a place, and what came out, by (microbatch, place)."""
+    """Input and output of a place, by (microbatch, place)."""
 
-    def route(self, microbatch: int, stages: int) -> Route:
-        return route(stages, microbatch, self.swapped)
+    def has_come(self, operation: Operation) -> bool:
+        return operation in self.waiting or operation in self.operations[: self.done]
+
+    def route(self, microbatch: int) -> Route:
+        return route(self.stages, microbatch, self.swapped)
+
+    def backward_of(self, head: heads.Backward | heads.LossGradient, gradient: Tensor) -> Operation:
+        """The operation that a gradient belongs to. Raises RemoteProtocolError if nothing like it is held here."""
+        place = head.place if isinstance(head, heads.Backward) else len(self.route(head.microbatch)) - 1
+        held = self.held.get((head.microbatch, place))
+        if held is None:
+            raise RemoteProtocolError("order", f"a gradient of microbatch {head.microbatch}, which is not held here")
+        if held[1].shape != gradient.shape:
+            raise RemoteProtocolError("shape", f"a gradient {list(gradient.shape)} of {list(held[1].shape)}")
+        return Operation("B", head.microbatch, place)
 
 
 class Worker:
-    """Does what one stage has to do."""
+    """One stage of a policy and its optimiser."""
 
-    def __init__(self, stage: Stage, optimizer: Optimizer, codec: Codec = "float32", native: bool = False) -> None:
-        """`codec` is that of the wire: of some things both ends must know the same; `native` = sample with the native
-        engine, where that gives the model's own numbers."""
+    def __init__(
+        self, stage: Stage, optimizer: Optimizer, codec: heads.Codec = "float32", native: bool = False
+    ) -> None:
+        """`codec`: how values travel, since both ends of a tied matrix must know the same ones. `native`: sample with
+        the native engine."""
         self.stage = stage
         self.optimizer = optimizer
         self.codec = codec
         self.index = stage.span.index
         self.count = stage.span.count
         self.updates = optimizer.updates
-        """Updates of the crew that are in its weights; whoever rebuilds it sets this."""
+        """Updates of the crew that are in its weights; set by the builder of a stage."""
         self.new = True
-        """It has neither been told how far the crew is nor begun a gradient: see `StageStatus`."""
+        """See `StageStatus`: it has neither been told how far the crew is nor begun a gradient."""
         self.omega = 0.0
         """Norm, before clipping, of its layers' gradient in the last update (CheckFree's weight)."""
         self.reference: Stage | None = None
-        """The stage before training, for the KL term; not needed by an adapter, which is switched off for it."""
+        """The stage before training, for the KL term. With an adapter there is none: the adapter is switched off."""
         self.longest_held = 0
         """Most microbatches held at a time so far."""
-        self.tied = (
-            TiedWeights(name, stage.named()[name], self.count - 1 - self.index) if (name := stage.shared) else None
-        )
+        self.tied: TiedWeights | None = None
+        """The trained matrix that the stage at the other end holds too."""
+        if stage.shared is not None:
+            self.tied = TiedWeights(stage.shared, stage.named()[stage.shared], self.count - 1 - self.index)
         self._device, self._dtype = stage.device, stage.dtype
         self._turn = 0
         self._forgotten = 0  # turns up to this one
         self._pass: _Pass | None = None
         self._sampler = StageSampler(stage, native)
-        self._total = 0  # which sum its gradient is
-        self._spoiled = False
+        self._total = 0  # number of the sum that its gradient is
+        self._spoiled = False  # a part of the sum is not finite
         self._norm: float | None = None  # of its layers' gradient, once it has been asked for
 
     # ----------------------------------------------------------------- messages
 
     def handle(self, message: Message) -> list[Message]:
-        """Do what there is to do now, and say what follows from it.
+        """Do what can be done now. Returns the messages that follow.
 
-        Raises RemoteProtocolError, with no gradient changed, for a message that makes no sense: order, shape, values.
+        Raises RemoteProtocolError (order, shape, values), with no gradient changed, for a message that makes no sense.
         """
         head = message.head
         match head:
-            case Forward() | Backward() | LossGradient() | Prefill() | Step():
+            case heads.Forward() | heads.Backward() | heads.LossGradient() | heads.Prefill() | heads.Step():
                 if not self._is_present(head.turn):
                     return []
                 try:
@@ -135,23 +131,23 @@ class Worker:
                     if not is_out_of_memory(exc):
                         raise
                     self._forget(head.turn)
-                    return [Message(LEAD, TurnFailed(head.turn, self.index, "memory"))]
-            case GradientNormRequest():
-                return self._squares(head)
-            case TiedGradient():
-                return self._add(head, message.tensors[0])
-            case Apply():
+                    return [Message(LEAD, heads.TurnFailed(head.turn, self.index, "memory"))]
+            case heads.GradientNormRequest():
+                return self._gradient_norm(head)
+            case heads.TiedGradient():
+                return self._add_tied(head, message.tensors[0])
+            case heads.Apply():
                 return self._apply(head)
-            case SetUpdates():
+            case heads.SetUpdates():
                 self.updates, self.new = head.update, False
-                return [self._state()]
-            case Share():
+                return [self._status()]
+            case heads.Share():
                 return self._share(head)
-            case TiedMatrix():
+            case heads.TiedMatrix():
                 return self._take(head, message.tensors[0])
-            case StatusRequest():
-                return [self._state()]
-            case Reset():
+            case heads.StatusRequest():
+                return [self._status()]
+            case heads.Reset():
                 self._forget(head.turn)
                 return []
         raise RemoteProtocolError("order", f"a {type(head).__name__} is not for a stage")
@@ -162,21 +158,26 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """No activations or caches of a turn are held."""
+        """Whether no activations or caches of a turn are held."""
         return self._pass is None and self._sampler.idle
 
     @property
     def midway(self) -> bool:
-        """The others may be making an update that is still to be made here."""
+        """Whether other stages may be making an update that is still to be made here."""
         return self._norm is not None
 
+    @property
+    def tied_name(self) -> str | None:
+        """Name of the trained matrix that the stage at the other end holds too."""
+        return None if self.tied is None else self.tied.name
+
     def keep_reference(self) -> None:
-        """Remember the present weights for the KL term."""
+        """Keep the present weights for the KL term."""
         if not self.stage.is_lora:
             self.reference = copy.deepcopy(self.stage).requires_grad_(False).eval()
 
     def _is_present(self, turn: int) -> bool:
-        """Whether it is the present turn: the latest seen, and not to be forgotten."""
+        """Whether it is the present turn: the latest seen, and not forgotten. A later one becomes the present turn."""
         if turn < self._turn or turn <= self._forgotten:
             return False
         if turn > self._turn:
@@ -190,26 +191,26 @@ class Worker:
             self._drop()
 
     def _drop(self) -> None:
-        """Nothing is under way any more."""
         self._pass = None
         self._sampler.drop()
 
     def _work(self, message: Message) -> list[Message]:
         head = message.head
-        if isinstance(head, Prefill):
-            return [self._sampler.prefill(message, head)]
-        if isinstance(head, Step):
-            return [self._sampler.step(message, head)]
-        if isinstance(head, Forward) and not head.total:
-            return self._forward(message, head)
+        match head:
+            case heads.Prefill():
+                return [self._sampler.prefill(message, head)]
+            case heads.Step():
+                return [self._sampler.step(message, head)]
+            case heads.Forward(total=0):
+                return self._forward(message, head)
         return self._in_order(message)
 
     # ----------------------------------------------------------------- microbatches
 
     def _in_order(self, message: Message) -> list[Message]:
-        """Keep the message until its operation is next; do all operations that can be done."""
+        """Keep the message until its operation is next, and do all operations that can be done."""
         head, run = message.head, self._pass
-        if isinstance(head, Forward):
+        if isinstance(head, heads.Forward):
             if run is None:
                 run = self._begin(head)
             if (head.microbatches, head.swapped) != (run.microbatches, run.swapped) or head.total != self._total:
@@ -218,23 +219,23 @@ class Worker:
         elif run is None:
             raise RemoteProtocolError("order", "a gradient of a microbatch that never came")
         else:
-            operation = self._backward_of(message, run)
-        if operation not in run.operations or operation in run.came:
+            assert isinstance(head, heads.Backward | heads.LossGradient)
+            operation = run.backward_of(head, message.tensors[0])
+        if operation not in run.operations or run.has_come(operation):
             raise RemoteProtocolError("order", f"{operation} is not to be done, or was before")
-        run.came.add(operation)
         run.waiting[operation] = message
         out: list[Message] = []
         while run.done < len(run.operations) and run.operations[run.done] in run.waiting:
             operation = run.operations[run.done]
             message = run.waiting.pop(operation)
-            if isinstance(message.head, Forward):
+            if isinstance(message.head, heads.Forward):
                 out += self._forward(message, message.head)
             else:
                 out += self._backward(message, operation, run)
             run.done += 1
         return out
 
-    def _begin(self, head: Forward) -> _Pass:
+    def _begin(self, head: heads.Forward) -> _Pass:
         if head.total < self._total:
             raise RemoteProtocolError("order", f"sum {head.total} after {self._total}")
         if head.total > self._total:
@@ -243,22 +244,10 @@ class Worker:
             if self.tied is not None:
                 self.tied.begin()
         operations = schedule(self.count, head.microbatches, head.swapped)[self.index]
-        self._pass = _Pass(head.turn, head.microbatches, head.swapped, operations)
+        self._pass = _Pass(head.turn, self.count, head.microbatches, head.swapped, operations)
         return self._pass
 
-    def _backward_of(self, message: Message, run: _Pass) -> Operation:
-        """Which operation a gradient is for; RemoteProtocolError if it is not one of what was given."""
-        head = message.head
-        assert isinstance(head, (Backward, LossGradient))
-        place = head.place if isinstance(head, Backward) else len(run.route(head.microbatch, self.count)) - 1
-        held = run.held.get((head.microbatch, place))
-        if held is None:
-            raise RemoteProtocolError("order", f"a gradient of microbatch {head.microbatch}, which is not held here")
-        if held[1].shape != message.tensors[0].shape:
-            raise RemoteProtocolError("shape", f"a gradient {list(message.tensors[0].shape)} of {list(held[1].shape)}")
-        return Operation("B", head.microbatch, place)
-
-    def _forward(self, message: Message, head: Forward) -> list[Message]:
+    def _forward(self, message: Message, head: heads.Forward) -> list[Message]:
         x, row, col, target, *packed = message.tensors
         way = route(self.count, head.microbatch, head.swapped)
         visit = way[head.place]
@@ -275,20 +264,17 @@ class Worker:
                 out = module.layers(out, positions, mask)
             if visit.head:
                 hidden = module.final(out[row.to(self._device), col.to(self._device)])
-                out, entropies = head_logprobs(
-                    module.head, hidden, target.to(self._device), head.temperature, head.entropy
-                )
+                target = target.to(self._device)
+                out, entropies = head_logprobs(module.head, hidden, target, head.temperature, head.entropy)
         if gradient and self._pass is not None:
             self._pass.held[head.microbatch, head.place] = source, out
             self.longest_held = max(self.longest_held, len(self._pass.held))
         given = self._finite(out.detach())
         if not visit.head:
-            following = Message(
-                way[head.place + 1].stage, replace(head, place=head.place + 1), (given, *message.tensors[1:])
-            )
-            return [following]
+            following = replace(head, place=head.place + 1)
+            return [Message(way[following.place].stage, following, (given, *message.tensors[1:]))]
         tensors = (given,) if entropies is None else (given, self._finite(entropies))
-        return [Message(LEAD, Logprobs(head.turn, head.microbatch, entropies is not None), tensors)]
+        return [Message(LEAD, heads.Logprobs(head.turn, head.microbatch, entropies is not None), tensors)]
 
     def _backward(self, message: Message, operation: Operation, run: _Pass) -> list[Message]:
         _, i, place = operation
@@ -298,12 +284,12 @@ class Worker:
         if place == 0:
             return []
         assert source is not None and source.grad is not None
-        before = run.route(i, self.count)[place - 1].stage
-        return [Message(before, Backward(run.turn, i, place - 1), (self._finite(source.grad),))]
+        before = run.route(i)[place - 1].stage
+        return [Message(before, heads.Backward(run.turn, i, place - 1), (self._finite(source.grad),))]
 
     @contextmanager
     def _module(self, reference: bool) -> Iterator[Stage]:
-        """The stage, or as it was before training."""
+        """The stage; with `reference`, the stage as it was before training."""
         if not reference:
             yield self.stage
         elif self.stage.is_lora:
@@ -315,22 +301,22 @@ class Worker:
             yield self.reference
 
     def _finite(self, values: Tensor) -> Tensor:
-        """`values`, or zeros where they cannot be sent; then the gradient is spoiled."""
+        """`values` with zeros where they cannot be sent; any zero spoils the gradient."""
         self._spoiled |= not bounded(values)
         return sendable(values)
 
     # ----------------------------------------------------------------- updates
 
-    def _squares(self, head: GradientNormRequest) -> list[Message]:
+    def _gradient_norm(self, head: heads.GradientNormRequest) -> list[Message]:
         if head.total < self._total:
             return []
         run = self._pass
         if head.total > self._total or (run is not None and run.done < len(run.operations)):
             raise RemoteProtocolError("order", f"sum {head.total} is not complete here")
-        return [self._squared()] if self.tied is None else self._exchange(self.tied)
+        return [self._squares()] if self.tied is None else self._exchange(self.tied)
 
-    def _add(self, head: TiedGradient, rows: Tensor) -> list[Message]:
-        """To the own rows of the gradient."""
+    def _add_tied(self, head: heads.TiedGradient, rows: Tensor) -> list[Message]:
+        """Add rows of the other end's gradient to the own ones."""
         if head.total < self._total:
             return []
         tied = self._its_tied()
@@ -340,56 +326,52 @@ class Worker:
         return self._exchange(tied) if tied.begun else []
 
     def _exchange(self, tied: TiedWeights) -> list[Message]:
-        """What is next of the gradients of the matrix that two stages hold."""
+        """The next messages about the gradient of the tied matrix."""
         blocks = tied.advance(lambda rows: rounded(self._finite(rows), self.codec))
-        out = [Message(tied.other, TiedGradient(self._total, block), (rows,)) for block, rows in blocks]
-        return [*out, self._squared()] if tied.added else out
-
-    @property
-    def tied_name(self) -> str | None:
-        """The trained matrix that another stage holds too."""
-        return None if self.tied is None else self.tied.name
+        out = [Message(tied.other, heads.TiedGradient(self._total, block), (rows,)) for block, rows in blocks]
+        return [*out, self._squares()] if tied.added else out
 
     def _its_tied(self) -> TiedWeights:
         if self.tied is None:
             raise RemoteProtocolError("order", f"stage {self.index} has nothing tied that is trained")
         return self.tied
 
-    def _squared(self) -> Message:
-        outside = [name for name in self.stage.named() if ".layers." not in name]
-        self._norm = math.sqrt(self.optimizer.squares(outside))
+    def _squares(self) -> Message:
+        """The sum of squares of the gradient, for the lead; a tied matrix counts at the first stage only."""
+        no_layer = [name for name in self.stage.named() if ".layers." not in name]
+        self._norm = math.sqrt(self.optimizer.squares(no_layer))
         name = self.tied_name
         squares = self.optimizer.squares([name] if name is not None and self.index > 0 else [])
         finite = not self._spoiled and math.isfinite(squares)
-        return Message(LEAD, GradientNorm(self._total, self.index, squares if finite else None))
+        return Message(LEAD, heads.GradientNorm(self._total, self.index, squares if finite else None))
 
-    def _apply(self, head: Apply) -> list[Message]:
+    def _apply(self, head: heads.Apply) -> list[Message]:
         if head.update > self.updates:
             if self._norm is None:
                 raise RemoteProtocolError("order", f"update {head.update} before its gradient is complete")
             self.optimizer.apply(head.scale, head.rate)
             self.updates, self.omega, self._norm = head.update, self._norm, None
-        return [self._state()]
+        return [self._status()]
 
-    def _share(self, head: Share) -> list[Message]:
-        """Give rows of the matrix to the stage at the other end."""
+    def _share(self, head: heads.Share) -> list[Message]:
+        """Send rows of the tied matrix to the stage at the other end."""
         tied = self._its_tied()
         rows = tied.give(head.block)
         if head.block == 0:
             self.optimizer.renew(tied.name, tied.parameter.detach(), head.keep)
-        return [Message(tied.other, TiedMatrix(head.keep, head.block), (rows,))]
+        return [Message(tied.other, heads.TiedMatrix(head.keep, head.block), (rows,))]
 
-    def _take(self, head: TiedMatrix, rows: Tensor) -> list[Message]:
-        """Rows of the other end's matrix; that counts when all have come."""
+    def _take(self, head: heads.TiedMatrix, rows: Tensor) -> list[Message]:
+        """Take rows of the other end's matrix; it replaces the own one when all rows have come."""
         tied = self._its_tied()
         matrix = tied.take(head.block, rows)
         if matrix is None:
-            return [Message(tied.other, Share(head.keep, head.block + 1))]
+            return [Message(tied.other, heads.Share(head.keep, head.block + 1))]
         self.optimizer.renew(tied.name, matrix, head.keep)
-        return [self._state(taken=True)]
+        return [self._status(taken=True)]
 
-    def _state(self, taken: bool = False) -> Message:
-        return Message(LEAD, StageStatus(self.index, self.updates, self.omega, taken, self.new))
+    def _status(self, taken: bool = False) -> Message:
+        return Message(LEAD, heads.StageStatus(self.index, self.updates, self.omega, taken, self.new))
 
 
 def attend(
@@ -398,9 +380,9 @@ def attend(
     send: Callable[[Message], None],
     refused: Callable[[RemoteProtocolError], None],
 ) -> Message | None:
-    """Have a message dealt with that came for a stage held here; it is given back if it is for the lead.
+    """Have the worker of a stage here deal with a message, and send its answers. A message for the lead is returned.
 
-    One that makes no sense is told to `refused` and dropped; if it was of a turn, that cannot go on.
+    A message that makes no sense is told to `refused` and dropped; its turn, if it has one, fails.
     """
     if message.stage == LEAD:
         return message
@@ -417,8 +399,8 @@ def attend(
     return None
 
 
-def refusal(stage: int, head: Head) -> list[Message]:
-    """What the lead is told if a message for `stage` is of no use there."""
-    if not isinstance(head, Forward | Backward | LossGradient | Prefill | Step):
-        return []  # the lead asks again, or hears from who else waits for an answer
-    return [Message(LEAD, TurnFailed(head.turn, stage, "refused"))]
+def refusal(stage: int, head: heads.Head) -> list[Message]:
+    """What the lead is told if a message for `stage` makes no sense there."""
+    if not isinstance(head, heads.Forward | heads.Backward | heads.LossGradient | heads.Prefill | heads.Step):
+        return []  # the lead asks again, or another stage that waits for an answer lets it know
+    return [Message(LEAD, heads.TurnFailed(head.turn, stage, "refused"))]
