@@ -548,7 +548,7 @@ class CrewNode:
 
     def metrics(self) -> dict[str, float]:
         """`stages/*` of the round that ends."""
-        return ({} if self.driver is None else self.driver.figures()) | self.stage_transport.metrics()
+        return ({} if self.driver is None else self.driver.calls.figures()) | self.stage_transport.metrics()
 
     def _mend(self, lost: StageLost) -> None:
         """Have lost stages rebuilt, here or elsewhere; returns when the crew is whole. Deposed if this is not the lead

@@ -546,7 +546,7 @@ def test_activations_may_travel_in_fewer_bits(codec: str, cosine: float, saved: 
         assert b["loss"] == pytest.approx(a["loss"], abs=0.05) and b["entropy"] == pytest.approx(a["entropy"], rel=0.02)
     moves = [torch.cat([(p - start[n]).flatten() for n, p in parameters(c).items()]) for c in (exact, crew)]
     assert torch.cosine_similarity(*moves, dim=0) > cosine
-    few, many = (c.driver.figures()["stages/bytes_per_token"] for c in (crew, exact))
+    few, many = (c.driver.calls.figures()["stages/bytes_per_token"] for c in (crew, exact))
     assert few < 0.8 * many
 
 
@@ -587,7 +587,7 @@ def test_staged_samples_are_the_samples(stages: int, kind: str, native: bool, lo
     for model in (policy, crew.policy):
         model._eos = [2, *range(20, 60)]  # so that some rows end early and the grid shrinks
     assert_equal_samples(crew, policy)
-    assert crew.driver.figures()["stages/bytes_per_token"] > 0 if stages > 1 else True
+    assert crew.driver.calls.figures()["stages/bytes_per_token"] > 0 if stages > 1 else True
 
 
 def test_caches_are_dropped_when_a_generation_is_over(saved: Saved) -> None:

@@ -1,0 +1,168 @@
+"""The lead's messages to all stages of its crew, and their answers.
+
+Nothing here runs by itself. While the lead waits for an answer, the stages that it holds itself do their work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from protocol import pipeline as heads
+from protocol.errors import RemoteProtocolError
+from swarm_node.pipeline.compute.worker import Worker, attend
+from swarm_node.pipeline.messages import LEAD, Message, MessageTransport, StageLost, size
+
+TICK_S = 0.5
+"""Longest wait for a message before the time is looked at."""
+
+H = TypeVar("H")
+
+
+class Refused(StageLost):
+    """A stage refuses a message of the work under way; no stage is lost. Doing it again may not help."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__((), f"stage {stage} refuses what it is sent")
+
+
+class StageCalls:
+    """Sends, waits, and finds stages that do not answer."""
+
+    def __init__(
+        self,
+        transport: MessageTransport,
+        workers: Mapping[int, Worker],
+        codec: heads.Codec,
+        refused: Callable[[RemoteProtocolError], None],
+        patience_s: float,
+        first_turn: int,
+    ) -> None:
+        """See `Driver`."""
+        self.transport = transport
+        self.workers = workers
+        self.codec = codec
+        self.refused = refused
+        self.patience_s = patience_s
+        self.turn = first_turn
+        """Number of the last pass or generation."""
+        self.statuses: dict[int, heads.StageStatus] = {}
+        """Last status of each stage."""
+        self.tokens = 0
+        """Tokens sampled, or in rows of a pass, since `figures` was last asked."""
+        self.trained_s = 0.0
+        """Seconds of train steps, since then."""
+        self._waited_s = 0.0
+        self._bytes = 0
+        self._heard = time.monotonic()
+
+    @property
+    def stages(self) -> int:
+        return self.transport.count
+
+    def figures(self) -> dict[str, float]:
+        """Figures since the last call.
+
+        stages/bytes_per_token  bytes sent to other peers for each token
+        stages/bubble           share of train steps in which this peer waited
+        """
+        figures: dict[str, float] = {}
+        if self.tokens:
+            figures["stages/bytes_per_token"] = self._bytes / self.tokens
+        if self.trained_s:
+            figures["stages/bubble"] = self._waited_s / self.trained_s
+        self._bytes = self.tokens = 0
+        self._waited_s = self.trained_s = 0.0
+        return figures
+
+    @contextmanager
+    def new_turn(self) -> Iterator[int]:
+        """Number of a new turn. If the caller gives it up, all stages are told."""
+        self.turn += 1
+        try:
+            yield self.turn
+        except StageLost:
+            raise
+        except BaseException:
+            for stage in range(self.stages):
+                with suppress(StageLost):  # the next use of the stage will notice
+                    self.send(Message(stage, heads.Reset(self.turn)))
+            raise
+
+    def forget(self) -> None:
+        """Have every stage forget the work under way; answers to it do not count any more. Raises StageLost."""
+        self.turn += 1
+        self.to_all(heads.Reset(self.turn))
+
+    def send(self, message: Message) -> None:
+        """Raises StageLost."""
+        if message.stage != LEAD and message.stage not in self.workers:
+            self._bytes += size(message, self.codec)
+        self._heard = time.monotonic()
+        self.transport.send(message)
+
+    def to_all(self, head: heads.Head) -> None:
+        """Raises StageLost."""
+        for stage in range(self.stages):
+            self.send(Message(stage, head))
+
+    def ask(self) -> dict[int, heads.StageStatus]:
+        """The status of every stage. Raises StageLost."""
+        self.statuses.clear()
+        self.to_all(heads.StatusRequest())
+        while len(self.statuses) < self.stages:
+            self.next()
+        return dict(self.statuses)
+
+    def answer(self, kind: type[H], train: bool = False) -> tuple[H, tuple[Tensor, ...]] | None:
+        """See `next`; but `None` also if the message is of another kind, or of an earlier turn."""
+        message = self.next(train)
+        if message is None or not isinstance(message.head, kind):
+            return None
+        return None if getattr(message.head, "turn", self.turn) != self.turn else (message.head, message.tensors)
+
+    def next(self, train: bool = False) -> Message | None:
+        """Deal with one message. Returns it if it is for the lead; `None` also if none comes for a while.
+
+        Raises StageLost, or torch.OutOfMemoryError if the turn has failed so. `train`: count the time for `figures`.
+        """
+        start = time.perf_counter()
+        came = self.transport.receive(min(TICK_S, self.patience_s))
+        waited = time.perf_counter() - start
+        if came is None and time.monotonic() - self._heard > self.patience_s:
+            self._find_lost()
+        message = self._attend(came)
+        if train:
+            self._waited_s += waited
+            self.trained_s += time.perf_counter() - start
+        if message is not None and isinstance(message.head, heads.TurnFailed) and message.head.turn == self.turn:
+            if message.head.what == "refused":
+                raise Refused(message.head.stage)
+            raise torch.OutOfMemoryError(f"out of memory at stage {message.head.stage}")
+        return message
+
+    def _attend(self, message: Message | None) -> Message | None:
+        """Have a stage here deal with a message. A message for the lead is returned, and a status is noted."""
+        if message is None:
+            return None
+        self._heard = time.monotonic()
+        message = attend(message, self.workers, self.send, self.refused)
+        if message is not None and isinstance(message.head, heads.StageStatus):
+            self.statuses[message.head.stage] = message.head
+        return message
+
+    def _find_lost(self) -> None:
+        """Ask all stages for their status, and raise StageLost for those that do not answer."""
+        self.statuses.clear()
+        self.to_all(heads.StatusRequest())
+        end = time.monotonic() + self.patience_s
+        while len(self.statuses) < self.stages and time.monotonic() < end:
+            self._attend(self.transport.receive(min(TICK_S, self.patience_s)))
+        missing = set(range(self.stages)) - self.statuses.keys()
+        why = "no answer" if missing else "all answer, but what is under way does not arrive"
+        raise StageLost(missing, why)
