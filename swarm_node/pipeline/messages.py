@@ -18,29 +18,9 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from protocol import pipeline as heads
 from protocol.errors import RemoteProtocolError
 from protocol.messages import PROTOCOL_VERSION
-from protocol.pipeline import (
-    Backward,
-    Codec,
-    Coding,
-    Envelope,
-    Forward,
-    GradientNorm,
-    Head,
-    Logprobs,
-    LossGradient,
-    Part,
-    Prefill,
-    Share,
-    StageStatus,
-    Step,
-    TiedGradient,
-    TiedMatrix,
-    Tokens,
-    TurnFailed,
-    encode_envelope,
-)
 from swarm_node.averaging.codecs import bounded
 from swarm_node.errors import Interrupted
 from swarm_node.pipeline.compute.schedule import route
@@ -59,7 +39,7 @@ class Message:
 
     stage: int
     """Receiver: number of a stage, or `LEAD`."""
-    head: Head
+    head: heads.Head
     tensors: tuple[Tensor, ...] = ()
 
 
@@ -122,13 +102,13 @@ class _Field(NamedTuple):
     below: str = ""
 
 
-def _layout(head: Head, stage: int) -> tuple[_Field, ...]:
+def _layout(head: heads.Head, stage: int) -> tuple[_Field, ...]:
     """The tensors that belong to a head.
 
     In shapes H is the width, V the vocabulary, B the rows of the block that the head names. Any other letter stands for
     one number throughout a message."""
     match head:
-        case Forward():
+        case heads.Forward():
             ids = _Field("whole", ("R", "T"), "V")
             packed = (_Field("whole", ("R", "T"), "T"), _Field("bits", ("R", "1", "T", "T"))) if head.packed else ()
             return (
@@ -138,24 +118,24 @@ def _layout(head: Head, stage: int) -> tuple[_Field, ...]:
                 _Field("whole", ("N",), "V"),
                 *packed,
             )
-        case Backward():
+        case heads.Backward():
             return (_Field("values", ("R", "T", "H")),)
-        case Logprobs():
+        case heads.Logprobs():
             return (_Field("exact", ("N",)),) * (1 + head.entropy)
-        case LossGradient():
+        case heads.LossGradient():
             return (_Field("exact", ("N",)),)
-        case TiedGradient():
+        case heads.TiedGradient():
             return (_Field("values", ("B", "H")),)
-        case Prefill():
+        case heads.Prefill():
             x = _Field("whole", ("P", "T"), "V") if stage == 0 else _Field("values", ("P", "T", "H"))
             return x, _Field("whole", ("P",), "T+1"), _Field("unit", ("W",))
-        case Step():
+        case heads.Step():
             x = _Field("whole", ("W",), "V") if stage == 0 else _Field("values", ("W", "H"))
             picked = (_Field("whole", ("P",)), _Field("whole", ("P", "G"))) if head.picked else ()
             return x, _Field("unit", ("W",)), *picked
-        case Tokens():
+        case heads.Tokens():
             return _Field("whole", ("W",), "V"), _Field("exact", ("W",))
-        case TiedMatrix():
+        case heads.TiedMatrix():
             return (_Field("exact", ("B", "H")),)
     return ()
 
@@ -164,7 +144,7 @@ def _layout(head: Head, stage: int) -> tuple[_Field, ...]:
 
 
 def encode(
-    message: Message, codec: Codec, plan: int, version: int = PROTOCOL_VERSION
+    message: Message, codec: heads.Codec, plan: int, version: int = PROTOCOL_VERSION
 ) -> tuple[bytes, list[memoryview]]:
     """Head in that version of the protocol, and the pieces of the body; these may be views of the message's tensors.
 
@@ -178,16 +158,16 @@ def encode(
         missing = part.size - len(body[-1])
         if missing:
             body.append(memoryview(bytes(missing)))
-    return encode_envelope(Envelope(version, plan, message.stage, message.head, tuple(parts))), body
+    return heads.encode_envelope(heads.Envelope(version, plan, message.stage, message.head, tuple(parts))), body
 
 
-def size(message: Message, codec: Codec) -> int:
+def size(message: Message, codec: heads.Codec) -> int:
     """Bytes of its body."""
     fields = zip(_layout(message.head, message.stage), message.tensors, strict=True)
-    return sum(Part(_coding(field, codec), tuple(tensor.shape)).size for field, tensor in fields)
+    return sum(heads.Part(_coding(field, codec), tuple(tensor.shape)).size for field, tensor in fields)
 
 
-def _coding(field: _Field, codec: Codec) -> Coding:
+def _coding(field: _Field, codec: heads.Codec) -> heads.Coding:
     match field.kind:
         case "values":
             return codec
@@ -201,7 +181,7 @@ def _coding(field: _Field, codec: Codec) -> Coding:
 # --------------------------------------------------------------------- what may come
 
 
-def judge(envelope: Envelope, size: int, limits: Limits) -> Mapping[str, int]:
+def judge(envelope: heads.Envelope, size: int, limits: Limits) -> Mapping[str, int]:
     """Whether a message with this head and a body of `size` bytes may come; asked before the body is read.
 
     Returns what each symbol of the message's layout means. Raises RemoteProtocolError: plan, stage, sender, place (of
@@ -216,7 +196,7 @@ def judge(envelope: Envelope, size: int, limits: Limits) -> Mapping[str, int]:
     return symbols
 
 
-def _judge_ends(head: Head, to: int, limits: Limits) -> None:
+def _judge_ends(head: heads.Head, to: int, limits: Limits) -> None:
     """Raise RemoteProtocolError unless the receiver is here and the sender is the one that it must be."""
     if to not in limits.here:
         raise RemoteProtocolError("stage", f"for stage {to}, which is not here")
@@ -224,28 +204,28 @@ def _judge_ends(head: Head, to: int, limits: Limits) -> None:
     from_stage = 0
     for_lead = False
     match head:
-        case Forward():
+        case heads.Forward():
             way = route(limits.stages, head.microbatch, head.swapped)
             if head.place >= len(way) or way[head.place].stage != to:
                 raise RemoteProtocolError("place", f"stage {to} does not have place {head.place}")
             from_stage = way[max(0, head.place - 1)].stage
-        case Backward():
+        case heads.Backward():
             if not limits.sender:
                 raise RemoteProtocolError("sender", "a gradient from a peer without a stage")
             return
-        case TiedGradient() | TiedMatrix() | Share():
+        case heads.TiedGradient() | heads.TiedMatrix() | heads.Share():
             if to not in (0, last):
                 raise RemoteProtocolError("stage", f"no embedding is tied at stage {to}")
-            first = isinstance(head, Share) and head.block == 0  # what the lead asks for
+            first = isinstance(head, heads.Share) and head.block == 0  # what the lead asks for
             from_stage = 0 if first else last - to
-        case LossGradient():
+        case heads.LossGradient():
             if to != last:
                 raise RemoteProtocolError("stage", f"no log-probabilities come from stage {to}")
-        case Prefill() | Step():
+        case heads.Prefill() | heads.Step():
             from_stage = max(0, to - 1)
-        case Logprobs() | Tokens():
+        case heads.Logprobs() | heads.Tokens():
             from_stage, for_lead = last, True
-        case GradientNorm() | StageStatus() | TurnFailed():
+        case heads.GradientNorm() | heads.StageStatus() | heads.TurnFailed():
             from_stage, for_lead = head.stage, True
         case _:
             pass
@@ -255,13 +235,13 @@ def _judge_ends(head: Head, to: int, limits: Limits) -> None:
         raise RemoteProtocolError("sender", f"a {type(head).__name__} must come from stage {from_stage}")
 
 
-def _dimensions(envelope: Envelope, limits: Limits) -> Mapping[str, int]:
+def _dimensions(envelope: heads.Envelope, limits: Limits) -> Mapping[str, int]:
     """What each symbol of the layout means. Raises RemoteProtocolError (shape) if parts do not fit or are too large."""
     head, layout = envelope.head, _layout(envelope.head, envelope.stage)
     if len(layout) != len(envelope.parts):
         raise RemoteProtocolError("shape", f"{len(envelope.parts)} parts, {len(layout)} belong to it")
     found = {"1": 1, "H": limits.width, "V": limits.vocabulary}
-    if isinstance(head, TiedGradient | TiedMatrix):
+    if isinstance(head, heads.TiedGradient | heads.TiedMatrix):
         rows = rows_of(head.block, limits.vocabulary, limits.width)
         found["B"] = rows.stop - rows.start
     for field, part in zip(layout, envelope.parts, strict=True):
@@ -285,11 +265,11 @@ def _dimensions(envelope: Envelope, limits: Limits) -> Mapping[str, int]:
             product *= found.get(symbol, 0)
         if product > limit:
             raise RemoteProtocolError("shape", f"{symbols} = {product}, at most {limit} are expected")
-    if isinstance(head, Prefill):
+    if isinstance(head, heads.Prefill):
         wanted = (found["P"] * head.n, limits.prompt, limits.length)
         if found["W"] != wanted[0] or found["T"] > wanted[1] or head.limit > wanted[2]:
             raise RemoteProtocolError("shape", f"{(found['W'], found['T'], head.limit)} instead of {wanted}")
-    if isinstance(head, Step):
+    if isinstance(head, heads.Step):
         if head.step >= limits.length:
             raise RemoteProtocolError("shape", f"token {head.step}, samples have at most {limits.length}")
         if head.picked and found["P"] * found["G"] != found["W"]:
@@ -300,7 +280,7 @@ def _dimensions(envelope: Envelope, limits: Limits) -> Mapping[str, int]:
 # --------------------------------------------------------------------- from bytes
 
 
-def decode(envelope: Envelope, body: bytearray, limits: Limits) -> Message:
+def decode(envelope: heads.Envelope, body: bytearray, limits: Limits) -> Message:
     """Raises RemoteProtocolError for the reasons of `judge`, and: nonfinite, values."""
     symbols = judge(envelope, len(body), limits)
     tensors = []
@@ -315,12 +295,12 @@ def decode(envelope: Envelope, body: bytearray, limits: Limits) -> Message:
         elif field.kind == "whole" and not (tensor.min() >= 0 and tensor.max() < symbols[field.below]):
             raise RemoteProtocolError("values", f"an index is negative, or {symbols[field.below]} or more")
         tensors.append(tensor)
-    if isinstance(envelope.head, Prefill) and tensors[1].min() < 1:
+    if isinstance(envelope.head, heads.Prefill) and tensors[1].min() < 1:
         raise RemoteProtocolError("values", "a prompt without a token")
     return Message(envelope.stage, envelope.head, tuple(tensors))
 
 
-def _pieces(envelope: Envelope, body: bytearray) -> Iterator[bytearray | memoryview]:
+def _pieces(envelope: heads.Envelope, body: bytearray) -> Iterator[bytearray | memoryview]:
     """The bytes of each part."""
     whole = memoryview(body)
     for part in envelope.parts:

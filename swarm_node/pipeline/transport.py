@@ -21,14 +21,13 @@ from protocol.codec import version_for
 from protocol.crew import Holding, Plan, Progress, Settings, Source
 from protocol.errors import RemoteProtocolError
 from protocol.messages import CrewCard, PeerCard
-from protocol.transports.base import Channel, Transport
+from protocol.transports.base import Transport
 from swarm_node.pipeline.compute.worker import refusal
 from swarm_node.pipeline.crew_channels import CrewChannels, Order
 from swarm_node.pipeline.inbox import Expected
 from swarm_node.pipeline.membership.actions import (
     BuildStage,
     Costs,
-    Link,
     PeerSpec,
     Sources,
     StartLeading,
@@ -122,10 +121,8 @@ class StageTransport:
     def missing(self) -> dict[int, tuple[float, str]]:
         """Lost stages, as far as is known here -> seconds since then, and the peer that builds it (empty = none)."""
         with self._lock:
-            membership, now = self._membership, self._now()
-            return {
-                stage: (now - since, membership.taker(stage)) for stage, since in sorted(membership.missing.items())
-            }
+            crew, now = self._membership, self._now()
+            return {stage: (now - since, crew.taker(stage)) for stage, since in sorted(crew.missing.items())}
 
     @property
     def absent(self) -> set[str]:
@@ -146,20 +143,16 @@ class StageTransport:
             return self._membership.stands(order)
 
     def name_of(self, peer: str) -> str:
-        """The name that a peer gave itself; empty if it is not known here. `peer` is its id, or the end of it that
-        `short` shows."""
+        """The name that a peer gave itself; empty = not known here. `peer`: its id, or the end that `short` shows."""
         with self._lock:
-            return next(
-                (name for one, name in reversed(self._membership.names.items()) if peer and one.endswith(peer)), ""
-            )
+            known = [name for one, name in self._membership.names.items() if peer and one.endswith(peer)]
+        return known[-1] if known else ""
 
     def metrics(self) -> dict[str, float]:
         """Running totals, as `stages/*`."""
         with self._lock:
-            return {
-                f"stages/{name}": float(n)
-                for name, n in sorted((Counter(self._membership.counts) + self.counts).items())
-            }
+            counts = Counter(self._membership.counts) + self.counts
+        return {f"stages/{name}": float(n) for name, n in sorted(counts.items())}
 
     # ----------------------------------------------------------------- what the main thread does
 
@@ -200,9 +193,7 @@ class StageTransport:
         self._handle(partial(self._membership.advance, progress))
 
     def at_rest(self) -> None:
-        """At the lead, between two rounds: a stage may pass to another peer.
-
-        If it does, `send` and `receive` raise StageLost."""
+        """At the lead, between two rounds: a stage may pass to another peer, and then `send` raises StageLost."""
         self._handle(self._membership.at_rest)
 
     def tick(self) -> None:
@@ -243,28 +234,26 @@ class StageTransport:
         self._check()
         with self._lock:
             plan = self._membership.plan
-            stages = (
-                (*self._membership.stages, LEAD) if self._membership.role == Role.LEADING else self._membership.stages
-            )
+            here = (*self._membership.stages, *[LEAD] * (self._membership.role == Role.LEADING))
             link = self._membership.way_to(message.stage)
             channel = self._channels.get(link)
         if plan is None or plan.mark != self._working:
             self.counts["late"] += 1
-        elif message.stage in stages:
+        elif message.stage in here:
             self._inbox.put(plan.mark, message)
             self._channels.news.set()
         else:
-            if link is None or channel is None or not self._send_over(channel, link, message, plan):
+            sent = False
+            if link is not None and channel is not None:
+                head, body = encode(message, plan.settings.wire, plan.mark, version_for(link.peer, self._members))
+                sent = channel.send(head, *body)
+            if not sent:
                 self.counts["unsent"] += 1
                 if self._leading:
                     raise StageLost({message.stage}, "its channel is closed")
                 if message.stage != LEAD:
                     self._handle(partial(self._membership.unsent, plan.mark, plan.assignments[message.stage].peer))
         self._quiet_since = self._now()
-
-    def _send_over(self, channel: Channel, link: Link, message: Message, plan: Plan) -> bool:
-        head, body = encode(message, plan.settings.wire, plan.mark, version_for(link.peer, self._members))
-        return channel.send(head, *body)
 
     def receive(self, timeout: float) -> Message | None:
         """See `MessageTransport`. At a peer that does not lead, also `None` if there are orders."""
