@@ -1,4 +1,4 @@
-"""How this installation came about, and so what mends it: commands for people, for `doctor` and for what peers tell."""
+"""How this package was installed, and the commands that repair or upgrade it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ PACKAGE = "swarm-node"
 
 
 def install_command() -> str:
-    """Install swarm-node anew, with a Python it is tested with."""
+    """The command that installs swarm-node anew, with a Python it is tested with."""
     if _by() == "pipx":
         return "pipx reinstall swarm-node --python 3.12"
     return f"uv tool install --reinstall --python 3.12 {_source()}"
 
 
 def reinstall_command() -> str:
-    """Replace what is missing or damaged in this installation, which keeps its Python."""
+    """The command that replaces what is missing or damaged in this installation; it keeps its Python."""
     return pip(f"--force-reinstall {_source()}") if _by() == "" else install_command()
 
 
 def upgrade_command() -> str:
-    """Get the newest release; or into the clone, where this was installed from one, what is new, and from there."""
+    """The command for the newest release or, for an installation from a clone, for its newest commit."""
     here = pip(f"--upgrade {_source()}")
     if (clone := Path(_made_of()[0]) / ".git").is_absolute() and clone.exists():
         return f"git -C {shlex.quote(str(clone.parent))} pull && {install_command() if _by() else here}"
@@ -37,7 +37,7 @@ def upgrade_command() -> str:
 
 
 def pip(arguments: str) -> str:
-    """`pip install` into this installation, which may lack pip."""
+    """A `pip install` into this installation, also where it lacks pip."""
     python = shlex.quote(sys.executable)
     if importlib.util.find_spec("pip") is None:
         return f"uv pip install --python {python} {arguments}"
@@ -45,14 +45,14 @@ def pip(arguments: str) -> str:
 
 
 def torch_command(version: str) -> str:
-    """Replace a torch for the CPU alone by one that can use a GPU."""
+    """The command that replaces a torch for CPUs only by one that can use a GPU."""
     if importlib.util.find_spec("pip") is None:
         return pip(f"--reinstall-package torch torch=={version} --torch-backend=auto")
     return f"{shlex.quote(sys.executable)} -m pip uninstall -y torch && {pip(f'torch=={version}')}"
 
 
 def outdated(who: str) -> str:
-    """That `who` speaks a protocol which this node is too old for."""
+    """A sentence that says that `who` speaks a newer protocol, and how to upgrade."""
     return (
         f"{who} speaks a newer protocol than this node, which speaks {PROTOCOL_VERSION}, and is not heard here; "
         f"to upgrade: {upgrade_command()}"
@@ -65,13 +65,13 @@ def _by() -> str:
 
 
 def _source() -> str:
-    """What this installation was made of, as `pip` takes it."""
+    """The source of this installation, as `pip` takes it."""
     source, editable = _made_of()
     return f"{'-e ' if editable else ''}{shlex.quote(source)}"
 
 
 def _made_of() -> tuple[str, bool]:
-    """(a directory, a file, a repository or the name in the package index, whether it is editable)."""
+    """(directory, file, repository or package name that this was installed from, whether it is editable)"""
     try:
         told = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
         url, editable = str(told.get("url", "")), bool(told.get("dir_info", {}).get("editable"))

@@ -1,15 +1,16 @@
-"""Stop on SIGINT, SIGTERM, SIGHUP or a cloud's notice: cleanly where that is possible, within the deadline in any case.
+"""Stop on SIGINT, SIGTERM, SIGHUP or a cloud's notice: cleanly where possible, within the deadline in any case.
 
-The loop tells this module which of three states it is in:
+The run tells this module which state it is in:
 
     interruptible   computing, weights unchanged: a signal raises StopRequested at once
     held            changing weights or files: a signal waits for the next `allow` or `check`
-    (deadline)      nothing has come of it, whatever the main thread sits in: a watchdog runs `last_resort` and exits
-    safe            nothing is left to lose: at the deadline the watchdog gives a second more, and exits
+    safe            nothing is left to lose: at the deadline a watchdog waits one more second, and exits
+
+At the deadline of a run that is not safe the watchdog calls `last_resort` and exits, whatever the main thread does. It
+does not rely on StopRequested having been raised: a `__del__` may swallow that, and the code after it may hang.
 
 A notice (`notice`, from any thread) acts as a first signal does, with a deadline of its own. A second signal exits at
-once; a first one after a notice, which is how the machine itself stops, only brings its deadline with it. That
-StopRequested was raised means nothing to the watchdog: a `__del__` swallows it, and what is done after it may hang.
+once. A first signal after a notice, which is how the machine itself stops, only sets its own deadline.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from types import FrameType, TracebackType
 from swarm_node.errors import StopRequested
 
 DEADLINE_S = 8.0
-"""From the signal to the last resort; spot instances and `docker stop` give ten seconds at the least."""
+"""Time from a signal to the last resort; spot instances and `docker stop` give at least ten seconds."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 HANGUP = signal.SIGHUP
-"""The terminal was closed. The shell and the kernel may both say so, and a SIGTERM follow: it is no first signal. Who
-has it ignored (nohup) goes on."""
+"""The terminal was closed. It never counts as a first signal, since the shell and the kernel may both send it, and a
+SIGTERM may follow. A process that ignores it (nohup) goes on."""
 NOTICE = signal.SIGUSR1
-"""What a notice reaches the main thread as; nothing of the system's is sent."""
+"""The signal with which a notice reaches the main thread."""
 MORE_S = 1.0
-"""After the deadline, for who is safe already."""
+"""Time after the deadline for a run that is safe."""
 LAST_RESORT_S = 600.0
-"""Longest that the last resort may take: as long as a large state takes to write."""
+"""Longest time for the last resort: writing a large state takes long."""
 RESERVE_S = 2.0
-"""Of a notice: to write what is under way, and for clocks that differ."""
+"""Part of a notice's time that is kept free for writing, and for clocks that differ."""
 
 
 class Stopper:
@@ -49,7 +50,7 @@ class Stopper:
     def __init__(self, last_resort: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
         self.advised = False
-        """This machine may well be taken back soon: a checkpoint is due."""
+        """Whether this machine may soon be taken back: a checkpoint is due."""
         self._ends = math.inf
         self._signalled = False
         self._notice_s = deadline_s
@@ -83,7 +84,7 @@ class Stopper:
         self._read.close()
 
     def allow(self) -> None:
-        """From here on a signal raises StopRequested at any point; raises it now if one came in the meantime."""
+        """From here on a signal raises StopRequested at any point; one that came before raises it now."""
         self._interruptible = True
         self.check()
 
@@ -93,7 +94,7 @@ class Stopper:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Within it, a signal raises StopRequested at any point."""
+        """Within the context, a signal raises StopRequested at any point."""
         self.allow()
         try:
             yield
@@ -107,23 +108,23 @@ class Stopper:
             raise StopRequested
 
     def safe(self) -> None:
-        """What there was to lose is on disk: no last resort is needed any more."""
+        """Tell that everything is saved: no last resort is needed any more."""
         self._safe = True
 
     def wait(self, seconds: float) -> None:
-        """Sleep; a notice ends it, as a signal does."""
+        """Sleep; a notice or a signal ends it. Raises StopRequested."""
         self._woken.wait(seconds)
         self.check()
 
     def notice(self, left_s: float) -> None:
-        """This machine goes away in `left_s` seconds. From any thread, also when the context has been left."""
+        """Tell that this machine goes away in `left_s` seconds. From any thread, also after the context was left."""
         self._notice_s = max(1.0, left_s - RESERVE_S)
         self._woken.set()
         interrupt_main(NOTICE)  # calls the handler between bytecodes, if there is one, and wakes the watchdog
 
     @property
     def left_s(self) -> float:
-        """Until the deadline; infinite before a signal or a notice has come."""
+        """Seconds until the deadline; infinite before a signal or a notice."""
         return max(0.0, self._ends - time.monotonic())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -140,7 +141,7 @@ class Stopper:
             self.check()
 
     def _watch(self) -> None:
-        """Python runs `_handle` between bytecodes only; the wake-up socket is written from C at once."""
+        """Keep the deadline. Python runs `_handle` only between bytecodes, C writes to the wake-up socket at once."""
         ends, signalled = math.inf, False
         while (number := self._signal_before(ends)) is not None:
             if number in STOPPING and signalled:
@@ -167,7 +168,7 @@ class Stopper:
                 _quit(0)
 
     def _signal_before(self, ends: float) -> int | None:
-        """The next stopping signal's number; `None` at the time `ends` or once the context is left."""
+        """The number of the next stopping signal; None at the time `ends`, or once the context is left."""
         while True:
             self._read.settimeout(None if ends == math.inf else max(0.001, ends - time.monotonic()))
             try:
@@ -182,7 +183,7 @@ class Stopper:
 
 
 def _quit(code: int) -> None:
-    """Leave without unwinding, but give the terminal its cursor back."""
+    """Exit without unwinding, but give the terminal its cursor back."""
     for stream in (1, 2):
         if os.isatty(stream):
             os.write(stream, b"\x1b[?25h\n")

@@ -1,6 +1,6 @@
-"""The records that flow from room to room: task -> group -> step.
+"""The records that packages exchange: task -> group -> step.
 
-Plain data, no behaviour, no torch: any part may import this module, and it imports only `protocol`.
+Plain data without behaviour: any package may import this module, which imports only `protocol`, and no torch.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from protocol.messages import TaskName
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One question, together with what its own checker needs to judge an answer."""
+    """One question, with what its checker needs to judge an answer."""
 
     name: TaskName
-    """Regenerates this very task on any machine."""
+    """The name from which any machine generates this task."""
     label: str
-    """Short name of its environment for people: metrics and tables group by it."""
+    """Short name of the environment, for metrics and tables."""
     question: str
     """The bare question, before chat template or prompt template."""
     answer: str | None
     """Reference answer; `None` when only reward functions judge."""
     metadata: dict[str, Any] = {}
-    """What the checker needs besides (local only, never sent)."""
+    """Further data for the checker; never sent."""
     slot: tuple[int, int] | None = None
-    """(epoch, slot) that assigned it to the peer that samples it; `None` outside a swarm."""
+    """(epoch, slot) that assigned the task to the peer that samples it; None outside a swarm."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -43,9 +43,9 @@ class Rollout(msgspec.Struct):
     token_ids: list[int]
     """Completion tokens; the end-of-sequence token is included if and only if `finished`."""
     logprobs: list[float]
-    """Log-probability of each token under the distribution it was really drawn from (temperature, top-p)."""
+    """Log-probability of each token under the distribution that it was drawn from (temperature, top-p)."""
     finished: bool
-    """Ended by itself, rather than cut off at the length limit."""
+    """Whether the model ended the answer, rather than the length limit."""
     text: str = ""
     """Decoded completion without special tokens."""
     extracted: str | None = None
@@ -59,7 +59,7 @@ class Rollout(msgspec.Struct):
 
 
 class Group(msgspec.Struct):
-    """Sibling rollouts of one task."""
+    """The rollouts of one task."""
 
     task: Task
     prompt_ids: list[int]
@@ -68,15 +68,15 @@ class Group(msgspec.Struct):
     policy_version: int = 0
     """Optimiser updates behind the policy that sampled it."""
     peer: str | None = None
-    """Who sampled it; `None` = this node."""
+    """The peer that sampled it; None = this node."""
     created: float = 0.0
-    """When it was sampled, in seconds since the Unix epoch; set where groups leave the round they were sampled in."""
+    """When it was sampled, in seconds since the Unix epoch; set when the group leaves its round."""
     advantages: list[float] | None = None
-    """One for each rollout, where they are not to be computed from the group itself."""
+    """One advantage per rollout; None = compute them from the group itself."""
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What a scorer says of one completion."""
+    """The score of one completion."""
 
     extracted: str | None
     """The answer found in the text; `None` if there was none to judge."""

@@ -1,4 +1,4 @@
-"""What the container or job that this process is in may take of the machine, as Linux's control groups bound it.
+"""The limits of this process's container or job, as Linux's control groups set them.
 
 Loads no torch.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
-    """(1 or 2, folder) for each control group of this process and all above it that may have a limit of `controller`
-    ("memory", "cpu"), version 1 or 2. A container may see only the top, which is its own then."""
+    """(version 1 or 2, folder) of each control group of this process, and of all above it, that may limit `controller`
+    ("memory", "cpu"). A container may see only the top group, which is its own then."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # another system
@@ -29,7 +29,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[in
 
 
 def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
-    """CPU seconds a second that each control group of this process allows, of those that have a limit."""
+    """CPU seconds per second that the control groups of this process allow, as far as they have limits."""
     for version, folder in control_groups("cpu", root):
         if version == 2 and (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

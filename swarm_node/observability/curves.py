@@ -11,24 +11,26 @@ import numpy as np
 from swarm_node.observability.thinning import rounds_of
 
 POINTS = 1024
-"""Rows at most, and at least half as many once there have been that many rounds."""
+"""Most rows; a run with that many rounds has at least half as many."""
 MAX_NAMES = 256
 DIGITS = 6
 LARGEST = 1e290
-"""Of which many can be added up."""
+"""Largest number that is kept: many such numbers can still be added."""
 MOST_ROUNDS = 2**40
-"""Of one line: more are no number of rounds."""
+"""Most rounds of one line of metrics.jsonl."""
 
 
 class Curves:
-    """Rows of equally many rounds each; of each number its mean, least and most there. When all rows are full, they are
-    merged two by two: memory and what is sent do not grow, and no round is lost to the means."""
+    """The numbers of a run as rows of equally many rounds: for each number its mean, minimum and maximum.
+
+    When all rows are full, they are merged in pairs: memory stays bounded, and every round stays in the means.
+    """
 
     def __init__(self) -> None:
         self.rounds = 0
         self.per_row = 1
         self.left_out = 0
-        """Names beyond MAX_NAMES."""
+        """Number of names that were left out, beyond MAX_NAMES."""
         self._columns: dict[str, int] = {}
         self._alien: set[str] = set()
         self._sums = np.zeros((POINTS, 0))
@@ -45,8 +47,8 @@ class Curves:
         return list(self._columns)
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Rounds in their order, as in metrics.jsonl; what is no number is left out. A record may stand for several
-        rounds (`rounds`), which go into one row."""
+        """Add records of metrics.jsonl in their order; values that are no numbers are left out. A record of several
+        `rounds` goes into one row."""
         self._widen(records)
         rounds = np.array([_rounds(record) for record in records], dtype=np.int64)
         values = np.full((len(records), len(self._columns)), np.nan)
@@ -63,7 +65,7 @@ class Curves:
                 self._merge()
 
     def points(self, first: int = 0) -> dict[str, dict[str, list[float | None]]]:
-        """By name `mean` and, if rows are of several rounds, `least` and `most` of the rows from `first` on; None where
+        """Name -> `mean` of the rows from `first` on, and `least` and `most` if rows have several rounds; None where
         nothing was measured."""
         part = slice(first, self.rows)
         with np.errstate(invalid="ignore"):
@@ -82,12 +84,12 @@ class Curves:
         return found
 
     def total(self, name: str) -> float | None:
-        """Over all rounds; None if never measured."""
+        """The sum over all rounds; None if never measured."""
         column = self._columns.get(name)
         return None if column is None else float(self._sums[:, column].sum())
 
     def tenths(self, name: str) -> tuple[float | None, float | None]:
-        """The means over the first and the last tenth of all rounds, as nearly as rows tell them apart."""
+        """The means over the first and the last tenth of all rounds, to within a row."""
         column, tenth = self._columns.get(name), max(1, self.rows // 10)
         if column is None:
             return None, None
@@ -97,7 +99,7 @@ class Curves:
         return first, last
 
     def _widen(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """A column for each name that is new."""
+        """Add a column for each new name."""
         new = sorted(set().union(*records) - self._columns.keys() - {"rounds"})
         new = [name for name in new if any(_number(record.get(name)) is not None for record in records)]
         fitting = new[: MAX_NAMES - len(self._columns)]
@@ -110,7 +112,7 @@ class Curves:
         self._most = np.pad(self._most, wider, constant_values=-np.inf)
 
     def _fold(self, values: np.ndarray, rounds: np.ndarray) -> None:
-        """Add lines [n, names] (NaN: not measured) of so many rounds [n] each, which still fit."""
+        """Add lines [n, names] (NaN = not measured) of so many rounds [n] each; they must fit."""
         values[np.abs(values) > LARGEST] = np.nan
         row = (self.rounds + np.cumsum(rounds) - rounds) // self.per_row
         starts = np.flatnonzero(np.diff(row, prepend=-1))
@@ -146,14 +148,14 @@ def _numbers(values: list[Any]) -> list[float | None]:
 
 
 def _number(value: Any) -> float | None:
-    """None (an array's NaN) if it is none, or more than can be added up."""
+    """A number, or None (an array's NaN) if the value is none or too large."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < LARGEST else None
 
 
 def _listed(values: np.ndarray, digits: int | None = DIGITS) -> list[float | None]:
-    """For JSON: None where not finite, `digits` significant ones."""
+    """A list for JSON: None where not finite, `digits` significant digits."""
     return [
         None
         if value != value or value in (np.inf, -np.inf)

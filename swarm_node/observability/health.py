@@ -1,18 +1,22 @@
 """Whether this node trains, over HTTP, for container runtimes, load balancers and Prometheus.
 
-    GET /healthz    200 and what it does, while rounds end or it waits for others of its crew; else 503 and why
-    GET /metrics    Prometheus text: `swarm_node_training`, who this is (`swarm_node_info`), and the numbers of the last
-                    round under sanitised names, with their meaning and type out of `metrics_reference`;
+    GET /healthz    200 and a status text while rounds end or the node waits for its crew; else 503 and the reason
+    GET /metrics    Prometheus text: `swarm_node_training`, the node's identity (`swarm_node_info`), and the numbers of
+                    the last round under sanitised names, with meaning and type from `metrics_reference`;
                     `swarm/rejected/age` is `swarm_node_swarm_rejected{reason="age"}`
 
-A process that runs but trains nothing answers 503: before the first round, when one takes far longer than those before
-it, and while it leaves. To wait, rightly, is part of no round: not of the silence since the last one, nor of what the
-longest took. `python -m swarm_node.observability.health` asks the node of this machine, for HEALTHCHECK: where its run
-directory (SWARM_NODE_RUN_DIR) says that it listens, whatever that was set by; while nobody holds that directory, where
-the environment says.
+A process that runs but does not train answers 503: before the first round, when a round takes far longer than those
+before it, and while it leaves. Time in which the node waits for a good reason belongs to no round: neither to the
+silence since the last one, nor to the longest one.
+
+`python -m swarm_node.observability.health` asks the node of this machine, for HEALTHCHECK. It asks at the address in
+the run directory (SWARM_NODE_RUN_DIR) or, if no process holds that, at the address in the environment.
 
 Only requests that call this machine by an expected name are answered (`hosts`). A connection has REQUEST_S for its
 request and the answer; when MAX_REQUESTS are open, the oldest makes way for a new one.
+
+Left out: `prometheus_client`, which appends `_total` to the names of counters. Those here are the names of
+metrics.jsonl, whose totals are not all counters.
 """
 
 from __future__ import annotations
@@ -44,30 +48,30 @@ TIMES = 10
 REQUEST_S = 5.0
 """Longest life of a connection: the request and the answer are a few kilobytes."""
 MAX_REQUESTS = 16
-"""Connections, and so threads, at a time."""
+"""Most connections, and so threads, at a time."""
 DEFAULT_PORT = "31390"
-"""Of the container image."""
+"""The port of the container image."""
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Where to ask one that listens on all addresses."""
+"""Address of a server that listens on all addresses -> the address to ask it at."""
 PREFIX = "swarm_node_"
 OWN = {
     "training": "Whether it does what it is for, as /healthz says: 1 or 0.",
     "waiting": "Whether it is paused, or waits for others of its crew: 1 or 0. While it does, training is 1 as well.",
     "seconds_since_round": "Seconds since the last round ended, waiting included.",
 }
-"""What is said besides the numbers of a round."""
+"""Metrics besides the numbers of a round, and their meanings."""
 CONTENT = {"/healthz": "text/plain; charset=utf-8", "/metrics": "text/plain; version=0.0.4; charset=utf-8"}
 
 
 class Health:
-    """What is known of a node. A sink of its metrics; from any thread."""
+    """The state of a node. It is a sink of its metrics; from any thread."""
 
     name = "health"
 
     def __init__(self, what: str = "round", least_s: float = LEAST_S, clock: Callable[[], float] = time.monotonic):
-        """`what` it does again and again."""
+        """`what` names the work that repeats."""
         self.waiting: Callable[[], str] = str
-        """For whom it waits, rightly, in words; empty = for nobody."""
+        """Returns what the node waits for with good reason; empty = nothing."""
         self.leaving = False
         self._what = what
         self._least_s = least_s
@@ -79,26 +83,26 @@ class Health:
         self._last = 0.0
         """When the last round ended."""
         self._ended: deque[float] = deque(maxlen=TIMES + 1)
-        """Likewise of the last rounds, by a clock that stands still while the node waits."""
+        """When the last rounds ended, on a clock that stands still while the node waits."""
         self._numbers: dict[str, float] = {}
         self._info: dict[str, str] = {}
 
     def identify(self, name: str, swarm: str) -> None:
-        """Who this is: its name for people, and the id of its swarm (empty = none)."""
+        """Set the name of the node and the id of its swarm (empty = none)."""
         self._info = {"name": name, "swarm": swarm, "version": __version__}
 
     def write(self, round: int, numbers: Mapping[str, float]) -> None:
-        """`round` has ended."""
+        """Record that `round` has ended, with its numbers."""
         self.look()
         self._numbers = {"round": float(round), **numbers}
         self._last = self._clock()
         self._ended.append(self._last - self._waited)
 
     def close(self) -> None:
-        """Another run may go on after this one: a crew's node leads it now and then."""
+        """Do nothing: a node of a crew may run again after this run."""
 
     def look(self) -> str:
-        """For whom it waits now; to be called often enough to know how long it waits."""
+        """What the node waits for now. Call it often, since it adds up the time of waiting."""
         waiting = self.waiting()
         with self._looking:
             now = self._clock()
@@ -108,12 +112,12 @@ class Health:
         return waiting
 
     def verdict(self) -> tuple[bool, str]:
-        """(does it do what it is for, what it does or why not)."""
+        """(whether the node does its work, a status text or the reason why not)"""
         good, _, text = self._found()
         return good, text
 
     def _found(self) -> tuple[bool, bool, str]:
-        """As `verdict`, and between its two whether it waits."""
+        """(whether the node does its work, whether it waits, a status text or the reason why not)"""
         waiting = self.look()
         ended, now = list(self._ended), self._clock()
         if self.leaving:
@@ -130,7 +134,7 @@ class Health:
         return True, False, f"{self._what} {self._numbers['round']:.0f} ended {now - self._last:.0f} s ago"
 
     def metrics(self) -> str:
-        """In Prometheus's text format, version 0.0.4."""
+        """The metrics in Prometheus's text format, version 0.0.4."""
         training, waiting, _ = self._found()
         own = {"training": float(training), "waiting": float(waiting)}
         if self._ended:
@@ -152,13 +156,12 @@ class Health:
 
 
 def metric_name(name: str) -> str:
-    """`swarm/bytes_in` -> `swarm_node_swarm_bytes_in`."""
+    """The name at /metrics: `swarm/bytes_in` -> `swarm_node_swarm_bytes_in`."""
     return PREFIX + re.sub("[^a-zA-Z0-9_]+", "_", name)
 
 
 def _family(name: str, key: str, samples: Mapping[str, float]) -> str:
-    """Numbers, by their labels, with what is known of them: they are such as `key`. Counters keep their names, without
-    `_total`: they are those of metrics.jsonl, whose totals are not all counters."""
+    """The lines of one metric: labels -> number, described as `key` is."""
     meaning, is_counter = describe_metric(key) or (OWN.get(key, ""), False)
     described = f"# HELP {name} {_escaped(meaning)}\n" if meaning else ""
     numbers = "".join(f"{name}{labels} {_number(value)}\n" for labels, value in sorted(samples.items()))
@@ -186,8 +189,10 @@ def _number(value: float) -> str:
 
 @contextmanager
 def serving(health: Health, listen: str, port: int, hosts: Collection[str] = ()) -> Iterator[int]:
-    """Answer at that address, 0 being any free port, until the context is left; gives the port. `hosts`: names that
-    requests may call this machine by, besides IP addresses and localhost. Raises UserError."""
+    """Answer requests at that address until the context is left; gives the port. Port 0 is any free one.
+
+    `hosts` are names by which requests may call this machine, besides IP addresses and localhost. Raises UserError.
+    """
     family = socket.AF_INET6 if ":" in listen else socket.AF_INET
     kind = type("_Family", (_Server,), {"address_family": family, "health": health})
     names = frozenset(name.lower() for name in hosts)
@@ -220,7 +225,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*args)
 
     def service_actions(self) -> None:
-        """Ten times a second, so that no wait is missed."""
+        """Look ten times a second, so that no wait is missed."""
         self.health.look()
         self._hang_up(before=time.monotonic() - REQUEST_S)
 
@@ -238,8 +243,8 @@ class _Server(ThreadingHTTPServer):
                 self._open.pop(request, None)
 
     def _hang_up(self, leaving: int = MAX_REQUESTS, before: float = -math.inf) -> None:
-        """Hang up on the oldest connections until at most `leaving` are open, and on those that began `before`. Their
-        threads see the end and leave."""
+        """Close the oldest connections until at most `leaving` are open, and all that began `before`. Their threads see
+        the end and leave."""
         with self._changing:
             while self._open:
                 oldest, began = next(iter(self._open.items()))
@@ -250,7 +255,7 @@ class _Server(ThreadingHTTPServer):
                     oldest.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Of whoever hangs up in the middle."""
+        """Ignore a client that hangs up before its answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -283,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> int:
-    """Ask the node of this machine; 0 if it trains, or answers nobody because it was told to."""
+    """Ask the node of this machine; 0 if it trains, or if its port is 0."""
     try:
         listen, port = _where()
     except ValueError as error:
@@ -304,7 +309,7 @@ def main() -> int:
 
 
 def _where() -> tuple[str, int]:
-    """(IP address, port) that the node listens on: as its run directory says, or else its environment."""
+    """(IP address, port) of the node: as its run directory says, or else its environment. Raises ValueError."""
     folder = os.environ.get("SWARM_NODE_RUN_DIR")
     said = RunDir(folder).read_health() if folder else None
     if said is not None:

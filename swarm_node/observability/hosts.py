@@ -1,8 +1,8 @@
-"""By which name an HTTP request calls this machine.
+"""The names by which an HTTP request may call this machine.
 
-The owner of a web page can point the page's own name at 127.0.0.1 (DNS rebinding); the browser then lets the page's
-script read what a server here answers. The request still carries that name in its `Host` header, so a server that
-answers to expected names only is not read. No page can have an IP address or `localhost` for its name.
+The owner of a web page can point the name of the page at 127.0.0.1 (DNS rebinding). The browser then lets the page's
+script read the answers of a server here. The request still carries that name in its `Host` header, so a server that
+answers only to expected names is safe. No page can have an IP address or `localhost` as its name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ipaddress
 from collections.abc import Collection
 
 ANY = "*"
-"""In a list of names: every name is expected."""
+"""In a list of names: any name is expected."""
 
 
 def host_of(header: str) -> str:
@@ -21,8 +21,8 @@ def host_of(header: str) -> str:
 
 
 def is_expected(header: str | None, names: Collection[str]) -> bool:
-    """Whether a request with this `Host` header may be answered: it has none (no browser leaves it out), an IP address,
-    `localhost`, or one of `names`, which are in lower case."""
+    """Whether a request with this `Host` header may be answered. Its host must be an IP address, `localhost` or one of
+    `names`, which are in lower case; a missing header is allowed, since no browser leaves it out."""
     if header is None or ANY in names:
         return True
     host = host_of(header)

@@ -1,8 +1,8 @@
 """Append-only files of one JSON object a line.
 
-Each line goes out in ONE unbuffered `write`, so there is never half a record in the middle of the file. At
-most the last line is incomplete (the system shows a write page by page, a power cut tears it): readers leave
-that one out, and opening the file for writing cuts it off.
+Each line is written in ONE unbuffered `write`, so no half record is ever in the middle of the file. At most the last
+line is incomplete: the system shows a write page by page, and a power cut tears it. Readers leave it out, and opening
+the file for writing cuts it off.
 
 A file may be longer than memory: it is read line by line, or backwards from its end.
 """
@@ -25,14 +25,14 @@ from swarm_node.storage.rundir import explain, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
 CHUNK_BYTES = 64 << 10
-"""Read at a time from the end of a file: some tens of lines."""
+"""Bytes read at a time from the end of a file: some tens of lines."""
 
 
 class JsonLines:
     """Writes one file; safe to use from several threads.
 
-    A full disk does not stop the run: it is reported once, the lines wait in memory and follow as soon as
-    there is room. `close` raises UserError if some never found room; what is appended after it is dropped.
+    A full disk does not stop the run. It is reported once; lines wait in memory and are written as soon as there is
+    room. Records appended after `close` are dropped.
     """
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
@@ -67,7 +67,7 @@ class JsonLines:
             return 0 if self._descriptor < 0 else os.fstat(self._descriptor).st_size
 
     def cut_after(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Cut the file after the last record that is `wanted`. Raises UserError if a line after it is not a record."""
+        """Cut the file after the last record that is `wanted`. Raises UserError if a later line is not a record."""
         size = 0
         for start, line in _backwards(self._path):
             if wanted(parsed(line, self._path)):
@@ -77,8 +77,11 @@ class JsonLines:
             os.ftruncate(self._descriptor, size)
 
     def replace(self, lines: Iterable[bytes]) -> bool:
-        """Put whole `lines` in the place of all that is in the file: readers see the old file or the new one, also
-        after a crash. `lines` may read the old file. False = no room (which is reported), or lines wait for room."""
+        """Replace the file by `lines`: readers see the old or the new file, also after a crash. `lines` may read the
+        old one.
+
+        Returns False if there is no room, which is reported, or if lines wait for room.
+        """
         with self._lock:
             if self._descriptor < 0 or self._waiting:
                 return False
@@ -93,7 +96,7 @@ class JsonLines:
         return False
 
     def close(self) -> None:
-        """Raises UserError if lines are left that the disk had no room for."""
+        """Close the file. Raises UserError if lines are left for which the disk had no room."""
         with self._lock:
             if self._descriptor < 0:
                 return
@@ -128,19 +131,18 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def each_record(path: Path) -> Iterator[dict[str, Any]]:
-    """As `read_jsonl`, one at a time."""
+    """Each whole record in turn; a torn last line is left out. Raises UserError as `read_jsonl` does."""
     for number, line in enumerate(whole_lines(path), 1):
         yield parsed(line, path, number)
 
 
 def last_record(path: Path) -> dict[str, Any] | None:
-    """The last whole record; None if there is none. Raises UserError if the file cannot be read or that line is not a
-    record."""
+    """The last whole record; None if there is none. Raises UserError if it cannot be read or is not a record."""
     return next((parsed(line, path) for _, line in _backwards(path)), None)
 
 
 def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """Lines with their ends from the byte `start` on, as far as the file goes now; a torn last one is left out. Raises
+    """Whole lines with their ends, from the byte `start` to the present end; a torn last line is left out. Raises
     UserError if the file cannot be read."""
     with _reading(path), open(path, "rb") as file:
         left = os.fstat(file.fileno()).st_size - start
@@ -153,7 +155,7 @@ def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
 
 
 def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
-    """Whole lines of the end of the file, oldest first, together no longer than `most_bytes`. Raises UserError."""
+    """The last whole lines, oldest first, of at most `most_bytes` together. Raises UserError."""
     end = start = _whole_bytes(path)
     for at, _ in _backwards(path):
         if end - at > most_bytes:
@@ -163,18 +165,18 @@ def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """A line; floats that are not finite become null."""
+    """A record as one line; floats that are not finite become null."""
     return json.dumps(tidy(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def not_a_record(path: Path, number: int | None = None) -> UserError:
-    """What to do about a line that is damaged, `number` if that is known."""
+    """The error for a damaged line; `number` is its number if known."""
     which = "a line near the end" if number is None else f"line {number}"
     return UserError(f"{which} of {path} is not a record: delete that line")
 
 
 def tidy(value: Any) -> Any:
-    """What JSON can hold: floats to six digits (three after the point if large), null if not finite."""
+    """A value that JSON can hold: floats with six digits (three decimals if large), null if not finite."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
@@ -187,7 +189,7 @@ def tidy(value: Any) -> Any:
 
 
 def parsed(line: bytes, path: Path, number: int | None = None) -> dict[str, Any]:
-    """The record in a line of `path`. Raises UserError if it is none."""
+    """The record in a line of `path`. Raises UserError if it is not a record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -198,7 +200,7 @@ def parsed(line: bytes, path: Path, number: int | None = None) -> dict[str, Any]
 
 
 def _backwards(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, line) of whole lines, the last one first. Raises UserError if the file cannot be read."""
+    """(start, line) of each whole line, the last one first. Raises UserError if the file cannot be read."""
     with _reading(path), open(path, "rb") as file:
         start = file.seek(0, os.SEEK_END)
         read, torn = b"", True  # `read` begins at `start`
@@ -218,7 +220,7 @@ def _backwards(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _whole_bytes(path: Path) -> int:
-    """Up to the end of the last whole line."""
+    """Bytes up to the end of the last whole line."""
     return next((start + len(line) for start, line in _backwards(path)), 0)
 
 
@@ -227,7 +229,7 @@ def _opened(path: Path) -> int:
 
 
 def _replaced(path: Path, lines: Iterable[bytes]) -> int:
-    """A descriptor of the file that holds `lines` and is at `path` from now on, on disk as well. Raises OSError."""
+    """Replace the file at `path` by `lines`, synced to disk; the descriptor of the new file. Raises OSError."""
     temporary = _temporary(path)
     temporary.unlink(missing_ok=True)
     descriptor = _opened(temporary)

@@ -1,8 +1,7 @@
-"""The numbers of every round, in metrics.jsonl always and in further sinks by choice; events in sentences.
+"""The numbers of every round, in metrics.jsonl and in further sinks; events, as sentences, in events.jsonl.
 
-Names are TRL's where it has one (`reward reward_std frac_reward_zero_std kl entropy clip_ratio/*
-completions/* grad_norm step_time num_tokens`), besides `step round time` and
-`perf/generated_tok_s perf/trained_tok_s`.
+Names are TRL's where it has one (`reward reward_std frac_reward_zero_std kl entropy clip_ratio/* completions/*
+grad_norm step_time num_tokens`). Others are `step round time` and `perf/generated_tok_s perf/trained_tok_s`.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ from swarm_node.observability.thinning import EACH, WHOLE, line_rounds, plan, th
 
 read_metrics = read_jsonl
 EVENTS_BYTES = 16 << 20
-"""Most of events.jsonl: a month of a talkative run. The newer half stays when it is full."""
+"""Most bytes of events.jsonl: a month of a talkative run. When it is full, its newer half stays."""
 
 
 class MetricsWriter:
-    """One record a round; old rounds come to share lines (`thinning`) unless all are to be kept. A further sink that
-    fails is reported once and left out from then on."""
+    """Writes one record per round; old rounds share lines (`thinning`) unless all are to be kept.
+
+    A sink that fails is reported once and left out from then on.
+    """
 
     def __init__(
         self, path: Path, report: Callable[[str], None], sinks: Sequence[Sink] = (), keep_all: bool = False
@@ -35,17 +36,17 @@ class MetricsWriter:
         self._sinks = list(sinks)
         self._thins = not keep_all
         self._until_thinning = 0
-        """Rounds until the next time that lines are merged."""
+        """Rounds until lines are merged again."""
 
     def truncate_after(self, round: int) -> None:
-        """On resuming: drop what was recorded after the checkpoint of `round`: it will be recorded again. Raises
-        UserError if a line is not a record."""
+        """Drop the records after the checkpoint of `round`, which will be recorded again. Raises UserError if a line is
+        not a record."""
         self._file.cut_after(lambda record: record["round"] <= round)
         if self._thins:
             self._thin()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """`record` needs `round`; numbers only go to the further sinks, everything to the file."""
+        """Write a record, which needs `round`, to the file, and its numbers to the sinks."""
         self._file.append(record)
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         self._each_sink(lambda sink: sink.write(record["round"], numbers))
@@ -80,7 +81,7 @@ class MetricsWriter:
 
 
 class EventLog:
-    """What happened, when, in sentences: one record an event, kept over resumptions; in the end the newest ones."""
+    """Events as sentences with their time, kept over resumptions; when the file is full, the newest ones."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self._path = path
@@ -89,7 +90,7 @@ class EventLog:
         self._file = JsonLines(path, report)
 
     def write(self, kind: str, text: str, **details: Any) -> None:
-        """`kind` is a word to filter by, for example `checkpoint` or `signal`."""
+        """Append an event; `kind` is a word to filter by, such as `resume` or `stop`."""
         self._file.append({"time": time.time(), "kind": kind, "text": text, **details})
         if self._bounded and self._file.size > EVENTS_BYTES:
             try:

@@ -1,7 +1,7 @@
-"""Every number of metrics.jsonl and of /metrics, and what it means; `tests/swarm/test_metrics_reference.py` keeps it
-true.
+"""Every number of metrics.jsonl and of /metrics, and its meaning. `tests/swarm/test_metrics_reference.py` compares it
+with real runs.
 
-`<…>` in a name stands for anything. Numbers that a round has not are left out of its line.
+`<…>` in a name stands for any text. A line leaves out numbers that its round does not have.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ OF_BOOTSTRAPS = {
     "swarm/connections/<process>": "Connections of that part of the network now.",
     "swarm/loose_ends": "Failures in the network's thread that nobody waited for.",
 }
-"""What /metrics of a bootstrap has besides."""
+"""Further numbers at /metrics of a bootstrap."""
 
 COUNTERS = frozenset(
     "tasks/scorer_errors swarm/bytes_in swarm/bytes_out swarm/groups_sent swarm/bytes_sent swarm/unsent/<reason> "
@@ -127,16 +127,15 @@ COUNTERS = frozenset(
     "stages/refused/<reason> averaging/refused/<reason> swarm/messages_in swarm/messages_out swarm/dropped "
     "swarm/restarts/<process> swarm/loose_ends".split()
 )
-"""Running totals that begin at 0 with each process, so that they are counters to Prometheus. Those that a resumed run
-takes up are not: they fall by the rounds that a crash cost, and Prometheus would take that for a new beginning at 0 and
-add the whole total once more."""
+"""Totals that begin at 0 with each process, so they are counters to Prometheus. Totals that a resumed run restores are
+not: they fall by the rounds that a crash cost, and Prometheus would take that for a new beginning at 0, and add the
+whole total once more."""
 
 LAST_VALUE = COUNTERS | frozenset(
     "round rounds step time num_tokens averaging/exchanges averaging/bytes averaging/skipped/<reason> cost/spent "
     "cost/groups cost/per_admitted_group cost/per_reward_point".split()
 )
-"""Totals so far and positions: a line that stands for several rounds has what they were at its end. Of all other
-numbers it has means."""
+"""Totals and positions: a line of several rounds has their values at its end. For all other numbers it has means."""
 
 REASON = "/<reason>"
 _MEANINGS = {name: meaning for section in METRICS.values() for name, meaning in section.items()}
@@ -148,7 +147,7 @@ def find_metric(key: str) -> str | None:
 
 
 def describe_metric(key: str) -> tuple[str, bool] | None:
-    """(its meaning without Markdown, whether it is a counter) of `key` at /metrics; None if nothing is known of it."""
+    """(meaning without Markdown, whether it is a counter) of `key` at /metrics; None if it is unknown."""
     every = _MEANINGS | OF_BOOTSTRAPS
     name = _find(key, every)
     if name is None:
@@ -163,7 +162,7 @@ def has_last_value(key: str) -> bool:
 
 
 def labelled(key: str) -> tuple[str, dict[str, str]]:
-    """The name and the label of `key` at /metrics: those that differ by a reason alone are one metric there."""
+    """The name and the labels of `key` at /metrics: keys that differ only by a reason are one metric there."""
     name = _find(key, _MEANINGS)
     if name is None or not name.endswith(REASON):
         return key, {}

@@ -28,10 +28,9 @@ def plot_reward(
 ) -> None:
     """Draw training reward over rounds into the PNG file `out`; `metrics` are records of metrics.jsonl.
 
-    Of more than a thousand rounds, each point is the mean of equally many. Thin lines are the tasks
-    (`reward/<label>`), if there are two or more; `held_out` is pass@1 on held-out
-    questions before and after, drawn as two points. Raises UserError if there is nothing to draw or `out`
-    cannot be written.
+    In a run of more than a thousand rounds, each point is the mean of equally many rounds. Thin lines are the tasks
+    (`reward/<label>`), if there are several; `held_out` is pass@1 on held-out questions before and after, drawn as two
+    points. Raises UserError if there is nothing to draw or `out` cannot be written.
     """
     curves = _curves(metrics)
     points = curves.points()
@@ -106,7 +105,7 @@ def _is_drawn(name: str) -> bool:
 
 
 def _series(points: Mapping[str, Mapping[str, list[float | None]]], name: str) -> tuple[list[float], list[float]]:
-    """Rounds at which `name` was measured, and what it was."""
+    """(the rounds in which `name` was measured, its values)"""
     if name not in points:
         return [], []
     both = zip(points["round"]["mean"], points[name]["mean"], strict=True)

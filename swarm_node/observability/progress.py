@@ -8,8 +8,8 @@ On a terminal, below the sentences that have scrolled by:
     12 kB/s in, 9.0 kB/s out, 2.1 MB in all  averaged 12 times, last with bob
     40 s ago: averaging: 2 of this node's cohort are here: alice, bob
 
-While it waits, what for stands in place of the speed. A narrow terminal gets shorter words, never a second line of the
-same. What a run alone has none of is left out.
+While the run waits, the reason replaces the speed. A narrow terminal gets shorter words, never a second line. A run
+that is alone has no lines about others.
 
 Plain, at each tenth of the run, but at least five seconds and at most a minute apart:
 
@@ -45,17 +45,19 @@ LEAST_SPARK = 4
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = ".:-=+*#@"
 TRAFFIC_OVER_S = 10.0
-"""Behind bytes a second."""
+"""Traffic is the mean over so many seconds."""
 MAX_PLAIN = 120
-"""A plain line does without traffic rather than be longer."""
+"""Most characters of a plain line; a longer one leaves out the traffic."""
 LINK = "swarm://"
 PLAIN_WIDTH = 200  # files and pipes have no width; only tables look at it
 LEAST_S, MOST_S = 5.0, 60.0  # between plain lines
 
 
 class Lasting:
-    """A stream that may end before the run (a terminal that is closed, a full disk, a pipe that nobody reads any more):
-    what cannot be written is lost, since the run matters more. From any thread, Rich's own among them."""
+    """A stream that may end before the run: a terminal that is closed, a full disk, a pipe that nobody reads any more.
+
+    Text that cannot be written is lost, since the run matters more. From any thread, Rich's own included.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -64,13 +66,13 @@ class Lasting:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """All of `text`, as far as the caller sees."""
+        """Write `text`; returns its length even if the stream has ended."""
         with suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Raises no OSError, either."""
+        """Flush the stream; an OSError is ignored."""
         with suppress(OSError):
             self._stream.flush()
 
@@ -88,7 +90,7 @@ class Progress:
         width: int | None = None,
         line: Callable[[str], None] | None = None,
     ) -> None:
-        """`width`: columns, instead of those that the terminal has; `line`: takes plain lines, instead of `stream`."""
+        """`width`: columns, instead of those of the terminal; `line`: takes plain lines, instead of `stream`."""
         stream = stream or (sys.stderr if json_output else sys.stdout)
         if isinstance(stream, io.TextIOWrapper):  # where it cannot show a character, that is no fault of a run
             stream.reconfigure(errors="backslashreplace")
@@ -101,14 +103,13 @@ class Progress:
         self._on_terminal = on_terminal and not json_output and line is None
         self._clock = clock
         self.waiting: Callable[[], str] = str
-        """What the run waits for, in words; empty = it goes on. Asked whenever the live bar is drawn, on its thread."""
+        """Returns what the run waits for; empty = it goes on. Called on the thread that draws the live lines."""
         self.crew: Callable[[], int | None] = _nobody
-        """Others of this node's crew; None = it is in none. Asked as `waiting` is."""
+        """Returns how many others this node's crew has; None = there is no crew. Called as `waiting` is."""
         self.paused_s: Callable[[], float] = float
-        """Seconds of this run so far in which it stood still by intent: no part of its minutes. Asked as `waiting`
-        is."""
+        """Returns the seconds so far in which the run was paused; its minutes exclude them. Called as `waiting` is."""
         self.spent_s = 0.0
-        """Seconds of its minutes that were over before the first round."""
+        """Seconds of the minutes of the run that had passed before the first round."""
         self._total = total_rounds
         self._of = "" if math.isinf(total_rounds) else f"/{total_rounds}"
         self._limit_s = math.inf if minutes is None else minutes * 60
@@ -118,21 +119,21 @@ class Progress:
         self._others: float | None = None
         self._used: deque[float] = deque(maxlen=SPEED_OVER)
         self._traffic: deque[tuple[float, float, float]] = deque()
-        """(when, bytes in, bytes out), both totals."""
+        """(when, total bytes in, total bytes out)"""
         self._averaged = ""
         self._last: tuple[float, str] | None = None
-        """When something was said that matters, and what."""
+        """(when, text) of the last sentence that stays in view."""
         self._started_at = self._updated_at = 0.0
         self._rounds_at: float | None = None
-        """When the first round began, by `_now`: what came before is no part of its minutes either."""
+        """When the first round began, by `_now`: time before it is no part of the minutes either."""
         self._ended: deque[float] = deque(maxlen=SPEED_OVER + 1)
-        """Likewise, when the last rounds ended."""
+        """When the last rounds ended, by `_now`."""
         self._printed_round: int | None = None
         self._printed_at = -math.inf
         self._printed_tenth = 0
 
     def start(self, round: int = 0) -> None:
-        """Begin, with `round` rounds already done (a resumed run)."""
+        """Begin, with `round` rounds already done in a resumed run."""
         self._round = round
         self._last = None  # preparations
         self._started_at = self._updated_at = self._clock()
@@ -143,8 +144,8 @@ class Progress:
             self._live.start()
 
     def update(self, round: int, metrics: Mapping[str, float | None], averaged: str = "") -> None:
-        """`round` rounds are done and the last one measured `metrics` (`reward`, `step_time`, `swarm/…`);
-        `averaged` says what came of averaging, if this node averages."""
+        """Show that `round` rounds are done, with the metrics of the last one (`reward`, `step_time`, `swarm/…`).
+        `averaged` is a status text of averaging, if this node averages."""
         self._round = round
         now, took = self._now(), metrics.get("step_time")
         if self._rounds_at is None:
@@ -164,20 +165,20 @@ class Progress:
             self._print_line()
 
     def say(self, text: str, lasting: bool = True) -> None:
-        """Print a line of its own, at once; may be called from any thread. On a terminal it is broken between words,
-        and the last `lasting` one stays in view."""
+        """Print a line at once, from any thread. On a terminal it is broken between words, and the last `lasting` line
+        stays in view."""
         if lasting:
             self._last = self._clock(), text
         self._print(text)
 
     def paragraphs(self, lines: Sequence[str], indent: int) -> None:
-        """Print lines; on a terminal they are broken between words, and go on `indent` columns from its left."""
+        """Print lines. A terminal breaks them between words, and indents the rest by `indent` columns."""
         for line in lines:
             self._print(line, indent)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
-        """Print a table: first column left, the others right, floats with three digits. Where there is no room for
-        it, its rows as sentences."""
+        """Print a table: the first column left, the others right, floats with three decimals. Without room for it,
+        print its rows as sentences."""
         cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
         widths = [max(map(cell_len, [*column.split(), *(row[n] for row in cells)])) for n, column in enumerate(columns)]
         if self._line or sum(widths) + 3 * len(widths) + 1 > self._console.width:  # the space between, and lines
@@ -195,7 +196,7 @@ class Progress:
         self._stream.flush()
 
     def stop(self) -> None:
-        """End, leaving the last state on the screen."""
+        """End; the last state stays on the terminal."""
         self._last = None  # it stands above, and its age would be wrong in a moment
         if self._live is not None:
             self._live.stop()
@@ -204,15 +205,15 @@ class Progress:
             self._print_line()
 
     def _share(self) -> float:
-        """How much of the run is done, in [0, 1], by rounds or by minutes, whichever ends it first."""
+        """The share of the run that is done, in [0, 1], by rounds or by minutes, whichever ends it first."""
         return min(1.0, max(self._round / self._total, self._elapsed() / self._limit_s))
 
     def _now(self) -> float:
-        """By a clock that stands still in pauses."""
+        """The time in seconds, on a clock that stands still in pauses."""
         return self._clock() - self.paused_s()
 
     def _elapsed(self) -> float:
-        """Of its minutes, in seconds."""
+        """Seconds of the minutes that have passed."""
         return self.spent_s + (0.0 if self._rounds_at is None else self._now() - self._rounds_at)
 
     def _tenth(self) -> int:
@@ -241,7 +242,7 @@ class Progress:
             self._plain(text)
 
     def _broken(self, line: str, indent: int) -> str:
-        """`line` broken between words, unless it holds a link: that is there to be copied, with its command."""
+        """`line` broken between words, unless it has a link, which users copy with its command."""
         wide = max(indent + 10, self._console.width)
         if LINK in line or cell_len(line) <= wide:
             return line
@@ -254,7 +255,7 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
     def view(self) -> Group:
-        """The lines that stay on a terminal, each as wide as it is at most. Also from Rich's thread."""
+        """The lines that stay on a terminal, none wider than it. Also called from Rich's thread."""
         width, waiting = self._console.width, self.waiting()
         traffic, averaged = self._fitting(self._traffic_words(waiting)), self._averaged
         both = "  ".join(filter(None, [traffic, averaged]))
@@ -295,7 +296,7 @@ class Progress:
         return [*self._reward(), *self._speed()]
 
     def _peers(self) -> list[str]:
-        """Who else trains, and what this node makes of it: ever shorter."""
+        """Texts about others that train and how much of their work is used, ever shorter."""
         crew, used_lately = self.crew(), list(self._used)
         if self._others is None:
             return [] if crew is None else [f"crew of {crew + 1}"]
@@ -339,11 +340,11 @@ class Progress:
         return f"{_age(self._clock() - when)} ago: {words}"
 
     def _fitting(self, texts: Sequence[str]) -> str:
-        """The first that fits, or the last."""
+        """The first text that fits on a line, or the last one."""
         return next((text for text in texts if cell_len(text) <= self._console.width), texts[-1] if texts else "")
 
     def _cut(self, text: str) -> str:
-        """As much as fits on a line."""
+        """The part of `text` that fits on a line."""
         encoding, width = self._stream.encoding or "utf-8", self._console.width
         text = text.encode(encoding, "backslashreplace").decode(encoding)
         if cell_len(text) <= width:
@@ -369,7 +370,7 @@ def _nobody() -> None:
 
 
 def _age(seconds: float) -> str:
-    """In the greatest whole unit: 150.0 -> 2 min"""
+    """Seconds in the greatest whole unit: 150.0 -> 2 min"""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
@@ -377,7 +378,7 @@ def _age(seconds: float) -> str:
 
 
 def clock_face(seconds: float) -> str:
-    """3725.0 -> 1:02:05"""
+    """Seconds as a clock shows them: 3725.0 -> 1:02:05"""
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
@@ -393,7 +394,7 @@ def volume(size: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, ascii_only: bool = False) -> str:
-    """`values` as at most `width` blocks, each the mean of an equal share of them, from least to greatest."""
+    """`values` as at most `width` blocks; each is the mean of an equal share of them, between minimum and maximum."""
     blocks = ASCII_BLOCKS if ascii_only else BLOCKS
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)] if count else []

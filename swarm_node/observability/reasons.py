@@ -1,4 +1,4 @@
-"""Why something was refused, in words: the one table for the console, `status`, `doctor`, reports and the dashboard."""
+"""Reasons of refusals in words: the one table for the console, `status`, `doctor`, reports and the dashboard."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ HOSTILE = frozenset(
     "assignment cap find flood forged frame graylist key node_id peer schema shard signature size store "
     "unsigned".split()
 )
-"""Reasons that an honest node of this version gives nobody, or hardly ever. Not `slot`: a node that is started again
-within a minute answers its slots anew, and no peer gets more of those past `rate` than of any other answers."""
+"""Reasons that an honest node of this version hardly ever causes. `slot` is not among them: a node that restarts within
+a minute answers its slots anew, and no peer gets more of those past `rate` than of any other answers."""
 
 SAID = HOSTILE | {"connections", "crowded", "handshake", "memory", "newcomers", "stuck"}
-"""Reasons of the network whose first refusal is said: the others come with honest traffic."""
+"""Reasons of the network whose first refusal is said: the other reasons come with honest traffic."""
 
 
 def words(reason: str) -> str:
-    """`reason` as a noun phrase."""
+    """The noun phrase for `reason`."""
     return WORDS.get(reason, reason)

@@ -1,4 +1,4 @@
-"""Which source was refused what: rows for `swarm-node status`, `doctor` and the dashboard, and first refusals in words.
+"""Refusals by source: rows for `swarm-node status`, `doctor` and the dashboard, and the first refusals in words.
 
 transport: source (peer id or IP address) -> reasons  --+--> rows, the worst sources first -> swarm.json
 receiver:  author of rollouts -> reasons              --+
@@ -16,49 +16,49 @@ from protocol.transports.refusals import Refused
 from swarm_node.observability.reasons import HOSTILE, SAID, words
 
 MAX_ROWS = 20
-"""Sources in a status: an attacker may have many names, and people read a few."""
+"""Most sources in a status: an attacker may have many names, and people read a few."""
 NOTABLE = 10
-"""Refusals of one source that are worth a row though honest nodes cause them now and then."""
+"""Least refusals of a source for a row, if honest nodes cause such refusals now and then."""
 MAX_REASONS = 3
-"""Reasons named of one source, the most frequent first; the status of a peer has all."""
+"""Reasons named per source, the most frequent first; the status of a peer has all."""
 SHORT_ID = 8
 """Last characters of a peer id that are shown: the first ones are the same for all."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What one source was refused."""
+    """The refusals of one source."""
 
     source: str
     """Peer id, IPv4 address, or /64 of IPv6."""
     says: str
-    """`1,204 × too many keys asked at once, 3 × malformed`"""
+    """The reasons in words: `1,204 × too many keys asked at once, 3 × malformed`."""
     count: int
     hostile: int
-    """Of these, refusals that an honest node hardly ever causes."""
+    """Refusals among them that an honest node hardly ever causes."""
     last: float
-    """Unix time of the latest."""
+    """Unix time of the latest refusal."""
     name: str = ""
-    """What the peer calls itself."""
+    """The name that the peer gives itself."""
     address: str = ""
-    """Where it is connected from; empty if that is not known."""
+    """IP address that the source is connected from; empty if unknown."""
 
     @property
     def ip(self) -> str:
-        """IP address that it is connected from, or the /64 of it, if that is known."""
+        """IP address that the source is connected from, or its /64, if known."""
         return self.address or (self.source if _is_ip(self.source) else "")
 
     def place(self) -> str:
-        """`bob …abcd1234 at 203.0.113.9`"""
+        """The source for people: `bob …abcd1234 at 203.0.113.9`."""
         return place(self.source, self.address, self.name)
 
 
 def rows(
     sources: Mapping[str, Refused], authors: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]
 ) -> list[Row]:
-    """The worst sources first, at most `MAX_ROWS`: `sources` of a transport, `authors` of `Receiver.by_peer`.
+    """The worst sources first, at most `MAX_ROWS`, from `sources` of a transport and `authors` of `Receiver.by_peer`.
 
-    Of what a receiver refused only what is hostile counts: the table of peers shows the rest. Sources that are refused
-    a few times for what honest nodes do as well are left out.
+    Only hostile reasons of a receiver count: the table of peers shows the others. A source with few refusals, of kinds
+    that honest nodes cause as well, is left out.
     """
     reasons: dict[str, Counter[str]] = {source: Counter(refused.reasons) for source, refused in sources.items()}
     last = {source: refused.last for source, refused in sources.items()}
@@ -83,7 +83,7 @@ def rows(
 
 
 def says(counts: Mapping[str, int]) -> str:
-    """The most frequent reasons, in words."""
+    """The most frequent reasons with their counts, in words."""
     frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     named = [f"{n:,} × {words(reason)}" for reason, n in frequent[:MAX_REASONS]]
     if rest := sum(n for _, n in frequent[MAX_REASONS:]):
@@ -100,7 +100,7 @@ def place(source: str, address: str = "", name: str = "") -> str:
 
 
 def _is_ip(source: str) -> bool:
-    """Whether a source is an address, or a network: a peer id is base58, without dots and colons."""
+    """Whether a source is an IP address or network: a peer id is base58, without dots and colons."""
     return "." in source or ":" in source
 
 
@@ -112,7 +112,7 @@ class FirstRefusals:
         self._said: set[str] = set()
 
     def look(self, refused: Iterable[str], sources: Mapping[str, Refused]) -> None:
-        """`refused` are the reasons of which the transport has counted any."""
+        """Say new refusals; `refused` are the reasons that the transport has counted."""
         for reason in sorted(SAID.intersection(refused) - self._said):
             self._said.add(reason)
             worst = max(sources, key=lambda source: sources[source].reasons.get(reason, 0), default="")

@@ -1,6 +1,6 @@
-"""Where metrics go besides metrics.jsonl, for those who asked: TensorBoard, Weights & Biases, Trackio.
+"""Places for metrics besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
 
-A sink that was asked for and cannot start is the user's to mend, at once (UserError).
+A sink that the user asked for and that cannot start raises UserError at once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TensorBoard:
 class WandB:
     """A run named after the run directory, continued on resuming; obeys `WANDB_PROJECT` and `WANDB_MODE`.
 
-    Never asks for a key on the terminal. A round recorded again after a resume stays as it was at first.
+    It never asks for a key on the terminal. A round that is recorded again after a resume keeps its first values.
     """
 
     name = "Weights & Biases"
@@ -101,8 +101,8 @@ class Trackio:
     """A run named after the run directory, continued on resuming, in Trackio's own database on this machine
     (`TRACKIO_DIR`); `trackio show --project swarm-node` shows it. Obeys `TRACKIO_PROJECT`.
 
-    Never asks for a token on the terminal, and sends nothing of the run away unless `TRACKIO_SPACE_ID` or
-    `TRACKIO_SERVER_URL` is set. A round recorded again after a resume stays as it was at first.
+    It never asks for a token on the terminal, and sends nothing away unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL`
+    is set. A round that is recorded again after a resume keeps its first values.
     """
 
     name = "Trackio"
@@ -138,7 +138,8 @@ class Trackio:
 
 @contextmanager
 def _never_asking() -> Iterator[None]:
-    """Where a Space refuses the token there is, Trackio asks for one on the terminal; nobody may be there to answer."""
+    """Within the context, raise an error instead of asking for a token: Trackio asks on a terminal that may have no
+    user."""
     import huggingface_hub
 
     def refuse(**_: object) -> None:

@@ -1,16 +1,15 @@
-"""What came of a run, as numbers and in words.
+"""The summary of a run, as numbers and in words; for a resumed run, over all its starts.
 
     running figures (tally) --figures--> Figures --> the document of `--json`
                                             |
                                             +--summary--> lines for people
 
-Of a run that was resumed they are of all its starts.
-
 Whether held-out pass@1 changed by more than noise is judged by the 95 % percentile interval of a paired bootstrap over
-questions (Miller 2024, arXiv 2411.00640, has why pairs, and why questions, not answers): the same questions before and
-after, so that easy and hard ones cancel; it is more if the interval leaves out 0. That is noise of questions and of
-sampling, not of another seed. Below 50 questions nothing is claimed: without a change, one in twelve such intervals of
-30 questions leaves out 0, of 50 and more about one in twenty, as it should be.
+questions. Miller 2024 (arXiv 2411.00640) explains why over pairs, and why over questions rather than answers. The same
+questions are asked before and after, so easy and hard ones cancel. The change is more than noise if the interval
+excludes 0. That is noise of questions and of sampling, not of another seed. Below 50 questions no claim is made:
+without a change, one in twelve intervals of 30 questions excludes 0; of 50 and more about one in twenty, as it should
+be.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from swarm_node.observability.tally import Tally
 
 LEAST_QUESTIONS = 50
 LEAST_ROUNDS = 20
-"""Below these a change of reward is one round against another."""
+"""With fewer rounds, a change of reward compares one round with another."""
 RESAMPLES = 4000
 MAX_DRAWN = 10**6
 """Numbers in memory at once: this is drawn while a node leaves."""
 INDENT = 10
-"""Columns before the words of a line."""
+"""Columns before the text of a line."""
 MAX_REASONS = 4
-"""Told apart; the rest is one number."""
+"""Reasons that are listed; the others become one number."""
 REFUSED = {"swarm/rejected/": "", "averaging/refused/": "weights/", "stages/refused/": "crew/"}
 KINDS = {"weights": "weights", "crew": "the crew"}
 COST = {
@@ -50,55 +49,55 @@ class HeldOut(msgspec.Struct, frozen=True):
 
     questions: int
     samples: int
-    """Answers to each."""
+    """Answers per question."""
     pass_1: tuple[float, float]
     pass_k: tuple[float, float]
     interval: tuple[float, float] | None = None
-    """95 % of the change of pass@1; None: it cannot be told."""
+    """95 % interval of the change of pass@1; None = too few questions."""
 
 
 class Swarm(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What went to and came from other peers. Groups, but for the traffic, in bytes."""
+    """Groups sent to and received from other peers, and the traffic in bytes."""
 
     received: int = 0
     admitted: int = 0
     used: int = 0
-    """Times that one was trained on."""
+    """Groups of other peers trained on, counted each time."""
     foreign_share: float = 0.0
-    """Of all groups trained on."""
+    """Share of foreign groups among all groups trained on."""
     sent: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
 
 
 class Averaging(msgspec.Struct, frozen=True):
-    """Exchanges of weights, each a giving and a taking."""
+    """Exchanges of weights; in each, a node gives and takes."""
 
     exchanges: int
     bytes: int
-    """Sent."""
+    """Bytes sent."""
 
 
 class Stages(msgspec.Struct, frozen=True):
-    """What befell the crew that this node led."""
+    """Losses and recoveries in the crew that this node led."""
 
     lost: int
     built: dict[str, int]
-    """Way -> how often a stage was come by so, at first as well as after a loss."""
+    """Way -> how often a stage was built so, at first as well as after a loss."""
 
 
 class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A run in numbers; what did not happen is left out."""
+    """A run in numbers; parts that did not occur are None."""
 
     rounds_recorded: int = 0
     resumed_at: int = 0
-    """The last start went on after this round."""
+    """The round after which the last start resumed."""
     reward_first_tenth: float | None = None
     reward_last_tenth: float | None = None
     seconds: float = 0.0
-    """In rounds; held-out questions and pauses come on top."""
+    """Seconds spent in rounds, without held-out evaluation and pauses."""
     num_tokens: int = 0
-    """Trained on."""
+    """Tokens trained on."""
     held_out: HeldOut | None = None
     swarm: Swarm | None = None
     averaging: Averaging | None = None
@@ -108,8 +107,8 @@ class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of the mean of `after` - `before`, one number for each question in the same order; None if there
-    are too few of them, or they are not the same."""
+    """95 % interval of the mean of `after` - `before`, which hold one number per question in the same order. None if
+    there are too few questions, or different ones."""
     if len(before) != len(after) or len(before) < LEAST_QUESTIONS:
         return None
     changes = np.asarray(after) - np.asarray(before)
@@ -123,7 +122,7 @@ def interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, fl
 
 
 def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None) -> Figures:
-    """Of the rounds in `tally`."""
+    """The figures of the rounds in `tally`."""
     whole = {name: round(total) for name, total in tally.totals.items() if total > 0}
     n, own, used = tally.rewards.count, tally.own, tally.used
     tenth = max(1, n // 10)
@@ -158,7 +157,7 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None) 
 
 
 def summary(run: Figures) -> list[str]:
-    """Lines of words, under a word each that says what they are about."""
+    """The lines of the summary, each with a word before it that names its subject."""
     parts = {
         "learned" if _has_learned(run) else "outcome": [*_reward(run), *_held_out(run.held_out)],
         "received": [*_received(run.swarm), *_exchanges(run.averaging, "weights of others in"), *_stages(run.stages)],
@@ -172,13 +171,13 @@ def summary(run: Figures) -> list[str]:
 
 
 def whereabouts(run_dir: str, files: Sequence[str]) -> list[str]:
-    """Where things are."""
+    """The line that says where the files are."""
     return _labelled({"files": [f"{run_dir}: {', '.join(files)}"]})
 
 
 def next_steps(run_dir: str, crew: bool = False, held_out: bool = True) -> list[str]:
-    """What to type, and what for. The weights of a crew's policy may be elsewhere, so it is not among them; without
-    `held_out` questions there is nothing to evaluate on."""
+    """Commands for the next step, each with a comment. A crew has fewer, since the weights of its policy may be
+    elsewhere; without `held_out` questions there is no evaluation."""
     run = shlex.quote(run_dir)
     commands = {} if crew else {f"export {run} DIR": "a model that transformers loads"}
     commands |= {} if crew or not held_out else {f"eval {run}": "how it does on held-out questions"}
@@ -196,7 +195,7 @@ def _labelled(parts: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _has_learned(run: Figures) -> bool:
-    """Whether its reward rose, over more than a few rounds, and held-out pass@1 did not fall."""
+    """Whether the reward rose, over more than a few rounds, and held-out pass@1 did not fall."""
     first, last, held = run.reward_first_tenth, run.reward_last_tenth, run.held_out
     if first is None or last is None or run.rounds_recorded < LEAST_ROUNDS:
         return False

@@ -1,9 +1,9 @@
-"""Running figures of a run: what its summary says of all rounds, in a few kilobytes that a checkpoint keeps.
+"""Running figures of a run, for its summary; a few kilobytes that a checkpoint keeps.
 
     record of each round --add--> Tally --state--> state.json of a checkpoint --restored--> Tally
 
-Totals of the swarm begin at 0 in each start: where one falls, a start began, and what was counted before is kept (as
-`increase` of Prometheus does).
+Totals of the swarm begin at 0 in each start. Where one falls, a start began, and the total so far is kept, as
+`increase` of Prometheus does.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ import msgspec
 from swarm_node.observability.thinning import rounds_of
 
 BUCKETS = 512
-"""Most parts that rewards are kept in: a tenth of the rounds is then 25 of them at least, and 10 kB hold all."""
+"""Most parts of the rewards: a tenth of the rounds is then at least 25 parts, and all take 10 kB."""
 
 COUNTED = ("swarm/", "averaging/", "stages/")
-"""Beginnings of the names of totals."""
+"""Prefixes of the names of totals."""
 
 
 class Buckets(msgspec.Struct):
-    """Numbers in their order, as sums over parts of equally many. When all parts are full, they are merged two by two:
-    no number is lost, and means of the first and the last ones are exact to within a part."""
+    """Numbers in their order, as sums over parts of equally many.
+
+    When all parts are full, they are merged in pairs: no number is lost, and the means of the first and the last
+    numbers are exact to within one part.
+    """
 
     count: int = 0
     each: int = 1
-    """Numbers in a part; the last one may have fewer."""
+    """Numbers per part; the last part may have fewer."""
     sums: list[float] = []
     squares: list[float] = []
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which is a ValidationError where a checkpoint is read."""
+        """Raise ValueError if the parts do not fit; reading a checkpoint turns it into a ValidationError."""
         parts = len(self.sums)
         fits = self.each > 0 and (parts - 1) * self.each < self.count <= parts * self.each
         if not fits or len(self.squares) != parts or parts > BUCKETS:
             raise ValueError("the parts do not fit their count")
 
     def add(self, value: float | None, times: int = 1) -> None:
-        """One that is missing or not finite counts for nothing."""
+        """Add a number, `times` times; one that is missing or not finite is left out."""
         if value is None or not math.isfinite(value):
             return
         while times:
@@ -62,7 +65,7 @@ class Buckets(msgspec.Struct):
         return _moments(k, *(sum(parts[:whole]) + self._share(parts, whole, part) for parts in self._both))
 
     def last(self, k: int) -> tuple[float, float]:
-        """Of the last `k` numbers."""
+        """(mean, sample variance) of the last `k` numbers."""
         whole, part = divmod(self.count - k, self.each)
         return _moments(k, *(sum(parts[whole:]) - self._share(parts, whole, part) for parts in self._both))
 
@@ -71,7 +74,7 @@ class Buckets(msgspec.Struct):
         return self.sums, self.squares
 
     def _share(self, parts: list[float], at: int, numbers: int) -> float:
-        """What `numbers` of part `at` have of its sum, as if all were alike."""
+        """The share of `numbers` numbers in the sum of part `at`, as if all were equal."""
         return parts[at] * numbers / min(self.each, self.count - at * self.each) if numbers else 0.0
 
     def _merge(self) -> None:
@@ -86,27 +89,27 @@ def _moments(k: int, total: float, squares: float) -> tuple[float, float]:
 
 
 class Tally(msgspec.Struct):
-    """Of the rounds up to `round`."""
+    """Figures of the rounds up to `round`."""
 
     round: int = 0
     """The last one."""
     rounds: int = 0
-    """How many were recorded: a crew's lead has only those that it led."""
+    """Number of recorded rounds: a leader of a crew has only those that it led."""
     seconds: float = 0.0
     own: float = 0.0
-    """Groups trained on, own ones and others' (times that one was trained on)."""
+    """Own groups trained on; `used`: groups of other peers, counted each time that one is trained on."""
     used: float = 0.0
     num_tokens: float = 0.0
     rewards: Buckets = msgspec.field(default_factory=Buckets)
     totals: dict[str, float] = {}
-    """Of the swarm, averaging and stages, over all starts."""
+    """Totals of the swarm, averaging and stages, over all starts."""
     seen: dict[str, float] = {}
-    """The same in the last round."""
+    """The same totals in the last round."""
     cost: dict[str, float] = {}
     """`cost/*` of the last round."""
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """A record of metrics.jsonl, which may stand for several rounds."""
+        """Add a record of metrics.jsonl, which may stand for several rounds."""
         n = rounds_of(record)
         self.round = record["round"]
         self.rounds += n
@@ -128,7 +131,7 @@ class Tally(msgspec.Struct):
 
 
 def tallied(records: Iterable[Mapping[str, Any]]) -> Tally:
-    """Of `records` in their order."""
+    """The tally of `records`, in their order."""
     tally = Tally()
     for record in records:
         tally.add(record)

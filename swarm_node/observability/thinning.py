@@ -1,11 +1,11 @@
-"""How metrics.jsonl stays small: the newest rounds keep a line each, older ones share lines, the older the more.
+"""metrics.jsonl stays small: the newest rounds have a line each, older rounds share lines, the older the more.
 
     oldest                                                                        newest
     | … | at most LEVEL lines of 4 rounds | at most LEVEL lines of 2 rounds | WHOLE to WHOLE + EACH lines of 1 round |
 
 Lines of n rounds become lines of 2 n rounds, two neighbours at a time, oldest first. So the number of lines grows with
-the logarithm of the number of rounds: 3 million rounds leave some 4,500 lines. A line of several rounds says so in
-`rounds`. Its other numbers are means over its rounds, weighted by them, but for what `has_last_value` names.
+the logarithm of the number of rounds: 3 million rounds leave some 4,500 lines. A line of several rounds has their
+number in `rounds`. Its other numbers are means over its rounds, except those that `has_last_value` names.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ when the first lines of n rounds are made, LEVEL / 4 of them, 3 / 4 LEVEL n roun
 
 
 class _Line(msgspec.Struct):
-    """Of all that a line holds."""
+    """The part of a line that is needed for planning."""
 
     rounds: int = 1
 
 
 def rounds_of(record: Mapping[str, Any]) -> int:
-    """The rounds that a line of metrics.jsonl stands for."""
+    """The number of rounds of a line of metrics.jsonl."""
     return record.get("rounds", 1)
 
 
 def line_rounds(path: Path) -> list[int]:
-    """The rounds that each line stands for, in their order. Raises UserError if a line is not a record."""
+    """The number of rounds of each line, in order. Raises UserError if a line is not a record."""
     rounds = []
     for number, line in enumerate(whole_lines(path), 1):
         try:
@@ -52,7 +52,7 @@ def line_rounds(path: Path) -> list[int]:
 
 
 def plan(rounds: Sequence[int]) -> list[int]:
-    """How many neighbouring lines become one, for each line that is left; `rounds` are those of each line now."""
+    """For each line to be left, how many neighbouring lines it replaces; `rounds` are the rounds of each line now."""
     groups = [(n, 1) for n in rounds]
     size = 1
     while surplus := _surplus(groups, size):
@@ -71,7 +71,7 @@ def thinned(path: Path, groups: Sequence[int]) -> Iterator[bytes]:
 
 
 def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One record in the place of several successive ones."""
+    """One record that replaces several successive ones."""
     last = records[-1]
     one = dict(last)
     for name in dict.fromkeys(name for record in records for name in record):
@@ -86,14 +86,14 @@ def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _surplus(groups: Sequence[tuple[int, int]], size: int) -> int:
-    """How many groups of `size` rounds are to be merged: an even number."""
+    """How many groups of `size` rounds are to be merged; an even number."""
     there = sum(size <= n < 2 * size for n, _ in groups)
     most, stay = (WHOLE + EACH - 1, WHOLE) if size == 1 else (LEVEL, LEVEL // 2)
     return (there - stay) // 2 * 2 if there > most else 0
 
 
 def _paired(groups: Sequence[tuple[int, int]], size: int, surplus: int) -> list[tuple[int, int]]:
-    """The oldest `surplus` groups of `size` rounds, merged two by two."""
+    """All groups, with the oldest `surplus` groups of `size` rounds merged in pairs."""
     left: list[tuple[int, int]] = []
     waiting = False  # the last group of `left` is to be merged with the next one
     for n, lines in groups:

@@ -1,8 +1,8 @@
-"""Where others join: a member without a model, `swarm-node bootstrap`.
+"""A bootstrap peer, `swarm-node bootstrap`: a member without a model, through which others join.
 
-    manifest -> network on all gossip shards; manifest and question files for who asks -> the link on stdout
+    manifest -> network on all gossip shards; serve manifest and question files -> the link on stdout
 
-All else that it says goes to stderr, so `swarm-node bootstrap swarm.toml | head -1` is the link.
+Everything else goes to stderr, so `swarm-node bootstrap swarm.toml | head -1` prints the link.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from swarm_node.swarm.question_files import gather_files
 
 LOOK_S = 0.5
 STATUS_S = 2.0
-"""Between two writings of swarm.json."""
+"""Time between two writings of swarm.json."""
 SILENT_S = 30.0
-"""Without a look that long, or without an address, nobody can join here."""
+"""A bootstrap that had no address for so long is unhealthy: nobody can join through it."""
 LINE_S = 60.0
-"""Between two lines about how it goes; one comes at once when somebody comes or goes."""
+"""Time between two lines about its state; one comes at once when a member comes or goes."""
 
 
 def run_bootstrap(config: NodeConfig) -> int:
-    """Be there until a signal comes; returns the exit code. Raises UserError."""
+    """Run a bootstrap until a signal comes; returns the exit code. Raises UserError."""
     config = _resolved(config)
     swarm = find_swarm(config.swarm, RunDir(config.directory), _print)  # first: a mistake in it leaves nothing behind
     if (run := RunDir(config.directory)).has_trained:
@@ -79,16 +79,17 @@ def run_bootstrap(config: NodeConfig) -> int:
 
 
 def _resolved(config: NodeConfig) -> NodeConfig:
-    """With this command's own defaults."""
+    """The configuration with this command's own defaults."""
     name = config.name or "bootstrap"
     return config.model_copy(update={"name": name, "run_dir": config.run_dir or f"runs/{name}"})
 
 
 def _print(sentence: str, stream: TextIO | None = None) -> None:
-    """On stderr, or another stream; one that nobody reads any more (`| head -1`) goes nowhere from then on.
+    """Write a line to stderr or another stream; a stream that nobody reads any more (`| head -1`) goes nowhere then.
 
-    In one piece with its end: `print` makes two if Python does not buffer, and what `tee` shows on the same terminal
-    would come in between."""
+    The line and its end are one write: `print` makes two if Python does not buffer, and the output of `tee` on the same
+    terminal would come in between.
+    """
     stream = stream or sys.stderr
     try:
         stream.write(f"{sentence}\n")
@@ -102,7 +103,7 @@ def _print(sentence: str, stream: TextIO | None = None) -> None:
 def _enter(
     swarm: Swarm, config: NodeConfig, run: RunDir, stop: Stopper, stack: ExitStack
 ) -> tuple[Manifest, Transport]:
-    """As `join.join_swarm`, but on all shards and without loading a task."""
+    """Join the swarm on all shards, and serve its manifest and question files, without loading a task."""
     manifest = swarm.manifest
     if manifest is None:
         with visitor(swarm, config.network, say) as visit:
@@ -134,7 +135,7 @@ def _enter(
 
 
 def _say_lost_port(network: NetworkConfig, run: RunDir) -> None:
-    """Links name the port, and those that were handed out cannot be called back."""
+    """Say that the port of the last start is taken: links that were handed out name it."""
     if network.dial_only:
         return
     try:
@@ -149,7 +150,7 @@ def _say_lost_port(network: NetworkConfig, run: RunDir) -> None:
 
 
 def _holder(port: int) -> str:
-    """Who listens there, in brackets; empty if this system does not tell."""
+    """The process that listens on the port, in brackets; empty if the system does not tell."""
     try:
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
@@ -160,7 +161,7 @@ def _holder(port: int) -> str:
 
 
 def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: RunDir, health: Health) -> None:
-    """Tell the link and who is there, until StopRequested."""
+    """Print the link and say who is there, until StopRequested. Raises UserError for too much memory."""
     told, link, there, line_at, status_at, looks = "", "", -1, 0.0, 0.0, 0
     others = [*config.network.bootstrap, *manifest.bootstrap]
     once, first_refusals = Once(say), FirstRefusals(say)
@@ -196,12 +197,12 @@ def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: Ru
 
 
 def _named(traffic: dict[str, float]) -> dict[str, float]:
-    """As a member's metrics are called."""
+    """The traffic, under the names of a member's metrics."""
     return {f"swarm/{name}": value for name, value in traffic.items()}
 
 
 def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dict[str, Any]:
-    """As `Member.status`, of a member that trains nothing."""
+    """The content of swarm.json, as `Member.status` gives it, for a member that trains nothing."""
     members = transport.members()
     names = {peer: card.name for peer, card in members.items()}
     return {

@@ -1,18 +1,16 @@
-"""What training costs, from what the machine costs an hour (`price_per_hour`, in any currency).
+"""What training costs, from the price of the machine per hour (`price_per_hour`, in any currency).
 
     spent            = spent before + price * (now - began) / 3600
-    per group        = spent / groups admitted to training, own and foreign; one trained on twice counts twice
+    per group        = spent / groups admitted to training, own and foreign; a group counts each time it is trained on
     per reward point = spent / gain
 
     gain = mean(last k) - mean(first k)       k = max(10, n // 10) of the n rewards so far, once n >= 2 k
-           nothing, unless it exceeds 2 * sqrt(var(first k) / k + var(last k) / k): twice its standard error
+           none, unless it exceeds 2 * sqrt(var(first k) / k + var(last k) / k): twice its standard error
 
-Time counts from each start to the end of its last round, pauses between included, since the machine is there meanwhile.
-What comes after that round is in no figure, at the next start neither: held-out questions, the hand-over, a pause that
-ends the run; nor is time in which no process runs. All goes on from the checkpoint that a resume begins from, so that
-the rounds lost by a crash, and their cost, are not in it. Groups and rewards count from the first round that has a
-price, as the money does. Beyond 512 rounds, rewards are kept as sums over parts of equally many rounds: the two means
-are then to within a part.
+Time counts from each start to the end of its last round, pauses included. Time after the last round of a start does not
+count, nor does time without a process. A resumed run takes the figures of its checkpoint, so the cost of rounds that a
+crash lost is not included. Groups and rewards count from the first round that has a price. Beyond 512 rounds, rewards
+are kept as sums over parts of equally many rounds, and the two means are exact to within one part.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ from swarm_node.observability.thinning import rounds_of
 
 HOUR_S = 3600.0
 LEAST_ROUNDS = 10
-"""Behind each of the two means: the reward of one round is mostly noise."""
+"""Rewards behind each of the two means: the reward of one round is mostly noise."""
 ERRORS = 2.0
-"""Standard errors that a gain must exceed."""
+"""A gain counts if it exceeds so many standard errors."""
 
 
 class Costs(msgspec.Struct):
-    """What a checkpoint keeps."""
+    """The figures that a checkpoint keeps."""
 
     spent: float = 0.0
     groups: int = 0
@@ -42,23 +40,23 @@ class Costs(msgspec.Struct):
 
 
 class CostMeter:
-    """Adds up over one run. Without a price it has no figures."""
+    """Adds up the cost of one run. Without a price it has no figures."""
 
     def __init__(self, price_per_hour: float | None, now: float) -> None:
-        """`now` is on a clock that never goes back, as those below; the machine is there from now on."""
+        """`now` is the time at which the cost begins, on a monotonic clock in seconds."""
         self._price = price_per_hour
         self._at = now
         self.costs = Costs()
 
     def go_on(self, record: Mapping[str, Any]) -> None:
-        """Take up the next line of the run that was kept."""
+        """Add a line of metrics.jsonl from an earlier start."""
         if record.get("cost/spent") is not None:
             self.costs.spent = record["cost/spent"]
             self.costs.groups = int(record["cost/groups"])
             self.costs.rewards.add(record.get("reward"), rounds_of(record))
 
     def round(self, reward: float, groups: int, now: float) -> dict[str, float]:
-        """Of the round that ends: its mean `reward`, and the `groups` it trained on."""
+        """The `cost/*` of the round that ends at `now`: its mean `reward`, and the number of `groups` trained on."""
         if self._price is None:
             return {}
         costs = self.costs
@@ -75,7 +73,7 @@ class CostMeter:
 
 
 def gain(rewards: Buckets) -> float | None:
-    """How much higher the last rewards are than the first ones; None if they are not, or if it may be noise."""
+    """How much higher the last rewards are than the first; None if they are not, or if that may be noise."""
     k = max(LEAST_ROUNDS, rewards.count // 10)
     if rewards.count < 2 * k:
         return None
@@ -85,5 +83,5 @@ def gain(rewards: Buckets) -> float | None:
 
 
 def spent(price_per_hour: float, seconds: float) -> float:
-    """In the currency of `price_per_hour`."""
+    """The cost of so many seconds, in the currency of `price_per_hour`."""
     return price_per_hour * seconds / HOUR_S

@@ -1,4 +1,4 @@
-"""What is done so that little is lost when a node leaves: a last exchange of weights, checkpoints elsewhere."""
+"""Draining: what a node does so that little is lost when it leaves."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.swarm.join import JoinedSwarm
 
 WAIT_S = 0.5
-"""Longest between two looks whether others' weights have arrived, where training waits for them."""
+"""Longest time between two looks for others' weights, while training waits for them."""
 PART_S = 4.0
-"""Left of the time to leave in, after a last exchange of weights: to save what it made of them, and say goodbye."""
+"""Time kept free after a last exchange of weights, to save its result and leave the swarm."""
 GOODBYE_S = 2.5
-"""Left of it after the last checkpoint was copied elsewhere."""
+"""Time kept free after the last checkpoint was copied elsewhere, to leave the swarm."""
 COPY_S = 600.0
-"""Longest that a run which is over waits for that."""
+"""Longest time that a finished run waits for the copy of its last checkpoint."""
 
 
 def last_exchange(averager: Averager, average: Callable[[], object], left_s: Callable[[], float]) -> bool:
-    """Have `average` go on until the exchange that is due, or under way, is over, and what was learned since is handed
-    over, while there is time: whether any exchange came about."""
+    """Call `average` until the exchange that is due or under way is over and the newest weights are handed over, or
+    time is up. Returns whether any exchange took place."""
     exchanges = averager.counts["exchanges"]
     averager.drain(max(0.0, left_s() - PART_S))
     average()
@@ -39,7 +39,7 @@ def last_exchange(averager: Averager, average: Callable[[], object], left_s: Cal
 
 
 def mirror_of(config: NodeConfig, run: RunDir, swarm: JoinedSwarm | None) -> Mirror | None:
-    """Where checkpoints are copied to, if anywhere. UserError if that cannot be."""
+    """The copies of checkpoints at `checkpoints.to`; None if it is not set. Raises UserError if it cannot be used."""
     if not config.checkpoints.to:
         return None
     place, peer = ("local", "") if swarm is None else (swarm.manifest.swarm_id, swarm.identity.peer_id)
@@ -47,7 +47,7 @@ def mirror_of(config: NodeConfig, run: RunDir, swarm: JoinedSwarm | None) -> Mir
 
 
 def say_reach(config: NodeConfig, state_bytes: int | None) -> None:
-    """How much can leave this machine within the notice of its cloud, if it is known to have one."""
+    """Say how much data can leave this machine within the notice of its cloud, if that gives one."""
     cloud = cloud_of(config.spot)
     if cloud is not None:
         say(reach(cloud, config.spot.uplink_mbit, state_bytes))

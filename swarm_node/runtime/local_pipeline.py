@@ -1,11 +1,11 @@
-"""A crew whose machines are processes of this one: `swarm-node local --stages N`.
+"""A crew of processes on this machine: `swarm-node local --stages N`.
 
-    a private swarm, of the run's tasks, on 127.0.0.1
-    this process              holds stage 0 and leads
-    N - 1 others, watched     `swarm-node join`, run directories `peers/1`, `peers/2`, ..., output in `peers/1.log`, ...
+    private swarm             with the tasks of the run, on 127.0.0.1
+    this process              holds stage 0 and leads; it draws the tasks that `swarm-node local` draws
+    N - 1 other processes     `swarm-node join`, with run directories `peers/1`, ... and output in `peers/1.log`, ...
 
-The others end when their standard input does, so also when this process is killed. One that dies before that is
-started again.
+The other processes end when their standard input does, so also when this process is killed. A process that dies earlier
+is started again.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from swarm_node.swarm.manifests import make_manifest
 CREW = "local"
 LOOK_S = 0.5
 LEAVE_S = 10.0
-"""They save what they hold, and then are killed: a process that is told to stop does so within eight seconds."""
+"""Time that the other processes have to save; then they are killed. They need at most eight seconds."""
 AGAIN_S, MAX_AGAIN_S = 1.0, 60.0
-"""A process that died is started again after so long, and twice as long each time if it does not live so long."""
+"""A process that died starts again after this time, which doubles each time it does not live longer than the maximum.
+"""
 OVER_S = 10.0
-"""One that ended well may have heard that the run is over before this one has left it."""
+"""A process that ended well restarts no sooner: it may have heard that the run is over before this one has."""
 USER_ERROR = 2
-"""Exit code of a process that says in its output what the user is to mend."""
+"""Exit code of a process whose output ends with what the user has to do."""
 
 
 def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
-    """As `run.run_local`, of a policy in `pipeline.stages` stages. Raises UserError."""
+    """Train a policy in `pipeline.stages` stages, as `loop.run_local` does. Returns the exit code. Raises UserError."""
     from swarm_node.runtime.loop import run_join
 
     config = _private(config.model_copy(update={"swarm": None}))
@@ -57,7 +58,7 @@ def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
 
 
 def _private(config: NodeConfig) -> NodeConfig:
-    """With a network of its own, nobody to share with, and the processor's cores divided."""
+    """The configuration for a network of its own, without sharing, with the processor's cores divided."""
     count = config.pipeline.stages
     pipeline = config.pipeline.model_copy(update={"crew": CREW})
     network = config.network.model_copy(
@@ -81,7 +82,7 @@ def _private(config: NodeConfig) -> NodeConfig:
 
 
 def _swarm(config: NodeConfig, run: RunDir) -> Swarm:
-    """That of the last start, if it had the same tasks."""
+    """The private swarm: that of the last start if it had the same tasks, else a new one."""
     manifest = make_manifest(CREW, config.tasks)
     try:
         kept = parse_manifest(run.swarm.read_bytes())
@@ -93,7 +94,7 @@ def _swarm(config: NodeConfig, run: RunDir) -> Swarm:
 
 
 class Others:
-    """The processes of the other stages. `now` is a clock in seconds."""
+    """Starts the processes of the other stages, and restarts those that die. `now` is a clock in seconds."""
 
     def __init__(
         self,
@@ -112,12 +113,12 @@ class Others:
         self._started: dict[int, float] = {}
         self._wait_s: dict[int, float] = {}
         self._again: dict[int, float] = {}
-        """When those that died are started again."""
+        """Stage -> when its process starts again."""
         self._ended = threading.Event()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """They run until the context is left."""
+        """Run the processes until the context is left. Raises UserError if the folder cannot be written."""
         with os_errors_explained(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             config = self.config.model_copy(
@@ -157,7 +158,7 @@ class Others:
         self._again.pop(stage, None)
 
     def launch(self, stage: int, link: str) -> subprocess.Popen[bytes]:
-        """The process of a stage, which ends when its standard input does."""
+        """Start the process of a stage, which ends when its standard input does."""
         folder = self._folder / str(stage)
         log = folder.with_suffix(".log")
         arguments = ["join", link, "--config", str(self._folder / "config.toml"), "--run-dir", str(folder)]
@@ -173,7 +174,8 @@ class Others:
             )
 
     def _dead(self, stage: int, code: int) -> None:
-        """It is started again, unless it said what the user has to do; rarely, if it never lives long."""
+        """Plan when a process starts again: never if it said what the user has to do, and rarely if it never lives
+        long."""
         now, log = self._now(), self._folder / f"{stage}.log"
         if code == USER_ERROR:
             self._again[stage] = math.inf

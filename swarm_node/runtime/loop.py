@@ -2,7 +2,7 @@
 
     open the directory -> (swarm), tasks, policy -> resume -> held-out table -> rounds -> checkpoint -> table and plot
 
-A round is the node's own affair (`node`); here are its metrics line, its checkpoint every few, and the ways it may end.
+`node` does a round. This module writes the metrics and the checkpoints, and decides when and how a run ends.
 """
 
 from __future__ import annotations
@@ -48,15 +48,14 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.swarm.member import Member
 
 ZERO_REWARD_ROUNDS = 10
-"""Rounds without any reward after which some completions are shown: the prompt or the extraction may be wrong."""
+"""Rounds without any reward after which some answers are shown: the prompt or the extraction may be wrong."""
 NOT_BEGUN = "stopping before training began; the same command begins here again"
 
 
 def run_local(config: NodeConfig, json_output: bool = False) -> int:
-    """Train alone until `rounds` or `minutes` are over or a signal comes; resumes what is in the run directory. With
-    `pipeline.stages`, in as many processes.
+    """Train alone until `rounds` or `minutes` are over or a signal comes; resume the run that is in the directory.
 
-    Returns the exit code. Raises UserError for what only the user can mend.
+    With `pipeline.stages`, as many processes hold the policy. Returns the exit code. Raises UserError.
     """
     if config.pipeline.stages:
         from swarm_node.runtime.local_pipeline import run_local_crew
@@ -67,8 +66,11 @@ def run_local(config: NodeConfig, json_output: bool = False) -> int:
 
 
 def run_join(config: NodeConfig, swarm: Swarm, json_output: bool = False, beside: Beside | None = None) -> int:
-    """As `run_local`, as a member of `swarm`; waits for nobody but, once, for its manifest. With `pipeline.stages`, as
-    one of a crew."""
+    """Train as a member of `swarm` until `rounds` or `minutes` are over or a signal comes; resume as `run_local` does.
+
+    It waits for others only once, for the swarm's manifest. With `pipeline.stages`, this node is one of a crew;
+    `beside` then runs beside it. Returns the exit code. Raises UserError.
+    """
     if config.pipeline.stages:
         from swarm_node.runtime.pipeline_run import run_crew
 
@@ -102,7 +104,7 @@ def _run(config: NodeConfig, json_output: bool, swarm: Swarm | None = None) -> i
 
 
 class Run:
-    """A node and its run directory."""
+    """One run of a node that trains its own policy, or leads a crew that holds the policy."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class Run:
             self.progress.paused_s = lambda: self.limits.paused_s
         self._mirror = mirror_of(config, run, swarm) if crew is None else None
         self.finished = False
-        """All rounds are over."""
+        """Whether all rounds are over."""
         self._changing = False
         self.after = Evaluation()
         if self._mirror is not None:
@@ -185,7 +187,7 @@ class Run:
         self.metrics.truncate_after(self.node.round)
         self.state.catch_up()
         self.began_at = self.node.round
-        """The round after which this start went on."""
+        """The round after which this start resumed; 0 if it began anew."""
         if crew is None:
             self.checkpoints.check_room(self.state.checkpoint_bytes)
         if resumed:
@@ -223,7 +225,7 @@ class Run:
     # ----------------------------------------------------------------- the loop
 
     def train(self) -> None:
-        """Rounds until the end or a signal; then held-out questions and a last checkpoint."""
+        """Train until the end or a signal; then evaluate on held-out questions and save a last checkpoint."""
         stop = self.stop
         if self.crew is None and (self.node.member is not None or self._mirror is not None):
             trained = sum(t.numel() * t.element_size() for t in self.policy.trainable_state().values())
@@ -259,8 +261,8 @@ class Run:
             raise UserError(self.limits.over)
 
     def _part(self, stop: Stopper) -> None:
-        """While there is time: let the exchange of weights that is due, or under way, come about, so that the cohort
-        has what was learned here since the last one; and save what it made of the weights."""
+        """Finish the exchange of weights that is due or under way, if there is time, and save what it made of the
+        weights. The cohort then has what this node learned since the last exchange."""
         averager = self.node.averager
         if averager is None or self._changing or self.crew is not None:
             return
@@ -333,7 +335,7 @@ class Run:
                 stop.wait(rest)
 
     def _average(self, stop: Stopper) -> None:
-        """Exchange weights with the cohort; a signal may come while it waits for others, not while weights change."""
+        """Exchange weights with the cohort. A signal may come while it waits for others, not while weights change."""
         averager = self.node.averager
         if averager is None:
             return
@@ -353,15 +355,15 @@ class Run:
             averager.woken.wait(WAIT_S)
 
     def _change(self, stop: Stopper) -> None:
-        """From here to the end of the round the weights are not those of a finished round; but a crew's are not in
-        these checkpoints. Raises StopRequested if that came and was swallowed."""
+        """Mark the weights as those of an unfinished round, until it ends; a crew's weights are not in these
+        checkpoints. Raises StopRequested if it was raised before and swallowed."""
         stop.hold()
         stop.check()
         self._changing = self.crew is None
 
     def last_resort(self) -> None:
-        """The deadline after a signal is over and nothing is saved, since the main thread is inside torch, or the disk
-        slow: weights as they are, if they are those of a finished round, else the last checkpoint stands."""
+        """Save at the deadline after a signal, when the main thread is still inside torch or the disk is slow. If the
+        weights are not those of a finished round, the last checkpoint stands."""
         if not self._changing:
             self.state.save()
             self.checkpoints.wait()
@@ -380,7 +382,7 @@ class Run:
         return evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
 
     def report(self) -> Report:
-        """What came of it, when it has ended: in words, and with --json on standard output. A picture is to be
+        """Report the ended run in words and, with --json, as a document on standard output; the picture is still to be
         drawn."""
         told = Report(
             self.run, self.state.tally, self.began_at, self.state.before, self.after, self.config.eval.samples
@@ -392,7 +394,7 @@ class Run:
 
 
 def _say_completions(groups: Sequence[Group]) -> None:
-    """Say what the policy answers, since nothing of it earns a reward."""
+    """Show some answers, because none earns a reward."""
     say(f"no reward in {ZERO_REWARD_ROUNDS} rounds; what the policy answers:", "zero_reward")
     for group in groups[:3]:
         rollout = group.rollouts[0]

@@ -1,8 +1,8 @@
-"""A run of a node in a crew: answers messages, or leads, as it falls to it.
+"""A run of a node in a crew: it follows the leader, or leads.
 
-open the directory -> swarm -> CrewNode.follow --this node is to lead--> Run.train -> hand over, gather weights
+open the directory -> swarm -> CrewNode.follow --this node is to lead--> Run.train -> drain, gather weights
                                    ^                                         |
-                                   +------- another leads with better right -+
+                                   +---- another leads with a better right --+
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ STOPPING = "stopping; the same command takes a stage again"
 ADVICE = "saving the stages that are held here"
 
 Beside = Callable[[Callable[[], str], Callable[[str], None]], AbstractContextManager[None]]
-"""(the join link, empty while there is none; what says a sentence) -> what runs beside a node in a crew."""
+"""(the join link, empty while there is none; how to say a sentence) -> the context of what runs beside the node."""
 
 
 def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside | None) -> int:
-    """Hold stages, and lead the crew while that falls to this node, until the run is over or a signal comes."""
+    """Hold stages, and lead the crew while that is this node's task, until the run is over or a signal comes. Returns
+    the exit code. Raises UserError."""
     crew: CrewNode | None = None
     lead: Run | None = None
 
@@ -99,7 +100,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
 def _enter(
     config: NodeConfig, run: RunDir, console: Console, swarm: Swarm, stop: Stopper, stack: ExitStack
 ) -> tuple[CrewNode, Mirror | None]:
-    """The swarm, and the crew. Raises StopRequested."""
+    """Join the swarm and the crew, and restore checkpoints from their copies. Raises StopRequested and UserError."""
     asked = config
     try:
         run.path.chmod(0o700)
@@ -128,6 +129,6 @@ def _link(crew: CrewNode) -> str:
 
 
 def _others(crew: CrewNode) -> int | None:
-    """How many more there are in it, as far as is known. From any thread."""
+    """The number of other nodes in the crew, as far as it is known. From any thread."""
     plan = crew.stage_transport.plan
     return None if plan is None else len({*crew.status_text.holders, *plan.spares} - {crew.transport.peer_id})

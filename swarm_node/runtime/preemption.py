@@ -1,14 +1,14 @@
-"""A cloud takes a spot instance back: hear of it from the metadata service that each of its machines has.
+"""A cloud takes a spot instance back: its metadata service, which only the machine itself can ask, tells so.
 
-    cloud    asked, every two seconds                          says                                       notice
+    cloud    asked, every two seconds                          answers                                    notice
     aws      spot/instance-action (IMDSv2, with a token)       404 | {"action", "time"}                   120 s
-             events/recommendations/rebalance                  404 | {"noticeTime"}: may well be soon     none
+             events/recommendations/rebalance                  404 | {"noticeTime"}: may be soon          none
     gcp      instance/preempted                                FALSE | TRUE                               30 s
     azure    scheduledevents                                   {"Events": [{"EventType": "Preempt", …}]}  30 s
 
-Which cloud this is, the firmware says: nothing is asked on any other machine. A notice acts as a first SIGTERM does
-(`stopping`), with the time that it leaves. What a service answers is bounded, and whatever is wrong with it is said
-once and survived.
+The firmware says which cloud this is; no other machine asks anything. A notice acts as a first SIGTERM does
+(`shutdown`), with the time that the cloud leaves. Answers are bounded in size. A fault of the service is said once and
+survived.
 
 Sources: docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html and
 rebalance-recommendations.html; docs.cloud.google.com/compute/docs/instances/preemptible;
@@ -37,45 +37,45 @@ DMI = Path("/sys/class/dmi/id")
 LOOK_S = 2.0
 TIMEOUT_S = 1.0
 JOIN_S = 0.1
-"""Whoever leaves does not wait for an answer that nobody needs any more."""
+"""Longest that a node which leaves waits for the watch thread, which may be waiting for an answer."""
 SAID_S = 1.0
-"""Longest that a sentence is waited for: a terminal may be stopped, a pipe be full."""
+"""Longest that a sentence may take: a terminal may be stopped, a pipe be full."""
 MAX_BYTES = 1 << 18
-"""Of an answer; Azure tells of up to a hundred machines in one."""
+"""Longest answer; Azure lists up to a hundred machines in one."""
 MAX_NOTICE_S = 120.0
-"""No notice is taken to leave more: whoever leaves is no good to anybody meanwhile."""
+"""A longer notice counts as this one: a node that leaves is of no use meanwhile."""
 OVERDUE_S = 10.0
-"""Left by one that should be over already, has begun, or does not tell when it is due."""
+"""Time left by a notice that is overdue, has begun, or does not say when it is due."""
 TOKEN_S = 21600
-"""That a token of AWS's lives; half of it, here."""
+"""Lifetime of AWS's token in seconds; a new one is asked for after half of it."""
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 ADDRESS = "169.254.169.254"
-"""Of all three: metadata.google.internal is this, too, but a name may take long to be looked up."""
+"""Address of all three services. The name metadata.google.internal is this, too, but may take long to resolve."""
 PATIENCE_S = {"aws": 0.0, "gcp": 0.0, "azure": 150.0}
-"""Of failures, before they are said: Azure's first answer takes up to two minutes."""
+"""Time of failures until they are said: Azure's first answer takes up to two minutes."""
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a cloud has said."""
+    """The notice of a cloud."""
 
     text: str
     left_s: float
-    """Infinite = it may well happen soon, but is not decided."""
+    """Seconds left; infinite = it may happen soon, but is not decided."""
 
 
 class Cloud(Protocol):
     def look(self) -> Notice | None:
-        """Ask once. Raises OSError, HTTPException, or ValueError for an answer that is none."""
+        """Ask once; None = no notice. Raises OSError or HTTPException, or ValueError for a malformed answer."""
 
 
 Ask = Callable[..., tuple[int, bytes]]
-"""(path, headers, method) -> status, body."""
+"""(path, headers, method) -> (status, body)"""
 
 
 def detect(dmi: Path = DMI) -> str | None:
-    """The cloud that this machine's firmware names; touches no network."""
+    """The cloud that this machine's firmware names; None = none of the three. Touches no network."""
 
     def text(name: str) -> str:
         try:
@@ -91,14 +91,14 @@ def detect(dmi: Path = DMI) -> str | None:
 
 
 def cloud_of(config: SpotConfig) -> str | None:
-    """Whose notices are asked for."""
+    """The cloud whose notices are asked for; None = none."""
     if config.cloud == "auto":
         return detect()
     return None if config.cloud == "off" else config.cloud
 
 
 def reach(cloud: str, uplink_mbit: float, state_bytes: int | None = None) -> str:
-    """What can leave within one notice, of `state_bytes` if that is known, in a sentence."""
+    """A sentence that says how much data, of `state_bytes` if known, can leave within one notice."""
     left_s = NOTICE_S[cloud] - RESERVE_S
     most = left_s * uplink_mbit * 125_000
     text = (
@@ -123,7 +123,7 @@ def stopper(
     say: Callable[[str], None],
     advice: str = "saving at the end of this round",
 ) -> Iterator[Stopper]:
-    """A `Stopper` that hears the cloud's notices as well. `advice` is what is done when it is `advised`."""
+    """A `Stopper` that hears the cloud's notices as well. `advice` says what the node does when it is `advised`."""
     with Stopper(last_resort) as stop:
         name = cloud_of(config)
         if name is None:
@@ -161,7 +161,7 @@ def watch_cloud(
     look_s: float = LOOK_S,
     advice: str = "",
 ) -> None:
-    """Ask until there is a notice, or `ended`. What is heard is passed on before it is said."""
+    """Ask until there is a notice, or `ended` is set. A notice is passed on before it is said."""
     since, told, told_advice = None, False, False
     while not ended.is_set():
         try:
@@ -193,14 +193,14 @@ def watch_cloud(
 
 
 def aside(say: Callable[[str], None], sentence: str) -> None:
-    """Say it, but go on if that takes long."""
+    """Say a sentence, but go on if that takes long."""
     saying = threading.Thread(target=say, args=(sentence,), daemon=True)
     saying.start()
     saying.join(SAID_S)
 
 
 def service(endpoint: str) -> Ask:
-    """What asks the service at HOST[:PORT]: no redirect is followed, no proxy used."""
+    """A function that asks the service at HOST[:PORT]; it follows no redirect and uses no proxy."""
 
     def ask(path: str, headers: Mapping[str, str], method: str = "GET") -> tuple[int, bytes]:
         connection = HTTPConnection(endpoint, timeout=TIMEOUT_S)
@@ -262,7 +262,7 @@ class Gcp:
 
 
 class Azure:
-    """Asked for one machine, it tells of all of its availability or scale set."""
+    """Azure tells of all machines in this one's availability or scale set; others' events are skipped."""
 
     HEADER = {"Metadata": "true"}
     ENDS = ("Preempt", "Terminate")
@@ -314,7 +314,8 @@ def _word(value: object) -> str:
 
 
 def _left_s(now: float, when: object, read: Callable[[str], datetime]) -> float:
-    """Until `when`. Azure leaves it blank for what has begun; so nothing that can be read is no time that is left."""
+    """Seconds until `when`, at most MAX_NOTICE_S. OVERDUE_S if that is past or unreadable: Azure leaves it blank for an
+    event that has begun."""
     try:
         moment = read(str(when))
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""What is left to say when a run has ended: the held-out table, the summary, what to type next, the plot.
+"""The end of a run: the held-out table, the summary, the next commands, the plot.
 
 running figures, held-out figures --> words on the console, a JSON document with `--json`
 metrics.jsonl                     --> plots/reward.png
@@ -23,13 +23,13 @@ from swarm_node.storage.rundir import RunDir
 
 
 class Report:
-    """Of a run that has ended."""
+    """The report of a run that has ended."""
 
     def __init__(
         self, run: RunDir, tally: Tally, resumed_at: int, before: Evaluation, after: Evaluation, samples: int
     ) -> None:
-        """`tally` is of all its rounds. The last start went on after round `resumed_at`; `samples` answers were given
-        to each held-out question."""
+        """`tally` covers all rounds. The last start resumed after round `resumed_at`; each held-out question got
+        `samples` answers."""
         self.run = run
         self.before = before
         self.after = after
@@ -37,7 +37,7 @@ class Report:
         self.figures = figures(tally, resumed_at, compared(before, after, samples))
 
     def tell(self, console: Console, crew: bool, held_out: bool = True) -> None:
-        """In words; `held_out`: whether its tasks have held-out questions."""
+        """Show the report in words. `held_out`: whether the tasks have held-out questions."""
         path = str(self.run.path)
         if self.before.table and self.after.table:
             columns, table = rows(self.before.table, self.after.table, self.samples)
@@ -52,7 +52,7 @@ class Report:
         console.events.write("summary", "; ".join(" ".join(line.split()) for line in words))
 
     def dump(self, rounds: int) -> None:
-        """As one JSON document on standard output; `rounds` are done."""
+        """Write the report as one JSON document to standard output; `rounds` is the number of rounds done."""
         document: dict[str, Any] = {
             "run_dir": str(self.run.path),
             "rounds": rounds,
@@ -66,7 +66,7 @@ class Report:
         sys.stdout.flush()
 
     def draw(self) -> None:
-        """The reward curve as a picture: what takes longest, and is missed least by whoever leaves."""
+        """Draw the reward curve. It comes last: it takes longest, and is missed least if the process is ended."""
         held = self.figures.held_out
         if last_record(self.run.metrics) is not None:
             plot_reward(
@@ -82,7 +82,7 @@ class Report:
 
 
 def compared(before: Evaluation, after: Evaluation, samples: int) -> HeldOut | None:
-    """Figures of all tasks, if there are any of before and after."""
+    """Held-out figures over all tasks, if they exist for before and after training."""
     if "all" not in before.table or "all" not in after.table:
         return None
     old, new = before.table["all"], after.table["all"]

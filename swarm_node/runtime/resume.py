@@ -1,4 +1,4 @@
-"""How a run goes on where its last start ended: what its checkpoints hold."""
+"""What the checkpoints of a run hold, and how a run resumes from them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.pipeline.crew import CrewNode
 
 STALE_S = 600.0
-"""A node whose checkpoint is older than this looks for a peer of its cohort that is ahead."""
+"""A node whose checkpoint is older looks for a peer of its cohort that is ahead."""
 
 
 class RunState:
-    """The state of a run, in its checkpoints."""
+    """Saves the state of a run in checkpoints, and restores it."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class RunState:
         own: RunSettings,
         cost: CostMeter,
     ) -> None:
-        """`config` is `fitted` to the node's policy; `crew` the one that this node leads; `own` knows the settings
-        behind the weights; `cost` goes on as well."""
+        """`config` is `fitted` to the node's policy, `crew` the one that this node leads, `own` knows the settings
+        behind the weights. The figures of `cost` are saved and restored as well."""
         self.config = config
         self.run = run
         self.node = node
@@ -55,18 +55,17 @@ class RunState:
         self.crew = crew
         self.own = own
         self.settings: dict[str, Any] | None = None
-        """Those in the checkpoint that this start went on from."""
+        """The settings in the checkpoint from which this start resumed."""
         self.cost = cost
         self.tally = Tally()
-        """Of all rounds so far."""
+        """Figures of all rounds so far."""
         self.before = Evaluation()
         """Held-out figures from before training."""
         self.saved: int | None = None
         """The round of the last checkpoint."""
 
     def save(self, anew: bool = False) -> None:
-        """Checkpoint of the state after `round` rounds, unless there is one, or one is being written (`anew`: also
-        then); written in the background."""
+        """Write a checkpoint of the present round in the background, unless it has one. `anew` writes it also then."""
         if self.saved == self.node.round and not anew and not self.checkpoints.failed:
             return
         tensors, numbers, averaging = self._state()
@@ -91,7 +90,7 @@ class RunState:
         self.saved = self.node.round
 
     def _state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int], dict[str, Any]]:
-        """Tensors by file, numbers of the trainer, numbers of averaging."""
+        """(tensors by file, numbers of the trainer, numbers of averaging)"""
         optimizer, numbers = self.node.trainer.state_dict()
         tensors = {"policy": self.policy.trainable_state(), "optimizer": optimizer}
         if self.crew is not None:  # whoever holds a stage keeps its weights
@@ -103,12 +102,12 @@ class RunState:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of the tensors in a checkpoint."""
+        """Bytes of the tensors in a checkpoint."""
         tensors, _, _ = self._state()
         return sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
 
     def resume(self) -> bool:
-        """Go on from the newest checkpoint that belongs here: whether there was anything to go on from."""
+        """Resume from the newest checkpoint of this run; whether there was one. Raises UserError."""
         checkpoint = self.checkpoints.load_latest(self.foreign)
         upto = math.inf
         if checkpoint is not None and self.crew is not None:
@@ -152,8 +151,10 @@ class RunState:
         return True
 
     def catch_up(self) -> None:
-        """Take what the running figures lack from metrics.jsonl, which ends with the round that the run goes on after:
-        all of it if the checkpoint has none, being of an earlier version, or is of a later round. Raises UserError."""
+        """Complete the running figures from metrics.jsonl, which ends with the round that the run resumes after.
+
+        Reads all of it if the checkpoint has no figures of this version, or those of a later round. Raises UserError.
+        """
         if self.tally.round > self.node.round:
             self.tally, self.cost.costs = Tally(), Costs()
         last = last_record(self.run.metrics)
@@ -173,14 +174,14 @@ class RunState:
         self.tally, self.cost.costs = tally, costs
 
     def _identity(self) -> dict[str, Any]:
-        """What must agree for a checkpoint to go on with this model."""
+        """What a checkpoint and this run must have in common: the model and the weights that are trained."""
         if self.crew is not None:
             return {"base": self.crew.architecture}
         trained = {name: [str(t.dtype), *t.shape] for name, t in self.policy.trainable_state().items()}
         return {"base": self.policy.base_digest, "start": self.policy.start_digest, "trained": trained}
 
     def _evaluation(self) -> dict[str, Any]:
-        """What must agree for held-out figures to be comparable."""
+        """What two held-out figures must have in common to be comparable."""
         return {"tasks": self.tasks.names, **self.config.eval.model_dump(), "rollouts": self._sampling()}
 
     def _sampling(self) -> list[float]:
@@ -188,14 +189,14 @@ class RunState:
         return [rollouts.max_new_tokens, rollouts.temperature, rollouts.top_p]
 
     def set_aside(self, metrics: Path) -> None:
-        """Keep the metrics of a run under another name, because its checkpoints are gone or refused."""
+        """Rename the metrics of earlier rounds, whose checkpoints are gone or refused."""
         if metrics.exists() and metrics.stat().st_size:
             kept = next(p for n in count(1) if not (p := metrics.with_name(f"{metrics.name}.{n}")).exists())
             metrics.rename(kept)
             say(f"starting anew; the metrics that were there are now {kept}")
 
     def foreign(self, state: dict[str, Any]) -> str | None:
-        """Why a checkpoint does not belong to this run, or `None`."""
+        """Why a checkpoint with this state does not belong to this run; None if it does."""
         theirs, mine = state.get("model"), self._identity()
         if not isinstance(theirs, dict):
             return "it names no model"

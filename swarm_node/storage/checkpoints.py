@@ -1,17 +1,16 @@
-"""Resume state on disk: atomic, checked, written in the background.
+"""State to resume from, on disk: atomic, checked, written in the background.
 
     checkpoints/round-00000120/
         policy.safetensors …   one file per group of tensors
         state.json             everything else, and the list of tensor files
         SHA256SUMS             written last: `sha256sum -c SHA256SUMS` checks a checkpoint by hand
 
-A checkpoint comes into being by the rename of a complete and synced directory, so a process killed at any
-moment leaves the older ones as they were and at most a `.tmp-*` directory that the next write removes. It is
-used only if every digest is right; no file in it is parsed before its digest is checked. There is no pickle
-anywhere.
+A checkpoint appears by the rename of a complete and synced directory. A process that is killed leaves older checkpoints
+as they were, and at most a `.tmp-*` directory that the next write removes. A checkpoint is used only if every digest is
+right, and no file is parsed before its digest is checked. There is no pickle.
 
-Left out: overwriting. A second checkpoint of the same round gets a name of its own (`round-00000120-1`), since
-a directory cannot be replaced by another in one atomic move.
+Left out: overwriting. A second checkpoint of the same round gets a name of its own (`round-00000120-1`), since a
+directory cannot be replaced by another in one atomic move.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ FORMAT = 1
 NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
 MAX_STATE_BYTES = 64 << 20  # counters and random states take kilobytes; more is not ours
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
-"""What reading answers for good where a file of a checkpoint should be."""
+"""Errors of the system that mean for good that a file of a checkpoint is missing."""
 
 TensorFiles = Mapping[str, Mapping[str, Tensor]]
 Copies = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # stem -> distinct tensors, alias -> name
@@ -56,18 +55,18 @@ class Checkpoint:
     tensors: dict[str, dict[str, Tensor]]
     """File stem -> name -> tensor, on the CPU; tensors that shared their memory when saved are one object."""
     state: dict[str, Any]
-    """What was saved beside the tensors, as JSON gives it back: tuples have become lists."""
+    """The saved state as JSON gives it back: tuples have become lists."""
 
 
 class ForeignCheckpoint(CheckpointError):
-    """Intact, but of another model or run."""
+    """The checkpoint is intact, but of another model or run."""
 
 
 class CheckpointStore:
     """The checkpoints of one run. Making one touches no disk, so it serves readers as well."""
 
     def __init__(self, directory: Path, keep: int, report: Callable[[str], None]) -> None:
-        """Keeps the newest `keep`; `report` gets sentences for the user, also from the writing thread."""
+        """Keep the newest `keep` checkpoints. `report` gets sentences for the user, also from the writing thread."""
         self._directory = directory
         self._keep = keep
         self._report = report
@@ -77,10 +76,10 @@ class CheckpointStore:
         self._writing: Future[None] | None = None
 
     def save(self, round: int, tensors: TensorFiles, state: dict[str, Any]) -> None:
-        """Copy everything now, write it in the background; waits first if an older write is still under way.
+        """Copy all tensors now and write them in the background, once an older write is over.
 
-        A write that fails is reported, leaves the older checkpoints alone and does not stop training; `close`
-        raises if the last one failed. `state` must be JSON-able (TypeError otherwise).
+        A write that fails is reported, leaves the older checkpoints alone and does not stop training; `close` raises if
+        the last one failed. `state` must be JSON-able (TypeError otherwise).
         """
         self.wait()
         document = {"format": FORMAT, "round": round, "files": sorted(tensors), "state": state}
@@ -91,13 +90,13 @@ class CheckpointStore:
         writer.shutdown(wait=False)  # its thread ends with this write
 
     def check_room(self, size: int) -> None:
-        """UserError if there is no room for two checkpoints of `size` bytes, or for one beside those that are there:
-        the newest goes only after the next has come."""
+        """Raise UserError if there is no room for two checkpoints of `size` bytes, or for one beside those that exist:
+        the newest goes only after the next is complete."""
         check_room(self._directory, size, len(self._list()))
 
     @property
     def busy(self) -> bool:
-        """Whether one is being written."""
+        """Whether a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     @property
@@ -106,7 +105,7 @@ class CheckpointStore:
         return not self.busy and self._failure is not None
 
     def wait(self) -> None:
-        """Return when nothing is being written."""
+        """Wait until no checkpoint is being written."""
         if self._writing is not None:
             self._writing.result()
 
@@ -117,11 +116,11 @@ class CheckpointStore:
             raise UserError(self._failure)
 
     def load_latest(self, accept: Callable[[dict[str, Any]], str | None]) -> Checkpoint | None:
-        """The newest usable checkpoint, or None if there is none to go back to; changes nothing on disk.
+        """The newest usable checkpoint, or None if there is none; changes nothing on disk.
 
-        `accept(state)` returns why a checkpoint does not belong to this run, or None if it does. A refused one
-        is reported with its reason and the next older one tried. Raises UserError if none is usable and one
-        is foreign: starting anew here would mix two runs.
+        `accept(state)` returns why a checkpoint does not belong to this run, or None if it does. A refused one is
+        reported with its reason, and the next older one is tried. Raises UserError if none is usable and one is
+        foreign: beginning anew here would mix two runs.
         """
         foreign = None
         while untried := [path for path in self._list() if path.name not in self._refused]:
@@ -186,14 +185,15 @@ class CheckpointStore:
         return self._directory / (f"round-{round:08}-{max(same) + 1}" if same else f"round-{round:08}")
 
     def _prune(self, round: int) -> None:
-        """Refused ones are not ours to delete, later rounds not older: neither may push out a good one."""
+        """Remove old checkpoints, but neither refused ones, which are of another run, nor those of later rounds:
+        neither may displace a good one."""
         ours = [path for path in self._list() if path.name not in self._refused and order(path)[0] <= round]
         for path in ours[: -self._keep]:
             shutil.rmtree(path)
 
 
 def check_room(folder: Path, size: int, there: int = 0) -> None:
-    """As `CheckpointStore.check_room`, with so many checkpoints `there`."""
+    """Raise UserError if `folder`, which has `there` checkpoints, has no room for one more (or two, if it has none)."""
     count = max(1, 2 - there)
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     free = shutil.disk_usage(place).free
@@ -231,8 +231,8 @@ def read_checkpoint(path: Path, accept: Callable[[dict[str, Any]], str | None]) 
 
 @contextmanager
 def _torn(codes: Collection[int] | None = None) -> Iterator[None]:
-    """Whatever goes wrong in reading becomes a CheckpointError, if of the system's errors it is one of `codes` (`None`
-    = any); a file that may not be read is not torn."""
+    """Turn errors of reading into CheckpointError: malformed content, and the system's errors in `codes` (None = all).
+    A file that may not be read is not torn: UserError."""
     try:
         yield
     except PermissionError as error:
@@ -255,7 +255,7 @@ def _load_state(path: Path) -> dict[str, Any]:
 
 
 def _copy(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """CPU copies of the distinct tensors; alias -> name for those that are the same memory (tied weights)."""
+    """(copies on the CPU of the distinct tensors, alias -> name of tensors that share memory, as tied weights do)"""
     unique: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[object, str] = {}
@@ -291,8 +291,10 @@ def _check(path: Path, sums: dict[str, str]) -> None:
 
 
 def check_files(path: Path) -> None:
-    """Check, without parsing it, a checkpoint directory that came from elsewhere. Raises CheckpointError if it is torn,
-    UserError if it may not be read, and OSError for what may pass: nothing is known then."""
+    """Check the digests of a checkpoint directory without parsing its content.
+
+    Raises CheckpointError if it is torn, UserError if it may not be read, and OSError for an error that may pass.
+    """
     with _torn(NOT_THERE):
         lines = (path / "SHA256SUMS").read_text().splitlines()
         sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
@@ -306,7 +308,7 @@ def _digest(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Onto the disk itself: a rename must not outlive the contents in a power cut."""
+    """Sync a file or directory: a rename must not outlive the content in a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""A run's own settings on disk: changed with the first round that is trained under others, and never before.
+"""The settings of a run on disk. They change with the first round that is trained under others, and never before.
 
 start without a run here       config.toml at once
 start with other settings      config.toml with the first round; the earlier file becomes config-0001.toml
-checkpoint                       `CHECKPOINT_KEYS` of the settings behind its weights: eval, merge and export go by them
+checkpoint                     `CHECKPOINT_KEYS` of the settings behind its weights, for eval, merge and export
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RunSettings:
     """The config.toml of a run that this process holds."""
 
     def __init__(self, run: RunDir, config: NodeConfig, asked: NodeConfig, say: Callable[[str], None]) -> None:
-        """`config` is what this start goes by, `asked` what its user asked for, in the fields that are set."""
+        """`config` has the settings of this start, `asked` those that its user set."""
         self._run = run
         self._config = config
         self._text = dump_own(config, asked)
@@ -39,11 +39,13 @@ class RunSettings:
         self._pending = False
         self._failed = False
         self.of_weights = self._for_checkpoints(config)
-        """Settings behind the weights as they are now, for their checkpoint."""
+        """Settings behind the present weights, for their checkpoint."""
 
     def begin(self, trained: bool, checkpoint: Mapping[str, Any] | None = None) -> None:
-        """Write config.toml, unless there is one that rounds were `trained` under. `checkpoint`: the settings in the
-        checkpoint that this start goes on from. Raises UserError."""
+        """Write config.toml, unless rounds were `trained` under one that exists. Raises UserError.
+
+        `checkpoint` has the settings in the checkpoint from which this start resumed.
+        """
         if trained and checkpoint:
             self.of_weights = dict(checkpoint)
         if not trained or not self._run.exists:
@@ -55,13 +57,13 @@ class RunSettings:
             self.of_weights = self._for_checkpoints(self._before)
 
     def announce(self, when: str) -> None:
-        """Say which settings will be others, `when` the next round is trained."""
+        """Say which settings change; `when` names the round."""
         if changed := self._changed():
             words = [f"{key} {shown(key, old)} -> {shown(key, new)}" for key, (old, new) in changed]
             self._say(f"changed: {listed(words)}, {when}; the earlier settings are kept in {self._kept_name()}")
 
     def trained(self) -> None:
-        """A round was trained by this start. A disk that is full now is said once, and tried again after each round."""
+        """Record that this start trained a round. A full disk is mentioned once, and tried again after each round."""
         self.of_weights = self._for_checkpoints(self._config)
         if not self._pending:
             return
@@ -79,7 +81,7 @@ class RunSettings:
         self._pending = False
 
     def _for_checkpoints(self, config: NodeConfig) -> dict[str, Any]:
-        """Of a member only the tasks that its user has chosen: all others are its swarm's."""
+        """Settings for checkpoints; without the tasks if the swarm, not the user, chose them."""
         return config.model_dump(
             mode="json", include=CHECKPOINT_KEYS - self._without, exclude={"policy": OF_THE_MACHINE}
         )
@@ -93,16 +95,15 @@ class RunSettings:
         return [(key, (before.get(key), after[key])) for key in after if after[key] != before.get(key)]
 
     def _kept_name(self) -> str:
-        """Of the next file with earlier settings. They are never removed: each takes a change by hand."""
+        """The name of the next file with earlier settings. These files are never removed."""
         numbers = [int(match[1]) for path in self._run.path.iterdir() if (match := KEPT.fullmatch(path.name))]
         return f"config-{max(numbers, default=0) + 1:04}.toml"
 
 
 def as_trained(config: NodeConfig, checkpoint: object) -> NodeConfig:
-    """`config` of a run with the settings in one of its checkpoints; one of an earlier version has none. `tasks` of a
-    member are those that its user has chosen of its swarm's: empty = all.
+    """`config` with the settings in a checkpoint. The `tasks` of a member are those that its user chose; empty = all.
 
-    Raises UserError if they are of another version.
+    Raises UserError if the settings are of another version.
     """
     theirs = (
         {key: checkpoint[key] for key in CHECKPOINT_KEYS & checkpoint.keys()} if isinstance(checkpoint, dict) else {}

@@ -1,29 +1,29 @@
-"""The directory a run lives in, held by one process at a time.
+"""The directory of a run, held by one process at a time.
 
     runs/<name>/
-        config.toml      the resolved configuration, as asked for here: a crew may go by other options
-        config-0001.toml settings of earlier rounds, kept when the run went on with others; oldest first
+        config.toml      the resolved configuration of this machine: a crew may use other options
+        config-0001.toml settings of earlier rounds, from before they were changed; oldest first
         metrics.jsonl    one line per round; older rounds share lines
         events.jsonl     what happened, in sentences; the newest ones
-        checkpoints/       resume state
-        stages/          likewise of stages that it holds for its crew, by number
+        checkpoints/     state to resume from
+        stages/          checkpoints of stages that the node holds for its crew, by number
         export/          weights for others to load
         plots/           pictures
         lock             process id of the holder
-        paused           there while its owner has it paused, with the Unix time until when, if that is known
-        waits            why it is paused just now, whatever for; there while it is
-        health.json      where it answers /healthz; there while it runs
+        paused           exists while the owner has the run paused; the Unix time of its end, if that is known
+        waits            why the run is paused now, for whatever reason; exists while it is
+        health.json      where the node answers /healthz; exists while it runs
 
-    and, of a node in a swarm,
+    and, for a node in a swarm,
 
-        identity.key     who it is
+        identity.key     its private key
         swarm.toml       the swarm's manifest
         swarm.json       the swarm as seen from here, for `swarm-node status`
         peers.json       addresses of peers seen
         ports.json       ports that were free instead of those wanted
-        offers.jsonl     what was offered and chosen, if that is recorded
+        offers.jsonl     groups that were offered and chosen, if that is recorded
         files/           question files of the manifest
-        peers/           the other processes of a crew that is all on this machine
+        peers/           the other processes of `local --stages`
 
 Loads no torch.
 """
@@ -48,21 +48,21 @@ RUN_FILES = {
     *("identity.key", "swarm.toml", "swarm.json", "peers.json", "ports.json", "offers.jsonl", "files"),
     *("peers", "paused", "waits", "health.json"),
 }
-"""What a directory may hold in which a run began but did not get as far as its config.toml."""
+"""Files of a directory in which a run began, but did not get as far as its config.toml."""
 HALF_WRITTEN = re.compile(
     r"(config|swarm|paused|waits|health|metrics|events|offers)\.tmp|(peers|ports|identity\.[0-9]+)\.new"
 )
-"""Nor do these matter, of a process that was killed while it wrote."""
+"""Names of files that a process which was killed left half-written."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM}
 NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP}
 LOOK_S = 0.2
-"""Longer than somebody who looks whether a run is in use keeps its lock."""
+"""Longest wait for the lock: longer than `in_use` holds it."""
 
 
 class RunDir:
-    """Where everything of a run is. Making one touches no disk; the run itself `open`s it, readers do not."""
+    """The paths of a run. Making one touches no disk; the run itself calls `open`, readers do not."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -90,17 +90,17 @@ class RunDir:
 
     @property
     def has_trained(self) -> bool:
-        """Whether there are weights of this run, of a whole policy or of stages."""
+        """Whether there are trained weights: checkpoints of a whole policy or of stages."""
         return any(self.checkpoints.glob("round-*")) or any((self.path / "stages").glob("*/round-*"))
 
     @property
     def has_rounds(self) -> bool:
-        """Whether there are metrics of a round, even if no checkpoint was written after it."""
+        """Whether a round has ended, even if no checkpoint was written after it."""
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
     @property
     def in_use(self) -> bool:
-        """Whether a process holds it."""
+        """Whether a process holds the run."""
         try:
             lock = os.open(self.path / "lock", os.O_RDONLY)
         except OSError:
@@ -144,7 +144,7 @@ class RunDir:
         return run
 
     def _take_lock(self) -> None:
-        """The kernel drops the lock with the process, however it dies: a leftover file is no obstacle."""
+        """Lock the run. The kernel drops the lock when the process dies, so a leftover file does no harm."""
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _lock_soon(lock)
@@ -177,16 +177,16 @@ class RunDir:
             _replace(self.swarm, text, safely=True)
 
     def write_status(self, status: dict[str, Any]) -> None:
-        """Replace swarm.json, all of it or nothing; it is only for looking at, so a full disk does not matter."""
+        """Replace swarm.json, all of it or nothing. It is only for looking at: an error is ignored."""
         with suppress(OSError):
             _replace(self.status, json.dumps(status, indent=1) + "\n", safely=False)
 
     def write_paused(self, until: float | None) -> None:
-        """Ask whoever runs here to pause. Raises OSError."""
+        """Ask the process of this run to pause. Raises OSError."""
         _replace(self.paused, "" if until is None else f"{until:.0f}\n", safely=False)
 
     def write_waits(self, why: str) -> None:
-        """Say why the run is paused; empty = it is not. Only for looking at, as `write_status`."""
+        """Write why the run is paused; empty = it is not. It is only for looking at: an error is ignored."""
         with suppress(OSError):
             if why:
                 _replace(self.waits, f"{why}\n", safely=False)
@@ -194,7 +194,7 @@ class RunDir:
                 self.waits.unlink(missing_ok=True)
 
     def read_waits(self) -> str:
-        """Why the run is paused, in its own words; empty = it is not. Of one that is `in_use`."""
+        """Why the run is paused; empty = it is not. Valid while the run is `in_use`."""
         try:
             return self.waits.read_text(errors="replace").strip()
         except OSError:
@@ -202,7 +202,7 @@ class RunDir:
 
     @contextmanager
     def answering(self, listen: str, port: int) -> Iterator[None]:
-        """Say meanwhile where the node answers /healthz; port 0 = nowhere. As `write_status`."""
+        """Within the context, tell readers where the node answers /healthz; port 0 = nowhere. Errors are ignored."""
         with suppress(OSError):
             _replace(self.health, json.dumps({"listen": listen, "port": port}) + "\n", safely=False)
         try:
@@ -212,7 +212,8 @@ class RunDir:
                 self.health.unlink(missing_ok=True)
 
     def read_health(self) -> tuple[str, int] | None:
-        """(IP address that its node listens on, port or 0); None if that is not known, or nobody holds it."""
+        """(IP address, port or 0) at which the node answers /healthz; None if that is unknown, or no process holds the
+        run."""
         if not self.in_use:  # a file that is there was left by a process that was killed
             return None
         try:
@@ -222,7 +223,7 @@ class RunDir:
             return None
 
     def close(self) -> None:
-        """Let go of the lock; its file stays (removing it would race with the next holder)."""
+        """Release the lock. Its file stays, since removing it would race with the next holder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -248,7 +249,7 @@ def _lock_soon(lock: int) -> None:
 
 
 def _replace(path: Path, text: str, safely: bool) -> None:
-    """Put `text` in the place of a file, so that readers see the old one or the new one; `safely`: on disk as well."""
+    """Replace a file in one step, so that readers see the old or the new content. `safely`: sync it to disk."""
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "w") as file:
@@ -262,7 +263,7 @@ def _replace(path: Path, text: str, safely: bool) -> None:
 
 
 def check_new_directory(path: Path) -> None:
-    """Make `path`, which must be new or empty, now: better to find out before the work than after. Raises UserError."""
+    """Make the directory `path`, which must be new or empty, before the work that fills it. Raises UserError."""
     with os_errors_explained(path):
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
@@ -272,8 +273,8 @@ def check_new_directory(path: Path) -> None:
 
 
 def goes_with_container(path: Path, root: Path = Path("/")) -> bool:
-    """Whether `path` is lost with the container that this process is in, if it is in one: on no volume, or on one that
-    Docker made without being asked (its name is 64 hexadecimal digits). Where that cannot be told, it is not."""
+    """Whether `path` is deleted with the container of this process: it is on no volume, or on one that Docker made
+    unasked (its name is 64 hexadecimal digits). False outside containers, and where that cannot be told."""
     if not any((root / mark).exists() for mark in (".dockerenv", "run/.containerenv")):
         return False
     try:
@@ -288,7 +289,7 @@ def goes_with_container(path: Path, root: Path = Path("/")) -> bool:
 
 @contextmanager
 def os_errors_explained(path: Path) -> Iterator[None]:
-    """Turn an OSError from working on `path` into a UserError that says what to do."""
+    """Turn an OSError from work on `path` into a UserError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -296,7 +297,7 @@ def os_errors_explained(path: Path) -> Iterator[None]:
 
 
 def explain(error: OSError, path: Path) -> str:
-    """One sentence on what is wrong with `path` and what to do about it."""
+    """A sentence that says what is wrong with `path`, and what to do about it."""
     where = error.filename or path
     if error.errno in FULL:
         return f"disk full: cannot write {where}; free some space, or choose another directory"
