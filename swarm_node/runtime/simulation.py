@@ -1,11 +1,11 @@
-"""Many nodes in one process: the same node code over the memory transport, on a virtual clock.
+"""Many nodes in one process: the code of a node over a network in memory, on a virtual clock.
 
     at t            a node samples its groups: that takes tokens / speed seconds of virtual time
     at t + g        it publishes them, chooses foreign ones, learns: that takes trained tokens / speed
     at t + g + l    it begins its next round
 
-Other nodes' events happen in between, messages arrive when their links deliver them, and the same seeds give the same
-metrics, line for line. What a round really cost this machine plays no part.
+Events of other nodes happen in between, and messages arrive when their links deliver them. The same seeds give the same
+metrics, line for line; the speed of this machine plays no part.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from swarm_node.tasks import TaskSet, load_tasks
 START = 1_800_000_000.0
 """Unix time at which simulations begin."""
 WAIT_S = 0.05
-"""A node that waits for others' weights looks this often."""
+"""Virtual time between two looks of a node that waits for others' weights."""
 WALL_CLOCK = ("perf/trained_tok_s",)
-"""Metrics that measure this machine: left out."""
+"""Metrics that are left out, because they measure this machine."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Speed:
     """How fast a simulated machine is."""
 
     generate_tok_s: float = 5000.0
-    """Sampled tokens a second."""
+    """Sampled tokens per second."""
     train_tok_s: float = 10_000.0
-    """Trained tokens a second, prompts included."""
+    """Trained tokens per second, prompts included."""
     overhead_s: float = 0.01
-    """What a round takes besides."""
+    """Seconds of a round besides sampling and training."""
 
 
 @dataclass
@@ -57,20 +57,20 @@ class Peer:
     speed: Speed = Speed()
     link: LinkModel = LinkModel()
     policy: Policy | None = None
-    """Loaded from `config.policy` if not given."""
+    """None = load it from `config.policy`."""
     tasks: TaskSet | None = None
-    """Loaded from `config.tasks` if not given."""
+    """None = load them from `config.tasks`."""
     starts_at: float = 0.0
-    """Virtual seconds after the beginning."""
+    """Virtual seconds from the beginning of the simulation to the start of the node."""
     sleeps: Sequence[tuple[float, float]] = ()
-    """(from, to) in virtual seconds: a laptop whose lid is closed starts no round."""
+    """(from, to) in virtual seconds in which the node starts no round, as a laptop whose lid is closed."""
     silo: bool = False
-    """Not a member: trains alone, on the same tasks."""
+    """Whether the node trains alone, on the same tasks."""
     protocol: int = PROTOCOL_VERSION
-    """The newest version of the protocol that it understands; the one before, too."""
+    """The newest version of the protocol that the node understands; it also understands the one before."""
     node_type: type[Node] = Node
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    """One record a round, as in metrics.jsonl."""
+    """One record per round, as in metrics.jsonl."""
     said: list[str] = field(default_factory=list)
     dead: bool = False
     node: Node = field(init=False)
@@ -80,7 +80,7 @@ class Simulation:
     """Nodes of one swarm on one virtual clock."""
 
     def __init__(self, manifest: Manifest, peers: Sequence[Peer], seed: int = 0) -> None:
-        """Every peer's seed, unless its configuration sets one, follows from `seed` and its place in `peers`."""
+        """A peer's seed follows from `seed` and its place in `peers`, unless its configuration sets one."""
         self.clock = VirtualClock(START)
         self.network = MemoryNetwork(self.clock, seed=seed)
         self.manifest = manifest
@@ -108,7 +108,7 @@ class Simulation:
             self.clock.call_at(START + peer.starts_at, partial(self._begin, peer))
 
     def run(self, rounds: int | None = None, seconds: float | None = None) -> None:
-        """Until every living peer has had `rounds` rounds in all, or for `seconds` of virtual time."""
+        """Run until every living peer has had `rounds` rounds in all, or for `seconds` of virtual time."""
         self._rounds = float("inf") if rounds is None else rounds
         end = float("inf") if seconds is None else self.clock.now() + seconds
         waiting, self._waiting = self._waiting, []
@@ -123,11 +123,11 @@ class Simulation:
             self.clock.run_until(end)
 
     def at(self, seconds: float, do: Callable[[], None]) -> None:
-        """Have `do` called `seconds` after the beginning: faults, mostly."""
+        """Call `do` at `seconds` after the beginning, for example to inject a fault."""
         self.clock.call_at(START + seconds, do)
 
     def kill(self, number: int) -> None:
-        """Peer `number` is gone, without a word to the others."""
+        """Remove peer `number` without a message to the others."""
         peer = self.peers[number]
         peer.dead = True
         if peer.node.member is not None:
@@ -136,7 +136,7 @@ class Simulation:
     # ----------------------------------------------------------------- a round
 
     def _begin(self, peer: Peer) -> None:
-        """Sample, now or on awaking."""
+        """Sample now, or when the node wakes."""
         if peer.dead:
             return
         if peer.node.round >= self._rounds:
@@ -152,7 +152,7 @@ class Simulation:
         self.clock.call_at(now + collected.seconds, lambda: self._learn(peer, now, collected))
 
     def _learn(self, peer: Peer, began: float, collected: Collected) -> None:
-        """Publish what was sampled, choose, learn."""
+        """Publish the groups, choose foreign ones, learn."""
         if peer.dead:
             return
         peer.node.share(collected)
@@ -164,7 +164,7 @@ class Simulation:
         self.clock.call_at(began + seconds, lambda: self._end(peer, seconds, collected, learned))
 
     def _end(self, peer: Peer, seconds: float, collected: Collected, learned: dict[str, float]) -> None:
-        """Write the round down and begin the next."""
+        """Record the round and begin the next."""
         if peer.dead:
             return
         line = peer.node.record(collected, learned, seconds)
@@ -182,12 +182,12 @@ class Simulation:
 
 
 def _takes_no_time() -> float:
-    """Clock of admission in a simulation, which must not depend on the machine's speed."""
+    """A clock for admission that stands still: a simulation must not depend on the speed of the machine."""
     return 0.0
 
 
 def manifest_for(config: NodeConfig, name: str = "simulation", **limits: Any) -> Manifest:
-    """The manifest of a swarm that plays the tasks of `config`, as far as they have names; `limits` as in its file."""
+    """The manifest of a swarm with the named tasks of `config`; `limits` as in its file."""
     names = [task if isinstance(task, str) else task.env or "jsonl" for task in config.tasks]
     tasks = [ManifestTask(env=name) for name in names if not name.endswith(".jsonl")] or [ManifestTask(sha256="0" * 64)]
     return Manifest(name=name, tasks=tasks, limits=ManifestLimits(**limits))

@@ -1,4 +1,4 @@
-"""What the dashboard answers over HTTP: its page, JSON, and server-sent events. It only ever reads."""
+"""The HTTP side of the dashboard: its page, JSON, and server-sent events. It only reads."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FILES = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 LOOK_S = 0.5
-"""Between two looks at the files for a page."""
+"""Time between two looks at the files for a page."""
 ALIVE_S = 10.0
-"""A page hears something about this often, and takes the connection for lost if it does not (SILENT_MS in
-dashboard.js). It must be an event: the browser keeps comment lines to itself."""
+"""A page gets an event at least this often, and takes the connection for lost otherwise (SILENT_MS in dashboard.js). It
+must be an event: the browser keeps comment lines to itself."""
 COOKIE = "swarm_node_dashboard"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -46,7 +46,7 @@ HEADERS = {
 }
 
 CLOSE = {"Connection": "close"}
-"""Of a refusal, or strangers could ask on and on without reading the answers, and keep the connection."""
+"""Headers of a refusal: otherwise strangers could keep a connection, and ask on without reading the answers."""
 
 
 def make_app(
@@ -55,14 +55,14 @@ def make_app(
     token: str | None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
-    """`hosts` are the names that this machine may be called by (None: any); who has no `token`, if there is one, sees
-    nothing. Streams end when `stopping` says so."""
+    """The application. `hosts` are the names that this machine may be called by (None: any). If there is a `token`, a
+    request without it sees nothing. Streams end when `stopping` returns True."""
 
     async def runs(request: Request) -> Response:
         return _json({"runs": await run_in_threadpool(gallery.list)})
 
     async def run(request: Request) -> Response:
-        """All of one run in one document."""
+        """The data of one run as one document."""
         id = request.path_params["id"]
         told = await run_in_threadpool(lambda: list(news(gallery, [id], Told())))
         parts = {kind: message for kind, message in told if kind not in ("list", "gone")}
@@ -93,8 +93,8 @@ def make_app(
 
 
 class Guard:
-    """Stands before an application: GET only, a known host (or another site's name could be pointed at this machine and
-    its script read the page), the token, headers."""
+    """Guards an application: GET only, the token, headers, and a known host. Otherwise another site's name could be
+    pointed at this machine, and its script could read the page."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, token: str | None) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""The runs that a dashboard shows, and what has changed of them since a page was last told."""
+"""The runs that a dashboard shows, and what has changed since a page was last updated."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from swarm_node.storage.rundir import RunDir
 
 RUNS = Path("runs")
 LISTED = 200
-"""Runs listed, the newest."""
+"""Most runs in the list, the newest first."""
 SHOWN = 8
-"""Runs on one page."""
+"""Most runs on one page."""
 KEPT = 16
-"""Runs kept in memory, those last looked at."""
+"""Most runs kept in memory: those looked at last."""
 AT_MOST_EACH_S = 0.4
-"""Files are looked at no more often than this, however many pages are open."""
+"""Least time between two looks at the files, however many pages are open."""
 
 
 class Gallery:
-    """Runs by id, which is the name of the directory, with a number if two are alike."""
+    """Runs by id: the name of the directory, with a number if two have the same name."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """`paths` are runs, or directories of runs; none: those below runs/. Raises UserError if one is neither."""
+        """`paths` are runs or directories of runs; default: those below runs/. Raises UserError if one is neither."""
         self._paths = list(paths) or [RUNS]
         self._views: OrderedDict[str, View] = OrderedDict()
         self._looked: dict[str, float] = {}
@@ -46,7 +46,7 @@ class Gallery:
                 raise UserError(_no_run(path, named=bool(paths)))
 
     def runs(self) -> dict[str, RunDir]:
-        """Those that are there now."""
+        """The runs that exist now."""
         found: dict[str, RunDir] = {}
         for path in self._paths:
             for each in [path] if _is_run(path) else sorted(_runs_below(path)):
@@ -58,7 +58,7 @@ class Gallery:
         return found
 
     def list(self) -> list[dict[str, Any]]:
-        """All runs in brief: those in use first, of these a bootstrap after those that train; then the newest."""
+        """All runs in brief: first those in use (bootstraps after runs that train), then the newest."""
         now = time.time()
         with self._lock:
             looked, known = self._list
@@ -94,7 +94,7 @@ class Gallery:
         return view
 
     def _runs_lately(self) -> dict[str, RunDir]:
-        """`runs`, looked for no more often than each AT_MOST_EACH_S. To be called with the lock."""
+        """`runs`, looked up at most every AT_MOST_EACH_S. Call it with the lock."""
         at, runs = self._scanned
         if time.monotonic() - at >= AT_MOST_EACH_S:
             runs = self.runs()
@@ -104,20 +104,20 @@ class Gallery:
 
 @dataclass
 class Told:
-    """What one page knows."""
+    """What one page has been told."""
 
     parts: dict[tuple[str, str], Any] = field(default_factory=dict)
     rows: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """By run: reading, rounds a row, complete rows."""
+    """Run -> (reading, rounds per row, complete rows)"""
 
     def forget(self, id: str) -> None:
-        """All of that run: if it comes back, it is another one."""
+        """Forget a run: if its id comes back, it is another run."""
         self.parts = {(of, part): digest for (of, part), digest in self.parts.items() if of != id}
         self.rows.pop(id, None)
 
 
 def news(gallery: Gallery, ids: Sequence[str], told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(kind, message) of what `told` does not have yet of the list of runs and of those with `ids`.
+    """(kind, message) for everything new, in the list of runs and in the runs `ids`, since `told`.
 
     list: {"runs": […]} · summary, status, events: {"id", that} · curves: {"id", "first", "per_row", "rounds",
     "points"}, which replace the rows from `first` on.
@@ -157,7 +157,7 @@ def _news_of(view: View, told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _changed(told: Told, id: str, part: str, value: Any) -> bool:
-    """Whether a page has not been told `value` yet; it is, from now on."""
+    """Whether a page has not been told `value` yet; records that it now has."""
     digest = hash(msgspec.json.encode(value))
     if told.parts.get((id, part)) == digest:
         return False
@@ -166,11 +166,11 @@ def _changed(told: Told, id: str, part: str, value: Any) -> bool:
 
 
 _run = lru_cache(4096)(RunDir)
-"""All runs are looked for twice a second: making their paths anew would be most of the work."""
+"""Paths of runs are cached: runs are looked up twice a second, and making their paths would be most of the work."""
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a run is there, or has just begun to be."""
+    """Whether the directory has a run, or one that is just beginning."""
     run = _run(path)
     return run.exists or any(file.is_file() for file in (run.metrics, run.status, path / "lock"))
 

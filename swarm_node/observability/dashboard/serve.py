@@ -1,4 +1,4 @@
-"""`swarm-node dashboard`: an address to open, until Ctrl-C."""
+"""`swarm-node dashboard`: serves its page at an address until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from swarm_node.observability.dashboard.gallery import Gallery
 
 PORT = 31380
 TRIED = 20
-"""Ports from PORT on, if none is asked for."""
+"""Number of ports to try from PORT on, if the user asks for none."""
 CONNECTIONS = 64
 UNASKED_S = 5.0
-"""A connection may be without a whole request this long: uvicorn sets no limit to that, and CONNECTIONS strangers who
-each send half a request would shut everybody out."""
+"""Longest time that a connection may be without a whole request. uvicorn has no such limit, and CONNECTIONS strangers
+who each send half a request would shut everyone out."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def serve(paths: Sequence[Path], host: str, port: int | None, say: Callable[[str], None]) -> None:
-    """Show the runs at `paths` until a signal; without a `port`, at the first free one of a few. On another address
-    than this machine's own, only to those who have the link with the token. Raises UserError."""
+    """Show the runs at `paths` until a signal; without a `port`, at the first free one of a few.
+
+    On an address that other machines reach, only requests with the token in the link are answered. Raises UserError.
+    """
     gallery = Gallery(paths)
     local = _is_local(host)
     with _listen(host, port) as listener:
@@ -58,7 +60,7 @@ def serve(paths: Sequence[Path], host: str, port: int | None, say: Callable[[str
 
 
 class Brisk(H11Protocol):
-    """Closes a connection on which nothing has been asked for UNASKED_S, however many bytes of a request come."""
+    """Closes a connection that made no whole request for UNASKED_S, however many bytes of one arrive."""
 
     _unasked: asyncio.TimerHandle | None = None
 

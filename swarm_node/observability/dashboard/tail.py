@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 
 CHUNK = 4 << 20
-"""Bytes at a time; a line longer than this is no record."""
+"""Bytes read at a time; a longer line is no record."""
 MARK = 64
-"""Bytes before the place reached that must still be there, or the file is another one."""
+"""Bytes before the position that must still be the same; otherwise the file is another one."""
 
 
 class Tail:
-    """Reads on from where it was. A torn last line waits until the rest of it is there; a file that is cut, replaced
-    or set aside is read anew; one that is not there yet is empty."""
+    """Reads a file from where it stopped before. A torn last line waits for its rest. A file that is cut, replaced or
+    renamed is read anew; a file that does not exist yet is empty."""
 
     def __init__(self, path: Path, last: int | None = None) -> None:
-        """`last`: begin this many bytes before the end of the file, at the next line."""
+        """`last`: begin so many bytes before the end of the file, at the next line."""
         self._path = path
         self._last = last
         self._file: tuple[int, int] | None = None
@@ -28,8 +28,8 @@ class Tail:
         self._restart()
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether all that was read before is void, and what has come since: one chunk of it; more waits while
-        `behind`. Raises OSError if the file cannot be read."""
+        """(whether everything read before is void, new records): at most one chunk; more waits while `behind`. Raises
+        OSError if the file cannot be read."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One run, as its files tell it."""
+"""One run, as its files show it."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from swarm_node.observability.reasons import words
 from swarm_node.storage.rundir import RunDir
 
 EVENTS = 300
-"""The newest that are shown."""
+"""Most events shown: the newest."""
 EVENT_BYTES = 512 << 10
-"""Of the end of events.jsonl, where they are looked for."""
+"""Bytes at the end of events.jsonl in which events are looked for."""
 GLANCE_BYTES = 64 << 10
-"""Of the end of metrics.jsonl, where its last line is looked for."""
+"""Bytes at the end of metrics.jsonl in which its last line is looked for."""
 STATUS_BYTES = 16 << 20
 CONFIG_BYTES = 1 << 20
 TEXT = 4000
-"""Characters of a sentence that are shown, NAME of anything shorter."""
+"""Most characters shown of a sentence (TEXT), and of shorter texts (NAME)."""
 NAME = 200
 ITEMS = 1000
-"""Of a list or table in the status."""
+"""Most items shown of a list or table in the status."""
 FRESH_S = 30.0
-"""A run that does nothing visible for longer than this, and for longer than four rounds, waits."""
+"""A run that shows no activity for longer than this, and for longer than four rounds, waits."""
 LATELY = 10
-"""Rounds behind the speed shown."""
+"""Rounds behind the speed that is shown."""
 BOOTSTRAP = "bootstrap"
 """Role in swarm.json of a run that trains nothing."""
 
 State = str
-"""training | paused (by its owner or for the machine's sake) | waiting | serving (trains nothing itself) | starting |
-ended."""
+"""training | paused (by its owner, or for the sake of the machine) | waiting | serving (it trains nothing) | starting |
+ended"""
 
 
 class Lock:
-    """Whether a process holds a run. Looking takes the lock for a moment, which might get in the way of one that
-    starts: so it is not looked at again before somebody has taken it, who writes into its file."""
+    """Whether a process holds a run. A look takes the lock for a moment, which might disturb a run that starts. So
+    there is no new look until a process has taken the lock, which writes into its file."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -65,14 +65,14 @@ class Lock:
 
 
 class View:
-    """Follows a run from `refresh` to `refresh`; memory is bounded. Safe to use from several threads."""
+    """Follows a run from one `refresh` to the next, in bounded memory. Safe to use from several threads."""
 
     def __init__(self, id: str, run: RunDir) -> None:
         self.id = id
         self.run = run
         self.curves = Curves()
         self.readings = 0
-        """How often metrics.jsonl was begun anew: rows known before are void."""
+        """How often metrics.jsonl was read anew, which makes known rows void."""
         self.status: dict[str, Any] | None = None
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.lock = threading.RLock()
@@ -87,7 +87,7 @@ class View:
         self._problems: dict[str, str] = {}
 
     def refresh(self) -> None:
-        """Read what has come since the last time."""
+        """Read what is new."""
         with self.lock:
             self._in_use = self._held.held()
             self._waits = _text(self.run.read_waits()) if self._in_use else ""
@@ -140,7 +140,7 @@ class View:
         }
 
     def state(self, now: float) -> State:
-        """What it does, as far as its files show."""
+        """The state of the run, as far as its files show it."""
         if not self._in_use:
             return "ended"
         if self._paused(now):
@@ -161,12 +161,12 @@ class View:
         return self.status is not None and now - _time(self.status) < FRESH_S
 
     def _paused(self, now: float) -> str:
-        """Why, as it says itself; empty: it is not."""
+        """Why the run is paused, as it says itself; empty = it is not."""
         reason = _within(self.status, "paused") if self._status_fresh(now) else None
         return self._waits or (_text(reason) if isinstance(reason, str) else "")
 
     def _follows(self) -> bool:
-        """Whether it holds stages of a whole crew that another leads."""
+        """Whether the run holds stages of a complete crew that another node leads."""
         assert self.status is not None
         crew = self.status.get("crew")
         if not isinstance(crew, dict):
@@ -207,7 +207,7 @@ class View:
         return {"time": _time(record), "kind": _text(record.get("kind")), "text": text}
 
     def _public(self, status: Any) -> dict[str, Any] | None:
-        """`status` in bounded size, without what is secret."""
+        """`status` in bounded size, without secrets."""
         cleaned = _bounded(status)
         if not isinstance(cleaned, dict):
             return None
@@ -220,14 +220,14 @@ class View:
         return cleaned
 
     def _without_password(self, text: str) -> str:
-        """The name of a crew lets in whoever knows it."""
+        """`text` without the name of the crew, which is its password."""
         name = _within(self._config, "pipeline", "crew")
         if not isinstance(name, str) or not name:
             return text
         return re.sub(rf"(\bcrew\s+)(['\"]?){re.escape(name)}\2", r"\1…", text)
 
     def _changed(self, path: Path, most: int, parse: Any) -> Any:
-        """What is in a file that is replaced as a whole, if it is another than the last time."""
+        """The content of a file that is replaced as a whole, if it has changed since the last look."""
         try:
             stat = path.stat()
             stamp = stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
@@ -250,13 +250,13 @@ class View:
 
 
 class Role(msgspec.Struct):
-    """Of all that swarm.json holds."""
+    """The part of swarm.json that a list of runs needs."""
 
     role: str = ""
 
 
 class Glance:
-    """What a list of runs shows of one, without reading all of it."""
+    """What a list of runs shows of one, without reading all of its files."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -331,7 +331,7 @@ def _within(table: Any, *keys: str) -> Any:
 
 
 def _name_reasons(status: Any, part: str, prefix: str = "") -> None:
-    """Put the reasons behind `prefix` in the counts of `status[part]` into words."""
+    """Replace the reasons after `prefix` in the counts of `status[part]` by words."""
     if isinstance(counts := _within(status, part), dict):
         status[part] = {
             prefix + words(name.removeprefix(prefix)) if name.startswith(prefix) else name: n
@@ -340,7 +340,7 @@ def _name_reasons(status: Any, part: str, prefix: str = "") -> None:
 
 
 def _bounded(value: Any, depth: int = 8) -> Any:
-    """`value` of JSON with short texts and lists, and numbers that floats can hold."""
+    """A JSON value with bounded texts and lists, and with numbers that floats can hold."""
     if isinstance(value, str):
         return _text(value, TEXT)
     if isinstance(value, dict) and depth:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_node.storage.mirror.MENTION_S", 600.0)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def away(tmp_path: Path) -> Path:
     """The share."""
     folder = tmp_path / "away"

@@ -12,6 +12,8 @@ from swarm_node.storage import checkpoints as checkpoints
 from swarm_node.storage.bucket import in_time
 from tests.support.mirrors import HANGS_S, mirror
 
+pytestmark = pytest.mark.usefixtures("away", "nothing_is_slow")
+
 
 @pytest.mark.parametrize(
     ("url", "message"),

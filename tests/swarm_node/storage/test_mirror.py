@@ -16,6 +16,8 @@ from swarm_node.storage.checkpoints import CheckpointStore
 from tests.support.mirrors import HANGS_S, SWARM, Says, checkpoint, copied, mirror, sent, tear, whole
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("away", "nothing_is_slow")
+
 
 def test_checkpoints_are_copied_and_two_kept(tmp_path: Path) -> None:
     run, away, said = tmp_path / "run", tmp_path / "away", Says()

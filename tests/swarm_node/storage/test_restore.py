@@ -16,6 +16,8 @@ from swarm_node.storage import checkpoints as checkpoints
 from swarm_node.storage.checkpoints import read_checkpoint
 from tests.support.mirrors import HANGS_S, SWARM, Says, checkpoint, copied, mirror, tear, whole
 
+pytestmark = pytest.mark.usefixtures("away", "nothing_is_slow")
+
 
 def test_a_new_machine_goes_on_from_the_copies(url: str, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
