@@ -129,7 +129,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return hashlib.sha256(msgspec.json.encode(table, order="deterministic")).hexdigest()
 
 
-class Link(msgspec.Struct, frozen=True):
+class JoinLink(msgspec.Struct, frozen=True):
     """A `swarm://` link."""
 
     swarm: Hash64
@@ -161,7 +161,7 @@ def parse_manifest(data: bytes, swarm: str | None = None) -> Manifest:
     return manifest
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> JoinLink:
     """Raises `RemoteProtocolError` with reason `schema`."""
     try:
         parts = urlsplit(text)
@@ -176,7 +176,7 @@ def parse_link(text: str) -> Link:
         peers = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         if peers.keys() - {"peer"}:
             raise ValueError(f"unknown field {min(peers.keys() - {'peer'})!r}")
-        return msgspec.convert({"swarm": parts.netloc, "peers": peers.get("peer", [])}, Link)
+        return msgspec.convert({"swarm": parts.netloc, "peers": peers.get("peer", [])}, JoinLink)
     except ValueError as error:
         raise RemoteProtocolError("schema", str(error)) from error
 

@@ -73,7 +73,7 @@ def in_time(
 
 
 def outcome(done: Future[None], value: Callable[[], T]) -> Future[T]:
-    """What `value` returns, or raises, once the exchange is `done`; or the error of the exchange."""
+    """A future for what `value` returns or raises once the exchange is `done`; it fails if the exchange did."""
     result: Future[T] = Future()
 
     def judge(future: Future[None]) -> None:
@@ -114,7 +114,7 @@ class Place:
 
 
 class Places:
-    """Who is given weights now: so many peers at once, and so many transfers to each. For any thread."""
+    """The peers that are given weights now: `at_once` transfers, `per_peer` to each. For any thread."""
 
     def __init__(self, at_once: int, per_peer: int, now: Callable[[], float]) -> None:
         self.at_once = at_once
@@ -211,12 +211,12 @@ class Donor:
     """A peer that may give weights."""
 
     next_at: float = -math.inf
-    """It is not asked before."""
+    """The time before which it is not asked."""
     accidents: int = 0
     """How many there were in a row."""
 
     def failed(self, reason: str, now: float, retry: Retry, jitter: float = 1.0) -> None:
-        """It gave nothing, for `reason`. `jitter` stretches the pause after `busy`."""
+        """Record that it gave nothing, for `reason`. `jitter` stretches the pause after `busy`."""
         if reason in ACCIDENTS:
             self.accidents += 1
             pause = min(retry.max_accident_s, retry.accident_s * 2.0 ** min(self.accidents - 1, 30))

@@ -144,8 +144,8 @@ def collect(
 
 
 def cohorts_of(tensors: Mapping[str, Tensor], start: str, swarm: str) -> dict[str, tuple[Fragments, str]]:
-    """Id -> fragments and method, of every cohort in `swarm` that trains `tensors` and began with `start`: there are a
-    few hundred, by settings that whoever only wants the weights does not know. As `cohort_id` tells them apart."""
+    """Id -> fragments and method of every cohort in `swarm` that trains `tensors` and began with `start`. An id hides
+    the cohort's settings; there are a few hundred combinations, and a peer that only wants the weights tries them."""
     return {
         cohort_id(fragments.layout, start, swarm, config): (fragments, config.method)
         for fragments in _ways_to_cut(tensors)

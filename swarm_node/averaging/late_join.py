@@ -51,7 +51,7 @@ class LateJoin:
     def __init__(self, averager: Averager, rng: random.Random) -> None:
         self.averager = averager
         self.version = 0
-        """Of the policy whose weights these are; 0 = never trained, so they are of no use to others."""
+        """Updates of the policy; 0 = never trained, so its weights are of no use to others."""
         self._place = averager.place.swarm, averager.place.cohort
         self._rng = rng
         self._seek_s: float | None = None
@@ -68,7 +68,7 @@ class LateJoin:
     # ----------------------------------------------------------------- asking
 
     def seek(self, seconds: float = SEEK_S) -> None:
-        """From the next step on, look for a peer whose weights this node can go on with."""
+        """Look for a peer whose weights this node can go on with, from the next step on."""
         self._seek_s = seconds
 
     def step(self, version: int) -> WeightsFetch | None:

@@ -17,7 +17,7 @@ import msgspec
 
 from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_ADDRESSES, MAX_MANIFEST_BYTES
-from protocol.manifest import LINK_SCHEME, Link, Manifest, parse_link, parse_manifest
+from protocol.manifest import LINK_SCHEME, JoinLink, Manifest, parse_link, parse_manifest
 from protocol.messages import PeerCard
 from protocol.peers import parse_cache
 from swarm_node.config import NodeConfig
@@ -110,7 +110,7 @@ def _check_same(swarm: Swarm, run: RunDir) -> None:
 
 
 def no_address(named: str) -> str:
-    """What to do about a manifest without addresses."""
+    """The error for a manifest without addresses, and its remedy."""
     return (
         f"{named} has no address to ask: use a link that `swarm-node bootstrap` or a member prints, or copy an "
         "address from such a link into `bootstrap` of the manifest"
@@ -126,14 +126,14 @@ def cached_addresses(run: RunDir) -> list[str]:
 
 
 def keep(manifest: Manifest, run: RunDir, named: str = "") -> None:
-    """Write the manifest to the run directory, for restarts. What `named` it stands in the same file, so that a crash
-    cannot separate the two."""
+    """Write the manifest to the run directory, for restarts. The first line says how it was `named`, in the same
+    file, so that a crash cannot separate the two."""
     first = f"# joined by {json.dumps(named)}\n" if named else ""
     run.write_swarm(f"{first}{render(manifest).decode()}")
 
 
 def _joined_by(run: RunDir) -> str:
-    """What named the swarm whose manifest `run` keeps; empty if that is not known."""
+    """The name by which `run` joined its swarm; empty if that is not known."""
     try:
         with run.swarm.open("rb") as file:
             line = file.readline(MAX_MANIFEST_BYTES)
@@ -170,7 +170,7 @@ def join_link(swarm_id: str, addresses: Sequence[str], others: Sequence[str]) ->
     """The link by which others join: this node's direct `addresses`, then `others`, then this node's relayed ones."""
     direct = [address for address in addresses if "/p2p-circuit" not in address]
     relayed = [address for address in addresses if address not in direct]
-    return str(Link(swarm_id, distinct([*direct, *others, *relayed])[:MAX_ADDRESSES]))
+    return str(JoinLink(swarm_id, distinct([*direct, *others, *relayed])[:MAX_ADDRESSES]))
 
 
 def living(members: Mapping[str, PeerCard], first: Sequence[str]) -> list[str]:

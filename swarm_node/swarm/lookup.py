@@ -1,4 +1,4 @@
-"""What a node asks of peers before it joins: their cards, the manifest, and whether anything answers at an address.
+"""Questions to peers before a node joins: their cards, the manifest, and whether anything answers at an address.
 
 Nothing that a peer says is believed: a manifest counts only if its hash is the swarm's id.
 """
@@ -97,7 +97,7 @@ def ask_around(
         failure = f"none of {len(peers)} members gives {wanted}"
         if peers and not answered:
             where = ", ".join(swarm.peers[:MAX_NAMED]) or f"the addresses of {len(peers)} members"
-            failure = f"nobody answers at {where}, to give {wanted}"
+            failure = f"nobody answers at {where} when asked for {wanted}"
         now = time.monotonic()
         over = wait_s is not None and now - began > wait_s
         _check_swarm(swarm, answers, len(peers), over or now - began > REPORT_EVERY_S)

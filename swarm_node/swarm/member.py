@@ -104,7 +104,7 @@ class Member:
         self.averager: Averager | None = None
         self.late_join: LateJoin | None = None
         self.crew: Callable[[], tuple[CrewCard, tuple[int, int] | None]] | None = None
-        """What the card says of this node's crew, and the layers that this node holds."""
+        """The card's entry for this node's crew, and the layers that this node holds."""
         self._cohort = ""
         self._names: dict[str, str] = {}
         """Peer -> name as of the last `status`; includes peers that have left."""

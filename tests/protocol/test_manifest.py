@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import MAX_DETAIL_CHARS, RemoteProtocolError
 from protocol.limits import MAX_MANIFEST_BYTES
-from protocol.manifest import MAX_DOTS, MAX_FILES_BYTES, Link, Manifest, ManifestTask, parse_link, parse_manifest
+from protocol.manifest import MAX_DOTS, MAX_FILES_BYTES, JoinLink, Manifest, ManifestTask, parse_link, parse_manifest
 from tests.support.wire import SWARM, mutations, refused
 
 DATA = Path(__file__).parents[1] / "data"
@@ -33,8 +33,8 @@ def parse(document: dict[str, Any]) -> Manifest:
 def test_golden_id_and_link() -> None:
     manifest = parse_manifest(TOML, swarm=GOLDEN["swarm_id"])
     assert manifest.swarm_id == GOLDEN["swarm_id"]
-    assert str(Link(manifest.swarm_id, manifest.bootstrap)) == GOLDEN["link"]
-    assert parse_link(GOLDEN["link"]) == Link(manifest.swarm_id, manifest.bootstrap)
+    assert str(JoinLink(manifest.swarm_id, manifest.bootstrap)) == GOLDEN["link"]
+    assert parse_link(GOLDEN["link"]) == JoinLink(manifest.swarm_id, manifest.bootstrap)
 
 
 def test_another_manifest_than_the_link_promised() -> None:
@@ -180,13 +180,13 @@ def test_any_options_give_one_id_or_are_refused(options: dict[str, Any]) -> None
     st.from_regex("[0-9a-f]{64}", fullmatch=True),
 )
 def test_links_come_back_as_they_were(peers: list[str], swarm: str) -> None:
-    link = Link(swarm, [f"/{peer}" for peer in peers])
+    link = JoinLink(swarm, [f"/{peer}" for peer in peers])
     assert parse_link(str(link)) == link
     assert str(link).isascii() and " " not in str(link)
 
 
 def test_a_line_break_from_pasting_does_no_harm() -> None:
-    assert parse_link(f"swarm://{SWARM}\n") == Link(SWARM)
+    assert parse_link(f"swarm://{SWARM}\n") == JoinLink(SWARM)
 
 
 @pytest.mark.parametrize(

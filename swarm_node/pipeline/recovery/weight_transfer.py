@@ -64,7 +64,7 @@ class StageWeights:
     """Weights of (part of) a stage at a moment."""
 
     tensors: Mapping[str, Tensor]
-    """By global name."""
+    """Global name -> tensor."""
     updates: int
     omega: float
     """Norm of the stage's gradient at its last update, before clipping."""
@@ -88,7 +88,7 @@ class _Offer:
     updates: int
     asks: int = 0
     begun: bool = False
-    """It has been fetched, or is being; that is done once."""
+    """A fetch has begun; there is only one."""
     told: bool = False
     """The crew knows that it is here."""
 

@@ -40,7 +40,7 @@ class Draft:
 
     @property
     def missing_bytes(self) -> int:
-        """What the missing pieces will take on disk."""
+        """Bytes that the missing pieces will take on disk."""
         return sum(piece.size for places in self._places.values() for piece in places)
 
     def take_from(self, folders: Sequence[Path]) -> None:

@@ -48,13 +48,13 @@ YOUNG_S = 5.0
 BEHIND = 4
 """A piece is stuck if it has got so many times less than its share of all that came meanwhile. Others are asked as if
 it were not on its way and, when all pieces are asked for, for the same piece."""
-MOST_TWICE = 4
+MAX_ASKED = 4
 """Members asked for one piece at the same time."""
 RETRY = Retry(busy_s=0.5, accident_s=1.0, max_accident_s=60.0, refused_s=20.0)
 WITHOUT_S = 20.0
 """A member that has no right copy of a piece is not asked for it before."""
 LIES = frozenset({"size", "digest", "hash", "schema"})
-"""What this node finds wrong with an answer and no accident explains. A member that says so itself only refuses."""
+"""Faults in an answer that no accident explains, found by this node. A member that names one only refuses."""
 
 Wait = Callable[[Collection["Future[None]"], float], None]
 """Wait until one of the futures is done, or so many seconds are over."""
@@ -179,20 +179,20 @@ class Donors:
     # ----------------------------------------------------------------- asking
 
     def _count(self) -> int:
-        """Bytes that came since the last look; who of those on their way had how much of it."""
+        """Count the bytes that came since the last call, in all and for each piece on its way; returns the sum."""
         now, sizes = self._clock(), [len(ask.data) for ask in self._running]
         seconds, self._looked_at = now - self._looked_at, now
         came = sum(sizes) - sum(ask.counted for ask in self._running)
         for ask, size in zip(self._running, sizes, strict=True):
             ask.counted = size
             ask.share += came / len(sizes)
-        if any(ask.answered for ask in self._running):  # while all are busy, the line is no slower
+        if any(ask.answered for ask in self._running):  # while all members are busy, the line is no slower
             fade = 0.5 ** (seconds / RATE_HALF_LIFE_S)
             self._bytes, self._seconds = self._bytes * fade + came, self._seconds * fade + seconds
         return came
 
     def _bears_more(self, moving: Sequence[Ask], listing: bool) -> bool:
-        """Whether what is on its way leaves room on the line for another piece, or the `listing`, which is small."""
+        """Whether the line has room for another piece beside those that are `moving`. A `listing` is small."""
         if len(moving) >= AT_ONCE or len(self._running) >= MOST_AT_ONCE:
             return False
         if listing:
@@ -221,7 +221,7 @@ class Donors:
             self._running.append(ask)
 
     def _free(self, now: float) -> Iterator[str]:
-        """Peers that may be asked, one place of each after the other; those that gave most before the others."""
+        """Peers that may be asked now, those that gave most first. Second places come after all first ones."""
         present = {*self._first, *self._transport.members()} - {"", self._transport.peer_id, *self.liars}
         peers = self._rng.sample(sorted(present), len(present))
         for peer in peers:
@@ -235,29 +235,21 @@ class Donors:
                     yield peer
 
     def _next(self, peer: str, missing: dict[str, int | None], now: float) -> str | None:
-        """What to ask `peer` for: what nobody was asked for yet; else what has been on its way for long, or a listing,
-        which is small."""
-        without = {sha256 for sha256, until in self.donors[peer].without.items() if until > now}
+        """The piece to ask `peer` for: one that no member was asked for yet, else one that has been on its way for
+        long. A listing is small, so it is asked of any member."""
         asked: dict[str, list[Ask]] = {}
         for ask in self._running:
             asked.setdefault(ask.sha256, []).append(ask)
+        late: list[Ask] = []
         for sha256, size in missing.items():
-            if sha256 in without:
+            asks = asked.get(sha256, [])
+            if self.donors[peer].without.get(sha256, now) > now or any(ask.peer == peer for ask in asks):
                 continue
-            asks = asked.get(sha256)
-            if not asks:
+            if not asks or size is None:
                 return sha256
-            if size is None and peer not in {ask.peer for ask in asks}:
-                return sha256
-        late = [
-            asks
-            for asks in asked.values()
-            if asks[0].sha256 in missing
-            and asks[0].sha256 not in without
-            and len(asks) < MOST_TWICE
-            and all(ask.peer != peer and ask.is_late(now) for ask in asks)
-        ]
-        return min(late, key=lambda asks: asks[0].began)[0].sha256 if late else None
+            if len(asks) < MAX_ASKED and all(ask.is_late(now) for ask in asks):
+                late.append(asks[0])
+        return min(late, key=lambda ask: ask.began).sha256 if late else None
 
     def _ask(self, peer: str, sha256: str, size: int | None, now: float) -> Ask:
         ask, whole = Ask(peer, sha256, size, now), False
@@ -281,7 +273,7 @@ class Donors:
             return sink
 
         def check() -> None:
-            if not whole:  # an empty body never reaches the sink
+            if not whole:  # the sink is never called for an empty body
                 raise RemoteProtocolError("size", "nothing")
 
         version = version_for(peer, self._transport.members())
@@ -292,7 +284,7 @@ class Donors:
         return ask
 
     def _arrived(self, ask: Ask) -> bool:
-        """Whether what was asked for is here; the donor's account is brought up to date."""
+        """Whether what was asked for is here and right. Updates the donor."""
         donor, now = self.donors[ask.peer], self._clock()
         donor.asked -= 1
         try:

@@ -220,7 +220,7 @@ def _marks(folder: Path, names: Iterable[str]) -> dict[str, Mark]:
 
 
 def _checked(digest: str) -> Checked | None:
-    """What was kept of the model with that digest when it was last read."""
+    """The result that was kept when the model with that digest was last read."""
     try:
         with (cache() / f"{digest}.checked").open("rb") as file:
             before = msgspec.json.decode(file.read(2 * MAX_LISTING_BYTES), type=Checked)
