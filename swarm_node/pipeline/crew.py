@@ -166,25 +166,6 @@ class CrewNode:
         kept = {file.stage for file in usable if last is not None and file.counts(last.run)}
         absent_s = ABSENT_S if kept and 0 not in kept else 0.0
         key = crew_key(swarm, pipeline.crew)
-        spec = PeerSpec(
-            me=self.transport.peer_id,
-            name=config.name or "node",
-            swarm=swarm,
-            crew=pipeline.crew,
-            key=key,
-            architecture=self.architecture,
-            settings=self.settings,
-            spans=last.spans if last is not None else self.footprint.divide([UNKNOWN] * pipeline.stages),
-            run=last.run if last is not None else NO_RUN,
-            round=last.round if last is not None else 0,
-            divide=self.footprint.divide,
-            wanted=None if pipeline.stage == "auto" else pipeline.stage,
-            capacity=round(pipeline.capacity_gb * 2**30) or free_memory(),
-            started=time.time() + absent_s,  # of two leads that begin at once, it gives way
-            spare_wait_s=pipeline.spare_wait_s,
-            stall_s=pipeline.stall_s,
-            absent_s=absent_s,
-        )
 
         def ways(
             stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, settings: Settings
@@ -201,13 +182,33 @@ class CrewNode:
             usual = 2 * max(EVERY, replica_every(self.config, self.loading.lora))
             return sources(stage, spans, holdings, updates, others=others, plus=settings.swap, usual=usual, fresh=FRESH)
 
+        spec = PeerSpec(
+            me=self.transport.peer_id,
+            name=config.name or "node",
+            swarm=swarm,
+            crew=pipeline.crew,
+            key=key,
+            architecture=self.architecture,
+            settings=self.settings,
+            spans=last.spans if last is not None else self.footprint.divide([UNKNOWN] * pipeline.stages),
+            run=last.run if last is not None else NO_RUN,
+            round=last.round if last is not None else 0,
+            sources=ways,
+            tell=partial(tell, adapters=self.loading.lora),
+            costs=self.footprint.costs,
+            divide=self.footprint.divide,
+            wanted=None if pipeline.stage == "auto" else pipeline.stage,
+            capacity=round(pipeline.capacity_gb * 2**30) or free_memory(),
+            started=time.time() + absent_s,  # of two leads that begin at once, it gives way
+            spare_wait_s=pipeline.spare_wait_s,
+            stall_s=pipeline.stall_s,
+            absent_s=absent_s,
+        )
+
         model = self.loading.config
         self.stage_transport = StageTransport(
             self.transport,
             spec,
-            ways,
-            partial(tell, adapters=self.loading.lora),
-            self.footprint.costs,
             partial(limits, width=model.hidden_size, vocabulary=model.vocab_size),
             lambda text: say(self.status_text.named(text)),
         )

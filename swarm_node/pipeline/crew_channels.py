@@ -119,7 +119,8 @@ class CrewChannels:
                     now, event = self._now(), self._events.popleft()
                     with self.lock:
                         actions = [] if self._over else event(now)
-                        self._over |= self.membership.progress is not None and self.membership.progress.over
+                        progress = self.membership.following.progress
+                        self._over |= progress is not None and progress.over
                     for action in actions:
                         self._perform(action)
                     self._note_plan()

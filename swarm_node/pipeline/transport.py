@@ -27,14 +27,13 @@ from swarm_node.pipeline.crew_channels import CrewChannels, Order
 from swarm_node.pipeline.inbox import Expected
 from swarm_node.pipeline.membership.actions import (
     BuildStage,
-    Costs,
     PeerSpec,
-    Sources,
     StartLeading,
     StopLeading,
-    Tell,
 )
-from swarm_node.pipeline.membership.member import NOTHING, Membership, Role
+from swarm_node.pipeline.membership.leadership import Role
+from swarm_node.pipeline.membership.member import Membership
+from swarm_node.pipeline.membership.roster import NOTHING
 from swarm_node.pipeline.messages import LEAD, Limits, Message, StageLost, decode, encode
 
 TICK_S = 0.25
@@ -52,15 +51,12 @@ class StageTransport:
         self,
         transport: Transport,
         spec: PeerSpec,
-        sources: Sources,
-        tell: Tell,
-        costs: Costs,
         limits: Callable[[Settings], Limits],
         say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
         holding: Holding = NOTHING,
     ) -> None:
-        """`limits`: see `CrewChannels`. `spec`, `sources`, `tell`, `costs` and `holding`: see `Membership`."""
+        """`limits`: see `CrewChannels`. `spec` and `holding`: see `Membership`."""
         self.counts: Counter[str] = Counter()
         """`late`: messages of earlier plans; `unsent`: messages to stages that had gone."""
         self._transport = transport
@@ -78,7 +74,7 @@ class StageTransport:
         self._looked_at = self._ticked_at = -LOOK_S
         self._members: Mapping[str, PeerCard] = {}
         """Of the swarm, as last looked up."""
-        self._membership = Membership(spec, sources, tell, costs, now(), holding, self.held_s)
+        self._membership = Membership(spec, now(), holding, self.held_s)
         self._channels = CrewChannels(transport, self._membership, limits, say, now)
         self._inbox, self._orders, self._lock = self._channels.inbox, self._channels.orders, self._channels.lock
         self._handle = self._channels.handle
@@ -93,7 +89,7 @@ class StageTransport:
     def planned_stages(self) -> tuple[int, ...]:
         """Stages of this peer, as planned."""
         with self._lock:
-            return self._membership.stages
+            return self._membership.following.stages
 
     @property
     def plan(self) -> Plan | None:
@@ -109,7 +105,7 @@ class StageTransport:
     def updates(self) -> int:
         """At the lead: updates that the crew has made, as most of its stages say."""
         with self._lock:
-            return self._membership.lead.updates if self._membership.lead is not None else 0
+            return self._membership.leader.updates if self._membership.leader is not None else 0
 
     @property
     def whole(self) -> bool:
@@ -140,12 +136,12 @@ class StageTransport:
         """Whether an order still stands. Asked often while a stage is built, which shows that the builder works."""
         self._built_at = self._now()
         with self._lock:
-            return self._membership.stands(order)
+            return self._membership.following.stands(order)
 
     def name_of(self, peer: str) -> str:
         """The name that a peer gave itself; empty = not known here. `peer`: its id, or the end that `short` shows."""
         with self._lock:
-            known = [name for one, name in self._membership.names.items() if peer and one.endswith(peer)]
+            known = [name for one, name in self._membership.directory.names.items() if peer and one.endswith(peer)]
         return known[-1] if known else ""
 
     def metrics(self) -> dict[str, float]:
@@ -172,7 +168,7 @@ class StageTransport:
 
     def seated(self, order: BuildStage, updates: int, source: Source | None) -> None:
         """A stage was built; `source` is the one that worked."""
-        self._handle(partial(self._membership.seated, order, updates, source))
+        self._handle(partial(self._membership.built, order, updates, source))
 
     def unable(self, order: BuildStage, why: str) -> None:
         """A stage could not be built from any source. Ignored if the order does not stand any more."""
@@ -186,7 +182,7 @@ class StageTransport:
     def progress(self) -> Progress | None:
         """Progress of the run, as the lead last told it."""
         with self._lock:
-            return self._membership.progress
+            return self._membership.following.progress
 
     def tell(self, progress: Progress) -> None:
         """At the lead: tell the progress to all peers of the crew."""
@@ -221,8 +217,8 @@ class StageTransport:
             self.tick()
             with self._lock:
                 membership = self._membership
-                if self._leading and membership.lead is not None and membership.whole and membership.plan is not None:
-                    membership.lead.resume()
+                if self._leading and membership.leader is not None and membership.whole and membership.plan is not None:
+                    membership.leader.resume()
                     self._working, self._quiet_since = membership.plan.mark, self._now()
                     return True
             if self._orders or not self._wait(until):
@@ -234,7 +230,7 @@ class StageTransport:
         self._check()
         with self._lock:
             plan = self._membership.plan
-            here = (*self._membership.stages, *[LEAD] * (self._membership.role == Role.LEADING))
+            here = (*self._membership.following.stages, *[LEAD] * (self._membership.role == Role.LEADING))
             link = self._membership.way_to(message.stage)
             channel = self._channels.get(link)
         if plan is None or plan.mark != self._working:
@@ -335,14 +331,14 @@ class StageTransport:
             return
         with self._lock:
             membership = self._membership
-            if membership.lead is None:
+            if membership.leader is None:
                 raise StageLost((), "another peer leads")
             if not membership.whole or membership.plan is None or membership.plan.mark != self._working:
-                raise StageLost(membership.lead.lost, membership.lead.why or "the crew is not whole yet")
+                raise StageLost(membership.leader.lost, membership.leader.why or "the crew is not whole yet")
 
     def held_s(self) -> float:
         """Seconds that the oldest message has been here without being dealt with, or that nothing was done about a
         stage that is to be built."""
         since = [at for at in (self._taken_at, self._inbox.oldest) if at is not None]
-        since += [self._built_at] * self._membership.building
+        since += [self._built_at] * self._membership.following.building
         return self._now() - min(since, default=self._now())

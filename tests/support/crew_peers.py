@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from protocol.crew import Holding, Settings, Source
+from protocol.crew import Settings
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Channel, Listener
 from protocol.transports.memory import MemoryNetwork, VirtualClock
-from swarm_node.pipeline.membership.actions import BuildStage, Spans
+from swarm_node.pipeline.membership.actions import BuildStage
 from swarm_node.pipeline.messages import Limits
-from swarm_node.pipeline.recovery.sources import sources, tell
 from swarm_node.pipeline.transport import StageTransport
-from tests.support.crew_world import SWARM, each_costs_one, spec
+from tests.support.crew_world import SWARM, spec
 
 
 def limits(settings: Settings) -> Limits:
@@ -31,10 +30,6 @@ def limits(settings: Settings) -> Limits:
         prompt=settings.prompt,
         length=settings.length,
     )
-
-
-def ways(stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, settings: Settings) -> list[Source]:
-    return sources(stage, spans, holdings, updates, plus=settings.swap)
 
 
 class Peers:
@@ -61,7 +56,7 @@ class Peers:
             setattr(transport, tapped, partial(self.tap, peer, getattr(transport, tapped)))
         place = spec(peer, self.stages, spare_wait_s=5.0, **changes)  # type: ignore[arg-type]
         hear = lambda text: self.hear(text)  # noqa: E731 - a test may change it
-        stage_transport = StageTransport(transport, place, ways, tell, each_costs_one, limits, hear, now=self.clock.now)
+        stage_transport = StageTransport(transport, place, limits, hear, now=self.clock.now)
         transport.announce(
             PeerCard(PROTOCOL_VERSION, SWARM, self.clock.now(), peer, ["trainer"], crew=stage_transport.card)
         )

@@ -43,7 +43,8 @@ from swarm_node.pipeline.membership.actions import (
     StopLeading,
 )
 from swarm_node.pipeline.membership.leader import Leader
-from swarm_node.pipeline.membership.member import Membership, Role
+from swarm_node.pipeline.membership.leadership import Role
+from swarm_node.pipeline.membership.member import Membership
 from swarm_node.pipeline.recovery.sources import sources, tell
 
 SWARM = "5a" * 32
@@ -72,10 +73,17 @@ def spec(me: str, stages: int, started: float = 0.0, crew: str = "red", **change
         "architecture": ARCHITECTURE,
         "settings": SETTINGS,
         "spans": tuple((2 * stage, 2 * stage + 2) for stage in range(stages)),
+        "sources": ways,
+        "tell": tell,
+        "costs": each_costs_one,
         "divide": by_memory,
         "started": started,
     }
     return PeerSpec(**(place | changes))  # type: ignore[arg-type]
+
+
+def ways(stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, settings: Settings) -> list[Source]:
+    return sources(stage, spans, holdings, updates, plus=settings.swap)
 
 
 def each_costs_one(spans: Collection[object]) -> list[int]:
@@ -151,21 +159,14 @@ class World:
     # ----------------------------------------------------------------- who is there
 
     def start(self, peer: str, holding: Holding | None = None, **changes: object) -> Machine:
-
-        def ways(
-            stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, how: Settings
-        ) -> list[Source]:
-            return sources(stage, spans, holdings, updates, plus=how.swap)
-
         changes.setdefault("settings", replace(SETTINGS, swap=self.plus))
         self.count += 1
         changes.setdefault("run", RUN if holding else NO_RUN)
         changes.setdefault("draw", self.draw)
+        changes.setdefault("costs", self.costs)
         place = spec(peer, self.stages, started=self.now, **changes)  # type: ignore[arg-type]
         machine = Machine(None)  # type: ignore[arg-type]
-        machine.crew = Membership(
-            place, ways, tell, self.costs, self.now, holding or Holding(), held_s=lambda: self.held_s(machine)
-        )
+        machine.crew = Membership(place, self.now, holding or Holding(), held_s=lambda: self.held_s(machine))
         self.machines[peer] = machine
         self.publish(peer)
         return machine
@@ -236,13 +237,13 @@ class World:
         self.act(peer, crew.cards(self.seen_by(peer), self.now))
         self.act(peer, crew.tick(self.now))
         for stage, (ready, order) in list(machine.building.items()):
-            if not crew.stands(order):
+            if not crew.following.stands(order):
                 del machine.building[stage]
                 self.withdrawn(peer, order)
             elif ready <= self.now:
                 del machine.building[stage]
                 self.build(peer, order)
-        lead = crew.lead
+        lead = crew.leader
         if lead is not None and crew.whole and self.now >= self.trained_at.get(peer, 0.0) + 1.0:
             self.trained_at[peer] = self.now
             self.train(machine)
@@ -252,14 +253,14 @@ class World:
         """One update of all stages of the crew that this one leads, as the pipeline does it: stages drop turns that are
         not new, and take an update that they have made for made."""
         crew = machine.crew
-        assert crew.plan is not None and crew.lead is not None
+        assert crew.plan is not None and crew.leader is not None
         holders = [self.machines.get(seat.peer) for seat in crew.plan.assignments]
         there = [one for one in holders if one is not None and one.crew.plan is not None]
         if len(there) < len(holders) or any(one.crew.plan.mark != crew.plan.mark for one in there):  # type: ignore[union-attr]
             return
         begins = not machine.begun
         if begins:
-            machine.begun = [crew.plan.term * TURNS, crew.lead.updates]
+            machine.begun = [crew.plan.term * TURNS, crew.leader.updates]
         machine.begun[0] += 1
         turn, updates = machine.begun
         for stage, holder in enumerate(there):
@@ -275,8 +276,10 @@ class World:
         machine.begun[1] += 1
         for holder in there:
             live = tuple(Kept(s, n) for s, n in holder.memory.items())
-            self.act(holder.crew.spec.me, holder.crew.report(replace(holder.crew.holding, live=live), self.now))
-        round = crew.progress.round + 1 if crew.progress else 1
+            self.act(
+                holder.crew.spec.me, holder.crew.report(replace(holder.crew.following.holding, live=live), self.now)
+            )
+        round = crew.following.progress.round + 1 if crew.following.progress else 1
         self.act(crew.spec.me, crew.advance(Progress(round, 0.0), self.now))
 
     def build(self, peer: str, order: BuildStage) -> None:
@@ -316,7 +319,7 @@ class World:
         machine.new.add(stage)
         machine.built[stage] += 1
         machine.ways.append((stage, source.way))
-        self.act(peer, machine.crew.seated(order, updates, source, self.now))
+        self.act(peer, machine.crew.built(order, updates, source, self.now))
 
     # ----------------------------------------------------------------- cards
 
@@ -415,7 +418,9 @@ class World:
         return all(
             crew.plan is not None and crew.plan.mark == plan.mark and crew.plan.spares == plan.spares and crew.whole
             for crew in crews.values()
-        ) and all(seat.peer in crews and i in crews[seat.peer].live for i, seat in enumerate(plan.assignments))
+        ) and all(
+            seat.peer in crews and i in crews[seat.peer].following.live for i, seat in enumerate(plan.assignments)
+        )
 
     def plan(self, side: int = 0) -> Plan:
         """Of the lead of a settled crew."""
@@ -443,8 +448,9 @@ class World:
             crew, plan = machine.crew, machine.crew.plan
             seats = plan and [seat.peer for seat in plan.assignments]
             lines.append(
-                f"{peer} side {machine.side} {crew.role} term {crew.term} whole {crew.whole} plan {seats} "
-                f"{plan and (plan.term, plan.number, plan.spares)} live {crew.live} building {list(machine.building)}"
+                f"{peer} side {machine.side} {crew.role} term {crew.leadership.term} whole {crew.whole} plan {seats} "
+                f"{plan and (plan.term, plan.number, plan.spares)} live {crew.following.live} "
+                f"building {list(machine.building)}"
             )
             lines += [f"      {text}" for text in machine.said[-8:]]
         return "\n".join(lines)
@@ -479,7 +485,7 @@ class DiskWorld(World):
         return tuple(dict.fromkeys(Kept(file.stage, file.updates) for file in reversed(files)))
 
     def file(self, peer: str, stage: int, updates: int) -> File | None:
-        run, files = self.machines[peer].crew.run, reversed(self.disks[peer])
+        run, files = self.machines[peer].crew.following.run, reversed(self.disks[peer])
         ours = (file for file in files if (file.stage, file.updates) == (stage, updates))
         return next((file for file in ours if updates <= shared(file.run, run)), None)
 
@@ -490,8 +496,8 @@ class DiskWorld(World):
         super().live(peer)
         if peer in self.machines:
             crew = self.machines[peer].crew
-            files = replace(crew.holding, checkpoints=self.counted(peer, crew.run))
-            if files != crew.holding:
+            files = replace(crew.following.holding, checkpoints=self.counted(peer, crew.following.run))
+            if files != crew.following.holding:
                 self.act(peer, crew.report(files, self.now))
 
     def train(self, machine: Machine) -> None:
@@ -500,10 +506,10 @@ class DiskWorld(World):
         for peer, one in self.machines.items():
             for stage in one.trained - before[peer]:
                 updates, past = one.memory[stage], self.pasts.setdefault((one, stage), {})
-                past = {n: lead for n, lead in past.items() if n < updates} | {updates: machine.crew.lead}
+                past = {n: lead for n, lead in past.items() if n < updates} | {updates: machine.crew.leader}
                 self.pasts[one, stage] = past
                 if updates % 5 == 0:
-                    self.disks[peer].append(File(stage, updates, one.crew.run, past))
+                    self.disks[peer].append(File(stage, updates, one.crew.following.run, past))
 
     def seat(self, peer: str, order: BuildStage, updates: int, source: Source) -> None:
         past: dict[int, Leader] = {}
@@ -520,7 +526,7 @@ class DiskWorld(World):
     def check(self) -> None:
         """No two stages of a crew have made the same update for different leads."""
         for machine in self.machines.values():
-            if machine.crew.lead is None or not machine.crew.whole:
+            if machine.crew.leader is None or not machine.crew.whole:
                 continue
             assert machine.crew.plan is not None
             seats = [(self.machines.get(seat.peer), i) for i, seat in enumerate(machine.crew.plan.assignments)]

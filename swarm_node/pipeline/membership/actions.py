@@ -47,6 +47,9 @@ class PeerSpec:
     """How the crew works, if this peer turns out to be the first lead."""
     spans: Spans
     """Layers of each stage, likewise: equal shares, or those of its checkpoints, if it has any."""
+    sources: Sources
+    tell: Tell
+    costs: Costs
     divide: Callable[[Sequence[float]], Spans]
     """Bytes that the holder of each stage can take, 0 = not known -> layers of each; ValueError if that cannot be."""
     wanted: int | None = None

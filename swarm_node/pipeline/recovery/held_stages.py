@@ -26,7 +26,7 @@ from swarm_node.pipeline.compute.partition import Span, shapes_of_stage, trained
 from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.pipeline.compute.worker import Worker
 from swarm_node.pipeline.membership.actions import BuildStage, Spans
-from swarm_node.pipeline.membership.leader import counted
+from swarm_node.pipeline.membership.roster import counted
 from swarm_node.pipeline.recovery.rebuild import StageBuilder, cohort_start
 from swarm_node.pipeline.recovery.replicas import Replicas, offer_stages
 from swarm_node.pipeline.recovery.stage_checkpoints import StageCheckpoints

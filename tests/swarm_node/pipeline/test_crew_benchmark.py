@@ -13,7 +13,7 @@ from benchmarks import crew
 from benchmarks import crew_speed as speed
 from benchmarks.crew_kills import Follower, curve, final, holders_of, named, outcome, quantile, way_of
 from protocol.crew import Source
-from swarm_node.pipeline.membership.leader import short
+from swarm_node.pipeline.membership.roster import short
 from swarm_node.pipeline.recovery.sources import tell
 
 ONE, OTHER = "12D3KooWaaaaAAAAAAAA", "12D3KooWbbbbBBBBBBBB"

@@ -31,9 +31,10 @@ from protocol.lineage import leads_to, shared
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.pipeline.membership.actions import MAX_SAID, BuildStage, Close, Connect, DropStage, Link, Send
 from swarm_node.pipeline.membership.channels import MAX_STRANGERS, PART_S, REDIAL_S, STRANGER_S
-from swarm_node.pipeline.membership.leader import AGAIN_S, BANNED_S, BREAKS_S, CALM_S, GATHER_S, MAX_TERM, counted
+from swarm_node.pipeline.membership.leader import REPLAN_S
 from swarm_node.pipeline.membership.leader_search import ALONE_S, AVOID_S, DIAL_S, FIND_S
-from swarm_node.pipeline.membership.member import Role
+from swarm_node.pipeline.membership.leadership import Role
+from swarm_node.pipeline.membership.roster import BANNED_S, BREAKS_S, CALM_S, GATHER_S, MAX_TERM, counted
 from tests.support.crew_world import (
     BUILD_S,
     RUN,
@@ -253,9 +254,9 @@ def test_only_lost_stages_are_counted_as_lost():
     world.cut(crew_links(world, before[1])[0], silent=False)  # a member loses touch for a moment
     world.run(8.0)
     assert holders(world) == before and lead.counts["lost"] == 1
-    lead.lead.resume()
+    lead.leader.resume()
     world.act(before[0], lead.doubted(lead.plan.mark, (), "no answer", world.now))  # a step is done again
-    assert lead.lead.lost == set()
+    assert lead.leader.lost == set()
     world.run(5.0)
     world.start("d")
     world.run(5.0)
@@ -283,7 +284,7 @@ def test_a_restarted_crew_goes_back_to_its_checkpoints():
     assert 20 < world.machines["a"].memory[0] < 60 and heard(world.machines["a"], "the checkpoint after update 20") == 2
     *before, (_, began) = world.plan().run
     assert tuple(before) == RUN and began == 20
-    assert [machine.crew.holding.checkpoints for machine in world.machines.values()] == [
+    assert [machine.crew.following.holding.checkpoints for machine in world.machines.values()] == [
         (Kept(0, 20),),  # it went back: what it has made after that is of a branch that was left
         (Kept(1, 20), Kept(1, 10)),
     ]
@@ -306,9 +307,9 @@ def test_holdings_of_another_run_do_not_count(order):
     assert leads_to(ours, plan.run) and shared(theirs, plan.run) == -1 and world.learns()
     ways = {stage: way for machine in world.machines.values() for stage, way in machine.ways}
     assert ways == {0: "base", 1: "snapshot", 2: "base"} if ours == RUN else {0: "base", 1: "base", 2: "snapshot"}
-    assert all(machine.crew.run == plan.run for machine in world.machines.values())
+    assert all(machine.crew.following.run == plan.run for machine in world.machines.values())
     others = world.machines["c" if ours == RUN else "b"].crew
-    assert others.holding.checkpoints == () and others.hello("x").run == plan.run
+    assert others.following.holding.checkpoints == () and others.leadership.hello("x").run == plan.run
 
 
 def test_stages_in_memory_outweigh_files_of_another_run():
@@ -321,7 +322,7 @@ def test_stages_in_memory_outweigh_files_of_another_run():
     world.run(FORMING_S)
     assert holders(world) == ["c", "b"] and leads_to(run, world.plan().run) and world.learns()
     assert world.machines["b"].built == {1: 1} and world.machines["b"].memory[1] > updates
-    assert world.machines["c"].ways == [(0, "base")] and world.machines["c"].crew.progress.round < 900
+    assert world.machines["c"].ways == [(0, "base")] and world.machines["c"].crew.following.progress.round < 900
 
 
 def test_a_follower_of_another_run_drops_its_own():
@@ -329,19 +330,19 @@ def test_a_follower_of_another_run_drops_its_own():
     _, peer = holders(world)
     machine, plan = world.machines[peer].crew, world.plan()
     seat = replace(plan.assignments[1], sources=(Source("snapshot", (peer,), updates=3),))
-    machine.heard(machine.leader_link, replace(plan, number=50, assignments=(plan.assignments[0], seat)), world.now)
+    machine.heard(machine.following.link, replace(plan, number=50, assignments=(plan.assignments[0], seat)), world.now)
     order = BuildStage(1, seat.layers, seat.sources)
-    assert machine.stands(order) and machine.live == {}
-    machine.live[1] = 5
+    assert machine.following.stands(order) and machine.following.live == {}
+    machine.following.live[1] = 5
     again = replace(plan, number=51, assignments=(plan.assignments[0], seat), run=OTHER)
-    actions = machine.heard(machine.leader_link, again, world.now)
-    assert order in actions and machine.holding == Holding()  # the same, but of that run
-    machine.live[1] = 5
+    actions = machine.heard(machine.following.link, again, world.now)
+    assert order in actions and machine.following.holding == Holding()  # the same, but of that run
+    machine.following.live[1] = 5
     gone = replace(
         plan, number=52, assignments=(plan.assignments[0], replace(seat, peer=plan.spares[0])), run=(("0f" * 8, 0),)
     )
-    actions = machine.heard(machine.leader_link, gone, world.now)
-    assert DropStage(1) in actions and machine.live == {} and not machine.stands(order)
+    actions = machine.heard(machine.following.link, gone, world.now)
+    assert DropStage(1) in actions and machine.following.live == {} and not machine.following.stands(order)
 
 
 def test_a_lone_spare_goes_on_from_known_rounds():
@@ -352,7 +353,7 @@ def test_a_lone_spare_goes_on_from_known_rounds():
     world.kill(lead)
     world.run(MENDING_S)
     (machine,) = world.machines.values()
-    assert machine.leads and machine.crew.progress.round > 700
+    assert machine.leads and machine.crew.following.progress.round > 700
 
 
 def test_reports_of_another_run_are_ignored():
@@ -360,11 +361,11 @@ def test_reports_of_another_run_are_ignored():
     me = holders(world)[0]
     (spare,) = world.plan().spares
     lead = world.machines[me].crew
-    link = lead.lead.link_of(spare)
+    link = lead.leader.roster.link_of(spare)
     old = Holding(replicas=(Kept(1, 99),), checkpoints=(Kept(1, 99),))
     for run, kept in ((OTHER, Holding()), (world.plan().run, old)):
         lead.heard(link, Report(old, run), world.now)
-        assert lead.lead.members[spare].holding == kept
+        assert lead.leader.members[spare].holding == kept
 
 
 def test_branches_files_count_up_to_the_fork():
@@ -376,7 +377,7 @@ def test_branches_files_count_up_to_the_fork():
     *before, (_, began) = world.plan().run
     assert tuple(before) == ours and began == 40 and world.learns()
     assert heard(world.machines["a"], "the checkpoint after update 40") == 2
-    assert world.machines["b"].crew.holding.checkpoints == (Kept(1, 40),)
+    assert world.machines["b"].crew.following.holding.checkpoints == (Kept(1, 40),)
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -388,7 +389,7 @@ def test_a_continuation_of_the_leads_run_is_joined(first):
         world.run(5.0)
     world.run(FORMING_S)
     assert leads_to(files["b"][1], world.plan().run) and world.learns()
-    assert world.machines["a"].crew.holding.checkpoints == (Kept(0, 50),)
+    assert world.machines["a"].crew.following.holding.checkpoints == (Kept(0, 50),)
 
 
 def test_a_lead_begins_a_segment_and_keeps_it():
@@ -404,7 +405,7 @@ def test_a_lead_begins_a_segment_and_keeps_it():
     first, (segment, began) = world.plan().run
     assert (first,) == plan.run and segment != first[0] and kept[2] <= began <= kept[2] + 2
     assert world.machines[before[2]].built == {2: 1} and world.learns()
-    assert {machine.crew.run for machine in world.machines.values()} == {world.plan().run}
+    assert {machine.crew.following.run for machine in world.machines.values()} == {world.plan().run}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -422,18 +423,23 @@ def test_updates_of_the_losing_part_do_not_count(seed):
         assert updates > fork + 10
         files = tuple(Kept(stage, n) for n in (updates, fork, fork - 1))
         world.act(
-            machine.crew.spec.me, machine.crew.report(replace(machine.crew.holding, checkpoints=files), world.now)
+            machine.crew.spec.me,
+            machine.crew.report(replace(machine.crew.following.holding, checkpoints=files), world.now),
         )
-    told = {peer: machine.crew.holding.checkpoints for peer, machine in world.machines.items()}
+    told = {peer: machine.crew.following.holding.checkpoints for peer, machine in world.machines.items()}
     sides = {peer: machine.side for peer, machine in world.machines.items()}
     world.heal()
     world.run(60.0)
     assert world.learns(), world.story()
-    run, lead = world.plan().run, next(machine.crew.lead for machine in world.machines.values() if machine.leads)
+    run, lead = world.plan().run, next(machine.crew.leader for machine in world.machines.values() if machine.leads)
     winner = runs.index(run)
     for peer, side in sides.items():
         expected = told[peer] if side == winner else told[peer][1:]
-        assert world.machines[peer].crew.holding.checkpoints == lead.members[peer].holding.checkpoints == expected
+        assert (
+            world.machines[peer].crew.following.holding.checkpoints
+            == lead.members[peer].holding.checkpoints
+            == expected
+        )
         assert world.machines[peer].built.total() == 1 or side != winner
 
 
@@ -448,10 +454,10 @@ def test_a_new_lead_takes_the_living_stages_run(forked):
     world.kill(spares[0])  # that led
     world.run(10.0)
     survivor, alone = world.machines[before[1]], world.machines[spares[1]]
-    run = survivor.crew.run
-    assert len(run) == 2 and alone.crew.run == run[:1] and survivor.built == {1: 1}
+    run = survivor.crew.following.run
+    assert len(run) == 2 and alone.crew.following.run == run[:1] and survivor.built == {1: 1}
     if forked:
-        alone.crew.run = (*run[:1], ("0d" * 8, 1))
+        alone.crew.following.run = (*run[:1], ("0d" * 8, 1))
     world.heal()
     world.run(MENDING_S)
     assert holders(world) == [spares[1], before[1]] and world.learns(), world.story()
@@ -483,8 +489,8 @@ def test_only_a_files_owner_can_use_it():
     lead = world.machines[before[0]].crew
     n = world.machines[before[1]].memory[1]
     for peer, updates in ((before[2], n - 5), (spare, n - 10)):
-        link = lead.lead.link_of(peer)
-        holding = replace(lead.lead.members[peer].holding, checkpoints=(Kept(1, updates),))
+        link = lead.leader.roster.link_of(peer)
+        holding = replace(lead.leader.members[peer].holding, checkpoints=(Kept(1, updates),))
         lead.heard(link, Report(holding, world.plan().run), world.now)
     world.kill(before[1])
     while 1 not in world.machines[spare].building:
@@ -626,13 +632,13 @@ def test_results_of_a_replaced_order_are_ignored(late):
     while machine.building[1][1] == old:
         world.run(0.25)
     _, new = machine.building[1]
-    assert not machine.crew.stands(old) and machine.crew.stands(new)
+    assert not machine.crew.following.stands(old) and machine.crew.following.stands(new)
     lead = world.machines[before[0]].crew
     if late == "unable":
         actions = machine.crew.unable(old, "it is not wanted any more", world.now)
     else:
-        actions = machine.crew.seated(old, 5, old.sources[0], world.now)
-    assert not any(isinstance(action, (Send, DropStage)) for action in actions) and machine.crew.stands(new)
+        actions = machine.crew.built(old, 5, old.sources[0], world.now)
+    assert not any(isinstance(action, (Send, DropStage)) for action in actions) and machine.crew.following.stands(new)
     world.run(20.0)
     assert lead.whole and lead.counts["unable"] == 0 and holders_of(lead)[1] == spare and world.learns()
 
@@ -648,12 +654,12 @@ def test_a_stage_built_as_newly_ordered_is_kept():
     while machine.crew.way_to(2) is None:
         world.run(0.25)
     first, *_ = old.sources
-    new = machine.crew._ordered[1] = BuildStage(1, old.layers, (first,))
-    assert not machine.crew.stands(old) and old != new
+    new = machine.crew.following._ordered[1] = BuildStage(1, old.layers, (first,))
+    assert not machine.crew.following.stands(old) and old != new
     machine.memory[1] = 3
-    actions = machine.crew.seated(old, 3, first, world.now)
+    actions = machine.crew.built(old, 3, first, world.now)
     assert any(isinstance(action, Send) and isinstance(action.record, Ready) for action in actions)
-    assert machine.crew.live == {1: 3} and not machine.crew.stands(new)
+    assert machine.crew.following.live == {1: 3} and not machine.crew.following.stands(new)
 
 
 def test_words_on_an_earlier_plan_are_ignored():
@@ -664,7 +670,7 @@ def test_words_on_an_earlier_plan_are_ignored():
     world.send(before[1], link, Ready(plan.mark + 1, 0, 2**50))
     world.run(2.0)
     assert world.plan().mark == plan.mark and world.machines[before[0]].crew.counts["unable"] == 0
-    assert world.machines[before[0]].crew.lead.members[before[1]].live.keys() == {1}
+    assert world.machines[before[0]].crew.leader.members[before[1]].live.keys() == {1}
 
 
 def test_a_builder_that_hangs_loses_its_stage():
@@ -716,19 +722,19 @@ def test_survivors_that_cannot_lead_follow_a_newcomer(newcomer):
     world = crew(3, "a", "b", "c", capacity=1)
     before, plan = holders(world), world.plan()
     assert before[0] == "a"
-    round = world.machines["b"].crew.progress.round
+    round = world.machines["b"].crew.following.progress.round
     world.kill("a")
     world.run(20.0)
     world.start(newcomer, capacity=1)  # perhaps under the same name, and with no plan
     world.run(FORMING_S)
     assert holders(world) == [newcomer, *before[1:]] and world.plan().term == plan.term + 1
-    assert world.machines[newcomer].crew.progress.round >= round > 5
+    assert world.machines[newcomer].crew.following.progress.round >= round > 5
     assert all(world.machines[peer].built.total() == 1 for peer in before[1:]) and world.learns()
 
 
 def test_terms_have_an_end():
     world = crew(2, "a", "b", capacity=1)
-    world.machines["b"].crew.term = MAX_TERM
+    world.machines["b"].crew.leadership.term = MAX_TERM
     world.kill("a")
     world.run(10.0)
     world.start("z", capacity=1)
@@ -740,14 +746,14 @@ def test_stages_from_outside_the_crew_are_built_anew():
     world = crew(3, "a", "b", "c", "d")
     me, (spare,) = holders(world)[0], world.plan().spares
     lead = world.machines[me].crew
-    link = lead.lead.link_of(spare)
-    hello = replace(world.machines[spare].crew.hello(me), holding=Holding(live=(Kept(1, 99),)))
+    link = lead.leader.roster.link_of(spare)
+    hello = replace(world.machines[spare].crew.leadership.hello(me), holding=Holding(live=(Kept(1, 99),)))
     for term, live in ((9, {}), (1, {1: 99})):
         lead.heard(link, replace(hello, term=term), world.now)
-        assert lead.lead.members[spare].live == live
+        assert lead.leader.members[spare].live == live
     lead.heard(link, replace(hello, term=9), world.now)
     lead.heard(link, Report(hello.holding, world.plan().run), world.now)
-    assert lead.lead.members[spare].live == {}
+    assert lead.leader.members[spare].live == {}
 
 
 def test_a_lead_without_room_makes_way():
@@ -785,13 +791,13 @@ def test_a_new_lead_knows_the_runs_progress():
     world.trained_at[before[0]] = 1e9  # it pauses
     world.act(before[0], lead.advance(Progress(70, 0.5), world.now))
     world.run(1.0)
-    assert {machine.crew.progress.round for machine in world.machines.values()} == {70}
+    assert {machine.crew.following.progress.round for machine in world.machines.values()} == {70}
     world.start("e")
     world.run(8.0)
-    assert world.machines["e"].crew.progress == Progress(70, 0.5)
+    assert world.machines["e"].crew.following.progress == Progress(70, 0.5)
     world.kill(before[0])
     world.run(MENDING_S)
-    rounds = {machine.crew.progress.round for machine in world.machines.values()}
+    rounds = {machine.crew.following.progress.round for machine in world.machines.values()}
     assert min(rounds) > 70 and world.plan().term == 2
 
 
@@ -969,16 +975,16 @@ def test_a_member_that_keeps_refusing_the_lead_goes(ended):
     before = holders(world)
     lead, machine = world.machines[before[0]].crew, world.machines[before[1]].crew
     number = world.plan().number
-    world.act(before[1], machine.refused(machine.leader_link, "shape", world.now, ended))
+    world.act(before[1], machine.refused(machine.following.link, "shape", world.now, ended))
     world.run(5.0)
     assert holders(world) == before and lead.whole and lead.plan.number > number
-    assert lead.counts["lost"] == ended and lead.lead.lost == ({1} if ended else set())
+    assert lead.counts["lost"] == ended and lead.leader.lost == ({1} if ended else set())
     refused = 0
     for _ in range(200):
         world.run(0.5)
-        if machine.whole and machine.leader_link is not None:
+        if machine.whole and machine.following.link is not None:
             refused += 1
-            world.act(before[1], machine.refused(machine.leader_link, "shape", world.now, ended))
+            world.act(before[1], machine.refused(machine.following.link, "shape", world.now, ended))
     assert refused <= 2 * BREAKS_S and lead.whole and before[1] not in holders_of(lead)
 
 
@@ -998,7 +1004,7 @@ def test_a_stage_holding_a_message_is_given_up():
     assert lead.whole and holders_of(lead) == [before[0], spare, before[2]]
     assert heard(world.machines[before[0]], "it stalls: a message has been waiting for 61 s") == 1
     world.run(90.0)
-    assert before[1] not in lead.lead.members  # not so soon
+    assert before[1] not in lead.leader.members  # not so soon
     world.run(90.0)
     assert world.plan().spares == (before[1],)
 
@@ -1052,7 +1058,7 @@ def test_strangers_are_refused_counted_and_named_once(reason, changes):
     for _ in range(3):
         link = Link("s", CREW_METHOD)
         lead.crew.opened(link, world.now)
-        actions = lead.crew.heard(link, stranger.hello(before[0]), world.now)
+        actions = lead.crew.heard(link, stranger.leadership.hello(before[0]), world.now)
         refusals = [action.record for action in actions if isinstance(action, Send)]
         assert [record.reason for record in refusals if isinstance(record, Refusal)] == [reason]
         assert all(isinstance(record, Refusal) for record in refusals)  # and nothing else is said
@@ -1068,18 +1074,18 @@ def test_a_proof_holds_for_its_two_peers_only(lie):
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     me, member = holders(world)
-    hello = World(1, 2).start("s").crew.hello(me)  # it knows the name
+    hello = World(1, 2).start("s").crew.leadership.hello(me)  # it knows the name
     proofs = {
-        "another's": world.machines[member].crew.hello(me).proof,
-        "reflected": lead.hello("s").proof,
+        "another's": world.machines[member].crew.leadership.hello(me).proof,
+        "reflected": lead.leadership.hello("s").proof,
         "made up": "0" * 64,
     }
     link = Link("s", CREW_METHOD)
     lead.opened(link, world.now)
     lead.heard(link, replace(hello, proof=proofs[lie]), world.now)
-    assert lead.counts["refused/crew"] == 1 and "s" not in lead.lead.members and "s" not in lead.names
+    assert lead.counts["refused/crew"] == 1 and "s" not in lead.leader.members and "s" not in lead.directory.names
     lead.heard(link, hello, world.now)
-    assert "s" in lead.lead.members and lead.names["s"] == "name-of-s"
+    assert "s" in lead.leader.members and lead.directory.names["s"] == "name-of-s"
 
 
 @pytest.mark.parametrize("word", [Answer("fake", "0" * 64, 99), Refusal("stall", "you are given up")])
@@ -1087,7 +1093,7 @@ def test_leads_without_the_crews_name_lead_nobody(word):
     world = World(1, 2)
     world.start("b")
     fake = world.start("fake")  # a card of the crew, and stage 0 on it
-    fake.crew.role = Role.LEADING
+    fake.crew.leadership.role = Role.LEADING
     world.publish("fake")
     actions = []
 
@@ -1124,7 +1130,7 @@ def test_terms_without_a_stage_count_for_nothing():
     me = holders(world)[0]
     lead = world.machines[me].crew
     rival = World(1, 2).start("z", wanted=0)
-    hello = replace(rival.crew.hello(me), leads=True, term=99, updates=10**6)
+    hello = replace(rival.crew.leadership.hello(me), leads=True, term=99, updates=10**6)
     for holding, gave_way in ((Holding(), 0), (Holding(live=(Kept(0, 10**6),)), 1)):
         link = Link("z", CREW_METHOD)
         lead.opened(link, world.now)
@@ -1161,10 +1167,10 @@ def test_a_member_that_changes_identity_is_lost():
     me, _ = holders(world)
     (spare,) = world.plan().spares
     lead = world.machines[me].crew
-    link = lead.lead.link_of(spare)
-    hello = world.machines[spare].crew.hello(me)
+    link = lead.leader.roster.link_of(spare)
+    hello = world.machines[spare].crew.leadership.hello(me)
     lead.heard(link, replace(hello, architecture="f" * 16), world.now)
-    assert spare not in lead.lead.members
+    assert spare not in lead.leader.members
     assert Close(link) in lead.tick(world.now + PART_S)
 
 
@@ -1205,7 +1211,7 @@ def test_silent_peers_do_not_keep_others_out(count, seats):
     lead = world.machines[holders(world)[0]].crew
     machine = world.start("z")
     world.run(50.0)
-    assert machine.crew.role == Role.FOLLOWING and lead.lead.spares == ["z"]
+    assert machine.crew.role == Role.FOLLOWING and lead.leader.planning.spares == ["z"]
     world.kill(holders(world)[0])
     world.run(MENDING_S)
     assert world.learns()
@@ -1247,11 +1253,11 @@ def test_silent_channels_are_few():
     opened = [Link(f"s{i}", CREW_METHOD if i % 2 else STAGE_METHOD) for i in range(3 * MAX_STRANGERS)]
     closed = [action.link for link in opened for action in lead.opened(link, world.now) if isinstance(action, Close)]
     assert closed == opened[:-MAX_STRANGERS]  # those that have been silent for longest
-    hello = World(1, 2).start("s").crew.hello(holders(world)[0])
+    hello = World(1, 2).start("s").crew.leadership.hello(holders(world)[0])
     late = Link("s", CREW_METHOD)
     lead.opened(late, world.now)
     lead.heard(late, hello, world.now)
-    assert "s" in lead.lead.members
+    assert "s" in lead.leader.members
 
 
 def test_whoever_has_stages_of_other_layers_is_refused():
@@ -1260,10 +1266,10 @@ def test_whoever_has_stages_of_other_layers_is_refused():
     other = World(1, 2).start("s", Holding(checkpoints=(Kept(1, 3),)), spans=((0, 1), (1, 4))).crew
     link = Link("s", CREW_METHOD)
     lead.opened(link, world.now)
-    lead.heard(link, other.hello(lead.spec.me), world.now)
+    lead.heard(link, other.leadership.hello(lead.spec.me), world.now)
     assert lead.counts["refused/span"] == 1
     harmless = World(1, 2).start("s", spans=((0, 1), (1, 4))).crew  # it has nothing yet
-    lead.heard(link, harmless.hello(lead.spec.me), world.now)
+    lead.heard(link, harmless.leadership.hello(lead.spec.me), world.now)
     assert lead.counts["refused/span"] == 1
 
 
@@ -1303,7 +1309,7 @@ def test_what_strangers_say_changes_nothing():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     before = lead.plan
-    hello = World(1, 2).start("s").crew.hello(lead.spec.me)
+    hello = World(1, 2).start("s").crew.leadership.hello(lead.spec.me)
     nonsense = [
         Refusal("model"),
         before,
@@ -1321,7 +1327,7 @@ def test_what_strangers_say_changes_nothing():
         lead.heard(crew_link, record, world.now)
     for record in [hello, *nonsense]:
         lead.heard(stage_link, record, world.now)
-    assert lead.plan is before and lead.role == Role.LEADING and lead.whole and "s" not in lead.lead.members
+    assert lead.plan is before and lead.role == Role.LEADING and lead.whole and "s" not in lead.leader.members
 
 
 def test_a_spares_words_on_others_stages_change_nothing():
@@ -1342,7 +1348,7 @@ def test_a_spares_words_on_others_stages_change_nothing():
     world.run(5.0)
     lead = world.machines[before[0]].crew
     assert holders(world) == before and world.plan().mark == plan.mark
-    assert lead.lead.updates < 100
+    assert lead.leader.updates < 100
 
 
 # --------------------------------------------------------------------- at random
@@ -1490,7 +1496,7 @@ def test_whatever_happens_no_branch_is_mixed_with_another(seed):
 def test_waiting_times_fit_together():
     """A new lead waits for its crew until everyone has noticed that the old one is gone, and asked it once more."""
     assert SILENCE_S + DIAL_S < GATHER_S and FIND_S < AVOID_S
-    assert max(STRANGER_S, DIAL_FAILS_S) + AGAIN_S + REDIAL_S < CALM_S
+    assert max(STRANGER_S, DIAL_FAILS_S) + REPLAN_S + REDIAL_S < CALM_S
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -1502,10 +1508,10 @@ def test_the_next_lead_is_told_how_stages_came(seed):
     world.run(1.0)
     machine = world.start(before[2])
     for _ in range(80):
-        if machine.crew.unsaid:
+        if machine.crew.following.ready:
             break
         world.run(0.25)
-    assert machine.crew.unsaid, "it was ready before its neighbours could be talked to"
+    assert machine.crew.following.ready, "it was ready before its neighbours could be talked to"
     world.kill(before[0])
     world.run(60.0)
     assert world.settled(), world.story()

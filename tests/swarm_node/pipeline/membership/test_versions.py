@@ -11,7 +11,7 @@ from protocol.crew import CREW_METHOD, decode_record, encode_record
 from protocol.errors import RemoteProtocolError
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.install import upgrade_command
-from swarm_node.pipeline.membership import member as crewing
+from swarm_node.pipeline.membership import directory
 from swarm_node.pipeline.membership.actions import Link, Say, Send
 from tests.support.crew_world import SWARM, World
 
@@ -20,7 +20,7 @@ from tests.support.crew_world import SWARM, World
 def test_hello_is_said_in_the_newest_common_version(
     monkeypatch: pytest.MonkeyPatch, protocol: int, speaks: int, expected: int
 ) -> None:
-    monkeypatch.setattr(crewing, "version_for", partial(version_for, spoken=spoken_by(5)))
+    monkeypatch.setattr(directory, "version_for", partial(version_for, spoken=spoken_by(5)))
     monkeypatch.setattr("protocol.codec.SPOKEN", spoken_by(5))
     crew = World(0, 2).start("me").crew
     leads = CrewCard(crew.spec.id, crew.spec.architecture, 2, (0,), 1)
@@ -32,7 +32,7 @@ def test_hello_is_said_in_the_newest_common_version(
 
 def test_a_peer_of_another_version_is_named_once() -> None:
     crew = World(0, 2).start("me").crew
-    hello = crew.hello("lead")
+    hello = crew.leadership.hello("lead")
     with pytest.raises(RemoteProtocolError) as caught:
         decode_record(encode_record(hello).replace(b"\xa8protocol\x01", b"\xa8protocol\x07"))
     assert caught.value.reason == "version"

@@ -1,0 +1,248 @@
+"""How a peer goes by the plans of its crew, those that it makes as the leader included.
+
+    plan -> stages of this peer: here already -> Ready     not here -> BuildStage ... built -> Ready
+         -> neighbours: open channels to them, and tell the leader when one is lost
+    whole -> DropStage for each stage that another peer has taken over
+
+A stage is reported as ready once all its neighbours can be talked to, so that a whole crew can train at once.
+Pure: `now` (seconds, of any clock) comes in, actions go to the queue.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.crew import MAX_REASON_CHARS, Broken, Holding, Kept, Plan, Progress, Ready, Source, Unable
+from protocol.lineage import leads_to
+from swarm_node.pipeline.membership.actions import ActionQueue, BuildStage, DropStage, Link, PeerSpec
+from swarm_node.pipeline.membership.channels import STRANGER_S, Channels
+from swarm_node.pipeline.membership.placement import adjacent, succession
+from swarm_node.pipeline.membership.roster import counted
+
+
+class Following:
+    """The plan that this peer goes by, and the stages that it holds."""
+
+    def __init__(self, spec: PeerSpec, channels: Channels, queue: ActionQueue, holding: Holding, now: float) -> None:
+        """`holding`: checkpoints of earlier runs."""
+        self.link: Link | None = None
+        """The channel to the leader that this peer follows; `None` while it seeks one, or leads."""
+        self.plan: Plan | None = None
+        """The last plan that this peer went by."""
+        self.whole = False
+        """All stages of the plan are held, as far as this peer knows."""
+        self.live: dict[int, int] = {}
+        """Stages in memory here -> their updates."""
+        self.run = spec.run
+        """The run that this peer's stages, replicas and checkpoints belong to."""
+        self.progress = Progress(spec.round, 0.0) if spec.round else None
+        """Progress of the run, as the leader last told it."""
+        self.ready: dict[int, Source | None] = {}
+        """Stages that are ready, and the source of each: the leader has not been told yet."""
+        self._holding = holding
+        self._spec = spec
+        self._channels = channels
+        self._queue = queue
+        self._ordered: dict[int, BuildStage] = {}
+        """Stages that are being built."""
+        self._sources: dict[int, tuple[Source, ...]] = {}
+        """Sources that the plan gave for each stage that was built."""
+        self._planned_at = now
+        self._severed: set[str] = set()
+        """Neighbours lost since the last plan."""
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Stages of this peer, by the plan."""
+        return self.plan.held_by(self._spec.me) if self.plan else ()
+
+    @property
+    def building(self) -> bool:
+        """Stages are to be built here."""
+        return bool(self._ordered)
+
+    @property
+    def holding(self) -> Holding:
+        """What this peer has of the policy."""
+        live = tuple(Kept(stage, updates) for stage, updates in sorted(self.live.items()))
+        return msgspec.structs.replace(self._holding, live=live)
+
+    @property
+    def missing(self) -> set[int]:
+        """Stages that are lost, as far as a follower knows: a neighbour is gone, or the plan has them rebuilt."""
+        rows = enumerate(self.plan.assignments if self.plan else ())
+        return {stage for stage, row in rows if row.peer in self._severed or (row.sources and not self.whole)}
+
+    def stands(self, order: BuildStage) -> bool:
+        """Whether this very order is still to be carried out."""
+        return self._ordered.get(order.stage) == order
+
+    def succession(self, leader: str) -> list[str]:
+        """Peers that lead after `leader`, first in line first; empty if the plan is not its plan."""
+        if self.plan is None or self.plan.lead != leader:
+            return []
+        return succession([row.peer for row in self.plan.assignments], self.plan.spares)
+
+    # ----------------------------------------------------------------- plans
+
+    def accept(self, plan: Plan, sender: str, now: float) -> bool:
+        """Go by a plan that the leader has sent; False if it does not fit this crew."""
+        ours = self._spec.spans
+        if plan.lead != sender or len(plan.assignments) != len(ours) or plan.spans[-1][1] != ours[-1][1]:
+            self._queue.counts["refused/plan"] += 1
+            return False
+        if self.plan is not None and plan.mark == self.plan.mark:
+            self.plan = plan  # only the spares differ
+        else:
+            self.whole = False
+            self.adopt(plan, now)
+        return True
+
+    def adopt(self, plan: Plan, now: float) -> None:
+        """Go by a new plan: order the stages that are to be built here."""
+        if self.plan is None or (self.plan.lead, self.plan.term, self.plan.run) != (plan.lead, plan.term, plan.run):
+            self._sources.clear()
+        if plan.run != self.run:
+            self._change_run(plan)
+        self.plan = plan
+        self._severed.clear()
+        self._planned_at = now
+        unsaid, self.ready = self.ready, {}
+        mine = self.stages
+        self._ordered = {stage: order for stage, order in self._ordered.items() if stage in mine}
+        for stage in mine:
+            row = plan.assignments[stage]
+            if stage in self.live and row.sources in ((), self._sources.get(stage)):
+                self.ready[stage] = unsaid.get(stage)
+                continue
+            if not row.sources:
+                self._ordered.pop(stage, None)
+                self._send(Unable(plan.mark, stage, "it is not here any more"))
+                continue
+            order = BuildStage(stage, row.layers, row.sources)
+            if self._ordered.get(stage) != order:
+                self.live.pop(stage, None)
+                self._ordered[stage] = order
+                self._queue.do(order)
+        self.tend_channels(now)
+
+    def _change_run(self, plan: Plan) -> None:
+        """Drop what does not belong to the crew's run.
+
+        Stages that the plan gives to this peer are built anew."""
+        if not leads_to(self.run, plan.run):
+            self.progress = Progress(0, 0.0)
+            self._ordered.clear()
+        self._holding = counted(self.holding, self.run, plan.run)
+        self.run = plan.run
+        for stage in self.live.keys() - {kept.stage for kept in self._holding.live}:
+            del self.live[stage]
+            if stage not in plan.held_by(self._spec.me):
+                self._queue.do(DropStage(stage))
+
+    def confirm_whole(self, mark: int) -> None:
+        """The leader says that all stages of the plan with this mark are held."""
+        if self.plan is not None and mark == self.plan.mark:
+            self.whole = True
+            self.drop_others()
+
+    def drop_others(self) -> None:
+        """Drop the stages that were kept until other peers had taken them over."""
+        for stage in [stage for stage in self.live if stage not in self.stages]:
+            del self.live[stage]
+            self._sources.pop(stage, None)
+            self._queue.do(DropStage(stage))
+
+    # ----------------------------------------------------------------- stages that are built
+
+    def built(self, order: BuildStage, updates: int, source: Source | None) -> None:
+        """A stage was built; if no order asks for it any more, it is dropped."""
+        stage, present = order.stage, self._ordered.get(order.stage)
+        same = present is not None and present.layers == order.layers and source == present.sources[0]
+        if present is not None and (present == order or same):
+            del self._ordered[stage]
+            self.live[stage] = updates
+            self._sources[stage] = present.sources
+            self.ready[stage] = source
+        elif present is None:  # else it is built once more
+            self.live.pop(stage, None)
+            self.ready.pop(stage, None)
+            self._queue.do(DropStage(stage))
+
+    def unable(self, order: BuildStage, why: str) -> None:
+        """A stage could not be built: tell the leader."""
+        assert self.plan is not None
+        del self._ordered[order.stage]
+        self._send(Unable(self.plan.mark, order.stage, why))
+
+    def update(self, holding: Holding) -> None:
+        """Take note of what this peer has now; stages that it was told to drop do not count."""
+        self.live |= {kept.stage: kept.updates for kept in holding.live if kept.stage in self.live}
+        self._holding = holding
+
+    def take_ready(self) -> list[Ready]:
+        """Records for the leader about stages that are ready; each is given once."""
+        assert self.plan is not None
+        ready, self.ready = self.ready, {}
+        return [Ready(self.plan.mark, stage, self.live[stage], source) for stage, source in ready.items()]
+
+    def report_ready(self, now: float) -> None:
+        """Tell the leader about ready stages once all neighbours can be talked to.
+
+        A neighbour that cannot be reached for `STRANGER_S` is reported as lost."""
+        if self.link is None or self.plan is None or self.plan.lead != self.link.peer:
+            return
+        unheard = self.neighbours().keys() - self._channels.neighbours.keys()
+        if not unheard:
+            for record in self.take_ready():
+                self._send(record)
+        elif now >= self._planned_at + STRANGER_S:
+            for peer in sorted(unheard):
+                self._break_with(peer, "there is no channel", refused=False)
+
+    # ----------------------------------------------------------------- neighbours
+
+    def neighbours(self) -> dict[str, bool]:
+        """Peers whose stages talk to this peer's without the leader -> whether this one opens the channel."""
+        if self.plan is None:
+            return {}
+        reach = 2 if self.plan.settings.swap else 1
+        return adjacent([row.peer for row in self.plan.assignments], self._spec.me, reach)
+
+    def tend_channels(self, now: float) -> None:
+        """Close the channels that are not needed, and open those that are."""
+        neighbours = self.neighbours()
+        self._channels.tidy(neighbours, now)
+        if self.link is not None:
+            self._channels.reach(neighbours, now)
+
+    def lose_neighbour(self, link: Link, why: str, refused: bool) -> None:
+        """A channel between stages has ended."""
+        in_use = self._channels.leave(link) and link.peer in self.neighbours()
+        if in_use and self.link is not None:
+            self._break_with(link.peer, why, refused)
+
+    def miss_channel(self, mark: int, peer: str) -> None:
+        """By the plan with that mark, there was no channel for a message to a neighbour."""
+        planned = self.plan is not None and self.plan.mark == mark and self.link is not None
+        if planned and peer in self.neighbours():
+            self._break_with(peer, "there is no channel", refused=False)
+
+    def refuse_leader(self, reason: str) -> None:
+        """The leader sent a message that is not valid: the plan's work begins anew, and the channel stays."""
+        if self.plan is not None and self.link is not None:
+            self._send(Broken(self.plan.mark, self.link.peer, line(reason), refused=True))
+
+    def _break_with(self, peer: str, why: str, refused: bool) -> None:
+        """Tell the leader that a neighbour is lost, once for each plan."""
+        if self.plan is not None and peer not in self._severed:
+            self._severed.add(peer)
+            self._send(Broken(self.plan.mark, peer, line(why), refused))
+
+    def _send(self, record: Broken | Ready | Unable) -> None:
+        self._queue.send(self.link, record)
+
+
+def line(text: str) -> str:
+    """`text` as records may carry it: printable ASCII, at most `MAX_REASON_CHARS` characters."""
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:MAX_REASON_CHARS])

@@ -1,0 +1,105 @@
+"""How a leader meets other leaders of its crew, and which of two gives way.
+
+    leader -- Hello --> every peer whose card is of the crew, but which is not in touch
+           <- Hello of another leader, or Answer: the peer with the lower id decides, so that never both give way
+
+So two leaders that began at once, or a newcomer that has not seen the leader, need not wait for new cards.
+Pure: `now` (seconds, of any clock) comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from protocol.crew import CREW_METHOD, Answer, Hello
+from protocol.messages import CrewCard
+from swarm_node.pipeline.membership.actions import ActionQueue, Link, PeerSpec
+from swarm_node.pipeline.membership.channels import STRANGER_S, Channels
+from swarm_node.pipeline.membership.leader import Leader
+from swarm_node.pipeline.membership.leader_search import AVOID_S, VOUCHED_S, LeaderSearch
+from swarm_node.pipeline.membership.placement import Standing, gives_way
+
+MAX_CALLS = 8
+"""Peers that a leader calls at a time."""
+
+
+class Rivals:
+    """Channels from this leader to peers that may lead as well."""
+
+    def __init__(
+        self,
+        spec: PeerSpec,
+        leader: Leader,
+        channels: Channels,
+        search: LeaderSearch,
+        queue: ActionQueue,
+        hello: Callable[[str], Hello],
+    ) -> None:
+        """`hello` makes this peer's Hello to another."""
+        self._spec = spec
+        self._leader = leader
+        self._channels = channels
+        self._search = search
+        self._queue = queue
+        self._hello = hello
+        self._links: dict[Link, bool] = {}
+        """Channels to other leaders, as far as is known -> whether this peer has said Hello over it."""
+        self._call_again_at: dict[str, float] = {}
+        """When each peer may be called again."""
+
+    def call_all(self, cards: Mapping[str, CrewCard], now: float) -> None:
+        """Call peers of the crew that are not in touch, those first that seem to lead."""
+        for peer in sorted(cards, key=lambda peer: 0 not in cards[peer].held):
+            self.call(peer, cards.get(peer), now)
+
+    def call(self, peer: str, card: CrewCard | None, now: float) -> None:
+        """Say Hello to a peer that may lead as well, or may not know who leads."""
+        called = self._call_again_at.get(peer, now) > now or any(link.peer == peer for link in self._links)
+        known = peer in self._leader.members or self._search.avoids(peer, now)
+        if called or known or len(self._links) >= MAX_CALLS:
+            return
+        self._call_again_at[peer] = now + (VOUCHED_S if card is not None and 0 not in card.held else AVOID_S)
+        if not self._search.knows(peer):
+            self._search.doubt(peer, now)
+        link = Link(peer, CREW_METHOD, dialled=True)
+        self._links[link] = True
+        self._channels.open(link)
+        self._channels.doubt(link, now + STRANGER_S)
+        self._queue.send(link, self._hello(peer))
+
+    def meet(self, link: Link, hello: Hello, answer: Callable[[Link, str], None]) -> bool:
+        """Another leader says Hello. Whether this one gives way, if that is for it to decide.
+
+        `answer` tells a peer who leads."""
+        said, self._links[link] = self._links.get(link, False), True
+        if self._spec.me > link.peer:
+            if not said:
+                self._queue.send(link, self._hello(link.peer))
+            return False
+        live = bool(hello.holding.live)  # a peer without a stage in memory has led nobody
+        ours = Standing(self._leader.won, self._leader.updates, self._spec.started, self._spec.me)
+        theirs = Standing(hello.term * live, hello.updates * live, hello.started, link.peer)
+        if gives_way(ours, theirs) == self._spec.me:
+            return True
+        answer(link, self._spec.me)
+        return False
+
+    def answered(self, link: Link, answer: Answer, cards: Mapping[str, CrewCard], now: float) -> bool:
+        """A peer that was called says who leads. Whether this leader gives way to it."""
+        if link not in self._links:
+            return False
+        if answer.lead == link.peer:
+            return True
+        self._channels.close(link)
+        if answer.lead not in ("", self._spec.me):
+            self.call(answer.lead, cards.get(answer.lead), now)
+        return False
+
+    def forget(self, link: Link) -> None:
+        """The channel has ended, or its peer does not lead."""
+        self._links.pop(link, None)
+
+    def close(self) -> None:
+        """Close all these channels: this peer leads no more."""
+        for link in list(self._links):
+            self._channels.close(link)
