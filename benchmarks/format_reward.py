@@ -12,7 +12,7 @@ from typing import Any
 from protocol.messages import TaskName
 from swarm_node.tasks.catalogue import SETS
 from swarm_node.tasks.checkers import FULL_MARKS
-from swarm_node.tasks.reasoning_gym import Environment
+from swarm_node.tasks.reasoning_gym import ReasoningGym
 from swarm_node.types import Task
 
 MARK = "#"
@@ -52,5 +52,5 @@ def _right(text: str, i: int, columns: Mapping[str, Sequence[Any]]) -> bool:
 
 
 @cache
-def _environment(name: str) -> Environment:
-    return Environment(name, SETS["small"][name])
+def _environment(name: str) -> ReasoningGym:
+    return ReasoningGym(name, SETS["small"][name])

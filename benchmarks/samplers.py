@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from swarm_node.sharing.samplers import Offer
+from swarm_node.sharing.replay_buffer import Offer
 
 TEMPERATURE = 0.2
 

@@ -21,8 +21,7 @@ from benchmarks.format_reward import CLOSED, MARK, OPENED
 from benchmarks.warm_starts import now_and_then, plain, taught
 from swarm_node.node import Node
 from swarm_node.rollouts import Collected
-from swarm_node.sharing.foreign_advantage import foreign_advantages
-from swarm_node.sharing.reward_stats import Posterior
+from swarm_node.sharing.foreign_advantage import TaskStatistics, foreign_advantages
 from swarm_node.tasks.rewards import has_signal
 from swarm_node.types import Group, Rollout
 
@@ -175,17 +174,17 @@ class ReplaysItself(Measured):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.earlier: list[Group] = []
-        self.posterior = Posterior()
+        self.statistics = TaskStatistics()
 
     def choose(self, collected: Collected) -> list[Group]:
-        self.posterior.observe(collected.groups)
+        self.statistics.observe(collected.groups)
         rng = random.Random(f"replay/{self.config.seed}/{self.round}")
         replayed = [self.replayed(g) for g in rng.sample(self.earlier, min(self.J, len(self.earlier)))]
         self.earlier = [*self.earlier, *(g for g in collected.groups if has_signal(g.rollouts))][-self.KEPT :]
         return collected.kept + replayed
 
     def replayed(self, group: Group) -> Group:
-        return as_foreign(group, self.posterior, self.config.sharing.max_advantage)
+        return as_foreign(group, self.statistics, self.config.sharing.max_advantage)
 
 
 class ReplaysItsSuccesses(ReplaysItself):
@@ -200,12 +199,12 @@ class JudgesItselfAsForeign(Measured):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.posterior = Posterior()
+        self.statistics = TaskStatistics()
 
     def choose(self, collected: Collected) -> list[Group]:
-        self.posterior.observe(collected.groups)
+        self.statistics.observe(collected.groups)
         bound = self.config.sharing.max_advantage
-        return [as_foreign(g, self.posterior, bound) if has_signal(g.rollouts) else g for g in collected.kept]
+        return [as_foreign(g, self.statistics, bound) if has_signal(g.rollouts) else g for g in collected.kept]
 
 
 class ImitatesOthers(Measured):
@@ -215,10 +214,10 @@ class ImitatesOthers(Measured):
         return [successes(group) for group in super().choose(collected) if group.peer is not None]
 
 
-def as_foreign(group: Group, posterior: Posterior, bound: float) -> Group:
+def as_foreign(group: Group, statistics: TaskStatistics, bound: float) -> Group:
     """An own group as if it were another's: advantages against own success, ratios from 1."""
-    belief = posterior.of(group.task.label)
-    advantages = foreign_advantages(group.rollouts, belief if belief.known else None, bound)
+    own = statistics.of(group.task.label)
+    advantages = foreign_advantages(group.rollouts, own if own.known else None, bound)
     return msgspec.structs.replace(group, rollouts=unrecorded(group.rollouts), advantages=advantages)
 
 

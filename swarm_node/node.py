@@ -178,7 +178,7 @@ class Node:
 
     def _probe(self) -> float | None:
         """Mean negative log-likelihood of this node's latest best answers, in nats per token; None without any."""
-        return self.trainer.unlikelihood(list(self._best)) if self._best else None
+        return self.trainer.mean_nll(list(self._best)) if self._best else None
 
     def record(self, collected: Collected, learned: dict[str, float], seconds: float) -> dict[str, Any]:
         """The metrics of a round, for metrics.jsonl. `reward` covers all own groups, before any filter."""

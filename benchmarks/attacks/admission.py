@@ -25,7 +25,7 @@ from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, Share
 from protocol.topics import epoch_at, slot_key, slot_place
 from swarm_node.config import NodeConfig
 from swarm_node.policy.loading import load_policy
-from swarm_node.sharing import Pool, Receiver
+from swarm_node.sharing import Receiver, ReplayBuffer
 from swarm_node.tasks import load_tasks
 from swarm_node.tasks.text import prompt_digest
 from swarm_node.types import Sampling
@@ -56,7 +56,7 @@ class World:
         self.manifest = Manifest("attacked", [ManifestTask(env="small")])
         self.now = 1_800_000_000.0
         self.questions: set[str] = set()
-        pool = Pool(config.sharing, lambda: self.now)
+        pool = ReplayBuffer(config.sharing, lambda: self.now)
 
         def add(group: Any) -> str | None:
             refused = pool.add(group)

@@ -243,8 +243,8 @@ class Averager(ABC):
         with self.changing():  # while they are on trial, too: nobody is to get a copy of them
             kept = [self.fragments.gather(i) for i in range(self.config.fragments)]
             self._take(values)
-            unlikelihood = self.probe()
-            if unlikelihood is not None and not math.isfinite(unlikelihood):
+            mean_nll = self.probe()
+            if mean_nll is not None and not math.isfinite(mean_nll):
                 self._take(kept)
                 return False
         self.restart()

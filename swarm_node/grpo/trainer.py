@@ -146,7 +146,7 @@ class Trainer:
         weights = self.policy.trainable_state()
         return {name: some_of(tensor).to(weights[name].dtype, copy=True) for name, tensor in tensors.items()}
 
-    def unlikelihood(self, groups: Sequence[Group]) -> float | None:
+    def mean_nll(self, groups: Sequence[Group]) -> float | None:
         """Mean negative log-probability (nats) of the completions' tokens, as the policy is now; None as `logprobs`."""
         tables = self.logprobs(groups, 1.0, "judging averaged weights: they are taken as they are")
         if tables is None:

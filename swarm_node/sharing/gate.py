@@ -28,7 +28,8 @@ from dataclasses import dataclass
 import msgspec
 
 from swarm_node.policy.policy import Policy
-from swarm_node.types import Group, Rollout, Score, Task
+from swarm_node.tasks.rewards import ScoreCompletions
+from swarm_node.types import Group, Rollout
 
 FIXED = -6.0
 """B of a node that has too few answers of its own: it would draw such a token once in 400 times."""
@@ -60,7 +61,6 @@ ROUNDING = 1e-9
 
 Logprobs = Callable[[Sequence[Group]], list[list[list[float]]] | None]
 """Groups -> log-probability of each token of each rollout; None if it cannot be computed now."""
-ScoreCompletions = Callable[[Sequence[Task], Sequence[str], Sequence[str]], list[Score]]
 
 
 @dataclass(frozen=True)

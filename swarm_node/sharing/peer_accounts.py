@@ -1,40 +1,52 @@
-"""What each peer sent, what became of it, and who is not listened to for a while.
+"""What each peer sent, what became of it, how far it is trusted, and who is not listened to for a while.
 
-    rejections of a malicious kind, one forgiven every FORGIVE_S  >=  MUTE_AFTER   ->   muted for MUTE_S, here only
+    muted    rejections of a malicious kind, one forgiven every FORGIVE_S  >=  MUTE_AFTER   ->   for MUTE_S, here only
+    quota    at most a minute's limits of what was made in one minute of the peer's clock, whenever it arrives
+    trust    1 - p / (n + 1);   n <- d n + 1,   p <- d p + s   after a group with a share s of payloads among its right
+             answers, d = PAYLOAD_DECAY
 
-Bounded whatever arrives: a stranger can make any number of keys.
+A peer begins with trust 1, falls to 1/2 with one group full of payloads and to 1/20 with many. Its groups are then drawn
+less often, but never shut out: a peer whose model merely writes otherwise raises its trust with one good group.
+
+All of this is bounded, because a stranger can make any number of keys.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol.manifest import ManifestLimits
 from swarm_node.observability.reasons import words
-from swarm_node.sharing.quota import Minutes
 
 REASONS = frozenset(
     "size echo signature version newer schema swarm duplicate slot age future muted quota cap task assignment prompt "
     "length text error zero pool surplus".split()
 )
-"""All that a group or a message is ever rejected for; docs/sharing.md explains each."""
+"""Reasons for which a group or a message is rejected; docs/sharing.md explains each."""
 MALICIOUS = frozenset({"schema", "assignment", "cap"})
-"""No honest node of this version sends such a thing under its own signature. (`signature` names nobody.)"""
+"""Reasons that no honest node of this version gives under its own signature. (`signature` names nobody.)"""
 UNSAID = frozenset({"duplicate", "surplus", "muted", "newer"})
-"""Nobody's fault, or said already, or by the member: the network hears more of those."""
+"""Reasons that are not reported here: they are nobody's fault, or the member reports them."""
 MUTE_AFTER = 8
 FORGIVE_S = 60.0
 MUTE_S = 300.0
 MAX_PEERS = 1024
-"""Peers with an account; who has been silent longest loses it."""
+"""Peers with an account, and peers with a trust below 1; the one silent longest is forgotten."""
 MAX_SAID = 200
-"""Peers of which is said that they are muted; the rest is counted."""
+"""Peers whose muting is reported; of the rest only the number is known."""
+MINUTE_S = 60.0
+MAX_MINUTES = 32
+"""Minutes of a peer that are remembered: three times what is not too old by default, in 5 kB."""
+PAYLOAD_DECAY = 0.95
+"""About the last twenty groups of a peer are remembered."""
+DISTRUSTED = 0.5
+"""Trust below which a peer is named."""
 
 
 @dataclass
-class Account:
+class PeerAccount:
     """One peer, as this node sees it."""
 
     minutes: Minutes
@@ -51,28 +63,28 @@ class Account:
     muted_until: float = 0.0
 
 
-class Ledger:
-    """Accounts of peers."""
+class PeerAccounts:
+    """The accounts of all peers, and the reports about them."""
 
     def __init__(self, limits: ManifestLimits, now: Callable[[], float], say: Callable[[str], None]) -> None:
         self._limits = limits
         self._now = now
         self._say = say
-        self.accounts: dict[str, Account] = {}
-        """Whoever was heard last comes last."""
+        self.accounts: dict[str, PeerAccount] = {}
+        """By peer, the one heard last at the end."""
         self.rejected: Counter[str] = Counter()
-        """By reason, from whomever; running totals."""
+        """Rejections by reason, over all senders; running totals."""
         self._said: set[str] = set()
-        """Reasons whose first refusal was put into words."""
+        """Reasons that were reported."""
         self._said_muted: set[str] = set()
 
-    def account(self, peer: str) -> Account:
+    def account(self, peer: str) -> PeerAccount:
         """The account of a peer that was heard just now."""
         now = self._now()
         account = self.accounts.pop(peer, None)
         if account is None:
             limits = self._limits
-            account = Account(Minutes(limits.groups_per_minute, limits.bytes_per_minute))
+            account = PeerAccount(Minutes(limits.groups_per_minute, limits.bytes_per_minute))
         self.accounts[peer] = account
         if len(self.accounts) > MAX_PEERS:
             del self.accounts[next(iter(self.accounts))]
@@ -97,7 +109,7 @@ class Ledger:
         if account is not None and peer is not None and reason in MALICIOUS:
             self._offend(peer, account, n)
 
-    def _offend(self, peer: str, account: Account, n: int) -> None:
+    def _offend(self, peer: str, account: PeerAccount, n: int) -> None:
         now = self._now()
         account.offences = max(0.0, account.offences - (now - account.forgiven_at) / FORGIVE_S) + n
         account.forgiven_at = now
@@ -112,3 +124,67 @@ class Ledger:
 def _printable(detail: str) -> str:
     """A stranger's text, safe for a terminal and short."""
     return f": {ascii(detail[:160])[1:-1]}" if detail else ""
+
+
+class Minutes:
+    """A receiver's side of the quota: what one peer's groups took of its limits, by the minute that they were made in.
+
+    The minute of arrival does not count, so an old message that somebody repeats uses up an old minute.
+    """
+
+    def __init__(self, groups: int, size: int) -> None:
+        """`groups` and `size` (bytes) are what a minute allows."""
+        self._groups = groups
+        self._bytes = size
+        self._used: dict[int, tuple[int, float]] = {}  # minute -> (groups, bytes)
+
+    def take(self, created: float, size: float) -> bool:
+        """Count a group of `size` bytes made at `created` (Unix seconds); False if its minute has no room for it, or
+        is older than all that are remembered."""
+        minute = int(created // MINUTE_S)
+        if minute not in self._used and len(self._used) >= MAX_MINUTES:
+            oldest = min(self._used)
+            if minute < oldest:
+                return False
+            del self._used[oldest]
+        groups, used = self._used.get(minute, (0, 0.0))
+        fits = groups + 1 <= self._groups and used + size <= self._bytes
+        self._used[minute] = (groups + 1, used + size) if fits else (groups, used)
+        return fits
+
+
+@dataclass
+class _Payloads:
+    """Decayed sums over one peer's groups."""
+
+    groups: float = 0.0
+    payloads: float = 0.0
+    """Sum of shares of payloads."""
+    refused: int = 0
+    """Groups with a payload, a running total."""
+
+
+class Trust:
+    """How much of each peer's right answers carried no payload, lately."""
+
+    def __init__(self) -> None:
+        self._accounts: OrderedDict[str, _Payloads] = OrderedDict()
+
+    def judged(self, peer: str, share: float) -> None:
+        """A group of `peer` was judged: `share` of its right answers carry a payload."""
+        account = self._accounts.setdefault(peer, _Payloads())
+        self._accounts.move_to_end(peer)
+        account.groups = PAYLOAD_DECAY * account.groups + 1
+        account.payloads = PAYLOAD_DECAY * account.payloads + share
+        account.refused += share > 0
+        if len(self._accounts) > MAX_PEERS:
+            self._accounts.popitem(last=False)
+
+    def of(self, peer: str) -> float:
+        """Trust of a peer, in (0, 1]."""
+        account = self._accounts.get(peer, _Payloads())
+        return 1 - account.payloads / (account.groups + 1)
+
+    def refused(self) -> dict[str, int]:
+        """Groups with a payload, by peer; running totals."""
+        return {peer: account.refused for peer, account in list(self._accounts.items()) if account.refused}

@@ -21,7 +21,7 @@ from protocol.messages import PROTOCOL_VERSION, RolloutBatch, SharedGroup, Share
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.policy import Policy
-from swarm_node.sharing.quota import Quota
+from swarm_node.sharing.peer_accounts import MINUTE_S
 from swarm_node.tasks.rewards import has_signal
 from swarm_node.tasks.text import prompt_digest
 from swarm_node.types import Group, Rollout, Sampling
@@ -34,6 +34,31 @@ MAX_ANSWERED = 16_384
 """Slots remembered as answered: those of four epochs, in 2 MB."""
 QUOTA_SHARE = 0.9
 """Part of the swarm's limits that is used: what was sent evenly may arrive in bursts."""
+
+
+class Quota:
+    """A sender's side of the quota: groups or bytes that it may publish, by the minute of its clock.
+
+    In second s of a minute it may have sent limit * (1/2 + s / 120) of that minute. Half goes at once, so that slow
+    rounds fit; the rest goes evenly, so that a fast node is never silent for long.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._minute = -1
+        self._used = 0.0
+
+    def level(self, now: float) -> float:
+        """Amount that may be taken at `now` (Unix seconds)."""
+        minute, second = divmod(now, MINUTE_S)
+        if int(minute) != self._minute:
+            self._minute, self._used = int(minute), 0.0
+        so_far = max(1.0, self._limit * (0.5 + second / (2 * MINUTE_S)))  # 1: a limit of one group is one at any time
+        return max(0.0, min(self._limit, so_far) - self._used)
+
+    def take(self, cost: float) -> None:
+        """Take `cost`, at most what `level` gave."""
+        self._used += cost
 
 
 class Publisher:

@@ -13,6 +13,7 @@ for.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import deque
@@ -28,8 +29,7 @@ from protocol.messages import RolloutBatch, SharedGroup
 from swarm_node.config import SharingConfig
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing.admission import Admission, check_caps
-from swarm_node.sharing.content import content_id, slot_id
-from swarm_node.sharing.peer_accounts import Account, Ledger
+from swarm_node.sharing.peer_accounts import PeerAccount, PeerAccounts
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Sampling
 
@@ -54,7 +54,7 @@ ADMIT_LEAST_S, ADMIT_MOST_S = 0.02, 1.0
 PROVEN = frozenset({"version", "newer", "schema", "swarm"})
 """Reasons that `verify_batch` gives after it has verified the signature."""
 
-_Waiting = tuple[str, Account, RolloutBatch, SharedGroup, float]
+_Waiting = tuple[str, PeerAccount, RolloutBatch, SharedGroup, float]
 """Sender, its account, the batch, one group of it, and that group's part of the message in bytes."""
 
 
@@ -91,7 +91,7 @@ class Receiver:
         self._debt = 0.0
         """Seconds that earlier calls of `admit` took beyond what they were allowed."""
         self._admission = Admission(manifest, policy, sampling, tasks)
-        self._ledger = Ledger(manifest.limits, now, say)
+        self._accounts = PeerAccounts(manifest.limits, now, say)
         self._seen: dict[bytes, tuple[float, tuple[bytes, ...]]] = {}
         """Slot -> (when its last group came, content ids of its groups), oldest first."""
         self._waiting: deque[_Waiting] = deque()  # newest last
@@ -138,14 +138,14 @@ class Receiver:
             try:
                 self._examine(peer, account, batch, group)
             except RemoteProtocolError as error:
-                self._ledger.reject(error.reason, peer, error.detail)
+                self._accounts.reject(error.reason, peer, error.detail)
         self._debt = max(0.0, self._spent() - began - allowed)
         return self._admitted - before
 
     def metrics(self) -> dict[str, float]:
         """Running totals under `swarm/`."""
         self._tidy()
-        rejected = {f"swarm/rejected/{reason}": float(n) for reason, n in sorted(self._ledger.rejected.items())}
+        rejected = {f"swarm/rejected/{reason}": float(n) for reason, n in sorted(self._accounts.rejected.items())}
         return {
             "swarm/groups_received": float(self._received),
             "swarm/groups_admitted": float(self._admitted),
@@ -161,9 +161,9 @@ class Receiver:
                 "bytes": account.received_bytes,
                 "last_seen": account.last_seen,
                 "staleness": account.age_sum / account.admitted if account.admitted else None,
-                "muted": self._ledger.is_muted(peer),
+                "muted": self._accounts.is_muted(peer),
             }
-            for peer, account in list(self._ledger.accounts.items())  # all at once: another thread may be asking
+            for peer, account in list(self._accounts.accounts.items())  # all at once: another thread may be asking
         }
 
     # ----------------------------------------------------------------- one message
@@ -194,7 +194,7 @@ class Receiver:
         while len(self._waiting) > MAX_WAITING or self._waiting_bytes > WAITING_BYTES:
             peer, *_, size = self._waiting.popleft()
             self._waiting_bytes -= size
-            self._ledger.reject("surplus", peer)
+            self._accounts.reject("surplus", peer)
 
     def _groups_in(self, data: bytes) -> list[_Waiting]:
         """What is worth examining of a message."""
@@ -202,7 +202,7 @@ class Receiver:
         if opened is None:
             return []
         peer, batch = opened
-        account = self._ledger.account(peer)
+        account = self._accounts.account(peer)
         account.received += len(batch.groups)
         account.received_bytes += len(data)
         self._received += len(batch.groups)
@@ -212,7 +212,7 @@ class Receiver:
             try:
                 self._check(peer, account, batch, group, size)
             except RemoteProtocolError as error:
-                self._ledger.reject(error.reason, peer, error.detail)
+                self._accounts.reject(error.reason, peer, error.detail)
             else:
                 waiting.append((peer, account, batch, group, size))
         return waiting
@@ -221,21 +221,21 @@ class Receiver:
         """(sender, batch) of a message; `None` if it is rejected as a whole."""
         claimed = peer_id_of(data[:PUBLIC_KEY_BYTES])  # who lies here has only this message dropped
         if claimed == self._me:
-            self._ledger.reject("echo")
+            self._accounts.reject("echo")
             return None
-        if self._ledger.is_muted(claimed):
-            self._ledger.reject("muted", claimed)
+        if self._accounts.is_muted(claimed):
+            self._accounts.reject("muted", claimed)
             return None
         try:
             return verify_batch(data, self._swarm, self._spoken)
         except RemoteProtocolError as error:
             peer = claimed if error.reason in PROVEN else None
             if peer is not None:
-                self._ledger.account(peer)
-            self._ledger.reject(error.reason, peer, error.detail)
+                self._accounts.account(peer)
+            self._accounts.reject(error.reason, peer, error.detail)
             return None
 
-    def _check(self, peer: str, account: Account, batch: RolloutBatch, group: SharedGroup, size: float) -> None:
+    def _check(self, peer: str, account: PeerAccount, batch: RolloutBatch, group: SharedGroup, size: float) -> None:
         """What can be told without the task: duplicate, slot, age, future, quota, caps."""
         now = self._now()
         slot, content = slot_id(peer, group), content_id(peer, group)
@@ -257,9 +257,9 @@ class Receiver:
         self._seen[slot] = now, (*answered, content)
         check_caps(group, self._limits)  # last, so that an offence that somebody replays is a duplicate
 
-    def _examine(self, peer: str, account: Account, batch: RolloutBatch, shared: SharedGroup) -> None:
+    def _examine(self, peer: str, account: PeerAccount, batch: RolloutBatch, shared: SharedGroup) -> None:
         """Everything else; the group is in the pool unless this raises."""
-        if self._ledger.is_muted(peer):  # since it came
+        if self._accounts.is_muted(peer):  # since it came
             raise RemoteProtocolError("muted")
         group = self._admission.rebuild(peer, batch, shared)
         group.created = min(group.created, self._now())
@@ -277,10 +277,24 @@ class Receiver:
             self._missized = self._overflowed = 0
         for reason, n in (("size", missized), ("surplus", overflowed)):
             if n:
-                self._ledger.reject(reason, n=n)
+                self._accounts.reject(reason, n=n)
         forgotten = self._now() - (self._max_age + EPOCH_SECONDS + MAX_ROUND_S + 2 * MAX_CLOCK_SKEW_S)
         while self._seen:
             oldest = next(iter(self._seen))
             if self._seen[oldest][0] > forgotten and len(self._seen) <= MAX_SEEN:
                 break
             del self._seen[oldest]
+
+
+def slot_id(peer: str, group: SharedGroup) -> bytes:
+    """16 bytes that tell the slots of all peers apart."""
+    return hashlib.sha256(f"{peer}/{group.epoch}/{group.slot}".encode()).digest()[:16]
+
+
+def content_id(peer: str, group: SharedGroup) -> bytes:
+    """16 bytes that tell a group apart by its sender, its slot, its task and its texts, whatever batch it came in."""
+    digest = hashlib.sha256(f"{peer}/{group.epoch}/{group.slot}/{group.task}".encode())
+    for rollout in group.rollouts:
+        text = rollout.text.encode()
+        digest.update(len(text).to_bytes(4, "big") + text)
+    return digest.digest()[:16]

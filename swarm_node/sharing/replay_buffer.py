@@ -9,6 +9,7 @@ share loses its oldest groups, then whoever has the oldest does.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import Counter, deque
@@ -20,11 +21,12 @@ from typing import Any
 import msgspec
 
 from swarm_node.config import SharingConfig
-from swarm_node.sharing.foreign_advantage import earning, foreign_advantages, teaches
+from swarm_node.config.plugins import describe, load_function
+from swarm_node.errors import UserError
+from swarm_node.sharing.foreign_advantage import RewardStatistics, TaskStatistics, earning, foreign_advantages, teaches
 from swarm_node.sharing.gate import Gate
-from swarm_node.sharing.reward_stats import Belief, Posterior, is_judged
-from swarm_node.sharing.samplers import Offer, draw, find_sampler, weigh
-from swarm_node.sharing.trust import DISTRUSTED, Trust
+from swarm_node.sharing.peer_accounts import DISTRUSTED, MAX_PEERS, Trust
+from swarm_node.tasks.rewards import is_judged
 from swarm_node.types import Group
 
 ROUNDS = 4
@@ -32,13 +34,32 @@ ROUNDS = 4
 waiting, 1.4 rounds old in the mean, gave 3 and 9 % more reward (two seeds) than all of ten minutes, 20 rounds old."""
 LULL_S = 2.0
 """Messages of a peer come about once a second: groups of one have to last until the next."""
-MAX_PEERS = 1024
-"""Peers whose uses are counted apart."""
 DRAWS = 3
 """Times that groups are drawn in a round, each time for those that were nothing but payloads. One pass through the
 policy is made of each draw."""
 MAX_NAMED = 200
 """Peers that are named for their payloads in a run: a stranger's key costs nothing."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A waiting group, as samplers see it."""
+
+    id: int
+    """Tells it apart in this run."""
+    group: Group
+    age: float
+    """Seconds since it was sampled."""
+    uses: int
+    """How often it was trained on."""
+    best: float
+    """Best reward in it, as judged here."""
+    own: RewardStatistics
+    """How well this node does on that kind of task."""
+
+
+Sampler = Callable[[Sequence[Offer]], Sequence[float]]
+"""Weights of offers, finite and >= 0 (0 = never): groups are drawn in proportion to them, one by one."""
 
 
 @dataclass
@@ -52,7 +73,7 @@ class _Entry:
     uses: int = 0
 
 
-class Pool:
+class ReplayBuffer:
     """Admitted groups of other peers."""
 
     def __init__(
@@ -74,7 +95,7 @@ class Pool:
         self._refused = 0  # groups with a payload
         self._rounds: deque[float] = deque(maxlen=64)  # when `choose` was called, lately
         self._sampler = find_sampler(config.sampler)
-        self._posterior = Posterior()
+        self._statistics = TaskStatistics()
         self._entries: dict[int, _Entry] = {}  # by id, in the order of arrival
         self._bytes = 0
         self._peer_bytes: Counter[str] = Counter()
@@ -112,7 +133,7 @@ class Pool:
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Learn from this node's own scored `groups` how well it does on each kind of task."""
-        self._posterior.observe(groups)
+        self._statistics.observe(groups)
         if self._gate is not None:
             self._gate.observe(groups)
 
@@ -125,7 +146,7 @@ class Pool:
         now, entries = self._now(), self._usable()
         self._rounds.append(now)
         offers = [
-            Offer(e.id, e.group, now - e.group.created, e.uses, e.best, self._posterior.of(e.group.task.label))
+            Offer(e.id, e.group, now - e.group.created, e.uses, e.best, self._statistics.of(e.group.task.label))
             for e in entries
         ]
         weights = weigh(self._sampler, offers) if offers else []
@@ -210,10 +231,10 @@ class Pool:
         """Groups with answers that were left out for their payload, by sender; running totals."""
         return self._trust.refused()
 
-    def _baseline(self, group: Group) -> Belief | None:
+    def _baseline(self, group: Group) -> RewardStatistics | None:
         """What the group's rewards are compared with; `None` = their own mean."""
-        belief = self._posterior.of(group.task.label)
-        return belief if self._config.baseline == "own" and belief.known else None
+        own = self._statistics.of(group.task.label)
+        return own if self._config.baseline == "own" and own.known else None
 
     def _usable(self) -> list[_Entry]:
         self._drop_expired()
@@ -284,3 +305,36 @@ def _report(
         ],
         "chosen": [{"id": offers[i].id, "probability": probability} for i, probability in drawn],
     }
+
+
+def uniform(offers: Sequence[Offer]) -> list[float]:
+    """The default sampler: every group has the same weight, as in arXiv 2509.08721."""
+    return [1.0] * len(offers)
+
+
+def find_sampler(name: str) -> Sampler:
+    """The sampler that `sharing.sampler` names. UserError if it is outside code that cannot be loaded."""
+    return uniform if name == "uniform" else load_function(name, "sharing.sampler")
+
+
+def weigh(sampler: Sampler, offers: Sequence[Offer]) -> list[float]:
+    """The weight of each offer. UserError if the sampler, which may be the user's own, fails or breaks its contract."""
+    try:
+        weights = [float(weight) for weight in sampler(offers)]
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(f"sharing.sampler failed: {describe(error)}") from error
+    if len(weights) != len(offers) or not all(math.isfinite(w) and w >= 0 for w in weights):
+        raise UserError(f"sharing.sampler must give {len(offers)} finite weights >= 0, one for each group offered")
+    return weights
+
+
+def draw(weights: Sequence[float], n: int, rng: random.Random) -> list[tuple[int, float]]:
+    """Up to `n` different positions in proportion to `weights`, each with its probability at the time it was drawn:
+    the product of these is the probability of the whole draw."""
+    left = {i: weight for i, weight in enumerate(weights) if weight > 0}
+    drawn: list[tuple[int, float]] = []
+    while left and len(drawn) < n:
+        total = math.fsum(left.values())
+        (i,) = rng.choices(list(left), list(left.values()))
+        drawn.append((i, left.pop(i) / total))
+    return drawn

@@ -1,7 +1,7 @@
 """The swarm side of a node: the tasks it is assigned, the groups it publishes, admits, and trains on.
 
 draw:     slots of this epoch -> tasks                     publish:  own groups -> sharing.Publisher -> transport
-choose:   transport -> sharing.Receiver -> sharing.Pool -> J foreign groups, with advantages
+choose:   transport -> sharing.Receiver -> sharing.ReplayBuffer -> J foreign groups, with advantages
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.install import outdated
 from swarm_node.observability.refusals import FirstRefusals, rows
 from swarm_node.policy.policy import Policy
-from swarm_node.sharing import Gate, Pool, Publisher, Receiver
+from swarm_node.sharing import Gate, Publisher, Receiver, ReplayBuffer
 from swarm_node.sharing.gate import Logprobs
 from swarm_node.tasks import TaskSet
 from swarm_node.types import Group, Sampling, Task
@@ -87,7 +87,7 @@ class Member:
             now=now,
             version=self._version,
         )
-        self.pool = Pool(config.sharing, now, record, say)
+        self.replay_buffer = ReplayBuffer(config.sharing, now, record, say)
         self.receiver = Receiver(
             me=self.peer_id,
             manifest=manifest,
@@ -95,7 +95,7 @@ class Member:
             sampling=sampling,
             tasks=tasks,
             config=config.sharing,
-            add=self.pool.add,
+            add=self.replay_buffer.add,
             now=now,
             say=say,
             spoken=spoken,
@@ -127,7 +127,7 @@ class Member:
     def wanted(self) -> int:
         """How many own groups to sample: `sharing.own`, and with `sharing.fill` one for each missing foreign group."""
         self.receiver.admit()
-        missing = max(0, self.sharing.foreign - self.pool.available()) if self.sharing.fill else 0
+        missing = max(0, self.sharing.foreign - self.replay_buffer.available()) if self.sharing.fill else 0
         return self.sharing.own + missing
 
     def draw(self, n: int) -> list[Task]:
@@ -136,7 +136,7 @@ class Member:
 
     def publish(self, groups: Sequence[Group]) -> None:
         """Share the sampled groups, and record how this node does on each kind of task."""
-        self.pool.observe(groups)
+        self.replay_buffer.observe(groups)
         self.publisher.publish(groups)
         if self.publisher.metrics().get("swarm/unsent/age") and not self._too_slow:
             self._too_slow = True
@@ -144,13 +144,13 @@ class Member:
 
     def guard(self, logprobs: Logprobs) -> None:
         """Reject answers that carry a payload; `logprobs` says how likely this node's policy is to write them."""
-        self.pool.guard(Gate(self.policy, self.tasks.score, logprobs, self.now))
+        self.replay_buffer.guard(Gate(self.policy, self.tasks.score, logprobs, self.now))
 
     def choose(self, own: int, rng: random.Random) -> list[Group]:
         """Foreign groups to train on, beside `own` groups of this node."""
         self.receiver.admit()
         n = self.sharing.own + self.sharing.foreign - own if self.sharing.fill else self.sharing.foreign
-        return self.pool.choose(max(0, min(self.sharing.foreign, n)), rng)
+        return self.replay_buffer.choose(max(0, min(self.sharing.foreign, n)), rng)
 
     # ----------------------------------------------------------------- averaging
 
@@ -215,7 +215,7 @@ class Member:
             "swarm/bytes_out": totals["bytes_out"],
             **self.publisher.metrics(),
             **self.receiver.metrics(),
-            **self.pool.metrics(),
+            **self.replay_buffer.metrics(),
             **({} if averager is None else averager.metrics()),
         }
         refused: list[str] = []
@@ -237,12 +237,12 @@ class Member:
         """The swarm, this node and each peer, as `swarm-node status` shows them. For any thread, one at a time."""
         members = self.transport.members()
         counts = self.receiver.by_peer()
-        for peer, n in self.pool.refused_by_peer().items():
+        for peer, n in self.replay_buffer.refused_by_peer().items():
             if peer in counts:
                 counts[peer]["rejected"]["payload"] = n
         named = {peer: name for peer in counts if (name := self._names.get(peer))}
         self._names = named | {peer: card.name for peer, card in members.items()}
-        used = self.pool.used_by_peer()
+        used = self.replay_buffer.used_by_peer()
         figures = self._figures
         shown = sorted({*members, *counts}, key=lambda peer: -counts.get(peer, {}).get("admitted", 0))[:MAX_SHOWN]
         return {

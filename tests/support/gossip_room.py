@@ -38,7 +38,7 @@ class World:
     config: SharingConfig = field(default_factory=SharingConfig)
     time: float = NOW
     sent: list[bytes] = field(default_factory=list)
-    pool: list[Group] = field(default_factory=list)
+    admitted: list[Group] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     slot: int = 0
 
@@ -62,7 +62,7 @@ class World:
             sampling=SAMPLING,
             tasks=tasks,
             config=self.config,
-            add=self.pool.append,
+            add=self.admitted.append,
             now=self.now,
             say=self.said.append,
             spent=lambda: 0.0,

@@ -19,7 +19,7 @@ def peer_id(peer: Peer) -> str:
 def used(peer: Peer, sender: Peer) -> int:
     """Groups of `sender` that `peer` has trained on so far."""
     assert peer.node.member is not None
-    return peer.node.member.pool.used_by_peer().get(peer_id(sender), 0)
+    return peer.node.member.replay_buffer.used_by_peer().get(peer_id(sender), 0)
 
 
 def exchange(peers: list[Peer]) -> dict[tuple[int, int], int]:

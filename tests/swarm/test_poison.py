@@ -86,7 +86,7 @@ def test_poison_is_refused_and_honest_groups_admitted(peer: MakePeer, manifest: 
     simulation.run(seconds=25)
     for member in members:
         assert member.node.member is not None
-        accounts, pool = member.node.member.receiver.by_peer(), member.node.member.pool.used_by_peer()
+        accounts, pool = member.node.member.receiver.by_peer(), member.node.member.replay_buffer.used_by_peer()
         for case, poisoner in poisoners.items():
             reason, account = CASES[case][2], accounts[poisoner.peer_id]
             assert poisoner.sent == 20 and account["admitted"] == 0, case

@@ -418,12 +418,12 @@ def test_a_rollout_beyond_memory_is_a_user_error():
 
 
 @pytest.mark.parametrize("split_head", [True, False])
-def test_unlikelihood_does_not_depend_on_cuts(split_head, monkeypatch):
+def test_mean_nll_does_not_depend_on_cuts(split_head, monkeypatch):
     policy = TinyPolicy(make(), split_head=split_head)
     groups = recorded(policy.model, cramped_groups())
     values = [-value for g in groups for r in g.rollouts for value in r.logprobs]
     trainer = Trainer(policy, GrpoConfig(), SAMPLING)
-    assert trainer.unlikelihood(groups) == pytest.approx(sum(values) / len(values), rel=1e-4)
+    assert trainer.mean_nll(groups) == pytest.approx(sum(values) / len(values), rel=1e-4)
     monkeypatch.setattr("swarm_node.grpo.trainer.LOGITS_BYTES", 42 * 4 * VOCABULARY)
     passes = []
     policy.model.register_forward_pre_hook(
@@ -432,18 +432,18 @@ def test_unlikelihood_does_not_depend_on_cuts(split_head, monkeypatch):
     policy.model.model.register_forward_pre_hook(
         lambda _, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    assert trainer.unlikelihood(groups) == pytest.approx(sum(values) / len(values), rel=1e-4)
+    assert trainer.mean_nll(groups) == pytest.approx(sum(values) / len(values), rel=1e-4)
     assert max(passes) == (84 if split_head else 42)
 
 
 def test_memory_shortage_while_judging_is_said_once():
     policy, lines = Cramped(make()), []
     trainer = Trainer(policy, GrpoConfig(), SAMPLING, lines.append)
-    assert [trainer.unlikelihood(cramped_groups()) for _ in range(2)] == [None, None]
+    assert [trainer.mean_nll(cramped_groups()) for _ in range(2)] == [None, None]
     assert len(lines) == 1 and "out of memory while judging" in lines[0]
     policy.error, policy.message = RuntimeError, "something else"
     with pytest.raises(RuntimeError, match="something else"):
-        trainer.unlikelihood(cramped_groups())
+        trainer.mean_nll(cramped_groups())
 
 
 class Elsewhere(TinyPolicy):
@@ -470,7 +470,7 @@ def test_log_probabilities_may_come_from_elsewhere(beta):
         expected, actual = (trainer.step(some_groups()) for trainer in trainers)
         del expected["perf/trained_tok_s"], actual["perf/trained_tok_s"]
         assert actual == expected
-    assert trainers[0].unlikelihood(cramped_groups()) == trainers[1].unlikelihood(cramped_groups())
+    assert trainers[0].mean_nll(cramped_groups()) == trainers[1].mean_nll(cramped_groups())
     for ours, theirs in zip(here.model.parameters(), elsewhere.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert not torch.equal(here.model.lm_head.weight, here.start.lm_head.weight)

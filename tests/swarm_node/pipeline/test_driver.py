@@ -456,7 +456,7 @@ def test_rollouts_a_stage_keeps_refusing_are_dropped(stage: int, saved: Saved) -
     metrics = crew.trainer.step(some_groups(), lambda: asked.append(1))
     assert metrics["grad_norm"] == 0.0 and crew.policy.version == 0 and asked == [1] and crew.repairs == 0
     assert said == [f"stage {stage} refuses what it is sent, 3 times: no update is made of these rollouts"]
-    assert crew.trainer.unlikelihood(some_groups()) is None
+    assert crew.trainer.mean_nll(some_groups()) is None
     crew.workers[stage].handle = handle
     for c in (undisturbed, crew):
         c.trainer.step(some_groups(10))

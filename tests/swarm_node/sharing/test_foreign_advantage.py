@@ -8,33 +8,32 @@ from hypothesis import strategies as st
 
 from swarm_node.config import GrpoConfig
 from swarm_node.grpo.advantage import advantages
-from swarm_node.sharing.foreign_advantage import earning, foreign_advantages, teaches
-from swarm_node.sharing.reward_stats import Belief, Posterior
+from swarm_node.sharing.foreign_advantage import RewardStatistics, TaskStatistics, earning, foreign_advantages, teaches
 from tests.support.foreign_groups import group
 
 
-def belief(success: float, n: float = 100.0) -> Belief:
+def own_success(success: float, n: float = 100.0) -> RewardStatistics:
     """Of 0/1 rewards."""
-    return Belief(n, n * success, n * success)
+    return RewardStatistics(n, n * success, n * success)
 
 
-def of(rewards: list[float | None], own: Belief | None, bound: float = 2.0) -> list[float]:
+def of(rewards: list[float | None], own: RewardStatistics | None, bound: float = 2.0) -> list[float]:
     return foreign_advantages(group(rewards).rollouts, own, bound)
 
 
 def test_worked_values():
     # p = 0: std 0, so the floor: 1 / 0.25 = 4, cut to 2; wrong answers are what this node expects
-    assert of([1.0, 0.0, 0.0], belief(0.0)) == [2.0, 0.0, 0.0]
+    assert of([1.0, 0.0, 0.0], own_success(0.0)) == [2.0, 0.0, 0.0]
     # p = 0.5: std 0.5
-    assert of([1.0, 0.0], belief(0.5)) == [1.0, -1.0]
+    assert of([1.0, 0.0], own_success(0.5)) == [1.0, -1.0]
     # p = 0.2, std 0.4: 2 and -0.5 each
-    assert of([1.0, 0.0, 0.0, 0.0], belief(0.2)) == pytest.approx([2.0, -0.5, -0.5, -0.5])
+    assert of([1.0, 0.0, 0.0, 0.0], own_success(0.2)) == pytest.approx([2.0, -0.5, -0.5, -0.5])
     # p = 0.8, std 0.4: 0.5 and -2 each; seven of these may not outweigh the one
-    assert of([1.0] + [0.0] * 7, belief(0.8)) == pytest.approx([0.5] + [-0.5 / 7] * 7)
+    assert of([1.0] + [0.0] * 7, own_success(0.8)) == pytest.approx([0.5] + [-0.5 / 7] * 7)
 
 
 def test_groups_no_better_than_own_teach_nothing():
-    own = Belief(100.0, 50.0, 30.0)  # mean reward 0.5
+    own = RewardStatistics(100.0, 50.0, 30.0)  # mean reward 0.5
     assert of([0.4, 0.1, 0.0], own) == [0.0, 0.0, 0.0]
     assert not teaches(0.4, own) and not teaches(0.5, own) and teaches(0.6, own) and teaches(0.1, None)
 
@@ -48,7 +47,7 @@ def test_without_own_baseline_the_groups_mean_counts():
 
 
 def test_what_nobody_judged_has_no_advantage():
-    for own in (None, belief(0.5)):
+    for own in (None, own_success(0.5)):
         with_it, without = of([1.0, None, 0.0], own), of([1.0, 0.0], own)
         assert with_it[1] == 0.0 and [with_it[0], with_it[2]] == pytest.approx(without)
     assert of([None, 1.0], None) == [0.0, 0.0]
@@ -60,32 +59,32 @@ def test_what_nobody_judged_has_no_advantage():
     bound=st.floats(0.1, 5),
 )
 def test_whoever_composes_the_group_the_update_is_bounded(rewards, success, bound):
-    for own in (belief(success), None):
+    for own in (own_success(success), None):
         found = of(rewards, own, bound)
         assert all(abs(a) <= bound for a in found)
-    found = of(rewards, belief(success), bound)
+    found = of(rewards, own_success(success), bound)
     assert sum(found) >= -1e-9
     # a right answer is worth the same in any company
-    alone = of([1.0], belief(success), bound)[0]
+    alone = of([1.0], own_success(success), bound)[0]
     assert all(a == pytest.approx(alone) for a, r in zip(found, rewards, strict=True) if r == 1.0)
 
 
 def test_the_posterior_follows_own_answers_of_each_kind():
-    posterior = Posterior()
-    assert not posterior.of("gcd").known
-    posterior.observe([group([1.0, 0.0, 0.0, 0.0] * 2, peer=None)])
-    assert not posterior.of("gcd").known
-    posterior.observe([group([1.0, 0.0, 0.0, 0.0] * 2 + [None], peer=None)] * 2)
-    own = posterior.of("gcd")
+    statistics = TaskStatistics()
+    assert not statistics.of("gcd").known
+    statistics.observe([group([1.0, 0.0, 0.0, 0.0] * 2, peer=None)])
+    assert not statistics.of("gcd").known
+    statistics.observe([group([1.0, 0.0, 0.0, 0.0] * 2 + [None], peer=None)] * 2)
+    own = statistics.of("gcd")
     assert own.known and own.reward == pytest.approx(0.25) and own.spread == pytest.approx(0.4330, abs=1e-4)
     assert own.n == pytest.approx(8 * (1 + 0.95 + 0.95**2))
-    assert not posterior.of("lcm").known
+    assert not statistics.of("lcm").known
     for _ in range(100):
-        posterior.observe([group([1.0] * 8, peer=None)])
+        statistics.observe([group([1.0] * 8, peer=None)])
     assert own.n < 161 and own.reward > 0.99
 
 
 def test_the_least_answers_earn_above_own_success():
     rewards = [0.5, 0.5]
-    assert earning(group(rewards).rollouts, of(rewards, belief(0.4))) == [True, True]
-    assert earning(group(rewards).rollouts, of(rewards, belief(0.9))) == [False, False]
+    assert earning(group(rewards).rollouts, of(rewards, own_success(0.4))) == [True, True]
+    assert earning(group(rewards).rollouts, of(rewards, own_success(0.9))) == [False, False]

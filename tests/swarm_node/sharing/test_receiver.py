@@ -23,8 +23,16 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import PIECE_CHARS
 from swarm_node.sharing import receiver as receiver_module
-from swarm_node.sharing.peer_accounts import FORGIVE_S, MAX_PEERS, MAX_SAID, MUTE_AFTER, MUTE_S, REASONS
-from swarm_node.sharing.quota import MAX_MINUTES, Minutes
+from swarm_node.sharing.peer_accounts import (
+    FORGIVE_S,
+    MAX_MINUTES,
+    MAX_PEERS,
+    MAX_SAID,
+    MUTE_AFTER,
+    MUTE_S,
+    REASONS,
+    Minutes,
+)
 from swarm_node.sharing.receiver import ADMIT_LEAST_S, ADMIT_MOST_S, Receiver
 from swarm_node.types import Sampling, Score, Task
 from tests.support.gossip_room import ME, NOW, OTHER, PEER, SAMPLING, World, edit, manifest, rejected, texts
@@ -41,7 +49,7 @@ def admit(world: World, *messages: bytes, **changes) -> dict[str, float]:
     receiver = world.receiver(**changes)
     for data in messages:
         receiver.take(data)
-    assert receiver.admit() == len(world.pool)
+    assert receiver.admit() == len(world.admitted)
     assert set(rejected(receiver)) <= REASONS
     return rejected(receiver)
 
@@ -53,7 +61,7 @@ def test_a_group_is_rebuilt_and_judged_here(world: World) -> None:
     receiver = world.receiver()
     receiver.take(world.sent[0])
     assert receiver.admit() == 1
-    (group,) = world.pool
+    (group,) = world.admitted
     assert group.task == sent.task and group.prompt_ids == sent.prompt_ids
     assert (group.peer, group.created, group.policy_version) == (PEER.peer_id, NOW, 5)
     assert [(r.text, r.reward, r.correct) for r in group.rollouts] == [
@@ -68,7 +76,7 @@ def test_a_group_is_rebuilt_and_judged_here(world: World) -> None:
 @pytest.mark.parametrize("created", [NOW + MAX_CLOCK_SKEW_S, NOW - 600])
 def test_the_limits_of_age_are_still_heard(world: World, created: float) -> None:
     assert admit(world, sign_batch(msgspec.structs.replace(world.batch(), created=created), PEER)) == {}
-    assert len(world.pool) == 1
+    assert len(world.admitted) == 1
 
 
 def cut(data: bytes, at: int) -> bytes:
@@ -96,7 +104,7 @@ REJECTED: dict[str, Callable[[World], bytes]] = {
 @pytest.mark.parametrize("reason", REJECTED)
 def test_each_reason_fires_and_admits_nothing(world: World, reason: str) -> None:
     assert admit(world, REJECTED[reason](world)) == {reason: 1.0}
-    assert world.pool == []
+    assert world.admitted == []
     if reason == "newer":  # the member says so, once
         assert world.said == []
     else:
@@ -136,13 +144,13 @@ def test_a_group_repeated_in_another_batch_is_refused(world: World) -> None:
     for data in (sign_batch(first, PEER), sign_batch(first, PEER), sign_batch(second, PEER)):
         receiver.take(data)
         receiver.admit()
-    assert len(world.pool) == 1 and rejected(receiver) == {"duplicate": 2.0}
+    assert len(world.admitted) == 1 and rejected(receiver) == {"duplicate": 2.0}
     for later, reason in ((800, "duplicate"), (MAX_ROUND_S, "age")):  # remembered for as long as it could be made anew
         before = rejected(receiver).get(reason, 0)
         world.time += later
         receiver.take(sign_batch(first, PEER))
         receiver.admit()
-        assert len(world.pool) == 1 and rejected(receiver)[reason] == before + 1
+        assert len(world.admitted) == 1 and rejected(receiver)[reason] == before + 1
 
 
 def test_a_slow_machine_is_heard_within_limits(world: World) -> None:
@@ -165,7 +173,7 @@ def test_a_slot_is_answered_twice_and_no_more(world: World) -> None:
     for _ in range(3):
         receiver.admit()
         world.time += EPOCH_SECONDS
-    assert len(world.pool) == 2 and rejected(receiver) == {"slot": 18.0}
+    assert len(world.admitted) == 2 and rejected(receiver) == {"slot": 18.0}
     receiver.take(sign_batch(answers[-1], PEER))
     receiver.take(sign_batch(other, PEER))
     assert receiver.admit() == 1
@@ -204,7 +212,7 @@ def test_slow_rewards_take_their_share_of_the_time(world: World) -> None:
             assert clock - began <= 8.0 + ADMIT_MOST_S
             held += clock - began
         clock += 5.0
-    assert 0.09 * clock < held < 0.11 * clock and len(world.pool) > 20
+    assert 0.09 * clock < held < 0.11 * clock and len(world.admitted) > 20
 
 
 STRANGE = {
@@ -284,11 +292,11 @@ def test_old_messages_use_no_present_quota(world: World) -> None:
     for data in [*fresh, *old]:
         receiver.take(data)
     receiver.admit()
-    assert all(group.created == NOW + 8 * EPOCH_SECONDS for group in world.pool[:15])
+    assert all(group.created == NOW + 8 * EPOCH_SECONDS for group in world.admitted[:15])
     while receiver.admit():
         pass
-    assert rejected(receiver) == {} and len(world.pool) == 9 * 15
-    created = [group.created for group in world.pool]
+    assert rejected(receiver) == {} and len(world.admitted) == 9 * 15
+    created = [group.created for group in world.admitted]
     assert created == sorted(created, reverse=True)
     receiver.take(sign_batch(world.batch(*(world.group() for _ in range(7))), PEER))
     receiver.admit()
@@ -317,7 +325,7 @@ def test_rewards_are_this_nodes_own(world: World) -> None:
         group |= {"reward": 9.0, "rewards": [9.0, 9.0], "answer": "1", "prompt_text": "what?"}
     data = msgspec.msgpack.encode(body)
     admit(world, PEER.public_key + PEER.sign(BATCH_TAG, data) + data, score=only_long)
-    (group,) = world.pool
+    (group,) = world.admitted
     assert [r.reward for r in group.rollouts] == [0.0, 1.0] and group.advantages is None
 
 
@@ -327,7 +335,7 @@ def test_unfit_rollouts_are_left_out_of_their_group(world: World) -> None:
     cut_short = [SharedRollout("1" * 16, False), SharedRollout("", False)]
     batch = edit(batch, [right, *texts("1" * 16, "<pad>", "9"), *cut_short])
     assert admit(world, sign_batch(batch, PEER)) == {}
-    kept = [(r.text, r.finished) for r in world.pool[0].rollouts]
+    kept = [(r.text, r.finished) for r in world.admitted[0].rollouts]
     assert kept == [(right.text, True), ("9", True), ("1" * 16, False)]
 
 
@@ -344,10 +352,10 @@ def test_token_ids_must_match_tokenizer_and_text(world: World) -> None:
     odd = [*world.policy.encode_completion("1", False), *world.policy.encode_completion("2", True)]
 
     def ids_of(rollout: SharedRollout, tokenizer: str = batch.tokenizer) -> tuple[list[int], list[float]]:
-        world.pool.clear()
+        world.admitted.clear()
         sent = msgspec.structs.replace(edit(batch, [right, rollout]), tokenizer=tokenizer)
         admit(world, seal_anything(sent))
-        return world.pool[0].rollouts[1].token_ids, world.pool[0].rollouts[1].logprobs
+        return world.admitted[0].rollouts[1].token_ids, world.admitted[0].rollouts[1].logprobs
 
     good = SharedRollout("12", True, odd, b"\x00\xb8" * len(odd))
     assert ids_of(good) == (odd, [-0.5] * len(odd))
@@ -374,7 +382,7 @@ def test_another_family_and_tokenizer_make_no_difference(world: World, tmp_path:
     world.config = SharingConfig(token_ids=True)
     data = sign_batch(world.batch(world.group(["$", "12", "one plus two"])), PEER)
     assert admit(world, data, policy=here) == {}
-    (group,) = world.pool
+    (group,) = world.admitted
     assert group.prompt_ids == here.encode(group.task.question)
     for rollout in group.rollouts:
         assert rollout.token_ids == here.encode_completion(rollout.text, True) and rollout.logprobs == []
@@ -407,15 +415,15 @@ def test_each_peer_has_quotas_of_its_own(world: World) -> None:
         receiver.admit()
 
     send(PEER, 15)
-    assert len(world.pool) == 10 and rejected(receiver) == {"quota": 5.0}
+    assert len(world.admitted) == 10 and rejected(receiver) == {"quota": 5.0}
     send(OTHER, 5)
-    assert len(world.pool) == 15 and rejected(receiver) == {"quota": 5.0}
+    assert len(world.admitted) == 15 and rejected(receiver) == {"quota": 5.0}
     world.time += 6
     send(PEER, 3)
-    assert len(world.pool) == 15 and rejected(receiver) == {"quota": 8.0}
+    assert len(world.admitted) == 15 and rejected(receiver) == {"quota": 8.0}
     world.time += 54
     send(PEER, 3)
-    assert len(world.pool) == 18 and rejected(receiver) == {"quota": 8.0}
+    assert len(world.admitted) == 18 and rejected(receiver) == {"quota": 8.0}
     world.time += 120
     send(PEER, 4, "x" * 9000)
     assert rejected(receiver) == {"quota": 10.0, "length": 2.0}
@@ -429,9 +437,9 @@ def test_the_newest_groups_are_examined_first(world: World) -> None:
         receiver.take(sign_batch(world.batch(group), PEER))
     slots = [g.task.slot[1] for g in groups]
     assert receiver.admit() == 4
-    assert [g.task.slot[1] for g in world.pool] == slots[:-5:-1]
+    assert [g.task.slot[1] for g in world.admitted] == slots[:-5:-1]
     assert receiver.admit() == 4 and receiver.admit() == 2 and receiver.admit() == 0
-    assert [g.task.slot[1] for g in world.pool] == slots[::-1] and rejected(receiver) == {}
+    assert [g.task.slot[1] for g in world.admitted] == slots[::-1] and rejected(receiver) == {}
     receiver.take(sign_batch(world.batch(*(world.group() for _ in range(6))), PEER))
     assert receiver.admit() == 4 and receiver.admit() == 2 and rejected(receiver) == {}
 
@@ -444,7 +452,7 @@ def test_surplus_groups_wait_and_the_oldest_go(world: World, monkeypatch) -> Non
     receiver.take(sign_batch(world.batch(*groups), PEER))
     assert receiver.admit() == 4 and rejected(receiver) == {"surplus": 3.0}
     assert receiver.admit() == 1
-    assert [g.task.slot for g in world.pool] == [g.task.slot for g in groups[:2:-1]]
+    assert [g.task.slot for g in world.admitted] == [g.task.slot for g in groups[:2:-1]]
 
 
 def test_a_cheat_is_muted_and_heard_again(world: World) -> None:
@@ -457,7 +465,7 @@ def test_a_cheat_is_muted_and_heard_again(world: World) -> None:
     receiver.take(sign_batch(world.batch(identity=OTHER), OTHER))
     receiver.admit()
     assert rejected(receiver) == {"assignment": MUTE_AFTER, "muted": 1.0}
-    assert [group.peer for group in world.pool] == [OTHER.peer_id]
+    assert [group.peer for group in world.admitted] == [OTHER.peer_id]
     world.time += MUTE_S
     receiver.take(sign_batch(world.batch(), PEER))
     assert receiver.admit() == 1 and not receiver.by_peer()[PEER.peer_id]["muted"]
@@ -558,10 +566,10 @@ def test_the_same_messages_give_the_same_pool(world: World) -> None:
     ]
     pools, counts = [], []
     for _ in range(2):
-        world.pool.clear()
+        world.admitted.clear()
         counts.append(admit(world, *messages))
-        pools.append(msgspec.json.encode(world.pool))
-    assert pools[0] == pools[1] and counts[0] == counts[1] and len(world.pool) == 3
+        pools.append(msgspec.json.encode(world.admitted))
+    assert pools[0] == pools[1] and counts[0] == counts[1] and len(world.admitted) == 3
 
 
 FRESH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -594,27 +602,27 @@ any_text = st.text(max_size=60) | st.sampled_from(
     honest=st.booleans(),
 )
 def test_any_valid_batch_is_admitted_or_counted(world: World, answers, created, honest) -> None:
-    world.pool.clear()
+    world.admitted.clear()
     batch = world.batch()
     right = batch.groups[0].rollouts[:1] if honest else []
     rollouts = right + [SharedRollout(text, done, ids, bytes(2 * len(ids or []))) for text, done, ids in answers]
     batch = msgspec.structs.replace(edit(batch, rollouts), created=created)
     receiver = world.receiver()
     receiver.take(sign_batch(batch, PEER))
-    assert receiver.admit() == len(world.pool)
-    assert len(world.pool) + sum(rejected(receiver).values()) == 1
-    for group in world.pool:
+    assert receiver.admit() == len(world.admitted)
+    assert len(world.admitted) + sum(rejected(receiver).values()) == 1
+    for group in world.admitted:
         assert all(0 < len(r.token_ids) <= 16 and max(r.token_ids) < 384 for r in group.rollouts)
 
 
 @settings(max_examples=200, suppress_health_check=FRESH)
 @given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
 def test_mutated_bytes_are_admitted_or_counted(world: World, changes) -> None:
-    world.pool.clear()
+    world.admitted.clear()
     body = bytearray(sign_batch(world.batch(), PEER)[HEAD_BYTES:])
     for place, value in changes:
         body[int(place * len(body))] = value
     receiver = world.receiver()
     receiver.take(PEER.public_key + PEER.sign(BATCH_TAG, bytes(body)) + bytes(body))
     receiver.admit()
-    assert len(world.pool) + sum(rejected(receiver).values()) == 1
+    assert len(world.admitted) + sum(rejected(receiver).values()) == 1

@@ -9,9 +9,8 @@ import pytest
 
 from swarm_node.config import SharingConfig
 from swarm_node.errors import UserError
-from swarm_node.sharing import Pool
-from swarm_node.sharing.replay_buffer import ROUNDS
-from swarm_node.sharing.samplers import draw
+from swarm_node.sharing import ReplayBuffer
+from swarm_node.sharing.replay_buffer import ROUNDS, draw
 from tests.support.foreign_groups import NOW, group
 
 
@@ -22,12 +21,12 @@ class Clock:
         return self.time
 
 
-def make(record=None, **options) -> tuple[Pool, Clock]:
+def make(record=None, **options) -> tuple[ReplayBuffer, Clock]:
     clock = Clock()
-    return Pool(SharingConfig(**options), clock, record), clock
+    return ReplayBuffer(SharingConfig(**options), clock, record), clock
 
 
-def fill(pool: Pool, n: int, peers: int = 1, **options) -> None:
+def fill(pool: ReplayBuffer, n: int, peers: int = 1, **options) -> None:
     for i in range(n):
         assert pool.add(group(peer=f"peer{i % peers}", **options)) is None
 
@@ -138,7 +137,7 @@ def test_uniform_chooses_evenly_and_repeats_itself():
     assert first == second and len(set(first)) == 4
 
 
-def _spread() -> Pool:
+def _spread() -> ReplayBuffer:
     pool, _ = make()
     for i in range(9):
         pool.add(group(peer=f"p{i}", created=NOW - i))
