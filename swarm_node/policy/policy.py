@@ -20,10 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from protocol.limits import CHARS_PER_TOKEN
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import CheckpointError, Interrupted, UserError
-from swarm_node.policy.chat_frame import Frame
+from swarm_node.policy.chat_template import frame_around
+from swarm_node.policy.chat_template_child import Frame
 from swarm_node.policy.engines.base import Engine, Request
 from swarm_node.policy.engines.transformers import TransformersEngine
-from swarm_node.policy.framing import framed
 from swarm_node.policy.logprobs import TokenBatch, token_logprobs
 from swarm_node.policy.oom import is_out_of_memory
 from swarm_node.policy.starter import CHAT_TEMPLATE
@@ -141,7 +141,7 @@ class Policy:
         except ValueError as exc:  # it has several, and none is the default
             raise UserError(f"the chat template of {self.config.model} fails: {exc}") from exc
         special = json.dumps(self.tokenizer.special_tokens_map, default=str)
-        return framed(template, self.config.system_prompt, special, self.config.model, template == CHAT_TEMPLATE)
+        return frame_around(template, self.config.system_prompt, special, self.config.model, template == CHAT_TEMPLATE)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""

@@ -5,8 +5,8 @@
     trust    1 - p / (n + 1);   n <- d n + 1,   p <- d p + s   after a group with a share s of payloads among its right
              answers, d = PAYLOAD_DECAY
 
-A peer begins with trust 1, falls to 1/2 with one group full of payloads and to 1/20 with many. Its groups are then drawn
-less often, but never shut out: a peer whose model merely writes otherwise raises its trust with one good group.
+A peer begins with trust 1, falls to 1/2 with one group full of payloads and to 1/20 with many. Its groups are then
+drawn less often, but never shut out: a peer whose model merely writes otherwise raises its trust with one good group.
 
 All of this is bounded, because a stranger can make any number of keys.
 """

@@ -15,8 +15,8 @@ from swarm_node.cli.commands.export import policy_of_run, tasks_of
 from swarm_node.config import EvalConfig, NodeConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.adapters import adapter_base
-from swarm_node.policy.asking import read_asking
 from swarm_node.policy.loading import load_policy
+from swarm_node.policy.prompt_format import read_prompt_format
 from swarm_node.rollouts import fit_length
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, evaluate
 from swarm_node.storage.rundir import RunDir
@@ -61,7 +61,7 @@ def main(target: str, tasks: list[str] | None, samples: int | None, questions: i
 
 def _of_model(target: str, has_tasks: bool, say: Callable[[str], None]) -> NodeConfig:
     """How to ask a model that is no run: as its run did, if it says how. Raises UserError."""
-    found = read_asking(Path(target))
+    found = read_prompt_format(Path(target))
     config, files = found or (NodeConfig(), 0)
     if files and not has_tasks:
         say(f"{files} of the question files that {target} was trained on are not part of it: give them as --tasks")

@@ -8,9 +8,9 @@ from typing import Any
 
 from swarm_node.config import NodeConfig, TaskConfig, read_own
 from swarm_node.errors import UserError
-from swarm_node.policy.asking import write_asking
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.prompt_format import write_prompt_format
 from swarm_node.storage.checkpoints import Checkpoint, CheckpointStore
 from swarm_node.storage.run_settings import as_trained
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
@@ -93,13 +93,13 @@ def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], N
         with os_errors_explained(out):
             save_staged(staged, out)
             config, tokenizer = as_trained(staged.config, None), load_tokenizer(staged.config.policy)
-            write_asking(out, tokenizer, config, _chosen(runs[0], config), is_lora)
+            write_prompt_format(out, tokenizer, config, _chosen(runs[0], config), is_lora)
     else:
         policy, config = policy_of_run(runs[0].path, report, samples=False)
         is_lora = policy.is_lora
         with os_errors_explained(out):
             policy.save(out)
-            write_asking(out, policy.tokenizer, config, _chosen(runs[0], config), is_lora)
+            write_prompt_format(out, policy.tokenizer, config, _chosen(runs[0], config), is_lora)
     report(f"exported to {out}; load it with {loaded_with(out, is_lora)}")
     return out
 

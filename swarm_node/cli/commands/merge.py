@@ -28,9 +28,9 @@ from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
 from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig, read_own
 from swarm_node.errors import UserError
 from swarm_node.policy.adapters import adapter_base
-from swarm_node.policy.asking import write_asking
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
+from swarm_node.policy.prompt_format import write_prompt_format
 from swarm_node.rollouts import fit_length
 from swarm_node.rollouts.evaluate import Held, evaluate_on
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
@@ -167,7 +167,7 @@ def merge(cohort: Cohort, request: Request, say: Say = print) -> Merged:
     policy.load_trainable_state(merged)
     with os_errors_explained(out):
         policy.save(out)
-        write_asking(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora)
+        write_prompt_format(out, policy.tokenizer, cohort.config, cohort.tasks, policy.is_lora)
     _check_written(out, cohort)
     if exam is not None:
         say(f"testing the merged model and each of its {len(sources)} sources on {len(asked)} held-out questions")

@@ -30,22 +30,22 @@ def answered(answer: bytes) -> bytes:
     return bytes(sent)
 
 
-def framed(message: bytes) -> bytes:
+def frame_around(message: bytes) -> bytes:
     size = len(message)
     return (bytes([size]) if size < 128 else bytes([size % 128 + 128, size // 128])) + message
 
 
 @pytest.mark.parametrize("body", [b"", RESERVATION, RESERVATION + b"\x22\x09\x08\x88\x0e\x10\x80\x80\x80\x80\x10"])
 def test_a_place_that_is_granted(body: bytes) -> None:
-    assert answered(framed(b"\x08\x02" + body + b"\x28\x64")) == b"\x02\x08\x00"
+    assert answered(frame_around(b"\x08\x02" + body + b"\x28\x64")) == b"\x02\x08\x00"
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        framed(b"\x08\x02\x28\xc8\x01"),  # refused
-        framed(b"\x08\x02\x28\xcc\x01"),  # no reservation
-        framed(b""),
+        frame_around(b"\x08\x02\x28\xc8\x01"),  # refused
+        frame_around(b"\x08\x02\x28\xcc\x01"),  # no reservation
+        frame_around(b""),
         b"\x80" + bytes([MAX_ANSWER_BYTES // 128]) + bytes(MAX_ANSWER_BYTES),
         b"\xff\xff\xff\xff",
     ],
@@ -55,7 +55,7 @@ def test_answers_that_grant_nothing(answer: bytes) -> None:
         answered(answer)
 
 
-@pytest.mark.parametrize("answer", [b"", b"\xd0", framed(b"\x08\x02" + RESERVATION + b"\x28\x64")[:-1]])
+@pytest.mark.parametrize("answer", [b"", b"\xd0", frame_around(b"\x08\x02" + RESERVATION + b"\x28\x64")[:-1]])
 def test_answers_that_end_early(answer: bytes) -> None:
     with pytest.raises(EOFError):
         answered(answer)

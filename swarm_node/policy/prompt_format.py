@@ -1,12 +1,12 @@
-"""How a trained model wants to be asked, in files beside its weights.
+"""The prompt format of a trained model, in files beside its weights.
 
     chat_template.jinja      puts the system prompt of the training first where a conversation has none
-    generation_config.json   the sampling of the training: transformers and vLLM go by it
-    swarm-node.json          all of it, for `swarm-node eval DIR`
+    generation_config.json   the sampling of the training, which transformers and vLLM use
+    swarm-node.json          prompt, sampling and tasks, for `swarm-node eval DIR`
     README.md                the same in words
 
-Weights that were trained under a system prompt answer worse without it, and nothing else in Hugging Face layout says
-what it was.
+Weights that were trained under a system prompt answer worse without it, and Hugging Face layout has no other place for
+that prompt.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from swarm_node.config import EvalConfig, NodeConfig, PolicyConfig, RolloutsConfig, TaskConfig
 from swarm_node.errors import UserError
-from swarm_node.policy.framing import framed
+from swarm_node.policy.chat_template import frame_around
 
-ASKING = "swarm-node.json"
+PROMPT_FORMAT = "swarm-node.json"
 FORMAT = 1
 MAX_BYTES = 1 << 20
-"""Of that file: prompts and names take kilobytes."""
+"""Largest such file: prompts and names take kilobytes."""
 PROMPTS = ("system_prompt", "prompt_template")
 SAMPLING = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p")
-OF_A_SYSTEM_MESSAGE = (
+WITH_SYSTEM_ROLE = (
     "{% if not messages or messages[0]['role'] != 'system' %}"
     "{% set messages = [{'role': 'system', 'content': SYSTEM}] + messages %}{% endif %}"
 )
-"""Before a chat template that takes a system message."""
-WITHIN_THE_QUESTION = (
+"""Prefix of a chat template that takes a system message."""
+WITHOUT_SYSTEM_ROLE = (
     "{% set system = SYSTEM %}{% if messages and messages[0]['role'] == 'system' %}"
     "{% set system = messages[0]['content'] %}{% set messages = messages[1:] %}{% endif %}"
     "{% if messages %}{% set messages = "
     "[{'role': 'user', 'content': system + '\\n\\n' + messages[0]['content']}] + messages[1:] %}{% endif %}"
 )
-"""Before one that refuses system messages: `Policy` puts the text before the question then."""
+"""Prefix of a chat template that refuses system messages: the system prompt goes before the question."""
 
 
-def write_asking(
+def write_prompt_format(
     out: Path,
     tokenizer: PreTrainedTokenizerBase,
     config: NodeConfig,
     tasks: Sequence[str | TaskConfig],
     adapter: bool = False,
 ) -> None:
-    """Write into `out`, a model or an `adapter` in Hugging Face layout, how a run with `config` and `tasks` asked it.
-    Question files and reward functions are paths on one machine, and are left out."""
+    """Write the prompt format of a run with `config` and `tasks` into `out`, a model or adapter in Hugging Face layout.
+
+    Question files and reward functions are paths on one machine, so they are left out.
+    """
     prompt = config.policy.system_prompt
     if prompt and tokenizer.chat_template:
         shown = copy.copy(tokenizer)
@@ -68,19 +70,18 @@ def write_asking(
         "question_files": len(tasks) - len(public),
         "eval": config.eval.model_dump(),
     }
-    (out / ASKING).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (out / PROMPT_FORMAT).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     card = out / "README.md"  # of an adapter, PEFT has begun one
     begun = card.read_text(encoding="utf-8") if card.is_file() else _front(out, adapter)
     card.write_text(f"{begun.rstrip()}\n\n{_words(config, tokenizer)}", encoding="utf-8")
 
 
-def read_asking(folder: Path) -> tuple[NodeConfig, int] | None:
-    """How an export in `folder` wants to be asked, and how many question files its run had besides; None if it does not
-    say. Takes texts, numbers and names of tasks: nothing that runs.
+def read_prompt_format(folder: Path) -> tuple[NodeConfig, int] | None:
+    """Prompt format of the export in `folder`, and the number of question files of its run; None if it has none.
 
-    Raises UserError if the file is not one that this version reads.
+    Only texts, numbers and names of tasks are taken, nothing that runs. UserError if this version cannot read the file.
     """
-    file = folder / ASKING
+    file = folder / PROMPT_FORMAT
     if not file.is_file():
         return None
     try:
@@ -103,7 +104,7 @@ def read_asking(folder: Path) -> tuple[NodeConfig, int] | None:
 
 
 def with_system(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
-    """The chat template of `tokenizer` (one, or several by name), with `prompt` where a conversation has no system
+    """The chat template of `tokenizer` (one, or several by name), with `prompt` for conversations without a system
     message."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
@@ -115,19 +116,19 @@ def _before(template: str, tokenizer: PreTrainedTokenizerBase, prompt: str) -> s
     special = json.dumps(tokenizer.special_tokens_map, default=str)
     text = _jinja(prompt)
     try:  # in a process with limits, as a template may be a stranger's
-        framed(OF_A_SYSTEM_MESSAGE.replace("SYSTEM", text) + template, "", special, "the export")
+        frame_around(WITH_SYSTEM_ROLE.replace("SYSTEM", text) + template, "", special, "the export")
     except UserError:  # it refuses system messages
-        return WITHIN_THE_QUESTION.replace("SYSTEM", text) + template
-    return OF_A_SYSTEM_MESSAGE.replace("SYSTEM", text) + template
+        return WITHOUT_SYSTEM_ROLE.replace("SYSTEM", text) + template
+    return WITH_SYSTEM_ROLE.replace("SYSTEM", text) + template
 
 
 def _jinja(text: str) -> str:
-    """As a string of Jinja's, which undoes Python's escapes."""
+    """`text` as a string literal of Jinja, which undoes Python's escapes."""
     return '"' + text.encode("unicode_escape").decode("ascii").replace('"', '\\"') + '"'
 
 
 def _sampling(out: Path, tokenizer: PreTrainedTokenizerBase, rollouts: RolloutsConfig) -> GenerationConfig:
-    """Nothing of how its base model was to be sampled is left but the special tokens: training sampled without."""
+    """The training's sampling; only the special tokens of the base model's own settings stay."""
     there = (out / "generation_config.json").is_file()
     before = GenerationConfig.from_pretrained(out) if there else GenerationConfig()
     eos = before.eos_token_id if before.eos_token_id is not None else tokenizer.eos_token_id
@@ -154,12 +155,12 @@ def _front(out: Path, adapter: bool) -> str:
 
 
 def _is_left_out(tokenizer: PreTrainedTokenizerBase, prompt: str) -> bool:
-    """Whether the chat template drops system prompts without a word, so that no two make a difference."""
+    """Whether the chat template silently drops system prompts, so that two of them give one text."""
     special = json.dumps(tokenizer.special_tokens_map, default=str)
     template = tokenizer.chat_template
     for each in template.values() if isinstance(template, dict) else [template]:
         try:
-            one, other = (framed(each, text, special, "the export").pieces for text in (prompt, f"{prompt} x"))
+            one, other = (frame_around(each, text, special, "the export").pieces for text in (prompt, f"{prompt} x"))
         except UserError:  # it refuses system messages, so the prompt is put before the question
             return False
         if one != other:
@@ -188,6 +189,6 @@ def _words(config: NodeConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     return (
         f"## How to ask it\n\n{how}\n\n"
         f"Answers were sampled at temperature {rollouts.temperature:g} and top_p {rollouts.top_p:g}, with up to "
-        f"{rollouts.max_new_tokens} tokens. `generation_config.json` says so, too; `{ASKING}` is for "
+        f"{rollouts.max_new_tokens} tokens. `generation_config.json` says so, too; `{PROMPT_FORMAT}` is for "
         "`swarm-node eval DIR`, which asks in the same way.\n"
     )

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
-from swarm_node.policy import framing
-from swarm_node.policy.framing import child, framed
+from swarm_node.policy import chat_template
+from swarm_node.policy.chat_template import child, frame_around
 from swarm_node.policy.loading import load_policy, load_tokenizer
 from tests.support.tiny_models import save
 
@@ -83,17 +83,17 @@ def test_questions_look_as_transformers_renders_them(name: str, model: Path) -> 
     tokenizer.chat_template = HONEST[name]
     special = json.dumps(tokenizer.special_tokens_map, default=str)
     for system in ("", "Be brief. "):
-        frame = framed(HONEST[name], system, special, name)
+        frame = frame_around(HONEST[name], system, special, name)
         for question in QUESTIONS:
             assert frame.around(question) == rendered(tokenizer, system, question)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_template_that_takes_too_much_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing, "CPU_S", 1)
+    monkeypatch.setattr(chat_template, "CPU_S", 1)
     template, said = REFUSED[name]
     with pytest.raises(UserError, match=said) as refused:
-        framed(template, "", "{}", "their/model")
+        frame_around(template, "", "{}", "their/model")
     assert "chat template of their/model" in str(refused.value) and "\n" not in str(refused.value)
 
 

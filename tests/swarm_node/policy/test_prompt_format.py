@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.policy import framing
-from swarm_node.policy.asking import ASKING, read_asking, with_system, write_asking
+from swarm_node.policy import chat_template
 from swarm_node.policy.loading import load_policy
+from swarm_node.policy.prompt_format import PROMPT_FORMAT, read_prompt_format, with_system, write_prompt_format
 from tests.support.tiny_models import save
 
 SHOWS_ALL = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
@@ -32,7 +32,7 @@ def test_a_missing_system_prompt_reads_as_in_training(tmp_path: Path, template: 
     policy = load_policy(config.policy, config.rollouts, lambda line: None)
     trained = policy.frame.around("2 + 2?")
     assert (AWKWARD in trained) == (template != USERS_ONLY)
-    write_asking(tmp_path, policy.tokenizer, config, config.tasks)
+    write_prompt_format(tmp_path, policy.tokenizer, config, config.tasks)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "2 + 2?"}], tokenize=False)
     assert asked == trained
@@ -44,7 +44,7 @@ def test_an_export_runs_no_template_here(tmp_path: Path, monkeypatch: pytest.Mon
     def runs(*args: object, **kwargs: object) -> None:
         pytest.fail("a template may be a stranger's program")
 
-    monkeypatch.setattr(framing, "CPU_S", 1)
+    monkeypatch.setattr(chat_template, "CPU_S", 1)
     save("llama", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = SHOWS_ALL
@@ -60,7 +60,7 @@ def test_a_template_that_drops_system_prompts_is_named(tmp_path: Path, template:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = template
     config = NodeConfig.model_validate({"policy": {"system_prompt": "Answer."}})
-    write_asking(tmp_path, tokenizer, config, ["small"])
+    write_prompt_format(tmp_path, tokenizer, config, ["small"])
     text = (tmp_path / "README.md").read_text()
     assert ("leaves system prompts out" in text) == (template == USERS_ONLY)
     assert ("```\nAnswer.\n```" in text) == (template != USERS_ONLY)
@@ -72,7 +72,7 @@ def test_exported_sampling_is_that_of_training(tmp_path: Path) -> None:
         eos_token_id=[2, 3], pad_token_id=0, do_sample=True, top_k=20, repetition_penalty=1.1
     ).save_pretrained(tmp_path)
     config = NodeConfig.model_validate({"rollouts": {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 12}})
-    write_asking(tmp_path, AutoTokenizer.from_pretrained(tmp_path), config, config.tasks)
+    write_prompt_format(tmp_path, AutoTokenizer.from_pretrained(tmp_path), config, config.tasks)
     sampling = GenerationConfig.from_pretrained(tmp_path)
     assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.7, 0.9, 12)
     assert sampling.do_sample and sampling.top_k == 0 and sampling.repetition_penalty in (None, 1.0)
@@ -85,11 +85,11 @@ def test_an_export_holds_no_local_path(tmp_path: Path) -> None:
     config = NodeConfig.model_validate(
         {"tasks": tasks, "policy": {"prompt_template": "Q {question} A", "model": "/home/me/model"}}
     )
-    write_asking(tmp_path, AutoTokenizer.from_pretrained(tmp_path), config, config.tasks)
-    for name in (ASKING, "README.md", "generation_config.json"):
+    write_prompt_format(tmp_path, AutoTokenizer.from_pretrained(tmp_path), config, config.tasks)
+    for name in (PROMPT_FORMAT, "README.md", "generation_config.json"):
         assert "/home/me" not in (tmp_path / name).read_text()
     assert "Q {question} A" in (tmp_path / "README.md").read_text()
-    found = read_asking(tmp_path)
+    found = read_prompt_format(tmp_path)
     assert found is not None
     again, files = found
     assert again.tasks == [config.tasks[0], config.tasks[3]] and files == 2
@@ -110,12 +110,12 @@ def test_an_export_holds_no_local_path(tmp_path: Path) -> None:
 )
 def test_a_stranger_s_file_gives_only_data(tmp_path: Path, change: dict[str, Any]) -> None:
     save("llama", tmp_path)
-    write_asking(tmp_path, AutoTokenizer.from_pretrained(tmp_path), NodeConfig(), ["small"])
-    file = tmp_path / ASKING
+    write_prompt_format(tmp_path, AutoTokenizer.from_pretrained(tmp_path), NodeConfig(), ["small"])
+    file = tmp_path / PROMPT_FORMAT
     rewards = {"rewards": {"functions": [{"path": "evil.py:run"}]}}
     file.write_text(json.dumps(json.loads(file.read_text()) | rewards))
-    found = read_asking(tmp_path)
+    found = read_prompt_format(tmp_path)
     assert found is not None and found[0].rewards == NodeConfig().rewards
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(UserError, match=f"cannot use .*{ASKING}"):
-        read_asking(tmp_path)
+    with pytest.raises(UserError, match=f"cannot use .*{PROMPT_FORMAT}"):
+        read_prompt_format(tmp_path)

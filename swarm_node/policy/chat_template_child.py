@@ -1,9 +1,9 @@
-"""What a chat template puts around a question. Runs by itself, in a process with limits (`framing`).
+"""A program that finds what a chat template puts around a question. `chat_template` runs it in a process with limits.
 
     standard input  --{"template", "system", "special"} as JSON--> frame --{"frame": …} | {"error": …} as JSON--> output
 
-A template is a program by a stranger, so it runs only here, once, and never on a question: it is rendered with a marker
-in the question's place, and what stands around the marker is the frame of all questions. Imports nothing but Jinja.
+A template is a program by a stranger, so it runs only here, once, and never on a question. It is rendered with a marker
+in the question's place, and the text around the marker is the frame of all questions. This module imports only Jinja.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MEMORY_BYTES = 2**30
-"""Address space of the process: Python and Jinja map a quarter of it."""
+"""Address space of the process; Python and Jinja map a quarter of it."""
 MAX_CHARS = 2**18
-"""Of a frame: as long as a prompt of 65,536 tokens."""
+"""Longest frame: as long as a prompt of 65,536 tokens."""
 PADDING = " \n\t \n"
-"""Around the marker, to see whether the template strips the question."""
+"""Blanks around the marker, which show whether the template strips the question."""
 PROBES = ("x", " two words,\n\n  two lines \n", "0123456789 " * 400)
-"""Questions of which a frame must make what the template itself makes of them."""
+"""Questions for which frame and template must give the same text."""
 SYSTEM = "{system}\n\n{question}"
 """The question for a template that knows no system role."""
 
 
 class FrameError(Exception):
-    """Why the template has no frame."""
+    """The template has no frame; the text says why."""
 
 
 class Frame:
-    """Text pieces; the question stands between each two of them."""
+    """Text pieces, with the question between each two of them."""
 
     def __init__(self, pieces: list[str], lstrip: bool, rstrip: bool) -> None:
         self.pieces = pieces
@@ -49,13 +49,16 @@ class Frame:
         self.rstrip = rstrip
 
     def around(self, question: str) -> str:
+        """The prompt of a question."""
         question = question.lstrip() if self.lstrip else question
         return (question.rstrip() if self.rstrip else question).join(self.pieces)
 
 
 def frame_of(template: str, system: str, special: dict[str, Any]) -> Frame:
-    """The frame of a chat template for one question, after the `system` prompt (empty = none); `special` are the
-    tokenizer's special tokens by name. Raises FrameError."""
+    """The frame of a chat template for one question after the `system` prompt (empty = none). Raises FrameError.
+
+    `special` has the tokenizer's special tokens by name.
+    """
     compiled = _compiled(template)
 
     def render(messages: list[dict[str, str]]) -> str:
@@ -116,7 +119,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 class _Generation(Extension):
-    """{% generation %}: marks what the assistant says, which changes nothing here."""
+    """{% generation %} marks what the assistant says; it changes no text."""
 
     tags = {"generation"}
 
@@ -137,7 +140,7 @@ def _raise_exception(message: str) -> None:
 
 
 def main() -> int:
-    """Limit this process to the CPU seconds of its last argument, then read and answer."""
+    """Limit this process to the CPU seconds of its last argument, then read a template and print its frame."""
     cpu_s = int(sys.argv[-1])
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     with suppress(ValueError, OSError):  # macOS does not have it
