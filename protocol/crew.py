@@ -1,16 +1,16 @@
-"""What the peers of a crew say to each other about who holds which stage.
+"""Messages between the peers of a crew about which peer holds which stage.
 
-    anybody -> anybody     Hello: this is who I am            Answer: that is the lead, go there    Refusal
-    member  -> lead        Report, Ready, Unable, Broken, Load
-    lead    -> member      Plan: who holds what from now on   Whole: all of them do                 Probe, Progress
+    anybody -> anybody     Hello: the sender's state          Answer: who leads                     Refusal
+    member  -> leader      Report, Ready, Unable, Broken, Load
+    leader  -> member      Plan: which peer holds each stage  Whole: all stages are held            Probe, Progress
 
-The lead is whoever holds stage 0. These travel on the channel to it (`CREW_METHOD`), as bodies behind the head
-`CONTROL`; what stages say to each other (`protocol.pipeline`) goes over it too, and over channels between neighbours
+The leader is the peer that holds stage 0. These messages travel on the channel to it (`CREW_METHOD`), as bodies behind
+the head `CONTROL`. Messages between stages (`protocol.pipeline`) use the same channel, and channels between neighbours
 (`STAGE_METHOD`). A channel's ends are authenticated by their peer ids, so nothing is signed. Other versions may have
-other records: a `Hello` says which it is of, and nothing else is said before one was taken.
+other records: a `Hello` names its version, and nothing else is sent before a Hello was accepted.
 
-The name of a crew is its password: whoever says Hello or Answer proves to that very peer that he knows it, and cards
-show no more than that peers have the same one.
+The name of a crew is its password. The sender of a Hello or an Answer proves to the receiver that it knows the name;
+cards only show that two peers have the same name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from protocol.pipeline import Codec
 from protocol.tensors import PeerId
 
 CREW_METHOD = "crew"
-"""Channel of a member to whom it takes for the lead."""
+"""Channel of a member to the peer that it takes for the leader."""
 STAGE_METHOD = "stage"
 """Channel between two peers that hold neighbouring stages, neither of which leads."""
 CONTROL = b"\xc1"
@@ -43,24 +43,24 @@ MAX_CONTROL_BYTES: Final = 256 * 1024
 MAX_MEMBERS: Final = 64
 """Peers without a stage that a plan lists: a crew needs a few."""
 MAX_KEPT: Final = 64
-"""Checkpoints that are told of."""
+"""Checkpoints that a peer reports."""
 MAX_SOURCES: Final = 8
-"""Ways to come by one stage: there are eight kinds."""
+"""Sources of one stage's weights in a plan: there are seven kinds."""
 MAX_REASON_CHARS: Final = 200
 """A sentence for people."""
 
 Layers = tuple[LayerNumber, LayerNumber]
 """First layer of a stage, and the one behind its last."""
 Spans = Annotated[tuple[Layers, ...], Meta(max_length=MAX_STAGES)]
-"""Of each stage."""
+"""Layers of each stage."""
 Line = Annotated[str, Meta(max_length=MAX_REASON_CHARS, pattern=r"^[ -~]*\Z")]
 Somebody = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")]
 """A peer id; empty = nobody."""
 TokenCount = Annotated[int, Meta(ge=1, le=2**24)]
 Way = Literal["live", "replica", "cohort", "mean", "copy", "snapshot", "base"]
-"""How a stage's weights are come by: from whoever holds it and hands it over | from the copy that a neighbour keeps |
-from another crew | as the mean of the neighbours (CheckFree) | as a copy of the neighbour that learned its work
-(CheckFree+) | from a file | anew from the base model."""
+"""Source of a stage's weights: the peer that holds it | the copy that a neighbour keeps | another crew | the mean of
+the neighbours (CheckFree) | a copy of the neighbour that learned its work (CheckFree+) | a checkpoint file | the base
+model."""
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -83,15 +83,15 @@ class Holding(msgspec.Struct, frozen=True, omit_defaults=True, rename={"checkpoi
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """One way to come by a stage's weights."""
+    """One source of a stage's weights."""
 
     way: Way
     peers: Annotated[tuple[PeerId, ...], Meta(max_length=2)] = ()
-    """From whom; for `mean`, from those who hold `stages`, in that order."""
+    """Peers that have the weights; for `mean`, the holders of `stages`, in that order."""
     stages: Annotated[tuple[StageNumber, ...], Meta(max_length=2)] = ()
-    """Which stages it is made of, if not of itself."""
+    """Stages from which the weights are made, if not from the stage itself."""
     updates: Count = 0
-    """Behind what is had so, as far as is known."""
+    """Updates behind these weights, as far as is known."""
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
@@ -100,68 +100,68 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     peer: PeerId
     layers: Layers
     sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_SOURCES)] = ()
-    """How its holder comes by it: the first that works. None: it has it."""
+    """Sources that the holder tries in this order until one works. Empty = it has the weights."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
-    """First word of whoever opens a channel; and of two leads to each other."""
+    """First message on a channel, and between two leaders."""
 
     protocol: Count
     swarm: Hash64
     crew: Hash16
     """`crew_id`."""
     proof: Hash64
-    """That the sender knows the crew's name, to the receiver: see `proof`."""
+    """Proof for the receiver that the sender knows the crew's name: see `proof`."""
     architecture: Hash16
-    """Equal for those who hold stages of one policy."""
+    """Equal for peers that hold stages of one policy."""
     stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]*\Z")] = ""
-    """Of the sender, for people."""
+    """Name of the sender, for people."""
     wanted: StageNumber | None = None
     """Stage it would like to hold."""
     leads: bool = False
-    """It holds stage 0, and wants to know who gives way."""
+    """The sender holds stage 0, and asks which of two leaders gives way."""
     term: Count = 0
-    """Of the last plan it went by, whose lead its stages have heard; of a lead, the last in which its crew was
-    whole."""
+    """Term of the last plan that the sender followed and whose leader its stages have heard; for a leader, the last
+    term in which its crew was complete."""
     updates: Count = 0
     started: Time = 0.0
     holding: Holding = Holding()
     spans: Spans = ()
-    """What its stages are, if it holds anything."""
+    """Layers of the stages, if the sender holds any."""
     capacity: Count = 0
     """Bytes that it can hold; 0 = it does not know."""
     run: Lineage = NO_RUN
-    """Of which its stages, replicas and checkpoints are."""
+    """Run of the sender's stages, replicas and checkpoints."""
     round: Count = 0
-    """How far that run is, as far as it knows."""
+    """Last round of that run that the sender knows of."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
-    """Whom the sender takes for the lead: itself, somebody else, or nobody yet."""
+    """The peer that the sender takes for the leader: itself, another one, or none yet."""
 
     lead: Somebody
     proof: Hash64
-    """As in `Hello`."""
+    """Proof as in `Hello`."""
     term: Count = 0
     may_lead: bool = True
-    """If it is nobody yet: the sender may become it."""
+    """If there is no leader yet: whether the sender may become it."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
-    """The sender will have nothing to do with the receiver, who then closes the channel."""
+    """The sender refuses the receiver, which then closes the channel."""
 
     reason: Annotated[str, Meta(max_length=32, pattern=r"^[a-z]+\Z")]
     detail: Line = ""
     proof: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
-    """As in `Hello`, if the receiver has shown that it knows the crew's name."""
+    """Proof as in `Hello`, if the receiver has shown that it knows the crew's name."""
 
 
 class Settings(msgspec.Struct, frozen=True, array_like=True):
-    """How a crew works, as its first lead was told: all its peers go by these, whatever they were told themselves."""
+    """Settings of a crew. All its peers use the settings of its first leader, whatever their own are."""
 
     wire: Codec
-    """Of activations and gradients."""
+    """Coding of activations and gradients."""
     swap: bool
     """Odd microbatches take another order of stages (CheckFree+)."""
     replica: Literal["auto", "on", "ends", "off"]
@@ -180,7 +180,7 @@ class Settings(msgspec.Struct, frozen=True, array_like=True):
     betas: tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]]
     """AdamW: of moments."""
     rounds: Count = 0
-    """Of the whole run; 0 = without end."""
+    """Rounds of the whole run; 0 = without end."""
 
 
 class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan", rename={"assignments": "seats"}):
@@ -188,16 +188,16 @@ class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan", rename={"a
     name of earlier versions."""
 
     term: Count
-    """Counts leads."""
+    """Number of the leader, counted up."""
     number: Count
-    """Counts plans."""
+    """Number of the plan, counted up."""
     assignments: Annotated[tuple[Assignment, ...], Meta(min_length=1, max_length=MAX_STAGES)]
     """By stage; the peer that holds the first is the leader."""
     settings: Settings
     spares: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_MEMBERS)] = ()
     """Members without a stage, first in line first. They may change without a new plan."""
     run: Lineage = NO_RUN
-    """Of which these stages are: what is held of another counts only up to where they forked."""
+    """Run of these stages. Weights of another run count only up to the fork."""
 
     @property
     def lead(self) -> str:
@@ -205,7 +205,7 @@ class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan", rename={"a
 
     @property
     def mark(self) -> int:
-        """What messages between stages name it by: no two plans share it, whoever made them."""
+        """Number by which messages between stages name the plan. No two plans of any leaders share it."""
         return _mark(self.lead, self.term, self.number)
 
     @property
@@ -225,7 +225,7 @@ class Ready(msgspec.Struct, frozen=True, tag_field="kind", tag="ready"):
     stage: StageNumber
     updates: Count
     source: Source | None = None
-    """How it was come by; `None` = it was there."""
+    """Source of the weights; `None` = the peer already had them."""
 
 
 class Unable(msgspec.Struct, frozen=True, tag_field="kind", tag="unable"):
@@ -243,19 +243,19 @@ class Broken(msgspec.Struct, frozen=True, tag_field="kind", tag="broken"):
     peer: PeerId
     why: Line
     refused: bool = False
-    """Because the neighbour said what nobody takes."""
+    """Whether the channel ended because the neighbour sent an unacceptable message."""
 
 
 class Report(msgspec.Struct, frozen=True, tag_field="kind", tag="report"):
-    """What the sender holds has changed."""
+    """The sender's holding has changed."""
 
     holding: Holding
     run: Lineage = NO_RUN
-    """Of which that is."""
+    """Run of the holding."""
 
 
 class Probe(msgspec.Struct, frozen=True, tag_field="kind", tag="probe"):
-    """How long has a message been waiting for you?"""
+    """A question: for how long has the receiver's oldest message been waiting?"""
 
     plan: Count
 
@@ -269,13 +269,13 @@ class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
 
 
 class Whole(msgspec.Struct, frozen=True, tag_field="kind", tag="whole"):
-    """Every stage of the plan is held: what was kept for others can be let go."""
+    """Every stage of the plan is held. Peers may release what they kept for others."""
 
     plan: Count
 
 
 class Progress(msgspec.Struct, frozen=True, tag_field="kind", tag="progress"):
-    """How far the run is: whoever leads next goes on from there."""
+    """Progress of the run: the next leader continues from there."""
 
     round: Count
     reward: Annotated[float, Meta(ge=-1e12, le=1e12)]
@@ -289,23 +289,25 @@ Record = Hello | Answer | Refusal | Plan | Ready | Unable | Broken | Report | Pr
 
 @lru_cache(maxsize=16)
 def crew_key(swarm: str, name: str) -> bytes:
-    """What a crew's peers have in common, of its name. Slow on purpose (scrypt): short names take time to guess."""
+    """The key that a crew's peers derive from its name. Slow on purpose (scrypt), because short names can be
+    guessed."""
     return hashlib.scrypt(name.encode(), salt=f"swarm-node/crew/{swarm}".encode(), n=2**14, r=8, p=1, dklen=32)
 
 
 def crew_id(key: bytes) -> str:
-    """What cards show of it: 16 hexadecimal digits."""
+    """The id of a crew on cards: 16 hexadecimal digits."""
     return hmac.digest(key, b"id", "sha256").hex()[:16]
 
 
 def proof(key: bytes, sender: str, receiver: str) -> str:
-    """That `sender` knows the crew's key. The ends of a channel are authenticated, so it is of use to nobody else."""
+    """Proof that `sender` knows the crew's key, valid for `receiver` only, because the ends of a channel are
+    authenticated."""
     return hmac.digest(key, f"{sender}/{receiver}".encode(), "sha256").hex()
 
 
 @lru_cache(maxsize=64)
 def _mark(lead: str, term: int, number: int) -> int:
-    """It is asked for several times a message."""
+    """The mark of a plan; cached, because each message needs it several times."""
     return int.from_bytes(hashlib.sha256(f"{lead}/{term}/{number}".encode()).digest()[:8], "big") >> 11
 
 
@@ -317,8 +319,8 @@ def _check_record(record: Record) -> None:
 
 
 def check_spans(spans: tuple[Layers, ...]) -> None:
-    """Raises RemoteProtocolError `plan` unless each begins, from layer 0, where the one before ends, and none is
-    empty."""
+    """Raises RemoteProtocolError `plan` unless the first stage begins at layer 0, each other stage begins where the one
+    before ends, and none is empty."""
     ends = (0, *(end for _, end in spans))
     if any(first != before or end <= first for before, (first, end) in zip(ends, spans, strict=False)):
         raise RemoteProtocolError("plan", f"layers {spans}")
@@ -326,5 +328,5 @@ def check_spans(spans: tuple[Layers, ...]) -> None:
 
 _codec: RecordCodec[Record] = RecordCodec(Record, MAX_CONTROL_BYTES, opening="hello", check=_check_record)
 encode_record, decode_record = _codec.encode, _codec.decode
-"""Bodies of messages whose head is `CONTROL`. Decoding raises RemoteProtocolError: size, version, schema, `plan` for
-stages that are not all the layers, and `run`."""
+"""Encode and decode bodies of messages whose head is `CONTROL`. Decoding raises RemoteProtocolError: size, version,
+schema, `plan` for stages that do not join, and `run`."""

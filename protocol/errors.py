@@ -1,21 +1,20 @@
-"""Every protocol error says whose fault it is.
+"""Every protocol error says which side made the mistake.
 
 ProtocolError
-├── LocalProtocolError     this node tried to say something that peers would refuse: a bug here
-├── RemoteProtocolError    a peer said something wrong: counted by `reason`, never ends a run
-└── PeerUnreachable        nobody answered in time: go on without
-    └── NotOfSwarm         a peer is there, and speaks no protocol of this swarm
+├── LocalProtocolError     this node tried to send something that peers would refuse: a bug here
+├── RemoteProtocolError    a peer sent something wrong: counted by `reason`, never ends a run
+└── PeerUnreachable        nobody answered in time: continue without the peer
+    └── NotOfSwarm         a peer is there, but speaks no protocol of this swarm
 """
 
 from __future__ import annotations
 
 MAX_DETAIL_CHARS = 400
-"""Of what is said about a peer's mistake."""
+"""Longest description of a peer's mistake."""
 
 
 def printable(text: str) -> str:
-    """`text`, which a stranger may have written, in one line, without what a terminal takes for a command or for
-    another direction of writing."""
+    """`text`, which a stranger may have written, as one line without control characters of terminals."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
@@ -36,7 +35,7 @@ class RemoteProtocolError(ProtocolError):
         self.reason = reason
         """Short slug that rejections are counted by, for example `size`, `schema`, `task`."""
         self.detail = detail
-        """What exactly was wrong, for people; the peer may have chosen the words."""
+        """What exactly was wrong, for people. The peer may have chosen the words."""
 
 
 class PeerUnreachable(ProtocolError):

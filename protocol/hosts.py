@@ -1,4 +1,4 @@
-"""Which addresses belong to one host. Pure.
+"""Decides which addresses belong to one host.
 
 An IPv6 address may carry an IPv4 address, and packets to it then end at that IPv4 host:
 
@@ -37,7 +37,7 @@ def embedded_ipv4(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
 
 
 def host_address(text: str) -> Address | None:
-    """The IP address that `text` says, without a zone, and IPv4 where IPv6 carries it; None if `text` says none."""
+    """The IP address in `text`, without a zone, and as IPv4 where IPv6 carries it; None if `text` is no IP address."""
     try:
         ip = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -47,8 +47,8 @@ def host_address(text: str) -> Address | None:
 
 @lru_cache(maxsize=8192)
 def neighbourhood(host: str) -> str:
-    """What counts as one host, because keys are free and addresses less so: an IPv4 address, which many IPv6 addresses
-    carry; an IPv6 network of `V6_PREFIX` bits; any other text as it is."""
+    """The unit that counts as one host, because keys are free and addresses cost something: an IPv4 address, also if an
+    IPv6 address carries it; an IPv6 network of `V6_PREFIX` bits; any other text as it is."""
     ip = host_address(host)
     if isinstance(ip, ipaddress.IPv6Address):
         return str(ipaddress.ip_network((ip, V6_PREFIX), strict=False))
@@ -56,6 +56,7 @@ def neighbourhood(host: str) -> str:
 
 
 def neighbourhood_of_stream(multiaddr: str) -> str:
-    """That of the machine at a stream's other end, or of the relay that passes it on; "" if there is no address."""
+    """The neighbourhood of the machine at a stream's other end, or of the relay in between; "" if there is no
+    address."""
     parts = multiaddr.split("/")
     return neighbourhood(parts[2]) if len(parts) > 2 and parts[1] in ("ip4", "ip6") else ""

@@ -1,8 +1,8 @@
-"""Who a peer is: one Ed25519 key, which is its libp2p peer id and signs all it says.
+"""The identity of a peer: one Ed25519 key, which gives its libp2p peer id and signs its records.
 
 peer id    = base58(0x00 0x24 | 0x08 0x01 0x12 0x20 | public key)        libp2p's inline form of an Ed25519 key
 key file   = 0x08 0x01 0x12 0x40 | seed (32 bytes) | public key (32)      for go-libp2p; py-libp2p wants the seed only
-signature  = Ed25519(tag | bytes)                                         the tag says what kind of thing is signed
+signature  = Ed25519(tag | bytes)                                         the tag names the kind of record
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}
-"""What file systems without hard links answer, such as some cloud drives."""
+"""Errors of file systems without hard links, such as some cloud drives."""
 _FILE_HEAD = bytes.fromhex("08011240")
 _ID_HEAD = bytes.fromhex("002408011220")
 
@@ -80,7 +80,7 @@ class Identity:
             temporary.unlink(missing_ok=True)
 
     def sign(self, tag: bytes, data: bytes) -> bytes:
-        """Signature [64 bytes] over `data` as the kind of thing that `tag` says."""
+        """Signature [64 bytes] over `data`, as a record of the kind that `tag` names."""
         return self._key.sign(tag + data)
 
 
@@ -103,7 +103,7 @@ def public_key_of(peer_id: str) -> bytes:
 
 
 def verify(public_key: bytes, tag: bytes, data: bytes, signature: bytes) -> None:
-    """Raises RemoteProtocolError `signature` unless `public_key` signed `data` as a `tag`."""
+    """Raises RemoteProtocolError `signature` unless `public_key` signed `data` with `tag`."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, tag + data)
     except (InvalidSignature, ValueError) as error:

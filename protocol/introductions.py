@@ -1,8 +1,8 @@
-"""Which connection brought which card first. Pure: `now` (Unix seconds) comes in.
+"""Records which connection brought which card first. Pure: `now` (Unix seconds) comes in.
 
-Keys cost nothing, connections do: over one connection a peer may introduce so many others at a time, besides itself.
-When all places are taken, the connection that holds most of them gives one up to another that holds fewer, so a few
-connections that bring made-up peers keep out nobody that others bring.
+Keys cost nothing, but connections do. Over one connection a peer may introduce a limited number of others at a time,
+besides itself. When all places are taken, the connection that holds most of them gives one up to a connection that
+holds fewer. So a few connections that bring made-up peers do not keep out peers that others bring.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections import OrderedDict
 
 
 class Introductions:
-    """Who brought whom, as long as the cards live."""
+    """Which connection introduced which peer, as long as the cards live."""
 
     def __init__(self, each: int, most: int) -> None:
-        """Over one connection `each` peers may be introduced at a time, over all `most`."""
+        """At most `each` peers may be introduced at a time over one connection, and `most` over all."""
         self._each, self._most = each, most
         self._by: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """Peer -> (who brought it first, when its card runs out), the one renewed longest ago first."""
+        """Peer -> (connection that brought it first, when its card expires). The peer renewed longest ago comes
+        first."""
         self._brought: dict[str, dict[str, None]] = {}
         """Connection -> the peers that it brought first, in that order."""
 
     def may_admit(self, peer: str, bringer: str, now: float) -> bool:
-        """Whether `admits` would let the card of `peer` in; a name is enough for that."""
+        """Whether `admits` would accept the card of `peer`. Only its name has to be known."""
         held = self._by.get(peer)
         if peer == bringer or (held is not None and held[1] > now):
             return True
@@ -31,7 +32,7 @@ class Introductions:
         return ours < self._each and (len(self._by) < self._most or len(self._brought[self._busiest()]) > ours + 1)
 
     def admits(self, peer: str, bringer: str, expires: float, now: float) -> bool:
-        """Whether the card of `peer`, which runs out at `expires`, may be taken in over a connection with `bringer`."""
+        """Whether the card of `peer`, which expires at `expires`, is accepted over a connection with `bringer`."""
         if peer == bringer:  # it has proved the key of the card
             self._forget(peer)
             return True

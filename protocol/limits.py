@@ -1,4 +1,4 @@
-"""Bounds on what a peer may send, each with its reason."""
+"""Limits on what a peer may send, each with its reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SLOTS: Final = 4096
 
 GROUPS_PER_SLOT: Final = 2
 """Groups of answers that a peer may publish to the task of one slot. A second pass over the slots gives a fast machine
-8,192 tasks a minute, twice what any manifest lets it publish; more would let a peer repeat the task that suits it."""
+8,192 tasks a minute, twice what any manifest allows; more would let a peer repeat the task that suits it."""
 
 EPOCH_SECONDS: Final = 60
 """Length of an assignment epoch, counted from the Unix epoch."""
@@ -56,7 +56,7 @@ MAX_ROUND_S: Final = 3600.0
 and a peer cannot choose among more than the slots of that hour."""
 
 MAX_CLOCK_SKEW_S: Final = 30.0
-"""How far ahead of ours a peer's clock may be: home machines without NTP drift seconds a week."""
+"""How far ahead of this node's clock a peer's clock may be. Home machines without NTP drift seconds a week."""
 
 # ---------------------------------------------------------------- membership
 
@@ -64,13 +64,13 @@ MAX_CARD_BYTES: Final = 2048
 """A sealed membership card. A bucket of 600 peers then stays at a quarter of the 4 MiB that a DHT reply can hold."""
 
 CARD_TTL_S: Final = 60.0
-"""A card lives this long unless renewed: who is gone is forgotten within a minute."""
+"""A card expires after this time unless it is renewed, so a peer that is gone is forgotten within a minute."""
 
 CARD_RENEWAL_S: Final = 15.0
 """Cards are renewed this often: three renewals may be lost."""
 
 MAX_ADDRESSES: Final = 8
-"""Addresses on a card, of each kind: a machine with more has a network of its own to blame."""
+"""Addresses of each kind on a card. No usual machine has more."""
 
 MAX_ADDRESS_CHARS: Final = 192
 """A relayed multiaddress carries two peer ids of 52 characters."""
@@ -102,10 +102,10 @@ MAX_CHUNK_BYTES: Final = 1024 * 1024
 """Streams are written and read in pieces of at most this."""
 
 MAX_HEAD_BYTES: Final = 4096
-"""What precedes a body in an exchange or on a channel."""
+"""The head of an exchange or of a message on a channel."""
 
 MAX_BODY_BYTES: Final = 64 * 2**30
-"""A body in an exchange; whoever takes it knows what size to expect, and allocates no other."""
+"""A body in an exchange. The receiver knows the size to expect, and allocates nothing for any other."""
 
 MAX_MESSAGE_BYTES: Final = 256 * 2**20
 """A body on a channel: 64 sequences of 1,024 tokens at a width of 1,024 in float32."""

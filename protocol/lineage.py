@@ -1,12 +1,12 @@
-"""Of which run weights are: runs branch, and their counts of updates overlap from there on.
+"""The run that weights belong to. Runs branch, and from there on their counts of updates overlap.
 
     a begins ------------ 40 -- a goes on --- 70        ((a, 0),)
                             \\-- b begins --- 55         ((a, 0), (b, 40))
                                               \\-- c     ((a, 0), (b, 40), (c, 55))
 
-Whoever begins to lead a crew begins a segment of its run, after the update that the crew goes on from. So two parts of
-a crew that each go on alone have other runs from then on, and what one has made counts for the other only up to the
-fork. What is of segments that were dropped since, because a lineage has only so many, does not count any more.
+A peer that becomes leader of a crew begins a new segment of the run, after the crew's last update. If a crew splits and
+both parts go on, their runs differ from then on, and each part's updates count for the other only up to the fork. A
+lineage keeps a limited number of segments; weights of segments that were dropped no longer count.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import Count, Hash16
 
 MAX_SEGMENTS: Final = 16
-"""Of a run, the last ones."""
+"""Number of a run's latest segments that are kept."""
 AHEAD: Final = 1
-"""What is in memory may be so many updates ahead of the crew: stages make an update one after the other."""
+"""Weights in memory may be this many updates ahead of the crew, because stages update one after the other."""
 
 Lineage = Annotated[tuple[tuple[Hash16, Count], ...], Meta(max_length=MAX_SEGMENTS)]
 """Segments of a run, oldest first: an id, drawn at random, and the update after which it began."""
 NO_RUN: Final[Lineage] = ()
-"""Of peers that have yet to learn which run their crew's is."""
+"""The run of a peer that does not know its crew's run yet."""
 
 
 def shared(one: Lineage, other: Lineage) -> float:
-    """Up to which update two runs are the same: all (inf) if they are one, none (-1) if they have no segment in
-    common."""
+    """The update up to which two runs are the same: inf if they are one run, -1 if they have no segment in common."""
     rests = _after_common(one, other)
     return -1 if rests is None else min((rest[0][1] for rest in rests if rest), default=math.inf)
 
 
 def leads_to(one: Lineage, other: Lineage) -> bool:
-    """Whether `other` is `one`, or goes on from it."""
+    """Whether `other` is `one`, or continues it."""
     rests = _after_common(one, other)
     return rests is not None and not rests[0]
 
@@ -53,13 +52,14 @@ def branch(run: Lineage, segment: str, updates: int) -> Lineage:
 
 
 def check_lineage(run: Lineage) -> None:
-    """Raises RemoteProtocolError `run` unless segments have ids of their own and none begins before an earlier one."""
+    """Raises RemoteProtocolError `run` if a segment's id repeats or a segment begins before an earlier one."""
     if len({segment for segment, _ in run}) < len(run) or any(a[1] > b[1] for a, b in pairwise(run)):
         raise RemoteProtocolError("run", f"segments {run}")
 
 
 def read_lineage(value: object) -> Lineage:
-    """As JSON gives it back; empty if it is none. A run of an older version was one segment, and just its id."""
+    """The run in a decoded JSON value; empty if the value is none. An older version wrote a run as the id of its only
+    segment."""
     if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{16}", value):
         return ((value, 0),)
     try:
@@ -71,7 +71,8 @@ def read_lineage(value: object) -> Lineage:
 
 
 def _after_common(one: Lineage, other: Lineage) -> tuple[Lineage, Lineage] | None:
-    """What follows the segments that both have; `None` if there are none. Either may lack the oldest of the other's."""
+    """The segments of each run after those that both have; `None` if they have none in common. Either run may lack the
+    other's oldest segments."""
     if one == other:
         return (), ()
     if not one or not other:

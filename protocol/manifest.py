@@ -1,10 +1,10 @@
-"""What a swarm is: its tasks, its limits, where to join it.
+"""The manifest of a swarm: its tasks, its limits, and addresses to join it.
 
     swarm id = sha256(canonical JSON of the manifest: sorted keys, no blanks, neither defaults nor the bootstrap list)
     link     = swarm://<swarm id>?peer=<multiaddr>&peer=<multiaddr>
 
-A manifest is a TOML file anyone may write. A link carries no tasks: the joiner fetches the manifest from a peer and
-believes it because its hash is the id.
+A manifest is a TOML file that anyone may write. A link carries no tasks: a newcomer fetches the manifest from a peer
+and checks that its hash is the id.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ LINK_SCHEME = "swarm"
 ID_CHARS = 64
 MAX_TASK_SOURCES = 64
 MAX_FILES_BYTES = 128 * 2**20
-"""All question files of a manifest together: whoever joins waits for them and keeps them."""
+"""All question files of a manifest together. A newcomer waits for them and keeps them."""
 MANIFEST_METHOD = "manifest"
 """Request that any member answers with its manifest as TOML."""
 FILE_METHOD = "file"
 """Request, payload = sha256 in hexadecimal, that a member answers with a question file of the manifest."""
 
 MAX_DOTS = 200
-"""In one line, enough for 64 addresses: tomllib takes half a minute over a key of 30,000 parts."""
+"""Dots in one line, enough for 64 addresses. tomllib takes half a minute over a key of 30,000 parts."""
 
 Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
-"""Neither infinite nor NaN: JSON, and so the id, cannot tell those apart."""
+"""A number that is neither infinite nor NaN, because JSON, and so the id, cannot tell those apart."""
 Option = bool | Annotated[int, Meta(ge=-(2**53), le=2**53)] | Number | Annotated[str, Meta(max_length=64)]
 
 
@@ -58,7 +58,7 @@ class ManifestTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     sha256: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     """Digest of a question file."""
     source: Annotated[str, Meta(max_length=1024)] = ""
-    """Where the file may be had: an https address; empty = from members."""
+    """An https address of the file; empty = members supply it."""
     licence: Annotated[str, Meta(max_length=128)] = ""
     """Licence of the file (SPDX)."""
     name: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9._-]*\Z")] = ""
@@ -69,32 +69,32 @@ class ManifestTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class ManifestModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The model that members train unless they are told otherwise, and give to each other (`model_listing`)."""
+    """The model that members train by default, and give to each other (`model_listing`)."""
 
     name: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?\Z")]
-    """Id on the hub, or what it is called; never a path."""
+    """Id on the hub, or another name; never a path."""
     digest: Hash64
     """sha256 of its listing."""
     bytes: Annotated[int, Meta(ge=1, le=MAX_MODEL_BYTES)]
-    """Of its files."""
+    """Bytes of all its files."""
     revision: Annotated[str, Meta(pattern=r"^([0-9a-f]{40})?\Z")] = ""
     """Commit on the hub at which it has these files; empty = it is not from there."""
 
 
 class ManifestLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What every member holds every other to."""
+    """Limits that every member applies to every other member."""
 
     max_text_chars: Annotated[int, Meta(ge=1, le=MAX_TEXT_CHARS)] = 16_384
     """Longer completions are refused."""
     max_answer_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 4096
-    """Longer completions are not sent; those with more than `CHARS_PER_TOKEN` characters for each of so many tokens are
-    refused. The default allows `MAX_TEXT_CHARS`, so a manifest without this limit allows what it allowed before."""
+    """Longer completions are not sent. Completions with more than `CHARS_PER_TOKEN` characters for each of so many
+    tokens are refused. The default allows `MAX_TEXT_CHARS`."""
     max_rollouts: Annotated[int, Meta(ge=2, le=64)] = 16
     """Larger groups are refused."""
     groups_per_minute: Annotated[int, Meta(ge=1, le=4096)] = 1200
-    """What one peer may publish; the rest is refused."""
+    """Groups that one peer may publish in a minute; more are refused."""
     bytes_per_minute: Annotated[int, Meta(ge=1024, le=2**30)] = 8 * 2**20
-    """What one peer may publish; the rest is refused."""
+    """Bytes that one peer may publish in a minute; more are refused."""
     max_age_s: Annotated[float, Meta(ge=10, le=86_400)] = 600.0
     """Older groups are refused."""
 
@@ -162,7 +162,7 @@ def parse_manifest(data: bytes, swarm: str | None = None) -> Manifest:
 
 
 def parse_link(text: str) -> JoinLink:
-    """Raises `RemoteProtocolError` with reason `schema`."""
+    """The link in `text`. Raises `RemoteProtocolError` `schema`."""
     try:
         parts = urlsplit(text)
         if parts.scheme != LINK_SCHEME or parts.path or parts.fragment:

@@ -28,13 +28,13 @@ from protocol.limits import (
 )
 
 PROTOCOL_VERSION = 1
-"""Major version. Nodes speak this one and the one before, and write what all members understand (`codec`); a record of
-any other is ignored."""
+"""Major version. Nodes speak this version and the one before, and write the newest that all members understand
+(`codec`). A record of any other version is ignored."""
 
 Hash64 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """sha256 in hexadecimal."""
 Hash16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-"""First 64 bits of a sha256 in hexadecimal: tells things apart, proves nothing."""
+"""First 64 bits of a sha256 in hexadecimal: enough to tell things apart, not to prove anything."""
 Time = Annotated[float, Meta(ge=0, lt=2**40)]
 """Seconds since the Unix epoch."""
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -43,13 +43,13 @@ Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS, pattern=r"^/[!-~]+\Z
 
 
 CrewName = Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]+\Z")]
-"""What the peers call themselves that together hold one policy."""
+"""Name of a crew: the peers that hold one policy together."""
 StageNumber = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 LayerNumber = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 
 
 class TaskName(msgspec.Struct, frozen=True, order=True):
-    """What a task is called: enough to regenerate it on any machine, and nothing to trust."""
+    """Name of a task: enough to regenerate the task on any machine. Nothing in it has to be trusted."""
 
     environment: Annotated[str, Meta(max_length=MAX_ENVIRONMENT_CHARS, pattern=r"^[a-z0-9_]+\Z")]
     """Generator of the question, for example `gcd`; `jsonl` = a file of questions."""
@@ -60,7 +60,7 @@ class TaskName(msgspec.Struct, frozen=True, order=True):
     seed: Annotated[int, Meta(ge=0, lt=TASK_SEEDS)]
     """0 for generators that seed item i with `seed + i`, so that no item has two names."""
     index: Annotated[int, Meta(ge=0, lt=TASK_INDICES)]
-    """Which item; the line, counted from 0, for a file."""
+    """Index of the item; for a file, the line, counted from 0."""
 
 
 class SharedRollout(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +100,7 @@ class SharedSampling(msgspec.Struct, frozen=True):
 
 
 class RolloutBatch(msgspec.Struct, frozen=True):
-    """What a peer publishes about once a second. Its sender is whoever sealed it (`codec.Sealed`)."""
+    """A batch that a peer publishes about once a second. Its sender is the peer that signed it."""
 
     protocol: Count
     swarm: Hash64
@@ -108,29 +108,30 @@ class RolloutBatch(msgspec.Struct, frozen=True):
     """Rises with each batch of a peer's process; for people, nothing depends on it."""
     created: Time
     fingerprint: Hash16
-    """Of its sender's policy when it was sent: other weights, another fingerprint. For people."""
+    """Fingerprint of the sender's policy when the batch was sent. Other weights have another fingerprint. For
+    people."""
     tokenizer: Hash16
     sampling: SharedSampling
     groups: Annotated[list[SharedGroup], Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
 class CrewCard(msgspec.Struct, frozen=True, omit_defaults=True, rename={"held": "seats"}):
-    """What a peer says of the crew it is in: enough for newcomers to find it."""
+    """The crew of a peer, on its card: enough for newcomers to find the crew."""
 
     id: Hash16
-    """Equal for the peers of one crew; made of its name, which it does not tell (`protocol.crew.crew_id`)."""
+    """Equal for the peers of one crew. It is derived from the name, which stays secret (`protocol.crew.crew_id`)."""
     architecture: Hash16
-    """Equal for those who hold stages of one policy."""
+    """Equal for peers that hold stages of one policy."""
     count: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
     """Stages that the policy is cut into."""
     held: Annotated[tuple[StageNumber, ...], Meta(max_length=MAX_STAGES)] = ()
     """Stages that the peer holds; the one that holds stage 0 leads the crew. On the wire, the name is `seats`."""
     term: Count = 0
-    """Of the lead that it follows, or is."""
+    """Term of the leader that the peer follows, or is."""
 
 
 class PeerCard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a peer says of itself, renewed in the DHT every few seconds. Its peer is whoever sealed it."""
+    """A peer's description of itself, renewed in the DHT every few seconds. The peer is the one that signed it."""
 
     protocol: Count
     swarm: Hash64
@@ -138,9 +139,9 @@ class PeerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]+\Z")]
     roles: Annotated[list[Literal["trainer", "bootstrap", "relay"]], Meta(max_length=3)]
     addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
-    """Of its DHT and streams."""
+    """Addresses of the peer's DHT and streams."""
     gossip: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
-    """Of its gossip process."""
+    """Addresses of the peer's gossip process."""
     gossip_id: Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9]*\Z")] = ""
     """Peer id of its gossip process: a fresh key every start, which this card binds to the peer."""
     shards: Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]], Meta(max_length=MAX_SHARDS)] = []

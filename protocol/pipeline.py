@@ -1,11 +1,11 @@
-"""What the stages of a policy say to each other: heads of the messages on their channels.
+"""Messages between the stages of a policy: heads of the messages on their channels.
 
     message = head (msgpack: `Envelope`) | body (its parts one behind the other)
 
-The lead holds stage 0 and drives everything; a *turn* is one pass over microbatches or one generation, numbered by it;
-what belongs to an earlier one is dropped. A channel's ends are authenticated by their peer ids, so heads are not
-signed; `plan` is the number of the crew's plan of who holds what, which both ends must go by. What a head may hold
-besides, and which parts belong to it, `swarm_node.pipeline.messages` judges before the body is read.
+The leader holds stage 0 and drives everything. A *turn* is one pass over microbatches or one generation; the leader
+numbers turns, and messages of an earlier turn are dropped. A channel's ends are authenticated by their peer ids, so
+heads are not signed. `plan` is the number of the crew's plan that both ends must follow. The fields of a head and the
+parts that belong to it are checked by `swarm_node.pipeline.messages` before the body is read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ALIGNMENT: Final = 4
 """Each part of a body begins at a multiple of so many bytes."""
 
 Codec = Literal["float32", "bfloat16", "int8"]
-"""How activations and gradients travel: 32, 16 or 8.25 bits a value."""
+"""Coding of activations and gradients: 32, 16 or 8.25 bits a value."""
 Coding = Literal["float32", "bfloat16", "int8", "int32", "bits"]
-"""How a tensor is written, little-endian. int8 = blocks of 64 values: bfloat16 scales of all blocks, then codes of all;
-bits = eight booleans a byte, the first one highest."""
+"""Coding of a tensor, little-endian. int8 = blocks of 64 values: bfloat16 scales of all blocks, then codes of all; bits
+= eight booleans a byte, the first one highest."""
 Microbatch = Annotated[int, Meta(ge=0, lt=MAX_MICROBATCHES)]
 Temperature = Annotated[float, Meta(gt=0, le=100)]
 Dimension = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -47,14 +47,14 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     """Number of the sum that its gradient is to be added to: a stage begins each from zero. 0 = no gradient."""
     microbatch: Microbatch
     microbatches: Annotated[int, Meta(ge=1, le=MAX_MICROBATCHES)]
-    """Of the turn; with `swapped` it decides the schedule."""
+    """Microbatches in the turn. With `swapped`, their number decides the schedule."""
     place: Annotated[int, Meta(ge=0, lt=MAX_STAGES + 2)]
-    """Which place of its route."""
+    """Position in the route of the microbatch."""
     temperature: Temperature
     entropy: bool = False
     """Entropies are wanted too."""
     reference: bool = False
-    """As the policy was before training."""
+    """Compute with the weights from before training."""
     swapped: bool = False
     """Odd microbatches take another order of stages (CheckFree+)."""
     packed: bool = False
@@ -62,7 +62,7 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
 
 
 class Backward(msgspec.Struct, frozen=True, tag="backward"):
-    """Gradient [R, T, H] of the loss with respect to what a place of the route gave."""
+    """Gradient [R, T, H] of the loss with respect to the output of a place of the route."""
 
     turn: Count
     microbatch: Microbatch
@@ -70,7 +70,7 @@ class Backward(msgspec.Struct, frozen=True, tag="backward"):
 
 
 class Logprobs(msgspec.Struct, frozen=True, tag="logprobs"):
-    """To the lead: log-probabilities [N] of a microbatch's targets, and entropies [N] if wanted."""
+    """To the leader: log-probabilities [N] of a microbatch's targets, and entropies [N] if requested."""
 
     turn: Count
     microbatch: Microbatch
@@ -78,25 +78,25 @@ class Logprobs(msgspec.Struct, frozen=True, tag="logprobs"):
 
 
 class LossGradient(msgspec.Struct, frozen=True, tag="loss"):
-    """From the lead: gradient [N] of the loss with respect to these log-probabilities."""
+    """From the leader: gradient [N] of the loss with respect to these log-probabilities."""
 
     turn: Count
     microbatch: Microbatch
 
 
 class GradientNormRequest(msgspec.Struct, frozen=True, tag="squares"):
-    """From the lead, after the last microbatch: how long is the gradient?"""
+    """From the leader, after the last microbatch: asks for the norm of the gradient."""
 
     total: Count
 
 
 class TiedGradient(msgspec.Struct, frozen=True, tag="tied"):
-    """Between the first and the last stage: rows [B, H] of the own gradient of the matrix that both hold. The next
-    follow when the other's have come."""
+    """Between the first and the last stage: rows [B, H] of the sender's gradient of the matrix that both hold. The next
+    rows follow when the other stage's rows have arrived."""
 
     total: Count
     block: Count = 0
-    """Which rows."""
+    """Number of the block of rows."""
 
 
 class GradientNorm(msgspec.Struct, frozen=True, tag="squared"):
@@ -109,7 +109,7 @@ class GradientNorm(msgspec.Struct, frozen=True, tag="squared"):
 
 
 class Apply(msgspec.Struct, frozen=True, tag="apply"):
-    """From the lead: update with the gradient times `scale`, unless update number `update` has been made."""
+    """From the leader: update with the gradient times `scale`, unless update number `update` has been made."""
 
     update: Count
     scale: Annotated[float, Meta(ge=0, le=1)]
@@ -117,45 +117,45 @@ class Apply(msgspec.Struct, frozen=True, tag="apply"):
 
 
 class SetUpdates(msgspec.Struct, frozen=True, tag="skip"):
-    """From the lead, to a stage that was rebuilt: the crew has made `update` updates, count from there."""
+    """From the leader, to a stage that was rebuilt: the crew has made `update` updates; count from there."""
 
     update: Count
 
 
 class Share(msgspec.Struct, frozen=True, tag="share"):
-    """From the lead, to the first or the last stage: give the other the matrix that both hold. The other then asks for
-    one block after the other."""
+    """From the leader, to the first or the last stage: give the other one the matrix that both hold. The other one then
+    asks for one block after the other."""
 
     keep: bool = False
-    """Both keep its moments: it was averaged with others', and neither of the two stages is a new one."""
+    """Both stages keep the matrix's moments: it was averaged with other crews, and neither stage is new."""
     block: Count = 0
-    """Which rows; the lead asks for the first."""
+    """Number of the block of rows; the leader asks for the first."""
 
 
 class TiedMatrix(msgspec.Struct, frozen=True, tag="matrix"):
-    """Between the first and the last stage: rows [B, H] of the matrix that both hold; both forget its moments."""
+    """Between the first and the last stage: rows [B, H] of the matrix that both hold. Both reset its moments."""
 
     keep: bool = False
-    """But not now; see `Share`."""
+    """Both keep the moments; see `Share`."""
     block: Count = 0
-    """Which rows. With the last of them the matrix is taken over."""
+    """Number of the block of rows. With the last block, the matrix is in use."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="ask"):
-    """From the lead: how far are you?"""
+    """From the leader: asks for the progress of a stage."""
 
 
 class StageStatus(msgspec.Struct, frozen=True, tag="state"):
-    """To the lead: how far a stage is."""
+    """To the leader: the progress of a stage."""
 
     stage: StageNumber
     updates: Count
     omega: Annotated[float, Meta(ge=0, le=1e300)]
     """Norm, before clipping, of its layers' gradient in the last update."""
     taken: bool = False
-    """It has just taken the other end's matrix over."""
+    """The stage has just taken over the matrix of the other end."""
     new: bool = False
-    """It was built, and has neither been told since how far the crew is (`SetUpdates`) nor begun a gradient."""
+    """The stage was built, and since then has neither received `SetUpdates` nor begun a gradient."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -164,11 +164,11 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
 
     turn: Count
     wave: StageNumber
-    """Which of the turn's groups of prompts, which follow each other through the stages."""
+    """Number of one of the turn's groups of prompts, which follow each other through the stages."""
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
     """Samples a prompt."""
     limit: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-    """Most tokens a sample."""
+    """Most tokens of a sample."""
     temperature: Temperature
     top_p: Annotated[float, Meta(gt=0, le=1)]
 
@@ -194,13 +194,13 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
-    """From the lead: forget what is under way of this turn and earlier ones."""
+    """From the leader: forget the work of this turn and of earlier ones."""
 
     turn: Count
 
 
 class TurnFailed(msgspec.Struct, frozen=True, tag="trouble"):
-    """To the lead: this turn cannot go on."""
+    """To the leader: this turn cannot go on."""
 
     turn: Count
     stage: StageNumber
@@ -255,13 +255,13 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What precedes the body."""
+    """The head of a message."""
 
     protocol: Count
     plan: Count
     """Number of the crew's plan that the sender goes by."""
     stage: Annotated[int, Meta(ge=-1, lt=MAX_STAGES)]
-    """To whom: a stage, or -1 for the lead's loop."""
+    """Receiver: a stage, or -1 for the leader's loop."""
     head: Head
     parts: Annotated[tuple[Part, ...], Meta(max_length=6)] = ()
 

@@ -1,4 +1,4 @@
-"""Which IP addresses belong to hosts of the public internet.
+"""Decides which IP addresses belong to hosts of the public internet.
 
 The standard library's `is_global` also accepts addresses that lead elsewhere: an IPv6 address may carry a private IPv4
 address for a translator or a tunnel, and some ranges were given up but never listed as private.
@@ -26,8 +26,8 @@ NOT_PUBLIC = tuple(
 
 
 def is_public(address: str | Address) -> bool:
-    """Whether a connection to `address` leads to one host of the public internet. Raises ValueError if it is no IP
-    address."""
+    """Whether a connection to `address` leads to one host of the public internet. Raises ValueError if `address` is no
+    IP address."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         reached = translated_ipv4(ip)

@@ -1,10 +1,11 @@
-"""What precedes weights on a stream between two peers: whose they are, of which round, how they are written.
+"""Heads of exchanges of weights between two peers: whose weights they are, of which round, and in which coding.
 
     exchange = head (msgpack, below) | body (encoded values), both ways; see `transports.base`
 
-Each half is written in the newest version that both understand (`codec.version_for`); a head of any other is refused.
-A stream's ends are authenticated by their peer ids, so a head is not signed. Receivers know from their own policy how
-many values a fragment has and how many bytes those take in each codec: a body of any other size is refused unread.
+Each half is written in the newest version that both peers understand (`codec.version_for`); a head of any other version
+is refused. A stream's ends are authenticated by their peer ids, so a head is not signed. Receivers know from their own
+policy how many values a fragment has, and how many bytes those take in each codec. A body of any other size is refused
+unread.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ KEEP_METHOD = "stage-keep"
 
 PeerId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9]+\Z")]
 Codec = Literal["float32", "int8", "e3m0", "lattice8", "lattice4"]
-"""How values are written; `swarm_node.averaging.codecs` and `.lattice` say how."""
+"""Coding of values; `swarm_node.averaging.codecs` and `.lattice` define each."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class AverageHead(msgspec.Struct, frozen=True):
-    """Of each half of an exchange for averaging."""
+    """Head of each half of an exchange for averaging."""
 
     protocol: Count
     swarm: Hash64
@@ -46,15 +47,15 @@ class AverageHead(msgspec.Struct, frozen=True):
     round: Count
     """Outer round: both must mean the same one."""
     fragment: Count
-    """Which part of the weights."""
+    """Number of the part of the weights."""
     phase: Annotated[int, Meta(ge=0, le=2)] = 0
-    """0 = between pairs; 1 = parts to those who average them, 2 = averages back (group methods)."""
+    """0 = between pairs; 1 = parts to the peers that average them, 2 = averages back (group methods)."""
     group: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
-    """Who takes part, in group methods, and how: first 64 bits of sha256 of the outer learning rate, the outer momentum
+    """For group methods, who takes part and how: first 64 bits of sha256 of the outer learning rate, the outer momentum
     and the sorted peer ids, separated by blanks."""
     codec: Codec = "float32"
     reach: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
-    """Root mean square per value of how far these weights may be from the receiver's, as far as the sender can tell."""
+    """The sender's estimate of the root mean square distance per value between these weights and the receiver's."""
     written_out: Count = 0
     """Blocks of a lattice codec that are sent in float32 besides."""
     version: Count = 0
@@ -65,7 +66,7 @@ class AverageHead(msgspec.Struct, frozen=True):
 
 
 class WeightsHead(msgspec.Struct, frozen=True):
-    """Of each half of an exchange that hands over all trained weights."""
+    """Head of each half of an exchange that hands over all trained weights."""
 
     protocol: Count
     swarm: Hash64
@@ -75,14 +76,14 @@ class WeightsHead(msgspec.Struct, frozen=True):
 
 
 class StateHead(msgspec.Struct, frozen=True):
-    """Of each half of an exchange that hands over trained weights of a stage."""
+    """Head of each half of an exchange that hands over trained weights of a stage."""
 
     protocol: Count
     swarm: Hash64
     architecture: Hash16
-    """Equal for those who hold stages of one policy, in whichever crew."""
+    """Equal for peers that hold stages of one policy, in any crew."""
     stage: StageNumber
-    """Whose weights."""
+    """Stage whose weights are exchanged."""
     replica: bool
     """The copy that the asked peer keeps for another, rather than its own."""
     first: LayerNumber
@@ -90,7 +91,7 @@ class StateHead(msgspec.Struct, frozen=True):
     end: LayerNumber
     """... to before this one."""
     rest: bool
-    """And what belongs to no layer: embedding, norm, head."""
+    """Whether weights that belong to no layer are included: embedding, norm, head."""
     updates: Count = 0
     """Optimiser updates behind them; 0 in the request."""
     omega: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
@@ -98,7 +99,8 @@ class StateHead(msgspec.Struct, frozen=True):
 
 
 class KeepHead(msgspec.Struct, frozen=True):
-    """Of each half of an exchange in which a peer asks another to keep a stage; it asks again until that has it."""
+    """Head of each half of an exchange in which a peer asks another to keep a stage. It asks again until the other has
+    it."""
 
     protocol: Count
     swarm: Hash64
@@ -110,12 +112,12 @@ class KeepHead(msgspec.Struct, frozen=True):
 
 
 class BlobHead(msgspec.Struct, frozen=True):
-    """Of each half of an exchange that hands over a listing or a piece of the swarm's model (`model_listing`)."""
+    """Head of each half of an exchange that hands over a listing or a piece of the swarm's model (`model_listing`)."""
 
     protocol: Count
     swarm: Hash64
     sha256: Hash64
-    """Of the body."""
+    """Digest of the body."""
 
 
 _codecs: dict[type, RecordCodec[Any]] = {

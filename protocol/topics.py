@@ -1,9 +1,9 @@
-"""Names in a swarm: gossip topics, DHT keys, and which task a peer has in which slot.
+"""Names in a swarm: gossip topics, DHT keys, and the task of a peer's slot.
 
-shard  = sha256("shard" | peer) mod shards                       whose rollouts travel on which topic
-bucket = first nibble of sha256(peer)                             where a peer's card lies in the DHT
-task   = f(sha256("task" | swarm | peer | epoch | slot))          what a peer may publish answers to
-place  = frac(sha256("place" | swarm | peer | epoch) / 2^64 + slot / golden ratio)      which source it is from
+shard  = sha256("shard" | peer) mod shards                       topic on which a peer's rollouts travel
+bucket = first nibble of sha256(peer)                            DHT key under which a peer's card lies
+task   = f(sha256("task" | swarm | peer | epoch | slot))         task to which a peer may publish answers
+place  = frac(sha256("place" | swarm | peer | epoch) / 2^64 + slot / golden ratio)      source of that task
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def slot_key(swarm: str, peer: str, epoch: int, slot: int) -> str:
 
 
 def slot_place(swarm: str, peer: str, epoch: int, slot: int) -> float:
-    """Which source the task of that slot is from: a point in [0, 1), to be read on the sources' weights laid end to
-    end. Slots of one epoch follow the golden-ratio sequence, so any run of slots covers the sources evenly."""
+    """The source of the task in that slot, as a point in [0, 1) on the sources' weights laid end to end. The slots of
+    one epoch follow the golden-ratio sequence, so any run of slots covers the sources evenly."""
     return (_number("place", swarm, peer, str(epoch)) / 2**64 + slot / GOLDEN) % 1.0
 
 
