@@ -1,10 +1,10 @@
-"""Which addresses may be dialled now. Pure: `now` (Unix seconds) comes in.
+"""Decides which addresses may be dialled now. Pure: `now` (Unix seconds) comes in.
 
     address -> (id that must prove its key there, endpoint) -> free / once in ten minutes / not within the budgets
 
 Cards are written by strangers and may name the address of a bystander. So an endpoint (host and port) at which the id
-has never proved its key is dialled once in a long while, however many cards name it, and the endpoints of one host and
-of all hosts have a budget each. A proof gives its try back: a swarm of honest peers on one host uses up nothing.
+has never proved its key is dialled rarely, however many cards name it. One host's endpoints, and all together, have a
+budget. A proof gives its try back, so a swarm of honest peers on one host uses up nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import TypeVar
 from protocol.hosts import host_address, neighbourhood
 
 UNPROVEN_WAIT_S = 600.0
-"""Between two tries of an endpoint at which nobody has proved a key: a swarm of 1,000 nodes then dials a bystander that
-cards name less than twice a second, and a peer that was away for a while is found again."""
+"""Time between two tries of an endpoint at which nobody has proved a key. A swarm of 1,000 nodes then dials a bystander
+that cards name less than twice a second, and a peer that was away for a while is found again."""
 INHABITED_WAIT_S = 60.0
-"""Between two tries of an endpoint at which other ids have proved their keys: a process that was started anew has a new
-gossip id, and is no bystander."""
+"""Time between two tries of an endpoint at which other ids have proved their keys. A process that was restarted has a
+new gossip id, and is no bystander."""
 HOST_TRIES = 16
 """Endpoints of one host that are tried in `UNPROVEN_WAIT_S` without a proof: as many peers behind one router as join at
 the same moment."""
@@ -34,12 +34,13 @@ of which one answers."""
 MAX_PROVEN = 4096
 """Proofs that are remembered, about 150 bytes each; those renewed longest ago are forgotten first."""
 PROOF_S = 24 * 3600.0
-"""Life of a proof: addresses of homes and clouds pass to other people within days, who would be dialled for ever in
-place of a peer that is gone. A peer that is connected proves its key anew each round."""
+"""Life of a proof. Addresses of homes and clouds pass to other people within days; these would be dialled for ever in
+place of a peer that is gone. A connected peer proves its key anew each round."""
 MAX_HINTS = 256
 """Ids that were found in place of others and are still to be dialled."""
 NAMES = "names"
-"""The host of all DNS names together: nothing but resolving tells whether two are one, and a zone may hold millions."""
+"""The host of all DNS names together. Only resolving shows whether two names are one host, and a zone may hold
+millions."""
 
 Endpoint = tuple[str, int]
 """Canonical host and port."""
@@ -48,7 +49,7 @@ _V = TypeVar("_V")
 
 
 class Dials:
-    """What one node has dialled, and who proved a key where."""
+    """The dials of one node, and where peers proved their keys."""
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
@@ -97,8 +98,8 @@ class Dials:
 
     def may(self, address: str, now: float, owner: str = "") -> bool:
         """Whether `address` may be dialled now. `owner` is the peer whose card names it, if that is not the id at its
-        end: for a peer that proved its key at a host, other ports of that host count once each, however often they are
-        dialled (one of them may be its gossip process, started anew)."""
+        end. If the owner proved its key at a host, each other port of that host uses the budget only once, however
+        often it is dialled: it may be the owner's gossip process after a restart."""
         id, endpoint = claim(address)
         if endpoint is None:
             return False
@@ -113,7 +114,7 @@ class Dials:
         return self._hosts.get(_group(endpoint[0]), 0) < HOST_TRIES and not self._is_minute_used_up(now)
 
     def take(self, address: str, now: float, owner: str = "") -> bool:
-        """Whether `address` may be dialled now; if so, that it is dialled is remembered, else it is counted."""
+        """Whether `address` may be dialled now. If so, the dial is remembered; if not, the refusal is counted."""
         if not self.may(address, now, owner):
             self.refused["dials"] += 1
             return False
@@ -132,7 +133,7 @@ class Dials:
         return pair in self._given or pair in self._proven or host in self._given
 
     def _is_minute_used_up(self, now: float) -> bool:
-        """Whether as many were tried in the last minute as may be."""
+        """Whether the last minute's tries are used up."""
         first = next(islice(reversed(self._tried.values()), MINUTE_TRIES - 1, None), None)
         return first is not None and first > now - MINUTE_S
 
@@ -162,7 +163,7 @@ def _remember(memory: OrderedDict[_K, _V], key: _K, value: _V, most: int) -> Non
 
 
 def _drop_old(memory: OrderedDict[_K, float], before: float) -> None:
-    """Forget what was remembered at or before this time."""
+    """Forget entries of this time and before."""
     while memory and next(iter(memory.values())) <= before:
         memory.popitem(last=False)
 

@@ -1,4 +1,4 @@
-"""What a model is made of, so that its files may come from anybody.
+"""The listing of a model's files, which makes it safe to take them from anybody.
 
     piece    PIECE_BYTES of a file, the last one fewer
     listing  canonical JSON (sorted keys, no blanks) of {"files": [{"name", "pieces": [sha256, ...], "size"}]}, by name
@@ -6,8 +6,8 @@
 
     asker --(head: sha256)--> member          member --(head | the listing, or the piece, of that sha256)--> asker
 
-Whoever has the link has the digest, so the listing is believed from whoever gives it, and each piece as it arrives:
-a wrong one is known at once, and so is who gave it.
+The link leads to the digest, so a listing from any peer can be checked, and each piece as it arrives. A wrong piece is
+noticed at once, and so is its sender.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ListedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file of a model."""
 
     name: Annotated[str, Meta(max_length=64)]
-    """In the model's directory, which has no others below it."""
+    """Name in the model's directory, which has no subdirectories."""
     pieces: Annotated[list[Hash64], Meta(min_length=1, max_length=MAX_MODEL_BYTES // PIECE_BYTES)]
     """sha256 of each piece."""
     size: Annotated[int, Meta(ge=1, le=MAX_MODEL_BYTES)]
@@ -84,7 +84,7 @@ def is_weights(name: str) -> bool:
 
 
 def names_of(found: Iterable[str]) -> list[str]:
-    """Those of the files `found` in a directory that loading reads, sorted: no shards beside weights in one file."""
+    """The names among `found`, sorted, that loading reads. Shards are left out if there is a file of all weights."""
     names = {name for name in found if name in OTHER_NAMES or is_weights(name)}
     if WHOLE_WEIGHTS in names:
         names = {name for name in names if name != INDEX and not SHARD.fullmatch(name)}
@@ -92,7 +92,7 @@ def names_of(found: Iterable[str]) -> list[str]:
 
 
 def encode_listing(listing: ModelListing) -> bytes:
-    """Its canonical form."""
+    """The canonical form of a listing."""
     return msgspec.json.encode(listing, order="deterministic")
 
 

@@ -1,20 +1,20 @@
-"""Whom a node knows, whom it dials next and whom it keeps talking to. Pure: `now` (Unix seconds) and `rng` come in.
+"""The peers that a node knows: which it dials next, which connections it keeps. Pure: `now` (Unix s) and `rng` come in.
 
     table = PeerTable(me, rng, dials); table.learn(addresses, now, bootstrap=True); table.read_cache(file, now)
 
     every few seconds, after a lookup:
         table.see(peer, card, now)                       each card found
-        table.set_connected(peers, now)                  who is connected on the DHT
+        table.set_connected(peers, now)                  peers connected on the DHT
         table.to_dial(now)                               -> {peer: addresses}: dial all of a peer's at once
         table.ghosts(gossip connections, now)            -> gossip ids to hang up on
         table.gossip_to_dial(shards, most, gossip connections, now)    -> {gossip id: addresses}
         table.write_cache()                              -> file, now and then
 
-Handing an address out counts as a try; being connected takes all tries back. Between tries the wait doubles, at most
-to `BOOTSTRAP_WAIT_S` or `OTHER_WAIT_S`, and is drawn from its upper half. Bootstrap peers are dialled for ever; others
-while their card is missing (they may be in another part of the swarm, which so merges with ours) or while too few peers
-are connected. An address at which nobody proved a key is dialled as `protocol.dials` allows: `to_dial` looks at it,
-its caller takes it; `gossip_to_dial` takes what it hands out. Nothing that strangers say grows beyond its bound.
+Handing out an address counts as a try, and a connection resets the count. The wait between tries doubles, up to
+`BOOTSTRAP_WAIT_S` or `OTHER_WAIT_S`, and is drawn from its upper half. Bootstrap peers are dialled for ever. Others are
+dialled while their card is missing, because they may be in another part of the swarm, or while too few peers are
+connected. `protocol.dials` decides when an address is dialled at which nobody proved a key: `to_dial` only checks,
+and its caller takes the try; `gossip_to_dial` takes the try itself. All memory is bounded, whatever strangers send.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ WANTED = 8
 MAX_DIALS = 4
 """Peers handed out at a time, bootstrap peers not counted."""
 MAX_KNOWN = 256
-"""Peers with addresses that are kept from round to round: all bootstrap peers, then those that were connected once, up
-to half, then those with a card, each time the latest heard of: a flood of cards does not push out who proved good."""
+"""Peers whose addresses are kept from round to round: all bootstrap peers, then peers that were connected once, up to
+half, then peers with a card; in each group, the latest heard of. A flood of cards does not push out peers that
+worked."""
 MAX_CARDS = 4096
 """Live cards: 8 MB at their largest."""
 NEWCOMER_CARDS = 1024
-"""Of which newcomers', once the rest is taken: a newcomer then displaces another one by chance, so that a flood neither
-pushes members out nor keeps honest newcomers from ever being seen."""
+"""Cards among these that are kept for newcomers once the rest is full. A newcomer then displaces another newcomer at
+random: a flood neither pushes out members nor hides honest newcomers for ever."""
 HUBS = 3
 """Hubs that a node keeps gossip connections to: one may be busy and one may go away."""
 UNREACHABLE_TRIES = 2
-"""More tries of a gossip address without success and it counts as unreachable."""
+"""After more tries than this without success, a gossip address counts as unreachable."""
 GOSSIP_DIAL_S = 15.0
 """A gossip address that may not be dialled again soon counts as unreachable so long after it was: a dial takes 10 s."""
 GHOST_S = 8.0
@@ -66,11 +67,11 @@ MAX_CACHE_BYTES = 1024 * 1024
 
 
 class CachedPeer(msgspec.Struct, frozen=True):
-    """What a cache file says of one peer."""
+    """One peer in a cache file."""
 
     addresses: Annotated[list[Address], Meta(min_length=1, max_length=2 * MAX_ADDRESSES)]
     seen: Time
-    """When it was last heard of."""
+    """Unix time of the last sign of the peer."""
 
 
 _cache_decoder = msgspec.json.Decoder(Annotated[list[CachedPeer], Meta(max_length=MAX_KNOWN)])
@@ -78,7 +79,7 @@ _cache_decoder = msgspec.json.Decoder(Annotated[list[CachedPeer], Meta(max_lengt
 
 @dataclass
 class _Tries:
-    """How often something was dialled since it last worked."""
+    """Tries to dial something since it last worked."""
 
     count: int = 0
     last_at: float = 0.0
@@ -98,9 +99,9 @@ class _Known:
     """A peer with addresses."""
 
     given: list[str] = field(default_factory=list)
-    """By manifest, flags or environment: kept for ever."""
+    """Addresses from the manifest, flags or environment: kept for ever."""
     told: list[str] = field(default_factory=list)
-    """By its latest card, or by the cache until there is one."""
+    """Addresses from the latest card, or from the cache until there is a card."""
     seen: float = 0.0
     worked: bool = False
     """Was connected once."""
@@ -117,17 +118,17 @@ class PeerTable:
     def __init__(self, me: str, rng: random.Random, ttl_s: float = CARD_TTL_S, dials: Dials | None = None) -> None:
         self._me = me
         self.dials = dials
-        """What may be dialled; None = everything, for a network in which addresses lead nowhere else."""
+        """Limits on dials; None = everything may be dialled, for a network in which addresses lead nowhere else."""
         self._rng = rng
         self._ttl_s = ttl_s
         self._known: dict[str, _Known] = {}
         self._cards: dict[str, tuple[PeerCard, float]] = {}
         """Peer id -> card and when it runs out."""
         self._newcomers: list[str] = []
-        """Those with a card that came when there was no other place; at most `NEWCOMER_CARDS`."""
+        """Peers with a card that got only a newcomer's place; at most `NEWCOMER_CARDS`."""
         self._connected: frozenset[str] = frozenset()
         self._heard = float("-inf")
-        """When a new card last came."""
+        """Time of the latest new card."""
         self._gossip: dict[str, _Tries] = {}
         self._out_of_reach: set[str] = set()
         """Gossip ids none of whose addresses may be dialled now."""
@@ -135,7 +136,7 @@ class PeerTable:
         """Gossip id -> since when it is connected without a card."""
 
     def __len__(self) -> int:
-        """Peers whose addresses are remembered beyond their cards."""
+        """Number of peers whose addresses are remembered beyond their cards."""
         return len(self._known)
 
     # ----------------------------------------------------------------- what it is told
@@ -176,14 +177,14 @@ class PeerTable:
             known.told, known.seen = told, now
 
     def set_connected(self, peers: Iterable[str], now: float) -> None:
-        """Who is connected now, whoever dialled."""
+        """Peers that are connected now, whichever side dialled."""
         self._connected = frozenset(peers)
         for peer in self._connected & self._known.keys():
             known = self._known[peer]
             known.seen, known.worked, known.tries = now, True, _Tries()
 
     def _make_room(self, peer: str) -> None:
-        """For one more card; the newcomer that gives way to it, if one must, is drawn by chance."""
+        """Make room for one more card. If a newcomer must give way, it is drawn at random."""
         if len(self._cards) - len(self._newcomers) < MAX_CARDS - NEWCOMER_CARDS:
             return
         if len(self._newcomers) >= NEWCOMER_CARDS:
@@ -204,7 +205,7 @@ class PeerTable:
     # ----------------------------------------------------------------- membership and the DHT
 
     def members(self, now: float) -> dict[str, PeerCard]:
-        """Peer id -> card of those whose card has not run out."""
+        """Peer id -> card, for cards that have not expired."""
         before = len(self._cards)
         self._cards = {peer: entry for peer, entry in self._cards.items() if _is_live(entry, now)}
         if len(self._cards) < before:
@@ -226,7 +227,7 @@ class PeerTable:
         return list(dict.fromkeys(self.told_by(peer) + known.told + known.given))
 
     def told_by(self, peer: str) -> list[str]:
-        """The addresses on a peer's card: what others may be told. Any thread may ask."""
+        """Addresses on a peer's card, which others may be told. Any thread may call this."""
         card = self._cards.get(peer)
         return [] if card is None else _addresses(peer, card[0])
 
@@ -262,7 +263,7 @@ class PeerTable:
 
     def gossip_to_keep(self, shards: Collection[int], most: int, now: float) -> list[str]:
         """At most `most` gossip ids to keep connections to, best first: `HUBS` hubs, then members, dealt to `shards` in
-        turn; unreachable ones last. None that serves no shard of these. The same every time, while it can be."""
+        turn; unreachable ones last. Peers that serve none of the shards are left out. The order is stable."""
         return self._keep(self._listening(now), shards, most)
 
     def _keep(self, listening: Iterable[PeerCard], shards: Collection[int], most: int) -> list[str]:
@@ -319,8 +320,8 @@ class PeerTable:
         return [way for way in ways[:MAX_ADDRESSES] if self._take(way, now, owners[way])]
 
     def ghosts(self, connected: Iterable[str], now: float, turn_s: float = 0.0) -> list[str]:
-        """Connected gossip ids that no live card has claimed for `GHOST_S`, and `turn_s` if it takes so long to look up
-        all cards. None while no new cards come or more than fit: then this node cannot tell, and gossip goes on."""
+        """Connected gossip ids that no live card has claimed for `GHOST_S`, and for `turn_s` if a lookup of all cards
+        takes that long. Empty while no new cards arrive or more cards exist than fit: then this node cannot tell."""
         claimed = {card.gossip_id for card in self.members(now).values()}
         if not 0.0 <= now - self._heard <= 2 * CARD_RENEWAL_S or len(self._cards) >= MAX_CARDS:
             self._unclaimed = {}
@@ -330,8 +331,8 @@ class PeerTable:
         return [gossip_id for gossip_id, since in self._unclaimed.items() if now - since > GHOST_S + turn_s]
 
     def _listening(self, now: float) -> list[PeerCard]:
-        """Cards of members that list gossip addresses: this node's own bootstrap peers first, then those that say that
-        they serve everybody; besides, in an order of this node's own."""
+        """Cards of members with gossip addresses: this node's bootstrap peers first, then peers that serve all shards.
+        Within each group, the order is this node's own."""
         return [card for _, card in self._listed(now)]
 
     def _listed(self, now: float) -> list[tuple[str, PeerCard]]:
@@ -367,8 +368,8 @@ class PeerTable:
         )
 
     def read_cache(self, data: bytes, now: float) -> None:
-        """Take in what `write_cache` wrote. Raises RemoteProtocolError (size or schema), and takes in nothing, if the
-        file is damaged."""
+        """Read the output of `write_cache`. Raises RemoteProtocolError (size or schema), and changes nothing, if it is
+        damaged."""
         for cached in parse_cache(data):
             self.learn(cached.addresses, min(cached.seen, now))
 
@@ -413,13 +414,13 @@ def _chance(me: str, peer: str) -> bytes:
 
 
 def _is_live(entry: tuple[PeerCard, float], now: float) -> bool:
-    """Not run out, nor of a time that is yet to come: then the clock was set back since."""
+    """Whether a card is neither expired nor dated in the future; the latter happens when the clock was set back."""
     card, expires = entry
     return expires > now and card.created <= now + MAX_CLOCK_SKEW_S
 
 
 def _addresses(peer: str, card: PeerCard) -> list[str]:
-    """Those of its own: nobody names addresses of others."""
+    """Addresses on a card that end in the peer's own id. Nobody can name addresses of others."""
     return [address for address in card.addresses if peer_of(address) == peer]
 
 

@@ -1,12 +1,11 @@
 """The port between a node and its peers, whatever carries it.
 
-All methods may be called from any thread and, but for `request`, return at once. Handlers run on the transport's own
-thread: they must be quick, and what they raise is counted and dropped.
+All methods may be called from any thread. All but `request` return at once. Handlers run on the transport's own thread
+and must be quick; their exceptions are counted and dropped.
 
-`request` is a question and its answer, whole in memory. `exchange` is for what is large: both peers send a body of
-known size at the same time, made and taken piece by piece, and either both are told that both arrived, or it failed.
-A `Channel` is for what goes on: messages both ways for as long as both live, in order, and the first to hear that the
-other does not.
+`request` is a question and its answer, whole in memory. `exchange` is for large bodies: both peers send a body of known
+size at the same time, piece by piece; either both learn that both bodies arrived, or the exchange has failed.
+A `Channel` carries messages both ways, in order, as long as both peers live, and notices when the other one does not.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from protocol.messages import PeerCard
 from protocol.transports.refusals import Refused
 
 Handler = Callable[[bytes], None]
-"""Told the bytes of each message on a topic, as its sender sealed them; whoever forwarded them is not known."""
+"""Called with the bytes of each message on a topic, as its author signed them. The forwarder is not known."""
 Server = Callable[[str, bytes], bytes]
 """(caller's peer id, payload) -> response. Raises `RemoteProtocolError` to refuse."""
 
 Sink = Callable[[memoryview], None]
 """Takes the next piece of a body, at most `MAX_CHUNK_BYTES`; the memory is lent for the call. Raises
-`RemoteProtocolError` to end the exchange. What it was given is worth nothing before the exchange is done."""
+`RemoteProtocolError` to end the exchange. The pieces are worth nothing until the exchange has succeeded."""
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What one side of an exchange sends."""
+    """The data that one side of an exchange sends."""
 
     head: bytes
-    """At most `MAX_HEAD_BYTES`."""
+    """Head of at most `MAX_HEAD_BYTES`."""
     size: int = 0
     """Bytes of the body."""
     pieces: Callable[[], Iterable[bytes | memoryview]] = tuple
@@ -43,18 +42,18 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a peer that was asked to exchange has to say to it."""
+    """The answer of a peer that was asked to exchange."""
 
     ours: Outgoing
     sink: Sink
     done: Callable[[Exception | None], None]
-    """Called once, on a worker thread, whatever happens: `None` = both bodies have arrived whole, and both peers know.
-    If the very last byte is lost, one of the two has been told of success and the other has not."""
+    """Called once, on a worker thread, in every case. `None` = both bodies have arrived whole, and both peers know. If
+    the very last byte is lost, one peer is told of success and the other is not."""
 
 
 Acceptor = Callable[[str, bytes, int], Accepted]
-"""(caller's peer id, its head, the size of its body) -> what to send it and where its body goes. Runs on a worker
-thread, before anything of the body is read. Raises `RemoteProtocolError` to refuse."""
+"""(caller's peer id, its head, size of its body) -> answer. Runs on a worker thread, before anything of the body is
+read. Raises `RemoteProtocolError` to refuse."""
 
 
 class Channel(Protocol):
@@ -62,31 +61,31 @@ class Channel(Protocol):
 
     @property
     def peer(self) -> str:
-        """Who is at the other end."""
+        """Peer id at the other end."""
 
     def send(self, head: bytes, *body: bytes | memoryview) -> bool:
-        """Queue a message; the parts of the body must stay as they are until it has left. Never waits. False if the
-        channel is closed. A channel whose peer takes too little for too long is closed."""
+        """Queue a message. The parts of the body must not change until it has left. Never waits. Returns False if the
+        channel is closed. A channel whose peer is too slow for too long is closed."""
 
     def close(self) -> None:
-        """What is queued may be lost. `closed` is called, if it has not been."""
+        """Close the channel. Queued messages may be lost. `closed` is called if it has not been."""
 
 
 @dataclass(frozen=True)
 class Listener:
-    """What is done with a channel's messages; called on the transport's own thread, so quickly."""
+    """Callbacks of a channel. They run on the transport's own thread and must be quick."""
 
     judge: Callable[[bytes, int], None]
-    """Told the head of a message and the size of its body before anything of that is read or allocated. Raises
-    `RemoteProtocolError`: counted, and the channel is closed."""
+    """Called with the head of a message and the size of its body, before the body is read or allocated. Raises
+    `RemoteProtocolError` to count it and close the channel."""
     received: Callable[[bytes, bytearray], None]
-    """Told head and body of a message."""
+    """Called with head and body of a message."""
     closed: Callable[[str], None]
     """Called once, when nothing more will come, and why: the peer has closed it, is gone, or was silent."""
 
 
 class Transport(Protocol):
-    """What the rest of a node may do to the network."""
+    """The operations that a node has on the network."""
 
     @property
     def peer_id(self) -> str:
@@ -94,10 +93,10 @@ class Transport(Protocol):
 
     @property
     def addresses(self) -> list[str]:
-        """Where this node listens for others (multiaddresses, those worth telling first)."""
+        """Multiaddresses at which this node listens, most useful first."""
 
     def subscribe(self, topic: str, handler: Handler) -> None:
-        """Have `handler` told of every message on `topic` from others; once per message."""
+        """Call `handler` once for every message of others on `topic`."""
 
     def publish(self, topic: str, data: bytes) -> bool:
         """Send to all subscribers of `topic`, best effort. False if it was dropped here, because the queue is full."""
@@ -120,38 +119,37 @@ class Transport(Protocol):
         answered: Callable[[bytes, int], Sink],
         timeout: float,
     ) -> Future[None]:
-        """Exchange bodies with one peer, in the background. `answered` is told the peer's head and the size of its
-        body before anything of that is read, and says where it goes, or raises `RemoteProtocolError`. The future is
-        done when both bodies have arrived whole (length and sha256) and both peers know; it fails with
-        `PeerUnreachable`, `RemoteProtocolError` for a refusal or a body that is torn or altered, or
-        `LocalProtocolError` for a fault in a callback of this node, which is reported too. Callbacks run on worker
-        threads, of which there are few: they must not wait for other things to happen. Raises `LocalProtocolError` for
-        a head or a size that no peer would take."""
+        """Exchange bodies with one peer, in the background. `answered` is called with the peer's head and the size of
+        its body before the body is read; it returns the sink, or raises `RemoteProtocolError`. The future is done when
+        both bodies have arrived whole (length and sha256) and both peers know. It fails with `PeerUnreachable`; with
+        `RemoteProtocolError` for a refusal or a damaged body; or with `LocalProtocolError` for a fault in a callback of
+        this node, which is also reported. Callbacks run on a few worker threads and must not wait for other events.
+        Raises `LocalProtocolError` for a head or a size that peers would refuse."""
 
     def listen(self, method: str, opened: Callable[[Channel], Listener]) -> None:
         """Take channels that others open for `method`. `opened` runs on the transport's own thread and raises
         `RemoteProtocolError` to refuse."""
 
     def connect(self, peer: str, method: str, opened: Callable[[Channel], Listener]) -> Channel:
-        """Open a channel to a peer, in the background; returns at once, when `opened` has said who listens. Messages
-        may be sent at once; if the peer cannot be reached or refuses, the listener is told that it is `closed`."""
+        """Open a channel to a peer, in the background. Returns when `opened` has returned the listener. Messages may be
+        sent at once. If the peer cannot be reached or refuses, the listener's `closed` is called."""
 
     def announce(self, card: PeerCard) -> None:
-        """Tell the swarm who this is; renewed by the transport, with its own addresses, until `close`."""
+        """Publish this node's card. The transport renews it, with its own addresses, until `close`."""
 
     def members(self) -> Mapping[str, PeerCard]:
-        """Peer id -> card of those whose card has not run out, this node left out. As last looked up; never waits."""
+        """Peer id -> card, for other peers' cards that have not expired, as of the last lookup. Never waits."""
 
     def too_new(self) -> str:
-        """What a peer calls itself whose card is of a newer protocol than this node reads; empty = there was none."""
+        """Name of a peer whose card is of a newer protocol than this node reads; empty = there was none."""
 
     def stats(self) -> Mapping[str, float]:
         """Running totals and levels: `peers`, `bytes_in`, `bytes_out`, `messages_in`, `messages_out`, `dropped`,
-        `restarts/gossip`, `restarts/dht`, and `rejected/<reason>` for what never reached a handler."""
+        `restarts/gossip`, `restarts/dht`, and `rejected/<reason>` for messages that reached no handler."""
 
     def refusals(self) -> Mapping[str, Refused]:
-        """Source (peer id, IPv4 address, or /64 of IPv6) -> what it was refused, for which reasons; of the latest
-        sources. Part of what `stats` counts: some refusals have no source that is known."""
+        """Source (peer id, IPv4 address, or /64 of IPv6) -> refusals, for the latest sources. `stats` counts more: some
+        refusals have no known source."""
 
     def close(self) -> None:
-        """Say goodbye and stop; within a few seconds, whatever happens."""
+        """Say goodbye and stop, within a few seconds in every case."""

@@ -1,10 +1,10 @@
-"""Bounds on what a node sends and receives.
+"""Limits on the bytes a second that a node sends and receives.
 
     half of each limit    the streams: exchanges, requests, channels         here, before p2pd
     the other half        gossip                                             at its TCP connections, in its process
 
-What the DHT says is counted against the streams' half and never held back. What p2pd relays for others (`--relay`) is
-not seen here, so a limit does not bound it.
+DHT traffic is counted against the streams' half and never delayed. Streams that p2pd relays for others (`--relay`) do
+not pass through here, so the limits do not include them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from protocol.budgets import TokenBucket
 
 BURST_S = 0.25
-"""What was not used for so long may be made up for."""
+"""Unused bandwidth of this time may be made up for."""
 PIECE_BYTES = 2**14
 OVERHEAD = 1.08
 """Bytes on the wire for one of ours: libp2p's encryption and multiplexing, TCP and IP."""
@@ -45,13 +45,14 @@ class Bandwidth:
 
 
 class PacedReader:
-    """An `asyncio.StreamReader` that takes no more than `limit` allows; the sender feels it as a slow network. Whatever
-    a reading waits for `limit`, which all streams share, its `deadline` is put off by."""
+    """An `asyncio.StreamReader` that reads no faster than `limit` allows; to the sender, the network is slow. All
+    streams share `limit`. A read extends its `deadline` by its wait."""
 
     def __init__(self, reader: asyncio.StreamReader, limit: Bandwidth) -> None:
         self._reader, self._limit = reader, limit
         self._unpaid_s = LATENCY_S
-        """For what this stream took since it last waited: little, as beats are, does not wait for all others again."""
+        """Seconds for the bytes of this stream since its last wait. Small messages, such as beats, do not wait for
+        other streams."""
 
     async def read(self, n: int = -1, deadline: asyncio.Timeout | None = None) -> bytes:
         data = await self._reader.read(min(n, PIECE_BYTES) if n >= 0 else PIECE_BYTES)
@@ -76,14 +77,14 @@ class PacedReader:
 
 
 class PacedWriter:
-    """An `asyncio.StreamWriter` whose `drain` sends, no faster than `limit` allows. What is short leaves at once; it is
-    the next that `drain` has wait."""
+    """An `asyncio.StreamWriter` whose `drain` sends no faster than `limit` allows. Short data leaves at once, and the
+    next `drain` waits for it."""
 
     def __init__(self, writer: asyncio.StreamWriter, limit: Bandwidth) -> None:
         self._writer, self._limit = writer, limit
         self._queue: deque[memoryview] = deque()
         self._owed_s = 0.0
-        """For what has left, and was not waited for yet."""
+        """Seconds for bytes that have left and were not waited for yet."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
@@ -94,7 +95,7 @@ class PacedWriter:
             self._writer.write(view)
 
     async def drain(self, deadline: asyncio.Timeout | None = None) -> None:
-        """Whatever it waits for `limit`, which all streams share, `deadline` is put off by."""
+        """Send what is queued. All streams share the limit, so `deadline` is extended by the wait for it."""
         await self._send(deadline)
         while self._queue:
             piece = self._queue.popleft()
@@ -126,14 +127,14 @@ async def drain(writer: asyncio.StreamWriter, deadline: asyncio.Timeout) -> None
 
 
 async def read(reader: asyncio.StreamReader, n: int, deadline: asyncio.Timeout | None) -> bytes:
-    """`reader.read(n)`, likewise."""
+    """`reader.read(n)`; waits for this node's own limit extend `deadline`."""
     paced: Any = reader
     data: bytes = await (paced.read(n, deadline) if isinstance(paced, PacedReader) else paced.read(n))
     return data
 
 
 async def read_exactly(reader: asyncio.StreamReader, n: int, deadline: asyncio.Timeout | None) -> bytes:
-    """`reader.readexactly(n)`, likewise."""
+    """`reader.readexactly(n)`; waits for this node's own limit extend `deadline`."""
     paced: Any = reader
     data: bytes = await (paced.readexactly(n, deadline) if isinstance(paced, PacedReader) else paced.readexactly(n))
     return data
@@ -145,7 +146,7 @@ def put_off(deadline: asyncio.Timeout | None, seconds: float) -> None:
 
 
 class Paces:
-    """Of the streams of one node."""
+    """The limits for the streams of one node."""
 
     def __init__(self, upload_mbit: float, download_mbit: float) -> None:
         """0 = no limit."""

@@ -1,16 +1,14 @@
-"""Which ports a node listens on: those wanted, those that it got last time, or the next free ones; and that nobody else
-does.
+"""Chooses the ports that a node listens on, and makes sure that no other program listens there.
 
     Port.take -> number -> p2pd or the gossip process listens there, seconds later -> Port.is_shared?
     claim of a number = the UDP port of that number, on loopback, bound by the node as long as it lives
 
-That nobody listens on a port does not tell that nobody is about to, and both of these programs set SO_REUSEPORT: two of
-them start on one port without complaint, and then share its connections. So parts of a node, and nodes of one machine,
-claim a port before they use it.
+A free port may be about to be taken: both programs set SO_REUSEPORT, so two of them can start on one port without an
+error, and then share its connections. So parts of a node, and nodes of one machine, claim a port before they use it.
 
     ports.json = {"31330": 31332}        wanted -> got; 0 and -1 = any was wanted; others have the address written down
-    the wanted port -> if it is taken, or any will do: the one got last time -> if that is taken: the next free one
-    a default that nobody asked for -> the one got last time goes before it: it may be another's, who is down just now
+    the wanted port -> if it is taken, or any will do: the last port -> if that is taken: the next free one
+    a default that the user did not choose -> the last port comes first: the default may belong to a node that is down
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from protocol.errors import LocalProtocolError
 from protocol.transports.settings import PORTS_TRIED, NetworkSettings, free_port, is_free
 
 TRIES = 20
-"""Of any port that the system names, before none is left."""
+"""Ports that the system may offer before the search ends."""
 LISTENING = "0A"
 
 
@@ -42,10 +40,10 @@ class Port:
         report: Callable[[str], None] = lambda sentence: None,
         named: bool = True,
     ) -> None:
-        """To listen on `ip`; `wanted` may be 0 = any, and unless `named` nobody asked for it; `last` = what was got
-        last time, or 0. `report` is told if it is not the wanted one."""
+        """Listen on `ip`. `wanted` may be 0 = any; unless `named`, it is only a default. `last` is the port of the last
+        run, or 0. `report` is called if the port is not the wanted one."""
         self.number = 0
-        """What was taken; 0 before."""
+        """The port that was taken; 0 before."""
         self._ip, self._wanted, self._named = ip, wanted, named
         self._last = last if 1024 <= last < 65536 else 0
         self._report = report
@@ -69,8 +67,8 @@ class Port:
         return self.number
 
     def is_shared(self) -> bool:
-        """Whether another program listens on it besides ours, so that each gets some of the connections. Only systems
-        with /proc know."""
+        """Whether another program listens on the port too, so that each gets some of the connections. Works only on
+        systems with /proc."""
         family = "tcp6" if ":" in self._ip else "tcp"
         try:
             lines = Path(f"/proc/net/{family}").read_text().splitlines()[1:]
@@ -104,7 +102,7 @@ class Port:
 
 
 def _claim(number: int) -> socket.socket | None:
-    """What holds `number` until it is closed; None if another holds it. Raises LocalProtocolError."""
+    """A socket that holds `number` until it is closed; None if another process holds it. Raises LocalProtocolError."""
     claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         claim.bind(("127.0.0.1", number))
@@ -161,7 +159,7 @@ def read_ports(file: Path) -> dict[int, int]:
 
 
 def note_ports(wanted: NetworkSettings, port: int, gossip_port: int, file: Path) -> None:
-    """Write down what was got. Raises OSError."""
+    """Write down the ports of this run. Raises OSError."""
     keys = wanted.port, wanted.gossip_port or -1  # both may be 0
     new = file.with_suffix(".new")
     new.write_bytes(msgspec.json.encode(dict(zip(keys, (port, gossip_port), strict=True))))

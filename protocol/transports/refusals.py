@@ -1,7 +1,7 @@
-"""What this node refused: totals by reason, and of the latest sources what each was refused for.
+"""Counts what this node refused: totals by reason, and the latest sources with their reasons.
 
-The source is the peer at the other end of the connection: it sent, or answered with, what was refused. It need not have
-made it. Where no peer has proven its key yet, the source is an IPv4 address or the /64 of an IPv6 one.
+The source is the peer at the other end of the connection that delivered the refused data; it need not be the author.
+Where no peer has proved its key yet, the source is an IPv4 address or the /64 of an IPv6 address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_SOURCES = 256
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """What one source was refused."""
+    """Refusals of one source."""
 
     reasons: dict[str, int]
     """Reason -> count."""
@@ -29,7 +29,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Refusals:
-    """Counts refusals. `totals` (reason -> count) is shared with its owner. Beyond `MAX_SOURCES` the source refused
+    """Counts refusals. `totals` (reason -> count) is shared with its owner. Beyond `MAX_SOURCES`, the source refused
     longest ago is forgotten. Reasons are this node's own words, so there are few."""
 
     def __init__(self, totals: Counter[str], now: Callable[[], float] = time.time) -> None:
@@ -57,7 +57,7 @@ class Refusals:
             self._sources[source] = msgspec.structs.replace(self._sources[source], address=ways[source])
 
     def by_source(self) -> dict[str, Refused]:
-        """Source -> what it was refused; a copy, which another thread may ask for."""
+        """Source -> its refusals; a copy, which any thread may ask for."""
         return dict(self._sources)
 
     def by_peer(self) -> dict[str, dict[str, int]]:

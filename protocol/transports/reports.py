@@ -1,7 +1,7 @@
-"""What people are told again and again, told ever more rarely.
+"""Reports repeated sentences ever more rarely.
 
 a sentence: at once -> again after FIRST_S at the earliest -> 2 FIRST_S -> ... -> LONGEST_S
-forgotten, so told at once again, if it did not come up for LONGEST_S; another sentence is another matter
+A sentence that did not come up for LONGEST_S is forgotten, and so reported at once. Sentences do not affect each other.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ LONGEST_S = 3600.0
 MAX_SENTENCES = 64
 """Remembered; beyond, the one that came up longest ago is forgotten."""
 _PASSING = re.compile(r"0x[0-9a-f]+|\d\d:\d\d:\d\d\S*")
-"""What differs from time to time: addresses of objects, times of day."""
+"""Parts of a sentence that vary: addresses of objects, times of day."""
 
 
 @dataclass
 class _Told:
     next_at: float
-    """When it may be told again."""
+    """When the sentence may be reported again."""
     pause: float
     came: float
-    """When it last came up."""
+    """When the sentence last came up."""
 
 
 class Reports:
-    """Calls `report` with the sentences that it is called with, but for those told a short while ago."""
+    """Passes sentences on to `report`, except those reported a short while ago."""
 
     def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report

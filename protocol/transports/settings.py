@@ -1,4 +1,4 @@
-"""How a node meets the network: what the user may set, and the addresses and ports that follow. No network yet."""
+"""Settings of the network, and the addresses and ports that follow from them. Nothing here uses the network."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ PORTS_TRIED = 100
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """Where a node listens, what it tells others, and how often."""
+    """Where a node listens, which addresses it announces, and how often it does its rounds."""
 
     listen: str = "0.0.0.0"
     """IP address to listen on."""
     port: int = 31330
     """TCP port of the DHT and of streams; the next free one if taken; 0 = any."""
     gossip_port: int = 31331
-    """TCP port of the gossip process; likewise."""
+    """TCP port of the gossip process; the next free one if it is taken; 0 = any."""
     named_ports: tuple[str, ...] = ("port", "gossip_port")
-    """Those of these two that the user asked for. The others are but a default: what was got last time goes before."""
+    """Those of these two ports that the user chose. The others are defaults: the port of the last run comes before
+    them."""
     announce: tuple[str, ...] = ()
     """Public IP addresses or host names (port forwarding), or whole multiaddresses of the DHT port."""
     dial_only: bool = False
@@ -43,15 +44,15 @@ class NetworkSettings:
     max_connections: int = 64
     """Gossip connections kept."""
     max_upload_mbit: float = 0.0
-    """Most that is sent, in Mbit/s (`pacing`); 0 = no limit."""
+    """Limit on sending, in Mbit/s (`pacing`); 0 = no limit."""
     max_download_mbit: float = 0.0
-    """Likewise received."""
+    """Limit on receiving, in Mbit/s; 0 = no limit."""
     card_ttl_s: float = CARD_TTL_S
     """Life of a card; one value for the whole swarm (shorter in tests)."""
     card_renewal_s: float = CARD_RENEWAL_S
-    """How often the own card is renewed."""
+    """Time between two renewals of the own card."""
     lookup_s: float = 5.0
-    """How often members are looked up, dialled and dropped."""
+    """Mean time between two rounds: members are looked up, dialled and dropped."""
 
 
 def free_port(ip: str, port: int) -> int:
@@ -66,7 +67,7 @@ def free_port(ip: str, port: int) -> int:
 
 
 def is_free(ip: str, port: int) -> bool:
-    """Whether nobody listens on `port`. Raises LocalProtocolError if nobody could."""
+    """Whether nobody listens on `port`. Raises LocalProtocolError if this process may not listen there."""
     return _bindable(ip, port) != 0
 
 
@@ -90,7 +91,8 @@ def listen_address(ip: str, port: int) -> str:
 
 
 def announced(settings: NetworkSettings, port: int, whole: bool = True) -> list[str]:
-    """Multiaddresses, without peer id, that the user wants told for `port`; `whole` = also those given in full."""
+    """Multiaddresses for `port`, without peer id, that the user wants announced. `whole` includes those given in
+    full."""
     addresses = []
     for item in settings.announce:
         if item.startswith("/"):

@@ -1,9 +1,9 @@
-"""The node's end of gossip: starts `gossip_sidecar` as a process of its own, talks to it, and starts it again when it
-dies. asyncio only: libp2p and hivemind cannot be imported into one process.
+"""The node's end of gossip: starts the gossip process (`sidecar`), talks to it, and restarts it when it dies. asyncio
+only, because libp2p and hivemind cannot be imported into one process.
 
     publish -> bounded queue -> stdin  | sidecar |  stdout -> on_message
 
-Nothing here waits for the sidecar: while it is away, messages queue up to their bounds, then are refused.
+Nothing here waits for the process. While it is away, messages queue up to a limit and are then refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_QUEUE, MAX_QUEUE_BYTES = 64, 16 * 2**20
 MAX_COMMANDS = 1024
 """Other commands waiting for it."""
 LOG_LINES, LOG_CHARS = 40, 400
-"""Of the sidecar's stderr that are kept."""
+"""Lines of the process's stderr that are kept, and characters of each."""
 CHUNK = 256 * 1024
 
 
@@ -68,7 +68,7 @@ class Stat(msgspec.Struct, frozen=True):
     rejected: dict[str, int]
     ways: dict[str, str] = {}
     sources: dict[str, Refused] = {}
-    """Of the life of the sidecar that was asked last."""
+    """Refusals since the gossip process was last started."""
 
 
 class GossipClient:
@@ -81,16 +81,17 @@ class GossipClient:
         report: Callable[[str], None],
         port: Port | None = None,
     ) -> None:
-        """`on_message` is told (topic, data); `report` a line for people when something went wrong. With a `port`, the
-        sidecar listens there and nowhere else; without, on that of the settings or the next free one."""
+        """`on_message` is called with (topic, data), `report` with a sentence for people when something went wrong.
+        With `port`, the process listens there and nowhere else; without, on the port of the settings or the next free
+        one."""
         self.settings = settings
         self._port = port
         self.on_message = on_message
         self.report = report
         self.on_restart: Callable[[], None] | None = None
-        """Told when a new sidecar is up: `gossip_id` and `addresses` have changed, all connections are gone."""
+        """Called when a new process is up: `gossip_id` and `addresses` have changed, and all connections are gone."""
         self.gossip_id = ""
-        """Of the sidecar that lives now or lived last."""
+        """Gossip id of the process that runs now or ran last."""
         self.addresses: list[str] = []
         """Multiaddresses of it, those worth telling first; none if it only dials."""
         self.restarts = 0
@@ -140,7 +141,7 @@ class GossipClient:
         self._send(Subscribe(topic))
 
     def dial(self, address: str) -> None:
-        """Connect to the gossip process at a multiaddress that ends in its id; `stat` tells whether it worked."""
+        """Connect to the gossip process at a multiaddress that ends in its id. `stat` shows whether that worked."""
         self._send(Dial(address))
 
     def drop(self, ids: list[str]) -> None:
@@ -148,7 +149,7 @@ class GossipClient:
         self._send(Drop(ids))
 
     async def stat(self) -> Stat:
-        """Raises PeerUnreachable if the sidecar does not answer within `ASK_S`."""
+        """Ask the process for its status. Raises PeerUnreachable if it does not answer within `ASK_S`."""
         self._asks += 1
         number, answer = self._asks, asyncio.get_running_loop().create_future()
         self._asked[number] = answer
@@ -245,7 +246,7 @@ class GossipClient:
                     self.report(f"{type(event).__name__} from gossip was dropped: {error!r}")
 
     def _is_elsewhere(self, port: int) -> bool:
-        """Whether a program that claims no ports was quicker."""
+        """Whether another program that claims no ports took this port first."""
         if self._port is None or (port == self._port.number and not self._port.is_shared()):
             return False
         self._log.append(f"port {self._port.number} was taken meanwhile")
@@ -341,7 +342,7 @@ class GossipClient:
 
 
 async def _drain(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
-    """Throw away what is still on stdout: a pipe that nobody reads is never closed, and `wait` waits for that."""
+    """Discard what is still on stdout: a pipe that nobody reads is never closed, and `wait` waits for that."""
     assert process.stdout is not None
     await asyncio.wait([reading])
     while await process.stdout.read(CHUNK):
@@ -349,7 +350,7 @@ async def _drain(process: asyncio.subprocess.Process, reading: asyncio.Task[None
 
 
 async def _end(process: asyncio.subprocess.Process, patience: float) -> int:
-    """Its exit code; killed if it does not go by itself, now that its stdin is closed."""
+    """Exit code of the process. It is killed if it does not end by itself after its stdin was closed."""
     try:
         return await asyncio.wait_for(process.wait(), patience)
     except TimeoutError:

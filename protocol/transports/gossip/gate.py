@@ -1,11 +1,12 @@
-"""Which gossip messages are let in and passed on. All apply the same rules, so that bad ones die at their source.
+"""Decides which gossip messages are accepted and forwarded. All nodes apply the same rules, so bad messages stop early.
 
 budget of the connection -> size -> signature -> version -> schema -> swarm -> shard -> clock -> seen before
 -> rate of its author -> authors never heard before
 
-Authors and origins are names that a sender may make up, a connection is not: what it brings is counted whether it is
-let in or not, and what exceeds its budgets (`flood`) is blamed on it. An honest hub passes on only what it lets in, and
-each budget is more than a hub can let in through all its connections: it is not blamed for the floods of others.
+Authors and origins are names that a sender may make up; a connection is not. So everything that a connection brings is
+counted, accepted or not, and a connection that exceeds its budgets is blamed (`flood`). An honest hub forwards only
+what it accepts, and each budget is more than a hub can accept through all its connections: it is not blamed for floods
+of others.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from protocol.errors import RemoteProtocolError
 from protocol.transports.gossip.pipe import GossipSettings
 
 AUTHORS = 4096
-"""Authors whose rate is remembered; those heard of longest ago are forgotten first."""
+"""Authors whose rate is remembered. Those heard of longest ago are forgotten first."""
 CONNECTIONS = 1024
-"""Connections likewise: twice as many as there can be at a time."""
+"""Connections whose budgets are remembered: twice as many as there can be at a time."""
 SEEN = 65_536
 """Digests of messages let in that are remembered (16 bytes each)."""
 
 SHARD_AUTHORS = 64
 """Twice as many as a shard should have."""
 CONNECTION_MESSAGES = 4 * SHARD_AUTHORS * 60
-"""A minute: four times what a shard of authors who speak every second needs, and more than a Python process passes on
-(7 ms of CPU a message, measured at 5 KB)."""
+"""Messages a minute over one connection: four times the need of a shard whose authors speak every second, and more than
+a Python process forwards (7 ms of CPU a message, measured at 5 KB)."""
 CONNECTION_BYTES = 60_000 * CONNECTION_MESSAGES
-"""A minute, 15 MB a second: likewise, at 60 KB a message."""
+"""Bytes a minute over one connection, 15 MB a second: as many messages of 60 KB."""
 MAX_NEWCOMERS = AUTHORS // 4
 """A minute over one connection, however many shards there are: else `AUTHORS` would be forgotten at once."""
 GATE_NEWCOMERS, BLAMED_NEWCOMERS = 4, 8
-"""Times what one connection may bring: new authors let in over all of them; new authors that one may offer without
-blame. The first is the smaller one, so that a hub which several flooders use is not blamed for them."""
+"""Multiples of the newcomers of one connection: new authors accepted over all connections; new authors that one may
+offer without blame. The first is smaller, so that a hub that several flooders use is not blamed for them."""
 
 HARMLESS = frozenset({"version", "newer", "age", "future", "seen", "rate", "newcomers"})
 """Reasons that do not count against the forwarder: it may be older than us, its clock or counters may differ."""
@@ -55,7 +56,7 @@ class Gate:
         self._brought = Budgets(CONNECTIONS, max(CONNECTION_MESSAGES, 2 * messages), max(CONNECTION_BYTES, 2 * size))
         """All that comes over a connection."""
         self._said = Budgets(CONNECTIONS, messages, size)
-        """What the process at its other end signed itself."""
+        """Messages that the process at the connection's other end signed itself."""
         self._offered = Budgets(CONNECTIONS, BLAMED_NEWCOMERS * newcomers)
         self._introduced = Budgets(CONNECTIONS, newcomers)
         """New authors over a connection: all, and those let in."""

@@ -1,4 +1,4 @@
-"""GossipSub with hubs: peers whose mesh keeps all who dialled them, because these may have no other link."""
+"""GossipSub with hubs: the mesh keeps all peers that dialled this node, because they may have no other link."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from libp2p.rcmgr import Direction
 from protocol.transports.gossip.pipe import MAX_CONNECTIONS
 
 MAX_QUEUE, MAX_QUEUE_BYTES = 256, 16 * 2**20
-"""Frames that wait for one peer; the rest is lost to it. The library's 32 lose what a dozen peers say at once."""
+"""Frames that wait for one peer; more are lost to it. The library's 32 are fewer than a dozen peers send at once."""
 
 
 MIN_DIALLED = 2
@@ -28,16 +28,17 @@ LARGE_BYTES = 2048
 
 
 LINGER_S, LINGER_BYTES_PER_S = (0.01, 0.04), 4e6
-"""Large messages are passed on after this and a random part of the time they take at that speed: neighbours say
-meanwhile that they have them. Measured with four peers, all linked, 60 KB: 0.9 copies sent per peer instead of 2.2."""
+"""Large messages are forwarded after this pause and a random part of the time that they take at this speed. Meanwhile,
+neighbours report that they have them. Measured with four linked peers, 60 KB: 0.9 copies sent per peer instead of
+2.2."""
 
 
 GRAYLIST = -50.0
-"""Score below which a peer is banned: some six bad messages in a minute; what it delivers first earns at most 10."""
+"""Score below which a peer is banned: about six bad messages in a minute. Its first deliveries earn at most 10."""
 
 
 class HubGossipSub(GossipSub):
-    """GossipSub whose meshes keep all who dialled us, whatever the degree."""
+    """GossipSub whose meshes keep all peers that dialled this node, beyond the degree."""
 
     def __init__(self, degree: int) -> None:
         super().__init__(
@@ -86,17 +87,17 @@ class HubGossipSub(GossipSub):
         return dialled[: max(0, len(dialled) - self.degree)]
 
     def _dialled(self, peers: Iterable[ID]) -> list[ID]:
-        """Those of `peers` that we dialled."""
+        """The members of `peers` that this node dialled."""
         assert self.pubsub is not None
         network = self.pubsub.host.get_network()
         return [peer for peer in peers if any(_outbound(link) for link in network.get_connections(peer))]
 
     def _perform_opportunistic_grafting(self, topic: str, peers_to_graft: Any) -> int:
-        """Not done: it adds two peers a heartbeat until all are in."""
+        """Disabled: it would add two peers a heartbeat until all are in."""
         return 0
 
     async def _maintain_mesh_quality(self, topic: str) -> None:
-        """Not done: it replaces quiet peers by busy ones, and a leaf has no other."""
+        """Disabled: it would replace quiet peers by busy ones, and a leaf has no other."""
 
     async def publish(self, msg_forwarder: ID, pubsub_msg: rpc_pb2.Message) -> None:
         assert self.pubsub is not None
@@ -112,7 +113,7 @@ class HubGossipSub(GossipSub):
         self._pending_messages.clear()
 
     async def _emit_idontwant_for_message(self, msg_id: bytes, topic_ids: Iterable[str]) -> None:
-        """Done in `publish`, for those messages only where it is worth a frame."""
+        """Disabled: `publish` does it for messages that are large enough."""
 
     def send_rpc(self, peer_id: ID, rpc: rpc_pb2.RPC, priority: bool = False) -> None:
         """Queue a frame for a peer; the library's way of doing so copies messages twice for each."""
@@ -131,7 +132,7 @@ class HubGossipSub(GossipSub):
             known.add(message_id)
 
     def housekeeping(self) -> None:
-        """Forget what the library keeps for longer than it is of use."""
+        """Forget entries that the library keeps for too long."""
         self.equivocation_detection.clear()
         self.recent_message_deliveries.clear()
         now = int(time.time())

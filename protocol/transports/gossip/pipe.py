@@ -1,9 +1,9 @@
-"""What a node and its gossip process say to each other over the process's stdin and stdout.
+"""Messages between a node and its gossip process, over the process's stdin and stdout.
 
     frame = length of the rest (4 bytes, big-endian) | msgpack of one record below
 
-Frames to the process are `Command`s, frames from it `Event`s. Both sides refuse what is larger than `MAX_FRAME_BYTES`
-or not of the schema.
+Frames to the process are `Command`s, frames from it `Event`s. Both sides refuse a frame that is larger than
+`MAX_FRAME_BYTES` or not of the schema.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ MAX_FRAME_BYTES = MAX_BATCH_BYTES + 64 * 1024
 MAX_CONNECTIONS = 512
 """A Python process decrypts some 50 MB/s; beyond a few hundred connections it is not a useful hub."""
 MAX_HOST_CHARS = MAX_ADDRESS_CHARS - len("/dns4//tcp/65535/p2p/") - 52
-"""Of an announced host: with port and gossip id it must fit into an address."""
+"""Length of an announced host: with port and gossip id it must fit into an address."""
 STRETCH = 2
-"""What leaves within the swarm's limits may have waited for up to a minute on its way, and arrive with what is new."""
+"""Factor on the swarm's limits. Messages sent within them may be delayed for up to a minute and arrive with new
+ones."""
 
 Data = Annotated[bytes, Meta(max_length=MAX_BATCH_BYTES)]
 Topic = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -41,12 +42,12 @@ Port = Annotated[int, Meta(ge=0, lt=65536)]
 Slug = Annotated[str, Meta(max_length=64)]
 Reasons = Annotated[dict[Slug, Count], Meta(max_length=64)]
 MAX_TOLD = 32
-"""Sources of refusals told at a time: a status shows fewer."""
+"""Sources of refusals in a status."""
 Source = Annotated[str, Meta(max_length=64)]
 
 
 class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All that the gossip process is told at its start; always the first command."""
+    """Settings of the gossip process; always the first command."""
 
     swarm: Hash64
     shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)] = 1
@@ -57,26 +58,26 @@ class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
     dial_only: bool = False
     """Never listen."""
     announce: Annotated[list[Host], Meta(max_length=MAX_ADDRESSES)] = []
-    """IP addresses or host names under which others reach this port; told first."""
+    """IP addresses or host names under which others reach this port; announced first."""
     degree: Annotated[int, Meta(ge=1, le=64)] = 6
     """Peers that a message is passed on to, per topic; two thirds to double of it. Peers that dialled us come on top:
     they may have nobody else."""
     max_connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)] = 64
     messages_per_minute: Annotated[int, Meta(ge=1)] = 240
-    """Of one author, and of one process that we are connected with; the rest is refused and not passed on."""
+    """Messages of one author, and of one connected process. More are refused and not forwarded."""
     bytes_per_minute: Annotated[int, Meta(ge=1)] = 8 * 2**20
-    """Likewise."""
+    """Bytes of one author, and of one connected process. More are refused and not forwarded."""
     max_age_s: Annotated[float, Meta(gt=0)] = 600.0
     """Older batches are refused."""
     max_skew_s: Annotated[float, Meta(ge=0)] = MAX_CLOCK_SKEW_S
     """Batches from further in the future are refused."""
     upload_bytes_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Most that all connections send together; 0 = no limit."""
+    """Limit on what all connections send together; 0 = no limit."""
     download_bytes_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Likewise received."""
+    """Limit on what all connections receive together; 0 = no limit."""
     spoken: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
-    """Protocol versions that the node understands: the process may be started anew from files that were upgraded
-    meanwhile. Empty = those of its own code."""
+    """Protocol versions that the node understands. The process may have been restarted from files that were upgraded
+    meanwhile. Empty = the versions of its own code."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -109,7 +110,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """It listens, under this id."""
+    """The process listens under this id."""
 
     gossip_id: GossipId
     addresses: Annotated[list[PeerAddress], Meta(max_length=MAX_ADDRESSES)]
@@ -128,9 +129,9 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Levels now, totals since the process began."""
 
     number: Count
-    """Of the `Ask`."""
+    """Number of the `Ask`."""
     peers: Annotated[list[GossipId], Meta(max_length=MAX_CONNECTIONS)]
-    """Those that speak gossip with us."""
+    """Peers that speak gossip with this node."""
     mesh: Annotated[dict[Topic, Count], Meta(max_length=MAX_SHARDS)]
     """Peers that messages on a topic go to directly."""
     bytes_in: Count
@@ -145,7 +146,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ways: Annotated[dict[GossipId, PeerAddress], Meta(max_length=MAX_CONNECTIONS)] = {}
     """Gossip id -> address at the other end of its connection, without the id."""
     sources: Annotated[dict[Source, Refused], Meta(max_length=MAX_TOLD)] = {}
-    """IPv4 address, or /64 of IPv6 -> what was refused of it; those refused last."""
+    """IPv4 address, or /64 of IPv6 -> its refusals; the latest sources."""
 
 
 Command = GossipSettings | Subscribe | Publish | Dial | Drop | Ask
@@ -156,9 +157,9 @@ T = TypeVar("T")
 
 
 def gossip_settings(swarm: str, shards: int, limits: ManifestLimits, network: NetworkSettings) -> GossipSettings:
-    """Settings under which nobody who keeps to the swarm's `limits` is refused: a message carries at least one group.
+    """Settings that refuse no peer within the swarm's `limits`; a message carries at least one group.
 
-    Raises LocalProtocolError for what the gossip process would refuse.
+    Raises LocalProtocolError for settings that the gossip process would refuse.
     """
     settings = GossipSettings(
         swarm=swarm,
@@ -187,7 +188,7 @@ def frame(record: Any) -> bytes:
 
 
 class Frames(Generic[T]):
-    """Cuts a byte stream into records of type `T`; holds at most one frame and what came with it."""
+    """Cuts a byte stream into records of type `T`. Holds at most one frame and the bytes that came with it."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)

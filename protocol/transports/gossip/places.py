@@ -39,7 +39,7 @@ HANDSHAKE_S = 3.0
 PATIENCE_S = 10.0
 """While half of the room is free, a machine that is busy training may take longer."""
 MAX_HANDSHAKE_BYTES = 2**16
-"""An honest handshake takes less than 2 KB; the library would buffer whatever length it is told."""
+"""Bytes of a handshake. An honest one takes less than 2 KB; the library would buffer any length that it is told."""
 WINDOW_BYTES = 4 * 2**20
 """Largest receive window of a stream: 13 MB/s at 300 ms, as much as one connection may bring (`gossip_gate`)."""
 MAX_BUFFERED = 2 * WINDOW_BYTES
@@ -51,7 +51,7 @@ TURN_S = 60.0
 SETTLED_S = 60.0
 """The node hangs up within some ten seconds on ids that are on no member's card, so this is a member's."""
 OWN_SHARE = 16
-"""One in so many places is for those that this node dials: 4 of 64, twice what a mesh wants."""
+"""One in this many places is for connections that this node dials: 4 of 64, twice what a mesh needs."""
 
 
 @dataclass(eq=False)
@@ -59,16 +59,16 @@ class Link:
     """One TCP connection, as far as admission goes."""
 
     address: str
-    """Its neighbourhood (`hosts`)."""
+    """Neighbourhood of the connection's other end (`hosts`)."""
     inbound: bool
     since: float
-    """When it came, or took its place (seconds of a monotonic clock)."""
+    """When it arrived, or took its place (seconds of a monotonic clock)."""
     heard: float = 0.0
     """When it last sent anything."""
     heard_bytes: int = 0
-    """What it sent during its handshake."""
+    """Bytes that it sent during its handshake."""
     valid: bool = False
-    """Whether it brought a message that was let in."""
+    """Whether it brought a message that was accepted."""
 
     def proven(self, now: float) -> bool:
         return self.valid or now - self.since >= SETTLED_S

@@ -1,15 +1,15 @@
-"""Hosts of py-libp2p 0.8.1, hardened below pubsub: what a remote peer could do to one, and what is done against that.
+"""Hosts of py-libp2p 0.8.1, hardened below pubsub: possible attacks of a remote peer, and the defences here.
 
 undecodable handshake, error in a handler          ended the whole service    the connection or stream ends
-inbound connections                                counted, never discounted  admitted by `gossip_places`
+inbound connections                                counted, never discounted  admitted by `places`
 a length in a handshake or a stream's first words  believed, buffered         bounded
 identify, identify/push, ping                      served; all is kept        not served, not asked for
-streams opened again and again                     each a task                so many a minute, then the peer is banned
+streams opened again and again                     each a task                limited a minute, then the peer is banned
 frames, and bytes that nobody reads                buffered, up to 16 MiB     bounded (`safe_muxer`)
-peers known from hearsay                           dialled at random          only who the node names is dialled
+peers known from hearsay                           dialled at random          only peers that the node names are dialled
 
-Members need none of the protocols that are not served: they know each other's addresses from cards, and agree on the
-version of gossip when they open a stream. Of identify/push the library kept up to a megabyte for each of a thousand
+Members do not need the protocols that are not served: they know each other's addresses from cards, and agree on the
+version of gossip when they open a stream. For identify/push the library kept up to a megabyte for each of a thousand
 addresses that a stranger named.
 """
 
@@ -56,7 +56,7 @@ MAX_PROTOCOL_BYTES = 1024
 """The name of a protocol that a peer asks for, or agrees to, on a stream: the longest of ours has 17."""
 UNLIMITED = Bandwidth(0.0)
 STREAMS_PER_MINUTE = 60
-"""That one peer may open: an honest one opens a few when it connects, and one again when that broke."""
+"""Streams that one peer may open. An honest one opens a few when it connects, and one again when that broke."""
 REFUSED = {
     "connections": "all places for gossip connections are taken",
     "crowded": "a gossip connection gave way to one from a less busy address",
@@ -64,11 +64,11 @@ REFUSED = {
     "flood": "a gossip peer sent more than a peer may",
     "memory": "a gossip peer was hung up on to save memory",
 }
-"""Reason -> what is logged when it is first counted."""
+"""Reason -> sentence that is logged when the reason is first counted."""
 
 
 class Wire(ReadWriteCloser):
-    """A TCP connection that counts its bytes and tells when it is closed."""
+    """A TCP connection that counts its bytes and signals when it is closed."""
 
     def __init__(self, stream: Any, tcp: CountedTCP, inbound: bool) -> None:
         self._stream, self._tcp = stream, tcp
@@ -126,14 +126,14 @@ class CountedTCP(TCP):
         self.rejected: Counter[str] = Counter()
         """What was refused, by reason; here and in `SafePubsub`."""
         self.refusals = Refusals(self.rejected)
-        """The same by the neighbourhood that it came from (`neighbours`)."""
+        """Refusals by the neighbourhood that they came from (`hosts`)."""
         self.streams = Budgets(CONNECTIONS, STREAMS_PER_MINUTE)
         """Streams that each peer opened."""
         self.flooding: dict[ID, tuple[str, int] | None] = {}
         """Peers that `SafePubsub` has still to ban, and where they are connected from."""
 
     def refuse(self, reason: str, address: tuple[str, int] | None) -> None:
-        """Count, and log what is counted for the first time. `address` = the other end of the connection."""
+        """Count a refusal, and log the first of each reason. `address` is the other end of the connection."""
         if address is None:
             self.rejected[reason] += 1
         else:
@@ -226,7 +226,7 @@ class _ShortNames(Multiselect):
 
 
 class _ShortAnswers(MultiselectClient):
-    """The same for streams that this node opens."""
+    """Limits the length of names on streams that this node opens."""
 
     async def select_one_of(self, protocols: Any, communicator: Any, negotiate_timeout: int = 30) -> Any:
         return await super().select_one_of(protocols, _ShortReader(communicator.read_writer), negotiate_timeout)

@@ -1,10 +1,10 @@
-"""Yamux of py-libp2p 0.8.1 with bounds on what a peer may have lying unread.
+"""Yamux of py-libp2p 0.8.1 with limits on the unread bytes of a peer.
 
 mplex, which has no windows                            offered as well             not offered
 a stream's window                                      grows to 16 MiB             grows to `WINDOW_BYTES`
 a frame of up to 16 MiB                                collected, then looked at   refused by its length
 bytes beyond a stream's window                         buffered                    the connection ends
-what lies unread on a stream that was reset            kept for a minute           dropped at once
+unread bytes of a stream that was reset                kept for a minute           dropped at once
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ MAX_FRAME_BYTES = 256 * 1024
 
 
 class Flooded(trio.TooSlowError):
-    """A frame that is too long, or too many of them. Of the errors that reading a frame may raise, the library ends the
-    connection for `TooSlowError` alone, whatever the frame."""
+    """A frame that is too long, or too many frames. Of all errors in reading a frame, only `TooSlowError` makes the
+    library end the connection in every case."""
 
 
 class SafeYamux(Yamux):
     """One connection's streams."""
 
     on_flood: Callable[[], None] | None = None
-    """Told before the connection ends for what its peer sent."""
+    """Called before the connection ends because of what its peer sent."""
 
     def unread(self) -> int:
         """Bytes that arrived and that nothing here has read."""
@@ -68,6 +68,6 @@ class YamuxOnly(MuxerMultistream):
         super().__init__({TProtocol(PROTOCOL_ID): SafeYamux})
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
-        """As the library's, which makes a `Yamux` whatever class it was given."""
+        """Like the library's method, but makes a `SafeYamux`; the library makes a `Yamux` in any case."""
         protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
         return self._annotate_connection(SafeYamux(conn, peer_id, conn.is_initiator), conn, protocol)

@@ -1,16 +1,16 @@
-"""GossipSub of py-libp2p 0.8.1, hardened: what a remote peer could do to it, and what is done against that here.
+"""GossipSub of py-libp2p 0.8.1, hardened: possible attacks of a remote peer, and the defences here.
 
 undecodable frame or key, error in a handler       ended the whole service    the peer is banned
 message ids and topics invented by a peer          kept for ever              stripped before the library sees them
-addresses in peer records, peer exchange           stored, dialled            stripped likewise
+addresses in peer records, peer exchange           stored, dialled            stripped too
 two tasks that write to one stream                 frames interleave          one lock a stream
 a peer that stops reading                          blocks after 32 messages   its connection is closed
 data beyond the window, streams without end        buffered                   its connection is closed
-many peers that each have little lying unread      buffered                   the largest heap's connection is closed
-meshes that are cut to the usual degree            a hub drops its leaves     who dialled us is never pruned
-meshes that are full of leaves                     hubs do not link           two whom we dialled are always in
+many peers that each have little unread            buffered                   the largest heap's connection is closed
+meshes that are cut to the usual degree            a hub drops its leaves     peers that dialled us are never pruned
+meshes that are full of leaves                     hubs do not link           two peers that we dialled are always in
 
-All that touches the insides of py-libp2p is in this file and in `safe_host`.
+All code that touches the insides of py-libp2p is in this file, `hub_router`, `safe_host` and `safe_muxer`.
 """
 
 from __future__ import annotations
@@ -55,21 +55,22 @@ MAX_BANS = 4096
 STUCK_S = 20.0
 """A peer that reads nothing for so long, or does not speak gossip, is hung up on."""
 WATCH_S, BUFFERS_S = 1.0, 0.1
-"""Between two looks at peers, and at what all of them have lying unread while that is more than a quarter of the bound:
-some 5 MB can arrive within the shorter time, and less than three quarters of the bound within the longer one."""
+"""Time between two checks of peers; and of all unread bytes, while these are more than a quarter of the limit. Some 5
+MB can arrive within the shorter time, and less than three quarters of the limit within the longer one."""
 MAX_ALL_BUFFERED = 128 * 2**20
-"""Bytes lying unread of all connections together: with 100 MB of its own, the process stays far below `MAX_RSS`."""
+"""Unread bytes of all connections together. With 100 MB of its own, the process stays far below `MAX_RSS`."""
 MAX_GOSSIP_STREAMS = 3
 """Streams on which one peer sends gossip: one, and another after the first broke. Each may hold a frame."""
 MAX_STREAMS = 64
 """Streams of a connection; an honest one has three or four."""
 HOUSEKEEPING_S = 30.0
 MAX_SEEN = 100_000
-"""Message ids remembered, some 20 MB; forgotten all at once if ever reached (`Gate` still knows what was let in)."""
+"""Message ids remembered, some 20 MB. If there are ever more, all are forgotten; `Gate` still knows the accepted
+ones."""
 
 
 class SafePubsub(Pubsub):
-    """Pubsub that no frame of a peer can end, and that counts what it refuses by reason."""
+    """Pubsub that no frame of a peer can end. It counts refusals by reason."""
 
     router: HubGossipSub
 
@@ -83,9 +84,9 @@ class SafePubsub(Pubsub):
         harmless: frozenset[str],
         deliver: Callable[[str, bytes], None],
     ) -> None:
-        """`topics` = all that exist. `check` is told (topic, data, id of who signed the message, id of its forwarder)
-        and says why it is refused; reasons not in `harmless` count against the forwarder. `deliver` is told (topic,
-        data) of the rest."""
+        """`topics` are all that exist. `check` gets (topic, data, id of the signer, id of the forwarder) and returns
+        why the message is refused; reasons not in `harmless` count against the forwarder. `deliver` gets (topic, data)
+        of accepted messages."""
         known = frozenset(topics)
         super().__init__(
             host,
@@ -145,7 +146,7 @@ class SafePubsub(Pubsub):
             self._reading += Counter()  # forgets zeros
 
     def _sanitise(self, rpc: Any) -> None:
-        """Strip what we do not use, bound the rest."""
+        """Strip fields that are not used, and bound the others."""
         rpc.ClearField("senderRecord")
         _cut(rpc.publish, MAX_RPC_MESSAGES)
         _cut(rpc.subscriptions, self.max_subscriptions_per_rpc)
@@ -265,7 +266,8 @@ class SafePubsub(Pubsub):
         return [connection.muxed_conn for connection in self.host.get_network().get_connections(peer)]
 
     async def watch(self) -> None:
-        """For ever: hang up on peers that are banned, stuck, silent, or that flood below the reach of pubsub."""
+        """Watch peers for ever: hang up on those that are banned, stuck or silent, or that flood below the reach of
+        pubsub."""
         swept = trio.current_time()
         while True:
             end = trio.current_time() + WATCH_S

@@ -1,12 +1,12 @@
-"""The gossip process: GossipSub of py-libp2p under trio, told what to do by its parent over a pipe (`gossip_pipe`).
+"""The gossip process: GossipSub of py-libp2p under trio, controlled by its parent over a pipe (`pipe`).
 
     stdin  -> commands -> paced publisher -> mesh
-    mesh   -> gate (gossip_gate) -> bounded outbox -> stdout
+    mesh   -> gate (`gate`) -> bounded outbox -> stdout
 
     python -m protocol.transports.gossip.sidecar
 
-Its key is made anew at each start: a peer that came back under its old id would not be heard while others still hold
-its old connection. It ends when its stdin does, and when it has grown beyond `MAX_RSS`: its parent starts it again.
+It makes a new key at each start, because peers would ignore its old id while they still hold the old connection. It
+ends when its stdin ends, or when it has grown beyond `MAX_RSS`; then its parent starts it again.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from protocol.transports.pacing import Bandwidth
 from protocol.transports.settings import NetworkSettings, announced, free_port, listen_address
 
 PACE_S = 0.05
-"""Between two messages of ours: the library drops what exceeds 32 in a peer's queue."""
+"""Time between two of our messages: the library drops messages beyond 32 in a peer's queue."""
 MAX_PUBLISH = 8
 """Messages waiting to be published; then the pipe is not read, and fills."""
 MAX_OUT, MAX_OUT_BYTES = 512, 32 * 2**20
 """Events waiting for the parent; then the oldest is dropped."""
 DIAL_S = 10.0
 MAX_DIALS = 64
-"""Under way at a time; the node asks again for those it does without."""
+"""Dials under way at a time. The node asks again for the others."""
 CHUNK = 256 * 1024
 MAX_RSS = 512 * 2**20
 """A healthy process takes 90 to 150 MB."""
 HIGH_RSS, GROWTH_BYTES = MAX_RSS // 2, 4 * 2**20
-"""Beyond the first, a process that grew by the second since the last look hangs up on the connection that has brought
-the most since then: one flood after another ends, and the other links live."""
+"""Above `HIGH_RSS`, a process that grew by `GROWTH_BYTES` since the last check hangs up on the connection that brought
+the most since then. So floods end one after another, and the other links live."""
 MEMORY_S = 1.0
-"""In a second some 50 MB can arrive."""
+"""Time between two checks of memory; some 50 MB can arrive in it."""
 
 log = logging.getLogger("gossip")
 
@@ -245,7 +245,7 @@ def rss() -> int:
 
 
 def _own_ips(listen: str) -> list[str]:
-    """Where a listener on `listen` can be reached: this machine's address on its default route, and loopback."""
+    """IP addresses at which a listener on `listen` can be reached: the one on the default route, and loopback."""
     if listen not in ("0.0.0.0", "::"):
         return [listen]
     family, far, loopback = (
@@ -260,7 +260,7 @@ def _own_ips(listen: str) -> list[str]:
 
 
 async def commands_from(stdin: trio.lowlevel.FdStream) -> AsyncIterator[Command]:
-    """Until stdin ends. Raises RemoteProtocolError for what is no command."""
+    """Commands until stdin ends. Raises RemoteProtocolError for anything else."""
     frames: Frames[Command] = Frames(Command)
     while data := await stdin.receive_some(CHUNK):
         for command in frames.feed(data):

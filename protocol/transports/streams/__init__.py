@@ -1,1 +1,1 @@
-"""What two peers say to each other over one stream: requests, exchanges, channels."""
+"""Conversations of two peers over one stream: requests, exchanges, channels."""

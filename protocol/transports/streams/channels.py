@@ -1,15 +1,15 @@
 """Channels over a byte stream between two peers: messages both ways, for as long as both live.
 
     opener   method length (1 byte) | method
-    taker    status (1 byte), and a frame if it is a refusal                                        as in `streams`
+    taker    status (1 byte), and a frame if it is a refusal                                      as in `requests`
     both     0: a beat    1 | head length (2 bytes) | body size (4 bytes, big-endian) | head | body    2: goodbye
 
-Whatever arrives is a sign of life, be it part of a body; beats are for when there is nothing else to say. Silence is
-counted in beats of our own, so that a node that was held up itself does not blame its peers. A stream may end at any
-point (a peer was killed, a daemon died): that ends the channel, and what has not arrived whole is never told.
+All bytes are a sign of life, also part of a body. Beats are sent when there is nothing else to send. Silence is counted
+in this node's own beats, so a node that was held up does not blame its peers. A stream may end at any point (a peer was
+killed, a daemon died): that ends the channel, and a message that has not arrived whole is never delivered.
 
 Nothing is allocated for a body before the listener has judged its head and size. Bodies are not hashed: libp2p
-authenticates what a stream carries, and one that is cut ends.
+authenticates the stream, and a stream that is cut ends.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ SILENT_BEATS = 8
 SILENCE_S = BEAT_S * SILENT_BEATS
 """A peer of which nothing was heard for so long has gone: seven beats may be late."""
 MAX_CHANNELS, MAX_CHANNELS_PER_PEER = 64, 4
-"""Taken at once, from all and from one peer: room for a new one while the last is still found to be dead."""
+"""Channels taken at a time, from all peers and from one: room for a new one while the last is still found to be
+dead."""
 MAX_QUEUED_BYTES = 2 * MAX_MESSAGE_BYTES
-"""What may wait to leave on one channel; more, and its peer is too slow. It is the sender's memory, not a copy."""
+"""Bytes that may wait to leave on one channel. If there are more, its peer is too slow. This is the sender's memory,
+not a copy."""
 CLOSED, GONE, SILENT, SLOW = "closed", "gone", "silent", "slow"
 """Why a channel ended: by a goodbye (either side's), without one, or ours for a peer that cannot keep up; else a fault,
 or why it could not be opened, in words."""
@@ -78,11 +80,11 @@ class StreamChannel:
         self._traffic = traffic
         self._report = report
         self._task: asyncio.Task[Any] | None = None
-        """In which it lives."""
+        """The task in which the channel lives."""
         self._why = ""
         """Why it is closed, if it is, or about to be."""
         self._lock = threading.Lock()
-        """Of what follows."""
+        """Guards the attributes that follow."""
         self._told = False
         self._queue: deque[tuple[memoryview, ...]] = deque()
         """Frames that have not begun to leave."""
@@ -97,7 +99,7 @@ class StreamChannel:
     # ---------------------------------------------------------------- any thread
 
     def send(self, head: bytes, *body: bytes | memoryview) -> bool:
-        """Raises LocalProtocolError for a message that no peer would take."""
+        """See `Channel.send`. Raises LocalProtocolError for a message that peers would refuse."""
         parts = parts_of(head, body)
         size = sum(map(len, parts))
         start = _MESSAGE + _SIZES.pack(len(head), size) + head
@@ -131,13 +133,13 @@ class StreamChannel:
             self._task.cancel()
 
     async def run(self, life: Coroutine[Any, Any, str]) -> None:
-        """Live, and tell the listener why that ended: what `life` returns or raises."""
+        """Run the channel, and tell the listener why it ended: the result or the error of `life`."""
         self._task = asyncio.current_task()
         assert self._task is not None
         if self._why:  # closed before it began
             self._task.cancel()
         counted = ""
-        """What was nobody's fault."""
+        """Reason that is counted without blaming the peer."""
         try:
             why = await life
         except asyncio.CancelledError:
@@ -166,7 +168,7 @@ class StreamChannel:
         self._traffic.refusals.note(self.peer, reason, address=self.address)
 
     def end(self, why: str) -> None:
-        """Tell the listener, if it has not been told."""
+        """Tell the listener that the channel has ended, once."""
         with self._lock:
             self._why = self._why or why
             told, self._told = self._told, True
@@ -176,7 +178,7 @@ class StreamChannel:
                 self._tell(self.listener.closed, why)
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Raises RemoteProtocolError if it does, and LocalProtocolError for whatever else it raises."""
+        """Call a callback. Raises its RemoteProtocolError, and LocalProtocolError for any other error."""
         try:
             callback(*arguments)
         except RemoteProtocolError:
@@ -230,8 +232,8 @@ class StreamChannel:
         self._tell(self.listener.received, head, await self._take(reader, size))
 
     async def _take(self, reader: asyncio.StreamReader, size: int) -> bytearray:
-        """The next bytes. Raises TimeoutError if they come too slowly, EOFError if they do not come; what a limit of
-        this node's own holds up does not count."""
+        """The next `size` bytes. Raises TimeoutError if they come too slowly, EOFError if the stream ends. Waits for
+        this node's own limit do not count."""
         taken, got = bytearray(size), 0
         async with asyncio.timeout(PIECE_S) as deadline:
             while got < size:
@@ -258,8 +260,8 @@ class StreamChannel:
             await self._wake.wait()
 
     async def _send_frame(self, writer: asyncio.StreamWriter, frame: tuple[memoryview, ...]) -> int:
-        """Its bytes. Raises TimeoutError if the other end takes them too slowly; what a limit of this node's own holds
-        up does not count."""
+        """Send a frame; returns its bytes. Raises TimeoutError if the peer is too slow. Waits for this node's own limit
+        do not count."""
         for part in frame:
             for start in range(0, len(part), MAX_CHUNK_BYTES):
                 piece = part[start : start + MAX_CHUNK_BYTES]
@@ -271,11 +273,11 @@ class StreamChannel:
 
 
 class Channels:
-    """Those of one node, its own and those that others open."""
+    """All channels of one node, its own and those that others open."""
 
     def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
         self.openings: dict[str, Opened] = {}
-        """Method -> who takes channels of it."""
+        """Method -> function that takes channels of the method."""
         self.traffic = traffic
         self._report = report
         self._openings = Room(MAX_OPENINGS, MAX_OPENINGS_PER_PEER, report)
@@ -283,7 +285,7 @@ class Channels:
         self._tasks: set[asyncio.Task[Any] | None] = set()
 
     def cancel(self) -> set[asyncio.Task[Any]]:
-        """Close all, and take no more; the tasks that will have ended when their listeners are told."""
+        """Close all channels, and take no more. Returns the tasks that end when the listeners are told."""
         self.openings.clear()
         tasks = {task for task in self._tasks if task is not None}
         for task in tasks:
@@ -378,6 +380,6 @@ def parts_of(head: bytes, body: Iterable[bytes | memoryview]) -> list[memoryview
 
 
 def check_method(method: str) -> None:
-    """Raises LocalProtocolError for what no peer would know."""
+    """Raises LocalProtocolError for a method that no peer can know."""
     if not 0 < len(method.encode()) < 256:
         raise LocalProtocolError(f"{method!r} cannot be a method")

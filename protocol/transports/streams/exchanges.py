@@ -1,16 +1,16 @@
 """Exchanges over a byte stream between two peers: a body each way, both at once, and either may be large.
 
     caller      method length (1 byte) | method | frame of its head | size of its body (8 bytes, big-endian)
-    acceptor    status (1 byte) | frame of its head | size of its body                    frames and refusals: `streams`
+    acceptor    status (1 byte) | frame of its head | size of its body                  frames and refusals: `requests`
     both        body | sha256 of it (32 bytes)  ||  "arrived" (1 byte), after the other's body has, whole
 
     pieces --next, sha256--> piece --write--> stream --read--> piece --sha256, sink-->              each way, at once
           worker thread              loop                loop         worker thread
 
-While a piece leaves, the next is made; while one is taken, the next is read: a few pieces of MAX_CHUNK_BYTES are in
-memory, whatever the size of the bodies. An exchange has succeeded for whoever has the other's body and its "arrived".
-Streams may end early without an error, so nothing less counts. Should the very last byte be lost, one side succeeds and
-the other does not: no protocol can exclude that.
+While a piece leaves, the next one is made; while one is taken, the next one is read. So a few pieces of MAX_CHUNK_BYTES
+are in memory, however large the bodies are. An exchange has succeeded for a peer that has the other's body and its
+"arrived"; streams may end early without an error, so nothing less counts. If the very last byte is lost, one side
+succeeds and the other does not: no protocol can exclude that.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ With five pieces each they take 80 MiB at most."""
 MAX_OPENINGS, MAX_OPENINGS_PER_PEER = 64, 8
 """Streams on which an exchange is only being asked for; one more, and the oldest of the busiest address makes room."""
 PIECE_S = 60.0
-"""Who takes longer over MAX_CHUNK_BYTES is given up. That is 140 kbit/s: a seventh of a home uplink of 1 Mbit/s, which
-gossip and another exchange may share, on a machine that is busy training. Time that this node's own limits
-take does not count."""
+"""Longest time for MAX_CHUNK_BYTES before the exchange is given up. That is 140 kbit/s: a seventh of a home uplink of 1
+Mbit/s, which gossip and another exchange may share, on a machine that is busy training. Waits for this node's own
+limits do not count."""
 MAX_IN_FLIGHT = 16
 """Pieces that may have left here and not have arrived there: as much as a stream's window (yamux) can grow."""
 EXCHANGE_S = 7200.0
@@ -59,13 +59,13 @@ U = TypeVar("U")
 
 
 class Exchanges:
-    """Those of one node, its own and those it is asked for."""
+    """All exchanges of one node, its own and those that others ask for."""
 
     def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
         self.acceptors: dict[str, Acceptor] = {}
-        """Method -> who takes part in it."""
+        """Method -> acceptor."""
         self.piece_s = PIECE_S
-        """Who takes longer over MAX_CHUNK_BYTES is given up."""
+        """See `PIECE_S`."""
         self._traffic = traffic
         self._report = report
         self._openings = Room(MAX_OPENINGS, MAX_OPENINGS_PER_PEER, report)
@@ -146,7 +146,7 @@ class Exchanges:
     async def _serve(
         self, peer: str, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[bytes, bytes] | None:
-        """Status and reason if the peer is told that there is no exchange; anything later is raised."""
+        """Status and reason if the peer is to be told that there is no exchange. Later failures are raised."""
         try:
             with self._judged("a call", peer, address):
                 async with _within(REQUEST_S) as deadline:
@@ -233,7 +233,7 @@ class Exchanges:
         size: int,
         sink: Sink,
     ) -> None:
-        """The bodies. Raises what the caller's side may, and EOFError or OSError for a stream that broke."""
+        """Swap the bodies. Raises the errors of `call`, and EOFError or OSError for a stream that broke."""
         await _both(self._receive(reader, method, size, sink), self._send(writer, method, ours))
         writer.write(_ARRIVED)
         in_flight = min(ours.size // MAX_CHUNK_BYTES, MAX_IN_FLIGHT)
@@ -299,8 +299,8 @@ class Exchanges:
         return piece
 
     async def _in_thread(self, method: str, callback: Callable[..., T], *arguments: object) -> T:
-        """What a callback returns. Whoever cancels this waits for it: none is called, or still runs, after the end of
-        its exchange. Raises RemoteProtocolError if it does, and LocalProtocolError for whatever else it raises."""
+        """The result of a callback. A caller that cancels this waits for the callback, so none runs after the end of
+        its exchange. Raises its RemoteProtocolError, and LocalProtocolError for any other error."""
         job = asyncio.get_running_loop().run_in_executor(None, callback, *arguments)
         cancelled = None
         while not job.done():
@@ -358,7 +358,7 @@ class Exchanges:
 
 
 def check_call(method: str, ours: Outgoing) -> None:
-    """Raises LocalProtocolError for what no peer would take."""
+    """Raises LocalProtocolError for a call that no peer would accept."""
     if not 0 < len(method.encode()) < 256:
         raise LocalProtocolError(f"{method!r} cannot be a method")
     if len(ours.head) > MAX_HEAD_BYTES or not 0 <= ours.size <= MAX_BODY_BYTES:
@@ -366,7 +366,7 @@ def check_call(method: str, ours: Outgoing) -> None:
 
 
 def pieces_of(ours: Outgoing) -> Iterator[memoryview]:
-    """Its body, as bytes. Raises LocalProtocolError for pieces that are too long or do not add up."""
+    """The pieces of a body, as bytes. Raises LocalProtocolError if they are too long or do not add up."""
     made = 0
     for piece in ours.pieces():
         view = memoryview(piece)
@@ -380,14 +380,14 @@ def pieces_of(ours: Outgoing) -> Iterator[memoryview]:
 
 
 def let_go(error: BaseException | None) -> None:
-    """Of what the calls that led to an error worked on: an error that is kept would keep their buffers."""
+    """Release the buffers of the calls that led to an error: an error that is kept would keep them."""
     while error is not None:
         clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> tuple[T, U]:
-    """Their results. The failure of either cancels the other, and is raised when both have ended."""
+    """The results of both. If one fails, the other is cancelled, and the error is raised when both have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             first, second = group.create_task(one), group.create_task(other)
@@ -403,7 +403,7 @@ async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> t
 
 @asynccontextmanager
 async def _within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """Raises PeerUnreachable if it takes longer."""
+    """Raises PeerUnreachable if the body of this block takes longer."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             yield deadline

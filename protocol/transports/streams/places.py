@@ -1,10 +1,9 @@
 """Places for the streams that others open to this node's daemon.
 
-A stream is in a `Room` while its first words are read, and takes a place in `Shares` after that. Who stays in a room
-is decided by what its peers hold there, since keys are free by their addresses first: when a room is full, the
-oldest stream of the busiest address makes room for the next. An honest request arrives within one round trip, so a
-room is full of others. What has a place was read whole and stays; the last quarter of the places is for addresses
-that hold less than a quarter themselves.
+A stream is in a `Room` while its first bytes are read, and takes a place in `Shares` after that. When a room is full,
+the oldest stream of the busiest address makes room for the next one: addresses count before peers, because keys are
+free. An honest request arrives within one round trip, so a full room is full of others. A stream with a place was read
+whole and stays. The last quarter of the places is for addresses that hold less than a quarter themselves.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class _Guest:
 
 
 class Room:
-    """At most `most` streams at a time, `of_peer` of one peer; the next one makes another end."""
+    """At most `most` streams at a time, `of_peer` of one peer. The next one ends another."""
 
     def __init__(self, most: int, of_peer: int, report: Callable[[str], None]) -> None:
-        """`report` is told once that streams had to make room."""
+        """`report` is called once, when streams first had to make room."""
         self.most, self.of_peer = most, of_peer
         self._report = report
         self._reported = False
@@ -76,7 +75,7 @@ class Room:
 
 
 class Shares:
-    """At most `most` places, `of_peer` for one peer; who has one keeps it."""
+    """At most `most` places, `of_peer` for one peer. A stream keeps its place."""
 
     def __init__(self, most: int, of_peer: int) -> None:
         self.most, self.of_peer = most, of_peer

@@ -32,25 +32,25 @@ from protocol.transports.refusals import Refusals
 from protocol.transports.streams.places import Room, Shares
 
 LARGE_METHODS = frozenset({FILE_METHOD})
-"""Their answers have up to `MAX_RESPONSE_BYTES`; all others' `MAX_SHORT_BYTES`."""
+"""Methods whose answers may have `MAX_RESPONSE_BYTES`; all others have `MAX_SHORT_BYTES`."""
 MAX_SHORT_BYTES = 2**20
-"""What a caller takes unless it says otherwise."""
+"""Largest answer that a caller accepts by default."""
 PROMPT_METHODS = frozenset({MANIFEST_METHOD})
-"""Their answers are small and at hand, and a newcomer can do nothing without them: they have places of their own."""
+"""Methods with places of their own: their answers are small and ready, and a newcomer can do nothing without them."""
 MAX_PROMPT = 32
 """Answers to `PROMPT_METHODS` at once, of 64 KiB each; one more, and the oldest of the busiest address makes room."""
 MAX_UNREAD, MAX_UNREAD_PER_PEER = 128, 8
-"""Requests that are being read, of all and of one peer: 8 MiB in memory at most; the oldest make room likewise."""
+"""Requests being read, of all peers and of one: 8 MiB in memory at most. The oldest make room."""
 MAX_ANSWERS, MAX_ANSWERS_PER_PEER = 64, 4
-"""Requests answered at once, of all and of one peer, after they were read; more are told to come back later."""
+"""Requests being answered, of all peers and of one, after they were read. Others are told to come back later."""
 MAX_LARGE, MAX_LARGE_PER_PEER = 4, 1
-"""Of which large: 256 MiB in memory at most."""
+"""Large answers among these: 256 MiB in memory at most."""
 ANSWER_S = 180.0
-"""Longest until an answer is there, whatever happens; that it is taken in time is seen to by `write_frame`."""
+"""Longest time until an answer is ready. `write_frame` limits the time in which it is taken."""
 GRACE_S, MIN_BYTES_PER_S = 10.0, 2**19
-"""Who takes less than this, ten seconds not counted, is dropped: 64 MiB at 4 Mbit/s take two minutes."""
+"""Slowest rate at which an answer may be taken, after a grace of ten seconds: 64 MiB at 4 Mbit/s take two minutes."""
 REQUEST_S = 10.0
-"""Longest that a request may take to arrive; what a limit of this node's own holds up does not count."""
+"""Longest time in which a request may arrive. Waits for this node's own limit do not count."""
 MAX_DETAIL_CHARS = 200
 MAX_REFUSAL_BYTES = 2 * MAX_DETAIL_CHARS
 ANSWER, REFUSAL, UNAVAILABLE = b"\0", b"\1", b"\2"
@@ -59,13 +59,13 @@ _REASON = re.compile(r"[a-z0-9_/-]{1,32}")
 
 @dataclass
 class Traffic:
-    """Payload bytes that passed through this node's daemon, without the overhead of libp2p, and what was refused."""
+    """Payload bytes that passed through this node's daemon, without the overhead of libp2p, and refusals."""
 
     bytes_in: int = 0
     bytes_out: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     refusals: Refusals = field(init=False)
-    """Who was refused what; counts in `rejected` as well."""
+    """Refusals by source; `rejected` counts them too."""
 
     def __post_init__(self) -> None:
         self.refusals = Refusals(self.rejected)
@@ -95,11 +95,11 @@ async def ask(
 
 
 class Answers:
-    """Answers requests, few at a time, whatever their senders do."""
+    """Answers requests, a few at a time, whatever their senders do."""
 
     def __init__(self, traffic: Traffic, report: Callable[[str], None]) -> None:
         self.servers: dict[str, Server] = {}
-        """Method -> who answers it."""
+        """Method -> server."""
         self._traffic = traffic
         self._report = report
         self._unread = Room(MAX_UNREAD, MAX_UNREAD_PER_PEER, report)
@@ -196,12 +196,12 @@ class Answers:
 
 
 def refusal(error: RemoteProtocolError) -> bytes:
-    """As the payload of an answer."""
+    """A refusal as the payload of an answer."""
     return f"{error.reason}\n{error.detail[:MAX_DETAIL_CHARS]}".encode()[:MAX_REFUSAL_BYTES]
 
 
 def refused(status: bytes, answer: bytes) -> ProtocolError:
-    """What a peer meant that did not answer but refused."""
+    """The error that a peer's refusal stands for."""
     text = "".join(c for c in answer.decode(errors="replace") if c.isprintable() or c == "\n")
     if status == UNAVAILABLE:
         return PeerUnreachable(text)
@@ -210,8 +210,7 @@ def refused(status: bytes, answer: bytes) -> ProtocolError:
 
 
 async def write_frame(writer: asyncio.StreamWriter, payload: bytes, traffic: Traffic) -> None:
-    """Raises TimeoutError if the other end takes it too slowly; what a limit of this node's own holds up does not
-    count."""
+    """Send a frame. Raises TimeoutError if the peer is too slow. Waits for this node's own limit do not count."""
     long = len(payload) > MAX_CHUNK_BYTES
     digest = (await asyncio.to_thread(hashlib.sha256, payload) if long else hashlib.sha256(payload)).digest()
     writer.write(len(payload).to_bytes(8, "big") + digest)
@@ -227,8 +226,8 @@ async def write_frame(writer: asyncio.StreamWriter, payload: bytes, traffic: Tra
 async def read_frame(
     reader: asyncio.StreamReader, limit: int, traffic: Traffic, deadline: asyncio.Timeout | None = None
 ) -> bytes:
-    """Raises RemoteProtocolError: size (before anything is allocated), torn or hash. `deadline` is put off by what a
-    limit of this node's own holds up."""
+    """The payload of the next frame. Raises RemoteProtocolError: size (before anything is allocated), torn or hash.
+    Waits for this node's own limit extend `deadline`."""
     head = await read_exactly(reader, 40, deadline)
     size, digest = int.from_bytes(head[:8], "big"), head[8:]
     if size > limit:
