@@ -3,7 +3,7 @@
     ask `also` for all keys -> for each key, ask the `BEAM` nearest peers known that answer -> learn nearer ones -> ...
 
 Peers that do not answer are passed over. The search ends when the nearest have all answered, or after `SEARCH_S` or
-`MAX_CALLS`, with what it has by then: names of peers that do not exist cannot make it fail.
+`MAX_CALLS`, with its results by then. Names of peers that do not exist cannot make it fail.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable,
 from typing import Generic, TypeVar
 
 BEAM = 8
-"""Peers asked for each key at least, if there are so many; five of them keep what is stored there."""
+"""Peers asked for each key at least, if there are so many. Five of them keep what is stored there."""
 WORKERS = 8
 """Calls under way at a time."""
 SEARCH_S = 6.0
 """Twice the time limit of a call: with a store after it, still below the time limit of calls to the plane."""
 MAX_CALLS = 256
-"""Of one search: sixteen keys, eight peers each and as many on the way to them."""
+"""Calls of one search: sixteen keys, eight peers for each, and as many on the way to them."""
 
 SMALL = 64
-"""Up to so many members, connected peers are asked for all of them; in a larger swarm, for about so many."""
+"""In a swarm of up to this many members, connected peers are asked for all keys; in a larger one, for fewer."""
 BOOTSTRAP, OLDEST, RANDOM = 3, 3, 2
-"""Connected peers that a node asks, and gives its card to, wherever their ids lie. Keys can be chosen so that their ids
-surround a bucket; who a node's bootstrap peers are, and who was connected first, cannot."""
+"""Connected peers that a node asks, and gives its card to, wherever their ids lie. An attacker can choose keys whose
+ids surround a bucket; it cannot choose a node's bootstrap peers, or the peers that were connected first."""
 LARGE_BOOTSTRAP, LARGE_OLDEST = 1, 1
-"""The same in a larger swarm, so that bootstrap peers are not worn out."""
+"""The same numbers in a larger swarm, so that bootstrap peers are not overloaded."""
 BLIND = 64
-"""The same while nobody is known: everybody connected, up to a number that takes seconds at most."""
+"""The same number while nobody is known: all connected peers, up to a number that takes seconds at most."""
 
 Peer = TypeVar("Peer", bound=Hashable)
 Ask = Callable[[Peer, Sequence[int]], Awaitable[Collection[Peer] | None]]
@@ -69,7 +69,7 @@ class _Search(Generic[Peer]):
     ) -> None:
         self._keys, self._ask, self._id_of = keys, ask, id_of
         self._known = {peer: id_of(peer) for peer in (*known, *also)}
-        """Those that did not fail."""
+        """Peers that did not fail, with their ids."""
         self._failed: set[Peer] = set()
         self._asked: dict[Peer, set[int]] = {}
         self._also = dict(also)
@@ -109,7 +109,7 @@ class _Search(Generic[Peer]):
                 self._known.setdefault(other, self._id_of(other))
 
     def _wanted(self) -> list[tuple[Peer, list[int]]]:
-        """Peers to ask next, each for what."""
+        """Peers to ask next, and the keys for each."""
         if len(self._calls) >= WORKERS:
             return []
         wanted: dict[Peer, list[int]] = {peer: list(keys) for peer, keys in self._also.items()}

@@ -1,10 +1,10 @@
-"""What nodes say to each other about the DHT, read with a schema: the shapes that this project's nodes write.
+"""Messages between nodes about the DHT, read with a schema.
 
     bucket = msgpack ext 0x50 { [maximum | nil, latest expiration, [[peer id, value, expiration], ...]] }
-    value  = msgpack bin { sealed card }
+    value  = msgpack bin { signed card }
 
-hivemind 1.1.12's own decoder unpacks extension types inside extension types without a limit, and ends the process by
-that. Nothing here calls it. Readers raise RemoteProtocolError: schema, size, find or store.
+hivemind 1.1.12's own decoder unpacks extension types inside extension types without a limit, which can end the process.
+Nothing here calls it. Readers raise RemoteProtocolError: schema, size, find or store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_PEER_ID_CHARS = 80
 MAX_VALUE_BYTES = MAX_CARD_BYTES + 8
 """A sealed card and its msgpack header."""
 MAX_NEAREST = 20
-"""Peers that an answer may name for each key: what nodes name, and hivemind's k."""
+"""Peers that an answer may name for each key: as many as nodes name, and hivemind's k."""
 
 Record = tuple[
     Annotated[str, Meta(max_length=MAX_PEER_ID_CHARS)],
@@ -80,8 +80,8 @@ def read_keys(keys: Sequence[bytes]) -> list[bytes]:
 
 
 def read_store(request: Any) -> list[tuple[bytes, bytes, bytes, float]]:
-    """(key, subkey, value, expiration) of a store request; an empty subkey says that the value is a bucket. Raises
-    RemoteProtocolError (store) if there are more than buckets, or if the lists do not match."""
+    """(key, subkey, value, expiration) for each item of a store request; an empty subkey means that the value is a
+    bucket. Raises RemoteProtocolError `store` if there are more items than buckets, or if the lists do not match."""
     columns = request.keys, request.subkeys, request.values, request.expiration_time
     if len(request.keys) > MEMBERSHIP_BUCKETS or len({len(column) for column in columns}) > 1:
         raise RemoteProtocolError("store", f"lists of {', '.join(str(len(column)) for column in columns)} items")
@@ -102,8 +102,7 @@ def read_nearest(node_ids: Sequence[bytes], peer_ids: Sequence[bytes]) -> tuple[
 
 
 def shares(sizes: Iterable[int], room: int) -> list[int]:
-    """How much of `room` each of several things gets: all that it needs if it is small, else what the small ones leave,
-    evenly."""
+    """Divide `room` among several things: small ones get all that they need, and the others share the rest evenly."""
     wanted = list(sizes)
     given = [0] * len(wanted)
     order = sorted(range(len(wanted)), key=wanted.__getitem__)

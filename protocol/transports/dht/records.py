@@ -1,6 +1,6 @@
-"""What may lie in the DHT: cards of this swarm's peers, and nothing else.
+"""The records that may lie in the DHT: cards of this swarm's peers, and nothing else.
 
-key = membership_key(swarm, bucket_of(peer))      subkey = peer id      value = sealed card
+key = membership_key(swarm, bucket_of(peer))      subkey = peer id      value = signed card
 expiration = card.created + TTL at most           so that nobody can keep another's old card alive
 """
 
@@ -23,9 +23,9 @@ from protocol.topics import bucket_of, membership_key
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_PEER_ID_CHARS, MAX_VALUE_BYTES, Record
 
 MAX_DATED = 256
-"""Peers whose clocks are told."""
+"""Peers whose clocks are compared with this node's."""
 MAX_OFF_S = 86_400.0
-"""Whose card is of a time further off is not counted among these, nor is such a card opened for long."""
+"""A card whose time differs more than this is not compared, nor opened for long."""
 
 _bytes_decoder = msgspec.msgpack.Decoder(bytes)
 _text_decoder = msgspec.msgpack.Decoder(str)
@@ -37,12 +37,12 @@ class CardValidator:
     def __init__(self, swarm: str, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self.keys = [DHTID.generate(membership_key(swarm, bucket)).to_bytes() for bucket in range(MEMBERSHIP_BUCKETS)]
-        """Where the cards of each bucket lie."""
+        """DHT keys of the buckets."""
         self._buckets = {key: bucket for bucket, key in enumerate(self.keys)}
         self.open = lru_cache(4096)(partial(_open, swarm))
         """Sealed card -> (peer id, card); each is seen many times, from every replica."""
         self.too_new = ""
-        """As `Transport.too_new`."""
+        """See `Transport.too_new`."""
         self.made: dict[str, float] = {}
         """Peer id -> when its newest card was made, by its own clock; also of those that are refused for it."""
 
@@ -53,10 +53,10 @@ class CardValidator:
     def check(
         self, key: bytes, name: str | bytes, value: bytes, expiration: float, account: Introductions, bringer: str
     ) -> str:
-        """The name of the peer whose card it is. `name` is that name, in msgpack if it is bytes; `value` is msgpack.
-        `bringer` is the peer that the record came from, and `account` counts the valid cards of others that it brings.
-        Raises RemoteProtocolError: key, size, schema, expiration, newcomers, signature, version, newer, swarm or
-        peer."""
+        """The peer of a card that was checked. `name` is the claimed peer, in msgpack if it is bytes; `value` is
+        msgpack. `bringer` is the peer that the record came from, and `account` counts the valid cards of others that it
+        brings. Raises RemoteProtocolError: key, size, schema, expiration, newcomers, signature, version, newer, swarm
+        or peer."""
         bucket = self._buckets.get(key)
         if bucket is None:
             raise RemoteProtocolError("key", "not a bucket of this swarm's members")
@@ -96,21 +96,21 @@ class CardValidator:
 
 
 class CardStorage:
-    """This node's part of the DHT: the newest card of each peer until it runs out, `MAX_BUCKET_CARDS` a bucket. `now`
-    is Unix time, in seconds."""
+    """This node's part of the DHT: each peer's newest card until it expires, `MAX_BUCKET_CARDS` in a bucket. `now` is
+    Unix time, in seconds."""
 
     def __init__(self) -> None:
         self.connected: Collection[str] = ()
-        """Peers whose cards stay."""
+        """Peers whose cards are not displaced."""
         self._own: dict[bytes, set[str]] = {}
-        """Key -> peers whose cards came from themselves; a few of them may be gone since."""
+        """Key -> peers that brought their cards themselves; a few of them may be gone."""
         self._rng = random.Random()
         self._buckets: dict[bytes, dict[str, tuple[bytes, float]]] = {}
         self._full_until: dict[bytes, float] = {}
 
     def store(self, key: bytes, peer: str, value: bytes, expiration: float, now: float, is_own: bool) -> bool:
-        """Keep a card that was checked; `is_own` says whether it came from its own peer. False, and nothing kept, if it
-        has run out, if one as new is held, or if the bucket is full and no other card makes way (`places`)."""
+        """Keep a card that was checked; `is_own` = it came from its own peer. Returns False, and keeps nothing, if it
+        has expired, if one as new is held, or if the bucket is full and no other card makes way (`gives_way`)."""
         bucket = self._buckets.setdefault(key, {})
         held = bucket.get(peer)
         if expiration <= now or (held is not None and held[1] >= expiration):

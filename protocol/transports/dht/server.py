@@ -3,11 +3,11 @@
     store_card    -> own copy + the REPLICAS nearest peers + some that are connected
     find_cards    -> own copy + the BEAM nearest peers + some that are connected
 
-On the wire it is hivemind 1.1.12's DHT (`DHTProtocol`: ping, store, find). Of hivemind's code only the routing table
-and the calls are used: its handlers decode whatever comes, believe any node id, and build answers without a bound. Here
-a peer is what its key says, a message is read with a schema (`dht_wire`), and an answer has a size.
+On the wire it is hivemind 1.1.12's DHT (`DHTProtocol`: ping, store, find). Only hivemind's routing table and calls are
+used. Its handlers decode everything, believe any node id, and build answers without a limit. Here a peer's node id
+follows from its key, messages are read with a schema (`messages`), and an answer has a limited size.
 
-Nothing that a peer sends raises out of here but into the answer to that peer; it is counted in `refusals`.
+Bad data from a peer raises only into the answer to that peer. It is counted in `refusals`.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ MAX_REFUSED = 600
 """Calls of one peer that are refused in a minute before it is hung up on: an answer, also a refusal, costs as much as a
 store. A handshake costs the peer as much as this node."""
 ASKERS = 1024
-"""Peers whose share is remembered: more than p2pd has connections."""
+"""Peers whose use of the budgets is remembered: more than p2pd has connections."""
 BREATHE = 64
 """Records checked before others get their turn: some 10 ms of signatures."""
 STORED_EACH, STORED_ALL = 128, 512
 """Cards of others that one connection, and all together, may have stored here at a time: a node that joins gets those
 of its buckets from its neighbours, some 60 a bucket in a swarm of 1,000; their own peers renew them within 15 s."""
 FOUND_EACH, FOUND_ALL = 1024, 8192
-"""Cards of others that are believed at a time from one peer's answers, and from those of all: a quarter of, and twice,
-what the peer table holds."""
+"""Cards of others that are accepted at a time from one peer's answers, and from all answers: a quarter of, and twice,
+the peer table's size."""
 _FAILURES = (P2PDaemonError, P2PHandlerError, PeerUnreachable, OSError, EOFError, DecodeError)
-"""What a call to a peer raises; `OSError` includes running into its time limit, and `PeerUnreachable` is raised for a
-peer that is only known by name and cannot be dialled."""
+"""Errors of a call to a peer. `OSError` includes running into the time limit; `PeerUnreachable` is raised for a peer
+that is known only by name and cannot be dialled."""
 
 T = TypeVar("T")
 Found = dict[str, tuple[bytes, float]]
@@ -74,13 +74,13 @@ Found = dict[str, tuple[bytes, float]]
 
 
 class Accounts:
-    """What connections have brought of other peers' cards. A node has one for its life, over all starts of p2pd.
+    """Other peers' cards that connections have brought. A node has one object for its life, over all starts of p2pd.
 
         X stores   -> X's own card: always   others': `STORED_EACH` at a time over one connection, `STORED_ALL` in all
         X answers  -> X's own card: always   others': `FOUND_EACH` at a time over one connection, `FOUND_ALL` in all
 
-    A peer stores its own card every few seconds; what others bring of it is a help in the meantime. So the cards that
-    others bring keep out no card that its own peer brings.
+    A peer stores its own card every few seconds; until then, copies from others help. So the cards that others bring
+    keep out no card that its own peer brings.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         client: bool = False,
         named: Callable[[str, Iterable[PeerID]], None] = lambda namer, peers: None,
     ) -> None:
-        """`named` is told which peers a peer named in an answer."""
+        """`named` is called with the peers that a peer named in an answer."""
         super().__init__()
         self.me = PeerID.from_base58(peer)
         self.neighbours = Neighbours(self.me, refusals, self.ping)
@@ -134,7 +134,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
     # ---------------------------------------------------------------- what others ask
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
-        """A peer says that it is there."""
+        """Answer a ping."""
         self._take_call(context.remote_id, told=1)
         self.neighbours.meet(context.remote_id, request.peer.node_id)
         return dht_pb2.PingResponse(peer=self._info, dht_time=time.time())
@@ -158,7 +158,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         return dht_pb2.StoreResponse(store_ok=kept, peer=self._info)
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        """A peer asks for the cards under some keys, and who is near to these."""
+        """Answer with the cards under some keys, and the peers nearest to these."""
         asker, peer = context.remote_id, str(context.remote_id)
         self._take_call(asker, finds=1)
         self.neighbours.meet(asker, request.peer.node_id)
@@ -183,7 +183,8 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         return answer
 
     def _take_call(self, peer: PeerID, finds: int = 0, told: int = 0) -> None:
-        """Count finds of a peer, or what it tells. Raises RemoteProtocolError `rate` for more than a minute allows."""
+        """Count finds, or pings, stores and cards, of a peer. Raises RemoteProtocolError `rate` for more than a minute
+        allows."""
         name, now = str(peer), time.time()
         if self._calls.take(name, now, finds, told, 0):
             return
@@ -210,7 +211,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         return records
 
     def _some(self, records: list[Record], size: int, room: int) -> list[Record]:
-        """As many as fit, chosen by chance each time: who asks several peers, or again, comes to know the others."""
+        """As many cards as fit, drawn anew each time, so that a peer that asks again learns of others."""
         if size <= room:
             return records
         first, *rest = records
@@ -262,7 +263,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         return found
 
     def forget_cards(self) -> None:
-        """Forget the cards that are stored here, and who brought any: the clock was set back."""
+        """Forget the cards that are stored here, and which connections brought any: the clock was set back."""
         self.storage.clear()
         self._accounts.stored.clear()
         self._accounts.found.clear()
@@ -338,7 +339,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         return any(answer.store_ok)
 
     async def _call(self, peer: PeerID, call: Awaitable[T]) -> T | None:
-        """What a peer answers; None if it does not, and then it is passed over for a while."""
+        """The answer of a peer; None if there is none, and then the peer is avoided for a while."""
         try:
             return await call
         except _FAILURES:
@@ -380,7 +381,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
 
 
 def _keep_newest(found: Found, records: Iterable[Record]) -> None:
-    """Take records into what is found, up to as many as all buckets hold."""
+    """Add records to `found`, up to as many as all buckets hold."""
     for peer, value, expiration in records:
         held = found.get(peer)
         if held is None and len(found) < MEMBERSHIP_BUCKETS * MAX_BUCKET_CARDS or held and held[1] < expiration:

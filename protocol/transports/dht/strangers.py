@@ -1,9 +1,9 @@
-"""When connected peers without a card are worth a lookup of all cards. Pure: `now` (seconds of any clock) comes in.
+"""Decides when connected peers without a card are worth a lookup of all cards. Pure: `now` (seconds) comes in.
 
     a peer without a card -> a lookup at once, then after 2, 4, 8, ... s, at last every `LAST_WAIT_S`
     all of them together  -> `LOOKUPS` lookups a minute, fewer in large swarms
 
-Honest peers have no card for a moment only; a peer that never stores one causes few lookups, and so do peers that come
+Honest peers lack a card only for a moment. A peer that never stores one causes few lookups, and so do peers that come
 under ever new keys.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Collection
 from protocol.budgets import Budgets
 
 FIRST_WAIT_S = 2.0
-"""Until the second lookup for a peer: a card is stored within a round or two of connecting."""
+"""Time until the second lookup for a peer: a card is stored within a round or two of connecting."""
 LAST_WAIT_S = 120.0
 """Longest time between two lookups for one peer: the lookups made anyhow find its card within a card's life."""
 LOOKUPS = 12
@@ -28,7 +28,7 @@ MAX_REMEMBERED = 1024
 
 
 class Strangers:
-    """Which peers without a card were looked for, and when they are worth another lookup."""
+    """Peers without a card that were looked for, and when each is worth another lookup."""
 
     def __init__(self) -> None:
         self._waits: OrderedDict[str, tuple[float, float]] = OrderedDict()
@@ -36,12 +36,12 @@ class Strangers:
         self._budget = Budgets(1, LOOKUPS)
 
     def __len__(self) -> int:
-        """How many are remembered."""
+        """Number of peers that are remembered."""
         return len(self._waits)
 
     def are_worth_a_lookup(self, strangers: Collection[str], members: int, now: float) -> bool:
-        """Whether to look up all cards, while `members` others are known, because these peers have none; if so, that is
-        remembered."""
+        """Whether to look up all cards because these peers have none. If so, the lookup is remembered. `members` is the
+        number of other peers known."""
         due = [peer for peer in strangers if self._waits.get(peer, (now, 0.0))[0] <= now]
         if not due or not self._budget.take("", now, min(LOOKUPS, max(1.0, members / MEMBERS))):
             return False

@@ -1,11 +1,11 @@
-"""Where the peers are that others name in the DHT.
+"""Finds the addresses of peers that others name in the DHT.
 
     a peer answers a find -> it names the peers nearest to the key, by id -> is one of them not connected:
     its card is known here -> dial it        it is not -> ask the peer that named it for the addresses on its card
 
-p2pd has a DHT of its own for this (go-libp2p's Kademlia), which nodes run without: it keeps what strangers put there
-for a day, and dials any addresses that they name. Here an answer is a list of at most `MAX_ADDRESSES`, nothing is kept,
-and the addresses are dialled as those of any card.
+p2pd has a DHT of its own for this (go-libp2p's Kademlia), which is off: it keeps strangers' data for a day, and dials
+any addresses in it. Here an answer is a list of at most `MAX_ADDRESSES`, nothing is kept, and the addresses are dialled
+under the same limits as those of any card.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ METHOD = "addresses"
 MAX_ADDRESSES_BYTES = 2048
 """Eight addresses of 192 characters, with room for their headers."""
 ASK_S = 3.0
-"""As long as a call in the DHT may take."""
+"""Time limit of the question: as long as a call in the DHT may take."""
 MAX_NAMED = 4096
-"""Peers whose namer is remembered, some 200 bytes each; those named longest ago are forgotten first."""
+"""Peers whose namer is remembered, some 200 bytes each. Those named longest ago are forgotten first."""
 
 _decoder = msgspec.msgpack.Decoder(Annotated[list[Address], Meta(max_length=2 * MAX_ADDRESSES)])
 
 
 class Whereabouts:
-    """Who named whom, and what this node says of where others are."""
+    """Records which peer named which, and answers questions for addresses."""
 
     def __init__(self, told: Callable[[str], Sequence[str]]) -> None:
-        """`told` gives the addresses on a peer's card, if this node has it: what the user named stays here."""
+        """`told` returns the addresses on a peer's card, if this node has it. Addresses that the user gave are not
+        passed on."""
         self._told = told
         self._namers: OrderedDict[str, str] = OrderedDict()
 
     def serve(self, caller: str, payload: bytes) -> bytes:
-        """Answer `METHOD`. Raises RemoteProtocolError `identity` for what is no peer id."""
+        """Answer `METHOD`. Raises RemoteProtocolError `identity` if the payload is no peer id."""
         try:
             peer = payload.decode("ascii")
         except UnicodeDecodeError as error:
@@ -54,7 +55,7 @@ class Whereabouts:
         return msgspec.msgpack.encode(list(self._told(peer))[:MAX_ADDRESSES])
 
     def named(self, namer: str, peers: Iterable[object]) -> None:
-        """`namer` says that these peers, by ids of a length that was checked, take part in the DHT."""
+        """Note that `namer` named these peers, whose ids have a checked length, as parts of the DHT."""
         for peer in map(str, peers):
             self._namers[peer] = namer
             self._namers.move_to_end(peer)

@@ -1,12 +1,12 @@
-"""Whether a machine can be reached is seen from another: it asks a peer to connect to some of its ports.
+"""Connecting back: a machine learns whether others can reach it by asking a peer to connect to some of its ports.
 
     asker --count, ports (2 bytes each)--> peer: connects to where the asker's own connection comes from, nowhere else
           <--a byte for each: 1 = connected--
 
-Nothing is sent over these connections. Where the connection comes from is the asker itself or, behind a translator of
-addresses or a proxy, whoever that is: so strangers may look at a few ports of the peer's own surroundings. Hence no
-ports of the system, few a minute, and no address that is not public, but in a net in which the peer itself is found,
-and there not the router, from which a container sees all connections come.
+Nothing is sent over these connections. The asker's connection may come from a translator of addresses or a proxy, so
+strangers could probe a few ports near the peer. Hence: no system ports, a few ports a minute, and only public addresses
+or addresses in a net in which the peer itself is found. The router is excluded: a container sees all connections come
+from there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from protocol.transports.settings import endpoint
 
 MAX_PORTS = 4
 FIRST_PORT = 1024
-"""Those below are the system's: no node listens there by default."""
+"""Lower ports are the system's: no node listens there by default."""
 MAX_ASKED = 4
 """Askers at a time."""
 PORTS_A_MINUTE, PORTS_A_MINUTE_EACH = 64, 8
@@ -42,21 +42,21 @@ BLOCKS = [
     ipaddress.ip_network(block)
     for block in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 ]
-"""Of which networks make theirs whose interfaces have an address without a net: tunnels."""
+"""Private networks, for interfaces whose address has no net (tunnels)."""
 PROC_NET = Path("/proc/net")
 Net = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class DialBack:
-    """Connects back to who asks for it."""
+    """Connects back to peers that ask for it."""
 
     def __init__(self, told: Callable[[], Sequence[str]], clock: Callable[[], float] = time.monotonic) -> None:
-        """`told`: the multiaddresses under which this node is found by others."""
+        """`told` returns the multiaddresses under which others find this node."""
         self._told = told
         self._clock = clock
         self._asked = 0
         self._looked: deque[tuple[float, str, int]] = deque()
-        """When, at which address and at how many ports, in the last minute."""
+        """(time, address, number of ports) of the last minute."""
 
     async def serve(self, came_from: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the one question on a stream of a peer at the multiaddress `came_from`, and close it; without an
@@ -82,7 +82,7 @@ class DialBack:
             writer.close()
 
     def _take(self, host: str, count: int) -> bool:
-        """Whether so many ports of `host` may be looked at now; they count if so."""
+        """Whether this many ports of `host` may be tried now. If so, they are counted."""
         now = self._clock()
         while self._looked and self._looked[0][0] <= now - 60.0:
             self._looked.popleft()
@@ -95,7 +95,8 @@ class DialBack:
 
 
 def may_look_at(host: str, told: Sequence[str]) -> bool:
-    """Whether this node, told to others as `told`, may connect to the IP address `host` because it came from there."""
+    """Whether this node may connect to the IP address `host`, from which a peer asked. `told` are this node's
+    multiaddresses."""
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
@@ -107,7 +108,7 @@ def may_look_at(host: str, told: Sequence[str]) -> bool:
 
 
 def _net_of(host: str) -> Net | None:
-    """That `host` is in, if it is an address that is not public: its interface's or, if it is on none, a small one."""
+    """The net of `host`, if its address is not public: that of its interface, or a small one if it is on none."""
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:  # a name
@@ -138,7 +139,7 @@ def _routers(proc_net: Path) -> list[str]:
 
 
 async def ask_back(ports: Sequence[int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> list[bool]:
-    """Of each port, whether the peer at the other end connected to it. Raises PeerUnreachable if it does not say,
+    """For each port, whether the peer at the other end connected to it. Raises PeerUnreachable if it does not answer,
     RemoteProtocolError."""
     writer.write(bytes([len(ports)]) + b"".join(port.to_bytes(2, "big") for port in ports))
     try:

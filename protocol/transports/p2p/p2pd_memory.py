@@ -13,12 +13,12 @@ have go-libp2p's largest window, 16 MB, in flight each way: 256 MB."""
 FEW = 64
 """Connections that `MAX_RSS` is for."""
 CONNECTION_BYTES = 256 * 2**10
-"""And so much more for each further one: an idle one takes 75 KB (measured with 25 to 200), and three times that leaves
-room for calls under way and for what Go frees late."""
+"""Bytes for each further connection. An idle one takes 75 KB (measured with 25 to 200); three times that leaves room
+for calls under way and for memory that Go frees late."""
 MAX_CONNECTIONS = 4096
 """Connections beyond these, with which p2pd may take 1.5 GB, add nothing: strangers can make many."""
 LOOK_S = 5.0
-"""Between two looks: at 100 Mbit/s it can grow by 60 MB meanwhile."""
+"""Time between two checks; at 100 Mbit/s, p2pd can grow by 60 MB in it."""
 
 
 def rss(pid: int) -> int:

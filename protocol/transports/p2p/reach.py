@@ -1,10 +1,10 @@
-"""Whether relays reach this node directly: then it leaves their places to others.
+"""Finds out whether relays can connect to this node directly. Then it leaves their places to others.
 
     p2pd knows a public address of this node -> a relay, connected at a public address, connects back to its port
     it can -> direct        no such address, it cannot, or does not answer -> not
 
-A relay keeps 128 places. Each relay's word counts for its own place alone, so one that lies refuses its own service,
-which it can do anyhow. A port of this node's alone would say nothing: a router may forward it to another machine.
+A relay keeps 128 places. Its answer counts only for its own place, so a relay that lies refuses only its own service.
+An open port alone would prove nothing: a router may forward it to another machine.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Plane(Protocol):
     """The part of `HivemindPlane` that is used here."""
 
     addresses: list[str]
-    """Where others reach this node, as far as p2pd knows, those worth telling first."""
+    """Addresses at which others reach this node, as far as p2pd knows, most useful first."""
 
     async def connections(self) -> Mapping[str, list[str]]:
         """Peer id -> addresses at the other ends of its connections."""
 
     async def dial_back(self, peer: str, ports: Sequence[int]) -> list[bool]:
-        """Of each port of this machine, whether `peer` could connect to it."""
+        """For each port of this machine, whether `peer` could connect to it."""
 
 
 class Reach:
-    """What each relay said last."""
+    """The latest answer of each relay."""
 
     def __init__(self, rng: random.Random, changed: Callable[[], None]) -> None:
-        """`changed` is called when a relay has said something new."""
+        """`changed` is called when a relay gave a new answer."""
         self._rng = rng
         self._changed = changed
         self._direct: dict[str, bool] = {}
@@ -49,8 +49,8 @@ class Reach:
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def is_direct(self, plane: Plane, relay: str, now: float) -> bool | None:
-        """Whether `relay` could connect to this node; None until it was asked. It is asked in the background when that
-        is due at `now` (seconds of any clock)."""
+        """Whether `relay` could connect to this node; None before its first answer. It is asked in the background when
+        that is due at `now` (seconds of any clock)."""
         if relay not in self._asking and now >= self._ask_at.get(relay, now):
             self._ask_at[relay] = now + ASK_AGAIN_S * self._rng.uniform(0.5, 1.0)
             self._asking[relay] = task = asyncio.create_task(self._ask(plane, relay))

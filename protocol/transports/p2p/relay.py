@@ -1,9 +1,9 @@
-"""A place at a relay (libp2p circuit relay v2): who has one is reached through that relay by those who cannot dial it.
+"""A place at a relay (libp2p circuit relay v2), through which peers reach a node that they cannot dial.
 
     reserve -> status      two messages of protobuf, each after its length, on a stream of their own
 
-p2pd asks by itself, but with fewer than four relays to choose from only three minutes after its start, and for a place
-that was lost (the relay was started anew) not before an hour has passed.
+p2pd also asks by itself: but with fewer than four relays only three minutes after its start, and for a place that was
+lost, because the relay restarted, not before an hour has passed.
 """
 
 from __future__ import annotations

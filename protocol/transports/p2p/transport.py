@@ -62,9 +62,9 @@ class P2PTransport:
         ports_file: Path | None = None,
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """Returns at once; the network comes up in the background. `limits` are the swarm's; `cache_file` keeps the
-        addresses of peers seen from run to run, `ports_file` the ports that were got; `report` is told, on another
-        thread, what people should know, ever more rarely if it repeats itself.
+        """Returns at once; the network comes up in the background. `limits` are the swarm's. `cache_file` keeps
+        the addresses of peers from run to run, `ports_file` the ports. `report` is called with sentences for people, on
+        another thread, and ever more rarely for a sentence that repeats.
 
         Raises LocalProtocolError for an identity file, a listen address or settings that cannot be used.
         """
@@ -165,7 +165,7 @@ class P2PTransport:
         self._channels.openings[method] = opened
 
     def connect(self, peer: str, method: str, opened: Callable[[Channel], Listener]) -> Channel:
-        """If the network is closed, the listener is told so before this returns."""
+        """If the network is closed, the listener's `closed` is called before this returns."""
         check_method(method)
         channel = self._channels.new(peer, self._loop)
         channel.listener = opened(channel)
@@ -182,13 +182,12 @@ class P2PTransport:
         return channel
 
     def dial_back(self, peer: str, ports: Sequence[int], timeout: float = 10.0) -> list[bool]:
-        """Of each of this machine's TCP ports, whether `peer` could connect to it. Waits, like `request`, and raises
-        what that does."""
+        """For each of this machine's TCP ports, whether `peer` could connect to it. Waits and raises like `request`."""
         return self._wait(self._dial_back(peer, ports), timeout)
 
     def made(self) -> Mapping[str, float]:
-        """Peer id -> when its newest card was made (Unix seconds, by its own clock), of some of all whose cards were
-        seen, also of those that are no members by this machine's clock."""
+        """Peer id -> when its newest card was made (Unix seconds, by its own clock). Covers some of all peers whose
+        cards were seen, also those whose cards are not valid by this machine's clock."""
         plane = self._plane
         return {} if plane is None else plane.made
 
@@ -270,7 +269,7 @@ class P2PTransport:
                 future.set_exception(PeerUnreachable("the network is closed"))
 
     def _end_tasks(self) -> None:
-        """What hivemind has left behind: closed with the loop it runs in, not by the garbage collector after it."""
+        """Close the tasks that hivemind left, in their own loop rather than by the garbage collector after it."""
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -282,7 +281,7 @@ class P2PTransport:
         self._main.cancel()
 
     async def _live(self) -> None:
-        """From the first import to the last goodbye."""
+        """The life of the network, from the first import to the last goodbye."""
         membership, gossip = self._membership, asyncio.create_task(self._gossip.start())
         try:
             module = await asyncio.to_thread(importlib.import_module, "protocol.transports.p2p.plane")
@@ -318,7 +317,8 @@ class P2PTransport:
             await self._gossip.client.close()
 
     def _on_loose_end(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """hivemind leaves tasks behind whose p2pd died or whose peer talked nonsense: nobody waits for them."""
+        """Count an error that nobody waits for: hivemind leaves tasks behind when p2pd dies or a peer sends
+        nonsense."""
         self._loose_ends += 1
 
     # ---------------------------------------------------------------- on it: the port's other half
