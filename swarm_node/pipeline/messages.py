@@ -82,7 +82,7 @@ class Limits:
     sender: frozenset[int]
     """Stages held by the sender."""
     width: int
-    """Of a hidden state."""
+    """Values of a hidden state."""
     vocabulary: int
     tokens: int
     """Most tokens of a microbatch, padding included."""
@@ -146,7 +146,7 @@ def _layout(head: heads.Head, stage: int) -> tuple[_Field, ...]:
 def encode(
     message: Message, codec: heads.Codec, plan: int, version: int = PROTOCOL_VERSION
 ) -> tuple[bytes, list[memoryview]]:
-    """Head in that version of the protocol, and the pieces of the body; these may be views of the message's tensors.
+    """The head, in that version of the protocol, and the pieces of the body, which may be views of the tensors.
 
     Raises LocalProtocolError for a message that no peer would take, for example one with numbers that are not finite.
     """
@@ -182,9 +182,9 @@ def _coding(field: _Field, codec: heads.Codec) -> heads.Coding:
 
 
 def judge(envelope: heads.Envelope, size: int, limits: Limits) -> Mapping[str, int]:
-    """Whether a message with this head and a body of `size` bytes may come; asked before the body is read.
+    """Check the head of a message, and the size of its body in bytes, before the body is read.
 
-    Returns what each symbol of the message's layout means. Raises RemoteProtocolError: plan, stage, sender, place (of
+    Returns the value of each symbol of the message's layout. Raises RemoteProtocolError: plan, stage, sender, place (of
     the head); shape, size (of the body).
     """
     if envelope.plan != limits.plan:
@@ -216,7 +216,7 @@ def _judge_ends(head: heads.Head, to: int, limits: Limits) -> None:
         case heads.TiedGradient() | heads.TiedMatrix() | heads.Share():
             if to not in (0, last):
                 raise RemoteProtocolError("stage", f"no embedding is tied at stage {to}")
-            first = isinstance(head, heads.Share) and head.block == 0  # what the lead asks for
+            first = isinstance(head, heads.Share) and head.block == 0  # a request of the lead
             from_stage = 0 if first else last - to
         case heads.LossGradient():
             if to != last:
@@ -236,7 +236,7 @@ def _judge_ends(head: heads.Head, to: int, limits: Limits) -> None:
 
 
 def _dimensions(envelope: heads.Envelope, limits: Limits) -> Mapping[str, int]:
-    """What each symbol of the layout means. Raises RemoteProtocolError (shape) if parts do not fit or are too large."""
+    """The value of each symbol of the layout. Raises RemoteProtocolError (shape) if a part does not fit its limits."""
     head, layout = envelope.head, _layout(envelope.head, envelope.stage)
     if len(layout) != len(envelope.parts):
         raise RemoteProtocolError("shape", f"{len(envelope.parts)} parts, {len(layout)} belong to it")

@@ -1,12 +1,12 @@
 """Average one stage with the same stage of other crews.
 
-    stage 0        `Node.average` steps between rounds, at the crew's leader
-    other stages   `StageCohort`, at the peer that holds one: it joins when the stage comes, steps right after each
-                   update that the leader ordered, and leaves with the stage
+    stage 0        at the crew's leader, in `Node.average` between rounds
+    other stages   at their holders, in `StageCohort`: it joins when a stage comes, steps right after each update that
+                   the leader orders, and leaves with the stage
 
-A stage's cohort is every peer, of any crew, that holds the same stage of a policy that began alike. One peer averages
-one stage: the first of those that it holds. A matrix that is embedding and head at once is averaged at the first
-stage; the leader then sends it to the last one.
+The cohort of a stage is all peers, of any crew, that hold the same stage of a policy with the same start. A peer
+averages one stage, the first of those that it holds. A matrix that is embedding and head at once is averaged at the
+first stage; the leader then has it sent to the last one.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ if TYPE_CHECKING:
     from swarm_node.pipeline.compute.worker import Worker
     from swarm_node.pipeline.recovery.held_stages import HeldStages
 
-LOOK_S = 0.5
-"""Longest between two looks whether others' weights have arrived, where training waits for them."""
-
-
+ARRIVAL_LOOK_S = 0.5
+"""Longest time between two looks whether others' weights have arrived, where training waits for them."""
 MOST_S = 10.0
-"""A stage that waits for others' weights deals with no message, and its crew waits for it: no longer than this, and
-well below the time after which the crew would give it up. What arrives later is applied later, as with `overlap`."""
+"""Longest wait for others' weights. Meanwhile the stage deals with no message and its crew waits, so this must be well
+below the time after which the crew gives the stage up. Weights that arrive later are applied later."""
 
 
 def averaged(worker: Worker) -> dict[str, Tensor]:
-    """The live weights of a stage that are averaged: all, but a matrix that two stages hold only at the first."""
+    """The live weights of a stage that are averaged; a matrix that two stages hold is averaged at the first only."""
     weights = worker.optimizer.weights()
     if worker.index > 0 and worker.tied_name is not None:
         del weights[worker.tied_name]
@@ -47,7 +45,7 @@ def averaged(worker: Worker) -> dict[str, Tensor]:
 
 
 class StageCohort:
-    """Averages the first stage that this peer holds, stage 0 apart, which is its lead's to average."""
+    """Averages the first stage other than stage 0 that this peer holds."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class StageCohort:
         now: Callable[[], float] = time.time,
         most_s: float = MOST_S,
     ) -> None:
-        """`most_s`: training waits no longer for others' weights."""
+        """`period_s`: of the swarm's outer rounds. `most_s`: longest wait for others' weights."""
         self.config = config
         self._most_s = most_s
         self.stage: int | None = None
@@ -81,12 +79,12 @@ class StageCohort:
 
     @property
     def id(self) -> str:
-        """For the membership card; empty = none."""
+        """Id of the cohort, for the membership card; empty = none."""
         averager = self.averager
         return "" if averager is None else averager.place.cohort
 
     def look(self) -> None:
-        """A stage may have come or gone: be in the cohort of the first there is now."""
+        """Join the cohort of the first stage that is held now, since stages may have come or gone."""
         if self.config.method == "none":
             return
         held = sorted(stage for stage in self._held_stages.workers if stage > 0)
@@ -95,19 +93,19 @@ class StageCohort:
             return
         self.say_which(held)
         optimizer = self._held_stages.optimizer(held[0])
-        if optimizer is not self._optimizer:  # another stage, or this one built anew
+        if optimizer is not self._optimizer:  # another stage, or the same one after it was rebuilt
             self.leave()
             self._join(held[0], optimizer)
 
     def say_which(self, held: list[int]) -> None:
-        """Once, if this peer holds several stages."""
+        """Say once which stage is averaged, if this peer holds several."""
         if len(held) > 1 and not self._said and self.config.method != "none":
             self._said = True
             rest = ", ".join(map(str, held[1:]))
             self._say(f"of the stages held here, {held[0]} is averaged with other crews, {rest} not")
 
     def leave(self) -> None:
-        """Be in no cohort: whoever calls is refused."""
+        """Leave the cohort: requests of other peers are refused from now on."""
         if self._optimizer is not None:
             self._optimizer.updating = nullcontext
             self.stage = self.late_join = self._optimizer = None
@@ -118,7 +116,7 @@ class StageCohort:
         weights = averaged(worker)
 
         def probe() -> float | None:
-            """A stage alone says nothing of its answers; but nobody can go on with what is not finite."""
+            """A single stage gives no answers to compare, but its weights must be finite."""
             return None if all(bool(weight.isfinite().all()) for weight in weights.values()) else math.nan
 
         self.late_join = join_cohort(
@@ -141,8 +139,7 @@ class StageCohort:
             self.late_join.seek()
 
     def step(self) -> None:
-        """If the stage has made an update since: before any other message is dealt with, apply what others' weights did
-        to it, and begin what is due."""
+        """After an update of the stage, before the next message: apply others' weights, and begin a due exchange."""
         late_join = self.late_join
         if late_join is None or self.stage is None or self._held_stages.workers[self.stage].updates == self._updates:
             return
@@ -155,6 +152,6 @@ class StageCohort:
         averager.step(updates)
         until = time.monotonic() + self._most_s
         while averager.waiting() and (left := until - time.monotonic()) > 0:
-            averager.woken.wait(min(left, LOOK_S))
+            averager.woken.wait(min(left, ARRIVAL_LOOK_S))
             averager.woken.clear()
             averager.step(updates)

@@ -15,9 +15,9 @@ from swarm_node.pipeline.driver import Driver
 
 
 class StagedOptimizer:
-    """Of all stages what `grpo.Optimizer` is of one process; state and weights are those of the stages held here.
+    """Updates all stages; its state and weights are those of the stages held here. See `grpo.Optimizer`.
 
-    `step` may raise StageLost: then what gave the gradient is done again, from `zero_grad`, and the step too.
+    `step` may raise StageLost. Then the gradient must be computed again from `zero_grad` on, and the step be repeated.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -26,7 +26,7 @@ class StagedOptimizer:
 
     @property
     def updates(self) -> int:
-        """That all stages have made."""
+        """Updates that all stages have made."""
         return self.driver.updates
 
     @updates.setter
@@ -48,8 +48,9 @@ class StagedOptimizer:
         self.driver.zero()
 
     def step(self) -> tuple[float, float]:
-        """One update of all stages, unless the gradient is not finite; its norm before clipping, and the learning
-        rate."""
+        """One update of all stages, unless the gradient is not finite.
+
+        Returns the norm of the gradient before clipping, and the learning rate."""
         optimizer = self._own()[0]
         norm, rate = self.driver.norm(), optimizer.rate()
         if math.isfinite(norm):
@@ -59,7 +60,7 @@ class StagedOptimizer:
         return norm, rate
 
     def weights(self) -> dict[str, Tensor]:
-        """By name, each once: a matrix that is here twice, as embedding and as head, is the embedding. Live."""
+        """Live weights by name. A matrix that is here as embedding and as head is given once, as the embedding."""
         weights: dict[str, Tensor] = {}
         for optimizer in self._own():
             weights = optimizer.weights() | weights
@@ -67,7 +68,7 @@ class StagedOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Have the stages here use `weights()` after somebody else changed them."""
+        """Have the stages here use `weights()` after a change from outside."""
         weights = self.weights()
         for optimizer in self._own():
             for name, weight in optimizer.weights().items():
@@ -81,7 +82,9 @@ class StagedOptimizer:
         return state
 
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Take over what `state_dict` gave; CheckpointError, and nothing changed, if names or shapes differ."""
+        """Take over the result of `state_dict`.
+
+        Raises CheckpointError, with nothing changed, if names or shapes differ."""
         mine, varies = self.state_dict(), ("step.", "rate_scale.")
         known = mine.keys() & tensors.keys()
         foreign = [name for name in mine.keys() ^ tensors.keys() if not name.startswith(varies)]
@@ -96,5 +99,5 @@ class StagedOptimizer:
         self.updates = updates
 
     def _own(self) -> list[Optimizer]:
-        """Of the stages held here, that of stage 0 first."""
+        """Optimisers of the stages held here, stage 0 first."""
         return [self.driver.workers[stage].optimizer for stage in sorted(self.driver.workers)]

@@ -44,10 +44,10 @@ class StagedEngine(BatchEngine):
 
 
 class StagedPolicy(Policy):
-    """A policy of which this process holds the first stage; text is its own business, the rest goes through `lead`.
+    """A policy of which this process holds the first stage.
 
-    Weights are those of the stages held here, by their names in the whole policy. Generation is done again when a stage
-    is lost; `passes` leave that to whoever adds up the gradient.
+    Its weights are those of the stages held here, by their names in the whole policy. If a stage is lost, `passes`
+    raises StageLost; its caller, which adds up the gradient, then calls `again` and starts over.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StagedPolicy(Policy):
         report: Callable[[str], None] = print,
         longest: int = 2**31,
     ) -> None:
-        """`longest`: most tokens of a row that the stages take."""
+        """`longest`: most tokens of a row that the stages accept."""
         self.driver = driver
         self._longest = longest
         super().__init__(driver.workers[0].stage.model, tokenizer, config, report)
@@ -73,7 +73,7 @@ class StagedPolicy(Policy):
 
     @property
     def max_positions(self) -> int:
-        """Of the model, or of a row that the stages take: others' groups may have longer prompts."""
+        """Most tokens of a row, as the model and the other stages allow."""
         return min(super().max_positions, self._longest)
 
     def _passes(
@@ -94,7 +94,7 @@ class StagedPolicy(Policy):
 
     def keep_reference(self) -> None:
         for worker in self.driver.workers.values():
-            if worker.reference is None:  # else it was kept when the stage came, before its trained weights did
+            if worker.reference is None:  # else it was kept when the stage was built, before it had trained weights
                 worker.keep_reference()
 
     def _named(self) -> dict[str, nn.Parameter]:

@@ -1,11 +1,11 @@
-"""The policy of a crew's run directories: stages, each from the newest checkpoint, put together again.
+"""Export the policy of a crew from its run directories: the newest checkpoints of all stages, put together.
 
-    RUN/stages/<k>/round-…   of as many run directories as it takes -> the last update that all stages are there of
-        all weights trained  -> model-0000k-of-0000n.safetensors, one file a stage, and their index
-        an adapter trained   -> adapter_model.safetensors, adapter_config.json
+    RUN/stages/<k>/round-…       of one or more run directories -> the last update of which every stage has one
+        all weights trained  ->  model-0000k-of-0000n.safetensors, one file for each stage, and their index
+        an adapter trained   ->  adapter_model.safetensors, adapter_config.json
 
-Memory holds one stage at a time: the policy may well be larger than any of its machines. What the lead of a crew had
-fetched when its run ended makes one directory enough.
+Memory holds one stage at a time, since the policy may be larger than any of its machines. The lead's run directory is
+enough if its run ended regularly: then it has fetched the other stages.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ _SPAN = re.compile(r"stage (\d+) of (\d+) \(layers (\d+)-(\d+) of (\d+)\)")
 
 @dataclass(frozen=True)
 class Staged:
-    """A policy of which every stage was found."""
+    """A policy, every stage of which was found."""
 
     config: NodeConfig
     plan: Plan
     stages: list[dict[str, Tensor]]
-    """Weights by global name, of each stage; mapped files. A matrix that two stages hold is with the first."""
+    """Weights of each stage by global name, mapped from files. A matrix that two stages hold is with the first."""
     updates: int
 
 
 def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
-    """All stages, after the same update if there is one. UserError if one of them is not there, or they are not of one
-    policy."""
+    """Find all stages, after the same update if possible.
+
+    Raises UserError if one of them is missing, or if they are not of one policy."""
     configs = [read_own(run.config) for run in runs]
     config = configs[0]
     count = config.pipeline.stages
@@ -102,14 +103,11 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
 
 
 def _choose(kept: Sequence[StageFile], count: int) -> list[StageFile]:
-    """One for each stage: of the last update that all are there of, or else the newest of each."""
-    by_stage = [{one.updates: one for one in sorted(kept, key=_age) if one.stage == stage} for stage in range(count)]
+    """One file of each stage: of the last update that all stages have, or else the newest."""
+    files = sorted(kept, key=lambda one: (one.updates, one.number))
+    by_stage = [{one.updates: one for one in files if one.stage == stage} for stage in range(count)]
     common = set.intersection(*(set(updates) for updates in by_stage))
     return [stage[max(common or stage)] for stage in by_stage]
-
-
-def _age(kept: StageFile) -> tuple[int, int]:
-    return kept.updates, kept.number
 
 
 def _check(
@@ -119,8 +117,7 @@ def _check(
     states: Sequence[dict[str, Any]],
     stages: list[dict[str, Tensor]],
 ) -> None:
-    """UserError unless `stages` are, put together, all that is trained of the model. Leaves each tensor in one of
-    them."""
+    """Raise UserError unless `stages` together are all trained tensors of the model. Keeps each tensor in one stage."""
     if len({state.get("architecture") for state in states}) > 1:
         raise UserError("these stages are not of one policy: their runs had other models or LoRA settings")
     first = 0
@@ -145,7 +142,7 @@ def _check(
 
 
 def save_staged(staged: Staged, out: Path) -> None:
-    """Write Hugging Face layout to the directory `out`: a model, or an adapter for PEFT."""
+    """Write a model, or an adapter for PEFT, in Hugging Face layout to the directory `out`."""
     load_tokenizer(staged.config.policy).save_pretrained(out)
     if staged.plan.lora:
         _save_adapter(staged, out)

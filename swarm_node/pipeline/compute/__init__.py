@@ -1,1 +1,1 @@
-"""What one stage of a policy calculates, and how layers are divided among stages."""
+"""The computation of one stage of a policy, and how layers are divided among stages."""

@@ -1,8 +1,8 @@
-"""Whether two peers can hold stages of one policy, in 16 hexadecimal digits; and if they cannot, what differs.
+"""A fingerprint of 16 hexadecimal digits, equal for peers that can hold stages of one policy.
 
-    model | weights | what is trained | dtype        four digits of a sha256 each: they tell apart, they prove nothing
+    model | weights | trained parameters | dtype        four digits of a sha256 each
 
-Loads no torch.
+It tells policies apart and says what differs, but proves nothing. This module loads no torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ ASPECTS = ("another model", "other weights of the same model", "other LoRA setti
 
 
 def architecture(model: Sequence[object], weights: str, trained: Sequence[object], dtype: str) -> str:
-    """Equal for those who agree in everything; all of it as JSON."""
+    """The fingerprint; each aspect is hashed as JSON."""
     return "".join(
         hashlib.sha256(json.dumps(aspect).encode()).hexdigest()[:DIGITS] for aspect in (model, weights, trained, dtype)
     )
 
 
 def difference(mine: str, theirs: str) -> str:
-    """What they have, in words, whose architecture is another one. Of another model the rest says nothing."""
+    """What differs between two fingerprints, in words. If the model differs, nothing else is said."""
     starts = range(0, DIGITS * len(ASPECTS), DIGITS)
     differs = [mine[start : start + DIGITS] != theirs[start : start + DIGITS] for start in starts]
     found = [aspect for aspect, other in zip(ASPECTS, differs, strict=True) if other]

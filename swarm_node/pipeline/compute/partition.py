@@ -1,12 +1,12 @@
-"""Which layers each stage holds.
+"""Which layers and which tensors each stage holds.
 
     cost of a stage = its layers + the embedding, if it is the first + norm and head, if it is the last
+    load of a stage = its cost / the capacity of its machine
 
-The largest cost over stages, each divided by what its machine can take, is made as small as it gets; every stage holds
-one layer at least, and none more than its machine can take. Layers are contiguous, so a dynamic programme over (stage,
-layer) finds it. Among the cuts that are equally good by that measure, the one with the smallest sum of squares is
-taken: it leaves no stage needlessly large. A machine of which nothing is known counts as much as the largest that is
-known, but is given more rather than that another is given too much.
+The partition has the smallest possible maximum load. Every stage holds at least one layer, and none has a load above 1.
+Layers are contiguous, so a dynamic programme over (stage, layer) finds it. Among partitions with the same maximum, the
+one with the smallest sum of squared loads is taken: it leaves no stage needlessly large. A machine of unknown capacity
+counts like the largest known one, except that its load may exceed 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swarm_node.policy.adapters import lora_config, with_adapter
 from swarm_node.policy.loading import Plan, skeleton
 
 UNKNOWN = 0.0
-"""Capacity of a machine of which nothing is known."""
+"""Capacity of a machine whose capacity is not known."""
 ADAPTED = "base_model.model."
 """How all names of a policy with an adapter begin (PEFT's)."""
 
@@ -61,13 +61,13 @@ class Span:
 def partition(layer_bytes: Sequence[int], embed_bytes: int, head_bytes: int, capacities: Sequence[float]) -> list[Span]:
     """The spans of `len(capacities)` stages of a model with `len(layer_bytes)` layers.
 
-    capacities  bytes that each stage's machine can take; `UNKNOWN`, or inf, if it is not known
+    capacities  bytes that each stage's machine can hold; `UNKNOWN` or inf if it is not known
 
-    UserError if there are more stages than layers, ValueError if the layers do not fit the machines.
+    Raises UserError if there are more stages than layers, ValueError if the layers do not fit the machines.
     """
     layers, count = len(layer_bytes), len(capacities)
     if not 1 <= count <= layers:
-        raise UserError(f"this model has {layers} layers: it can be cut into 1 to {layers} stages, not {count}")
+        raise UserError(f"this model has {layers} layers: it can be divided into 1 to {layers} stages, not {count}")
     if not all(capacity >= 0 for capacity in capacities):
         raise ValueError(f"capacities must be numbers of bytes, not {list(capacities)}")
     known = [0 < capacity < inf for capacity in capacities]
@@ -100,9 +100,9 @@ def _best(
     load: Callable[[int, int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, tuple[int, ...]]:
-    """(cost, bounds) of the cheapest cut into `count` stages: stage s holds layers bounds[s] to bounds[s + 1] - 1.
+    """(cost, bounds) of the cheapest partition: stage s holds layers bounds[s] to bounds[s + 1] - 1.
 
-    The cost of stages 0..s is join(cost of stages 0..s-1, load of s), 0 for none.
+    The cost of stages 0..s is join(cost of stages 0..s-1, load of s); that of no stages is 0.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # by the end of the stages so far
     for stage in range(count):
@@ -119,18 +119,18 @@ def _best(
 
 @dataclass(frozen=True)
 class Parts:
-    """What the parts of a family's models are called."""
+    """Names of the parts of a model family."""
 
     decoder: str
-    """The model under the head; its layers are `layers`."""
+    """The model under the head; it has `layers`."""
     embed: str
     norm: str
     heads: tuple[str, ...] = ("lm_head",)
-    """The head; and what files of an older date call it."""
+    """The head, under its present name and those in older files."""
 
     @property
     def layers(self) -> str:
-        """How names of the layers' parameters begin."""
+        """Prefix of the names of the layers' parameters."""
         return f"{self.decoder}.layers."
 
     @property
@@ -150,19 +150,22 @@ FAMILIES = {
 
 
 def parts_of(model_config: Any) -> Parts:
-    """What is where in a model with this config; UserError for a family that cannot be cut."""
+    """Names of the parts of a model with this config. Raises UserError for an unknown family."""
     parts = FAMILIES.get(model_config.model_type)
     if parts is None:
         raise UserError(
-            f"a policy of the family {model_config.model_type!r} cannot be cut into stages: use one of "
+            f"a policy of the family {model_config.model_type!r} cannot be divided into stages: use one of "
             f"{', '.join(FAMILIES)}"
         )
     return parts
 
 
 def sizes(model_config: Any, itemsize: int = 4) -> tuple[list[int], int, int]:
-    """(bytes of each layer, of the embedding, of norm and head) of the model that a Hugging Face config describes, at
-    `itemsize` bytes a value; nothing is allocated. A tied matrix is counted on both sides: both hold it."""
+    """Bytes of each layer, of the embedding, and of norm and head together, of the model of a Hugging Face config.
+
+    itemsize  bytes of a value
+
+    Nothing is allocated. A tied matrix counts at both ends, since both hold it."""
     parts = parts_of(model_config)
     model = skeleton(model_config)
     layers, embed, head = [0] * model_config.num_hidden_layers, 0, 0

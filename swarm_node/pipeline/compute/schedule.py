@@ -1,25 +1,24 @@
-"""Who computes what, in which order: 1F1B (PipeDream-Flush, arXiv 2006.09503) as data.
+"""The order of work of each stage: 1F1B (PipeDream-Flush, arXiv 2006.09503) as data.
 
     stage 0   F0 F1 F2 F3 F4             B0 F5 B1 F6 B2 ...
     stage 1      F0 F1 F2 F3          B0 F4 B1 F5 ...          time ->
     stage 2         F0 F1 F2       B0 F3 B1 F4 ...
     stage 3            F0 F1    B0 F2 B1 F3 ...
 
-One microbatch more than in the paper is under way: the loss is computed at the lead, so at the last stage backward
-waits for a message there and back, during which that stage goes on with the next forward.
+One microbatch more than in the paper is under way. The loss is computed at the lead, so backward at the last stage
+waits for a message to the lead and back; meanwhile that stage goes on with the next forward.
 
-A microbatch visits stages along its route; at each place of it, a stage computes forward once and backward once. The
-order is that of an execution in ticks, one for the loss: in each, every stage does what is there for it, forward before
-backward, oldest microbatch first, and forward only while at most d microbatches are between forward and backward of the
-place that is d-th from the end of their routes (and at most as many as the route has places are under way at all). So
-nothing more than that is ever held, and no set of stages can wait for each other: a microbatch at the last place can
-always go back, which makes room at the one before, and so on. Lists taken from an execution can be executed again in
-whatever order messages arrive.
+A microbatch visits stages along its route. At each place of the route, a stage computes forward once and backward once.
+The order is taken from a simulated execution in ticks, one tick for the loss. In a tick every stage does one operation
+that is ready: forward before backward, the oldest microbatch first. For the place that is d-th from the end of a route,
+at most d microbatches may be between forward and backward; and no more are under way than a route has places. This
+bounds what a stage holds. It also excludes deadlock: a microbatch at the last place can always go back, which makes
+room at the place before, and so on. So the lists can be executed in any order of arrival of messages.
 
 CheckFree+ (arXiv 2506.15461) swaps the first two and the last two stages for odd microbatches, so that their layers
-learn each other's job. The embedding still comes first, and the head last, wherever they are: such routes have a place
-more at either end. With three stages the middle one is in both pairs: odd microbatches swap the first and the last
-pair in turn.
+learn each other's work. The embedding still comes first and the head last, so such routes have one more place at each
+swapped end. With three stages the middle one is in both pairs: odd microbatches swap the first and the last pair in
+turn.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True)
 class Visit:
-    """What a stage computes at one place of a route."""
+    """The work of a stage at one place of a route."""
 
     stage: int
     embed: bool = False
@@ -52,7 +51,7 @@ Route = tuple[Visit, ...]
 
 
 def route(stages: int, microbatch: int = 0, swapped: bool = False) -> Route:
-    """The places of a microbatch; `swapped` = CheckFree+, where odd microbatches take another order."""
+    """The places that a microbatch visits. `swapped`: odd microbatches take another order (CheckFree+)."""
     order = list(range(stages))
     if swapped and microbatch % 2 and stages > 1:
         first, last = (True, True) if stages != 3 else (microbatch % 4 == 1, microbatch % 4 == 3)
@@ -70,15 +69,15 @@ def route(stages: int, microbatch: int = 0, swapped: bool = False) -> Route:
 
 @lru_cache(maxsize=64)
 def schedule(stages: int, microbatches: int, swapped: bool = False) -> tuple[tuple[Operation, ...], ...]:
-    """What each stage does, in order."""
+    """The operations of each stage, in order."""
     ways = [route(stages, i, swapped) for i in range(microbatches)]
     done: list[list[Operation]] = [[] for _ in range(stages)]
     ready: list[set[Operation]] = [set() for _ in range(stages)]
     ready[0].add(Operation("F", 0, 0))  # every route begins with the embedding
-    held: dict[int, int] = defaultdict(int)  # by places to the end of the route
-    begun = 0  # and not at an end
-    elsewhere = stages > 1  # is the loss computed, for the last stage
-    scored: list[tuple[int, Operation]] = []  # what will have its loss a tick later
+    held: dict[int, int] = defaultdict(int)  # microbatches, by places to the end of the route
+    begun = 0  # microbatches under way
+    elsewhere = stages > 1  # the last stage waits for the loss
+    scored: list[tuple[int, Operation]] = []  # operations that have their loss a tick later
 
     def possible(operation: Operation) -> bool:
         left = len(ways[operation.microbatch]) - operation.place + elsewhere
@@ -112,5 +111,5 @@ def schedule(stages: int, microbatches: int, swapped: bool = False) -> tuple[tup
 
 
 def bubble_fraction(stages: int, microbatches: int) -> float:
-    """Share of its time that a stage waits, if all stages are equally fast: (K - 1) / (M + K - 1)."""
+    """Share of time that a stage waits, for K equally fast stages and M microbatches: (K - 1) / (M + K - 1)."""
     return (stages - 1) / (microbatches + stages - 1)

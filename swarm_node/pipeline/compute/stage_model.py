@@ -4,11 +4,10 @@
     middle:             hidden -> layers -> hidden
     last stage:         hidden -> layers -> norm -> head -> logits
 
-The Hugging Face class is built from a cut config (its own number of layers) on the meta device, what other stages hold
-is taken out, and its parameters are filled one by one from the files. Inside, layers count from 0; everything outside
-a stage speaks the names of the whole policy, adapter included, so that the parameters of all stages put together are
-those of the whole policy. A tied matrix is on the first stage as the embedding and on the last as the head, and has
-one name.
+The Hugging Face class is built on the meta device from a config with fewer layers. The parts that other stages hold are
+taken out, and its parameters are read one by one from the files. Inside, layers count from 0. Outside, a stage uses the
+names of the whole policy, adapter included: the parameters of all stages together are those of the whole policy. A tied
+matrix is at the first stage the embedding and at the last stage the head, under one name.
 """
 
 from __future__ import annotations
@@ -39,40 +38,40 @@ from swarm_node.policy.logprobs import additive
 from swarm_node.policy.vetting import ADAPTER_WEIGHTS, check_header
 
 SAMPLED = 1024
-"""Values of a tensor that tell files apart: 4 KiB."""
+"""Values of a tensor that are compared to tell files apart: 4 KiB."""
 
 
 class Stage(nn.Module):
-    """Some layers of a policy; with the embedding if they are the first, with norm and head if they are the last."""
+    """Some layers of a policy: the first ones with the embedding, the last ones with norm and head."""
 
     def __init__(self, span: Span, model: nn.Module, norm: nn.Module | None, config: Any, is_lora: bool) -> None:
-        """`config` is that of the whole model."""
+        """`config`: of the whole model."""
         super().__init__()
         self.span = span
         self.model = model
-        """The cut Hugging Face model, or the PEFT model around it if any of its own modules has an adapter."""
+        """The stage's Hugging Face model, or the PEFT model around it if one of its modules has an adapter."""
         self.norm = norm
-        """Of the last stage."""
+        """The final norm, at the last stage."""
         self.config = config
         self.is_lora = is_lora
-        """Whether the policy is trained by an adapter, be there a part of it in this stage or not."""
+        """Whether the policy is trained by an adapter, even if this stage has no part of it."""
         self.tied: bool = config.tie_word_embeddings
         """Whether embedding and head are one matrix."""
         self._parts = parts_of(config)
 
     @property
     def base(self) -> PreTrainedModel:
-        """The cut model under the adapter, if there is one."""
+        """The stage's model without its adapter."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     @property
     def embed(self) -> nn.Module | None:
-        """Of the first stage."""
+        """The embedding, at the first stage."""
         return getattr(self._decoder, self._parts.embed)
 
     @property
     def head(self) -> nn.Module | None:
-        """Of the last stage."""
+        """The head, at the last stage."""
         return self.base.get_output_embeddings()
 
     @property
@@ -99,14 +98,16 @@ class Stage(nn.Module):
     # ----------------------------------------------------------------- passes
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """What goes into the first layer [R, T, H], of token ids [R, T]."""
+        """Token ids [R, T] -> input of the first layer [R, T, H]."""
         assert self.embed is not None, f"{self.span} has no embedding"
         return self.embed(ids)
 
     def layers(
         self, hidden: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """Through the layers, [R, T, H] -> [R, T, H]; positions and mask as in `logprobs.TokenBatch`."""
+        """Input of the first layer here [R, T, H] -> output of the last one [R, T, H].
+
+        For positions and mask see `logprobs.TokenBatch`."""
         hidden = hidden.to(self.dtype)
         return self._decoder(
             inputs_embeds=hidden,
@@ -116,14 +117,14 @@ class Stage(nn.Module):
         ).last_hidden_state
 
     def final(self, hidden: Tensor) -> Tensor:
-        """What goes into the head, of what comes out of the last layer; both [..., H]."""
+        """Output of the last layer [..., H] -> input of the head [..., H]."""
         assert self.norm is not None, f"{self.span} has no norm"
         return self.norm(hidden)
 
     # ----------------------------------------------------------------- names
 
     def named(self, trainable: bool = True) -> dict[str, nn.Parameter]:
-        """Its parameters by their names in the whole policy: the trained ones, or all."""
+        """The trained parameters, or all of them, by their names in the whole policy."""
         parts = self._parts
         own = dict(self.base.named_parameters())
         if self.norm is not None:
@@ -137,14 +138,14 @@ class Stage(nn.Module):
 
 
 def _global(name: str, first: int, parts: Parts, tied: bool) -> str:
-    """The whole model's name of what is called `name` in a cut one whose first layer is layer `first`."""
+    """The name in the whole model of a parameter `name` of a stage whose first layer is layer `first`."""
     if tied and name in _head_names(parts):
         return parts.embedding
     return _shifted(name, first, parts)
 
 
 def _shifted(name: str, by: int, parts: Parts) -> str:
-    """`model.layers.2.x` -> `model.layers.7.x`, if shifted by 5; what is in no layer keeps its name."""
+    """`model.layers.2.x` -> `model.layers.7.x` for `by` = 5. A name outside the layers stays as it is."""
     return re.sub(rf"^({re.escape(parts.layers)})(\d+)", lambda found: f"{found[1]}{int(found[2]) + by}", name)
 
 
@@ -156,16 +157,16 @@ def _head_names(parts: Parts) -> list[str]:
 
 
 def load_stage(config: PolicyConfig, span: Span | tuple[int, int], report: Callable[[str], None] = print) -> Stage:
-    """Load one stage of the policy that `config` names and say through `report` what was chosen.
+    """Load one stage of the policy that `config` names, and report what was chosen.
 
-    span  which; (index, count) = of `count` stages on machines that are alike
+    span  the stage; (index, count) = stage `index` of `count` stages of about equal size
 
-    UserError if the model cannot be found or read, is of a family that cannot be cut, or has no such stage.
+    Raises UserError if the model cannot be found or read, has no such stage, or cannot be divided into stages.
     """
     plan = prepare(config, alone=False)
     parts = parts_of(plan.config)
     if getattr(plan.config, "quantization_config", None) is not None:
-        raise UserError(f"{plan.base} is quantised: to cut it into stages, give the model that it was made from")
+        raise UserError(f"{plan.base} is quantised: to divide it into stages, give the model that it was made from")
     span = _checked(span, plan)
     base = _cut(span, plan, parts)
     _fill(base, span, plan, parts)
@@ -174,7 +175,7 @@ def load_stage(config: PolicyConfig, span: Span | tuple[int, int], report: Calla
     norm = getattr(decoder, parts.norm) if span.is_last else None
     setattr(decoder, parts.norm, nn.Identity())
     stage = Stage(span, model, norm, plan.config, plan.lora)
-    stage.eval()  # for good, as in `load_policy`
+    stage.eval()  # as in `load_policy`
     if plan.adapter is not None:
         _fill_adapter(stage, plan.adapter)
     elif plan.lora:
@@ -187,7 +188,7 @@ def load_stage(config: PolicyConfig, span: Span | tuple[int, int], report: Calla
 
 
 def _checked(span: Span | tuple[int, int], plan: Plan) -> Span:
-    """The stage itself; UserError if this model has no such stage."""
+    """The stage. Raises UserError if this model has no such stage."""
     index, count = (span.index, span.count) if isinstance(span, Span) else span
     layers = plan.config.num_hidden_layers
     if not 0 <= index < count:
@@ -201,12 +202,12 @@ def _checked(span: Span | tuple[int, int], plan: Plan) -> Span:
 
 
 def _cut(span: Span, plan: Plan, parts: Parts) -> PreTrainedModel:
-    """The model without what other stages hold, on the meta device."""
+    """The model without the parts of other stages, on the meta device."""
     config = copy.deepcopy(plan.config)
     config.num_hidden_layers = span.end - span.first
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[span.first : span.end]
-    config.tie_word_embeddings &= span.is_first and span.is_last  # else nobody is to look for the other of the two
+    config.tie_word_embeddings &= span.is_first and span.is_last  # else there is only one of the two
     base = skeleton(config)
     decoder = getattr(base, parts.decoder)
     if not span.is_first:
@@ -218,7 +219,7 @@ def _cut(span: Span, plan: Plan, parts: Parts) -> PreTrainedModel:
 
 
 def _fill(base: PreTrainedModel, span: Span, plan: Plan, parts: Parts) -> None:
-    """Give a cut model its weights, and the buffers that are in no file."""
+    """Fill a stage's model with its weights, and with the buffers that are in no file."""
     weights, tied = _weights(plan), plan.config.tie_word_embeddings
     for name, empty in list(base.named_parameters()):
         wanted = _global(name, span.first, parts, tied)
@@ -232,15 +233,15 @@ def _fill(base: PreTrainedModel, span: Span, plan: Plan, parts: Parts) -> None:
     decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config).to(plan.device)
     for name, tensor in chain(base.named_parameters(), base.named_buffers()):
         if tensor.is_meta:
-            raise RuntimeError(f"{name} of a {plan.config.model_type} model is in no file, and nothing makes it")
-    generation = model_file(plan, "generation_config.json")  # which tokens end an answer
+            raise RuntimeError(f"{name} of a {plan.config.model_type} model is in no file, and cannot be computed")
+    generation = model_file(plan, "generation_config.json")  # it names the tokens that end an answer
     if generation is not None:
         with refusing(generation.name, plan.base):
             base.generation_config = GenerationConfig.from_pretrained(generation.parent)
 
 
 def _spellings(name: str, parts: Parts, tied: bool) -> list[str]:
-    """What files may call the whole model's parameter `name`."""
+    """Names that files may have for the whole model's parameter `name`."""
     heads = _head_names(parts)
     if name == parts.embedding:
         return [name, *heads] if tied else [name]
@@ -251,18 +252,18 @@ def _spellings(name: str, parts: Parts, tied: bool) -> list[str]:
 
 
 class _Tensors:
-    """Tensors in safetensors files, read one by one."""
+    """Tensors in safetensors files, which are read one by one."""
 
     def __init__(self, source: str, files: Mapping[str, str], locate: Callable[[str], Path | None]) -> None:
-        """`files`: name of a tensor -> name of the file that holds it; `locate` says where that is."""
+        """`files`: name of a tensor -> name of its file. `locate`: name of a file -> its path."""
         self._source = source
         self._files = files
         self._locate = cache(lambda name: _vetted(locate(name)))
 
     def read(self, spellings: list[str], shape: torch.Size) -> Tensor:
-        """The tensor that has one of these names; it may lie in the file itself, so copy it.
+        """The tensor with one of these names; it may be mapped from the file, so copy it.
 
-        UserError if there is none, none of that shape, or two that differ."""
+        Raises UserError if there is none, none of that shape, or two that differ."""
         found = [self._get(name) for name in spellings if name in self._files]
         if not found or found[0].shape != shape or not found[0].is_floating_point():
             raise UserError(lacks(self._source, spellings[0]))
@@ -278,7 +279,7 @@ class _Tensors:
         return sorted(self._files)
 
     def beginning(self, name: str) -> Tensor | None:
-        """The first values of a tensor, nothing else of it is read; `None` if its file is not on this machine."""
+        """The first values of a tensor, without reading the others; `None` if its file is not on this machine."""
         path = self._locate(self._files[name])
         if path is None:
             return None
@@ -292,7 +293,7 @@ class _Tensors:
         if path is None:
             raise UserError(f"{self._source} has no {self._files[name]}, which its index names")
         with refusing(path.name, self._source), safe_open(path, "pt") as file:
-            return file.get_tensor(name)  # the file is opened each time: what was mapped of it is let go at once
+            return file.get_tensor(name)  # the file is opened each time, so that its mapping ends at once
 
 
 def _vetted(file: Path | None) -> Path | None:
@@ -302,14 +303,16 @@ def _vetted(file: Path | None) -> Path | None:
 
 
 def _weights(plan: Plan) -> _Tensors:
-    """The tensors of a model; a shard is fetched from the hub when one of its tensors is read."""
+    """The tensors of a model. A shard is fetched from the hub when one of its tensors is read."""
     return _Tensors(plan.base, weight_map(plan), lambda name: model_file(plan, name))
 
 
 def weights_digest(plan: Plan) -> str:
-    """Equal for those who begin with the same weights: of a model from the hub, its commit; of one in a directory, the
-    first values of its final norm and of a tensor of the first and of the last layer. Whoever lacks the file of one of
-    these has another digest. Of an adapter that is trained on, those of two of its tensors as well."""
+    """A digest that is equal for peers that begin with the same weights.
+
+    It covers the commit of a model from the hub. Of a model in a directory it covers the first values of its final norm
+    and of a tensor of the first and of the last layer; a peer without one of these files has another digest. Of an
+    adapter that is trained further it covers the first values of two tensors."""
     parts, commit = parts_of(plan.config), getattr(plan.config, "_commit_hash", None)
     found = hashlib.sha256(str(commit).encode())
 
@@ -335,13 +338,13 @@ SHARED = (
     "base_model_name_or_path auto_mapping peft_version peft_type task_type revision inference_mode r lora_alpha "
     "lora_dropout use_rslora target_modules exclude_modules layers_to_transform layers_pattern"
 ).split()
-"""What may differ in a saved adapter's config from PEFT's defaults for it to be cut."""
+"""Fields in which the config of a saved adapter may differ from PEFT's defaults."""
 
 
 def _adapted(base: PreTrainedModel, span: Span, plan: Plan, parts: Parts, config: PolicyConfig) -> nn.Module:
-    """The cut model with the adapter's part that belongs to it: nothing, if that has none in these layers.
+    """The stage's model with its part of the adapter, if there is one for these layers.
 
-    Which modules get one is asked of the whole model, since `lora_targets` may speak of layers by number.
+    The modules that get one are looked up in the whole model, since `lora_targets` may name layers by number.
     """
     lora = lora_config(config) if plan.adapter is None else _saved_config(plan.adapter)
     with torch.device("meta"):
@@ -350,7 +353,9 @@ def _adapted(base: PreTrainedModel, span: Span, plan: Plan, parts: Parts, config
     mine = []
     for name in whole.base_model.targeted_module_names:
         if plan.config.tie_word_embeddings and f"{name}.weight" in ends:
-            raise UserError(f"{plan.base} has one matrix for embedding and head: in stages, {name} takes no adapter")
+            raise UserError(
+                f"{plan.base} has one matrix for embedding and head: in stages, {name} cannot have an adapter"
+            )
         local = _shifted(name, -span.first, parts)
         if _has(base, local):
             mine.append(local)
@@ -370,20 +375,22 @@ def _has(base: nn.Module, name: str) -> bool:
 
 
 def _saved_config(adapter: str) -> LoraConfig:
-    """The config of a saved adapter; UserError if it asks for more than low-rank matrices."""
+    """The config of a saved adapter. Raises UserError if it has more than low-rank matrices."""
     with refusing("the adapter", adapter):
         lora, plain = LoraConfig.from_pretrained(adapter), LoraConfig()
     if not isinstance(lora, LoraConfig):
-        raise UserError(f"{adapter} is no LoRA adapter: only those can be cut into stages")
+        raise UserError(f"{adapter} is no LoRA adapter: only those can be divided into stages")
     for key in (field.name for field in fields(plain)):
         if key not in SHARED and getattr(lora, key) != getattr(plain, key):
-            raise UserError(f"{adapter} has {key} = {getattr(lora, key)!r}: such an adapter cannot be cut into stages")
+            raise UserError(
+                f"{adapter} has {key} = {getattr(lora, key)!r}: such an adapter cannot be divided into stages"
+            )
     lora.inference_mode = False
     return lora
 
 
 def _fill_adapter(stage: Stage, adapter: str) -> None:
-    """Give the stage its part of the saved adapter."""
+    """Fill the stage's part of the adapter from the saved one."""
     tensors = _adapter_tensors(adapter)
     for name, parameter in stage.named().items():
         parameter.data.copy_(tensors.read([name.replace(".default", "")], parameter.shape))

@@ -1,10 +1,11 @@
-"""A matrix that the first and the last stage both hold, one as embedding and one as head, and that is too large for a
-message: it travels in blocks of rows (`rows_of`).
+"""A matrix that the first stage holds as the embedding and the last stage as the head.
 
-    gradients    TiedGradient 0 <-> TiedGradient 0,  then TiedGradient 1 <-> TiedGradient 1, ...     and both add up
+It may be too large for a message, so it travels in blocks of rows (`rows_of`).
+
+    gradients    TiedGradient 0 <-> TiedGradient 0,  then TiedGradient 1 <-> TiedGradient 1, ...     both ends add up
     the matrix   Share 0 -> TiedMatrix 0 -> Share 1 -> TiedMatrix 1 -> ... -> taken over, and StageStatus
 
-Each block leaves when the one before it has come from the other end, so few bytes wait anywhere.
+A block is sent when the block before it has come from the other end, so few bytes wait anywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.pipeline import BLOCK
 
 BLOCK_BYTES = 2**24
-"""Most that travels in one message of a matrix that two stages hold, in float32: other messages come in between."""
+"""Most bytes of a block in float32, so that other messages can come in between."""
 
 
 def rows_of(block: int, height: int, width: int) -> slice:
@@ -30,7 +31,7 @@ def rows_of(block: int, height: int, width: int) -> slice:
 
 
 class TiedWeights:
-    """One end of it."""
+    """One end's copy of the matrix."""
 
     def __init__(self, name: str, parameter: nn.Parameter, other: int) -> None:
         """`other`: the stage at the other end."""
@@ -38,35 +39,37 @@ class TiedWeights:
         self.parameter = parameter
         self.other = other
         self._sent = self._added = 0  # blocks of the present sum
-        self._came: Tensor | None = None  # the other end's next
+        self._came: Tensor | None = None  # the next block of the other end's gradient
         self._taken = 0  # blocks of the other end's matrix
-        self._taking: Tensor | None = None  # it, as far as it has come
+        self._taking: Tensor | None = None  # the other end's matrix, as far as it has come
 
     # ----------------------------------------------------------------- gradients
 
     def begin(self) -> None:
-        """Another sum."""
+        """Begin another sum of gradients."""
         self._sent = self._added = 0
         self._came = None
 
     @property
     def begun(self) -> bool:
-        """Own rows have left."""
+        """Whether rows of the own gradient have been sent."""
         return self._sent > 0
 
     @property
     def added(self) -> bool:
-        """Both gradients are added up."""
+        """Whether both gradients are added up."""
         return self._empty(self._added)
 
     def came(self, block: int, rows: Tensor) -> None:
-        """Rows [B, H] of the other end's gradient. RemoteProtocolError (order) if it is not their turn."""
+        """Rows [B, H] of the other end's gradient have come. Raises RemoteProtocolError (order) out of turn."""
         if block != self._added or self._came is not None or self.added:
             raise RemoteProtocolError("order", f"block {block} of a gradient, block {self._added} was to come")
         self._came = rows
 
     def advance(self, written: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Add up what can be; blocks of the own gradient that are to leave now, as `written` makes them."""
+        """Add up the blocks that have come. Yields the blocks of the own gradient that must be sent now.
+
+        written  rounds values as the other end will decode them"""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
         gradient = self.parameter.grad
@@ -85,15 +88,16 @@ class TiedWeights:
     # ----------------------------------------------------------------- the matrix
 
     def give(self, block: int) -> Tensor:
-        """Rows [B, H] of the matrix, in float32. RemoteProtocolError (order) if there are none of that number."""
+        """Rows [B, H] of the matrix, in float32. Raises RemoteProtocolError (order) if there is no such block."""
         if self._empty(block):
             raise RemoteProtocolError("order", f"the matrix has no block {block}")
         return self.parameter.detach()[self._rows(block)].to(torch.float32, copy=True)
 
     def take(self, block: int, rows: Tensor) -> Tensor | None:
-        """Rows [B, H] of the other end's matrix; all of it [V, H], once the last have come. The first ones begin anew.
-        RemoteProtocolError (order) if it is not their turn."""
-        if block == 0:  # as large as the gradient, which there is none of now
+        """Rows [B, H] of the other end's matrix have come; block 0 begins anew.
+
+        Returns the whole matrix [V, H] once the last rows have come. Raises RemoteProtocolError (order) out of turn."""
+        if block == 0:  # takes as much memory as the gradient, of which there is none now
             self._taken, self._taking = 0, torch.empty(self.parameter.shape, device=self.parameter.device)
         if self._taking is None or block != self._taken:
             raise RemoteProtocolError("order", f"block {block} of the matrix is not the next one")
@@ -109,6 +113,6 @@ class TiedWeights:
         return rows_of(block, height, width)
 
     def _empty(self, block: int) -> bool:
-        """There is no such block."""
+        """Whether there is no such block."""
         rows = self._rows(block)
         return rows.start == rows.stop

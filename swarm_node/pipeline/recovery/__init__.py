@@ -1,1 +1,1 @@
-"""How a lost stage is rebuilt: from a replica, a checkpoint, a peer's copy, or its neighbours (CheckFree)."""
+"""Rebuilding a lost stage: from a replica, a checkpoint, another crew, or its neighbours (CheckFree)."""

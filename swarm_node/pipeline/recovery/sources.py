@@ -1,19 +1,19 @@
-"""Which way a lost stage is rebuilt: those that there are, best first.
+"""The sources from which a lost stage can be rebuilt, best first.
 
-    1  live       whoever still has it in memory hands it over                          exact
-       replica    a neighbour's copy of it, `usual` updates old at most                 nearly so
-       checkpoint   a file, likewise
-    2  cohort     the same stage of another crew                                        as good, but another's
-       replica    or a file that is `fresh` updates old at most
-    3  mean       of the two neighbours, weighted with the norms of their gradients     CheckFree (arXiv 2506.15461)
-       copy       of the neighbour that learned its work, at the ends                   CheckFree+
-    4  checkpoint   an older file; or a copy in memory that is older
-    5  base       the model that all began with
+    1  live        a peer that still has it in memory                                    exact
+       replica     a neighbour's copy, at most `usual` updates old                       nearly exact
+       checkpoint  a file, at most `usual` updates old                                   nearly exact
+    2  cohort      the same stage of another crew                                        as good, but different
+       replica     or checkpoint, at most `fresh` updates old
+    3  mean        of the two neighbours, weighted by the norms of their gradients       CheckFree (arXiv 2506.15461)
+       copy        at an end: of the neighbour that learned its work                     CheckFree+
+    4  checkpoint  or replica that is older
+    5  base        the base model
 
-Pure. What a peer has is what it said last (`protocol.crew.Holding`), of the crew's run; a way may turn out to be
-closed, then the next is tried. What is newer than a crew that lives is of a branch that it has left, and comes last. If
-nobody has anything in memory, all stages go back to the newest update of which there are files of each. Before the
-first update the base model is all there is to lose.
+This module is pure. It goes by what each peer last said it has (`protocol.crew.Holding`) of the crew's run. If a source
+fails, the next one is tried. A copy that is newer than a living crew is of a branch that the crew has left, and comes
+last. If no peer has any stage in memory, all stages go back to the newest update of which every stage has a file.
+Before the first update only the base model is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from protocol.lineage import AHEAD
 from protocol.messages import PeerCard
 
 PLUS_STAGES = 4
-"""CheckFree+ copies the ends from this many stages on: with fewer, a neighbour's copy is kept instead."""
+"""CheckFree+ copies the ends only with so many stages; with fewer, replicas are kept."""
 
 
 def sources(
@@ -40,15 +40,15 @@ def sources(
     usual: int = 40,
     fresh: int = 1,
 ) -> list[Source]:
-    """Ways to come by `stage`, best first.
+    """Sources for `stage`, best first.
 
-    spans     layers of each stage: only stages with equally many can stand in for each other
+    spans     layers of each stage; a neighbour can replace a stage only if both have equally many
     holdings  what each living peer of the crew has; files only of stages that it takes or holds
     updates   that the crew has made
-    others    stage -> peers of other crews that hold just that stage, best first -> their updates
-    plus      odd microbatches go through the first two and the last two stages in swapped order
-    usual     a copy that is more updates behind was not renewed for long
-    fresh     weights of the stage itself that are not more updates behind are better than what is made of others
+    others    stage -> peers of other crews that hold just that stage, best first, and their updates
+    plus      CheckFree+: odd microbatches take another order of stages
+    usual     a copy that is regularly renewed is at most so many updates old
+    fresh     a copy that is at most so many updates old is better than a stage made of its neighbours
     """
     live = _of(stage, {peer: holding.live for peer, holding in holdings.items()})
     replicas = _of(stage, {peer: holding.replicas for peer, holding in holdings.items()})
@@ -71,12 +71,12 @@ def sources(
 def _stand_ins(
     stage: int, spans: tuple[Layers, ...], holdings: Mapping[str, Holding], updates: int, plus: bool
 ) -> list[Source]:
-    """CheckFree and CheckFree+, if the neighbours live."""
+    """CheckFree or CheckFree+, if the neighbours are held."""
     last = len(spans) - 1
     if 0 < stage < last:
-        way, models = "mean", [stage - 1, stage + 1]
+        models = [stage - 1, stage + 1]
     elif plus and len(spans) >= PLUS_STAGES:
-        way, models = "copy", [1 if stage == 0 else last - 1]
+        models = [1 if stage == 0 else last - 1]
     else:
         return []
     peers = []
@@ -85,14 +85,17 @@ def _stand_ins(
         if not holders or _length(spans[model]) != _length(spans[stage]):
             return []
         peers.append(holders[0][0])
-    return [Source("mean" if way == "mean" else "copy", tuple(peers), tuple(models), updates)]
+    return [Source("mean" if len(models) == 2 else "copy", tuple(peers), tuple(models), updates)]
 
 
 def _old(
     stage: int, stages: int, holdings: Mapping[str, Holding], replicas: list[tuple[str, int]], updates: int | None
 ) -> list[Source]:
-    """Checkpoints and replicas, newest first, but last what is newer than the crew (`updates`). If nobody has anything
-    in memory (`None`), then first what there is of all stages after the same update."""
+    """Checkpoints and replicas, newest first, but those that are newer than the crew last.
+
+    updates  that the crew has made; `None` = no peer has any stage in memory. Then the newest update of which every
+             stage has a file comes first.
+    """
     files = [(peer, kept) for peer, holding in holdings.items() for kept in holding.checkpoints]
     by_stage = [{kept.updates for _, kept in files if kept.stage == s} for s in range(stages)]
     common = max(set.intersection(*by_stage), default=-1) if updates is None else -1
@@ -111,8 +114,9 @@ def _stored(holding: Holding) -> tuple[Kept, ...]:
 def elsewhere(
     members: Mapping[str, PeerCard], crew: str, architecture: str, stages: int, layers: Layers, stage: int
 ) -> dict[str, int]:
-    """Peers of crews of the same policy, but of none with id `crew`, that hold just this stage -> updates behind it,
-    as their cards say."""
+    """Peers of other crews of the same policy that hold this stage -> its updates, as their cards say.
+
+    crew  id of the own crew"""
     return {
         peer: card.policy_version
         for peer, card in members.items()
@@ -127,8 +131,12 @@ def elsewhere(
 
 
 def tell(stage: int, source: Source, updates: int, crew_updates: int, *, adapters: bool = False) -> str:
-    """What was done, and what is lost. `updates` are behind the stage as it is now, `crew_updates` behind the others.
-    `adapters`: only those are trained."""
+    """Say what was done and what is lost.
+
+    updates       of the stage as it is now
+    crew_updates  of the other stages
+    adapters      only adapters are trained
+    """
     return f"stage {stage} {_done(source, updates, adapters)}; {_lost(source, updates, crew_updates)}"
 
 
@@ -167,13 +175,9 @@ def _lost(source: Source, updates: int, crew_updates: int) -> str:
 
 
 def _of(stage: int, holdings: Mapping[str, Collection[Kept]]) -> list[tuple[str, int]]:
-    """Peers that have `stage`, and its updates, newest first."""
+    """Peers that have `stage`, with its updates, newest first."""
     found = [(peer, kept.updates) for peer, all_kept in holdings.items() for kept in all_kept if kept.stage == stage]
-    return sorted(found, key=_newest)
-
-
-def _newest(item: tuple[str, int]) -> tuple[int, str]:
-    return -item[1], item[0]
+    return sorted(found, key=lambda one: (-one[1], one[0]))
 
 
 def _length(layers: Layers) -> int:
