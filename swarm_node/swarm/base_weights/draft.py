@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,6 @@ from pathlib import Path
 from protocol.manifest import ManifestModel
 from protocol.model_listing import ModelListing
 from swarm_node.swarm.base_weights.files import LISTING, Piece, Say, cache, has_piece, pieces_of, read_piece
-
-LOCK_RETRY_S = 0.2
 
 
 class Draft:
@@ -78,17 +75,10 @@ def only_process(model: ManifestModel, say: Say) -> Iterator[None]:
     """Wait until no other process of this machine fetches `model`, and keep others waiting meanwhile. The kernel
     releases the lock of a process that dies."""
     cache().mkdir(parents=True, exist_ok=True)
-    lock, told = os.open(cache() / f"{model.digest}.lock", os.O_RDWR | os.O_CREAT, 0o644), False
-    try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    say(f"another process of this machine is getting model {model.name}: waiting for it")
-                told = True
-                time.sleep(LOCK_RETRY_S)
+    with (cache() / f"{model.digest}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process of this machine is getting model {model.name}: waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(lock)

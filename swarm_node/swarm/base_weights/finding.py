@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from protocol.errors import RemoteProtocolError
@@ -57,8 +57,7 @@ def choose_model(
     if model is None:
         return None
     if names_another(config.policy, model):
-        if config.sharing.give_model:
-            _in_background(lambda: _give_own(config, model, manifest.swarm_id, transport, say))
+        give_what_is_here(config, manifest, transport, say)
         return None
     donors = Donors(transport, manifest.swarm_id, first, say)
     found = find_model(model, donors, say)
@@ -68,11 +67,19 @@ def choose_model(
 
 
 def give_what_is_here(config: NodeConfig, manifest: Manifest, transport: Transport, say: Say) -> None:
-    """For a member that trains nothing: give the swarm's model to others if it is in the cache, at `policy.model` or
-    in the hub's cache. Returns at once; the model is read in the background."""
+    """For a member that does not train the swarm's model: give it to others if it is in the cache, at `policy.model`
+    or in the hub's cache. Returns at once; the model is read in the background."""
     model = manifest.model
-    if model is not None and config.sharing.give_model:
-        _in_background(lambda: _give_own(config, model, manifest.swarm_id, transport, say))
+    if model is None or not config.sharing.give_model:
+        return
+
+    def give() -> None:
+        own = Path(config.policy.model).expanduser()
+        found = at_hand(model, [own] if own.is_dir() else [], say)
+        if found is not None:
+            _give(config, found, manifest.swarm_id, transport, say)
+
+    threading.Thread(target=give, name="model", daemon=True).start()
 
 
 def names_another(policy: PolicyConfig, model: ManifestModel) -> bool:
@@ -186,20 +193,9 @@ def _from_hub(model: ManifestModel, patient: bool, say: Say) -> Model:
     return found
 
 
-def _give_own(config: NodeConfig, model: ManifestModel, swarm: str, transport: Transport, say: Say) -> None:
-    own = Path(config.policy.model).expanduser()
-    found = at_hand(model, [own] if own.is_dir() else [], say)
-    if found is not None:
-        _give(config, found, swarm, transport, say)
-
-
 def _give(config: NodeConfig, found: Model, swarm: str, transport: Transport, say: Say) -> None:
     Giver(transport, swarm, found, say, config.network.max_upload_mbit)
     say("members who lack the swarm's model can have it from here (sharing.give_model = false: they cannot)")
-
-
-def _in_background(job: Callable[[], None]) -> None:
-    threading.Thread(target=job, name="model", daemon=True).start()
 
 
 # --------------------------------------------------------------------- for a new manifest
