@@ -150,3 +150,18 @@ def test_private_hosts_are_not_connected_to(host: str, monkeypatch: pytest.Monke
 def test_public_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve(monkeypatch, {"both.example": ["93.184.215.14", "2606:2800:220:1::1"]})
     assert public_addresses("both.example", 443) == ["93.184.215.14", "2606:2800:220:1::1"]
+
+
+def test_downloads_are_bounded_and_stay_encrypted(web: dict[str, Any]) -> None:
+    web["/big"] = b"x" * 1001
+    web["/away"] = "http://example.org/"
+    assert len(download(f"{web['url']}/big", 1001)) == 1001
+    for path, limit, message in (
+        ("/big", 1000, "larger than 1000"),
+        ("/away", 9, "use https"),
+        ("/no", 9, "Not Found"),
+    ):
+        with pytest.raises(UserError, match=message):
+            download(web["url"] + path, limit)
+    with pytest.raises(UserError, match="use https"):
+        download(f"{web['url']}/big", 1001, public=True)
