@@ -37,7 +37,8 @@ from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import CONTENTS, Averager
 from swarm_node.averaging.codecs import BLOCK, Decoder, encoded_size, lost, pieces
 from swarm_node.averaging.diloco import MEAN, DiLoCo
-from swarm_node.averaging.robust import check_finite, clipped_mean
+from swarm_node.averaging.reducers import clipped_mean
+from swarm_node.averaging.robust import check_finite
 
 CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"}
 PARTS, AVERAGES = 1, 2

@@ -33,7 +33,7 @@ from protocol.tensors import AVERAGE_METHOD, AverageHead, decode_head
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import Averager, readable
-from swarm_node.averaging.drain import Drain, DrainedPeers
+from swarm_node.averaging.drain import Drain
 from swarm_node.averaging.lattice_codec import block_count
 from swarm_node.averaging.noloco import NoLoCo, slow_minus_fast
 from swarm_node.averaging.outer_rounds import OuterRounds
@@ -75,7 +75,6 @@ class PairAverager(Averager):
         self._drain = Drain()
         self.slot = ExchangeSlot(self.place.peer_id, config.timeout_s, self.now, self.woken)
         self._rounds = OuterRounds(self.place.period_s)
-        self._drained = DrainedPeers()
         self.transport.accept(AVERAGE_METHOD, self.counted(self.accept))
 
     # ----------------------------------------------------------------- for training
@@ -88,7 +87,6 @@ class PairAverager(Averager):
         round = self._rounds.at(now)
         with self.slot.guard:
             failed = self._rounds.forget(now)
-            self._drained.forget(round, now)
             due = self._due(round) and self._rounds.may_call(round, now)
             if due:
                 self.slot.interrupt()
@@ -233,7 +231,7 @@ class PairAverager(Averager):
                 self._check_open(theirs, peer)
                 if not self._fits(copy):
                     raise RemoteProtocolError("busy", "weights were averaged, or replaced, meanwhile")
-                self._rounds.accept(round, peer, fragment if theirs.draining else -1)
+                self._rounds.accept(theirs, peer)
                 self._begin(exchange)
         except RemoteProtocolError:
             exchange.move(ExchangeEvent.DROP)
@@ -257,10 +255,9 @@ class PairAverager(Averager):
 
     def _check_open(self, call: AverageHead, peer: str) -> None:
         """Raises RemoteProtocolError `late` if no such call is accepted in its round any more."""
-        self._rounds.check_open(call.round, peer, call.fragment if call.draining else -1)
-        if call.draining:
-            self._drain.check_stays()
-            self._drained.check(call.round, call.fragment, peer, self.now())
+        self._rounds.check_open(call, peer, self.now())
+        if call.draining and self._drain.active:
+            raise RemoteProtocolError("late", "this node is leaving as well")
 
     def _copied(self, fragment: int) -> FragmentCopy:
         """This node's fragment as of now. Raises RemoteProtocolError: busy, or diverged if no peer would want it."""
@@ -336,7 +333,7 @@ class PairAverager(Averager):
             self._rounds.settle(exchange.round)
         self._generations[fragment] += 1  # last: a thread that reads this number copies all of the above afterwards
         if helped:
-            self._drained.add(exchange.round, fragment, exchange.partner, self.now())
+            self._rounds.drained(exchange.round, fragment, exchange.partner, self.now())
         if not exchange.draining:
             self.spread = self._apart[fragment] = exchange.apart
             self.robust.accept(fragment, exchange.verdict)

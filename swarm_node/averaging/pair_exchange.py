@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
 import torch
@@ -43,27 +43,15 @@ EXCHANGE_GRACE_S = 5.0
 
 
 class ExchangeState(Enum):
-    WAITING = auto()
-    """The partner's head is not known."""
-    TRAVELLING = auto()
-    """Both heads are known; bodies are on their way."""
-    COMPLETE = auto()
-    """Both peers have both bodies. The next step boundary applies the result."""
-    FINISHED = auto()
-    """A step boundary has applied the result, or refused it."""
-    FAILED = auto()
-    """The transport has reported an error."""
-    DROPPED = auto()
-    """This node has given the exchange up. What the transport reports later changes nothing."""
+    WAITING = "the partner's head is not known"
+    TRAVELLING = "both heads are known, bodies are on their way"
+    COMPLETE = "both peers have both bodies; the next step boundary applies the result"
+    FINISHED = "a step boundary has applied the result, or refused it"
+    FAILED = "the transport has reported an error"
+    DROPPED = "this node has given it up; what the transport reports later changes nothing"
 
 
-class ExchangeEvent(Enum):
-    ANSWER = auto()
-    ARRIVE = auto()
-    FINISH = auto()
-    FAIL = auto()
-    DROP = auto()
-
+ExchangeEvent = Enum("ExchangeEvent", "ANSWER ARRIVE FINISH FAIL DROP")
 
 _S, _E = ExchangeState, ExchangeEvent
 TRANSITIONS: dict[ExchangeState, dict[ExchangeEvent, ExchangeState]] = {
@@ -98,8 +86,8 @@ class FragmentCopy:
 
     @classmethod
     def of(cls, fragment: int, fast: Tensor, slow: Tensor, apart: float, failed: Tensor, *counts: int) -> FragmentCopy:
-        """A copy of `fast`. `apart` is the distance to the last partner, `failed` the blocks that this node could not
-        decode then. Raises RemoteProtocolError `diverged` if no peer would want such weights."""
+        """`apart`: distance to the last partner. `failed`: blocks of its body that this node could not decode, bool.
+        Raises RemoteProtocolError `diverged` if no peer would want such weights."""
         reach = max(root_mean_square(fast, slow), apart)
         if not reach <= FARTHEST:
             raise RemoteProtocolError("diverged", "this node's weights are not finite, or went very far")
@@ -195,7 +183,8 @@ class PairExchange:
         """The receiver of the partner's body, which follows the head `theirs`. `arrived` is called with the partner's
         fast weights, and its slow ones if those travel too."""
         with self._at_work():
-            readers = [self._reader(near, theirs) for near in self._vectors()]
+            near = [self.copy.fast, self.copy.slow][: 1 + self.both]
+            readers = [self._reader(vector, theirs) for vector in near]
         with self._lock:
             self.check_live()
             self._move(ExchangeEvent.ANSWER)
@@ -207,7 +196,11 @@ class PairExchange:
                 body.write(piece)
                 if len(piece) == body.size:
                     values = body.values()
-                    self._measure()
+                    lattices = [reader for reader in self.readers if isinstance(reader, LatticeReader)]
+                    self.readers.clear()
+                    if lattices:
+                        self.apart = lattices[0].apart()
+                        self.failed = torch.stack([reader.failed() for reader in lattices]).any(0)
                     arrived(*values)
 
         return write
@@ -216,17 +209,6 @@ class PairExchange:
         if theirs.codec in BITS:
             return LatticeReader(BITS[theirs.codec], near, f"{self.seed} {self.partner}", theirs.written_out)
         return Decoder(theirs.codec, len(near))
-
-    def _vectors(self) -> list[Tensor]:
-        return [self.copy.fast, self.copy.slow][: 1 + self.both]
-
-    def _measure(self) -> None:
-        """Take what a lattice tells of the distance to the partner, and let go of the readers."""
-        lattices = [reader for reader in self.readers if isinstance(reader, LatticeReader)]
-        self.readers.clear()
-        if lattices:
-            self.apart = lattices[0].apart()
-            self.failed = torch.stack([reader.failed() for reader in lattices]).any(0)
 
     def weigh(
         self,
@@ -280,10 +262,13 @@ class PairExchange:
 
 
 class ExchangeSlot:
-    """The place for the one exchange that is under way. For any thread; `guard` joins several calls into one."""
+    """The place for the one exchange that is under way. For any thread; `guard` joins several calls into one.
+
+    me, timeout_s    this node's peer id, and the most seconds of an exchange
+    woken            set when an exchange ends
+    """
 
     def __init__(self, me: str, timeout_s: float, clock: Callable[[], float], woken: threading.Event) -> None:
-        """`me`: this node's peer id. `woken` is set when an exchange ends."""
         self.guard = threading.RLock()
         self.exchange: PairExchange | None = None
         self.failures: list[tuple[PairExchange, BaseException]] = []

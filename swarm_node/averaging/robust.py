@@ -1,40 +1,31 @@
-"""How far another peer's weights are believed, when they are averaged with this node's own.
+"""How far another peer's weights are trusted when they are averaged with this node's own.
 
     clip    theta_j <- theta_i + (theta_j - theta_i) min(1, tau / |theta_j - theta_i|)
             tau = clip * usual;  usual = max(median of the last 8 accepted distances, |theta_i - phi_i|, floor)
-    gates   direction: cos(theta_j - phi_i, e) and the share of equal signs of the two both much below the usual ones;
-            e = mean of own progress theta_i - phi_i, lately. Refused if it fails, and |theta_j - phi_i| > 3 * usual
-            size as well, or the cosine is below the usual one by twice as much as would do
+    gates   direction: cos(theta_j - phi_i, e) and the share of equal signs of the two are both much below the usual
+            values; e = mean of own progress theta_i - phi_i, lately. Refused if direction fails, and either
+            |theta_j - phi_i| > 3 * usual size, or the cosine is below the usual one by twice the margin
             size alone: |theta_j - phi_i| > 6 max(usual size, |theta_i - phi_i|)
-    group   v <- v + mean_j (x_j - v) min(1, tau / |x_j - v|), up to 20 times, from the median of each coordinate
-    probe   refused if loss(averaged) - loss(own) > max(1, median + 6 MAD of such differences lately)
+    probe   refused if loss(averaged) - loss(own) > max(1, median + 6 MAD of the last such differences)
 
-theta = fast weights, phi = slow weights, of this node i and its partner j; norms are over the whole fragment.
+theta are fast and phi slow weights, of this node i and its partner j. Norms are over the whole fragment.
 
-Sources: the clip is ClippedGossip (He, Karimireddy, Jaggi, arXiv 2202.01545) in the form that NoLoCo takes if gamma =
-beta; theirs has several neighbours to compare, a pair has one, so here the past takes their place. Group: CenteredClip
-(Karimireddy, He, Jaggi, arXiv 2012.10333), as BTARD uses it (arXiv 2106.11257). Gates and probe: our own.
+Source of the clip: ClippedGossip (arXiv 2202.01545), in the form that it has in NoLoCo with gamma = beta. There a node
+compares several neighbours; a pair has one, so its past takes their place. Gates and probe are our own.
 
-Everything is compared with the median of the last 8: what most partners are like is right. Nobody is shut out for
-ever, so that a swarm that was split, or peers of very different speed, find together:
+All limits follow the median of the last 8 exchanges, so most partners must be honest. No peer is excluded for ever,
+so that the halves of a split swarm, or peers of very different speed, can find together:
 
-- The clip shortens, it never refuses.
-- A distance is remembered unclipped, but as 1.5 times the usual one at most. So honest growth is followed, by half
-  every five exchanges (the lower median must move), and no faster do liars stretch it if they are the majority.
-  Own progress is the one scale that no partner can stretch: it is all there is before the first exchange, and later
-  it lets a node that was alone for long, and so went far, meet others who did.
-- Directions fail only if they are unusual among those seen lately, refused ones included: peers with different goals
-  pull against each other honestly (in a pair of opposite goals the cosine is -1). Against fixed bounds of -0.1 and
-  0.45 a third to four fifths of honest partners failed in simulations. Cosine and signs nearly always fail together,
-  so they have one vote: of 24 honest partners that failed both, or one and size, in runs of reinforcement learning, 7
-  would be refused.
-- Where peers pull against each other, so do honest ones, and only size tells who lies: of 900 honest partners in three
-  kinds of runs none was more than 5.2 times as far as usual.
-- All this is remembered of exchanges that ended well, with both bodies whole: who withholds the end teaches nothing.
+- The clip shortens a difference, it never refuses one.
+- A distance is remembered unclipped, but as 1.5 times the usual one at most. So the limit grows by half every five
+  exchanges at most: honest growth is followed, and a majority of liars stretches it no faster. No partner can stretch
+  own progress. It is the only scale before the first exchange, and later for a node that was alone for long.
+- Direction fails only if it is unusual among the last partners, refused ones included: peers with different goals pull
+  against each other honestly. Cosine and signs nearly always fail together, so they have one vote.
+- The past includes only exchanges that ended well: a partner that withholds the end of its body teaches nothing.
 
-What this cannot do: a partner within tau is believed, and the bound is for one exchange, not for their sum. Liars pull
-honest nodes apart and so stretch what is usual: in simulations of eight, one liar cost a bounded loss, and so did two;
-three of them who agreed on a direction were too many.
+Limits: a partner within tau is believed, and the bound is for one exchange, not for their sum. In simulations of eight
+nodes, one or two liars cost a bounded loss; three that agreed on a direction were too many (docs/averaging.md).
 """
 
 from __future__ import annotations
@@ -42,7 +33,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median, median_low
 from typing import Any
@@ -56,36 +47,34 @@ from swarm_node.averaging.codecs import bounded
 WINDOW = 8
 """Exchanges remembered."""
 GROWTH = 1.5
-"""A distance (or a loss) is remembered as at most so many times what was usual (or allowed)."""
+"""A distance is remembered as at most so many times the usual one, a loss as so many times the allowed one."""
 FLOOR = 1e-6
-"""Root mean square distance always allowed: one step of Adam at the least usual learning rate. A node that has not
-moved at all still learns from others, and from here on tau can grow."""
+"""Root mean square distance that is always allowed: one step of Adam at the smallest usual learning rate. A node that
+has not moved still learns from others, and tau can grow from here."""
 SIZE, SIZE_ALONE = 3.0, 6.0
 COSINE, COSINE_MARGIN = -0.1, 0.4
 SIGNS, SIGNS_MARGIN = 0.45, 0.13
-"""Gates. Each fails below the fixed value, if it is also less than the usual one by the margin."""
+"""Direction fails below the fixed values if it is also below the usual ones by the margins. Of 900 honest partners in
+three kinds of runs, none was more than 5.2 times as far as usual."""
 FAR = 2.0
-"""A cosine less than the usual one by so many margins needs no size that fails."""
+"""A cosine that is below the usual one by so many margins is refused whatever the size."""
 MIN_SEEN = 3
-"""Partners seen before a gate judges."""
+"""Partners seen before a gate refuses any."""
 OWN_DECAY = 0.5
-"""Of the mean of own progress: about the last two exchanges."""
+"""Weight of the past in the mean of own progress, which covers about the last two exchanges."""
 PROBE_FLOOR = 1.0
-"""Nats per token. A node has just been trained on the answers that it probes with, so averaging always takes some of
-that back; what is meant to be refused is what breaks the policy."""
+"""Nats per token. A node has just been trained on the answers that it probes with, and averaging always takes some of
+that back. Only weights that break the policy are to be refused."""
 PROBE_SPREAD = 6.0
-"""In MADs, that is four standard deviations if differences are normal."""
-ITERATIONS = 20
+"""Median absolute deviations: four standard deviations of normally distributed differences."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
-STILL = 1e-4
-"""A centre that moved by less than this part of tau has been found."""
 CHUNK = 2**16
-"""Values worked on at a time: 256 KiB for each temporary, or 512 in float64, which a processor's cache can hold."""
+"""Values worked on at a time: temporaries of 256 KiB, or 512 in float64, fit in a processor's cache."""
 
 
 @dataclass(frozen=True)
 class Measures:
-    """One partner's fragment beside this node's own. NaN = there was nothing to compare with."""
+    """A partner's fragment compared with this node's own. NaN: there was nothing to compare with."""
 
     distance: float
     """|theta_j - theta_i|."""
@@ -94,23 +83,23 @@ class Measures:
     progress: float
     """|theta_i - phi_i|."""
     cosine: float
-    """Of theta_j - phi_i and the mean of own progress."""
+    """Cosine of theta_j - phi_i and the mean of own progress."""
     signs: float
-    """Share of the values moved the same way, among those that both moved."""
+    """Share of the values that moved the same way, among those that moved in both."""
 
 
 @dataclass
 class Seen:
-    """What partners were like lately, for one fragment."""
+    """Measures of the last partners, for one fragment."""
 
     distances: list[float] = field(default_factory=list)
-    """Of those accepted."""
+    """Accepted partners only."""
     sizes: list[float] = field(default_factory=list)
     cosines: list[float] = field(default_factory=list)
     signs: list[float] = field(default_factory=list)
 
     def remember(self, measures: Measures) -> None:
-        """For the gates, whether they let these through or not."""
+        """Add a partner for the gates, whether it was accepted or refused."""
         _push(self.sizes, measures.size)
         _push(self.cosines, measures.cosine)
         _push(self.signs, measures.signs)
@@ -118,41 +107,40 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one partner's fragment: nothing of it is remembered before `Robust.remember` and `Robust.accept`."""
+    """The result of `Robust.check`. It is remembered only by `Robust.remember` and `Robust.accept`."""
 
     refused: str = ""
-    """The gates that failed, if they refuse."""
+    """Figures that the gates refuse; empty if the fragment passes."""
     measures: Measures | None = None
-    """If gates are on."""
+    """None if gates are off."""
     distance: float = math.nan
-    """As it is remembered of those accepted; NaN = it says nothing."""
+    """Distance to remember if the partner is accepted; NaN: none."""
 
 
 class Robust:
-    """What this node has learned about partners, per fragment, and what it lets through. For any thread."""
+    """What this node has learned about partners, per fragment, and whom it accepts. For any thread."""
 
     def __init__(self, clip: float, gates: bool) -> None:
-        """`clip`: factor of the usual distance, 0 = never clip; `gates`: whether to refuse."""
+        """`clip`: factor of the usual distance, 0 = never clip. `gates`: whether to refuse."""
         self.clip, self.gates = clip, gates
         self._seen: defaultdict[int, Seen] = defaultdict(Seen)
         self._own: dict[int, Tensor] = {}
-        """Mean of own progress, if gates are on. bfloat16: two bytes a value, and directions need no more digits."""
+        """Fragment -> mean of own progress, if gates are on. bfloat16, as directions need few digits."""
         self._probed: list[float] = []
-        """loss(averaged) - loss(own), lately."""
+        """The last differences loss(averaged) - loss(own)."""
         self._guard = threading.Lock()
-        """Of what is remembered, but for own progress."""
+        """Guards what is remembered, except own progress."""
         self._checking = threading.Lock()
-        """Of own progress: one `check` at a time, for one of an exchange that was given up may still be at work."""
+        """Guards own progress: a `check` of an exchange that was given up may still be running."""
 
     def check(
         self, fragment: int, fast: Tensor, slow: Tensor, partner_fast: Tensor, partner_slow: Tensor | None = None
     ) -> Verdict:
-        """Change `partner_fast` in place to what is believed of it, if it is clipped; else it stays bit for bit as it
-        was, as it does if it is refused. `partner_slow`, where it is sent too, is clipped to the same distance from
-        `slow`.
+        """Judge a partner's fragment, and clip it in place. A fragment that needs no clipping, or is refused, stays as
+        it was. `partner_slow`, if it travels, is clipped to the same distance from `slow`.
 
         All are flat float32 vectors of equal length, on the CPU; this node's own are finite. Raises
-        RemoteProtocolError: values (not finite, whatever the settings).
+        RemoteProtocolError `values` if the partner's are not finite, whatever the settings.
         """
         for vector in (partner_fast, *([] if partner_slow is None else [partner_slow])):
             check_finite(vector)
@@ -173,20 +161,20 @@ class Robust:
         return Verdict(refused, measures if self.gates else None, min(measures.distance, GROWTH * usual))
 
     def remember(self, fragment: int, verdict: Verdict) -> None:
-        """The exchange in which it was reached has ended well, whether it was refused or not."""
+        """The exchange ended well, whether the partner was refused or not."""
         if verdict.measures is not None:
             with self._guard:
                 self._seen[fragment].remember(verdict.measures)
 
     def accept(self, fragment: int, verdict: Verdict) -> None:
-        """The partner was averaged with: its distance counts as usual from now on."""
+        """The partner was averaged with: its distance is a usual one."""
         if math.isfinite(verdict.distance):
             with self._guard:
                 _push(self._seen[fragment].distances, verdict.distance)
 
     def vetoed(self, own_loss: float, merged_loss: float) -> bool:
-        """Whether averaged weights do this node's own job much worse: losses, in nats per token, on the same few right
-        answers of its own. The difference is remembered in any case, if vetoed as GROWTH times what was allowed."""
+        """Whether averaged weights do this node's own job much worse. Both are losses in nats per token on the same
+        right answers of its own. The difference is remembered, as GROWTH times the allowed one at most."""
         allowed = PROBE_FLOOR
         if len(self._probed) >= MIN_SEEN:
             middle = median(self._probed)
@@ -196,17 +184,17 @@ class Robust:
         return not difference <= allowed
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON. Without the mean of own progress: direction is judged again one exchange later."""
+        """For a checkpoint, as JSON. It lacks the mean of own progress, so direction is not judged at once."""
         with self._guard:
             return {"probed": list(self._probed), "seen": {str(i): asdict(seen) for i, seen in self._seen.items()}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from the `state()` of a node that cuts its weights into the same fragments."""
+        """Go on from the `state()` of a node with the same fragments."""
         self._probed = list(state["probed"])
         self._seen = defaultdict(Seen, {int(i): Seen(**seen) for i, seen in state["seen"].items()})
 
     def _remember_own(self, fragment: int, fast: Tensor, slow: Tensor) -> None:
-        """mean <- OWN_DECAY mean + (1 - OWN_DECAY) progress; the first time, the progress itself."""
+        """mean <- OWN_DECAY mean + (1 - OWN_DECAY) progress; at first the progress itself."""
         known = self._own.get(fragment)
         own = torch.empty(len(fast), dtype=torch.bfloat16) if known is None else known
         for mean, end, start in chunks(own, fast, slow):
@@ -242,52 +230,13 @@ def measure(fast: Tensor, slow: Tensor, partner_fast: Tensor, own: Tensor | None
 
 
 def check_finite(vector: Tensor) -> None:
-    """Raises RemoteProtocolError: values."""
+    """Raises RemoteProtocolError `values` unless all values are finite."""
     if not all(bounded(chunk, FLOAT32_MAX) for chunk in vector.split(CHUNK) if len(chunk)):
         raise RemoteProtocolError("values", "weights that are not finite")
 
 
-def clipped_mean(vectors: Sequence[Tensor], clip: float) -> Tensor:
-    """Mean of what several peers sent of one part of the weights, [n] each and finite: `centred_clip` with tau = `clip`
-    times the median distance from the middle; with clip = 0 the plain mean. Two vectors have nobody to outvote them."""
-    if not clip:
-        return torch.stack(tuple(vectors)).mean(0)
-    middle = _coordinate_median(vectors)
-    return _centred(vectors, clip * median(distance(x, middle) for x in vectors), middle)
-
-
-def centred_clip(vectors: Sequence[Tensor], tau: float) -> Tensor:
-    """Robust mean [n] of several vectors [n], finite: none pulls by more than `tau`."""
-    return _centred(vectors, tau, _coordinate_median(vectors))
-
-
-def _centred(vectors: Sequence[Tensor], tau: float, middle: Tensor) -> Tensor:
-    """The iteration from `middle`, in place, until it hardly moves: two rounds if nobody is clipped."""
-    for _ in range(ITERATIONS):
-        pulls = [min(1.0, tau / max(distance(x, middle), 1e-300)) / len(vectors) for x in vectors]
-        moved = 0.0
-        for v, *parts in chunks(middle, *vectors):
-            move = torch.zeros_like(v, dtype=torch.float64)
-            for pull, x in zip(pulls, parts, strict=True):
-                move += pull * (x.double() - v)
-            v.copy_(v + move)
-            moved += square(move)
-        if moved <= (STILL * tau) ** 2:
-            break
-    return middle
-
-
-def _coordinate_median(vectors: Sequence[Tensor]) -> Tensor:
-    middle = torch.empty_like(vectors[0])
-    below, above = (len(vectors) - 1) // 2, len(vectors) // 2
-    for v, *parts in chunks(middle, *vectors):
-        ordered = torch.stack(parts).sort(0).values
-        v.copy_(0.5 * ordered[below] + 0.5 * ordered[above])
-    return middle
-
-
 def _refused(measures: Measures, seen: Seen) -> str:
-    """What the gates refuse these for, "" if they let them through. What is NaN passes."""
+    """The figures for which the gates refuse, empty if they accept. NaN passes."""
     if min(len(seen.sizes), len(seen.cosines), len(seen.signs)) < MIN_SEEN:
         return ""
     size, cosine, signs = median(seen.sizes), median(seen.cosines), median(seen.signs)
@@ -299,14 +248,14 @@ def _refused(measures: Measures, seen: Seen) -> str:
 
 
 def _push(history: list[float], value: float) -> None:
-    """Append, and forget what is too old; what is not finite says nothing."""
+    """Append `value` if it is finite, and keep the last `WINDOW` values."""
     if math.isfinite(value):
         history.append(value)
         del history[:-WINDOW]
 
 
 def _clip(partner: Tensor, own: Tensor, distance: float, tau: float) -> None:
-    """partner <- own + (partner - own) tau / distance, in place, if that is less than 1. In float64, because
+    """partner <- own + (partner - own) tau / distance, in place, if that is shorter. It is computed in float64, because
     differences of float32 can overflow."""
     if distance > tau:
         for theirs, mine in chunks(partner, own):
@@ -314,12 +263,12 @@ def _clip(partner: Tensor, own: Tensor, distance: float, tau: float) -> None:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """|a - b|; infinite if a difference is more than float32 can hold."""
+    """|a - b|; infinite if a difference exceeds float32."""
     return math.sqrt(sum(square(x - y) for x, y in chunks(a, b)))
 
 
 def square(vector: Tensor) -> float:
-    """Of its norm; in float64 where float32, which holds differences, might not hold their squares."""
+    """|vector|^2, in float64 where float32 might overflow or underflow."""
     square = float(torch.dot(vector, vector))
     if 1e-20 < square < 1e30:
         return square
@@ -328,5 +277,5 @@ def square(vector: Tensor) -> float:
 
 
 def chunks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of the same part of each, part after part."""
+    """The vectors cut into parts that fit a processor's cache: views of the same part of each."""
     return zip(*(vector.split(CHUNK) for vector in vectors), strict=True)

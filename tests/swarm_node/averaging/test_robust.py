@@ -13,7 +13,8 @@ from torch import Tensor, tensor
 
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging import robust
-from swarm_node.averaging.robust import GROWTH, Robust, centred_clip, clipped_mean, measure
+from swarm_node.averaging.reducers import centred_clip, clipped_mean
+from swarm_node.averaging.robust import GROWTH, Robust, measure
 from tests.support.random_vectors import normal
 
 ZERO = torch.zeros(1)
