@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from protocol.errors import RemoteProtocolError
 from protocol.tensors import AVERAGE_METHOD, WEIGHTS_METHOD
 from protocol.transports.base import Accepted, Transport
-from swarm_node.averaging import Fragments, LateJoin, Place, cohort_id, make_averager, rhythm
+from swarm_node.averaging.averager import Averager, Place, cohort_id, rhythm
+from swarm_node.averaging.cohort_averager import CohortAverager
+from swarm_node.averaging.fragments import Fragments
+from swarm_node.averaging.late_join import LateJoin
+from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import UserError
 
@@ -28,8 +33,9 @@ def join_cohort(
     probe: Callable[[], float | None],
     what: str = "weights",
 ) -> LateJoin:
-    """Join those whose weights can be averaged with `weights`, which all began as `start` says; what `Averager` wants
-    besides. Raises UserError if they cannot be cut into that many fragments."""
+    """Join the cohort of `weights`, which all its members began with as `start` says. The rest is as for `Averager`.
+
+    Raises UserError if the weights have fewer tensors than `averaging.fragments`."""
     try:
         cohort = cohort_of(config, swarm, start, weights)
     except ValueError as error:
@@ -40,13 +46,19 @@ def join_cohort(
     return LateJoin(averager, random.Random(f"{cohort}/{transport.peer_id}"))
 
 
+def make_averager(config: AveragingConfig, *args: Any, **kwargs: Any) -> Averager:
+    """The averager for `config.method`; further arguments as for `Averager`."""
+    kind = PairAverager if config.method == "noloco" else CohortAverager
+    return kind(config, *args, **kwargs)
+
+
 def cohort_of(config: AveragingConfig, swarm: str, start: str, weights: Mapping[str, Tensor]) -> str:
-    """As `cohort_id`. ValueError if there are fewer values than fragments."""
+    """The `cohort_id` of `weights`. Raises ValueError if there are fewer tensors than fragments."""
     return cohort_id(Fragments(weights, config.fragments).layout, start, swarm, config)
 
 
 def leave_cohort(transport: Transport) -> None:
-    """Take part in no exchange of weights any more."""
+    """Refuse all further exchanges of weights."""
     for method in (AVERAGE_METHOD, WEIGHTS_METHOD):
         transport.accept(method, _refuse)
 

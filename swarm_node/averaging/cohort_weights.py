@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -144,23 +145,13 @@ def collect(
 
 
 def cohorts_of(tensors: Mapping[str, Tensor], start: str, swarm: str) -> dict[str, tuple[Fragments, str]]:
-    """Id -> fragments and method of every cohort in `swarm` that trains `tensors` and began with `start`. An id hides
-    the cohort's settings; there are a few hundred combinations, and a peer that only wants the weights tries them."""
-    return {
-        cohort_id(fragments.layout, start, swarm, config): (fragments, config.method)
-        for fragments in _ways_to_cut(tensors)
-        for config in _ways_to_average()
-    }
+    """Cohort id -> fragments and method, for all settings with which peers in `swarm` may average `tensors`
+    that began with `start`.
 
-
-def _ways_to_cut(tensors: Mapping[str, Tensor]) -> Iterator[Fragments]:
-    for count in range(1, min(64, len(tensors)) + 1):
-        yield Fragments(tensors, count)
-
-
-def _ways_to_average() -> Iterator[AveragingConfig]:
-    for gamma in (0.7, 0.6):
-        yield AveragingConfig(method="noloco", beta=0.7, gamma=gamma)
-    for codec in ("float32", "8bit", "4bit"):
-        yield AveragingConfig(method="diloco", codec=codec)
-        yield AveragingConfig(method="per_step", codec=codec)
+    Cards tell only the id, a hash. A node that averages nothing itself, but fetches weights, finds the settings by
+    trying all of them, at most 512, rather than by one more field in every card."""
+    cuts = [Fragments(tensors, count) for count in range(1, min(64, len(tensors)) + 1)]
+    ways: list[dict[str, Any]] = [{"method": "noloco", "beta": 0.7, "gamma": gamma} for gamma in (0.7, 0.6)]
+    ways += [{"method": way, "codec": codec} for way in ("diloco", "per_step") for codec in ("float32", "8bit", "4bit")]
+    configs = [AveragingConfig(**way) for way in ways]
+    return {cohort_id(cut.layout, start, swarm, way): (cut, way.method) for cut in cuts for way in configs}
