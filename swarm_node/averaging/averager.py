@@ -1,13 +1,13 @@
-"""What all ways of averaging share: whose weights, how a difference gets into them, what is counted.
+"""What all ways of averaging share: whose weights are averaged, how they change, and what is counted.
 
     weights (live)  --copy of one fragment-->  codec  ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~>  peer
     weights (live)  <--  + (1 - mixing) (averaged - copy)  <-- outer step, at a step boundary
 
 A difference is added, never a value copied: what training did since the copy was made stays. Nothing is applied unless
-an exchange was whole for both peers and passed every check; whatever else happens is counted by reason, and survived.
+an exchange was whole for both peers and passed every check. All else is counted by reason, and training goes on.
 
-Three threads come here: training (everything without an underscore), and the transport's workers, which make copies
-under `changing`, the lock that training holds while it changes weights.
+Public methods are for the training thread unless they say otherwise. The transport's workers make copies under the lock
+that training holds while it changes weights (`changing`).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from swarm_node.install import upgrade_command
 P = ParamSpec("P")
 T = TypeVar("T")
 COPY_S = 2.0
-"""Longest that a peer's call waits for training to be done with changing weights; it is told to come back."""
+"""A peer's call waits so long for weights that are changing. Then it is refused as busy."""
 MUTED_AFTER = 3
-"""Exchanges in a row that were refused for what no honest peer sends, after which a peer is left alone."""
+"""A peer is muted after so many exchanges in a row with data that no honest peer sends."""
 MUTED_S = 3600.0
 LONELY_ROUNDS = 2
-"""Outer rounds without anybody of the cohort after which a node says so."""
+"""A node says that it is alone after so many outer rounds without a peer of its cohort."""
 CONTENTS = frozenset({"values", "gates", "probe", "hash"})
-"""Reasons that are in what a peer sent."""
+"""Reasons that lie in the weights that a peer sent."""
 PROVEN = frozenset({"values", "hash"})
-"""Those of them that no honest peer ever gives. Gates and probe weigh what is likely: now and then they are wrong."""
+"""Reasons that no honest peer causes. Gates and probe judge by what is usual, so they are wrong now and then."""
 REASONS = CONTENTS | frozenset(
     "absent alone busy cancellederror claim codec cohort crossed diverged early fault fragment group late odd partner "
     "refused replaced round schema size slow torn unreachable version".split()
 )
-"""All that are counted by their own name."""
+"""Reasons that are counted by their own name."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Place:
     cohort: str
     peer_id: str
     period_s: float = 60.0
-    """Outer rounds in pairs last this long."""
+    """Length of an outer round in pairs."""
 
 
 def cohort_id(layout: str, start_digest: str, swarm: str, config: AveragingConfig) -> str:
     """16 hex digits: equal for peers whose weights can be averaged.
 
-    layout        names and shapes of what is trained, and how it is cut (`Fragments.layout`)
-    start_digest  the model, adapter included, that all began with
+    layout        names, shapes and fragments of the weights (`Fragments.layout`)
+    start_digest  digest of the model, adapter included, that all peers began with
     """
     pairs = config.method == "noloco"
     settings = config.gamma != config.beta if pairs else config.codec
@@ -81,7 +81,7 @@ def cohort_id(layout: str, start_digest: str, swarm: str, config: AveragingConfi
 
 
 def rhythm(config: AveragingConfig, period_s: float) -> str:
-    """Who averages how often, in words."""
+    """How often peers average, in words."""
     if config.method == "per_step":
         return "the whole cohort after every update"
     if config.method == "diloco":
@@ -103,40 +103,41 @@ class Averager(ABC):
         changed: Callable[[], None] = lambda: None,
         probe: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """`tensors` hold the cohort's common start at this time, and never move. `changed` is called after each change
-        of theirs; `probe` gives the loss that says whether a change was a bad one, if there is any to tell by."""
+        """`tensors` hold the cohort's common start now, and stay in memory where they are. `changed` is called after
+        each change of them. `probe` gives this node's loss on its own best answers, None if it has none."""
         self.config = config
         self.place = place
         self.transport = transport
         self.now = now
         self._say = say
-        self.changed = changed
-        self.probe = probe
+        self._changed = changed
+        self._probe = probe
         self.tensors = tensors
         self.fragments = Fragments(tensors, config.fragments)
         count = range(config.fragments)
         self.slow = [self.fragments.gather(i) for i in count]
-        """What the outer optimiser steps: the weights as of the last exchange."""
+        """The slow weights, which the outer optimiser changes: as of the last exchange."""
         self.momentum = [torch.zeros_like(slow) for slow in self.slow]
         self._exchanged_at = [0] * config.fragments
-        """Own updates when each fragment was last copied for an exchange that came about."""
+        """Own updates when each fragment was last copied for an exchange that succeeded."""
         self.replaced = 0
-        """How often other weights took the place of these: exchanges begun before are of no use after."""
+        """How often all weights were replaced: an exchange that began before is of no use after."""
         self.robust = Robust(config.clip, config.gates)
         self._reducer = find_reducer(config.reducer)
         self._lock = threading.Lock()
         """Held while weights change or are on trial, and while copies of them are made."""
         self.woken = threading.Event()
-        """Set when there is something to do for `step`, for those who wait."""
+        """Set when `step` has something to do."""
         self._counting = threading.Lock()
-        """Of the bytes and of what is refused: several workers may send, or judge, at once."""
+        """Guards the counts of bytes and of refusals, which several workers change."""
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        """What others sent and this node refused, by reason. The transport counts it, too."""
+        """Calls and answers of peers that this node refused, by reason."""
         self.roster = Roster(place.cohort, LONELY_ROUNDS * place.period_s, say)
         self._last: tuple[float, tuple[str, ...]] | None = None
-        """When this node last averaged, and with whom."""
+        """Time and peers of the last exchange."""
         self.spread = 0.0
+        """Root mean square difference to the last partner."""
         self._strikes: Counter[str] = Counter()
         self._muted: dict[str, float] = {}
         self._said: set[str] = set()
@@ -145,16 +146,16 @@ class Averager(ABC):
 
     @abstractmethod
     def step(self, updates: int) -> None:
-        """At a step boundary, after `updates` optimiser updates in all: apply what has arrived, begin what is due.
-        Returns at once."""
+        """At a step boundary, after `updates` optimiser updates in all: apply what has arrived, and begin an exchange
+        that is due. Never waits."""
 
     @abstractmethod
     def waiting(self) -> bool:
-        """Whether training should wait (call `step` again in a moment) before its next update."""
+        """Whether training is to wait before its next update, and call `step` again soon."""
 
     @abstractmethod
     def under_way(self) -> bool:
-        """Whether an exchange has begun and is not over."""
+        """Whether an exchange is under way."""
 
     def drain(self, seconds: float) -> None:  # noqa: B027 - the whole cohort is asked in each round anyway
         """Prepare to leave within about `seconds`: `step` then exchanges what was learned since the last exchange with
@@ -167,8 +168,7 @@ class Averager(ABC):
             yield
 
     def metrics(self) -> dict[str, float]:
-        """`averaging/*`: running totals, the partners here now, and the spread (root mean square difference to the last
-        partner)."""
+        """`averaging/*`: running totals, the partners here now, and `spread`."""
         return {
             **{f"averaging/{name}": float(n) for name, n in sorted(self.counts.items())},
             **{f"averaging/refused/{reason}": float(n) for reason, n in sorted(self.refused.copy().items())},
@@ -178,7 +178,7 @@ class Averager(ABC):
         }
 
     def status(self) -> dict[str, Any]:
-        """For people, as `swarm-node status` shows it. From any thread."""
+        """What `swarm-node status` shows. For any thread."""
         last, counts = self._last, self.counts.copy()
         return {
             "cohort": self.place.cohort,
@@ -195,7 +195,7 @@ class Averager(ABC):
         }
 
     def brief(self) -> str:
-        """The same in a few words."""
+        """The status in a few words."""
         n, last = self.counts["exchanges"], self._last
         text = f"averaged {n} {'time' if n == 1 else 'times'}" if n else "not averaged yet"
         if last is not None:
@@ -203,7 +203,7 @@ class Averager(ABC):
         return text if self.roster.partners else f"{text}, nobody of the cohort here"
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What resuming needs: tensors (live ones) and numbers."""
+        """What a checkpoint needs: live tensors, and numbers."""
         tensors = {f"slow.{i}": slow for i, slow in enumerate(self.slow)}
         tensors |= {f"momentum.{i}": momentum for i, momentum in enumerate(self.momentum)}
         numbers = {
@@ -215,35 +215,35 @@ class Averager(ABC):
         return tensors, numbers
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; CheckpointError, and nothing changed, if another cohort's or damaged."""
+        """Go on from a `state_dict`. Raises CheckpointError, with nothing changed, if damaged or of another cohort."""
         mine, _ = self.state_dict()
         if numbers.get("cohort") != self.place.cohort:
             raise CheckpointError("the averaging state is of another cohort")
         if mine.keys() != tensors.keys() or any(mine[name].shape != tensors[name].shape for name in mine):
-            raise CheckpointError("its averaging state does not have the shapes of this policy's fragments")
+            raise CheckpointError("the averaging state does not have the shapes of this policy's fragments")
         robust = Robust(self.config.clip, self.config.gates)
         with readable():
             exchanged_at = [int(updates) for updates in numbers["exchanged_at"]]
             counts = Counter({str(name): int(n) for name, n in numbers["counts"].items()})
             robust.load(numbers["robust"])
         if len(exchanged_at) != self.config.fragments:
-            raise CheckpointError("its averaging state is of another number of fragments")
+            raise CheckpointError("the averaging state is of another number of fragments")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         self.robust, self.counts, self._exchanged_at = robust, counts, exchanged_at
 
     def copies(self) -> list[Tensor]:
-        """All fragments as of one moment, for another thread. RemoteProtocolError `busy` if they are changing."""
+        """All fragments as of one moment, for any thread. Raises RemoteProtocolError `busy` if they are changing."""
         with self._still():
             return [self.fragments.gather(i) for i in range(self.config.fragments)]
 
     def replace(self, values: Sequence[Tensor]) -> bool:
-        """Go on with other weights, one vector for each fragment; False, and nothing has changed, if a policy with them
-        does not give probabilities to this node's own answers."""
-        with self.changing():  # while they are on trial, too: nobody is to get a copy of them
+        """Go on with other weights, one vector for each fragment. False, with nothing changed, if the probe's loss is
+        not finite with them."""
+        with self.changing():  # nobody gets a copy of weights on trial
             kept = [self.fragments.gather(i) for i in range(self.config.fragments)]
             self._take(values)
-            mean_nll = self.probe()
+            mean_nll = self._probe()
             if mean_nll is not None and not math.isfinite(mean_nll):
                 self._take(kept)
                 return False
@@ -253,23 +253,25 @@ class Averager(ABC):
     def _take(self, values: Sequence[Tensor]) -> None:
         for i, fragment in enumerate(values):
             self.fragments.scatter(i, fragment)
-        self.changed()
+        self._changed()
 
     def restart(self) -> None:
-        """The weights were replaced: the outer optimiser begins anew with them."""
-        self.slow = [self.fragments.gather(i) for i in range(self.config.fragments)]  # the old ones may be leaving
+        """All weights were replaced: the outer optimiser begins anew."""
+        self.slow = [
+            self.fragments.gather(i) for i in range(self.config.fragments)
+        ]  # the old ones may be on their way to a peer
         for momentum in self.momentum:
             momentum.zero_()
-        self.replaced += 1  # last: whoever reads this number, and what it copies after that, has all or is found out
+        self.replaced += 1  # last: a thread that reads this number copies all of the above afterwards
 
     # ----------------------------------------------------------------- for the methods
 
     def _look(self) -> None:
-        """At each step: who is here."""
+        """Note which peers are here."""
         self.roster.look(self.transport.members(), self.now())
 
     def counted(self, judge: Callable[P, T]) -> Callable[P, T]:
-        """`judge`, which raises RemoteProtocolError for what it refuses of others; counted by reason."""
+        """`judge`, with each RemoteProtocolError that it raises counted by reason."""
 
         def judged(*args: P.args, **kwargs: P.kwargs) -> T:
             try:
@@ -282,7 +284,7 @@ class Averager(ABC):
         return judged
 
     def _cohort(self) -> list[str]:
-        """Peer ids of those whose weights can be averaged with these, muted ones left out."""
+        """Ids of the peers here whose weights can be averaged with these, except muted ones."""
         now, cohort = self.now(), self.place.cohort
         return sorted(
             peer
@@ -291,13 +293,13 @@ class Averager(ABC):
         )
 
     def _copy(self, fragment: int) -> Tensor:
-        """The weights of `fragment` as of now. RemoteProtocolError `busy` if training is changing them."""
+        """A copy of `fragment` as of now. Raises RemoteProtocolError `busy` if it is changing."""
         with self._still():
             return self.fragments.gather(fragment)
 
     @contextmanager
     def _still(self) -> Iterator[None]:
-        """Weights do not change meanwhile. RemoteProtocolError `busy` if they are being changed."""
+        """Keep weights from changing meanwhile. Raises RemoteProtocolError `busy` if they are changing now."""
         if not self._lock.acquire(timeout=COPY_S):
             raise RemoteProtocolError("busy", "weights are changing")
         try:
@@ -308,7 +310,7 @@ class Averager(ABC):
     def _outgoing(
         self, peer: str, codec: Codec, size: int, pieces: Callable[[], Iterator[memoryview]], **rest: Any
     ) -> Outgoing:
-        """Our half of an exchange with `peer`; `rest` are further fields of its head."""
+        """This node's half of an exchange with `peer`. `rest` are further fields of its head."""
 
         def counted() -> Iterator[memoryview]:
             for piece in pieces():
@@ -322,7 +324,7 @@ class Averager(ABC):
         return Outgoing(encode_head(head), size, counted)
 
     def _belongs(self, head: AverageHead, peer: str) -> None:
-        """Raises RemoteProtocolError unless `head` is of `peer`, to this one, and of this cohort."""
+        """Raises RemoteProtocolError unless `head` is from `peer`, to this node, and of this cohort."""
         place = self.place
         if head.swarm != place.swarm or head.cohort != place.cohort:
             raise RemoteProtocolError("cohort", f"{head.cohort} of swarm {head.swarm[:16]}")
@@ -332,23 +334,23 @@ class Averager(ABC):
             raise RemoteProtocolError("fragment", f"{head.fragment} of {self.config.fragments}")
 
     def _apply(self, fragment: int, difference: Tensor) -> bool:
-        """Add (1 - mixing) of `difference`, which is used up, to the weights; False, and nothing has changed, if the
-        probe says no."""
-        before = self.probe() if self.config.probe else None
+        """Add (1 - mixing) of `difference` to the weights, and use it up. False, with nothing changed, if the probe
+        refuses the result."""
+        before = self._probe() if self.config.probe else None
         if self.config.mixing:
             difference.mul_(1.0 - self.config.mixing)
         with self.changing():
-            self.fragments.add(fragment, difference)  # which now holds what the weights were
-            self.changed()
-            after = self.probe() if before is not None else None  # on trial: nobody is to get a copy
+            self.fragments.add(fragment, difference)  # `difference` is now what the weights were
+            self._changed()
+            after = self._probe() if before is not None else None
             if before is not None and after is not None and self.robust.vetoed(before, after):
                 self.fragments.scatter(fragment, difference)
-                self.changed()
+                self._changed()
                 return False
         return True
 
     def skip(self, reason: str, detail: str = "", peer: str = "", then: str = "the next round tries again") -> None:
-        """Count what did not come about, with `peer` if that is known, and say so once for each reason."""
+        """Count an exchange, with `peer` if known, that did not succeed. Say so once for each reason."""
         reason = reason if reason in REASONS else "refused"  # a peer may invent reasons
         self.counts[f"skipped/{reason}"] += 1
         if peer and reason in PROVEN:
@@ -374,8 +376,8 @@ class Averager(ABC):
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """CheckpointError for what reading a state may raise that is not as `state_dict` makes it."""
+    """Turn what reading a damaged state raises into CheckpointError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"its averaging state is not one: {error!r}") from error
+        raise CheckpointError(f"the averaging state is not one: {error!r}") from error

@@ -42,6 +42,9 @@ class Trainee:
     dead: bool = False
     step_s: float = STEP_S
     trains: bool = True
+    changed: Callable[[], None] = lambda: None
+    probe: Callable[[], float | None] = lambda: None
+    """What its averager calls."""
 
     @property
     def flat(self) -> Tensor:
@@ -71,7 +74,8 @@ class Cohort:
         weights = {"layers.0.w": torch.zeros(30, 10), "layers.1.w": torch.zeros(300), "embed": torch.zeros(130)}
         said: list[str] = []
         place = Place(SWARM, cohort, transport.peer_id, PERIOD_S)
-        averager = make_averager(self.config, place, weights, transport, self.clock.now, said.append)
+        now, changed, probe = self.clock.now, lambda: trainee.changed(), lambda: trainee.probe()
+        averager = make_averager(self.config, place, weights, transport, now, said.append, changed, probe)
         late_join = LateJoin(averager, random.Random(number))
         noise = torch.Generator().manual_seed(100 * self.seed + number)
         trainee = Trainee(number, transport, weights, averager, late_join, noise, said, **keys)

@@ -193,10 +193,11 @@ def test_a_late_member_gets_slow_weights_too() -> None:
 
 
 def test_unusable_weights_replace_nothing() -> None:
-    averager = Cohort(1).trainees[0].averager
+    trainee = Cohort(1).trainees[0]
+    averager = trainee.averager
     before = torch.cat(averager.slow)
     better, broken = [torch.full_like(before, 2.0)], [torch.full_like(before, 3e38)]
-    averager.probe = lambda: float(averager.tensors["embed"].square().sum())  # type: ignore[method-assign]
+    trainee.probe = lambda: float(averager.tensors["embed"].square().sum())
     assert averager.replace(better) and averager.replaced == 1
     assert not averager.replace(broken) and averager.replaced == 1
     assert torch.equal(torch.cat(averager.slow), better[0])
@@ -222,7 +223,7 @@ def test_weights_on_trial_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -
             looked.append("on trial")
         return math.inf if value else 0.0
 
-    averager.probe = probe  # type: ignore[method-assign]
+    victim.probe = probe
     assert not averager.replace([torch.full((n,), 2.0) for n in averager.fragments.sizes])
     assert looked == ["on trial"]
     cohort.run(3 * PERIOD_S)
@@ -503,7 +504,7 @@ def test_the_probe_takes_back_what_does_harm() -> None:
         trainee.trains = False
         for tensor in trainee.weights.values():
             tensor.fill_(value)
-    victim.averager.probe = lambda: float((victim.flat - 1).abs().mean())
+    victim.probe = lambda: float((victim.flat - 1).abs().mean())
     before = victim.flat.clone()
     cohort.run(60)
     assert torch.equal(victim.flat, before)

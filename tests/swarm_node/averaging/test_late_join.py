@@ -108,7 +108,7 @@ def test_a_newcomer_takes_weights_of_a_member_ahead(options: dict[str, Any]) -> 
     cohort = seekers(**options)
     ahead, late = member(cohort), newcomer(cohort, trains=False)
     changed: list[Tensor] = []
-    late.averager.changed = lambda: changed.append(late.flat)
+    late.changed = lambda: changed.append(late.flat)
     for momentum in late.averager.momentum:
         momentum.fill_(3.0)
     cohort.run(2 * PERIOD_S + 4)
