@@ -100,7 +100,7 @@ class TiedGradient(msgspec.Struct, frozen=True, tag="tied"):
 
 
 class GradientNorm(msgspec.Struct, frozen=True, tag="squared"):
-    """To the lead: sum of the squares of a stage's gradient."""
+    """To the leader: sum of the squares of a stage's gradient."""
 
     total: Count
     stage: StageNumber
@@ -185,7 +185,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
-    """To the lead: next tokens [W] and their log-probabilities [W]."""
+    """To the leader: next tokens [W] and their log-probabilities [W]."""
 
     turn: Count
     wave: StageNumber

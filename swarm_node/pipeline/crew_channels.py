@@ -42,7 +42,7 @@ from swarm_node.pipeline.membership.actions import (
     StopLeading,
 )
 from swarm_node.pipeline.membership.member import Membership
-from swarm_node.pipeline.messages import LEAD, Limits, judge
+from swarm_node.pipeline.messages import LEADER, Limits, check_message
 
 PLANS = 16
 """Latest plans whose messages are still recognised, and dropped; a message of any other plan ends its channel."""
@@ -95,7 +95,7 @@ class CrewChannels:
         """The channel of a link, if it is open."""
         return None if link is None else self._channels.get(link)
 
-    def is_lead(self, link: Link) -> bool:
+    def is_leader(self, link: Link) -> bool:
         """Whether the channel's peer leads the crew."""
         with self.lock:
             return self.membership.plan is not None and self.membership.plan.lead == link.peer
@@ -177,10 +177,10 @@ class CrewChannels:
             envelope = decode_envelope(head)
             limits = self._limits_of(link, envelope)
             try:
-                judge(envelope, size, limits)
+                check_message(envelope, size, limits)
             except RemoteProtocolError as error:
-                if error.reason != "shape" or not self.is_lead(link):
-                    raise  # else the lead is told when the body has come
+                if error.reason != "shape" or not self.is_leader(link):
+                    raise  # else the leader is told when the body has come
             self.inbox.expect(Expected(link, envelope, size, limits))
         except RemoteProtocolError as error:
             if error.reason != "plan":
@@ -196,7 +196,7 @@ class CrewChannels:
         if not sender:
             raise RemoteProtocolError("stranger", "messages from a peer without a stage")
         me = self.membership.spec.me
-        here = {*plan.held_by(me), *((LEAD,) if plan.lead == me else ())}
+        here = {*plan.held_by(me), *((LEADER,) if plan.lead == me else ())}
         limits = self._limits(plan.settings)
         return replace(limits, plan=plan.mark, stages=len(plan.assignments), here=frozenset(here), sender=sender)
 

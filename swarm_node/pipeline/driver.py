@@ -1,4 +1,4 @@
-"""The lead's end of a pipeline: passes, samples and updates of all stages.
+"""The leader's end of a pipeline: passes, samples and updates of all stages.
 
     passes     Forward of every microbatch -> ... -> Logprobs -> (loss, by the caller) -> LossGradient -> ...
     generate   Prefill of every wave of prompts -> ... -> Tokens, Step -> ... -> Tokens, ...
@@ -34,7 +34,7 @@ from swarm_node.errors import Unworkable
 from swarm_node.pipeline.compute.waves import Waves
 from swarm_node.pipeline.compute.worker import Worker
 from swarm_node.pipeline.messages import Message, MessageTransport, StageLost
-from swarm_node.pipeline.stage_calls import Refused, StageCalls
+from swarm_node.pipeline.stage_calls import StageCalls, TurnRefused
 from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.logprobs import TokenBatch
 from swarm_node.types import Sampling
@@ -63,7 +63,7 @@ class Driver:
         refused     is told of messages that make no sense
         patience_s  after so long without a message all stages are asked for their status; a stage that does not answer
                     within the same time again is lost
-        first_turn  turns are counted from there, so that those of a new lead differ from old ones
+        first_turn  turns are counted from there, so that those of a new leader differ from old ones
         """
         self.calls = StageCalls(transport, workers, codec, refused, patience_s, first_turn)
         self.workers = workers
@@ -90,7 +90,7 @@ class Driver:
         rebuilt: set[int] = set()
         while True:
             try:
-                if isinstance(lost, Refused):
+                if isinstance(lost, TurnRefused):
                     self._count_refusal(lost)
                 else:
                     self.on_lost(lost)
@@ -104,7 +104,7 @@ class Driver:
             except StageLost as another:
                 lost = another
 
-    def _count_refusal(self, refused: Refused) -> None:
+    def _count_refusal(self, refused: TurnRefused) -> None:
         self._refusals += 1
         if self._refusals == TRIES:
             self._refusals = 0

@@ -19,7 +19,7 @@ import torch
 
 from swarm_node.config import NodeConfig
 from swarm_node.observability.cgroups import free_main_memory
-from swarm_node.pipeline.compute.partition import layer_of, partition, parts_of, sizes, trained_shapes
+from swarm_node.pipeline.compute.partition import layer_of, model_parts, partition, sizes, trained_shapes
 from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.pipeline.recovery.replicas import keeper, replicated
 from swarm_node.policy.loading import Plan as Loading
@@ -120,7 +120,7 @@ class Footprint:
 
 def _adapter_sizes(config: NodeConfig, loading: Loading) -> Sizes:
     layers, ends = [0] * loading.config.num_hidden_layers, {True: 0, False: 0}
-    embedding = parts_of(loading.config).embedding.removesuffix(".weight")
+    embedding = model_parts(loading.config).embedding.removesuffix(".weight")
     for name, tensor in trained_shapes(config.policy, loading).items():
         layer = layer_of(name)
         if layer is None:

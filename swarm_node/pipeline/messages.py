@@ -1,10 +1,11 @@
-"""Messages between stages: what they are, their bytes, and what a stage takes from another.
+"""Messages between stages: what they are, their bytes, and what a stage accepts from another.
 
-    Message -> encode -> head, body ... Envelope (the decoded head), size -> judge; with the body -> decode -> Message
+    Message -> encode_message -> head, body ... Envelope (the decoded head), body -> decode_message -> Message
 
-`judge` knows the shapes that belong to each kind of message and what this stage can expect, so nothing is allocated for
-a message that does not fit. `decode` then refuses numbers that are not finite and indices that point nowhere: a mistake
-of a neighbour must not become an error of this process, nor a wrong gradient.
+`check_message` knows the shapes that belong to each kind of message and what this stage can expect. It is asked before
+the body is read, so nothing is allocated for a message that does not fit. `decode_message` then refuses numbers that
+are not finite and indices that point nowhere: a mistake of a neighbour must not become an error of this process, nor a
+wrong gradient.
 
 Activations and gradients travel in a codec; log-probabilities, their gradients and uniform numbers in float32, and ids,
 places and masks exactly.
@@ -27,7 +28,7 @@ from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.compute.tensor_codec import decode_tensor, encode_tensor
 from swarm_node.pipeline.compute.tied_weights import rows_of
 
-LEAD = -1
+LEADER = -1
 """Receiver of a message: the loop that drives all stages, at the peer that holds stage 0."""
 TARGETS = 64
 """Most completion tokens for each token of a microbatch's rows: many short ones may follow one prompt."""
@@ -35,10 +36,10 @@ TARGETS = 64
 
 @dataclass(frozen=True)
 class Message:
-    """From one stage to another, or between the lead and a stage."""
+    """From one stage to another, or between the leader and a stage."""
 
     stage: int
-    """Receiver: number of a stage, or `LEAD`."""
+    """Receiver: number of a stage, or `LEADER`."""
     head: heads.Head
     tensors: tuple[Tensor, ...] = ()
 
@@ -65,9 +66,9 @@ class MessageTransport(Protocol):
         """Send to the holder of that stage, in order; never waits. Raises StageLost if no peer holds it."""
 
     def receive(self, timeout: float) -> Message | None:
-        """The next message for a stage held here, or for the lead if it is here; `None` if none comes in time.
+        """The next message for a stage held here, or for the leader if it is here; `None` if none comes in time.
 
-        At the lead, raises StageLost if a stage has gone since the pipeline was last whole."""
+        At the leader, raises StageLost if a stage has gone since the pipeline was last whole."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Limits:
     """Number of the plan that this peer goes by."""
     stages: int
     here: frozenset[int]
-    """Stages held here; at the lead also `LEAD`."""
+    """Stages held here; at the leader also `LEADER`."""
     sender: frozenset[int]
     """Stages held by the sender."""
     width: int
@@ -143,7 +144,7 @@ def _layout(head: heads.Head, stage: int) -> tuple[_Field, ...]:
 # --------------------------------------------------------------------- to bytes
 
 
-def encode(
+def encode_message(
     message: Message, codec: heads.Codec, plan: int, version: int = PROTOCOL_VERSION
 ) -> tuple[bytes, list[memoryview]]:
     """The head, in that version of the protocol, and the pieces of the body, which may be views of the tensors.
@@ -161,7 +162,7 @@ def encode(
     return heads.encode_envelope(heads.Envelope(version, plan, message.stage, message.head, tuple(parts))), body
 
 
-def size(message: Message, codec: heads.Codec) -> int:
+def body_size(message: Message, codec: heads.Codec) -> int:
     """Bytes of its body."""
     fields = zip(_layout(message.head, message.stage), message.tensors, strict=True)
     return sum(heads.Part(_coding(field, codec), tuple(tensor.shape)).size for field, tensor in fields)
@@ -181,7 +182,7 @@ def _coding(field: _Field, codec: heads.Codec) -> heads.Coding:
 # --------------------------------------------------------------------- what may come
 
 
-def judge(envelope: heads.Envelope, size: int, limits: Limits) -> Mapping[str, int]:
+def check_message(envelope: heads.Envelope, size: int, limits: Limits) -> Mapping[str, int]:
     """Check the head of a message, and the size of its body in bytes, before the body is read.
 
     Returns the value of each symbol of the message's layout. Raises RemoteProtocolError: plan, stage, sender, place (of
@@ -202,7 +203,7 @@ def _judge_ends(head: heads.Head, to: int, limits: Limits) -> None:
         raise RemoteProtocolError("stage", f"for stage {to}, which is not here")
     last = limits.stages - 1
     from_stage = 0
-    for_lead = False
+    for_leader = False
     match head:
         case heads.Forward():
             way = route(limits.stages, head.microbatch, head.swapped)
@@ -216,7 +217,7 @@ def _judge_ends(head: heads.Head, to: int, limits: Limits) -> None:
         case heads.TiedGradient() | heads.TiedMatrix() | heads.Share():
             if to not in (0, last):
                 raise RemoteProtocolError("stage", f"no embedding is tied at stage {to}")
-            first = isinstance(head, heads.Share) and head.block == 0  # a request of the lead
+            first = isinstance(head, heads.Share) and head.block == 0  # a request of the leader
             from_stage = 0 if first else last - to
         case heads.LossGradient():
             if to != last:
@@ -224,12 +225,12 @@ def _judge_ends(head: heads.Head, to: int, limits: Limits) -> None:
         case heads.Prefill() | heads.Step():
             from_stage = max(0, to - 1)
         case heads.Logprobs() | heads.Tokens():
-            from_stage, for_lead = last, True
+            from_stage, for_leader = last, True
         case heads.GradientNorm() | heads.StageStatus() | heads.TurnFailed():
-            from_stage, for_lead = head.stage, True
+            from_stage, for_leader = head.stage, True
         case _:
             pass
-    if for_lead != (to == LEAD):
+    if for_leader != (to == LEADER):
         raise RemoteProtocolError("stage", f"a {type(head).__name__} for stage {to}")
     if from_stage not in limits.sender:
         raise RemoteProtocolError("sender", f"a {type(head).__name__} must come from stage {from_stage}")
@@ -280,9 +281,9 @@ def _dimensions(envelope: heads.Envelope, limits: Limits) -> Mapping[str, int]:
 # --------------------------------------------------------------------- from bytes
 
 
-def decode(envelope: heads.Envelope, body: bytearray, limits: Limits) -> Message:
-    """Raises RemoteProtocolError for the reasons of `judge`, and: nonfinite, values."""
-    symbols = judge(envelope, len(body), limits)
+def decode_message(envelope: heads.Envelope, body: bytearray, limits: Limits) -> Message:
+    """Raises RemoteProtocolError for the reasons of `check_message`, and: nonfinite, values."""
+    symbols = check_message(envelope, len(body), limits)
     tensors = []
     layout = _layout(envelope.head, envelope.stage)
     for field, part, data in zip(layout, envelope.parts, _pieces(envelope, body), strict=True):

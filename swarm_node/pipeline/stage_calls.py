@@ -1,6 +1,6 @@
-"""The lead's messages to all stages of its crew, and their answers.
+"""The leader's messages to all stages of its crew, and their answers.
 
-Nothing here runs by itself. While the lead waits for an answer, the stages that it holds itself do their work.
+Nothing here runs by itself. While the leader waits for an answer, the stages that it holds itself do their work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from protocol import pipeline as heads
 from protocol.errors import RemoteProtocolError
 from swarm_node.pipeline.compute.worker import Worker, attend
-from swarm_node.pipeline.messages import LEAD, Message, MessageTransport, StageLost, size
+from swarm_node.pipeline.messages import LEADER, Message, MessageTransport, StageLost, body_size
 
 TICK_S = 0.5
 """Longest wait for a message before the time is looked at."""
@@ -24,7 +24,7 @@ TICK_S = 0.5
 H = TypeVar("H")
 
 
-class Refused(StageLost):
+class TurnRefused(StageLost):
     """A stage refuses a message of the work under way; no stage is lost. Doing it again may not help."""
 
     def __init__(self, stage: int) -> None:
@@ -101,8 +101,8 @@ class StageCalls:
 
     def send(self, message: Message) -> None:
         """Raises StageLost."""
-        if message.stage != LEAD and message.stage not in self.workers:
-            self._bytes += size(message, self.codec)
+        if message.stage != LEADER and message.stage not in self.workers:
+            self._bytes += body_size(message, self.codec)
         self._heard = time.monotonic()
         self.transport.send(message)
 
@@ -127,7 +127,7 @@ class StageCalls:
         return None if getattr(message.head, "turn", self.turn) != self.turn else (message.head, message.tensors)
 
     def next(self, train: bool = False) -> Message | None:
-        """Deal with one message. Returns it if it is for the lead; `None` also if none comes for a while.
+        """Deal with one message. Returns it if it is for the leader; `None` also if none comes for a while.
 
         Raises StageLost, or torch.OutOfMemoryError if the turn has failed so. `train`: count the time for `figures`.
         """
@@ -142,12 +142,12 @@ class StageCalls:
             self.trained_s += time.perf_counter() - start
         if message is not None and isinstance(message.head, heads.TurnFailed) and message.head.turn == self.turn:
             if message.head.what == "refused":
-                raise Refused(message.head.stage)
+                raise TurnRefused(message.head.stage)
             raise torch.OutOfMemoryError(f"out of memory at stage {message.head.stage}")
         return message
 
     def _attend(self, message: Message | None) -> Message | None:
-        """Have a stage here deal with a message. A message for the lead is returned, and a status is noted."""
+        """Have a stage here deal with a message. A message for the leader is returned, and a status is noted."""
         if message is None:
             return None
         self._heard = time.monotonic()

@@ -4,7 +4,7 @@
         all weights trained  ->  model-0000k-of-0000n.safetensors, one file for each stage, and their index
         an adapter trained   ->  adapter_model.safetensors, adapter_config.json
 
-Memory holds one stage at a time, since the policy may be larger than any of its machines. The lead's run directory is
+Memory holds one stage at a time, since the policy may be larger than any of its machines. The leader's run directory is
 enough if its run ended regularly: then it has fetched the other stages.
 """
 
@@ -75,7 +75,7 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
             names, where = ", ".join(map(str, missing)), ", ".join(str(run.path) for run in runs)
             raise UserError(
                 f"stage {names} of {count} is not in {where}: name the run directories of the peers that held it too "
-                "(`swarm-node export RUN RUN OUT`); the lead's has all stages if it ends, by itself or by Ctrl-C, "
+                "(`swarm-node export RUN RUN OUT`); the leader's has all stages if it ends, by itself or by Ctrl-C, "
                 "while the others run"
             )
         chosen = _choose(kept, count)

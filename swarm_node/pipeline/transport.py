@@ -6,7 +6,7 @@
 Bodies of messages are decoded on the main thread. Each message names the plan it belongs to. Messages of an earlier
 plan are dropped, and so are this peer's answers to them.
 
-The lead goes on as long as `receive` and `send` raise nothing. After StageLost it calls `doubt` once and then `mend`,
+The leader goes on as long as `receive` and `send` raise nothing. After StageLost it calls `doubt` once and then `mend`,
 until that says that the crew is whole, carrying out `orders` in between. Then it begins its step or its sampling anew.
 """
 
@@ -22,7 +22,7 @@ from protocol.crew import Holding, Plan, Progress, Settings, Source
 from protocol.errors import RemoteProtocolError
 from protocol.messages import CrewCard, PeerCard
 from protocol.transports.base import Transport
-from swarm_node.pipeline.compute.worker import refusal
+from swarm_node.pipeline.compute.worker import refused_turn
 from swarm_node.pipeline.crew_channels import CrewChannels, Order
 from swarm_node.pipeline.inbox import Expected
 from swarm_node.pipeline.membership.actions import (
@@ -34,7 +34,7 @@ from swarm_node.pipeline.membership.actions import (
 from swarm_node.pipeline.membership.leadership import Role
 from swarm_node.pipeline.membership.member import Membership
 from swarm_node.pipeline.membership.roster import NOTHING
-from swarm_node.pipeline.messages import LEAD, Limits, Message, StageLost, decode, encode
+from swarm_node.pipeline.messages import LEADER, Limits, Message, StageLost, decode_message, encode_message
 
 TICK_S = 0.25
 """Time passes for the crew at least this often while the main thread waits."""
@@ -103,7 +103,7 @@ class StageTransport:
 
     @property
     def updates(self) -> int:
-        """At the lead: updates that the crew has made, as most of its stages say."""
+        """At the leader: updates that the crew has made, as most of its stages say."""
         with self._lock:
             return self._membership.leader.updates if self._membership.leader is not None else 0
 
@@ -122,7 +122,7 @@ class StageTransport:
 
     @property
     def absent(self) -> set[str]:
-        """At the lead: peers whose card names this crew, but that have no contact with it."""
+        """At the leader: peers whose card names this crew, but that have no contact with it."""
         with self._lock:
             return self._membership.absent
 
@@ -180,16 +180,16 @@ class StageTransport:
 
     @property
     def progress(self) -> Progress | None:
-        """Progress of the run, as the lead last told it."""
+        """Progress of the run, as the leader last told it."""
         with self._lock:
             return self._membership.following.progress
 
     def tell(self, progress: Progress) -> None:
-        """At the lead: tell the progress to all peers of the crew."""
+        """At the leader: tell the progress to all peers of the crew."""
         self._handle(partial(self._membership.advance, progress))
 
     def at_rest(self) -> None:
-        """At the lead, between two rounds: a stage may pass to another peer, and then `send` raises StageLost."""
+        """At the leader, between two rounds: a stage may pass to another peer, and then `send` raises StageLost."""
         self._handle(self._membership.at_rest)
 
     def tick(self) -> None:
@@ -202,14 +202,14 @@ class StageTransport:
         self._handle(self._membership.tick)
 
     def doubt(self, lost: StageLost) -> None:
-        """At the lead, with any StageLost, before `mend`.
+        """At the leader, with any StageLost, before `mend`.
 
         If the pipeline itself found that a stage does not answer, and the crew does not know it yet, the stage's peer
         is given up."""
         self._handle(partial(self._membership.doubted, self._working, lost.stages, lost.why))
 
     def mend(self, timeout: float) -> bool:
-        """At the lead: wait until every stage is held, or there are orders, or `timeout` seconds are over.
+        """At the leader: wait until every stage is held, or there are orders, or `timeout` seconds are over.
 
         Returns whether the crew is whole; then `send` and `receive` work again."""
         until = self._now() + timeout
@@ -225,12 +225,12 @@ class StageTransport:
                 return False
 
     def send(self, message: Message) -> None:
-        """See `MessageTransport`. A peer that does not lead drops a message that cannot be sent, since the lead begins
-        anew anyway."""
+        """See `MessageTransport`. A peer that does not lead drops a message that cannot be sent, since the leader
+        begins anew anyway."""
         self._check()
         with self._lock:
             plan = self._membership.plan
-            here = (*self._membership.following.stages, *[LEAD] * (self._membership.role == Role.LEADING))
+            here = (*self._membership.following.stages, *[LEADER] * (self._membership.role == Role.LEADING))
             link = self._membership.way_to(message.stage)
             channel = self._channels.get(link)
         if plan is None or plan.mark != self._working:
@@ -241,13 +241,15 @@ class StageTransport:
         else:
             sent = False
             if link is not None and channel is not None:
-                head, body = encode(message, plan.settings.wire, plan.mark, version_for(link.peer, self._members))
+                head, body = encode_message(
+                    message, plan.settings.wire, plan.mark, version_for(link.peer, self._members)
+                )
                 sent = channel.send(head, *body)
             if not sent:
                 self.counts["unsent"] += 1
                 if self._leading:
                     raise StageLost({message.stage}, "its channel is closed")
-                if message.stage != LEAD:
+                if message.stage != LEADER:
                     self._handle(partial(self._membership.unsent, plan.mark, plan.assignments[message.stage].peer))
         self._quiet_since = self._now()
 
@@ -302,7 +304,7 @@ class StageTransport:
             return None
         content = waiting.content
         message = content if isinstance(content, Message) else self._decoded(*content)
-        if message is not None and message.stage == LEAD and not self._leading:
+        if message is not None and message.stage == LEADER and not self._leading:
             self.counts["late"] += 1  # an answer to a question of this peer from when it led
             return None
         if message is not None:
@@ -312,11 +314,11 @@ class StageTransport:
     def _decoded(self, expected: Expected, body: bytearray) -> Message | None:
         """The message; `None` if it is refused."""
         try:
-            return decode(expected.envelope, body, expected.limits)
+            return decode_message(expected.envelope, body, expected.limits)
         except RemoteProtocolError as error:
-            is_lead = self._channels.is_lead(expected.link)
-            answers = refusal(expected.envelope.stage, expected.envelope.head) if is_lead else []
-            if answers:  # the lead begins anew, or does something else
+            is_leader = self._channels.is_leader(expected.link)
+            answers = refused_turn(expected.envelope.stage, expected.envelope.head) if is_leader else []
+            if answers:  # the leader begins anew, or does something else
                 self.counts[f"refused/{error.reason}"] += 1
                 self._working = expected.limits.plan
                 for answer in answers:
@@ -326,7 +328,7 @@ class StageTransport:
             return None
 
     def _check(self) -> None:
-        """At the lead: raise StageLost unless the pipeline is the one that the main thread works with."""
+        """At the leader: raise StageLost unless the pipeline is the one that the main thread works with."""
         if not self._leading:
             return
         with self._lock:

@@ -32,9 +32,9 @@ from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline.compute.stage_model import Stage, load_stage
-from swarm_node.pipeline.compute.worker import Worker, attend, refusal
+from swarm_node.pipeline.compute.worker import Worker, attend, refused_turn
 from swarm_node.pipeline.driver import Driver
-from swarm_node.pipeline.messages import LEAD, Limits, Message, StageLost, decode, encode, size
+from swarm_node.pipeline.messages import LEADER, Limits, Message, StageLost, body_size, decode_message, encode_message
 from swarm_node.pipeline.staged_optimizer import StagedOptimizer
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.loading import load_policy, load_tokenizer
@@ -162,14 +162,14 @@ class Crew:
         return Optimizer(stage.named().items(), self.grpo, RATE, [] if stage.shared is None else [stage.shared])
 
     def peer(self, stage: int) -> int:
-        return self.holders.get(stage, stage) if stage != LEAD else 0
+        return self.holders.get(stage, stage) if stage != LEADER else 0
 
     def limits(self, sender: int, receiver: int) -> Limits:
         held = lambda peer: frozenset(k for k in range(self.stages) if self.peer(k) == peer)  # noqa: E731
         return Limits(
             plan=self.plan,
             stages=self.stages,
-            here=held(receiver) | ({LEAD} if receiver == 0 else set()),
+            here=held(receiver) | ({LEADER} if receiver == 0 else set()),
             sender=held(sender),
             width=SIZES["hidden_size"],
             vocabulary=SIZES["vocab_size"],
@@ -237,9 +237,9 @@ class Crew:
         if receiver == sender:
             self.queues[sender, receiver].append(message)
             return
-        head, pieces = encode(message, self.codec, self.plan)
+        head, pieces = encode_message(message, self.codec, self.plan)
         body = bytearray(b"".join(pieces))
-        assert len(body) == size(message, self.codec)
+        assert len(body) == body_size(message, self.codec)
         if self.tamper is not None:
             head, body = self.tamper(head, body)
         self.queues[sender, receiver].append((self.plan, head, body))
@@ -247,12 +247,12 @@ class Crew:
     def _open(self, sender: int, receiver: int, item: tuple[int, bytes, bytearray]) -> Message | None:
         _, head, body = item
         try:
-            return decode(decode_envelope(head), body, self.limits(sender, receiver))
+            return decode_message(decode_envelope(head), body, self.limits(sender, receiver))
         except RemoteProtocolError as error:
             self.refuse(error)
             if sender == 0 and error.reason != "plan":  # the lead hears of it, as from `StageTransport`
                 envelope = decode_envelope(head)
-                for answer in refusal(envelope.stage, envelope.head):
+                for answer in refused_turn(envelope.stage, envelope.head):
                     self._put(receiver, answer)
             return None
 

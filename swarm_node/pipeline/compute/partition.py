@@ -149,7 +149,7 @@ FAMILIES = {
 }
 
 
-def parts_of(model_config: Any) -> Parts:
+def model_parts(model_config: Any) -> Parts:
     """Names of the parts of a model with this config. Raises UserError for an unknown family."""
     parts = FAMILIES.get(model_config.model_type)
     if parts is None:
@@ -166,7 +166,7 @@ def sizes(model_config: Any, itemsize: int = 4) -> tuple[list[int], int, int]:
     itemsize  bytes of a value
 
     Nothing is allocated. A tied matrix counts at both ends, since both hold it."""
-    parts = parts_of(model_config)
+    parts = model_parts(model_config)
     model = skeleton(model_config)
     layers, embed, head = [0] * model_config.num_hidden_layers, 0, 0
     for name, parameter in model.named_parameters():
@@ -201,7 +201,7 @@ def shapes_of_stage(
 ) -> dict[str, Tensor]:
     """The part of `trained_shapes` that one stage holds; `spans` gives the layers of all stages."""
     first, end = spans[stage]
-    embedding = parts_of(model_config).embedding.removesuffix(".weight")
+    embedding = model_parts(model_config).embedding.removesuffix(".weight")
 
     def is_held(name: str) -> bool:
         layer = layer_of(name)

@@ -5,8 +5,8 @@
     stage 2         F0 F1 F2       B0 F3 B1 F4 ...
     stage 3            F0 F1    B0 F2 B1 F3 ...
 
-One microbatch more than in the paper is under way. The loss is computed at the lead, so backward at the last stage
-waits for a message to the lead and back; meanwhile that stage goes on with the next forward.
+One microbatch more than in the paper is under way. The loss is computed at the leader, so backward at the last stage
+waits for a message to the leader and back; meanwhile that stage goes on with the next forward.
 
 A microbatch visits stages along its route. At each place of the route, a stage computes forward once and backward once.
 The order is taken from a simulated execution in ticks, one tick for the loss. In a tick every stage does one operation

@@ -31,7 +31,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from swarm_node.config import PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.pipeline.compute.partition import ADAPTED, UNKNOWN, Parts, Span, partition, parts_of, sizes
+from swarm_node.pipeline.compute.partition import ADAPTED, UNKNOWN, Parts, Span, model_parts, partition, sizes
 from swarm_node.policy.adapters import lora_config, start_adapter, with_adapter
 from swarm_node.policy.loading import Plan, lacks, model_file, prepare, refusing, skeleton, weight_map
 from swarm_node.policy.logprobs import additive
@@ -57,7 +57,7 @@ class Stage(nn.Module):
         """Whether the policy is trained by an adapter, even if this stage has no part of it."""
         self.tied: bool = config.tie_word_embeddings
         """Whether embedding and head are one matrix."""
-        self._parts = parts_of(config)
+        self._parts = model_parts(config)
 
     @property
     def base(self) -> PreTrainedModel:
@@ -164,7 +164,7 @@ def load_stage(config: PolicyConfig, span: Span | tuple[int, int], report: Calla
     Raises UserError if the model cannot be found or read, has no such stage, or cannot be divided into stages.
     """
     plan = prepare(config, alone=False)
-    parts = parts_of(plan.config)
+    parts = model_parts(plan.config)
     if getattr(plan.config, "quantization_config", None) is not None:
         raise UserError(f"{plan.base} is quantised: to divide it into stages, give the model that it was made from")
     span = _checked(span, plan)
@@ -313,7 +313,7 @@ def weights_digest(plan: Plan) -> str:
     It covers the commit of a model from the hub. Of a model in a directory it covers the first values of its final norm
     and of a tensor of the first and of the last layer; a peer without one of these files has another digest. Of an
     adapter that is trained further it covers the first values of two tensors."""
-    parts, commit = parts_of(plan.config), getattr(plan.config, "_commit_hash", None)
+    parts, commit = model_parts(plan.config), getattr(plan.config, "_commit_hash", None)
     found = hashlib.sha256(str(commit).encode())
 
     def add(tensors: _Tensors, starts: Sequence[str], ends: str) -> None:

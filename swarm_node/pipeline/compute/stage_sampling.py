@@ -1,6 +1,6 @@
 """One stage's part in drawing samples: the caches of each wave of prompts, and an engine with the present weights.
 
-Prefill, Step, Step, ... -> the next stage          the last stage draws tokens and sends them to the lead
+Prefill, Step, Step, ... -> the next stage          the last stage draws tokens and sends them to the leader
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from protocol.pipeline import Prefill, Step, Tokens
 from swarm_node.config import RolloutsConfig
 from swarm_node.pipeline.compute.stage_model import Stage
 from swarm_node.pipeline.compute.tensor_codec import sendable
-from swarm_node.pipeline.messages import LEAD, Message
+from swarm_node.pipeline.messages import LEADER, Message
 from swarm_node.policy.engines.native import SUPPORTED, LayerCache, Slice, fusable, head_of, last_of
 from swarm_node.policy.engines.transformers import ModelSlice
 from swarm_node.policy.probes import is_windowed
@@ -119,10 +119,10 @@ class StageSampler:
         return self._stage.hidden(x) if self._stage.span.is_first else x.to(self._stage.dtype)
 
     def _draw(self, head: Prefill | Step, logits: Tensor, uniform: Tensor) -> Message:
-        """The next tokens [W] for the lead, drawn from `logits` [W, V]."""
+        """The next tokens [W] for the leader, drawn from `logits` [W, V]."""
         wave = self._waves[head.wave]
         token, logprob = sample(logits, uniform.to(logits.device), wave.sampling)
-        return Message(LEAD, Tokens(head.turn, head.wave, wave.step), (token, sendable(logprob)))
+        return Message(LEADER, Tokens(head.turn, head.wave, wave.step), (token, sendable(logprob)))
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Generation as the lead sees it: prompts in as many waves as stages, which follow each other through the stages.
+"""Generation as the leader sees it: prompts in as many waves as stages, which follow each other through the stages.
 
 each wave: Prefill -> ... -> Tokens, Step -> ... -> Tokens, ...
 """

@@ -39,7 +39,7 @@ from swarm_node.pipeline.compute.stage_model import Stage
 from swarm_node.pipeline.compute.stage_sampling import StageSampler
 from swarm_node.pipeline.compute.tensor_codec import rounded, sendable
 from swarm_node.pipeline.compute.tied_weights import TiedWeights
-from swarm_node.pipeline.messages import LEAD, Message
+from swarm_node.pipeline.messages import LEADER, Message
 from swarm_node.policy.logprobs import head_logprobs
 from swarm_node.policy.oom import is_out_of_memory
 
@@ -131,7 +131,7 @@ class Worker:
                     if not is_out_of_memory(exc):
                         raise
                     self._forget(head.turn)
-                    return [Message(LEAD, heads.TurnFailed(head.turn, self.index, "memory"))]
+                    return [Message(LEADER, heads.TurnFailed(head.turn, self.index, "memory"))]
             case heads.GradientNormRequest():
                 return self._gradient_norm(head)
             case heads.TiedGradient():
@@ -274,7 +274,7 @@ class Worker:
             following = replace(head, place=head.place + 1)
             return [Message(way[following.place].stage, following, (given, *message.tensors[1:]))]
         tensors = (given,) if entropies is None else (given, self._finite(entropies))
-        return [Message(LEAD, heads.Logprobs(head.turn, head.microbatch, entropies is not None), tensors)]
+        return [Message(LEADER, heads.Logprobs(head.turn, head.microbatch, entropies is not None), tensors)]
 
     def _backward(self, message: Message, operation: Operation, run: _Pass) -> list[Message]:
         _, i, place = operation
@@ -337,13 +337,13 @@ class Worker:
         return self.tied
 
     def _squares(self) -> Message:
-        """The sum of squares of the gradient, for the lead; a tied matrix counts at the first stage only."""
+        """The sum of squares of the gradient, for the leader; a tied matrix counts at the first stage only."""
         no_layer = [name for name in self.stage.named() if ".layers." not in name]
         self._norm = math.sqrt(self.optimizer.squares(no_layer))
         name = self.tied_name
         squares = self.optimizer.squares([name] if name is not None and self.index > 0 else [])
         finite = not self._spoiled and math.isfinite(squares)
-        return Message(LEAD, heads.GradientNorm(self._total, self.index, squares if finite else None))
+        return Message(LEADER, heads.GradientNorm(self._total, self.index, squares if finite else None))
 
     def _apply(self, head: heads.Apply) -> list[Message]:
         if head.update > self.updates:
@@ -371,7 +371,7 @@ class Worker:
         return [self._status(taken=True)]
 
     def _status(self, taken: bool = False) -> Message:
-        return Message(LEAD, heads.StageStatus(self.index, self.updates, self.omega, taken, self.new))
+        return Message(LEADER, heads.StageStatus(self.index, self.updates, self.omega, taken, self.new))
 
 
 def attend(
@@ -380,11 +380,11 @@ def attend(
     send: Callable[[Message], None],
     refused: Callable[[RemoteProtocolError], None],
 ) -> Message | None:
-    """Have the worker of a stage here deal with a message, and send its answers. A message for the lead is returned.
+    """Have the worker of a stage here deal with a message, and send its answers. A message for the leader is returned.
 
     A message that makes no sense is told to `refused` and dropped; its turn, if it has one, fails.
     """
-    if message.stage == LEAD:
+    if message.stage == LEADER:
         return message
     try:
         worker = workers.get(message.stage)
@@ -393,14 +393,14 @@ def attend(
         answers = worker.handle(message)
     except RemoteProtocolError as error:
         refused(error)
-        answers = refusal(message.stage, message.head)
+        answers = refused_turn(message.stage, message.head)
     for answer in answers:
         send(answer)
     return None
 
 
-def refusal(stage: int, head: heads.Head) -> list[Message]:
-    """What the lead is told if a message for `stage` makes no sense there."""
+def refused_turn(stage: int, head: heads.Head) -> list[Message]:
+    """What the leader is told if a message for `stage` makes no sense there."""
     if not isinstance(head, heads.Forward | heads.Backward | heads.LossGradient | heads.Prefill | heads.Step):
-        return []  # the lead asks again, or another stage that waits for an answer lets it know
-    return [Message(LEAD, heads.TurnFailed(head.turn, stage, "refused"))]
+        return []  # the leader asks again, or another stage that waits for an answer lets it know
+    return [Message(LEADER, heads.TurnFailed(head.turn, stage, "refused"))]

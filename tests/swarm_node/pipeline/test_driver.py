@@ -19,7 +19,7 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.compute.worker import attend
-from swarm_node.pipeline.messages import LEAD, Message, StageLost
+from swarm_node.pipeline.messages import LEADER, Message, StageLost
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Sampling
@@ -161,8 +161,8 @@ FAULTS = {
     "backward": Fault(1, "Backward", 1),
     "loss": Fault(2, "LossGradient", 1),
     "before squares": Fault(1, "GradientNormRequest", 0),
-    "between squares and apply": Fault(2, "GradientNorm", 2, to=LEAD),
-    "after apply": Fault(1, "StageStatus", 2, to=LEAD),
+    "between squares and apply": Fault(2, "GradientNorm", 2, to=LEADER),
+    "after apply": Fault(1, "StageStatus", 2, to=LEADER),
     "in a later step": Fault(1, "Backward", 7),
     "without a word": Fault(1, "Forward", 3, mute=True),
 }

@@ -11,7 +11,7 @@ from protocol.pipeline import Backward, decode_envelope
 from swarm_node.pipeline import inbox as module
 from swarm_node.pipeline.inbox import Expected, Inbox
 from swarm_node.pipeline.membership.actions import Link
-from swarm_node.pipeline.messages import Limits, Message, decode, encode
+from swarm_node.pipeline.messages import Limits, Message, decode_message, encode_message
 
 LIMITS = Limits(
     plan=3,
@@ -32,7 +32,7 @@ def gradient(value: float, tokens: int = 3) -> Message:
 
 
 def encoded(link: Link, message: Message) -> tuple[Expected, bytearray]:
-    head, pieces = encode(message, "float32", LIMITS.plan)
+    head, pieces = encode_message(message, "float32", LIMITS.plan)
     body = bytearray(b"".join(pieces))
     return Expected(link, decode_envelope(head), len(body), LIMITS), body
 
@@ -41,7 +41,7 @@ def taken(inbox: Inbox) -> tuple[Link, Message]:
     waiting = inbox.take()
     assert waiting is not None and isinstance(waiting.content, tuple)
     expected, body = waiting.content
-    return expected.link, decode(expected.envelope, body, expected.limits)
+    return expected.link, decode_message(expected.envelope, body, expected.limits)
 
 
 def links() -> tuple[Link, Link]:

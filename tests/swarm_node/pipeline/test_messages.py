@@ -39,7 +39,7 @@ from protocol.pipeline import (
 from swarm_node.pipeline import messages
 from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.tensor_codec import rounded
-from swarm_node.pipeline.messages import LEAD, Limits, Message, encode
+from swarm_node.pipeline.messages import LEADER, Limits, Message, encode_message
 from tests.support.wire import mutations
 
 settings.register_profile("patient", deadline=None)
@@ -49,7 +49,7 @@ H, V, STAGES, PLAN = 8, 20, 4, 3
 LIMITS = Limits(
     plan=PLAN,
     stages=STAGES,
-    here=frozenset({2, 3, LEAD}),
+    here=frozenset({2, 3, LEADER}),
     sender=frozenset(range(STAGES)),
     width=H,
     vocabulary=V,
@@ -86,39 +86,39 @@ MESSAGES = [
     FORWARD,
     Message(2, Forward(4, 0, 0, 3, 2, 1.0), FORWARD.tensors[:4]),
     Message(2, Backward(4, 0, 2), (rand(2, 9, H),)),
-    Message(LEAD, Logprobs(4, 0, True), (rand(N), rand(N))),
+    Message(LEADER, Logprobs(4, 0, True), (rand(N), rand(N))),
     Message(3, LossGradient(4, 0), (rand(N),)),
     Message(3, TiedGradient(1), (rand(V, H),)),
     Message(3, TiedMatrix(), (rand(V, H),)),
     Message(2, Prefill(5, 0, 3, 6, 1.0, 0.9), (rand(2, 4, H), torch.tensor([4, 1]), torch.rand(6))),
     Message(2, Step(5, 0, 2, True), (rand(2, H), torch.rand(2), torch.tensor([1]), torch.tensor([[0, 2]]))),
     Message(2, Step(5, 0, 2), (rand(6, H), torch.rand(6))),
-    Message(LEAD, Tokens(5, 0, 3), (whole(V, 6), rand(6))),
+    Message(LEADER, Tokens(5, 0, 3), (whole(V, 6), rand(6))),
     Message(2, GradientNormRequest(1)),
-    Message(LEAD, GradientNorm(1, 3, None)),
+    Message(LEADER, GradientNorm(1, 3, None)),
     Message(2, Apply(1, 1.0, 1e-3)),
     Message(3, StatusRequest()),
     Message(3, Share(True)),
     Message(3, Share(True, 1)),
-    Message(LEAD, StageStatus(1, 1, 0.5, True)),
+    Message(LEADER, StageStatus(1, 1, 0.5, True)),
     Message(3, Reset(5)),
-    Message(LEAD, TurnFailed(5, 1, "memory")),
+    Message(LEADER, TurnFailed(5, 1, "memory")),
 ]
 CODECS: list[Codec] = ["float32", "bfloat16", "int8"]
 
 
 def judge(head: bytes, size: int, limits: Limits) -> None:
-    messages.judge(decode_envelope(head), size, limits)
+    messages.check_message(decode_envelope(head), size, limits)
 
 
 def decode(head: bytes, body: bytearray, limits: Limits) -> Message:
-    return messages.decode(decode_envelope(head), body, limits)
+    return messages.decode_message(decode_envelope(head), body, limits)
 
 
 def sent(message: Message, codec: Codec = "float32", plan: int = PLAN) -> tuple[bytes, bytearray]:
-    head, pieces = encode(message, codec, plan)
+    head, pieces = encode_message(message, codec, plan)
     body = bytearray(b"".join(pieces))
-    assert len(body) == messages.size(message, codec)
+    assert len(body) == messages.body_size(message, codec)
     return head, body
 
 
@@ -164,7 +164,7 @@ def test_non_finite_numbers_are_neither_sent_nor_taken(value: float) -> None:
     x = rand(2, 9, H)
     x[1, 3, 4] = value
     with pytest.raises(LocalProtocolError, match="not finite"):
-        encode(Message(2, Backward(4, 0, 2), (x,)), "float32", PLAN)
+        encode_message(Message(2, Backward(4, 0, 2), (x,)), "float32", PLAN)
     head, _ = sent(Message(2, Backward(4, 0, 2), (rand(2, 9, H),)))
     assert reason(head, x.numpy().tobytes()) == "nonfinite"
 
@@ -207,7 +207,7 @@ BAD: dict[str, tuple[Message, str]] = {
     "token too late": (put(STEP, 0, STEP.tensors[0], step=6), "shape"),
     "grid that does not fit": (put(STEP, 3, torch.tensor([[0, 1, 2]])), "shape"),
     "stage elsewhere": (replace(MESSAGES[2], stage=1), "stage"),
-    "question for the lead": (Message(LEAD, StatusRequest()), "stage"),
+    "question for the lead": (Message(LEADER, StatusRequest()), "stage"),
     "answer for a stage": (Message(2, StageStatus(1, 1, 0.5)), "stage"),
     "a block too many": (put(MESSAGES[5], 0, rand(V, H), block=1), "shape"),
     "part of a block": (put(MESSAGES[6], 0, rand(V - 1, H)), "shape"),
@@ -240,8 +240,8 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         (Message(3, Share()), 0),
         (Message(2, GradientNormRequest(1)), 0),
         (Message(2, Apply(1, 1.0, 1e-3)), 0),
-        (Message(LEAD, StageStatus(1, 1, 0.5)), 1),
-        (Message(LEAD, GradientNorm(1, 2, 0.5)), 2),
+        (Message(LEADER, StageStatus(1, 1, 0.5)), 1),
+        (Message(LEADER, GradientNorm(1, 2, 0.5)), 2),
     ],
     ids=lambda x: type(x.head).__name__ if isinstance(x, Message) else "",
 )

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from protocol.crew import CONTROL, CREW_METHOD, STAGE_METHOD, Holding, Kept, Source
 from protocol.pipeline import Backward, StageStatus, StatusRequest
 from swarm_node.pipeline.membership.actions import Action, BuildStage, DropStage, StartLeading, StopLeading
-from swarm_node.pipeline.messages import LEAD, Message, StageLost, encode
+from swarm_node.pipeline.messages import LEADER, Message, StageLost, encode_message
 from swarm_node.pipeline.transport import StageTransport
 from tests.support.crew_peers import Peers
 from tests.support.crew_world import SETTINGS
@@ -48,11 +48,11 @@ def test_messages_find_their_stages(crew):
     crew.run(1.0)
     assert first.receive(0.0) == Message(1, StatusRequest()) and last.receive(0.0) == Message(2, StatusRequest())
     last.send(gradient())  # over the channel between neighbours
-    first.send(Message(LEAD, StageStatus(1, 5, 0.5)))
+    first.send(Message(LEADER, StageStatus(1, 5, 0.5)))
     crew.run(1.0)
     received = first.receive(0.0)
     assert received is not None and torch.equal(received.tensors[0], gradient().tensors[0])
-    assert lead.receive(0.0) == Message(LEAD, StageStatus(1, 5, 0.5))
+    assert lead.receive(0.0) == Message(LEADER, StageStatus(1, 5, 0.5))
     assert lead.receive(0.0) is None and first.receive(0.0) is None
 
 
@@ -83,7 +83,7 @@ def test_the_lead_hears_of_losses_dropping_old_messages(crew):
     with pytest.raises(StageLost):  # whole again, but the lead has not taken note
         lead.receive(0.0)
     assert lead.mend(0.0)
-    last.send(Message(LEAD, StageStatus(2, 5, 0.5)))  # in answer to what is void by now
+    last.send(Message(LEADER, StageStatus(2, 5, 0.5)))  # in answer to what is void by now
     assert last.receive(0.0) is None
     crew.run(1.0)
     assert lead.receive(0.0) is None
@@ -125,14 +125,14 @@ def test_receive_makes_way_for_orders(crew):
 def test_a_malformed_message_ends_its_channel_and_sender(crew, bad):
     lead, first, last = crew.at(0), crew.at(1), crew.at(2)
     assert last.plan is not None
-    head, body = encode(gradient(), "float32", last.plan.mark)
+    head, body = encode_message(gradient(), "float32", last.plan.mark)
     data = bytearray(b"".join(body))
     if bad == "numbers":
         data[:4] = b"\xff\xff\xff\xff"
     elif bad == "shape":
         data = data[:-4]
     elif bad == "stage":
-        head, _ = encode(Message(2, gradient().head, gradient().tensors), "float32", last.plan.mark)
+        head, _ = encode_message(Message(2, gradient().head, gradient().tensors), "float32", last.plan.mark)
     elif bad == "nonsense":
         head = b"\x00"
     elif bad == "record":
@@ -219,7 +219,7 @@ def test_strangers_messages_are_refused(crew):
     stranger = crew.start("d")
     crew.run(20.0)
     assert stranger.plan is not None and stranger.planned_stages == ()
-    head, _ = encode(Message(LEAD, StageStatus(1, 5, 0.5)), "float32", stranger.plan.mark)
+    head, _ = encode_message(Message(LEADER, StageStatus(1, 5, 0.5)), "float32", stranger.plan.mark)
     crew.inject(stranger, lead, CREW_METHOD, head)
     crew.run(2.0)
     assert lead.metrics()["stages/refused/stranger"] == 1.0 and lead.whole and lead.receive(0.0) is None
@@ -227,7 +227,7 @@ def test_strangers_messages_are_refused(crew):
 
 def test_too_many_waiting_bytes_end_a_channel(crew, monkeypatch):
     lead, first, last = begin(crew)
-    size = sum(len(part) for part in encode(gradient(), "float32", 1)[1])
+    size = sum(len(part) for part in encode_message(gradient(), "float32", 1)[1])
     monkeypatch.setattr("swarm_node.pipeline.inbox.MAX_WAITING_BYTES", 3 * size)
     for _ in range(5):  # what is taken makes room
         for _ in range(3):

@@ -32,7 +32,7 @@ from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.schedule import schedule
 from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.pipeline.compute.worker import Worker
-from swarm_node.pipeline.messages import LEAD, Message
+from swarm_node.pipeline.messages import LEADER, Message
 from tests.support.pipeline_crew import SIZES, save
 
 H = SIZES["hidden_size"]
@@ -181,7 +181,7 @@ def test_an_update_is_made_once(worker: Worker) -> None:
     for message in in_order():
         worker.handle(message)
     (answer,) = worker.handle(Message(1, GradientNormRequest(1)))
-    assert answer.stage == LEAD and isinstance(answer.head, GradientNorm) and answer.head.squares is not None
+    assert answer.stage == LEADER and isinstance(answer.head, GradientNorm) and answer.head.squares is not None
     norm = answer.head.squares**0.5
     before = {name: p.detach().clone() for name, p in worker.stage.named().items()}
     for _ in range(2):
@@ -209,7 +209,7 @@ def test_tied_ends_add_gradients_and_count_them_once(config: PolicyConfig) -> No
     messages, squares = [Message(k, GradientNormRequest(1)) for k in (1, 0)], {}
     while messages:
         message = messages.pop(0)
-        if message.stage == LEAD:
+        if message.stage == LEADER:
             assert isinstance(message.head, GradientNorm)
             squares[message.head.stage] = message.head.squares
         else:
@@ -227,7 +227,7 @@ def test_one_end_gives_the_other_its_matrix(config: PolicyConfig) -> None:
         first.stage.named()[name].add_(1.0)
     (given,) = first.handle(Message(0, Share()))
     (answer,) = last.handle(given)
-    assert (given.stage, answer.stage) == (1, LEAD)
+    assert (given.stage, answer.stage) == (1, LEADER)
     assert torch.equal(last.stage.named()[name], first.stage.named()[name])
 
 
@@ -275,7 +275,7 @@ def test_a_matrix_is_taken_when_all_blocks_came(config: PolicyConfig, monkeypatc
         assert torch.equal(parameter, before) and state["exp_avg"].all()
     refused(last, block(4), "order")
     (answer,) = last.handle(block(5))
-    assert answer == Message(LEAD, StageStatus(1, 0, 0.0, taken=True, new=True))
+    assert answer == Message(LEADER, StageStatus(1, 0, 0.0, taken=True, new=True))
     assert torch.equal(parameter, theirs) and not state["exp_avg"].any()
     refused(last, block(5), "order")
     refused(last, Message(1, Share(False, 6)), "order")
@@ -286,7 +286,7 @@ def test_exhausted_memory_is_said_and_drops_the_turn(worker: Worker, monkeypatch
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(worker.stage, "layers", layers)
-    assert worker.handle(forward(0)) == [Message(LEAD, TurnFailed(1, 1, "memory"))]
+    assert worker.handle(forward(0)) == [Message(LEADER, TurnFailed(1, 1, "memory"))]
     assert worker.handle(forward(1)) == []
 
 

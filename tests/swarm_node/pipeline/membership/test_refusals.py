@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from protocol.pipeline import Forward, TurnFailed
-from swarm_node.pipeline.messages import LEAD, Message
+from swarm_node.pipeline.messages import LEADER, Message
 from tests.support.crew_peers import Peers
 from tests.support.crew_world import SETTINGS
 
@@ -32,7 +32,7 @@ def test_the_lead_is_told_of_refused_messages(message: Message, reason: str) -> 
         peers.run(1.0)
         assert first.receive(0.0) is None and first.metrics()[f"stages/refused/{reason}"] == n
         peers.run(1.0)
-        assert lead.receive(0.0) == Message(LEAD, TurnFailed(7, 1, "refused"))
+        assert lead.receive(0.0) == Message(LEADER, TurnFailed(7, 1, "refused"))
     lead.send(forward(8))
     peers.run(20.0)
     assert first.receive(0.0) is not None
