@@ -36,11 +36,11 @@ HANGUP = signal.SIGHUP
 SIGTERM may follow. A process that ignores it (nohup) goes on."""
 NOTICE = signal.SIGUSR1
 """The signal with which a notice reaches the main thread."""
-MORE_S = 1.0
+SAFE_EXIT_S = 1.0
 """Time after the deadline for a run that is safe."""
 LAST_RESORT_S = 600.0
 """Longest time for the last resort: writing a large state takes long."""
-RESERVE_S = 2.0
+NOTICE_RESERVE_S = 2.0
 """Part of a notice's time that is kept free for writing, and for clocks that differ."""
 
 
@@ -118,7 +118,7 @@ class Stopper:
 
     def notice(self, left_s: float) -> None:
         """Tell that this machine goes away in `left_s` seconds. From any thread, also after the context was left."""
-        self._notice_s = max(1.0, left_s - RESERVE_S)
+        self._notice_s = max(1.0, left_s - NOTICE_RESERVE_S)
         self._woken.set()
         interrupt_main(NOTICE)  # calls the handler between bytecodes, if there is one, and wakes the watchdog
 
@@ -156,7 +156,7 @@ class Stopper:
                     _quit(128 + number)
                 signalled |= number in STOPPING
         elif not self._left.is_set():
-            self._left.wait(MORE_S)
+            self._left.wait(SAFE_EXIT_S)
         if not self._left.is_set():
             _quit(0)
 

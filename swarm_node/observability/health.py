@@ -42,9 +42,9 @@ from swarm_node.observability.hosts import is_expected
 from swarm_node.observability.metrics_reference import describe_metric, labelled
 from swarm_node.storage.rundir import RunDir
 
-LEAST_S = 120.0
+LEAST_SILENCE_S = 120.0
 TIMES = 10
-"""Silence is a fault after so many times the longest of the last so many rounds, but not before LEAST_S."""
+"""Silence is a fault after so many times the longest of the last so many rounds, but not before LEAST_SILENCE_S."""
 REQUEST_S = 5.0
 """Longest life of a connection: the request and the answer are a few kilobytes."""
 MAX_REQUESTS = 16
@@ -68,7 +68,9 @@ class Health:
 
     name = "health"
 
-    def __init__(self, what: str = "round", least_s: float = LEAST_S, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, what: str = "round", least_s: float = LEAST_SILENCE_S, clock: Callable[[], float] = time.monotonic
+    ):
         """`what` names the work that repeats."""
         self.waiting: Callable[[], str] = str
         """Returns what the node waits for with good reason; empty = nothing."""

@@ -50,7 +50,7 @@ MAX_PLAIN = 120
 """Most characters of a plain line; a longer one leaves out the traffic."""
 LINK = "swarm://"
 PLAIN_WIDTH = 200  # files and pipes have no width; only tables look at it
-LEAST_S, MOST_S = 5.0, 60.0  # between plain lines
+LINE_LEAST_S, LINE_MOST_S = 5.0, 60.0  # between plain lines
 
 
 class Lasting:
@@ -221,9 +221,9 @@ class Progress:
 
     def _line_due(self) -> bool:
         since = self._ended[-1] - self._printed_at
-        if self._printed_round is None or self._round >= self._total or since >= MOST_S:
+        if self._printed_round is None or self._round >= self._total or since >= LINE_MOST_S:
             return True
-        return since >= LEAST_S and self._tenth() > self._printed_tenth
+        return since >= LINE_LEAST_S and self._tenth() > self._printed_tenth
 
     def _print_line(self) -> None:
         self._printed_round, self._printed_at = self._round, self._ended[-1]

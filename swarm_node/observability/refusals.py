@@ -7,13 +7,14 @@ receiver:  author of rollouts -> reasons              --+
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from protocol.transports.refusals import Refused
 from swarm_node.observability.reasons import HOSTILE, SAID, words
+from swarm_node.say import Once, Say
 
 MAX_ROWS = 20
 """Most sources in a status: an attacker may have many names, and people read a few."""
@@ -107,15 +108,15 @@ def _is_ip(source: str) -> bool:
 class FirstRefusals:
     """Says the first refusal of each kind."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._said: set[str] = set()
+    def __init__(self, say: Say) -> None:
+        self._once = Once(say)
 
     def look(self, refused: Iterable[str], sources: Mapping[str, Refused]) -> None:
         """Say new refusals; `refused` are the reasons that the transport has counted."""
-        for reason in sorted(SAID.intersection(refused) - self._said):
-            self._said.add(reason)
+        for reason in sorted(SAID.intersection(refused)):
             worst = max(sources, key=lambda source: sources[source].reasons.get(reason, 0), default="")
             known = bool(worst) and reason in sources[worst].reasons
             origin = f", from {place(worst, sources[worst].address)}" if known else ""
-            self._say(f"refused: {words(reason)}{origin}. Said once; `swarm-node status` counts what else is refused")
+            self._once(
+                reason, f"refused: {words(reason)}{origin}. Said once; `swarm-node status` counts what else is refused"
+            )

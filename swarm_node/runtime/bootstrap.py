@@ -32,6 +32,7 @@ from swarm_node.runtime.console import open_health, open_log, say, shown_as_json
 from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.runtime.pause import BOOTSTRAP, refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
+from swarm_node.runtime.status import STATUS_S
 from swarm_node.say import Once
 from swarm_node.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
@@ -42,12 +43,10 @@ from swarm_node.swarm.lookup import fetch_manifest
 from swarm_node.swarm.network import open_transport, serve_swarm, visitor
 from swarm_node.swarm.question_files import gather_files
 
-LOOK_S = 0.5
-STATUS_S = 2.0
-"""Time between two writings of swarm.json."""
-SILENT_S = 30.0
+MEMBERS_CHECK_S = 0.5
+NO_ADDRESS_S = 30.0
 """A bootstrap that had no address for so long is unhealthy: nobody can join through it."""
-LINE_S = 60.0
+TRAFFIC_LINE_S = 60.0
 """Time between two lines about its state; one comes at once when a member comes or goes."""
 
 
@@ -64,7 +63,7 @@ def run_bootstrap(config: NodeConfig) -> int:
         refuse_on_a_bootstrap(config, run)
         say_what_leaves(swarm, config, run, say, trains=False)
         run.write_config(dump_toml(config))
-        health = Health(what="look", least_s=SILENT_S)
+        health = Health(what="look", least_s=NO_ADDRESS_S)
         open_health(config, health, run, stack)
         stop = stack.enter_context(stopper(config.spot, lambda: None, say, advice=""))
         try:
@@ -184,7 +183,7 @@ def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: Ru
         if addresses:
             looks += 1
             health.write(looks, {"swarm/peers": len(status["peers"]), **_named(status["traffic"])})
-        if addresses and (len(status["peers"]) != there or now - line_at > LINE_S):
+        if addresses and (len(status["peers"]) != there or now - line_at > TRAFFIC_LINE_S):
             there, line_at = len(status["peers"]), now
             traffic = status["traffic"]
             volume = f"{traffic['bytes_in'] / 1e6:.1f} MB in, {traffic['bytes_out'] / 1e6:.1f} MB out"
@@ -193,7 +192,7 @@ def _watch(config: NodeConfig, manifest: Manifest, transport: Transport, run: Ru
         if now - status_at > STATUS_S:
             status_at = now
             run.write_status(status | {"link": link})
-        time.sleep(LOOK_S)
+        time.sleep(MEMBERS_CHECK_S)
 
 
 def _named(traffic: dict[str, float]) -> dict[str, float]:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:  # alone, a run loads nothing of the network
     from swarm_node.averaging import Averager
     from swarm_node.swarm.join import JoinedSwarm
 
-WAIT_S = 0.5
+WEIGHTS_CHECK_S = 0.5
 """Longest time between two looks for others' weights, while training waits for them."""
-PART_S = 4.0
+AFTER_EXCHANGE_S = 4.0
 """Time kept free after a last exchange of weights, to save its result and leave the swarm."""
-GOODBYE_S = 2.5
+AFTER_COPY_S = 2.5
 """Time kept free after the last checkpoint was copied elsewhere, to leave the swarm."""
-COPY_S = 600.0
+LAST_COPY_S = 600.0
 """Longest time that a finished run waits for the copy of its last checkpoint."""
 
 
@@ -29,10 +29,10 @@ def last_exchange(averager: Averager, average: Callable[[], object], left_s: Cal
     """Call `average` until the exchange that is due or under way is over and the newest weights are handed over, or
     time is up. Returns whether any exchange took place."""
     exchanges = averager.counts["exchanges"]
-    averager.drain(max(0.0, left_s() - PART_S))
+    averager.drain(max(0.0, left_s() - AFTER_EXCHANGE_S))
     average()
-    while averager.under_way() and left_s() > PART_S:
-        averager.woken.wait(WAIT_S)
+    while averager.under_way() and left_s() > AFTER_EXCHANGE_S:
+        averager.woken.wait(WEIGHTS_CHECK_S)
         averager.woken.clear()
         average()
     return averager.counts["exchanges"] != exchanges

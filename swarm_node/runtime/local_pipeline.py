@@ -28,13 +28,13 @@ from swarm_node.swarm.links import Swarm
 from swarm_node.swarm.manifests import make_manifest
 
 CREW = "local"
-LOOK_S = 0.5
-LEAVE_S = 10.0
+PROCESS_CHECK_S = 0.5
+PROCESS_LEAVE_S = 10.0
 """Time that the other processes have to save; then they are killed. They need at most eight seconds."""
-AGAIN_S, MAX_AGAIN_S = 1.0, 60.0
+RESTART_S, MAX_RESTART_S = 1.0, 60.0
 """A process that died starts again after this time, which doubles each time it does not live longer than the maximum.
 """
-OVER_S = 10.0
+ENDED_RESTART_S = 10.0
 """A process that ended well restarts no sooner: it may have heard that the run is over before this one has."""
 USER_ERROR = 2
 """Exit code of a process whose output ends with what the user has to do."""
@@ -141,7 +141,7 @@ class Others:
             self._end()
 
     def _watch(self) -> None:
-        while not self._ended.wait(LOOK_S):
+        while not self._ended.wait(PROCESS_CHECK_S):
             link = self._link()
             for stage in range(1, self.config.pipeline.stages) if link else ():
                 process = self._processes.get(stage)
@@ -182,16 +182,16 @@ class Others:
             self._say(f"the process of stage {stage} ended: {log.read_text().strip().splitlines()[-1]}")
             return
         lived = now - self._started[stage]
-        wait_s = AGAIN_S if lived > MAX_AGAIN_S else self._wait_s.get(stage, AGAIN_S)
-        self._wait_s[stage] = min(MAX_AGAIN_S, 2 * wait_s)
-        self._again[stage] = now + (wait_s if code else max(wait_s, OVER_S))
+        wait_s = RESTART_S if lived > MAX_RESTART_S else self._wait_s.get(stage, RESTART_S)
+        self._wait_s[stage] = min(MAX_RESTART_S, 2 * wait_s)
+        self._again[stage] = now + (wait_s if code else max(wait_s, ENDED_RESTART_S))
         self._say(f"the process of stage {stage} ended with {code} (see {log}); it is started again")
 
     def _end(self) -> None:
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()
-        until = time.monotonic() + LEAVE_S
+        until = time.monotonic() + PROCESS_LEAVE_S
         for process in self._processes.values():
             try:
                 process.wait(max(0.1, until - time.monotonic()))

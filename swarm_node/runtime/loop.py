@@ -26,7 +26,7 @@ from swarm_node.policy.loading import load_policy
 from swarm_node.rollouts.evaluate import NONE_HELD_OUT, Evaluation, evaluate
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
-from swarm_node.runtime.drain import COPY_S, GOODBYE_S, WAIT_S, last_exchange, mirror_of, say_reach
+from swarm_node.runtime.drain import AFTER_COPY_S, LAST_COPY_S, WEIGHTS_CHECK_S, last_exchange, mirror_of, say_reach
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import aside, stopper
@@ -256,7 +256,7 @@ class Run:
         if self.crew is None:
             stop.safe()
         if self._mirror is not None:
-            self._mirror.finish(COPY_S, lambda: stop.left_s - GOODBYE_S)
+            self._mirror.finish(LAST_COPY_S, lambda: stop.left_s - AFTER_COPY_S)
         if self.limits.over:
             raise UserError(self.limits.over)
 
@@ -352,7 +352,7 @@ class Run:
             if not again:
                 return
             stop.allow()
-            averager.woken.wait(WAIT_S)
+            averager.woken.wait(WEIGHTS_CHECK_S)
 
     def _change(self, stop: Stopper) -> None:
         """Mark the weights as those of an unfinished round, until it ends; a crew's weights are not in these

@@ -15,7 +15,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested
 from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.runtime.console import Console, say
-from swarm_node.runtime.drain import COPY_S, GOODBYE_S, mirror_of, say_reach
+from swarm_node.runtime.drain import AFTER_COPY_S, LAST_COPY_S, mirror_of, say_reach
 from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import stopper
@@ -91,7 +91,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 crew.leave(stop)
             stop.safe()
             if mirror is not None:
-                mirror.finish(COPY_S, lambda: stop.left_s - GOODBYE_S)
+                mirror.finish(LAST_COPY_S, lambda: stop.left_s - AFTER_COPY_S)
         if lead is not None:
             lead.report().draw()  # the swarm has been left
     return 0

@@ -26,19 +26,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 
 from swarm_node.config import SpotConfig
-from swarm_node.shutdown import RESERVE_S, Stopper
+from swarm_node.say import Once, Say
+from swarm_node.shutdown import NOTICE_RESERVE_S, Stopper
 
 DMI = Path("/sys/class/dmi/id")
-LOOK_S = 2.0
-TIMEOUT_S = 1.0
-JOIN_S = 0.1
+NOTICE_CHECK_S = 2.0
+METADATA_TIMEOUT_S = 1.0
+CLOUD_WATCH_END_S = 0.1
 """Longest that a node which leaves waits for the watch thread, which may be waiting for an answer."""
-SAID_S = 1.0
+SENTENCE_S = 1.0
 """Longest that a sentence may take: a terminal may be stopped, a pipe be full."""
 MAX_BYTES = 1 << 18
 """Longest answer; Azure lists up to a hundred machines in one."""
@@ -46,12 +48,12 @@ MAX_NOTICE_S = 120.0
 """A longer notice counts as this one: a node that leaves is of no use meanwhile."""
 OVERDUE_S = 10.0
 """Time left by a notice that is overdue, has begun, or does not say when it is due."""
-TOKEN_S = 21600
+TOKEN_LIFE_S = 21600
 """Lifetime of AWS's token in seconds; a new one is asked for after half of it."""
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 ADDRESS = "169.254.169.254"
 """Address of all three services. The name metadata.google.internal is this, too, but may take long to resolve."""
-PATIENCE_S = {"aws": 0.0, "gcp": 0.0, "azure": 150.0}
+FAILING_S = {"aws": 0.0, "gcp": 0.0, "azure": 150.0}
 """Time of failures until they are said: Azure's first answer takes up to two minutes."""
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 
@@ -99,7 +101,7 @@ def cloud_of(config: SpotConfig) -> str | None:
 
 def reach(cloud: str, uplink_mbit: float, state_bytes: int | None = None) -> str:
     """A sentence that says how much data, of `state_bytes` if known, can leave within one notice."""
-    left_s = NOTICE_S[cloud] - RESERVE_S
+    left_s = NOTICE_S[cloud] - NOTICE_RESERVE_S
     most = left_s * uplink_mbit * 125_000
     text = (
         f"{cloud} gives {NOTICE_S[cloud]:g} s of notice: at {uplink_mbit:g} Mbit/s at most {_size(most)} can be handed "
@@ -120,7 +122,7 @@ def _size(size: float) -> str:
 def stopper(
     config: SpotConfig,
     last_resort: Callable[[], None],
-    say: Callable[[str], None],
+    say: Say,
     advice: str = "saving at the end of this round",
 ) -> Iterator[Stopper]:
     """A `Stopper` that hears the cloud's notices as well. `advice` says what the node does when it is `advised`."""
@@ -148,7 +150,7 @@ def stopper(
             yield stop
         finally:
             ended.set()
-            watch.join(SAID_S if heard.is_set() else JOIN_S)
+            watch.join(SENTENCE_S if heard.is_set() else CLOUD_WATCH_END_S)
 
 
 def watch_cloud(
@@ -157,12 +159,12 @@ def watch_cloud(
     ended: threading.Event,
     noticed: Callable[[float], None],
     advised: Callable[[], None],
-    say: Callable[[str], None],
-    look_s: float = LOOK_S,
+    say: Say,
+    look_s: float = NOTICE_CHECK_S,
     advice: str = "",
 ) -> None:
     """Ask until there is a notice, or `ended` is set. A notice is passed on before it is said."""
-    since, told, told_advice = None, False, False
+    since, once, told_advice = None, Once(partial(aside, say)), False
     while not ended.is_set():
         try:
             notice = cloud.look()
@@ -170,10 +172,9 @@ def watch_cloud(
             if ended.is_set():
                 return
             since = time.monotonic() if since is None else since
-            if not told and time.monotonic() - since >= PATIENCE_S[name]:
-                told = True
-                aside(
-                    say,
+            if time.monotonic() - since >= FAILING_S[name]:
+                once(
+                    "failing",
                     f"no notices can be had of {name} ({error or type(error).__name__}); asked for again and again all "
                     "the same, unless with --spot off. docker/spot.md says what a container needs",
                 )
@@ -192,18 +193,18 @@ def watch_cloud(
         ended.wait(look_s)
 
 
-def aside(say: Callable[[str], None], sentence: str) -> None:
+def aside(say: Say, sentence: str) -> None:
     """Say a sentence, but go on if that takes long."""
     saying = threading.Thread(target=say, args=(sentence,), daemon=True)
     saying.start()
-    saying.join(SAID_S)
+    saying.join(SENTENCE_S)
 
 
 def service(endpoint: str) -> Ask:
     """A function that asks the service at HOST[:PORT]; it follows no redirect and uses no proxy."""
 
     def ask(path: str, headers: Mapping[str, str], method: str = "GET") -> tuple[int, bytes]:
-        connection = HTTPConnection(endpoint, timeout=TIMEOUT_S)
+        connection = HTTPConnection(endpoint, timeout=METADATA_TIMEOUT_S)
         try:
             connection.request(method, path, headers=dict(headers))
             answer = connection.getresponse()
@@ -235,11 +236,11 @@ class Aws:
 
     def _get(self, path: str) -> dict[str, Any] | None:
         if self._now() >= self._token_until:
-            header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+            header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_LIFE_S)}
             body = _good(*self._ask("/latest/api/token", header, "PUT"))
             if not body.isascii() or not body.decode().isprintable():
                 raise ValueError("its token is none")
-            self._token, self._token_until = body.decode(), self._now() + TOKEN_S / 2
+            self._token, self._token_until = body.decode(), self._now() + TOKEN_LIFE_S / 2
         status, body = self._ask(path, {"X-aws-ec2-metadata-token": self._token})
         if status == 404:
             return None

@@ -31,7 +31,7 @@ from swarm_node.tasks import TaskSet, load_tasks
 
 START = 1_800_000_000.0
 """Unix time at which simulations begin."""
-WAIT_S = 0.05
+SIMULATED_CHECK_S = 0.05
 """Virtual time between two looks of a node that waits for others' weights."""
 WALL_CLOCK = ("perf/trained_tok_s",)
 """Metrics that are left out, because they measure this machine."""
@@ -176,7 +176,7 @@ class Simulation:
         if peer.dead:
             return
         if peer.node.average():
-            self.clock.call_at(self.clock.now() + WAIT_S, partial(self._average, peer))
+            self.clock.call_at(self.clock.now() + SIMULATED_CHECK_S, partial(self._average, peer))
         else:
             self._begin(peer)
 

@@ -8,7 +8,7 @@ checkpoint                     `CHECKPOINT_KEYS` of the settings behind its weig
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from swarm_node.config import NodeConfig, dump_own, read_own
 from swarm_node.config.own import GIVEN_ANEW, flat, listed, shown
 from swarm_node.errors import UserError
+from swarm_node.say import Once, Say
 from swarm_node.storage.rundir import RunDir
 
 CHECKPOINT_KEYS = {"tasks", "policy", "rollouts", "eval"}
@@ -28,7 +29,7 @@ KEPT = re.compile(r"config-(\d{4,})\.toml")
 class RunSettings:
     """The config.toml of a run that this process holds."""
 
-    def __init__(self, run: RunDir, config: NodeConfig, asked: NodeConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, run: RunDir, config: NodeConfig, asked: NodeConfig, say: Say) -> None:
         """`config` has the settings of this start, `asked` those that its user set."""
         self._run = run
         self._config = config
@@ -37,7 +38,7 @@ class RunSettings:
         self._say = say
         self._before: NodeConfig | None = None
         self._pending = False
-        self._failed = False
+        self._once = Once(say)
         self.of_weights = self._for_checkpoints(config)
         """Settings behind the present weights, for their checkpoint."""
 
@@ -74,9 +75,7 @@ class RunSettings:
                     self._run.keep_config(self._kept_name(), earlier)
                 self._run.write_config(self._text)
         except (OSError, UserError) as error:
-            if not self._failed:
-                self._say(f"{self._run.config} has the settings of earlier rounds: {error}")
-            self._failed = True
+            self._once("disk", f"{self._run.config} has the settings of earlier rounds: {error}")
             return
         self._pending = False
 

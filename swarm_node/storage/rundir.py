@@ -57,7 +57,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM}
 NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP}
-LOOK_S = 0.2
+LOCK_WAIT_S = 0.2
 """Longest wait for the lock: longer than `in_use` holds it."""
 
 
@@ -237,7 +237,7 @@ class RunDir:
 
 def _lock_soon(lock: int) -> None:
     """Lock a file for this process alone. Raises BlockingIOError if another holds it for longer than `in_use` does."""
-    until = time.monotonic() + LOOK_S
+    until = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -245,7 +245,7 @@ def _lock_soon(lock: int) -> None:
         except BlockingIOError:
             if time.monotonic() > until:
                 raise
-        time.sleep(LOOK_S / 20)
+        time.sleep(LOCK_WAIT_S / 20)
 
 
 def _replace(path: Path, text: str, safely: bool) -> None:

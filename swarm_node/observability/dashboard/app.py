@@ -29,9 +29,9 @@ FILES = {
     "/nodes.js": ("nodes.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-LOOK_S = 0.5
+FILES_CHECK_S = 0.5
 """Time between two looks at the files for a page."""
-ALIVE_S = 10.0
+PAGE_ALIVE_S = 10.0
 """A page gets an event at least this often, and takes the connection for lost otherwise (SILENT_MS in dashboard.js). It
 must be an event: the browser keeps comment lines to itself."""
 COOKIE = "swarm_node_dashboard"
@@ -80,10 +80,10 @@ def make_app(
                 told_now = await run_in_threadpool(lambda: b"".join(map(_sent_event, news(gallery, ids, told))))
                 if told_now:
                     yield told_now
-                elif quiet >= ALIVE_S:
+                elif quiet >= PAGE_ALIVE_S:
                     yield _sent_event(("alive", {}))
-                quiet = 0.0 if told_now or quiet >= ALIVE_S else quiet + LOOK_S
-                await anyio.sleep(LOOK_S)
+                quiet = 0.0 if told_now or quiet >= PAGE_ALIVE_S else quiet + FILES_CHECK_S
+                await anyio.sleep(FILES_CHECK_S)
 
         return StreamingResponse(messages(), media_type="text/event-stream")
 

@@ -533,8 +533,8 @@ def test_who_has_the_token_sees_and_nobody_else() -> None:
 
 def test_a_quiet_connection_hears_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     make_run()
-    monkeypatch.setattr(answering, "LOOK_S", 0.0)
-    monkeypatch.setattr(answering, "ALIVE_S", 0.0)
+    monkeypatch.setattr(answering, "FILES_CHECK_S", 0.0)
+    monkeypatch.setattr(answering, "PAGE_ALIVE_S", 0.0)
     looks = iter([False, False, False, True])
     app = make_app(Gallery([]), LOCAL_NAMES, None, stopping=lambda: next(looks))
     lines = iter(TestClient(app, base_url="http://127.0.0.1").get("/api/stream?run=alice").text.splitlines())

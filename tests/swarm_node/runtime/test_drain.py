@@ -11,7 +11,7 @@ import torch
 
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging.pairing import partner
-from swarm_node.runtime.drain import PART_S, last_exchange
+from swarm_node.runtime.drain import AFTER_EXCHANGE_S, last_exchange
 from tests.support.averaging_cohort import COHORT, PERIOD_S, Cohort, Trainee
 
 
@@ -131,7 +131,7 @@ def test_a_mute_heir_is_replaced_in_time() -> None:
         if trainee.transport.peer_id == first:
             trainee.transport.link = LinkModel(latency_s=30.0)
             mute.append(trainee)
-    end = clock.now() + PART_S + 3.0
+    end = clock.now() + AFTER_EXCHANGE_S + 3.0
     assert last_exchange(mine, leaver.turn, lambda: end - clock.now())
     leaver.turn()
     assert len(mute) == 1 and len(heirs(leaver)) == 1 and heirs(leaver) != mute

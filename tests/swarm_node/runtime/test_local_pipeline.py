@@ -45,7 +45,7 @@ class Watched(Others):
 
 @pytest.fixture
 def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(local_crew, "LOOK_S", 0.01)
+    monkeypatch.setattr(local_crew, "PROCESS_CHECK_S", 0.01)
     folder = tmp_path / "peers"
     folder.mkdir()
     (folder / "3.log").write_text("so and so\ngive it another name\n")

@@ -124,7 +124,7 @@ def test_aws_tokens_are_renewed_when_old_or_refused() -> None:
 def test_a_malformed_answer_is_said_once_and_retried(
     cloud: str, path: str, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm_node.runtime.preemption.PATIENCE_S", dict.fromkeys(CLOUDS, 0.0))
+    monkeypatch.setattr("swarm_node.runtime.preemption.FAILING_S", dict.fromkeys(CLOUDS, 0.0))
     said: list[str] = []
     with metadata_service(cloud) as server:
         server.answers = {NAME: (200, b"me"), EVENTS: (200, b"{}"), "/elsewhere": (200, b"TRUE"), path: answer}
@@ -261,7 +261,7 @@ def test_advice_is_said_with_its_consequence(advice: str, first: str) -> None:
 
 
 def test_a_stopped_terminal_holds_up_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_node.runtime.preemption.SAID_S", 0.01)
+    monkeypatch.setattr("swarm_node.runtime.preemption.SENTENCE_S", 0.01)
     goes_on, noticed, said = threading.Event(), threading.Event(), list[str]()
 
     def look() -> Iterator[Notice | None]:
