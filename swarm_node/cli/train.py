@@ -19,7 +19,7 @@ def local(settings: Settings, dry_run: DryRun = False, json_output: Json = False
     from swarm_node.runtime.limits import be_nice
 
     be_nice(config.resources)
-    from swarm_node.runtime.loop import run_local
+    from swarm_node.runtime.start import run_local
 
     raise typer.Exit(run_local(config, json_output))
 
@@ -38,7 +38,7 @@ def join(settings: Settings, dry_run: DryRun = False, json_output: Json = False)
     from swarm_node.runtime.limits import be_nice
 
     be_nice(config.resources)
-    from swarm_node.runtime.loop import run_join
+    from swarm_node.runtime.start import run_join
 
     raise typer.Exit(run_join(config, found, json_output))
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import parse_manifest
 from swarm_node.config import NodeConfig, dump_toml
+from swarm_node.runtime.pipeline_run import run_crew
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 from swarm_node.swarm.links import Swarm
 from swarm_node.swarm.manifests import make_manifest
@@ -41,9 +42,7 @@ USER_ERROR = 2
 
 
 def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
-    """Train a policy in `pipeline.stages` stages, as `loop.run_local` does. Returns the exit code. Raises UserError."""
-    from swarm_node.runtime.loop import run_join
-
+    """Train a policy in `pipeline.stages` stages on this machine. Returns the exit code. Raises UserError."""
     config = _private(config.model_copy(update={"swarm": None}))
     run = RunDir(config.directory)
     swarm = _swarm(config, run)
@@ -54,7 +53,7 @@ def run_local_crew(config: NodeConfig, json_output: bool = False) -> int:
         with Others(config, run.path / "peers", link, say).running():
             yield
 
-    return run_join(own, swarm, json_output, beside)
+    return run_crew(own, json_output, swarm, beside)
 
 
 def _private(config: NodeConfig) -> NodeConfig:

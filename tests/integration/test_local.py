@@ -21,7 +21,7 @@ from swarm_node.cli.commands.export import export_run
 from swarm_node.config import NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.observability.metrics import read_metrics
-from swarm_node.runtime.loop import run_local
+from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir
 from tests.support.tiny_models import save
 

@@ -24,7 +24,7 @@ from swarm_node.cli.model import runs_of
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig, dump_toml, load_config
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy
-from swarm_node.runtime.loop import run_local
+from swarm_node.runtime.start import run_local
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest

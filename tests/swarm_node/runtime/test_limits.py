@@ -35,8 +35,8 @@ from swarm_node.runtime.limits import (
     cpu_limit,
     cpus,
 )
-from swarm_node.runtime.loop import run_local
 from swarm_node.runtime.pause import Machine, hottest, on_battery, pause, pause_asked, quiet, resume, seconds_of
+from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir, goes_with_container
 from tests.support.virtual_time import VirtualTime
 from tests.support.waiting import until

@@ -14,13 +14,14 @@ import pytest
 
 from swarm_node.config import NodeConfig
 from swarm_node.runtime import loop as run
+from swarm_node.runtime.start import run_local
 from swarm_node.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
 
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from swarm_node.runtime import loop as run
+from swarm_node.runtime import loop as run, start
 from swarm_node.config import NodeConfig
 from swarm_node.storage.bucket import Bucket
 from swarm_node.storage.checkpoints import CheckpointStore
@@ -47,7 +48,7 @@ config = {
     "checkpoints": {"to": f"file://{sys.argv[1]}-away"},
 }
 os.mkdir(f"{sys.argv[1]}-away")
-sys.exit(run.run_local(NodeConfig.model_validate(config)))
+sys.exit(run_local(NodeConfig.model_validate(config)))
 """
 
 
@@ -90,7 +91,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
 
 def start(settings: dict[str, Any]) -> RunDir:
     config = NodeConfig.model_validate(settings)
-    assert run.run_local(config) == 0
+    assert run_local(config) == 0
     return RunDir(config.directory)
 
 

@@ -13,8 +13,8 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held
-from swarm_node.runtime.loop import run_local
 from swarm_node.runtime.report import Report, compared
+from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir
 
 

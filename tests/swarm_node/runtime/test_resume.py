@@ -14,8 +14,8 @@ from swarm_node.errors import UserError
 from swarm_node.observability.metrics import read_metrics
 from swarm_node.runtime import loop as run
 from swarm_node.runtime.cost import CostMeter
-from swarm_node.runtime.loop import run_local
 from swarm_node.runtime.resume import RunState
+from swarm_node.runtime.start import run_local
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir

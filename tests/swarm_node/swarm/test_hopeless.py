@@ -17,7 +17,7 @@ from swarm_node.errors import UserError
 from swarm_node.pipeline.crew import CrewNode
 from swarm_node.pipeline.footprint import Footprint
 from swarm_node.policy.loading import prepare
-from swarm_node.runtime.loop import run_local
+from swarm_node.runtime.start import run_local
 from swarm_node.storage import checkpoints as checkpoints
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.rundir import RunDir

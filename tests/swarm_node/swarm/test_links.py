@@ -16,7 +16,7 @@ from swarm_node.config import (
     NodeConfig,
 )
 from swarm_node.errors import UserError
-from swarm_node.runtime.loop import run_join
+from swarm_node.runtime.start import run_join
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import links
 from swarm_node.swarm.download import download
