@@ -135,7 +135,7 @@ def nodes(file: Path, folder: Path) -> Iterator[tuple[Any, Any, Any]]:
     from swarm_node.node import Node, fitted
     from swarm_node.pipeline.crew import CrewNode
     from swarm_node.policy.loading import load_policy
-    from swarm_node.shutdown import Stopper
+    from swarm_node.runtime.shutdown import Stopper
     from swarm_node.storage.rundir import RunDir
     from swarm_node.swarm.join import JoinedSwarm
     from swarm_node.tasks import load_tasks

@@ -1,11 +1,11 @@
 """The records that packages exchange: task -> group -> step.
 
-Plain data without behaviour: any package may import this module, which imports only `protocol`, and no torch.
+Any package may import this module, which imports only `protocol`, and no torch.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -86,3 +86,25 @@ class Score(msgspec.Struct, frozen=True):
     """Weighted sum of the scored ones; 0.0 if none was."""
     correct: bool
     """Full marks from the task's own checker."""
+
+
+class Stop(Protocol):
+    """How work that may take long learns that the process is to stop: `runtime.shutdown.Stopper`."""
+
+    requested: bool
+    """Whether a signal or a notice has come."""
+    advised: bool
+    """Whether this machine may soon be taken back: a checkpoint is due."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline; infinite before a signal or a notice."""
+
+    def allow(self) -> None:
+        """From here on a signal raises StopRequested at any point; one that came before raises it now."""
+
+    def hold(self) -> None:
+        """From here on a signal only sets `requested`."""
+
+    def check(self) -> None:
+        """Raise StopRequested if a signal came."""

@@ -57,11 +57,11 @@ from swarm_node.pipeline.transport import StageTransport
 from swarm_node.policy.adapters import ARCHITECTURE
 from swarm_node.policy.loading import Plan, load_tokenizer, prepare
 from swarm_node.policy.probes import is_windowed
-from swarm_node.shutdown import Stopper
 from swarm_node.storage.checkpoints import check_room
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm
+from swarm_node.types import Stop
 
 TICK_S = 0.5
 LOOK_S = 0.5
@@ -214,7 +214,7 @@ class CrewNode:
         )
         self.status_text = StatusText(self.transport, self.stage_transport, pipeline.crew, config.name or "node")
         stack.callback(self.stage_transport.close)
-        self._stop: Stopper | None = None
+        self._stop: Stop | None = None
         self._leaves = False
         self.weight_transfer = WeightTransfer(
             self.transport,
@@ -271,7 +271,7 @@ class CrewNode:
 
     # ----------------------------------------------------------------- whoever does not lead
 
-    def follow(self, stop: Stopper, show: Callable[[int, float], None] = lambda round, reward: None) -> bool:
+    def follow(self, stop: Stop, show: Callable[[int, float], None] = lambda round, reward: None) -> bool:
         """Answer messages until this node is to lead (True), or the run is over (False). StopRequested by a signal.
         `show` is told of each round that the lead has done, and its reward."""
         told, self._stop = "", stop
@@ -388,7 +388,7 @@ class CrewNode:
 
     # ----------------------------------------------------------------- the lead
 
-    def take_lead(self, stop: Stopper) -> None:
+    def take_lead(self, stop: Stop) -> None:
         """Wait until every stage is held: then there are `policy` and `optimizer`. Deposed, or StopRequested by a
         signal."""
         began, self._stop = time.monotonic(), stop
@@ -463,7 +463,7 @@ class CrewNode:
             except StageLost as lost:
                 self.driver.again(lost)
 
-    def gather(self, stop: Stopper) -> None:
+    def gather(self, stop: Stop) -> None:
         """At the lead, at its end: write the weights of the stages that others hold beside those of its own, as far as
         they answer. After a signal there is little time for it; one that comes meanwhile ends it."""
         plan = self.stage_transport.plan
@@ -495,7 +495,7 @@ class CrewNode:
         while self.stage_transport.connected and time.monotonic() < until:
             time.sleep(TICK_S / 10)
 
-    def hand_over(self, stop: Stopper) -> None:
+    def hand_over(self, stop: Stop) -> None:
         """Before this node leaves a crew that may go on: have others of it keep the stages that it holds, as they are
         after the last update, so that nothing is lost."""
         if self._leaves:
@@ -531,7 +531,7 @@ class CrewNode:
             attend(message, self.held_stages.workers, self.stage_transport.send, self._refused)
             self._after_update()
 
-    def leave(self, stop: Stopper) -> None:
+    def leave(self, stop: Stop) -> None:
         """At the end: what is held here is kept by others and on disk, and whatever becomes of the crew is not this
         node's affair."""
         try:

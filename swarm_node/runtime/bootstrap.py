@@ -32,9 +32,9 @@ from swarm_node.runtime.console import open_health, open_log, say, shown_as_json
 from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.runtime.pause import BOOTSTRAP, refuse_on_a_bootstrap
 from swarm_node.runtime.preemption import stopper
+from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import STATUS_S
 from swarm_node.say import Once
-from swarm_node.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.base_weights.finding import give_what_is_here
 from swarm_node.swarm.join import say_what_leaves

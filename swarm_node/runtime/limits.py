@@ -30,8 +30,8 @@ from swarm_node.config import ResourcesConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.cgroups import cpu_quotas
 from swarm_node.runtime.pause import Machine, pause_asked, quiet
+from swarm_node.runtime.shutdown import Stopper
 from swarm_node.say import Once, Say
-from swarm_node.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
 
 MACHINE_CHECK_S = 2.0

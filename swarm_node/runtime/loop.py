@@ -30,8 +30,8 @@ from swarm_node.runtime.drain import AFTER_COPY_S, LAST_COPY_S, WEIGHTS_CHECK_S,
 from swarm_node.runtime.limits import ResourceLimits
 from swarm_node.runtime.report import Report
 from swarm_node.runtime.resume import RunState
+from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import status_written
-from swarm_node.shutdown import Stopper
 from swarm_node.storage.checkpoints import CheckpointStore
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir

@@ -19,7 +19,7 @@ from swarm_node.runtime.drain import AFTER_COPY_S, LAST_COPY_S, mirror_of, say_r
 from swarm_node.runtime.loop import Run
 from swarm_node.runtime.pause import refuse_in_a_crew
 from swarm_node.runtime.preemption import stopper
-from swarm_node.shutdown import Stopper
+from swarm_node.runtime.shutdown import Stopper
 from swarm_node.storage.mirror import Mirror
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import join_swarm

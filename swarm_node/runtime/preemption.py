@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swarm_node.config import SpotConfig
+from swarm_node.runtime.shutdown import NOTICE_RESERVE_S, Stopper
 from swarm_node.say import Once, Say
-from swarm_node.shutdown import NOTICE_RESERVE_S, Stopper
 
 DMI = Path("/sys/class/dmi/id")
 NOTICE_CHECK_S = 2.0

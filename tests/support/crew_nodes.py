@@ -20,7 +20,7 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline import crew as crew_module
 from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.pipeline.transport import StageTransport
-from swarm_node.shutdown import Stopper
+from swarm_node.runtime.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm
 from swarm_node.swarm.manifests import make_manifest

@@ -14,14 +14,15 @@ import pytest
 
 from swarm_node.config import NodeConfig
 from swarm_node.runtime import loop as run
+from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.start import run_local
-from swarm_node.shutdown import Stopper
 from swarm_node.storage.rundir import RunDir
 
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from swarm_node.runtime import loop as run, start
+from swarm_node.runtime import loop as run
+from swarm_node.runtime.start import run_local
 from swarm_node.config import NodeConfig
 from swarm_node.storage.bucket import Bucket
 from swarm_node.storage.checkpoints import CheckpointStore

@@ -11,7 +11,7 @@ import pytest
 PRELUDE = """
 import signal, sys, time
 from swarm_node.errors import StopRequested
-from swarm_node.shutdown import Stopper
+from swarm_node.runtime.shutdown import Stopper
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs these tests may have it ignored
 def ready(): print("ready", flush=True)
 def last_resort(): print("last resort", flush=True)
@@ -129,7 +129,7 @@ def test_an_ignored_hangup_stops_nothing():
 
 
 def test_leaving_restores_the_handlers():
-    from swarm_node.shutdown import Stopper
+    from swarm_node.runtime.shutdown import Stopper
 
     before = signal.getsignal(signal.SIGINT)
     with Stopper(lambda: None):
