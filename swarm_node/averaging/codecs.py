@@ -1,16 +1,16 @@
-"""How values travel: in blocks of 64, each quantised by its own largest magnitude s.
+"""Weights as bytes: blocks of 64 values, each quantised by its own largest magnitude s.
 
-    body  = block block ...        block = s (bfloat16) | 64 codes        all little-endian; the last is padded with 0
+    body  = block block ...        block = s (bfloat16) | 64 codes        little-endian; the last is filled up with 0
 
-    float32   no s, the values themselves                                 32    bits a value
+    float32   the values themselves, no s                                 32    bits a value
     int8      x ~ code s / 127,   code = round(127 x / s)                  8.25
-    e3m0      x ~ +-s 2^-k, k = 0..6, or 0: whichever is nearest           4.25   Streaming DiLoCo, arXiv 2501.18512
+    e3m0      x ~ +-s 2^-k, k = 0..6, or 0, whichever is nearest           4.25   Streaming DiLoCo, arXiv 2501.18512
 
-An e3m0 code is 4 bits: the sign, then 7 - k, 0 for zero; the first of two values lies in the low half of a byte. The
-paper gives no scaling; ours is by block. s has bfloat16's 8 bits of precision, nearest, which codes make up for, and
-the range of float32: differences of weights are often below what float16 can hold. Blocks with s < 1e-30 count as 0.
+A code of e3m0 has 4 bits: the sign, then 7 - k, or 0 for zero. The first of two values is the low half of a byte. The
+paper gives no scaling; ours is by block. s has the range of float32, as differences of weights are often too small for
+float16; codes make up for its 8 bits of precision. Blocks with s < 1e-30 count as 0.
 
-A relative error (RMS) of 0.006 for int8 and of 0.19 for e3m0 is usual where values are normally distributed.
+The relative error (RMS) of normally distributed values is about 0.006 with int8 and 0.19 with e3m0.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ BLOCK = 64
 PIECE = 4096 * BLOCK
 """Values that are encoded and decoded at a time: 1 MiB of float32, `MAX_CHUNK_BYTES`."""
 LARGEST = 1e30
-"""No weight and no difference of weights is larger; NaN is not smaller. Sums of a few such values do not overflow."""
+"""No weight, difference of weights, activation or gradient is larger. Sums of a few such values do not overflow."""
 SMALLEST = 1e-30
-"""1 / s must not overflow either."""
+"""Scales below this count as 0, so that 1 / s does not overflow."""
 
 
 def encoded_size(codec: Codec, values: int) -> int:
@@ -44,15 +44,15 @@ def encoded_size(codec: Codec, values: int) -> int:
 def pieces(codec: Codec, flat: Tensor) -> Iterator[memoryview]:
     """The body for `flat` (float32 [n], contiguous, on the CPU), each piece encoded when asked for.
 
-    Pieces are whole blocks, at most `MAX_CHUNK_BYTES`; those of float32 are views into `flat`. Raises
-    LocalProtocolError if a value is not finite, or too large.
+    Pieces are whole blocks of at most `MAX_CHUNK_BYTES`; in float32 they are views of `flat`. Raises
+    LocalProtocolError if a value is not finite or too large.
     """
     for part in _parts(flat):
         yield memoryview(_encode(codec, part).numpy()).cast("B")
 
 
 def lost(codec: Codec, flat: Tensor) -> Tensor:
-    """What `flat` [n] has and what a receiver decodes has not, to be added to what is sent next. Raises as `pieces`."""
+    """The error of encoding `flat` [n], to be added to what is sent next. Raises as `pieces`."""
     result = flat.clone()
     for part in _parts(result):
         part.sub_(_CODECS[codec].decode(_encode(codec, part)).flatten()[: len(part)])
@@ -60,17 +60,17 @@ def lost(codec: Codec, flat: Tensor) -> Tensor:
 
 
 class Reader(ABC):
-    """Takes a body of `values` values in blocks of `block_bytes`, cut anywhere."""
+    """Decodes a body of `values` values in blocks of `block_bytes`, which may arrive in pieces of any size."""
 
     def __init__(self, values: int, block_bytes: int) -> None:
         count = -(-values // BLOCK)
         self.missing = count * block_bytes
-        """Bytes that are yet to come."""
+        """Bytes that have not arrived."""
         self._length = values
         self._values = torch.empty(count, BLOCK)
         self._parts = iter(self._values.split(PIECE // BLOCK) if count else ())
         self._buffer = torch.empty(min(count, PIECE // BLOCK), block_bytes, dtype=torch.uint8)
-        self._room = memoryview(b"")  # for what is missing of the blocks of the present part
+        self._room = memoryview(b"")  # for the missing bytes of the present part
 
     def write(self, piece: memoryview) -> None:
         """The next bytes. Raises RemoteProtocolError: size (more than there should be), values (not finite)."""
@@ -91,22 +91,22 @@ class Reader(ABC):
                     raise RemoteProtocolError("values", "a value is not finite, or too large")
 
     def values(self) -> Tensor:
-        """Float32 [values], once all is there. Raises RemoteProtocolError: size."""
+        """Float32 [values], once all bytes have arrived. Raises RemoteProtocolError: size."""
         if self.missing:
             raise RemoteProtocolError("size", f"{self.missing} bytes are missing")
         return self._values.view(-1)[: self._length]
 
     def _place(self, part: Tensor) -> Tensor:
-        """Bytes [blocks, block_bytes] for what comes of `part`."""
+        """Room for the bytes of `part`: uint8 [blocks, block_bytes]."""
         return self._buffer[: len(part)]
 
     @abstractmethod
     def _decode(self, blocks: Tensor, part: Tensor) -> None:
-        """Set `part` [blocks, 64], the next values, from bytes [blocks, block_bytes] that may be any."""
+        """Set `part` [blocks, 64], the next values, from any bytes [blocks, block_bytes]."""
 
 
 class Decoder(Reader):
-    """Takes a body in `codec`."""
+    """Decodes a body in `codec`."""
 
     def __init__(self, codec: Codec, values: int) -> None:
         super().__init__(values, _CODECS[codec].block_bytes)
@@ -116,12 +116,12 @@ class Decoder(Reader):
         return part.view(torch.uint8) if self._codec == "float32" else super()._place(part)
 
     def _decode(self, blocks: Tensor, part: Tensor) -> None:
-        if self._codec != "float32":  # which is there already
+        if self._codec != "float32":  # in float32 the bytes are the values
             part.copy_(_CODECS[self._codec].decode(blocks))
 
 
 class Readers:
-    """Takes several bodies, one behind the other."""
+    """Decodes several bodies that follow each other."""
 
     def __init__(self, readers: Sequence[Reader]) -> None:
         self._readers = readers
@@ -137,12 +137,12 @@ class Readers:
             raise RemoteProtocolError("size", f"{len(piece)} bytes too many")
 
     def values(self) -> list[Tensor]:
-        """Of each body, once all is there. Raises RemoteProtocolError: size."""
+        """The values of each body, once all have arrived. Raises RemoteProtocolError: size."""
         return [reader.values() for reader in self._readers]
 
 
 def _parts(flat: Tensor) -> tuple[Tensor, ...]:
-    """What is encoded and decoded at a time."""
+    """Parts that are encoded and decoded at a time."""
     return flat.split(PIECE) if len(flat) else ()
 
 
@@ -198,14 +198,14 @@ def _decode_int8(blocks: Tensor) -> Tensor:
 
 
 E3M0 = np.array([0.0] + [2.0**-k for k in range(6, -1, -1)], np.float32)
-"""Magnitude of codes 0..7."""
+"""Magnitudes of the codes 0..7."""
 E3M0_PAIRS = np.stack([np.tile(np.r_[E3M0, -E3M0], 16), np.repeat(np.r_[E3M0, -E3M0], 16)], 1).view(np.uint64)[:, 0]
-"""The two values of each byte [256], as one item of 64 bits: such a table is read fastest."""
+"""The two values of each byte [256] as one item of 64 bits, the form of a table that is read fastest."""
 
 
 def _nearest() -> np.ndarray:
-    """Codes [1024] by the leading ten bits of a float32: sign, exponent and one bit more, which tell between which two
-    neighbouring means of magnitudes it lies, as those are 2^-7 and 1.5 * 2^-j."""
+    """Codes [1024] by the leading ten bits of a float32: sign, exponent and one bit. They suffice, because the means of
+    neighbouring magnitudes are 2^-7 and 1.5 * 2^-j."""
     leading = (np.arange(1024, dtype=np.uint32) << 22).view(np.float32)
     means = (E3M0[1:] + E3M0[:-1]) / 2
     return (np.searchsorted(means, np.abs(leading), side="right") + 8 * np.signbit(leading)).astype(np.uint8)
@@ -230,7 +230,7 @@ class _Codec(NamedTuple):
     encode: Callable[[Tensor], Tensor]
     """Finite values [blocks, 64] -> bytes [blocks, block_bytes]."""
     decode: Callable[[Tensor], Tensor]
-    """The reverse; bytes may be any."""
+    """Any bytes [blocks, block_bytes] -> values [blocks, 64]."""
 
 
 _CODECS: dict[Codec, _Codec] = {

@@ -1,18 +1,18 @@
-"""DiLoCo over a real network: the whole cohort averages, and waits for itself (arXiv 2311.08105). The baseline.
+"""DiLoCo over a real network: the whole cohort averages at once, and waits (arXiv 2311.08105). The baseline.
 
-    every `every` updates, with N members of one view:
-    reduce-scatter    part k of the weights to member k, from everybody; member k averages what came
-    all-gather        the averages back to everybody              -> outer step (SGD with Nesterov momentum)
+    after `every` updates, with N members in one view:
+    reduce-scatter    part k of the weights from every member to member k, which averages them
+    all-gather        the averages back to every member           -> outer step (SGD with Nesterov momentum)
 
-Each phase is one exchange with each other member (the lower peer id calls), so that every node sends 2 (N - 1) / N of
-the weights, as a ring would. `per_step` is the same after each update, with plain averaging.
+A phase is one exchange with each other member, for which the lower peer id calls. So a node sends 2 (N - 1) / N of the
+weights, as in a ring. `per_step` does the same after each update, with plain averaging.
 
-Rounds are counted, not timed: who is behind waits to be told by the others, and catches up with their count. A round
-that does not become complete within `timeout_s` is given up, by everybody for itself: that is what a barrier costs.
-With a codec that loses something, progress since the last round travels instead of weights (Streaming DiLoCo), which
-keeps slow weights equal only among those who missed nothing: after a round that somebody gave up, or with a member who
-was not there, the next one averages the weights themselves, in float32, and all begin anew from that mean. Where some
-know of such a thing and others do not, their codecs differ: both give that round up, and know from then on.
+Rounds are counted, not timed: a member that is behind hears so from the others and catches up. Each member gives up by
+itself a round that is not complete within `timeout_s`: that is the price of a barrier. With a lossy codec, progress
+since the last round travels instead of weights (Streaming DiLoCo). That keeps slow weights equal only among members
+that missed nothing. After a round that a member gave up, or with a new member, the next round averages the weights
+themselves, in float32, and all members begin anew from that mean. If only some members know of such a round, their
+codecs differ: both sides give up, and know from then on.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from swarm_node.averaging.robust import check_finite
 
 CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"}
 PARTS, AVERAGES = 1, 2
-AGAIN_S = 0.1
-"""A member that has not come as far yet is called again this much later."""
+CALL_RETRY_S = 0.1
+"""Pause before a member that is behind is called again."""
 ABORT = frozenset({"group", "codec", "cohort", "version", "schema", "size", "fault"} | {*CONTENTS})
-"""What ends a round: waiting longer would not help."""
+"""Reasons that end a round, as waiting longer would not help."""
 FARTHEST = 1000
-"""Rounds that a node believes to be behind at a time: who is further behind is told again."""
+"""Most rounds that a node believes to be behind. If it is further behind, it is told again."""
 
 
 @dataclass(eq=False)
@@ -65,10 +65,10 @@ class _Round:
     """Part k is `sent[bounds[k]:bounds[k + 1]]`."""
     codec: Codec
     residual: Tensor | None = None
-    """What the codec loses of `sent`."""
+    """What the codec loses of `sent`, with error feedback."""
     phase: int = PARTS
     mean: Tensor | None = None
-    """Of our part, as everybody else decodes it."""
+    """The mean of this node's part, as the others decode it."""
     under_way: set[str] = field(default_factory=set)
     """Members with whom an exchange of this phase is under way."""
     arrived: dict[int, dict[str, Tensor]] = field(default_factory=lambda: {PARTS: {}, AVERAGES: {}})
@@ -78,7 +78,7 @@ class _Round:
 
 
 class CohortAverager(Averager):
-    """Averages with the whole cohort at once."""
+    """Averages with the whole cohort in each round."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,14 +88,13 @@ class CohortAverager(Averager):
         self._every = 1 if per_step else config.every
         self._codec = CODECS[config.codec]
         self._in_step: list[list[str] | None] = [None for _ in self.slow]
-        """Members with whom the last round of each fragment was complete: all their slow weights are equal. None: still
-        the common start."""
+        """Members of the last complete round of each fragment, whose slow weights are equal. None: the common start."""
         self._residual = [torch.zeros_like(slow) for slow in self.slow] if config.error_feedback else None
         self._number = 0
         self._told: dict[str, int] = {}
-        """Peer -> the round that it says it is in."""
+        """Peer -> the number of its round, as it says."""
         self._guard = threading.Lock()
-        """Of the round: `accept` and ends of exchanges come on other threads."""
+        """Guards the round: `accept` and ends of exchanges come on other threads."""
         self._round: _Round | None = None
         self.transport.accept(AVERAGE_METHOD, self.counted(self.accept))
 
@@ -108,7 +107,7 @@ class CohortAverager(Averager):
                 self._begin(updates)
             if self._round is not None:
                 self._go_on(self._round)
-        except ProtocolError as error:  # weights that are changing, or that nobody would take
+        except ProtocolError as error:  # weights are changing, or cannot be sent
             reason, detail = reason_of(error)
             if self._round is None:
                 self.skip(reason, detail)
@@ -146,7 +145,7 @@ class CohortAverager(Averager):
         fragment = self._fragment()
         fast = self._copy(fragment)
         in_step = self._in_step[fragment]
-        first = self._number < self.config.fragments  # else others have been here before
+        first = self._number < self.config.fragments  # later, others have averaged before
         codec = self._codec if in_step == members or (in_step is None and first) else "float32"
         sent = fast if codec == "float32" else fast - self.slow[fragment]
         residual = None
@@ -161,7 +160,7 @@ class CohortAverager(Averager):
             self._round = started
 
     def _go_on(self, round: _Round) -> None:
-        """Call whom there is to call, change phase, finish."""
+        """Call members, change phase, or finish."""
         now = self.now()
         with self._guard:
             failure = round.failure
@@ -184,14 +183,14 @@ class CohortAverager(Averager):
                 self._call(round, peer, now)
 
     def _others(self, which: Callable[[list[int]], int]) -> int:
-        """The round that others are in: that of the one in the middle, so that a few liars cannot end a round, or the
-        greatest, to wait for nobody who waits in a later one. Those who said nothing count as in ours."""
+        """The round of the other members. The median, so that a few liars cannot end a round, or the greatest, so as
+        not to wait for members that wait in a later one. Silent members count as in this node's round."""
         cohort = self._cohort()
         with self._guard:
             return which([self._told.get(peer, self._number) for peer in cohort] or [self._number])
 
     def _tell(self, peer: str, number: int) -> None:
-        """`peer` says that it is in that round. Under `_guard`."""
+        """`peer` says that it is in this round. The caller holds `_guard`."""
         self._told[peer] = min(number, self._number + FARTHEST)
 
     def _call(self, round: _Round, peer: str, now: float) -> None:
@@ -200,7 +199,7 @@ class CohortAverager(Averager):
             if peer in round.under_way or peer in round.arrived[phase]:
                 return
             round.under_way.add(peer)
-        round.call_at[peer] = now + AGAIN_S
+        round.call_at[peer] = now + CALL_RETRY_S
         taken: list[Decoder] = []
         future = self.transport.exchange(
             peer,
@@ -214,7 +213,7 @@ class CohortAverager(Averager):
     def _answered(self, round: _Round, phase: int, peer: str, taken: list[Decoder], head: bytes, size: int) -> Sink:
         theirs = decode_head(head, AverageHead)
         self._fits(round, phase, peer, theirs, size)
-        taken.append(self._decoder(round, phase, peer, theirs))
+        taken.append(Decoder(theirs.codec, self._values(round, phase, peer)))
         return taken[0].write
 
     def _called(self, round: _Round, phase: int, peer: str, taken: list[Decoder], future: Future[None]) -> None:
@@ -222,13 +221,14 @@ class CohortAverager(Averager):
         self._arrived(round, phase, peer, taken, error)
 
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
-        """A member calls: take part if we are in the same phase of the same round."""
+        """Take part in an exchange that a member calls for. Raises RemoteProtocolError unless it is in the same phase
+        of the same round."""
         theirs = decode_head(head, AverageHead)
         self._belongs(theirs, peer)
         if peer not in self._cohort():
-            raise RemoteProtocolError("group", "not of the cohort, as far as is known here")
+            raise RemoteProtocolError("group", "not of this node's cohort")
         if theirs.phase not in (PARTS, AVERAGES):
-            raise RemoteProtocolError("schema", "not a group's exchange")
+            raise RemoteProtocolError("schema", "not an exchange of a whole cohort")
         if theirs.fragment != theirs.round % self.config.fragments:
             raise RemoteProtocolError("fragment", f"{theirs.fragment} in round {theirs.round}")
         with self._guard:
@@ -251,7 +251,7 @@ class CohortAverager(Averager):
             if peer in round.arrived[phase] or peer in round.under_way or phase < round.phase:
                 raise RemoteProtocolError("busy", "that is done, or under way")
             round.under_way.add(peer)
-        taken = [self._decoder(round, phase, peer, theirs)]
+        taken = [Decoder(theirs.codec, self._values(round, phase, peer))]
         return Accepted(
             self._half(round, phase, peer),
             taken[0].write,
@@ -259,9 +259,9 @@ class CohortAverager(Averager):
         )
 
     def _fits(self, round: _Round, phase: int, peer: str, head: AverageHead, size: int) -> None:
-        """Raises RemoteProtocolError unless `head` is of this phase of this round, and of a body of the right size."""
+        """Raises RemoteProtocolError unless `head` is of this phase and round, and `size` that of its body."""
         self._belongs(head, peer)
-        if head.group != self._group(round.members) or peer not in round.members:
+        if head.group != self._digest(round.members) or peer not in round.members:
             raise RemoteProtocolError("group", "other members")
         if (head.round, head.fragment, head.phase) != (round.number, round.fragment, phase):
             raise RemoteProtocolError("round", f"round {head.round} in round {round.number}")
@@ -272,12 +272,9 @@ class CohortAverager(Averager):
             raise RemoteProtocolError("size", f"{size} bytes for {expected}")
 
     def _values(self, round: _Round, phase: int, peer: str) -> int:
-        """How many `peer` sends: of our part, or all of its own."""
+        """Values that `peer` sends: this node's part, then the mean of its own."""
         whose = self.place.peer_id if phase == PARTS else peer
         return len(self._part(round, whose, round.sent))
-
-    def _decoder(self, round: _Round, phase: int, peer: str, head: AverageHead) -> Decoder:
-        return Decoder(head.codec, self._values(round, phase, peer))
 
     def _part(self, round: _Round, whose: str, vector: Tensor) -> Tensor:
         k = round.members.index(whose)
@@ -289,14 +286,14 @@ class CohortAverager(Averager):
         else:
             assert round.mean is not None
             sent = round.mean
-        head = {"round": round.number, "fragment": round.fragment, "phase": phase, "group": self._group(round.members)}
+        head = {"round": round.number, "fragment": round.fragment, "phase": phase, "group": self._digest(round.members)}
         size = encoded_size(round.codec, len(sent))
         return self._outgoing(
             peer, round.codec, size, partial(pieces, round.codec, sent), version=round.updates, **head
         )
 
     def _arrived(self, round: _Round, phase: int, peer: str, taken: list[Decoder], error: BaseException | None) -> None:
-        """An exchange is over, on whichever thread."""
+        """An exchange has ended, on any thread."""
         self.woken.set()
         with self._guard:
             round.under_way.discard(peer)
@@ -310,7 +307,7 @@ class CohortAverager(Averager):
                 round.failure = round.failure or (reason, peer, detail)
 
     def _average(self, round: _Round) -> None:
-        """Our part is here from everybody."""
+        """Average this node's part, which has arrived from all members."""
         mine = self._part(round, self.place.peer_id, round.sent)
         try:
             for vector in round.arrived[PARTS].values():
@@ -319,17 +316,15 @@ class CohortAverager(Averager):
             self._give_up(round, error.reason, "", error.detail)
             return
         others = list(round.arrived[PARTS].values())
-        if self._reducer is not None:
-            mean = self._reducer(mine, torch.stack(others))
-        else:
-            mean = clipped_mean([mine, *others], self.config.clip)
-        mean -= lost(round.codec, mean)  # as the others will have it, or slow weights drift apart
+        clip, reduce = self.config.clip, self._reducer
+        mean = reduce(mine, torch.stack(others)) if reduce else clipped_mean([mine, *others], clip)
+        mean -= lost(round.codec, mean)  # as the others decode it, otherwise slow weights drift apart
         with self._guard:
             round.mean, round.phase = mean, AVERAGES
             round.call_at.clear()
 
     def _finish(self, round: _Round) -> None:
-        """The average is here: the outer step."""
+        """Take the outer step: all averages have arrived."""
         fragment, fast = round.fragment, round.fast
         assert round.mean is not None
         means = round.arrived[AVERAGES] | {self.place.peer_id: round.mean}
@@ -360,7 +355,7 @@ class CohortAverager(Averager):
     def _give_up(self, round: _Round, reason: str, peer: str, detail: str) -> None:
         self._in_step[round.fragment] = []
         self.skip(reason, detail, peer)
-        if reason not in ("late", "codec"):  # else the next begins at once: the others are there, or will be told
+        if reason not in ("late", "codec"):  # after these the next round begins at once
             self._exchanged_at[round.fragment] = round.updates
         self._over(round)
 
@@ -370,7 +365,7 @@ class CohortAverager(Averager):
             self._number = max(self._number, round.number + 1)
             self._told = {peer: number for peer, number in self._told.items() if peer in round.members}
 
-    def _group(self, members: list[str]) -> str:
-        """16 hex digits: equal for equal members who take the same outer step."""
+    def _digest(self, members: list[str]) -> str:
+        """16 hex digits: equal for equal members with the same outer step."""
         text = f"{self.outer.learning_rate} {self.outer.momentum} {' '.join(members)}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]

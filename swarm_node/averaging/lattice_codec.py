@@ -1,26 +1,23 @@
-"""Values written for a reader who has nearly the same ones: only their remainders travel.
+"""Lattice quantisation: a reader that has nearly the same values needs only their remainders.
 
     block of 64 values x, written with step s and b bits, q = round(x / s - u), t = q div 2^b:
         s (bfloat16) | check = sum_k (2k + 1) t_k mod 256 (1 byte) | codes q mod 2^b
     reader with values y:     x ~ s (q + u),   q = the integer nearest to y / s - u that has the code
 
-u in [-1/2, 1/2), one for each block, is drawn anew each time from a seed that both know (subtractive dither): without
-it all round to the same values, and a swarm that agrees stays where they are.
+u in [-1/2, 1/2), one for each block, is drawn each time from a seed that both know (subtractive dither). Without it
+all peers round to the same values, and a swarm that agrees stays there.
 
+Values are right to within s / 2 if |x - y| < (2^b - 1) s / 2: the error follows the distance of writer and reader. If
+they are further apart, the values would be a multiple of 2^b s off, in the worst case exactly y, and the two would
+never find together. The check shows that. The reader then keeps its own block, and writes it out in its next exchange,
+with any peer: float32 with its number, after all blocks. (In simulation, doubling the step instead drove peers apart.)
 
-Right to within s / 2 wherever |x - y| < (2^b - 1) s / 2; the error follows how far the two are apart, not how large
-they are or how far training has come. Where they are further apart, what is read would lie a multiple of 2^b s off,
-in the worst case exactly at y, and the two would never find together. So the check is compared. A block that fails it
-is read as the reader's own, and the reader writes it out the next time, to whomever: float32 with its number, behind
-all blocks. (Doubling its step instead ran away in simulation: what is too coarse drives others apart.)
-
-The step of a block is chosen by who writes, from what both say of themselves (`reach`, root mean square):
+The writer chooses the step of a block from what both say of themselves (`reach`, root mean square):
 
     2^(b-1) s = max(largest |theta_i - phi_i| of the block, REACH reach_i) + REACH reach_j
 
-Source: lattice quantisation with the reader's own vector as side information (Davies, Gurunanthan, Moshrefi, Ashkboos,
-Alistarh: New Bounds for Distributed Mean Estimation, ICLR 2021, arXiv 2002.09268), cubic lattice, as SwarmSGD uses it
-for models in pairs (arXiv 1910.12308). Blocks and their steps are ours.
+Source: Davies et al., New Bounds for Distributed Mean Estimation (ICLR 2021, arXiv 2002.09268), with a cubic lattice,
+as in SwarmSGD (arXiv 1910.12308). Blocks and their steps are ours.
 """
 
 from __future__ import annotations
@@ -38,16 +35,16 @@ from protocol.errors import LocalProtocolError, RemoteProtocolError
 from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, SMALLEST, Reader, blocks_of, bounded
 
 REACH = {8: 6.0, 4: 3.0}
-"""By bits. Differences of normally distributed progress are then 8 or 4 standard deviations below the limit."""
+"""Factor by bits: the limit is 8 or 4 standard deviations of normally distributed progress."""
 MAX_WRITTEN_OUT = 1 / 8
-"""Part of the blocks that may be written out."""
+"""Largest part of the blocks that may be written out."""
 WRITTEN_OUT_BYTES = 4 + 4 * BLOCK
 ROWS = 512
-"""Blocks worked on at a time: a processor's cache holds what becomes of them on the way, 256 KiB in float64 each."""
+"""Blocks worked on at a time: temporaries of 256 KiB in float64 fit in a processor's cache."""
 ODD = torch.arange(1, 2 * BLOCK, 2, dtype=torch.float64)[:, None]
-"""Weights of the check [64, 1]: no number may change alone, by less than 256, without notice."""
+"""Weights of the check [64, 1], which sees every change of one number by less than 256."""
 HALVES = np.array([[code & 15, code >> 4] for code in range(256)], np.float32).view(np.uint64)[:, 0]
-"""The two codes of each byte [256], as one item of 64 bits: such a table is read fastest."""
+"""The two codes of each byte [256] as one item of 64 bits, the form of a table that is read fastest."""
 
 
 def dither(seed: str, blocks: int) -> Tensor:
@@ -66,9 +63,12 @@ def lattice_pieces(
 ) -> Iterator[memoryview]:
     """The body for `flat` (float32 [n], on the CPU), each piece encoded when asked for.
 
-    `slow` [n] is where training went on from after the last exchange; `own_reach` and `reach` say how far this node and
-    the reader may have gone: root mean squares per value. `seed` is another each time; `written_out` are the
-    numbers of blocks to be written out, ascending. Raises LocalProtocolError if a value is not finite, or too large.
+    slow [n]          this node's slow weights
+    own_reach, reach  how far this node and the reader may have moved, root mean square
+    seed              a new one each time
+    written_out       ascending numbers of the blocks to be written out
+
+    Raises LocalProtocolError if a value is not finite or too large.
     """
     source = _source(seed)
     quotients, turns = torch.empty(2, ROWS, BLOCK, dtype=torch.float64)
@@ -104,7 +104,7 @@ def lattice_pieces(
 
 
 class LatticeReader(Reader):
-    """Takes the body that was written for the reader of `near` [n], with so many blocks written out."""
+    """Decodes a body for a reader that has `near` [n]. `written_out` blocks are written out."""
 
     def __init__(self, bits: int, near: Tensor, seed: str, written_out: int = 0) -> None:
         super().__init__(len(near), lattice_bytes(bits))
@@ -131,7 +131,7 @@ class LatticeReader(Reader):
         self.missing -= len(rest)
 
     def values(self) -> Tensor:
-        """As of any reader; besides, RemoteProtocolError: values, for blocks written out that are none."""
+        """Float32 [n], once all bytes have arrived. Raises RemoteProtocolError: size, values (impossible blocks)."""
         values = super().values()
         if self._rows:
             rows = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, WRITTEN_OUT_BYTES)
@@ -139,19 +139,19 @@ class LatticeReader(Reader):
             blocks = rows[:, 4:].contiguous().view(torch.float32)
             known = block_count(len(values))
             if not (numbers[0] >= 0 and numbers[-1] < known and (numbers.diff() > 0).all() and bounded(blocks)):
-                raise RemoteProtocolError("values", "a block written out that is none")
+                raise RemoteProtocolError("values", "an impossible block was written out")
             for part, block in zip(_each(values, numbers), blocks, strict=True):
                 part.copy_(block[: len(part)])
             self._rows = bytearray()
         return values
 
     def apart(self) -> float:
-        """Root mean square difference between writer and reader, once all is there: what writing lost is taken out, or
-        steps that follow this figure would feed on themselves."""
+        """Root mean square difference of writer and reader, once all bytes have arrived. It excludes the error of
+        encoding, otherwise steps that follow this figure would grow by themselves."""
         return math.sqrt(max(0.0, self._squares - self._lost) / (BLOCK * len(self._failed)))
 
     def failed(self) -> Tensor:
-        """Bool [blocks], once all is there: those read as the reader's own, because the two are too far apart."""
+        """Bool [blocks], once all bytes have arrived: blocks that could not be decoded and are the reader's own."""
         return self._failed
 
     def _decode(self, blocks: Tensor, part: Tensor) -> None:
@@ -165,7 +165,7 @@ class LatticeReader(Reader):
         near, us = blocks_of(self._near[BLOCK * first : BLOCK * (first + k)]), _draw(self._source, k)
         check, squares = torch.empty(2, k, 1, dtype=torch.float64)
         for values, y, size, u, code, sum_, square in _rows(part, near, step, us, blocks[:, 3:], check, squares):
-            p, q, t = self._scratch[:, : len(y)]  # where y lies, the number next to it that has the code, its turns
+            p, q, t = self._scratch[:, : len(y)]  # place of y, nearest number with the code, its turns
             p.copy_(y).div_(size).sub_(u)
             q.copy_(code if self._bits == 8 else _halves(code))
             torch.sub(p, q, out=t).mul_(2.0**-self._bits).round_()
@@ -184,7 +184,7 @@ class LatticeReader(Reader):
 
 
 def lattice_bytes(bits: int) -> int:
-    """Of a block."""
+    """Bytes of a block."""
     return 3 + BLOCK * bits // 8
 
 
@@ -194,6 +194,7 @@ def lattice_size(bits: int, values: int, written_out: int) -> int:
 
 
 def most_written_out(values: int) -> int:
+    """Most blocks that may be written out."""
     return math.ceil(block_count(values) * MAX_WRITTEN_OUT)
 
 
@@ -202,24 +203,24 @@ def block_count(values: int) -> int:
 
 
 def _sum_up(turns: Tensor, spare: Tensor, out: Tensor) -> None:
-    """Float64 [blocks, 1] in `out`: the check of whole numbers [blocks, 64], but for `_modulo`. `turns` and `spare`, of
-    the same shape, are used up."""
+    """Put the check of `turns` [blocks, 64], before `_modulo`, into `out`: float64 [blocks, 1]. `turns` and `spare` are
+    overwritten."""
     turns.sub_(torch.mul(turns, 1 / 256, out=spare).floor_(), alpha=256)
     torch.mm(turns, ODD, out=out)
 
 
 def _modulo(sums: Tensor) -> Tensor:
-    """Uint8 [blocks, 1]."""
+    """Sums modulo 256, uint8 [blocks, 1]."""
     return sums.remainder(256).to(torch.uint8)
 
 
 def _halves(codes: Tensor) -> Tensor:
-    """Float32 [blocks, 64] from bytes [blocks, 32]."""
+    """The 4-bit codes of bytes [blocks, 32], float32 [blocks, 64]."""
     return torch.from_numpy(HALVES.take(codes.numpy()).view(np.float32))
 
 
 def _rows(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of the same blocks of each, as many as are worked on at a time."""
+    """Views of the same `ROWS` blocks of each vector."""
     return zip(*(vector.split(ROWS) for vector in vectors), strict=True)
 
 
@@ -228,10 +229,10 @@ def _source(seed: str) -> np.random.Philox:
 
 
 def _draw(source: np.random.Philox, blocks: int) -> Tensor:
-    """u of the next blocks: float64 [blocks, 1]."""
+    """The dither u of the next blocks, float64 [blocks, 1]."""
     return torch.from_numpy((source.random_raw(blocks) >> np.uint64(11)) * 2.0**-53 - 0.5)[:, None]
 
 
 def _each(flat: Tensor, numbers: Tensor) -> list[Tensor]:
-    """The blocks of these numbers, as views."""
+    """Views of the blocks with these numbers."""
     return [flat[BLOCK * k : BLOCK * (k + 1)] for k in numbers.tolist()]
