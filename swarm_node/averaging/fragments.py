@@ -1,10 +1,10 @@
-"""Weights in parts that are averaged one after the other: whole layers, strided (Streaming DiLoCo, arXiv 2501.18512).
+"""Weights in fragments that are averaged in turn: whole layers, strided (Streaming DiLoCo, arXiv 2501.18512).
 
-    layer l            -> fragment l mod F              l = first integer among the dotted parts of a tensor's name
-    tensor of no layer -> fragment smallest by then     embeddings, final norm, head; in order of names
+    layer l                   -> fragment l mod F            l = first integer among the dotted parts of a tensor's name
+    embeddings, norm, head    -> the smallest fragment       one by one, in order of names
 
-Where that leaves a fragment empty (fewer layers than fragments), tensors are spread one by one instead, the largest
-first, each to the fragment smallest by then. A fragment's values are those of its tensors in order of names.
+If a fragment stays empty (fewer layers than fragments), all tensors are spread one by one instead, the largest first,
+each to the smallest fragment. A fragment's values are those of its tensors in order of names.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**18
-"""Values, more or less, of which a second copy is made at a time."""
+"""About so many values are copied at a time."""
 
 
 class Fragments:
-    """`tensors` by name, the live ones, in `count` parts. ValueError if there are fewer tensors than parts."""
+    """Live `tensors`, by name, in `count` fragments. Raises ValueError if there are fewer tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor], count: int) -> None:
         if len(tensors) < count:
@@ -35,10 +35,10 @@ class Fragments:
         """Values in each fragment."""
         shapes = "".join(f"{name} {list(tensor.shape)}\n" for name, tensor in self._tensors.items())
         self.layout = sha256(f"{count}\n{shapes}".encode()).hexdigest()[:16]
-        """16 hexadecimal digits: equal for equal names, shapes and number of fragments."""
+        """16 hex digits: equal for equal names, shapes and number of fragments."""
 
     def names(self, i: int) -> list[str]:
-        """The tensors of fragment `i`, in order."""
+        """Names of the tensors of fragment `i`, in order."""
         return list(self._names[i])
 
     def gather(self, i: int, out: Tensor | None = None) -> Tensor:
@@ -49,13 +49,13 @@ class Fragments:
         return flat
 
     def scatter(self, i: int, flat: Tensor) -> None:
-        """Make `flat` [sizes[i]] the live values of fragment `i`."""
+        """Set the live values of fragment `i` to `flat` [sizes[i]]."""
         for tensor, part in self._parts(i, flat):
             tensor.copy_(part)
 
     def add(self, i: int, flat: Tensor) -> None:
-        """Add `flat` [sizes[i]] to the live values of fragment `i`; the sums are rounded to their type once. `flat` is
-        then what they were before, for `scatter` to take it back."""
+        """Add `flat` [sizes[i]] to the live values of fragment `i`, rounded to their type once. `flat` becomes the
+        former values, with which `scatter` takes the sum back."""
         for tensor, part in self._parts(i, flat):
             rows = max(1, CHUNK // max(1, part[:1].numel())) if part.dim() else 1
             for live, addend in zip(*(torch.atleast_1d(x).split(rows) for x in (tensor, part)), strict=True):
@@ -64,7 +64,7 @@ class Fragments:
                 addend.copy_(before)
 
     def _parts(self, i: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Live tensors of fragment `i`, each with its part of `flat` in its shape."""
+        """Live tensors of fragment `i`, each with its part of `flat`, in its shape."""
         assert flat.shape == (self.sizes[i],)
         tensors = [self._tensors[name] for name in self._names[i]]
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -89,7 +89,7 @@ def _by_layers(values: Mapping[str, int], count: int) -> list[list[str]]:
 
 
 def _spread(values: Mapping[str, int], names: list[str], parts: list[list[str]]) -> list[list[str]]:
-    """`parts` with each of `names`, in turn, added to the one that is smallest by then."""
+    """`parts`, with each of `names` in turn added to the smallest part."""
     for name in names:
         min(parts, key=lambda part: sum(values[other] for other in part)).append(name)
     return parts

@@ -1,16 +1,16 @@
-"""One merge at the end: weights of several nodes that began alike become one model.
+"""One merge at the end: weights of several nodes that began with the same model become one model.
 
     uniform           theta = (1/k) sum_i theta_i
     task arithmetic   tau_i = theta_i - base,    theta = base + lambda sum_i c_i tau_i      (arXiv 2212.04089)
     clipped           c_i = min(1, median_j |tau_j| / |tau_i|), else 1
 
-lambda = 1/k without clipping is the uniform mean; a negative lambda unlearns. With clipping one node that strayed far
+lambda = 1/k without clipping is the uniform mean; a negative lambda unlearns. With clipping, a node that strayed far
 does not outweigh the others.
 
-Either is a weighted sum, so it goes from tensor to tensor: float64 a piece at a time, rounded once to float32,
-whatever the dtype of what is merged. Memory is that of the result and of a few pieces; the states may be mapped files.
-Names that share their memory in every state (tied weights) are merged once and stay tied. Of LoRA adapters, A and B
-are merged each by itself, which is not the mean of the products BA: near it, as long as all began with the same A.
+Both are weighted sums, computed in float64 piece by piece and rounded once to float32. Memory is that of the result
+and of a few pieces; the states may be mapped files. Tied weights (names that share their memory in every state) are
+merged once and stay tied. A and B of LoRA adapters are merged separately. That differs from the mean of the products
+BA, but little if all adapters began with the same A.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ State = dict[str, Tensor]
 """Name -> tensor."""
 
 BASE = "the base"
-"""What messages call it."""
+"""Its name in messages."""
 PIECE = 2**20
-"""Values of each state at a time: 8 MiB in float64."""
+"""Values of each state that are merged at a time: 8 MiB in float64."""
 
 
 def check_alike(states: Mapping[str, State]) -> None:
-    """Raises ValueError, which says what differs, unless all states have the same names and shapes."""
+    """Raises ValueError, with the difference, unless all states have the same names and shapes."""
     first, *others = states
     mine = states[first]
     for other in others:
@@ -46,7 +46,7 @@ def check_alike(states: Mapping[str, State]) -> None:
 
 
 def uniform(states: Mapping[str, State]) -> State:
-    """The mean of all states, float32 on the CPU. ValueError if they differ in names or shapes or are not finite."""
+    """The mean of all states, float32 on the CPU. ValueError if names or shapes differ, or values are not finite."""
     check_alike(states)
     return _weighted_sum(states, dict.fromkeys(states, 1.0), len(states))
 
@@ -54,8 +54,8 @@ def uniform(states: Mapping[str, State]) -> State:
 def task_arithmetic(
     states: Mapping[str, State], base: State, scale: float, factors: Mapping[str, float] | None = None
 ) -> State:
-    """base + scale * sum of factors[i] * (states[i] - base), float32 on the CPU; factors (of `clip_factors`) are 1 if
-    not given. ValueError as in `uniform`."""
+    """base + scale * sum of factors[i] * (states[i] - base), float32 on the CPU. `factors` as from `clip_factors`,
+    otherwise 1. Raises ValueError as `uniform`."""
     together = {BASE: base, **states}
     check_alike(together)
     weights = {name: scale * (1.0 if factors is None else factors[name]) for name in states}
@@ -63,7 +63,7 @@ def task_arithmetic(
 
 
 def task_norms(states: Mapping[str, State], base: State) -> dict[str, float]:
-    """|theta_i - base| of each state, tied tensors once. ValueError as in `uniform`."""
+    """|theta_i - base| of each state, with tied tensors counted once. Raises ValueError as `uniform`."""
     check_alike({BASE: base, **states})
     norms = {}
     for node, state in states.items():
@@ -80,13 +80,13 @@ def task_norms(states: Mapping[str, State], base: State) -> dict[str, float]:
 
 
 def clip_factors(norms: Mapping[str, float]) -> dict[str, float]:
-    """By how much each task vector is to be multiplied for none to be longer than the median one."""
+    """Factor of each task vector that makes none longer than the median one."""
     middle = median(norms.values())
     return {name: middle / norm if norm > middle else 1.0 for name, norm in norms.items()}
 
 
 def _weighted_sum(states: Mapping[str, State], weights: Mapping[str, float], over: int = 1) -> State:
-    """sum of weights[i] * states[i] / over, taken in the order of their names: the same, bit for bit, for everybody."""
+    """sum of weights[i] * states[i] / over, in the order of the names: bit for bit the same on every node."""
     nodes = sorted(states)
     merged: State = {}
     done: dict[object, Tensor] = {}
@@ -106,10 +106,10 @@ def _weighted_sum(states: Mapping[str, State], weights: Mapping[str, float], ove
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The values of a tensor in order, some at a time, float64 on the CPU."""
+    """The values of a tensor in pieces, float64 on the CPU."""
     return (piece.cpu().double() for piece in tensor.detach().reshape(-1).split(PIECE))
 
 
 def _memory(tensors: Sequence[Tensor]) -> object:
-    """Equal for tensors that are the same memory, read in the same way."""
+    """Equal for tensors that share their memory and read it the same way."""
     return tuple((t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors)

@@ -1,16 +1,16 @@
-"""Who averages with whom: every peer works out the same pairs alone.
+"""The pairs of an outer round, which each peer computes alone.
 
     h(a)    = first 64 bits of sha256(seed, round, a)
     w(a, b) = mix(h(a) xor h(b))                              splitmix64's finaliser: symmetric, uniform
     pairs   = greedy matching by descending w: while some a and b are each other's heaviest, pair and remove them;
-              those of which one can be dialled come first, then both, and those of which neither can last
+              first pairs of which one peer can be dialled, then pairs of two that can, last pairs of which none can
 
-NoLoCo (arXiv 2506.10911) draws a shared random permutation instead, in which one peer more or less changes all pairs.
-Peers never quite agree on who is there; here one of whom only some know changes the few pairs along a path of ever
-lighter edges (two of 32, on average). Pairs that two peers see differently come to nothing: partners ask each other.
+Peers never quite agree on who is there. In the shared random permutation of NoLoCo (arXiv 2506.10911), one peer more
+changes all pairs; here it changes the few along a path of ever lighter edges, two of 32 on average. If two peers see a
+pair differently, they do not average: a partner is always asked.
 
-More than 1024 peers are first split into groups by leading bits of their hashes, anew each round. One peer of each
-group of odd size is left over.
+More than 1024 peers are first split into buckets by the leading bits of their hashes, anew each round. One peer of
+each bucket of odd size has no partner.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from numpy.typing import NDArray
 from protocol.messages import PeerCard
 from protocol.peers import is_relayed
 
-GROUP = 1024  # a matrix of weights takes 8 MiB then
+BUCKET = 1024
+"""Most peers in a bucket, whose matrix of w takes 8 MiB."""
 
 
 def partner(me: str, peers: Collection[str], round: int, seed: str, hidden: Collection[str] = ()) -> str | None:
-    """Whom `me` averages with in this round, among `peers` (`me` may be one of them); None = left over. Those `hidden`
-    can only dial: two of them meet, through a relay, only if there is nobody else."""
+    """The partner of `me` in this round among `peers`, which may include `me`. None if there is none. Peers in `hidden`
+    cannot be dialled: two of them meet, through a relay, only if no other peer is left."""
     everyone = sorted({me, *peers})
     hashes = np.array([_hash(peer, round, seed) for peer in everyone], np.uint64)
-    bits = ((len(everyone) - 1) // GROUP).bit_length()
-    group = hashes >> np.uint64(64 - bits) if bits else np.zeros_like(hashes)
+    bits = ((len(everyone) - 1) // BUCKET).bit_length()
+    bucket = hashes >> np.uint64(64 - bits) if bits else np.zeros_like(hashes)
     mine = everyone.index(me)
-    (members,) = np.nonzero(group == group[mine])
+    (members,) = np.nonzero(bucket == bucket[mine])
     can_be_dialled = np.array([everyone[i] not in hidden for i in members])
     other = _match(hashes[members], can_be_dialled)[members.searchsorted(mine)]
     return None if other < 0 else everyone[members[other]]
@@ -47,12 +48,12 @@ def only_relayed(members: Mapping[str, PeerCard]) -> set[str]:
 
 
 def _match(hashes: NDArray[np.uint64], can_be_dialled: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Greedy matching: for each of the hashes [n] the index of its partner, -1 = none.
+    """Greedy matching: the index of the partner of each of the hashes [n], -1 = none.
 
-    The heaviest edge left always joins two who are each other's heaviest, and of equal edges the first in order does;
-    so every pass finds a pair, and on average it finds a constant part of all.
+    The heaviest edge left, the first of equal ones, joins two peers that are each other's heaviest. So each pass finds
+    a pair, and on average a constant part of all pairs.
     """
-    both = can_be_dialled[:, None].astype(np.uint64) + can_be_dialled  # 0 to 2 of them
+    both = can_be_dialled[:, None].astype(np.uint64) + can_be_dialled  # how many of the two
     rank = np.array([0, 2, 1], np.uint64)[both.astype(np.intp)]
     weights = _mix(hashes[:, None] ^ hashes) >> np.uint64(2) | rank << np.uint64(62)
     np.fill_diagonal(weights, 0)
@@ -71,7 +72,7 @@ def _hash(peer: str, round: int, seed: str) -> int:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser: one to one, 0 to 0, every bit of the result depends on every bit of `x`."""
+    """splitmix64's finaliser: one to one, 0 to 0, and each bit of the result depends on each bit of `x`."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,6 +1,6 @@
-"""Who of a node's cohort is here, by name: for people.
+"""The names of the peers of a node's cohort, for messages.
 
-cards of members -> partners now, last known names -> a sentence when the first is here, and when there is nobody
+cards of members -> partners now, last known names -> a message when the first partner is here, and when there is none
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection, Mapping
 from protocol.messages import PeerCard
 
 MAX_NAMES = 1024
-"""Remembered of partners, those here last; a card costs its maker nothing."""
+"""Partners whose names are remembered, the latest ones; a card costs its maker nothing."""
 LISTED = 5
-"""Names in a sentence."""
+"""Names in a message."""
 
 
 class Roster:
-    """The partners of a node of `cohort`. Says that there is nobody after `patience_s`, and no more often than that."""
+    """The partners of a node of `cohort`. Says after `patience_s` that there are none, and repeats it no sooner."""
 
     def __init__(self, cohort: str, patience_s: float, say: Callable[[str], None]) -> None:
         self.partners: dict[str, str] = {}
-        """Peer id -> name of those who are here; replaced as a whole, so that other threads may read it."""
+        """Peer id -> name of the peers here; replaced as a whole, so that other threads may read it."""
         self._cohort = cohort
         self._patience_s = patience_s
         self._say = say
@@ -28,10 +28,10 @@ class Roster:
         self._together = False
         self._alone_since: float | None = None
         self._told: int | None = None
-        """How many average other weights, as was said last."""
+        """Members that average other weights, as said last."""
 
     def look(self, members: Mapping[str, PeerCard], now: float) -> None:
-        """Take note of who is here at the time `now`."""
+        """Note which members are here at the time `now`."""
         partners = {peer: card.name for peer, card in members.items() if card.cohort == self._cohort}
         gone = {peer: name for peer, name in self._names.items() if peer not in partners}
         self._names = dict([*gone.items(), *partners.items()][-MAX_NAMES:])
@@ -51,7 +51,7 @@ class Roster:
             self._say(f"averaging: nobody of this node's cohort is here; {who} other models or with other settings")
 
     def called(self, peer: str) -> str:
-        """Its last known name, and the end of its id where that tells nobody who it is."""
+        """The last known name of `peer`, with the end of its id if the name is not unique."""
         name = self._names.get(peer, "")
         alone = sum(name == other for other in self._names.values()) == 1
         return name if alone else f"{name}…{peer[-8:]}"

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from swarm_node.averaging.pairing import GROUP, partner
+from swarm_node.averaging.pairing import BUCKET, partner
 
 
 def peers(n: int) -> list[str]:
@@ -74,7 +74,7 @@ def test_an_unequal_view_costs_at_most_one_pair():
 
 
 def test_large_swarms_are_paired_in_groups():
-    everyone = peers(GROUP + 500)
+    everyone = peers(BUCKET + 500)
     sample = everyone[::50]
     found = {me: partner(me, everyone, 3, "s") for me in sample}
     assert sum(other is None for other in found.values()) <= 2
