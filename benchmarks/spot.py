@@ -33,10 +33,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import RESULTS, table, write
-from benchmarks.guest import make_policy
 from benchmarks.late_join import CHANCE, FUNCTIONS, SETTINGS, WENT_ON
 from benchmarks.overhead import LOCAL, commands, link_of, metrics, until
 from benchmarks.processes import merged, mind_signals, other_load, tree
+from benchmarks.resources import make_policy
 
 EVERY = 10
 PERIOD_S = 5.0

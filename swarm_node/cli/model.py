@@ -1,4 +1,4 @@
-"""Commands that make, measure and write models."""
+"""Commands that train, measure, export and merge models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of one stage of `local --stages`: `swarm-node` that also ends when its standard input does."""
+"""The process of one stage of `local --stages`: `swarm-node` that ends when its standard input closes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from swarm_node.cli.app import main
 
 LEAVE_S = 10.0
-"""From the end of standard input to the end of the process, whatever it is doing."""
+"""Seconds from the end of standard input to the forced end of the process."""
 
 
 def _until_stdin_ends() -> None:

@@ -1,4 +1,4 @@
-"""The machine that a node runs on: its checkpoints, its cloud, its watchers, its owner."""
+"""Configuration of checkpoints, metrics, spot machines, health checks and resource limits."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from swarm_node.config.section import HOST_NAME, HOST_OR_NONE, URL_OR_NONE, Sect
 
 
 class CheckpointsConfig(Section):
-    """Resume state."""
+    """Checkpoints, from which a run resumes."""
 
     every: PositiveInt = 10
     """Rounds between checkpoints."""
     every_minutes: PositiveFloat = 1.0
-    """Where rounds are slow: a checkpoint also after the round that ends so long after the last one. Not of a crew's
-    stages."""
+    """Also save a checkpoint after a round that ends this many minutes after the last one. Has no effect on the stages
+    of a crew."""
     keep: PositiveInt = 2
-    """Checkpoints kept; of each of a crew's stages one more."""
+    """Number of checkpoints kept; one more for each stage of a crew."""
     to: str = Field("", pattern=URL_OR_NONE)
     """Copy each checkpoint to this directory (file://, s3://, gs:// or az://), and start from it if there is none here.
     The bucket or folder must exist (docker/spot.md). Empty = no copies."""
 
 
 class MetricsConfig(Section):
-    """What a run records of its rounds."""
+    """Metrics files of a run."""
 
     keep: Literal["thinned", "all"] = "thinned"
-    """Lines of metrics.jsonl: `thinned` = the newest 2,048 rounds have one each and older ones share lines, so that the
-    file stays below some 15 MB; `all` = each round has its own, and the file grows with the run (docs/dashboard.md)."""
+    """Lines of metrics.jsonl. `thinned` = one line for each of the newest 2,048 rounds, while older rounds share lines;
+    so the file stays below about 15 MB. `all` = one line for each round, without limit (docs/dashboard.md)."""
 
 
 class SpotConfig(Section):
-    """Machines that their cloud takes back at short notice; docker/spot.md."""
+    """Spot machines, which their cloud takes back at short notice; docker/spot.md."""
 
     cloud: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"
     """Which cloud's preemption notices to listen for; `auto` = the cloud that the firmware names. They are read from
@@ -44,35 +44,35 @@ class SpotConfig(Section):
     endpoint: str = Field("", pattern=HOST_OR_NONE)
     """HOST:PORT of the metadata service; empty = the cloud's own."""
     uplink_mbit: PositiveFloat = 100.0
-    """What this machine can send, in Mbit/s: the start says how much of the state that is in one notice."""
+    """Upload speed of this machine, in Mbit/s. The start reports how much of the state can be sent after a notice."""
 
 
 class HealthConfig(Section):
-    """Whether this node trains, for those who watch over it: /healthz, and /metrics for Prometheus."""
+    """Health of this node for monitoring: /healthz, and /metrics for Prometheus."""
 
     port: int = Field(0, ge=0, lt=65536)
     """TCP port of /healthz and, for Prometheus, /metrics; 0 = none."""
     listen: Annotated[str, AfterValidator(checked_ip)] = "127.0.0.1"
-    """IP address to listen on. Nothing is asked of who comes: leave it, unless a firewall is in front."""
+    """IP address to listen on. There is no authentication: keep the default, unless a firewall protects the port."""
     hosts: list[Annotated[str, Field(pattern=HOST_NAME)]] = []
-    """Names, such as node1.lan, by which this machine may be asked. IP addresses and localhost need no entry; other
-    names are refused, so that no web page can read the figures by a name of its own. * = any name."""
+    """Host names, such as node1.lan, that requests may use. IP addresses and localhost need no entry. Other names are
+    refused, so that no web page can read the figures through its own name. * = any name."""
 
 
 def _checked_hours(text: str) -> str:
     moment = "([01][0-9]|2[0-3]):[0-5][0-9]"
     if text and not re.fullmatch(f"{moment}-{moment}", text):
-        raise PydanticCustomError("hours", "must be from when to when, as 22:00-07:00")
+        raise PydanticCustomError("hours", "must be FROM-TO, as 22:00-07:00")
     begin, _, end = text.partition("-")
     if text and begin == end:
         raise PydanticCustomError(
-            "hours", "must end at another time than they begin, or it is always paused: `swarm-node pause`"
+            "hours", "must end at another time than they begin; to pause always, use `swarm-node pause`"
         )
     return text
 
 
 class ResourcesConfig(Section):
-    """What the node may take of its machine (docs/guest.md). With --stages only `nice` is allowed."""
+    """Limits on what the node takes of its machine (docs/resources.md). With --stages only `nice` is allowed."""
 
     max_cpu: float = Field(100.0, ge=1, le=100)
     """Most CPU, in percent of the cores that the node may use (a container's quota counts). All its processes count
@@ -84,7 +84,7 @@ class ResourcesConfig(Section):
     quiet_hours: Annotated[str, AfterValidator(_checked_hours)] = ""
     """Pause between these times, local time, for example 22:00-07:00; empty = never."""
     pause_on: list[Literal["battery", "hot", "owner"]] = []
-    """Pause while the machine runs on battery, is hot, or is used by its owner. docs/guest.md says how each is
+    """Pause while the machine runs on battery, is hot, or is used by its owner. docs/resources.md says how each is
     detected."""
     hot_c: float = Field(85.0, gt=0)
-    """Degrees Celsius of its hottest sensor that are hot."""
+    """Temperature of the hottest sensor, in degrees Celsius, from which the machine counts as hot."""

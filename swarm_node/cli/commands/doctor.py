@@ -21,7 +21,8 @@ from protocol.transports.ports import read_ports
 from swarm_node.cli.commands import check_machine as machine
 from swarm_node.cli.commands import check_network as network
 from swarm_node.cli.commands.check import Check, StartCommand
-from swarm_node.cli.commands.status import FRESH_S, read_status
+from swarm_node.cli.commands.status import read_status
+from swarm_node.cli.commands.status_text import FRESH_S
 from swarm_node.config import NetworkConfig, NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.install import upgrade_command

@@ -1,4 +1,4 @@
-"""`swarm-node eval`: held-out figures of a run's policy, of what was exported of one, or of any model."""
+"""Measure the policy of a run, an exported model or any model on held-out questions: `swarm-node eval`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ NONE_FITS = "no held-out question fits rollouts.max_prompt_tokens and the model"
 
 
 def main(target: str, tasks: list[str] | None, samples: int | None, questions: int | None, json_output: bool) -> int:
-    """`swarm-node eval`: figures of a run's policy (with the tasks and the sampling that it was trained with), of what
-    was exported of one (likewise), or of any model."""
+    """Measure `target`: a run, a model exported from one, or any model. Prints a table, or a JSON document.
+
+    A run and an exported model are measured with the tasks and the sampling settings of their training.
+    """
     say = Console(stderr=True, highlight=False).print
     run = RunDir(target)
     if run.exists:
@@ -60,11 +62,11 @@ def main(target: str, tasks: list[str] | None, samples: int | None, questions: i
 
 
 def _of_model(target: str, has_tasks: bool, say: Callable[[str], None]) -> NodeConfig:
-    """How to ask a model that is no run: as its run did, if it says how. Raises UserError."""
+    """Configuration for a model: that of its run, if its directory says so. Raises UserError."""
     found = read_prompt_format(Path(target))
     config, files = found or (NodeConfig(), 0)
     if files and not has_tasks:
-        say(f"{files} of the question files that {target} was trained on are not part of it: give them as --tasks")
+        say(f"{files} question files that {target} was trained on are not in its directory: give them as --tasks")
     if found is not None and not has_tasks:
         config = config.model_copy(update={"tasks": [task for task in config.tasks if _is_harmless(task, say)]})
     lora = None if adapter_base(target) else False  # nothing is trained here: no new adapter
@@ -73,7 +75,7 @@ def _of_model(target: str, has_tasks: bool, say: Callable[[str], None]) -> NodeC
 
 
 def _is_harmless(task: str | TaskConfig, say: Callable[[str], None]) -> bool:
-    """Whether a task may be asked because a model's directory says so, which may be a stranger's."""
+    """Whether the options of a task are safe. It is named in a model's directory, which may be a stranger's."""
     name, options = (task, {}) if isinstance(task, str) else (task.env or "", task.config)
     try:
         check_options(name, options)

@@ -1,4 +1,4 @@
-"""The trained policy of a run: to evaluate it, or to export it for plain transformers and PEFT."""
+"""Read the trained policy of a run, and export it for transformers or PEFT: `swarm-node export`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_exp
 
 
 def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = True) -> tuple[Policy, NodeConfig]:
-    """The policy of the newest good checkpoint in a run directory, and the settings that it was trained with. Not
-    `samples` = it will answer nothing.
+    """The policy of the newest valid checkpoint of a run, and the settings of its training.
 
-    UserError if there is no run or no checkpoint yet. Reads only: the run may be going on.
+    Without `samples` the policy cannot generate. Only reads, so the run may be active. Raises UserError if there is no
+    run or no checkpoint yet.
     """
     run = RunDir(path)
     _check_runs([run])
@@ -36,7 +36,7 @@ def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = Tru
     checkpoint, config = newest_of(run, config, report)
     policy = load_policy(config.policy, config.rollouts, report, samples)
     if checkpoint.state["model"]["base"] != policy.base_digest:
-        raise UserError(f"the checkpoints of {path} are not of {config.policy.model} as it is here")
+        raise UserError(f"the checkpoints of {path} were trained from another {config.policy.model} than the one here")
     policy.load_trainable_state(checkpoint.tensors["policy"])
     policy.version = checkpoint.state["policy_version"]
     report(f"policy of {path} after round {checkpoint.round}")
@@ -44,8 +44,10 @@ def policy_of_run(path: Path, report: Callable[[str], None], samples: bool = Tru
 
 
 def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tuple[Checkpoint, NodeConfig]:
-    """The newest good checkpoint of a run, and `config`, its config.toml, with the settings that the checkpoint was
-    trained with. UserError if there is none."""
+    """The newest valid checkpoint of a run, and `config` with the settings of the checkpoint's training.
+
+    Raises UserError if there is no checkpoint.
+    """
 
     def foreign(state: dict[str, Any]) -> str | None:
         model = state.get("model")
@@ -58,7 +60,7 @@ def newest_of(run: RunDir, config: NodeConfig, say: Callable[[str], None]) -> tu
 
 
 def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
-    """What a run is trained on: a member's tasks are those of its swarm, of which it may have chosen some."""
+    """Tasks of a run. A member of a swarm has the tasks of the swarm, even if it chose some of them."""
     if not config.swarm or not run.swarm.is_file():
         return config.tasks
     from swarm_node.swarm.links import find_swarm  # runs that trained alone need nothing of the network
@@ -72,18 +74,20 @@ def tasks_of(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
 
 
 def _chosen(run: RunDir, config: NodeConfig) -> list[str | TaskConfig]:
-    """Of `tasks_of` those that a member has chosen, if it has."""
+    """The tasks that a member chose; all of `tasks_of` if it chose none."""
     return config.tasks if config.swarm and config.tasks else tasks_of(run, config)
 
 
 def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], None] = print) -> Path:
-    """Write the policy of a run to `out` in Hugging Face layout (an adapter alone, if one was trained). Several paths
-    are run directories of one crew."""
+    """Write the policy of a run to `out` in Hugging Face layout; only the adapter, if one was trained.
+
+    Several paths are run directories of one crew. Raises UserError.
+    """
     runs = [RunDir(path)] if isinstance(path, Path) else [RunDir(each) for each in path]
     _check_runs(runs)
     in_stages = [read_own(run.config, report).pipeline.stages > 0 for run in runs]
     if len(runs) > 1 and not all(in_stages):
-        raise UserError("only the runs of one crew are exported together; `swarm-node merge` makes one model of others")
+        raise UserError("only the runs of one crew are exported together; `swarm-node merge` merges other runs")
     check_new_directory(out)
     if in_stages[0]:
         from swarm_node.pipeline.staged_run import find_stages, save_staged
@@ -105,7 +109,7 @@ def export_run(path: Path | Sequence[Path], out: Path, report: Callable[[str], N
 
 
 def loaded_with(path: Path, is_lora: bool) -> str:
-    """The Python that loads what lies at `path`."""
+    """The Python expression that loads the model at `path`."""
     if is_lora:
         return f"PeftModel.from_pretrained(base, {str(path)!r})"
     return f"AutoModelForCausalLM.from_pretrained({str(path)!r})"

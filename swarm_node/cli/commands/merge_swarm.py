@@ -25,7 +25,7 @@ from swarm_node.averaging.cohort_weights import MAX_VERSION, cohorts_of, collect
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State, task_norms
 from swarm_node.cli.commands.merge import Cohort, Request, Say, merge_and_show, on_stderr
-from swarm_node.cli.commands.status import SHORT_ID
+from swarm_node.cli.commands.status_text import SHORT_ID
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.loading import load_policy

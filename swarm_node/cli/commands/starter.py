@@ -1,4 +1,4 @@
-"""Rebuild the starter policy, or a bigger one, from nothing: task questions in, model directory out."""
+"""Train the starter model, or a bigger one, on task questions: `swarm-node starter`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ EXAMPLES_PER_TASK = 2500
 def make_starter(
     out: Path, layers: int = 2, hidden: int = 128, steps: int = 500, seed: int = 0, progress: bool = True
 ) -> Path:
-    """Train a starter on the training questions of the small tasks and save it in Hugging Face layout to `out`.
+    """Train a starter on the training questions of the small tasks, and save it in Hugging Face layout to `out`.
 
-    UserError if `out` holds something already or the sizes do not fit together.
+    Raises UserError if `out` is not empty or the sizes do not fit together.
     """
     if hidden < HEAD_DIM or hidden % HEAD_DIM or layers < 1 or steps < 1:
         raise UserError(f"--hidden must be a multiple of {HEAD_DIM}, --layers and --steps at least 1")

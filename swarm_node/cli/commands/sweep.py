@@ -1,10 +1,10 @@
-"""A grid of settings in the simulator, one tidy CSV: `swarm-node bench sweep grid.toml`.
+"""Run a grid of settings in the simulator, and write one tidy CSV: `swarm-node bench sweep grid.toml`.
 
     grid.toml -> settings (every combination of the values in [grid]) x seeds -> Simulation -> rows
 
-One row for each setting, seed, peer and round. Columns: `commit` (of this code, `+` = with changes; its version where
-there is no git), `config` (hash of everything that decides a setting but its seed), the keys of [grid], `seed`, `peer`,
-`round`, then `metrics`. Rows of a simulation are written together, when it is over; running again does what is missing.
+One row for each setting, seed, peer and round. Columns: `commit` (of this code, `+` = with changes; its version if
+there is no git), `config` (hash of a setting without its seed), the keys of [grid], `seed`, `peer`, `round`, `metrics`.
+All rows of a simulation are written at its end. A later call runs the simulations that are missing.
 
     peers = 4
     rounds = 100
@@ -82,7 +82,7 @@ class Setting:
 
     @property
     def digest(self) -> str:
-        """First 16 hexadecimal digits of a sha256 of all of it."""
+        """First 16 hexadecimal digits of the SHA-256 of the whole setting."""
         parts = {
             "peers": self.peers,
             "rounds": self.rounds,
@@ -94,9 +94,9 @@ class Setting:
 
 
 def sweep(path: Path, out: Path, say: Callable[[str], None] = print) -> int:
-    """Run what is missing in `out` of the grid in the file `path`; the number of simulations run.
+    """Run the simulations of the grid in `path` that are missing in `out`. Returns their number.
 
-    UserError for a grid that makes no sense, or if `out` holds something else.
+    Raises UserError for a wrong grid, or if `out` has other columns.
     """
     grid = read_grid(path)
     settings = list(grid_settings(grid))
@@ -117,7 +117,7 @@ def sweep(path: Path, out: Path, say: Callable[[str], None] = print) -> int:
 
 
 def read_grid(path: Path) -> Grid:
-    """The grid in a TOML file. UserError."""
+    """Read a grid from a TOML file. Raises UserError."""
     try:
         return Grid.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -129,7 +129,7 @@ def read_grid(path: Path) -> Grid:
 
 
 def grid_settings(grid: Grid) -> Iterator[Setting]:
-    """Every combination of the grid's values, the last key fastest. UserError."""
+    """Every combination of the grid's values; the last key changes fastest. Raises UserError."""
     for values in product(*grid.grid.values()):
         chosen = dict(zip(grid.grid, values, strict=True))
         table: dict[str, Any] = {"link": dict(grid.link), "speed": dict(grid.speed)}
@@ -168,7 +168,7 @@ def simulate(setting: Setting, seed: int, metrics: Sequence[str]) -> list[list[A
 
 
 def code_version() -> str:
-    """Commit of the repository that this code is run from, `+` if it has changes; else the version."""
+    """Commit of the repository that this code runs from, with `+` if there are changes; else the version."""
     folder = Path(__file__).parent
     try:
         git = ["git", "-C", str(folder)]
@@ -177,13 +177,13 @@ def code_version() -> str:
         changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return __version__
-    if tracked.returncode:  # some other repository, in which this package happens to be installed
+    if tracked.returncode:  # this package is installed inside another repository
         return __version__
     return commit.stdout.strip()[:12] + ("+" if changed.stdout else "")
 
 
 def _made(kind: type[Any], section: str, values: Mapping[str, Any]) -> Any:
-    """The dataclass `kind` with these fields. UserError."""
+    """The dataclass `kind` with these fields. Raises UserError."""
     unknown = values.keys() - {field.name for field in dataclasses.fields(kind)}
     if unknown:
         raise UserError(f"unknown key {section}.{min(unknown)} in the grid")
@@ -200,15 +200,17 @@ def _explain(error: ValidationError, *where: str) -> str:
 
 
 def _keep_whole(out: Path, columns: Sequence[str], whole: Mapping[str, int]) -> set[tuple[str, str]]:
-    """(config, seed) of the simulations in `out` with all their rows; drops rows of others, begins the file if need be.
-    UserError if it has other columns."""
+    """(config, seed) of the complete simulations in `out`. Drops other rows, and creates the file if there is none.
+
+    Raises UserError if it has other columns.
+    """
     kept: list[list[str]] = []
     done: set[tuple[str, str]] = set()
     with os_errors_explained(out):
         text = out.read_text(encoding="utf-8") if out.exists() else ""
         rows = list(csv.reader(io.StringIO(text)))
         if rows and rows[0] != list(columns):
-            raise UserError(f"{out} has other columns than this grid makes: give another --out")
+            raise UserError(f"{out} has other columns than this grid: give another --out")
         place = {name: i for i, name in enumerate(columns)}
         entire = [row for row in rows[1:] if len(row) == len(columns)]
         counts = Counter((row[place["config"]], row[place["seed"]]) for row in entire)
@@ -231,7 +233,7 @@ def _append(out: Path, rows: Sequence[Sequence[Any]]) -> None:
 
 
 def _csv(rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as text; lists and tables within a cell as JSON."""
+    """Rows as text; a list or table in a cell becomes JSON."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in rows:

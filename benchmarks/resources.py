@@ -1,6 +1,6 @@
 """What a node takes of a machine that is not its own, beside what it was allowed, with and without other work there.
 
-    python -m benchmarks.guest [--parts cpu pause memory traffic] [--seconds 25] [--report]
+    python -m benchmarks.resources [--parts cpu pause memory traffic] [--seconds 25] [--report]
 
 The real commands: a bootstrap, a member that trains slowly, and the node in question, all on this machine; watched from
 outside, over its process and all below it. Each limit beside the same node without it. The other work is one process
@@ -138,7 +138,7 @@ def swarm(*options: str) -> Iterator[tuple[Path, Run, Callable[..., subprocess.P
     """A folder, a way to start commands, and one to join the swarm that a bootstrap is in."""
     with commands() as (folder, run):
         manifest = folder / "swarm.toml"
-        new = ["new", "--name", "guest", "--tasks", "small", "--out", str(manifest), *options]
+        new = ["new", "--name", "limits", "--tasks", "small", "--out", str(manifest), *options]
         subprocess.run([sys.executable, "-m", "swarm_node", *new], check=True, capture_output=True)
         run("bootstrap", str(manifest), *LOCAL, "--run-dir", str(folder / "hub"))
         link = str(until(lambda: _status(folder / "hub").get("link"), PATIENCE_S))
@@ -384,14 +384,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=WINDOW_S, help="of each look at CPU")
     parser.add_argument("--report", action="store_true", help="only print the table")
     args = parser.parse_args()
-    path = RESULTS / "guest.json"
+    path = RESULTS / "resources.json"
     if not args.report:
         mind_signals()
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         for part in args.parts:
             busy = other_load()
             print(f"{part}: {busy}", flush=True)
-            write("guest", merged(path, part, {"other load": busy, "figures": PARTS[part](args.seconds)}))
+            write("resources", merged(path, part, {"other load": busy, "figures": PARTS[part](args.seconds)}))
     if not path.exists():
         parser.error(f"there are no figures in {path} yet: run it without --report")
     print(table(["what", "beside", "measured"], lines(json.loads(path.read_text()))))

@@ -1,0 +1,197 @@
+"""The text of `swarm-node status`, from its JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from swarm_node.observability.reasons import words
+from swarm_node.observability.refusals import Row
+
+SHORT_ID = 8
+"""Last characters of a peer id that are shown; the first ones are equal for all peers."""
+LISTED = 8
+"""Most averaging partners that are named."""
+WORST = 5
+"""Most sources of refusals that are named."""
+FRESH_S = 30.0
+"""A run whose status is older than this stands still or has ended."""
+Cells = Callable[[Mapping[str, Any]], list[str]]
+
+
+def lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
+    """The document `found` as text, at Unix time `now`."""
+    status, metrics = found["swarm"], found["metrics"]
+    reward = (metrics or {}).get("reward")
+    if found["run"]:
+        yield f"run        {found['run']}{_when(status, found['in_use'], now)}"
+    if found.get("paused"):
+        yield f"paused     {found['paused']}"
+    if metrics:
+        yield f"round      {metrics['round']}" + ("" if reward is None else f", reward {reward:.3f}")
+    if status is None:
+        yield "swarm      none: this run trains alone"
+        return
+    named = [status.get("swarm_name"), status["swarm"][:16]]
+    yield f"swarm      {' '.join(filter(None, named))}"
+    if "peer" in status:
+        yield f"node       {status.get('name') or 'node'}, peer {status['peer']}"
+        yield f"reached at {', '.join(status['addresses']) or 'no address: this node only dials'}"
+    if status.get("link"):
+        yield f"join link  {status['link']}"
+    if "traffic" in status:
+        yield f"traffic    {_traffic(status['traffic'])}"
+    if "sent" in status:
+        unsent = _reasons(status["sent"], "swarm/unsent/")
+        why = f"; not sent: {unsent}" if unsent else ""
+        yield f"sent       {_count(status['sent'], 'swarm/groups_sent')} groups{why}"
+    if "received" in status:
+        received, used = status["received"], (metrics or {}).get("swarm/groups_used")
+        yield (
+            f"received   {_count(received, 'swarm/groups_received')} groups, "
+            f"admitted {_count(received, 'swarm/groups_admitted')}"
+            + ("" if used is None else f", used {used:.0f} in the last round")
+        )
+    if refused := _reasons(status.get("received", {}), "swarm/rejected/"):
+        yield f"refused    {refused}"
+    yield from _sources(status, "" if refused else "refused")
+    if status.get("crew"):
+        yield from _crew(status["crew"], status["time"])
+    absent = (status.get("crew") or {}).get("absent", [])
+    peers = {peer: figures | {"absent": peer in absent} for peer, figures in status.get("peers", {}).items()}
+    if status.get("averaging"):
+        yield from _averaging(status["averaging"], status["time"])
+    if not status.get("connected", True):
+        where = ", ".join(status["asked"][:3])
+        tried = "something answers at {}, but not as a peer: `swarm-node doctor` may say why"
+        yield f"members    unknown: {(tried if status['answered'] else 'nobody answered at {}').format(where)}"
+        return
+    here = [peer for peer in peers.values() if peer.get("present") and not peer["absent"]]
+    training = sum(peer.get("trains", True) for peer in here)
+    others = f" other{'' if len(here) == 1 else 's'}" if found["run"] else ""
+    of_them = "" if training == len(here) else f", {training or 'none'} of them training"
+    yield f"members    {len(here)}{others}{of_them}"
+    if peers and found["run"]:
+        titles = ["here", "updates", "received", "admitted", "used", "refused, by reason"]
+        yield from _table(peers, titles, _exchanged)
+    elif peers:
+        averaged = any(peer["cohort"] for peer in peers.values())
+        titles = ["roles", "model", "updates", "tokens/s", *(["cohort"] if averaged else []), "address"]
+        yield from _table(peers, titles, lambda figures: _member(figures, averaged))
+
+
+def _sources(status: Mapping[str, Any], label: str) -> Iterator[str]:
+    """The sources with most refusals, one line each, the first after `label`."""
+    found = msgspec.convert(status.get("refused", []), list[Row])
+    for i, row in enumerate(found[:WORST]):
+        yield f"{'' if i else label:10} {row.says}, from {row.place()}, last {_ago(status['time'] - row.last)}"
+    if len(found) > WORST:
+        others = sum(row.count for row in found[WORST:])
+        yield f"{'':10} {others:,} from {len(found) - WORST} others"
+
+
+def _ago(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+
+
+def _crew(crew: Mapping[str, Any], now: float) -> Iterator[str]:
+    state = "whole" if crew["whole"] else "not whole"
+    lead = "nobody leads yet" if crew["lead"] is None else f"led by {_named(crew['lead'])}"
+    yield f"crew       {crew['name']}: {crew['count']} stages, {state}, {lead}, {crew['updates']} updates"
+    for stage, seat in enumerate(crew["stages"]):
+        missing = seat.get("missing")
+        here = "this node" if stage in crew["held"] else _named(seat)
+        if missing:
+            taker = missing["taker"]
+            by = "held by nobody" if taker is None else f"being rebuilt by {_named(taker)}"
+            here = f"lost {max(0.0, now - missing['since']):.0f} s ago, {by}"
+        yield f"           stage {stage} (layers {seat['layers'][0]}-{seat['layers'][1]}): {here}"
+    kept = ", ".join(f"stage {stage} after update {updates}" for stage, updates in crew["replicas"].items())
+    yield f"           spares {crew['spares']}; replicas kept here: {kept or 'none'}"
+    if recovered := ", ".join(f"{n} by {way}" for way, n in crew["recovered"].items()):
+        yield f"           stages built so far: {recovered}"
+
+
+def _named(peer: Mapping[str, str]) -> str:
+    return f"{peer['name'] or 'a peer'} (…{peer['peer'][-SHORT_ID:]})"
+
+
+def _averaging(figures: Mapping[str, Any], now: float) -> Iterator[str]:
+    partners, last = sorted(figures["partners"].values()), figures["last"]
+    listed = ", ".join(partners[:LISTED]) + (", …" if len(partners) > LISTED else "")
+    done = f"averaged {figures['exchanges']} times, {figures['bytes'] / 1e6:.2f} MB sent"
+    if last:
+        done += f", last with {last['with']} {max(0.0, now - last['time']):.0f} s ago"
+    yield f"averaging  {figures['method']}, {figures['when']}, {figures['codec']}; cohort {figures['cohort']}"
+    yield f"           partners here: {f'{len(partners)}, {listed}' if partners else 'none'}"
+    yield f"           {done}"
+    for kind, text in (("skipped", "skipped"), ("refused", "refused to others")):
+        if reasons := _reasons(figures[kind], ""):
+            yield f"           {text}: {reasons}"
+
+
+def _when(status: Mapping[str, Any] | None, in_use: bool, now: float) -> str:
+    age = max(0.0, now - status["time"]) if status else None
+    seen = "" if age is None else f"as of {age:.0f} s ago"
+    if not in_use:
+        return f", ended; {seen}" if seen else ", finished"
+    return f", {seen}: it stands still" if age is not None and age > FRESH_S else ""
+
+
+def _traffic(traffic: Mapping[str, float]) -> str:
+    parts = [
+        f"{traffic.get('bytes_in', 0) / 1e6:.2f} MB in, {traffic.get('bytes_out', 0) / 1e6:.2f} MB out",
+        f"{_count(traffic, 'messages_in')} messages in, {_count(traffic, 'messages_out')} out",
+        f"gossip connections: {_count(traffic, 'connections/gossip')}",
+    ]
+    for name, text in (("restarts/gossip", "restarts of gossip"), ("restarts/dht", "restarts of p2pd")):
+        if traffic.get(name):
+            parts.append(f"{_count(traffic, name)} {text}")
+    return "; ".join(parts)
+
+
+def _count(figures: Mapping[str, float], name: str) -> str:
+    return f"{figures.get(name, 0):.0f}"
+
+
+def _reasons(figures: Mapping[str, float], prefix: str) -> str:
+    """`3 × too old, 1 × over the sender's quota`, the most frequent first."""
+    counts = {name.removeprefix(prefix): n for name, n in figures.items() if name.startswith(prefix) and n}
+    frequent = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{n:,.0f} × {words(reason)}" for reason, n in frequent)
+
+
+def _table(peers: Mapping[str, Mapping[str, Any]], titles: Sequence[str], cells: Cells) -> Iterator[str]:
+    rows = [["peer", "name", *titles]]
+    for peer, figures in sorted(peers.items(), key=lambda item: (-item[1].get("received", 0), item[0])):
+        rows.append(["…" + peer[-SHORT_ID:], figures.get("name") or "-", *cells(figures)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _exchanged(figures: Mapping[str, Any]) -> list[str]:
+    refused = _reasons({f"/{name}": n for name, n in figures.get("rejected", {}).items()}, "/")
+    return [
+        "gone" if not figures.get("present") else "silent" if figures["absent"] else "yes",
+        *(_cell(figures.get(name)) for name in ("policy_version", "received", "admitted", "used")),
+        f"{'muted; ' if figures.get('muted') else ''}{refused}",
+    ]
+
+
+def _member(figures: Mapping[str, Any], averaged: bool) -> list[str]:
+    return [
+        ", ".join(figures["roles"]),
+        figures["family"] or "-",
+        _cell(figures["policy_version"]),
+        _cell(figures["speed"]),
+        *([figures["cohort"] or "-"] if averaged else []),
+        (figures["addresses"] or ["-"])[0],
+    ]
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
