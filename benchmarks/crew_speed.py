@@ -29,7 +29,6 @@ from benchmarks.common import median
 from benchmarks.late_join import FUNCTIONS
 from benchmarks.overhead import LOCAL, commands, link_of, metrics, until
 from benchmarks.processes import kind, tree
-from swarm_node.pipeline.compute.schedule import bubble_fraction
 
 GROUPS, SAMPLES = 8, 8
 RATE = 1e-7
@@ -284,6 +283,11 @@ def ratio(times: list[list[float]], tokens: list[list[int]]) -> float:
     """Of [plain, crew]: time for a token of the crew over that of the plain policy, median of all rounds."""
     plain, staged = ([t / max(1, n) for t, n in zip(*pair, strict=True)] for pair in zip(times, tokens, strict=True))
     return median([b / a for a, b in zip(plain, staged, strict=True)])
+
+
+def bubble_fraction(stages: int, microbatches: int) -> float:
+    """Share of time that a stage waits, for K equally fast stages and M microbatches: (K - 1) / (M + K - 1)."""
+    return (stages - 1) / (microbatches + stages - 1)
 
 
 def theory(stages: int, microbatches: list[int]) -> float:

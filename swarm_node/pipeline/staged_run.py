@@ -65,7 +65,7 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
     plan = prepare(config.policy, alone=False)
     kept = [file for run in runs for file in stage_files(run.path / "stages") if file.stage < count]
     latest = newest([file for file in kept if file.run])
-    others = [file for file in kept if file.state and not (latest and file.counts(latest.run))]
+    others = [file for file in kept if not file.torn and not (latest and file.counts(latest.run))]
     if others:
         say(f"checkpoints left out, being of another run or branch than the newest: {len(others)}")
     kept = [file for file in kept if file not in others]

@@ -1,4 +1,4 @@
-"""Peers with stages on the memory transport: their weights move when the virtual clock does."""
+"""Peers that hold stages on the memory transport; their weights travel when the virtual clock moves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Peer:
         self.crew = crew
         self.said: list[str] = []
         self.gives_up_after = 1000
-        """Times that a stage is still wanted when that is asked."""
+        """Questions whether a stage is still wanted that are answered with yes."""
         known = [address for peer in world.peers.values() for address in peer.transport.addresses]
         self.transport: MemoryTransport = world.network.join(name, SWARM, bootstrap=known)
         self.weight_transfer = WeightTransfer(self.transport, SWARM, ARCHITECTURE, lambda peer, stage: True)
@@ -44,7 +44,7 @@ class Peer:
         )
 
     def new_held_stages(self) -> HeldStages:
-        """As after a restart."""
+        """The held stages of a node that has restarted."""
         world = self.world
         held_stages = HeldStages(
             world.config,
@@ -71,7 +71,7 @@ class Peer:
         return {name: tensor.clone() for name, tensor in self.held_stages.optimizer(stage).weights().items()}
 
     def train(self, stage: int, seed: int, updates: int = 1) -> None:
-        """Other weights, of so many updates more, and a gradient norm."""
+        """Change the weights, count so many updates more, and set a gradient norm."""
         worker, rng = self.held_stages.workers[stage], torch.Generator().manual_seed(seed)
         optimizer = self.held_stages.optimizer(stage)
         with optimizer.updating(), torch.no_grad():

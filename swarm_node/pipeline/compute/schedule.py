@@ -108,8 +108,3 @@ def schedule(stages: int, microbatches: int, swapped: bool = False) -> tuple[tup
         for stage, operation in arrived:
             ready[stage].add(operation)
     return tuple(tuple(operations) for operations in done)
-
-
-def bubble_fraction(stages: int, microbatches: int) -> float:
-    """Share of time that a stage waits, for K equally fast stages and M microbatches: (K - 1) / (M + K - 1)."""
-    return (stages - 1) / (microbatches + stages - 1)

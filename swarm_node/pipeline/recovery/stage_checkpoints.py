@@ -10,16 +10,25 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from protocol.lineage import NO_RUN, Lineage, read_lineage, shared
 from swarm_node.pipeline.compute.partition import Span
 from swarm_node.pipeline.membership.actions import Spans
 from swarm_node.storage.checkpoints import NAME, Checkpoint, CheckpointStore, read_checkpoint
+
+
+class _Description(msgspec.Struct):
+    run: Any = None
+    architecture: str = ""
+    spans: tuple[tuple[int, int], ...] = ()
+    round: int = 0
+    time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -31,40 +40,21 @@ class StageFile:
     updates: int
     number: int
     """Counts checkpoints of the same update."""
-    state: dict[str, Any]
-    """Empty if it is torn."""
-
-    @cached_property
-    def run(self) -> Lineage:
-        """The run that it belongs to; empty = it does not say."""
-        return read_lineage(self.state.get("run"))
+    torn: bool
+    """Its description cannot be read, and the fields below are empty."""
+    run: Lineage
+    """The run that it belongs to; empty = it does not say."""
+    architecture: str
+    spans: Spans
+    """Layers of all stages."""
+    round: int
+    """Rounds of the run that were done."""
+    made: float
+    """When it was made, in seconds since the Unix epoch."""
 
     def counts(self, run: Lineage) -> bool:
         """Whether it belongs to `run`, or to a run that `run` continues."""
         return bool(self.run) and self.updates <= shared(self.run, run)
-
-    @property
-    def architecture(self) -> str:
-        return str(self.state.get("architecture", ""))
-
-    @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        try:
-            return tuple((int(first), int(end)) for first, end in self.state.get("spans", ()))
-        except (TypeError, ValueError):  # torn
-            return ()
-
-    @property
-    def round(self) -> int:
-        """Rounds of the run that were done."""
-        round = self.state.get("round", 0)
-        return round if isinstance(round, int) else 0
-
-    @property
-    def made(self) -> float:
-        """When it was made, in seconds since the Unix epoch."""
-        time = self.state.get("time", 0.0)
-        return float(time) if isinstance(time, (int, float)) else 0.0
 
 
 def stage_files(folder: Path) -> list[StageFile]:
@@ -73,7 +63,7 @@ def stage_files(folder: Path) -> list[StageFile]:
     for path in folder.glob("*/round-*"):
         match = NAME.fullmatch(path.name)
         if match and path.parent.name.isdecimal():
-            found.append(StageFile(path, int(path.parent.name), int(match[1]), int(match[2] or 0), _state(path)))
+            found.append(_read(path, int(path.parent.name), int(match[1]), int(match[2] or 0)))
     return sorted(found, key=lambda file: (-file.updates, -file.number, file.stage))
 
 
@@ -82,12 +72,13 @@ def newest(files: Sequence[StageFile]) -> StageFile | None:
     return max(files, key=lambda file: (file.made, file.updates), default=None)
 
 
-def _state(path: Path) -> dict[str, Any]:
+def _read(path: Path, stage: int, updates: int, number: int) -> StageFile:
     try:
-        state = json.loads((path / "state.json").read_bytes())["state"]
+        it, torn = msgspec.convert(json.loads((path / "state.json").read_bytes())["state"], _Description), False
     except (OSError, ValueError, KeyError, TypeError):  # of another version, torn, or just pruned
-        return {}
-    return state if isinstance(state, dict) else {}
+        it, torn = _Description(), True
+    run = read_lineage(it.run)
+    return StageFile(path, stage, updates, number, torn, run, it.architecture, it.spans, it.round, it.time)
 
 
 class StageCheckpoints:

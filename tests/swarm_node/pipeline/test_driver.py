@@ -1,4 +1,4 @@
-"""A policy in stages is the policy: updates, samples, and both again after stages died."""
+"""A policy in stages gives the updates and samples of the policy, also after stages died."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_staged_update_is_the_update(stages: int, kind: str, lora: bool, beta:
 
 
 def test_a_peer_with_several_stages(saved: Saved) -> None:
-    """The lead has both ends of a tied policy, a crewmate what lies between."""
+    """The leader has both ends of a tied policy, another peer the stages between."""
     config, options = saved("llama_tied"), grpo()
     policy = whole(config)
     train(policy, options, 2)
@@ -169,18 +169,18 @@ FAULTS = {
 
 
 SMALL = grpo(beta=0.05, microbatch_tokens=12, packing=False)
-"""Many microbatches."""
+"""Options that give many microbatches."""
 
 
 @pytest.fixture(scope="module")
 def undisturbed(saved: Saved) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics of two steps of a crew of which nobody dies, and its parameters after them."""
+    """Metrics of two steps of a crew without losses, and its parameters after them."""
     crew = Crew(saved("llama"), 3, SMALL, seed=1)
     return [crew.trainer.step(some_groups(10 * i)) for i in range(2)], parameters(crew)
 
 
 RARE = "reference", "loss", "before squares", "in a later step"
-"""Faults of which others take the same way."""
+"""Faults that take the same path as others."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in RARE else n for n in FAULTS])
@@ -234,7 +234,7 @@ def test_a_stage_dying_before_applying_misses_the_update(stage: int, saved: Save
 
 @pytest.mark.parametrize("stage", [1, 2], ids=["middle", "end"])
 def test_a_stage_whose_apply_was_lost_still_updates(stage: int, saved: Saved) -> None:
-    """A channel between two peers broke, and the plan's messages with it; both are still there."""
+    """A channel between two peers broke and lost the plan's messages; both peers are still there."""
     config, options = saved("llama_tied"), grpo()
     undisturbed, crew = (Crew(config, 3, options, seed=2) for _ in range(2))
     send, receive, lost = crew.send, crew.receive, []

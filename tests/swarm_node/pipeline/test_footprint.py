@@ -1,4 +1,4 @@
-"""What stages take is what they are said to take."""
+"""Stages take as much memory as was computed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def size(tensors: object) -> int:
 
 
 def measured(peer: Peer, stage: int) -> int:
-    """Bytes of all tensors of a stage in an update, and of what its peer keeps of others'."""
+    """Bytes of all tensors of a stage in an update, and of the replicas that its peer keeps."""
     worker, optimizer = peer.held_stages.workers[stage], peer.held_stages.optimizer(stage)
     own = list(worker.stage.named(trainable=False).values())
     for parameter in worker.stage.named().values():

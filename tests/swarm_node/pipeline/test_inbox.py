@@ -1,4 +1,4 @@
-"""What waits in an inbox is bounded, and two channels never mix."""
+"""An inbox is bounded, and two channels in it never mix."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_end_of_a_channel_leaves_another_alone() -> None:
 
 
 def test_bodies_under_way_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two channels on which bodies come at the same time, the second must not be one too many."""
+    """Two bodies come on two channels at the same time; together they exceed the bound."""
     inbox, (first, second) = Inbox(lambda: 7.0), links()
     (expected, body), (again, _) = encoded(first, gradient(1.0)), encoded(second, gradient(2.0))
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 2 * len(body) - 1)

@@ -1,4 +1,4 @@
-"""Messages as bytes: exact where they must be, refused where they make no sense, whatever the bytes."""
+"""Messages as bytes: exact where they must be, and refused where they make no sense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a crew has trained becomes a model for plain transformers, or an adapter for PEFT."""
+"""The policy of a crew becomes a model for plain transformers, or an adapter for PEFT."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Runs:
         self.said: list[str] = []
 
     def train(self, updates: int = 1, peers: list[Peer] | None = None, seed: int = 0) -> None:
-        """And write checkpoints."""
+        """Train, and write checkpoints."""
         for peer in peers or self.peers:
             for stage in peer.held_stages.workers:
                 peer.train(stage, seed=seed + stage, updates=updates)

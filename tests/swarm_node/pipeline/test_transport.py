@@ -28,7 +28,7 @@ def crew() -> Peers:
 
 
 def begin(crew: Peers) -> tuple[StageTransport, StageTransport, StageTransport]:
-    """By stage; the last one works by the plan."""
+    """The stage transports by stage; the last one works by the plan."""
     lead, first, last = crew.at(0), crew.at(1), crew.at(2)
     lead.send(Message(2, StatusRequest()))
     crew.run(1.0)

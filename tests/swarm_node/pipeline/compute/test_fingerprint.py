@@ -1,4 +1,4 @@
-"""Who can hold stages of one policy, and what is said if somebody cannot."""
+"""Fingerprints are equal for peers that can hold stages of one policy, and say what differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers each stage holds: against every possible cut, and against models as they are."""
+"""The layers of each stage, compared with every possible partition and with real models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.tiny_models import MAKERS, make
 
 
 def loads(bounds, layers, embed, head, capacities):
-    """What each stage holds, over what it can."""
+    """The load of each stage: its cost over its capacity."""
     whole = [sum(layers[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
     whole[0] += embed
     whole[-1] += head
@@ -21,7 +21,7 @@ def loads(bounds, layers, embed, head, capacities):
 
 
 def best(layers, embed, head, capacities):
-    """(largest load, sum of squares) of the best of all cuts."""
+    """(largest load, sum of squares) of the best of all partitions."""
     inner = combinations(range(1, len(layers)), len(capacities) - 1)
     every = (loads((0, *cut, len(layers)), layers, embed, head, capacities) for cut in inner)
     return min((max(each), sum(load**2 for load in each)) for each in every)

@@ -1,4 +1,4 @@
-"""Schedules: 1F1B where it is known by heart; no deadlock and bounded memory for every mix of routes."""
+"""Schedules: known cases of 1F1B; no deadlock and bounded memory for every mix of routes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import defaultdict
 
 import pytest
 
-from swarm_node.pipeline.compute.schedule import Operation, Visit, bubble_fraction, route, schedule
+from benchmarks.crew_speed import bubble_fraction
+from swarm_node.pipeline.compute.schedule import Operation, Visit, route, schedule
 
 SIZES = [(k, m) for k in range(1, 7) for m in range(1, 10)]
 
@@ -62,7 +63,7 @@ def test_any_order_of_arrivals_runs_to_the_end(stages: int, microbatches: int, s
 
 
 def run(stages: int, microbatches: int, swapped: bool, rng: random.Random) -> list[int]:
-    """Execute by message arrival, at random speeds; most microbatches that each stage's layers held at a time."""
+    """Execute by arrival of messages at random speeds. Returns the most microbatches that each stage held at a time."""
     lists = [list(operations) for operations in schedule(stages, microbatches, swapped)]
     ways = [route(stages, i, swapped) for i in range(microbatches)]
     arrived = {Operation("F", i, 0) for i in range(microbatches)}
@@ -91,7 +92,7 @@ def run(stages: int, microbatches: int, swapped: bool, rng: random.Random) -> li
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_equal_stages_wait_as_long_as_theory_says(stages: int, microbatches: int) -> None:
-    """While a loss is computed they go on with the next microbatch, if there is one."""
+    """While a loss is computed, stages go on with the next microbatch."""
     lists, loss = schedule(stages, microbatches), int(stages > 1)
     end: dict[Operation, int] = {}
     free, todo = [0] * stages, [list(operations) for operations in lists]

@@ -1,4 +1,4 @@
-"""Stages of a policy, one behind the other, are the policy: its numbers, its gradients, its names, its adapters."""
+"""Stages of a policy in a row give the policy's numbers, gradients, names and adapters."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def crew(path, count, **options):
 
 
 def chain(stages, ids, **options):
-    """(what goes into the head, logits)."""
+    """(input of the head, logits)."""
     hidden = stages[0].hidden(ids)
     for stage in stages:
         hidden = stage.layers(hidden, **options)
@@ -374,7 +374,7 @@ for load, model in [(stage, one), (stage, many), (whole, one)]:
 
 
 def in_shards(model, like, folder, size):
-    """`model` in files of that size, with the tokenizer of another model."""
+    """Save `model` in files of that size, with the tokenizer of another model."""
     shutil.copytree(like, folder, ignore=lambda *_: ["model.safetensors"])
     model.save_pretrained(folder, max_shard_size=size)
     return folder
@@ -384,7 +384,7 @@ def in_shards(model, like, folder, size):
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the peak of a process is asked of Linux")
 def test_a_stage_takes_its_own_tensors_memory(tmp_path, saved):
-    """Of a model of 200 MB, in one file and in many."""
+    """Peak memory with a model of 200 MB, in one file and in many."""
     sizes = dict(vocab_size=16000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8, **APART))
     one, many = (in_shards(model, saved("llama"), tmp_path / size, size) for size in ("1GB", "30MB"))
@@ -424,7 +424,7 @@ def test_different_weights_of_equal_shapes_are_told_apart(saved, tmp_path, kind)
         return weights_digest(prepare(PolicyConfig(model=str(path))))
 
     def changed(name, at):
-        """A copy with another value in one tensor."""
+        """A copy of the model with another value in one tensor."""
         out = tmp_path / f"{name}-{at}"
         shutil.copytree(saved(kind), out)
         tensors = load_file(out / "model.safetensors")

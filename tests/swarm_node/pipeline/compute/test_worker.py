@@ -1,4 +1,4 @@
-"""A stage by itself: the order of its work, what it drops, what it refuses, what it does once only."""
+"""A single stage: the order of its work, and messages that it drops, refuses or obeys only once."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def in_order(turn: int = 1, total: int = 1) -> list[Message]:
 
 
 def begin(worker: Worker, total: int) -> None:
-    """That sum, with a microbatch that is then given up: nothing is added to it."""
+    """Begin a sum with a microbatch that is then given up, so nothing is added to it."""
     index = torch.tensor([0])
     x = numbers(0, 1, 5, H) if worker.index else torch.ones(1, 5, dtype=torch.long)
     worker.handle(Message(worker.index, Forward(1, total, 0, 1, worker.index, 1.0), (x, index, index, index)))
@@ -96,7 +96,7 @@ def refused(worker: Worker, message: Message, reason: str) -> None:
 
 
 def expected(worker: Worker) -> dict[str, Tensor]:
-    """Gradient of all microbatches, from the stage itself."""
+    """Gradient of all microbatches, computed directly."""
     for i in range(MICROBATCHES):
         worker.stage.layers(numbers(i, 1, 5, H)).backward(numbers(100 + i, 1, 5, H))
     found = gradients(worker)

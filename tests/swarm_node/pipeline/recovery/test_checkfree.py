@@ -69,7 +69,7 @@ def test_a_norm_of_zero_copies_the_other() -> None:
 
 
 def test_clipped_gradient_norms_give_the_plain_mean() -> None:
-    """What the reference implementation computes: gradients of norm 8 and 2, clipped to 1 before they are measured."""
+    """The reference implementation computes this: gradients of norm 8 and 2, clipped to 1 before they are measured."""
     gradients = [torch.full((4,), 4.0)], [torch.full((4,), 1.0)]
     measured = [gradient_norm(of) for of in gradients]
     assert measured == [8.0, 2.0]

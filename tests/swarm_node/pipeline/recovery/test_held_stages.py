@@ -1,4 +1,4 @@
-"""Stages come from whatever has them, are kept, and go."""
+"""Stages are built from any source, kept, and let go."""
 
 from __future__ import annotations
 

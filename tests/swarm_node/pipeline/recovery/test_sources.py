@@ -1,4 +1,4 @@
-"""Ways to come by a lost stage, and what is said of them."""
+"""Sources of a lost stage, and the sentences about them."""
 
 from __future__ import annotations
 

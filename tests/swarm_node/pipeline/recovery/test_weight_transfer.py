@@ -1,4 +1,4 @@
-"""Weights of stages, from who holds them to who needs them."""
+"""Weights of stages travel from peers that hold them to peers that need them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Crew:
         network = MemoryNetwork(self.clock, seed=0)
         self.transports = []
         self.doors: list[dict[str, Acceptor]] = [{} for _ in range(count)]
-        """What each peer does with calls that come in, by their method."""
+        """How each peer answers calls, by their method."""
         for i in range(count):
             known = [address for one in self.transports for address in one.addresses]
             self.transports.append(network.join("abcdef"[i], SWARM, bootstrap=known))
@@ -55,9 +55,9 @@ class Crew:
         self.strangers: set[str] = set()
         self.guests: set[str] = set()
         self.shelves: dict[int, Mapping[str, Tensor]] = {}
-        """Stages that are kept for whoever leaves, and their shapes."""
+        """Stages that are kept for a peer that leaves, and their shapes."""
         self.shelved: list[int] = []
-        """Peers that have told the crew of one that they keep."""
+        """Peers that have told the crew of a stage that they keep."""
         self.room = 0
         self.peers = [
             WeightTransfer(
@@ -88,7 +88,7 @@ class Crew:
         return self.shelves[stage]
 
     def offer(self, i: int, j: int, stage: int, updates: int) -> int | str:
-        """What peer j has of it when peer i asks it to keep it, or why it will not; what it fetches then comes."""
+        """Updates of peer j's copy when peer i asks it to keep a stage, or why it refuses; its fetch then arrives."""
         offered = self.peers[i].offer(self.id(j), stage, updates, 30.0)
         self.clock.run_until(self.clock.now() + 60)
         error = offered.exception(0)
@@ -239,7 +239,7 @@ WHOLE = Wanted(0, 0, 2, rest=True)
 
 
 def call(crew: Crew, peer: str, wanted: Wanted = WHOLE) -> Accepted:
-    """As peer 0 answers it, with nothing taken yet."""
+    """The answer of peer 0, with nothing taken yet."""
     place = wanted.stage, wanted.replica, wanted.first, wanted.end, wanted.rest
     return crew.doors[0][STATE_METHOD](peer, encode_head(StateHead(PROTOCOL_VERSION, SWARM, ARCHITECTURE, *place)), 0)
 
