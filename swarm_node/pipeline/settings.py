@@ -39,7 +39,7 @@ def settings_of(config: NodeConfig) -> Settings:
     )
 
 
-def agreed(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, list[str]]:
+def with_settings(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, list[str]]:
     """`config` as it goes with the crew's `settings`; and which of its options are others now, in words."""
     group = max(2, (settings.microbatch - settings.prompt) // settings.length)
     theirs: dict[str, dict[str, Any]] = {

@@ -1,11 +1,9 @@
-"""A crew in words: who holds what, what is missing, what a loss did to the reward."""
+"""The state of a crew as text for people: which peer holds each stage, and what is missing."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
-from statistics import fmean
 from typing import Any
 
 from protocol.crew import Progress
@@ -13,24 +11,22 @@ from protocol.transports.base import Transport
 from swarm_node.pipeline.recovery.held_stages import HeldStages
 from swarm_node.pipeline.transport import StageTransport
 
-AFTER = 10
-"""Rounds on either side of a loss whose reward is compared."""
 RECOVERED = "stages/recovered/"
 _PEER = re.compile(r"(?:peer )?…(\w{8})")
 
 
 class StatusText:
-    """Of the crew that `stage_transport` is of. From any thread."""
+    """Sentences and status of the crew that `stage_transport` belongs to. Usable from any thread."""
 
     def __init__(self, transport: Transport, stage_transport: StageTransport, crew: str, name: str) -> None:
-        """`crew` is its name, `name` this node's."""
+        """`crew`: its name. `name`: the name of this node."""
         self.transport = transport
         self.stage_transport = stage_transport
         self.crew = crew
         self.name = name
 
     def called(self, peer: str) -> str:
-        """A peer's name for people; `peer` is its id or the end of it."""
+        """A peer's name for people. `peer`: its id, or the end of it."""
         if self.transport.peer_id.endswith(peer):
             return "this node"
         names = {other: card.name for other, card in self.transport.members().items()}
@@ -40,17 +36,22 @@ class StatusText:
         return f"peer …{peer[-8:]}" if another or name in ("", "node") else name
 
     def named(self, text: str) -> str:
-        """With peers called by their names, where these are known."""
+        """`text` with names in place of peer ids, where names are known."""
         return _PEER.sub(lambda found: self.called(found[1]), text)
 
     @property
     def holders(self) -> tuple[str, ...]:
-        """Peers, by stage."""
+        """Peer ids by stage; empty before the first plan."""
         plan = self.stage_transport.plan
         return () if plan is None else tuple(seat.peer for seat in plan.assignments)
 
+    @property
+    def losses(self) -> float:
+        """Stages lost so far, as this peer counts them while it leads."""
+        return self.stage_transport.metrics().get("stages/lost", 0.0)
+
     def whole(self) -> str:
-        """That nothing is missing."""
+        """A sentence that the crew is whole, with the holder of each stage."""
         holders = ", ".join(f"{stage} {self.called(peer)}" for stage, peer in enumerate(self.holders))
         spare = "" if self.stage_transport.planned_stages else "; this node waits until one is free"
         if len(set(self.holders)) == 1:
@@ -58,7 +59,7 @@ class StatusText:
         return f"crew {self.crew} is whole: stage {holders}{spare}"
 
     def missing(self) -> str:
-        """What keeps the crew from going on; empty = nothing does."""
+        """A sentence about what keeps the crew from going on; empty = nothing does."""
         missing = self.stage_transport.missing
         if not missing:
             return ""
@@ -69,7 +70,7 @@ class StatusText:
         return f"stage {stages} is missing for {seconds:.0f} s: {being}"
 
     def status(self, held_stages: HeldStages, progress: Progress) -> dict[str, Any]:
-        """As `swarm-node status` shows it."""
+        """The crew's part of the status file, as `swarm-node status` shows it."""
         plan, card, counts = self.stage_transport.plan, self.stage_transport.card, self.stage_transport.metrics()
         members, workers = self.transport.members(), dict(held_stages.workers)
 
@@ -103,31 +104,3 @@ class StatusText:
                 name.removeprefix(RECOVERED): int(n) for name, n in counts.items() if name.startswith(RECOVERED)
             },
         }
-
-
-class Aftermath:
-    """At the lead: what losses did to the reward, told `AFTER` rounds later."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._rewards: list[float] = []
-        self._waiting: list[tuple[int, float, str]] = []
-        """(round to tell it after, reward before, what was lost)."""
-
-    @property
-    def reward(self) -> float:
-        """Mean over the last rounds; 0 before the first."""
-        return fmean(self._rewards[-AFTER:]) if self._rewards else 0.0
-
-    def lost(self, what: str, progress: Progress) -> None:
-        """`progress` is as it was before."""
-        self._waiting.append((progress.round + AFTER, self.reward if self._rewards else progress.reward, what))
-
-    def round_over(self, round: int, reward: float) -> None:
-        self._rewards.append(reward)
-        del self._rewards[:-AFTER]
-        for after, before, what in [one for one in self._waiting if one[0] <= round]:
-            self._say(
-                f"reward {before:.3f} in the {AFTER} rounds before {what}, {self.reward:.3f} in the {AFTER} after"
-            )
-            self._waiting.remove((after, before, what))

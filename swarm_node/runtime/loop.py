@@ -75,7 +75,7 @@ class Run:
         self.console = console
         self.cost = CostMeter(config.price_per_hour, time.monotonic())
         self.progress = console.progress
-        swarm = crew.entered if crew is not None else None
+        swarm = crew.parts.entered if crew is not None else None
         asked = config
         if found is not None:
             swarm = join_swarm(found, config, run, say, stack, stop.allowed)
@@ -105,7 +105,7 @@ class Run:
         )
         self.checkpoints = CheckpointStore(run.checkpoints, config.checkpoints.keep, say)
         stack.callback(self.checkpoints.close)
-        self.own = RunSettings(run, config, asked, say) if crew is None else crew.run_settings
+        self.own = RunSettings(run, config, asked, say) if crew is None else crew.parts.run_settings
         self.state = RunState(self.config, run, self.node, self.checkpoints, crew, self.own, self.cost)
         if crew is None:
             torch.set_num_threads(min(torch.get_num_threads(), self.limits.threads))
@@ -155,13 +155,13 @@ class Run:
             self.tasks,
             say,
             record=record,
-            subscribe=None if self.crew is None else self.crew.ear.subscribe,
+            subscribe=None if self.crew is None else self.crew.subscriptions.subscribe,
         )
         if self.crew is None:
             stack.callback(member.close)
         else:  # the network is the crew's
             stack.callback(member.publisher.flush)
-            member.crew = self.crew.on_card
+            member.crew = self.crew.announcer.card
         stack.enter_context(
             status_written(self.run, member, self.config.network, lambda: self.limits.reason, self.crew)
         )

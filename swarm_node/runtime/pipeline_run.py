@@ -13,6 +13,7 @@ from functools import partial
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested
+from swarm_node.pipeline.assemble import assemble, check_room
 from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.drain import AFTER_COPY_S, LAST_COPY_S, mirror_of, say_reach
@@ -58,7 +59,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 console.leave(STOPPING)
                 stop.safe()
                 return 0
-            crew.check_room(everybody=beside is not None)
+            check_room(crew.config, run, crew.parts.footprint, everybody=beside is not None)
             if beside is not None:
                 crew.join_command.open = False
                 inner.enter_context(beside(partial(_link, crew), say))
@@ -75,10 +76,10 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                             )
                             lead.train()
                         if not lead.finished:
-                            crew.hand_over(stop)
-                        crew.gather(stop)
+                            crew.leaving.drain(stop)
+                        crew.leaving.gather(stop)
                         if lead.finished:
-                            crew.over()
+                            crew.leaving.announce_end(crew.progress)
                         break
                     except Deposed:
                         stop.hold()
@@ -88,7 +89,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 console.leave(STOPPING)
             finally:  # whatever went wrong, what is held here is not lost
                 stop.hold()
-                crew.leave(stop)
+                crew.leaving.close(stop)
             stop.safe()
             if mirror is not None:
                 mirror.finish(LAST_COPY_S, lambda: stop.left_s - AFTER_COPY_S)
@@ -114,8 +115,8 @@ def _enter(
         with stop.allowed():
             mirror.restore(crew=True)
         mirror.start()
-    crew = CrewNode(config, entered, run, say, stack, asked)
-    crew.run_settings.announce("from the next update of a stage here")
+    crew = CrewNode(assemble(config, entered, run, say, stack, asked), stack)
+    crew.parts.run_settings.announce("from the next update of a stage here")
     console.progress.waiting, console.progress.crew = crew.waiting, partial(_others, crew)
     console.health.waiting = lambda: (
         crew.waiting() or ("" if crew.stage_transport.whole else "for the others of the crew")

@@ -176,7 +176,7 @@ class RunState:
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint and this run must have in common: the model and the weights that are trained."""
         if self.crew is not None:
-            return {"base": self.crew.architecture}
+            return {"base": self.crew.parts.architecture}
         trained = {name: [str(t.dtype), *t.shape] for name, t in self.policy.trainable_state().items()}
         return {"base": self.policy.base_digest, "start": self.policy.start_digest, "trained": trained}
 

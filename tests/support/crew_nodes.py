@@ -17,7 +17,8 @@ from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import CheckpointsConfig, GrpoConfig, NodeConfig, PipelineConfig, PolicyConfig
 from swarm_node.errors import StopRequested
 from swarm_node.grpo.trainer import Trainer
-from swarm_node.pipeline import crew as crew_module
+from swarm_node.pipeline import assemble as assembling
+from swarm_node.pipeline.assemble import assemble
 from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.pipeline.transport import StageTransport
 from swarm_node.runtime.shutdown import Stopper
@@ -89,7 +90,8 @@ class Machine:
             transport = world.network.join(name, world.manifest.swarm_id, bootstrap=known)
         self.transport = Locked(transport, world.lock)
         entered = JoinedSwarm(world.manifest, cast(Any, None), self.transport, cast(Any, None))
-        self.node = CrewNode(config, entered, run, lambda text, kind="": self.said.append(text), self.stack)
+        parts = assemble(config, entered, run, lambda text, kind="": self.said.append(text), self.stack)
+        self.node = CrewNode(parts, self.stack)
         self.thread = threading.Thread(target=self._live, name=name, daemon=True)
         self.thread.start()
 
@@ -138,7 +140,7 @@ class Machine:
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive(), f"{self.name} does not end: {self.said}"
         if politely:
-            self.node.leave(cast(Stopper, self.stop))
+            self.node.leaving.close(cast(Stopper, self.stop))
         else:
             self.node.stage_transport.close()
         self.stack.close()
@@ -157,7 +159,7 @@ class CrewWorld:
         self.network = MemoryNetwork(self.clock, seed=0)
         self.machines: dict[str, Machine] = {}
         self.todo = self.done = 0
-        monkeypatch.setattr(crew_module, "StageTransport", partial(StageTransport, now=self.clock.now))
+        monkeypatch.setattr(assembling, "StageTransport", partial(StageTransport, now=self.clock.now))
         self._over = threading.Event()
         self._clock = threading.Thread(target=self._run, name="clock", daemon=True)
         self._clock.start()

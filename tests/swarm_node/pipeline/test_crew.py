@@ -20,10 +20,11 @@ from protocol.errors import RemoteProtocolError
 from protocol.pipeline import GradientNormRequest
 from protocol.transports.memory import MemoryNetwork, VirtualClock
 from swarm_node.config import NodeConfig, PipelineConfig, PolicyConfig
+from swarm_node.pipeline.announcing import LeaderSubscriptions
 from swarm_node.pipeline.compute.partition import UNKNOWN
-from swarm_node.pipeline.crew import GATHER_S, SAVE_S, Ear
 from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.footprint import Footprint
+from swarm_node.pipeline.leaving import GATHER_S, SAVE_S
 from swarm_node.pipeline.messages import Message
 from swarm_node.pipeline.recovery.stage_checkpoints import stage_files
 from swarm_node.pipeline.status_text import StatusText
@@ -149,7 +150,7 @@ def test_a_former_lead_frees_the_first_stage(form: Callable[..., CrewWorld]) -> 
 def test_people_are_told_of_missing_stages_and_links(form: Callable[..., CrewWorld]) -> None:
     world = form("llama", 2, a={"spare_wait_s": 1000.0}, b={"wire": "int8"})
     lead, b = world.machines["a"], world.machines["b"]
-    assert b.node.config.pipeline.wire == "float32" and b.node.own.pipeline.wire == "int8"
+    assert b.node.config.pipeline.wire == "float32" and b.node.parts.own.pipeline.wire == "int8"
     assert any('pipeline.wire = "float32" (here "int8")' in line for line in b.said)
     world.until(lambda: b.transport.addresses[0] in lead.node.join_command.link)
     for _ in range(3):
@@ -199,7 +200,7 @@ def test_nothing_is_lost_when_a_peer_leaves_politely(
     expected = gone.weights()[stage]
     gone.end()
     assert f"{keeper} keeps stage {stage} for whoever holds it next" in gone.said
-    assert stage in world.machines[keeper].node.weight_transfer.replicas or taker == keeper
+    assert stage in world.machines[keeper].node.parts.weight_transfer.replicas or taker == keeper
     world.until(lambda: stage in world.machines[taker].updates)
     assert all(torch.equal(*pair) for pair in zip(world.machines[taker].weights()[stage], expected, strict=True))
     lead = world.lead()
@@ -207,13 +208,13 @@ def test_nothing_is_lost_when_a_peer_leaves_politely(
     assert any(re.search("rebuilt from the replica that .* kept; nothing is lost", line) for line in lead.said)
     for machine in world.machines.values():
         world.until(lambda machine=machine: set(machine.updates.values()) == {4})
-        world.until(lambda machine=machine: machine.node.weight_transfer.replicas == {})
+        world.until(lambda machine=machine: machine.node.parts.weight_transfer.replicas == {})
 
 
 def test_an_update_under_way_is_made_before_leaving(
     form: Callable[..., CrewWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm_node.pipeline.crew.SETTLE_S", 600.0)  # this machine may be busy
+    monkeypatch.setattr("swarm_node.pipeline.leaving.SETTLE_S", 600.0)  # this machine may be busy
     world = form("llama", 2)
     world.train(2)
     b = world.machines["b"]
@@ -247,9 +248,9 @@ def test_who_leaves_when_all_do_waits_for_nobody(form: Callable[..., CrewWorld])
     assert any("nobody keeps stage 0 (leaving" in line for line in a.said), a.said
     # b may have noticed that a has gone, and knows of nobody to ask then
     assert any("nobody keeps stage 1 (" in line or "the lead of crew home is lost" in line for line in b.said), b.said
-    assert not a.node.weight_transfer.replicas and not b.node.weight_transfer.replicas
+    assert not a.node.parts.weight_transfer.replicas and not b.node.parts.weight_transfer.replicas
     for stage, machine in enumerate((a, b)):
-        assert list((machine.node.run.path / "stages" / str(stage)).glob("round-*"))
+        assert list((machine.node.parts.run.path / "stages" / str(stage)).glob("round-*"))
 
 
 def test_a_keeper_without_room_passes_the_copy_on(
@@ -257,9 +258,9 @@ def test_a_keeper_without_room_passes_the_copy_on(
 ) -> None:
     world = form("llama", 3)
     world.train(1)
-    world.machines["c"].node.weight_transfer.room = lambda: 1
+    world.machines["c"].node.parts.weight_transfer.room = lambda: 1
     world.machines.pop("b").end()
-    assert world.machines["a"].node.weight_transfer.replicas.keys() | world.machines["a"].updates.keys() == {0, 1}
+    assert world.machines["a"].node.parts.weight_transfer.replicas.keys() | world.machines["a"].updates.keys() == {0, 1}
     world.train(1)
     assert any("nothing is lost" in line for line in world.machines["a"].said)
 
@@ -269,14 +270,14 @@ def test_only_the_askers_stage_is_kept(form: Callable[..., CrewWorld]) -> None:
     world.train(1)
     c = world.machines["c"].node
     with pytest.raises(RemoteProtocolError, match="stranger"):
-        c.shelf("a", 1)
+        c.parts.access.shelf("a", 1)
     with pytest.raises(RemoteProtocolError, match="stranger"):
-        c.shelf("x", 1)
-    assert c.shelf("b", 1).keys() == world.machines["b"].node.held_stages.workers[1].stage.named().keys()
+        c.parts.access.shelf("x", 1)
+    assert c.parts.access.shelf("b", 1).keys() == world.machines["b"].node.held_stages.workers[1].stage.named().keys()
     world.machines["a"].node.stage_transport.tell(Progress(1, 0.5, over=True))
     world.until(lambda: c.stage_transport.progress is not None and c.stage_transport.progress.over)
     with pytest.raises(RemoteProtocolError, match="leaving"):
-        c.shelf("b", 1)
+        c.parts.access.shelf("b", 1)
     b = world.machines.pop("b")
     b.end()
     assert not any("keeps stage" in line for line in b.said)
@@ -338,25 +339,25 @@ def test_a_node_that_leads_twice_hears_everything_once() -> None:
     network = MemoryNetwork(clock, seed=0)
     mine = network.join("a", SWARM)
     other = network.join("b", SWARM, bootstrap=mine.addresses)
-    ear = Ear(mine)
+    subscriptions = LeaderSubscriptions(mine)
     first: list[bytes] = []
     second: list[bytes] = []
-    ear.subscribe("topic", first.append)
+    subscriptions.subscribe("topic", first.append)
     clock.run_until(5.0)
     for data in (b"1", b"2"):
         assert other.publish("topic", data)
         clock.run_until(clock.now() + 5.0)
         if data == b"1":
-            ear.end()  # another leads meanwhile
+            subscriptions.end()  # another leads meanwhile
             other.publish("topic", b"not heard")
             clock.run_until(clock.now() + 5.0)
-            ear.subscribe("topic", second.append)
+            subscriptions.subscribe("topic", second.append)
     assert (first, second) == ([b"1"], [b"2"])
 
 
 def written(machine: Machine) -> set[tuple[int, int]]:
     """Stage and updates of its checkpoints."""
-    return {(file.stage, file.updates) for file in stage_files(machine.node.run.path / "stages")}
+    return {(file.stage, file.updates) for file in stage_files(machine.node.parts.run.path / "stages")}
 
 
 def test_a_machine_advised_to_go_saves_its_stage(form: Callable[..., CrewWorld]) -> None:
@@ -429,7 +430,7 @@ def test_a_crew_resumes_the_newest_common_mirrored_update(form: Callable[..., Cr
             copies.finish(30)
     for machine in [world.kill(name) for name in "ab"]:
         machine.end(politely=False)
-        shutil.rmtree(machine.node.run.path)
+        shutil.rmtree(machine.node.parts.run.path)
     for stage, name in enumerate("ab"):
         mirror(name).restore(crew=True)
         world.start(name, stage=stage)

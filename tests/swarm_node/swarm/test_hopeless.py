@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.pipeline.crew import CrewNode
+from swarm_node.pipeline.assemble import check_room
 from swarm_node.pipeline.footprint import Footprint
 from swarm_node.policy.loading import prepare
 from swarm_node.runtime.start import run_local
@@ -63,17 +63,16 @@ def test_a_disk_too_small_for_checkpoints_is_refused(tmp_path: Path, monkeypatch
 
 def test_a_stage_needs_room_for_two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = config(tmp_path, pipeline={"stages": 2, "stage": 1, "crew": "c"})
-    node = CrewNode.__new__(CrewNode)  # nothing of the network: only what is asked about the disk
-    node.config, node.run, node.footprint = crew, RunDir(crew.directory), Footprint(crew, prepare(crew.policy))
-    each = node.footprint.checkpoints(((0, 1), (1, 2)))
+    run, footprint = RunDir(crew.directory), Footprint(crew, prepare(crew.policy))
+    each = footprint.checkpoints(((0, 1), (1, 2)))
     assert sum(each) >= STARTER_BYTES
     leave(monkeypatch, 2 * each[1])
-    node.check_room()
+    check_room(crew, run, footprint)
     with pytest.raises(UserError, match="no room"):
-        node.check_room(everybody=True)
+        check_room(crew, run, footprint, everybody=True)
     leave(monkeypatch, 2 * each[1] - 1)
     with pytest.raises(UserError, match=r"no room at .*run/stages for two checkpoints"):
-        node.check_room()
+        check_room(crew, run, footprint)
 
 
 def test_room_is_checked_at_the_future_directory(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""What the leader says about losses: which peer holds a stage now, and what the loss did to the reward.
+
+(a stage is lost, or passes to another peer) -> mended -> `ROUNDS_AFTER` rounds -> the two mean rewards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean
+
+from protocol.crew import Progress
+from swarm_node.pipeline.messages import StageLost
+from swarm_node.pipeline.status_text import StatusText
+
+ROUNDS_AFTER = 10
+"""Rounds on either side of a loss whose mean rewards are compared."""
+
+
+class Aftermath:
+    """Losses of the crew that this node leads."""
+
+    def __init__(self, status_text: StatusText, say: Callable[[str], None]) -> None:
+        self._status_text = status_text
+        self._say = say
+        self._rewards: list[float] = []
+        self._waiting: list[tuple[int, float, str]] = []
+        """(round after which it is said, reward before, what was lost)."""
+        self._losses = 0.0
+        """Stages lost until the crew was last whole."""
+        self._holders: tuple[str, ...] = ()
+        """Holders of the stages then."""
+
+    @property
+    def reward(self) -> float:
+        """Mean over the last rounds; 0 before the first."""
+        return fmean(self._rewards[-ROUNDS_AFTER:]) if self._rewards else 0.0
+
+    def note_holders(self) -> None:
+        """This node begins to lead."""
+        self._holders = self._status_text.holders
+
+    def begin(self, progress: Progress) -> None:
+        """This node leads a whole crew. `progress`: as the leader before left it."""
+        if self._any_lost():
+            self._lost(f"the leader of crew {self._status_text.crew} was lost", progress)
+
+    def mended(self, lost: StageLost, seconds: float, progress: Progress) -> None:
+        """The crew is whole again: say what was lost, and which peer has it now."""
+        text, before = self._status_text, self._holders
+        holders = self._holders = text.holders
+        passed = [stage for stage, peer in enumerate(holders) if peer != before[stage]]
+        if self._any_lost():
+            back = passed or sorted(lost.stages)
+            stages = ", ".join(map(str, back))
+            by = ", ".join(dict.fromkeys(text.called(holders[stage]) for stage in back))
+            self._say(f"stage {stages} is back after {seconds:.1f} s, held by {by}")
+            self._lost(f"stage {stages} was lost", progress)
+        elif passed:
+            self._say("; ".join(f"stage {stage} passed to {text.called(holders[stage])}" for stage in passed))
+        else:
+            self._say(text.named(f"crew {text.crew} does a step again: {lost.why}"))
+
+    def round_over(self, round: int, reward: float) -> None:
+        """A round has ended: compare the rewards around losses that are long enough ago."""
+        self._rewards.append(reward)
+        del self._rewards[:-ROUNDS_AFTER]
+        for after, before, what in [one for one in self._waiting if one[0] <= round]:
+            self._say(
+                f"reward {before:.3f} in the {ROUNDS_AFTER} rounds before {what}, {self.reward:.3f} in the "
+                f"{ROUNDS_AFTER} after"
+            )
+            self._waiting.remove((after, before, what))
+
+    def _any_lost(self) -> bool:
+        """Whether any stage was lost since this was last asked."""
+        before, self._losses = self._losses, self._status_text.losses
+        return self._losses > before
+
+    def _lost(self, what: str, progress: Progress) -> None:
+        before = self.reward if self._rewards else progress.reward
+        self._waiting.append((progress.round + ROUNDS_AFTER, before, what))

@@ -1,0 +1,288 @@
+"""Everything that a node needs in its crew, made in order: the policy, its files, the crew, stages, averaging.
+
+    configuration + swarm -> `assemble` -> CrewParts -> `crew.CrewNode`, which lets them work together
+
+Mistakes of the user are found first: a crew without a name, files of another model, a stage that does not exist.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from protocol.crew import Holding, Settings, Source, crew_id, crew_key
+from protocol.errors import RemoteProtocolError
+from protocol.lineage import NO_RUN
+from protocol.transports.base import Transport
+from swarm_node.config import NodeConfig
+from swarm_node.errors import UserError
+from swarm_node.observability.cgroups import free_main_memory
+from swarm_node.pipeline.compute.fingerprint import architecture
+from swarm_node.pipeline.compute.partition import UNKNOWN
+from swarm_node.pipeline.compute.stage_model import weights_digest
+from swarm_node.pipeline.footprint import Footprint, free_memory
+from swarm_node.pipeline.join_command import JoinCommand
+from swarm_node.pipeline.membership.actions import PeerSpec, Spans
+from swarm_node.pipeline.recovery.held_stages import HeldStages
+from swarm_node.pipeline.recovery.replicas import EVERY, replica_every
+from swarm_node.pipeline.recovery.sources import elsewhere, sources, tell
+from swarm_node.pipeline.recovery.stage_checkpoints import newest, stage_files
+from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
+from swarm_node.pipeline.settings import limits, settings_of, with_settings
+from swarm_node.pipeline.stage_cohort import MOST_S, StageCohort
+from swarm_node.pipeline.status_text import StatusText
+from swarm_node.pipeline.transport import StageTransport
+from swarm_node.policy.adapters import ARCHITECTURE
+from swarm_node.policy.loading import Plan as Loading
+from swarm_node.policy.loading import prepare
+from swarm_node.storage.checkpoints import check_room as check_disk
+from swarm_node.storage.run_settings import RunSettings
+from swarm_node.storage.rundir import RunDir
+from swarm_node.swarm.join import JoinedSwarm
+
+FIRST_LEADER_WAIT_S = 15.0
+"""A node with checkpoints of later stages only waits so much longer before it begins the crew: a node with the first
+stage should."""
+FRESH = 100
+"""A copy of a stage that is at most so many updates old is better than what CheckFree makes of its neighbours."""
+
+
+@dataclass
+class CrewParts:
+    """The parts of a node in a crew."""
+
+    own: NodeConfig
+    """The configuration as the user of this node wants it."""
+    entered: JoinedSwarm
+    run: RunDir
+    say: Callable[..., None]
+    run_settings: RunSettings
+    loading: Loading
+    """What the policy is and how it is loaded."""
+    footprint: Footprint
+    architecture: str
+    stage_transport: StageTransport
+    weight_transfer: WeightTransfer
+    held_stages: HeldStages
+    cohort: StageCohort
+    status_text: StatusText
+    join_command: JoinCommand
+    access: StageAccess
+    round: int
+    """Round of the newest checkpoint here; 0 = there is none."""
+
+    @property
+    def transport(self) -> Transport:
+        """The swarm's transport."""
+        return self.entered.transport
+
+    @property
+    def over(self) -> bool:
+        """All rounds of the run are done."""
+        return self.stage_transport.progress is not None and self.stage_transport.progress.over
+
+    def count_refusal(self, error: RemoteProtocolError) -> None:
+        """A peer sent an invalid message."""
+        self.stage_transport.counts[f"refused/{error.reason}"] += 1
+
+
+class StageAccess:
+    """Which weights other peers may fetch here, and which stages they may leave here."""
+
+    def __init__(self, transport: Transport, architecture: str, averages: bool) -> None:
+        """`averages`: the weights are averaged with other crews'."""
+        self.stage_transport: StageTransport
+        self.held_stages: HeldStages
+        self.leaving: Callable[[], bool] = lambda: False
+        """Whether this node leaves the crew, or the run is over."""
+        self._transport = transport
+        self._architecture = architecture
+        self._averages = averages
+
+    def in_crew(self, peer: str) -> bool:
+        """Whether a peer is in this crew, by its plan."""
+        plan = self.stage_transport.plan
+        return plan is not None and bool(plan.held_by(peer) or peer in plan.spares)
+
+    def may_have(self, peer: str, stage: int) -> bool:
+        """Whether a peer may fetch weights of a stage.
+
+        Peers of this crew may. If weights are averaged, so may any peer that holds the same policy."""
+        if self.in_crew(peer):
+            return True
+        card = self._transport.members().get(peer)
+        return bool(self._averages and card and card.crew and card.crew.architecture == self._architecture)
+
+    def shelf(self, peer: str, stage: int) -> Mapping[str, Tensor]:
+        """Names and shapes of a stage that a leaving peer wants kept here. RemoteProtocolError if it is refused."""
+        plan = self.stage_transport.plan
+        if plan is None or stage not in plan.held_by(peer):
+            raise RemoteProtocolError("stranger", f"stage {stage} is another's")
+        if self.leaving():
+            raise RemoteProtocolError("leaving", "this node leaves as well")
+        if stage in self.held_stages.workers:
+            raise RemoteProtocolError("stage", f"stage {stage} is here")
+        self.held_stages.replicas.asked[stage] = plan.mark
+        return self.held_stages.shapes_of(stage, plan.spans)
+
+
+def assemble(
+    config: NodeConfig,
+    entered: JoinedSwarm,
+    run: RunDir,
+    say: Callable[..., None],
+    stack: ExitStack,
+    asked: NodeConfig | None = None,
+) -> CrewParts:
+    """Make the parts of a node in a crew, and leave the crew with `stack`.
+
+    `asked`: what the user asked for, in the fields that are set; by default `config`. UserError for a policy that
+    cannot be divided so, a stage that does not exist, or files of another model."""
+    if not config.pipeline.crew:
+        raise UserError("give the crew a name that its other machines are given too, and nobody else: --crew NAME")
+    if config.seed is None:
+        config = config.model_copy(update={"seed": entered.seed})
+    run_settings = RunSettings(run, config, asked or config, say)
+    run_settings.begin(trained=run.exists)  # as soon as there is a stage, its directory is that of a run
+    loading = prepare(config.policy, alone=False)
+    pipeline, transport, name = config.pipeline, entered.transport, config.name or "node"
+    footprint = Footprint(config, loading)
+    spec = peer_spec(config, entered, run, loading, footprint)
+    model = loading.config
+    stage_transport = StageTransport(
+        transport,
+        spec,
+        partial(limits, width=model.hidden_size, vocabulary=model.vocab_size),
+        lambda text: say(status_text.named(text)),
+    )
+    status_text = StatusText(transport, stage_transport, pipeline.crew, name)
+    stack.callback(stage_transport.close)
+    access = StageAccess(transport, spec.architecture, config.averaging.method != "none")
+    weight_transfer = WeightTransfer(
+        transport,
+        spec.swarm,
+        spec.architecture,
+        access.may_have,
+        access.in_crew,
+        shelf=access.shelf,
+        shelved=lambda: stage_transport.report(held_stages.holding()),
+        room=free_main_memory,
+    )
+    held_stages = HeldStages(
+        config, loading, weight_transfer, run.path / "stages", spec.me, stage_transport.stands, say
+    )
+    access.stage_transport, access.held_stages = stage_transport, held_stages
+    held_stages.go_to(spec.run)
+    recalled = held_stages.recall(spec.spans)
+    stage_transport.report(held_stages.holding())
+    cohort = StageCohort(
+        config.averaging,
+        spec.swarm,
+        entered.manifest.averaging_period_s,
+        held_stages,
+        transport,
+        say,
+        most_s=min(MOST_S, pipeline.stall_s / 4),
+    )
+    bootstrap = [*config.network.bootstrap, *entered.manifest.bootstrap]
+    return CrewParts(
+        own=config,
+        entered=entered,
+        run=run,
+        say=say,
+        run_settings=run_settings,
+        loading=loading,
+        footprint=footprint,
+        architecture=spec.architecture,
+        stage_transport=stage_transport,
+        weight_transfer=weight_transfer,
+        held_stages=held_stages,
+        cohort=cohort,
+        status_text=status_text,
+        join_command=JoinCommand(spec.me, spec.swarm, config, bootstrap, entered.model),
+        access=access,
+        round=recalled,
+    )
+
+
+def peer_spec(
+    config: NodeConfig, entered: JoinedSwarm, run: RunDir, loading: Loading, footprint: Footprint
+) -> PeerSpec:
+    """This peer's place in its crew. UserError if its run directory has stages of another model."""
+    pipeline, transport = config.pipeline, entered.transport
+    swarm, policy = entered.manifest.swarm_id, architecture_of(config, loading)
+    files = stage_files(run.path / "stages")
+    ours = [file for file in files if file.architecture == policy]
+    usable = [file for file in ours if file.run and len(file.spans) == pipeline.stages]
+    if files and not ours:
+        raise UserError(
+            f"{run.path / 'stages'} has stages of another model, or trained otherwise: choose another --run-dir"
+        )
+    last = newest(usable)
+    kept = {file.stage for file in usable if last is not None and file.counts(last.run)}
+    wait_s = FIRST_LEADER_WAIT_S if kept and 0 not in kept else 0.0
+    key = crew_key(swarm, pipeline.crew)
+
+    def stage_sources(
+        stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, settings: Settings
+    ) -> Sequence[Source]:
+        def others(stage: int) -> dict[str, int]:
+            """Peers of other crews that average the same stage, if this crew does -> their updates.
+
+            Those with about as many updates as this crew come first: others may have made theirs up."""
+            if config.averaging.method == "none":
+                return {}
+            members = {peer: card for peer, card in transport.members().items() if card.cohort}
+            found = elsewhere(members, crew_id(key), policy, pipeline.stages, spans[stage], stage)
+            return dict(sorted(found.items(), key=lambda one: (abs(one[1] - updates), one[0])))
+
+        usual = 2 * max(EVERY, replica_every(with_settings(config, settings)[0], loading.lora))
+        return sources(stage, spans, holdings, updates, others=others, plus=settings.swap, usual=usual, fresh=FRESH)
+
+    return PeerSpec(
+        me=transport.peer_id,
+        name=config.name or "node",
+        swarm=swarm,
+        crew=pipeline.crew,
+        key=key,
+        architecture=policy,
+        settings=settings_of(config),
+        spans=last.spans if last is not None else footprint.divide([UNKNOWN] * pipeline.stages),
+        run=last.run if last is not None else NO_RUN,
+        round=last.round if last is not None else 0,
+        sources=stage_sources,
+        tell=partial(tell, adapters=loading.lora),
+        costs=footprint.costs,
+        divide=footprint.divide,
+        wanted=None if pipeline.stage == "auto" else pipeline.stage,
+        capacity=round(pipeline.capacity_gb * 2**30) or free_memory(),
+        started=time.time() + wait_s,  # of two leaders that begin at once, it gives way
+        spare_wait_s=pipeline.spare_wait_s,
+        stall_s=pipeline.stall_s,
+        absent_s=wait_s,
+    )
+
+
+def architecture_of(config: NodeConfig, loading: Loading) -> str:
+    """16 hexadecimal digits, equal for nodes that hold stages of one policy."""
+    text = loading.config.get_text_config()
+    model = [getattr(text, key, None) for key in (*ARCHITECTURE, "tie_word_embeddings")]
+    policy = config.policy
+    trained = [policy.lora_rank, policy.lora_alpha, policy.lora_targets] if loading.lora else []
+    return architecture(model, weights_digest(loading), trained, str(loading.dtype))
+
+
+def check_room(config: NodeConfig, run: RunDir, footprint: Footprint, everybody: bool = False) -> None:
+    """UserError if the disk has no room for two checkpoints of the stage that this node is to hold.
+
+    The smallest stage counts if it may hold any. `everybody`: all stages, whose processes are on this machine."""
+    pipeline = config.pipeline
+    each = footprint.checkpoints(footprint.divide([UNKNOWN] * pipeline.stages))
+    own = min(each) if pipeline.stage == "auto" else each[pipeline.stage]
+    files = run.path / "stages"
+    check_disk(files, sum(each) if everybody else own, len(stage_files(files)))

@@ -1,0 +1,128 @@
+"""How a node leaves its crew so that nothing is lost: others keep its stages, and files have them.
+
+drain    others keep the stages that this node holds, as they are after the last update
+gather   the leader fetches the weights of the other stages, so that its directory has the whole policy
+close    everything is on disk, and the crew is left
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Callable
+
+from protocol.crew import Progress
+from swarm_node.errors import StopRequested
+from swarm_node.pipeline.assemble import CrewParts
+from swarm_node.pipeline.compute.worker import attend
+from swarm_node.types import Stop
+
+LAST_WORD_S = 5.0
+"""The leader waits so long until the others have heard that the run is over, and have left."""
+LAST_WORD_LOOK_S = 0.05
+"""Time between two looks whether they have."""
+GATHER_S = 20.0
+"""A leaving node waits so long until others have its stages, and a leader so long for the weights of theirs. With a
+notice the former takes as long as is left, ..."""
+SAVE_S = 4.0
+"""... except for this time, in which this node and those that it has started save what they hold."""
+SETTLE_S = 1.0
+"""A leaving node waits so long for an update that the others may be making already."""
+
+
+class Leaving:
+    """The end of this node's part in its crew."""
+
+    def __init__(self, parts: CrewParts, leads: Callable[[], bool], after_update: Callable[[], None]) -> None:
+        """`leads`: whether this node leads, or is about to. `after_update` is called when stages may have changed."""
+        self.begun = False
+        """This node leaves: it takes no stage of another peer any more."""
+        self._parts = parts
+        self._leads = leads
+        self._after_update = after_update
+
+    def drain(self, stop: Stop) -> None:
+        """Have other peers keep the stages of this node, if the crew may go on."""
+        parts, held_stages = self._parts, self._parts.held_stages
+        if self.begun:
+            return
+        self.begun = True
+        if not self._leads():
+            self._settle()
+        for stage in held_stages.workers:
+            held_stages.save(stage)
+        plan = parts.stage_transport.plan
+        if plan is None or parts.over or not parts.join_command.open:
+            return
+        until = time.monotonic() + GATHER_S
+
+        def left_s() -> float:
+            told = stop.left_s
+            return until - time.monotonic() if math.isinf(told) else told - SAVE_S
+
+        for stage, (peer, why) in sorted(held_stages.hand_over(plan, left_s).items()):
+            if peer:
+                parts.say(f"{parts.status_text.called(peer)} keeps stage {stage} for whoever holds it next")
+            else:
+                parts.say(parts.status_text.named(f"nobody keeps stage {stage} ({why}): it is in {parts.run.path}"))
+
+    def _settle(self) -> None:
+        """Make the update that the others may be making already."""
+        parts, workers = self._parts, self._parts.held_stages.workers
+        until = time.monotonic() + SETTLE_S
+        while any(worker.midway for worker in workers.values()):
+            message = parts.stage_transport.receive(until - time.monotonic())
+            if message is None:
+                return
+            attend(message, workers, parts.stage_transport.send, parts.count_refusal)
+            self._after_update()
+
+    def gather(self, stop: Stop) -> None:
+        """At the leader: write the weights of the other stages beside its own, as far as their holders answer.
+
+        After a signal there is little time for it; a signal that comes meanwhile ends it."""
+        parts, held_stages = self._parts, self._parts.held_stages
+        plan = parts.stage_transport.plan
+        if plan is None or not held_stages.updates:
+            return
+        for stage in held_stages.workers:
+            held_stages.save(stage)
+        if len(held_stages.workers) == len(plan.assignments):
+            return
+        parts.say("fetching the weights of the other stages, so that the policy can be exported here")
+        try:
+            if not stop.requested:
+                stop.allow()
+            missing = held_stages.gather(plan, max(0.0, min(GATHER_S, stop.left_s - SAVE_S)))
+            stop.hold()
+        except StopRequested:
+            parts.say("stopping without the weights of all stages: the run directories of their holders have them")
+            return
+        for stage, why in sorted(missing.items()):
+            parts.say(f"the weights of stage {stage} are not here ({why}): the run directory of its holder has them")
+        if not missing:
+            run = shlex.quote(str(parts.run.path))
+            parts.say(f"the weights of all stages are here: `swarm-node export {run} DIR` makes a model of them")
+
+    def announce_end(self, progress: Progress) -> None:
+        """At the leader: all rounds are done, so the others need not wait for another leader."""
+        transport = self._parts.stage_transport
+        transport.tell(Progress(progress.round, progress.reward, over=True))
+        until = time.monotonic() + LAST_WORD_S
+        while transport.connected and time.monotonic() < until:
+            time.sleep(LAST_WORD_LOOK_S)
+
+    def close(self, stop: Stop) -> None:
+        """Drain, write everything that is held here to disk, and leave the crew."""
+        parts = self._parts
+        try:
+            self.drain(stop)
+        finally:
+            plan = parts.stage_transport.plan
+            if plan is not None and not parts.stage_transport.whole:
+                for stage, updates in parts.held_stages.save_copies(plan).items():
+                    what = f"the copy of stage {stage} that was kept here, after update {updates}"
+                    parts.say(f"{what}, is in {parts.run.path} now")
+            parts.held_stages.save_all()
+            parts.stage_transport.close()
