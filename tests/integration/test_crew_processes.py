@@ -105,9 +105,9 @@ def test_either_terminal_may_be_killed(start: Start, tmp_path: Path) -> None:
     rounds = a.rounds
     b.until(lambda: b.rounds > rounds)
     assert b.metrics[0]["round"] in range(rounds, rounds + 3)
-    assert times(b, r"the lead of crew home is lost \((a|peer …\w+): ") == 1
+    assert times(b, r"the leader of crew home is lost \((a|peer …\w+): ") == 1
     b.until_says(r"stage 0 rebuilt from the replica that this node kept; (nothing is lost|lost: its last update)")
-    b.until_says(r"reward \d\.\d+ in the 10 rounds before the lead of crew home was lost, \d\.\d+ in the 10 after")
+    b.until_says(r"reward \d\.\d+ in the 10 rounds before the leader of crew home was lost, \d\.\d+ in the 10 after")
     c = crew.join("c", link_of(b))
     b.until_says(r"stage 1 passed to (c|peer …)")
     b.until_rounds(5)
@@ -135,7 +135,7 @@ def test_a_lead_that_waits_can_be_stopped(start: Start, tmp_path: Path) -> None:
     b = crew.join("b", link, "--set", "pipeline.wire=int8", "--set", "grpo.weight_decay=0.5")
     a.until_rounds(5)
     changed = r'pipeline.wire = "bfloat16" \(here "int8"\), grpo.weight_decay = 0.0'
-    b.until_says(rf"crew home goes by its lead's options: {changed}")
+    b.until_says(rf"crew home goes by its leader's options: {changed}")
     assert load_config(tmp_path / "b" / "config.toml").pipeline.wire == "int8"  # as its user wants it
     b.stop(signal.SIGKILL)
     a.until_says(r"stage 1 of crew home is lost")

@@ -247,7 +247,7 @@ def test_who_leaves_when_all_do_waits_for_nobody(form: Callable[..., CrewWorld])
     b.end()
     assert any("nobody keeps stage 0 (leaving" in line for line in a.said), a.said
     # b may have noticed that a has gone, and knows of nobody to ask then
-    assert any("nobody keeps stage 1 (" in line or "the lead of crew home is lost" in line for line in b.said), b.said
+    assert any("nobody keeps stage 1 (" in line or "the leader of crew home is lost" in line for line in b.said), b.said
     assert not a.node.parts.weight_transfer.replicas and not b.node.parts.weight_transfer.replicas
     for stage, machine in enumerate((a, b)):
         assert list((machine.node.parts.run.path / "stages" / str(stage)).glob("round-*"))

@@ -66,7 +66,7 @@ def test_a_kill_is_followed_until_the_next_round() -> None:
 
 
 def test_the_lead_may_be_lost() -> None:
-    lost = event(102.0, "the lead of crew home is lost (t1: gone)")
+    lost = event(102.0, "the leader of crew home is lost (t1: gone)")
     assert outcome(KILL, [lost], [])["detected"] == 2.0
 
 
