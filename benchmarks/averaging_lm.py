@@ -38,7 +38,7 @@ from torch.nn.functional import cross_entropy
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Outgoing
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
-from protocol.transports.memory.links import TURN_S
+from protocol.transports.memory.links import UPLINK_TURN_S
 from swarm_node.averaging import Averager, Place, make_averager
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.averaging.pair_exchange import PairExchange
@@ -277,7 +277,7 @@ class Replica:
     averager: Averager | None = None
     honest: bool = True
     sent: list[int] = field(default_factory=list)
-    """Bytes by the end of every TURN_S."""
+    """Bytes by the end of every UPLINK_TURN_S."""
 
     @property
     def steps(self) -> int:
@@ -359,7 +359,7 @@ class Run:
 
     def _count(self, replica: Replica) -> None:
         replica.sent.append(replica.transport.bytes_out)
-        self.clock.call_at(self.clock.now() + TURN_S, self._count, replica)
+        self.clock.call_at(self.clock.now() + UPLINK_TURN_S, self._count, replica)
 
     def figures(self, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
         """Train to the end. `curve`: [step, loss of own models on the first 64 windows, bytes sent by a replica]."""
@@ -376,7 +376,7 @@ class Run:
                 looked_s += time.process_time() - looking
                 say(f"{honest[0].steps}: {loss:.3f}")
         self.cpu_s = time.process_time() - began - looked_s
-        self.clock.run_until(self.clock.now() + TURN_S)
+        self.clock.run_until(self.clock.now() + UPLINK_TURN_S)
         weights = torch.stack([r.flat for r in honest])
         mean = weights.mean(0)
         start = flat(self.start)
@@ -406,7 +406,7 @@ class Run:
         }
 
 
-def peak(sent: Sequence[int], window: int = round(1 / TURN_S)) -> int:
-    """Most bytes in any second; `sent` by the end of every TURN_S."""
+def peak(sent: Sequence[int], window: int = round(1 / UPLINK_TURN_S)) -> int:
+    """Most bytes in any second; `sent` by the end of every UPLINK_TURN_S."""
     sent = [0] * window + list(sent)
     return max(later - earlier for earlier, later in zip(sent, sent[window:], strict=False))

@@ -28,7 +28,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.limits import MAX_NAME_CHARS, MAX_STAGES
 from protocol.lineage import NO_RUN, Lineage, check_lineage
 from protocol.messages import Count, Hash16, Hash64, LayerNumber, StageNumber, Time
-from protocol.pipeline import Codec
+from protocol.pipeline import ActivationCodec
 from protocol.tensors import PeerId
 
 CREW_METHOD = "crew"
@@ -160,7 +160,7 @@ class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
 class Settings(msgspec.Struct, frozen=True, array_like=True):
     """Settings of a crew. All its peers use the settings of its first leader, whatever their own are."""
 
-    wire: Codec
+    wire: ActivationCodec
     """Coding of activations and gradients."""
     swap: bool
     """Odd microbatches take another order of stages (CheckFree+)."""

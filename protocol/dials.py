@@ -16,6 +16,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TypeVar
 
+from protocol.budgets import MINUTE_S
 from protocol.hosts import host_address, neighbourhood
 
 UNPROVEN_WAIT_S = 600.0
@@ -27,7 +28,6 @@ new gossip id, and is no bystander."""
 HOST_TRIES = 16
 """Endpoints of one host that are tried in `UNPROVEN_WAIT_S` without a proof: as many peers behind one router as join at
 the same moment."""
-MINUTE_S = 60.0
 MINUTE_TRIES = 128
 """Endpoints of all hosts that are tried in a minute without a proof: a newcomer dials 64 peers, at two addresses each
 of which one answers."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ipaddress
 from functools import lru_cache
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 """A translator's prefix (RFC 6052): the last 32 bits are the IPv4 address that is reached. In a network that has IPv6
@@ -36,7 +36,7 @@ def embedded_ipv4(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
     return translated_ipv4(ip) or ip.sixtofour
 
 
-def host_address(text: str) -> Address | None:
+def host_address(text: str) -> IpAddress | None:
     """The IP address in `text`, without a zone, and as IPv4 where IPv6 carries it; None if `text` is no IP address."""
     try:
         ip = ipaddress.ip_address(text.partition("%")[0])

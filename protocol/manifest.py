@@ -19,14 +19,7 @@ from msgspec import Meta
 from msgspec.structs import FieldInfo
 
 from protocol.errors import RemoteProtocolError
-from protocol.limits import (
-    CHARS_PER_TOKEN,
-    MAX_ADDRESSES,
-    MAX_MANIFEST_BYTES,
-    MAX_SHARDS,
-    MAX_TEXT_CHARS,
-    MAX_TOKENS,
-)
+from protocol.limits import CHARS_PER_TOKEN, MAX_ADDRESSES, MAX_MANIFEST_BYTES, MAX_SHARDS, MAX_TEXT_CHARS, MAX_TOKENS
 from protocol.messages import Address, Hash64
 from protocol.model_listing import MAX_MODEL_BYTES
 

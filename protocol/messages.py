@@ -41,9 +41,6 @@ Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS, pattern=r"^/[!-~]+\Z")]
 """A multiaddress that ends in /p2p/<peer id>."""
 
-
-CrewName = Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=r"^[A-Za-z0-9._-]+\Z")]
-"""Name of a crew: the peers that hold one policy together."""
 StageNumber = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 LayerNumber = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 

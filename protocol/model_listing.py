@@ -46,7 +46,7 @@ OTHER_NAMES = frozenset(
 )
 """Files besides weights that loading reads: data alone, neither code nor pickles."""
 WHOLE_WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
@@ -87,7 +87,7 @@ def names_of(found: Iterable[str]) -> list[str]:
     """The names among `found`, sorted, that loading reads. Shards are left out if there is a file of all weights."""
     names = {name for name in found if name in OTHER_NAMES or is_weights(name)}
     if WHOLE_WEIGHTS in names:
-        names = {name for name in names if name != INDEX and not SHARD.fullmatch(name)}
+        names = {name for name in names if name != WEIGHTS_INDEX and not SHARD.fullmatch(name)}
     return sorted(names)
 
 

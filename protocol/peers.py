@@ -35,7 +35,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESS_CHARS, MAX_ADDRESSES, MAX_CLOCK_SKEW_S
 from protocol.messages import Address, PeerCard, Time
 
-FIRST_WAIT_S = 1.0
+FIRST_DIAL_WAIT_S = 1.0
 BOOTSTRAP_WAIT_S = 15.0
 """Longest wait between tries of a bootstrap peer: with the time of a lookup and a dial, one that returns is found
 within 30 s."""
@@ -43,9 +43,9 @@ OTHER_WAIT_S = 300.0
 """Longest wait between tries of any other peer."""
 WANTED = 8
 """Connections below which members are dialled although somebody already leads to them."""
-MAX_DIALS = 4
+MAX_DHT_DIALS = 4
 """Peers handed out at a time, bootstrap peers not counted."""
-MAX_KNOWN = 256
+MAX_KNOWN_PEERS = 256
 """Peers whose addresses are kept from round to round: all bootstrap peers, then peers that were connected once, up to
 half, then peers with a card; in each group, the latest heard of. A flood of cards does not push out peers that
 worked."""
@@ -63,7 +63,7 @@ GOSSIP_DIAL_S = 15.0
 GHOST_S = 8.0
 """A gossip connection that no card claims for this long is of a process that is gone, or of nobody known."""
 MAX_CACHE_BYTES = 1024 * 1024
-"""A cache file: `MAX_KNOWN` peers with all their addresses take half of it."""
+"""A cache file: `MAX_KNOWN_PEERS` peers with all their addresses take half of it."""
 
 
 class CachedPeer(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class CachedPeer(msgspec.Struct, frozen=True):
     """Unix time of the last sign of the peer."""
 
 
-_cache_decoder = msgspec.json.Decoder(Annotated[list[CachedPeer], Meta(max_length=MAX_KNOWN)])
+_cache_decoder = msgspec.json.Decoder(Annotated[list[CachedPeer], Meta(max_length=MAX_KNOWN_PEERS)])
 
 
 @dataclass
@@ -90,7 +90,7 @@ class _Tries:
 
     def note(self, now: float, longest: float, rng: random.Random) -> None:
         self.last_at = now
-        self.wait = min(longest, FIRST_WAIT_S * 2.0 ** min(self.count, 16)) * rng.uniform(0.5, 1.0)
+        self.wait = min(longest, FIRST_DIAL_WAIT_S * 2.0 ** min(self.count, 16)) * rng.uniform(0.5, 1.0)
         self.count += 1
 
 
@@ -232,7 +232,7 @@ class PeerTable:
         return [] if card is None else _addresses(peer, card[0])
 
     def to_dial(self, now: float) -> dict[str, list[str]]:
-        """Peer id -> addresses to dial now: bootstrap peers that are due, and at most `MAX_DIALS` others."""
+        """Peer id -> addresses to dial now: bootstrap peers that are due, and at most `MAX_DHT_DIALS` others."""
         self._forget_oldest()
         members = self.members(now)
         few = len(self._connected) < WANTED
@@ -249,7 +249,7 @@ class PeerTable:
             and any(self._may(address, now) for address in self.addresses_of(peer))
         ]
         others.sort(key=lambda peer: (peer not in hinted, due[peer].tries.count, -due[peer].seen))
-        chosen = first + others[:MAX_DIALS]
+        chosen = first + others[:MAX_DHT_DIALS]
         for peer in chosen:
             due[peer].tries.note(now, due[peer].longest_wait, self._rng)
         return {peer: self.addresses_of(peer) for peer in chosen}
@@ -359,7 +359,7 @@ class PeerTable:
     def worth_finding(self) -> list[str]:
         """The peers that this node would like to find again after a restart, latest heard of first."""
         worth = [peer for peer, known in self._known.items() if known.worked or known.told]
-        return sorted(worth, key=lambda peer: -self._known[peer].seen)[:MAX_KNOWN]
+        return sorted(worth, key=lambda peer: -self._known[peer].seen)[:MAX_KNOWN_PEERS]
 
     def write_cache(self) -> bytes:
         """JSON: those peers."""
@@ -374,14 +374,14 @@ class PeerTable:
             self.learn(cached.addresses, min(cached.seen, now))
 
     def _forget_oldest(self) -> None:
-        if len(self._known) <= MAX_KNOWN:
+        if len(self._known) <= MAX_KNOWN_PEERS:
             return
         latest = sorted(self._known, key=lambda peer: -self._known[peer].seen)
-        worked = [peer for peer in latest if self._known[peer].worked][: MAX_KNOWN // 2]
+        worked = [peer for peer in latest if self._known[peer].worked][: MAX_KNOWN_PEERS // 2]
         given = [peer for peer in latest if self._known[peer].given]
         present = [peer for peer in latest if peer in self._cards]
         best = list(dict.fromkeys(given + worked + present + latest))
-        for peer in best[max(MAX_KNOWN, len(given)) :]:
+        for peer in best[max(MAX_KNOWN_PEERS, len(given)) :]:
             del self._known[peer]
 
 

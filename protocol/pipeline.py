@@ -29,7 +29,7 @@ BLOCK: Final = 64
 ALIGNMENT: Final = 4
 """Each part of a body begins at a multiple of so many bytes."""
 
-Codec = Literal["float32", "bfloat16", "int8"]
+ActivationCodec = Literal["float32", "bfloat16", "int8"]
 """Coding of activations and gradients: 32, 16 or 8.25 bits a value."""
 Coding = Literal["float32", "bfloat16", "int8", "int32", "bits"]
 """Coding of a tensor, little-endian. int8 = blocks of 64 values: bfloat16 scales of all blocks, then codes of all; bits

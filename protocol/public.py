@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from protocol.hosts import Address, translated_ipv4
+from protocol.hosts import IpAddress, translated_ipv4
 
 UNICAST = ipaddress.IPv6Network("2000::/3")
 """All IPv6 addresses that were ever given to hosts of the internet. Outside it lie, among others, ::/96 (carries IPv4),
@@ -25,7 +25,7 @@ NOT_PUBLIC = tuple(
 """Ranges that `is_global` accepts in some versions of Python though no host of the internet is there."""
 
 
-def is_public(address: str | Address) -> bool:
+def is_public(address: str | IpAddress) -> bool:
     """Whether a connection to `address` leads to one host of the public internet. Raises ValueError if `address` is no
     IP address."""
     ip = ipaddress.ip_address(address)

@@ -30,7 +30,7 @@ KEEP_METHOD = "stage-keep"
 """Exchange without bodies in which a peer that leaves its crew has another fetch a stage of its, and keep that."""
 
 PeerId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9]+\Z")]
-Codec = Literal["float32", "int8", "e3m0", "lattice8", "lattice4"]
+WeightCodec = Literal["float32", "int8", "e3m0", "lattice8", "lattice4"]
 """Coding of values; `swarm_node.averaging.codecs` and `.lattice` define each."""
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -53,7 +53,7 @@ class AverageHead(msgspec.Struct, frozen=True):
     group: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
     """For group methods, who takes part and how: first 64 bits of sha256 of the outer learning rate, the outer momentum
     and the sorted peer ids, separated by blanks."""
-    codec: Codec = "float32"
+    codec: WeightCodec = "float32"
     reach: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
     """The sender's estimate of the root mean square distance per value between these weights and the receiver's."""
     written_out: Count = 0

@@ -112,12 +112,7 @@ class Transport(Protocol):
         """Take part in exchanges of `method`."""
 
     def exchange(
-        self,
-        peer: str,
-        method: str,
-        ours: Outgoing,
-        answered: Callable[[bytes, int], Sink],
-        timeout: float,
+        self, peer: str, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink], timeout: float
     ) -> Future[None]:
         """Exchange bodies with one peer, in the background. `answered` is called with the peer's head and the size of
         its body before the body is read; it returns the sink, or raises `RemoteProtocolError`. The future is done when

@@ -17,9 +17,9 @@ from typing import Any
 
 from protocol.budgets import TokenBucket
 
-BURST_S = 0.25
+BANDWIDTH_BURST_S = 0.25
 """Unused bandwidth of this time may be made up for."""
-PIECE_BYTES = 2**14
+PACED_BYTES = 2**14
 OVERHEAD = 1.08
 """Bytes on the wire for one of ours: libp2p's encryption and multiplexing, TCP and IP."""
 LATENCY_S = 0.05
@@ -37,7 +37,7 @@ class Bandwidth:
     def __init__(self, bytes_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.bytes_s = bytes_s
         self._clock = clock
-        self._bucket = TokenBucket(bytes_s, BURST_S * bytes_s, clock(), level=0.0)
+        self._bucket = TokenBucket(bytes_s, BANDWIDTH_BURST_S * bytes_s, clock(), level=0.0)
 
     def take(self, size: int) -> float:
         """Count `size` bytes. Returns the seconds until the next may follow."""
@@ -55,7 +55,7 @@ class PacedReader:
         other streams."""
 
     async def read(self, n: int = -1, deadline: asyncio.Timeout | None = None) -> bytes:
-        data = await self._reader.read(min(n, PIECE_BYTES) if n >= 0 else PIECE_BYTES)
+        data = await self._reader.read(min(n, PACED_BYTES) if n >= 0 else PACED_BYTES)
         await self._wait(len(data), deadline)
         return data
 
@@ -88,8 +88,8 @@ class PacedWriter:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
-        if self._queue or len(view) > PIECE_BYTES:
-            self._queue += (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
+        if self._queue or len(view) > PACED_BYTES:
+            self._queue += (view[start : start + PACED_BYTES] for start in range(0, len(view), PACED_BYTES))
         else:
             self._owed_s = self._limit.take(len(view))
             self._writer.write(view)

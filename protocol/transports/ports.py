@@ -23,7 +23,7 @@ import msgspec
 from protocol.errors import LocalProtocolError
 from protocol.transports.settings import PORTS_TRIED, NetworkSettings, free_port, is_free
 
-TRIES = 20
+ANY_PORT_TRIES = 20
 """Ports that the system may offer before the search ends."""
 LISTENING = "0A"
 
@@ -97,7 +97,7 @@ class Port:
         if self._wanted:
             yield from range(self._wanted + 1, min(self._wanted + PORTS_TRIED, 65536))
         else:
-            for _ in range(TRIES):
+            for _ in range(ANY_PORT_TRIES):
                 yield free_port(self._ip, 0)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-MAX_SOURCES = 256
+MAX_REFUSED_SOURCES = 256
 """Sources remembered: more than p2pd keeps connections to for long, and some 100 KB."""
 
 
@@ -29,8 +29,8 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Refusals:
-    """Counts refusals. `totals` (reason -> count) is shared with its owner. Beyond `MAX_SOURCES`, the source refused
-    longest ago is forgotten. Reasons are this node's own words, so there are few."""
+    """Counts refusals. `totals` (reason -> count) is shared with its owner. Beyond `MAX_REFUSED_SOURCES`, the source
+    refused longest ago is forgotten. Reasons are this node's own words, so there are few."""
 
     def __init__(self, totals: Counter[str], now: Callable[[], float] = time.time) -> None:
         self.totals = totals
@@ -46,7 +46,7 @@ class Refusals:
         before = self._sources.pop(source, Refused({}, 0.0))
         reasons = before.reasons | {reason: before.reasons.get(reason, 0) + count}
         self._sources[source] = Refused(reasons, self._now(), address or before.address)
-        if len(self._sources) > MAX_SOURCES:
+        if len(self._sources) > MAX_REFUSED_SOURCES:
             del self._sources[next(iter(self._sources))]
         if not (address or before.address):
             self.unlocated()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
-from protocol.tensors import AverageHead, Codec, encode_head
+from protocol.tensors import AverageHead, WeightCodec, encode_head
 from protocol.transports.base import Outgoing, Transport
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.reducers import find_reducer
@@ -308,7 +308,7 @@ class Averager(ABC):
             self._lock.release()
 
     def _outgoing(
-        self, peer: str, codec: Codec, size: int, pieces: Callable[[], Iterator[memoryview]], **rest: Any
+        self, peer: str, codec: WeightCodec, size: int, pieces: Callable[[], Iterator[memoryview]], **rest: Any
     ) -> Outgoing:
         """This node's half of an exchange with `peer`. `rest` are further fields of its head."""
 

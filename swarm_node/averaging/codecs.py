@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.tensors import Codec
+from protocol.tensors import WeightCodec
 
 BLOCK = 64
 PIECE = 4096 * BLOCK
@@ -36,12 +36,12 @@ SMALLEST = 1e-30
 """Scales below this count as 0, so that 1 / s does not overflow."""
 
 
-def encoded_size(codec: Codec, values: int) -> int:
+def encoded_size(codec: WeightCodec, values: int) -> int:
     """Bytes of a body."""
     return -(-values // BLOCK) * _CODECS[codec].block_bytes
 
 
-def pieces(codec: Codec, flat: Tensor) -> Iterator[memoryview]:
+def pieces(codec: WeightCodec, flat: Tensor) -> Iterator[memoryview]:
     """The body for `flat` (float32 [n], contiguous, on the CPU), each piece encoded when asked for.
 
     Pieces are whole blocks of at most `MAX_CHUNK_BYTES`; in float32 they are views of `flat`. Raises
@@ -51,7 +51,7 @@ def pieces(codec: Codec, flat: Tensor) -> Iterator[memoryview]:
         yield memoryview(_encode(codec, part).numpy()).cast("B")
 
 
-def lost(codec: Codec, flat: Tensor) -> Tensor:
+def lost(codec: WeightCodec, flat: Tensor) -> Tensor:
     """The error of encoding `flat` [n], to be added to what is sent next. Raises as `pieces`."""
     result = flat.clone()
     for part in _parts(result):
@@ -108,7 +108,7 @@ class Reader(ABC):
 class Decoder(Reader):
     """Decodes a body in `codec`."""
 
-    def __init__(self, codec: Codec, values: int) -> None:
+    def __init__(self, codec: WeightCodec, values: int) -> None:
         super().__init__(values, _CODECS[codec].block_bytes)
         self._codec = codec
 
@@ -146,7 +146,7 @@ def _parts(flat: Tensor) -> tuple[Tensor, ...]:
     return flat.split(PIECE) if len(flat) else ()
 
 
-def _encode(codec: Codec, part: Tensor) -> Tensor:
+def _encode(codec: WeightCodec, part: Tensor) -> Tensor:
     """Bytes [blocks, block_bytes]."""
     if not bounded(part):
         raise LocalProtocolError("weights that are not finite, or too large, are not sent")
@@ -233,7 +233,7 @@ class _Codec(NamedTuple):
     """Any bytes [blocks, block_bytes] -> values [blocks, 64]."""
 
 
-_CODECS: dict[Codec, _Codec] = {
+_CODECS: dict[WeightCodec, _Codec] = {
     "float32": _Codec(4 * BLOCK, lambda x: x.view(torch.uint8), lambda blocks: blocks.view(torch.float32)),
     "int8": _Codec(2 + BLOCK, _encode_int8, _decode_int8),
     "e3m0": _Codec(2 + BLOCK // 2, _encode_e3m0, _decode_e3m0),

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from protocol.errors import ProtocolError, RemoteProtocolError
-from protocol.tensors import AVERAGE_METHOD, AverageHead, Codec, decode_head
+from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_head
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import CONTENTS, Averager
@@ -40,7 +40,7 @@ from swarm_node.averaging.diloco import MEAN, DiLoCo
 from swarm_node.averaging.reducers import clipped_mean
 from swarm_node.averaging.robust import check_finite
 
-CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"}
+CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"}
 PARTS, AVERAGES = 1, 2
 CALL_RETRY_S = 0.1
 """Pause before a member that is behind is called again."""
@@ -63,7 +63,7 @@ class _Round:
     sent: Tensor
     bounds: list[int]
     """Part k is `sent[bounds[k]:bounds[k + 1]]`."""
-    codec: Codec
+    codec: WeightCodec
     residual: Tensor | None = None
     """What the codec loses of `sent`, with error feedback."""
     phase: int = PARTS

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.tensors import AverageHead, Codec
+from protocol.tensors import AverageHead, WeightCodec
 from protocol.transports.base import Sink
 from swarm_node.averaging.codecs import Decoder, Reader, Readers, encoded_size, pieces
 from swarm_node.averaging.lattice_codec import LatticeReader, lattice_pieces, lattice_size, most_written_out
@@ -34,8 +34,8 @@ from swarm_node.averaging.reducers import Reducer
 from swarm_node.averaging.robust import Robust, Verdict, distance
 from swarm_node.errors import UserError
 
-CODECS: dict[str, Codec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
-BITS: dict[Codec, int] = {"lattice8": 8, "lattice4": 4}
+CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
+BITS: dict[WeightCodec, int] = {"lattice8": 8, "lattice4": 4}
 FARTHEST = 1e18
 """Weights that moved further than this (root mean square) since the last exchange are not worth averaging."""
 EXCHANGE_GRACE_S = 5.0
@@ -103,7 +103,7 @@ class PairExchange:
     ours: bool
     """This node called."""
     copy: FragmentCopy
-    codec: Codec
+    codec: WeightCodec
     both: bool
     """Slow weights travel as well as fast ones."""
     seed: str
@@ -366,7 +366,7 @@ def root_mean_square(a: Tensor, b: Tensor) -> float:
     return distance(a, b) / math.sqrt(len(a))
 
 
-def body_size(codec: Codec, values: int, written_out: int, both: bool) -> int:
+def body_size(codec: WeightCodec, values: int, written_out: int, both: bool) -> int:
     """Bytes of a body with `values` weights, twice if `both` fast and slow weights travel."""
     one = lattice_size(BITS[codec], values, written_out) if codec in BITS else encoded_size(codec, values)
     return one * (1 + both)

@@ -51,7 +51,7 @@ class Driver:
         transport: MessageTransport,
         workers: Mapping[int, Worker],
         on_lost: Callable[[StageLost], None],
-        codec: heads.Codec = "float32",
+        codec: heads.ActivationCodec = "float32",
         swapped: bool = False,
         refused: Callable[[RemoteProtocolError], None] = lambda error: None,
         patience_s: float = 120.0,

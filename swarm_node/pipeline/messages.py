@@ -145,7 +145,7 @@ def _layout(head: heads.Head, stage: int) -> tuple[_Field, ...]:
 
 
 def encode_message(
-    message: Message, codec: heads.Codec, plan: int, version: int = PROTOCOL_VERSION
+    message: Message, codec: heads.ActivationCodec, plan: int, version: int = PROTOCOL_VERSION
 ) -> tuple[bytes, list[memoryview]]:
     """The head, in that version of the protocol, and the pieces of the body, which may be views of the tensors.
 
@@ -162,13 +162,13 @@ def encode_message(
     return heads.encode_envelope(heads.Envelope(version, plan, message.stage, message.head, tuple(parts))), body
 
 
-def body_size(message: Message, codec: heads.Codec) -> int:
+def body_size(message: Message, codec: heads.ActivationCodec) -> int:
     """Bytes of its body."""
     fields = zip(_layout(message.head, message.stage), message.tensors, strict=True)
     return sum(heads.Part(_coding(field, codec), tuple(tensor.shape)).size for field, tensor in fields)
 
 
-def _coding(field: _Field, codec: heads.Codec) -> heads.Coding:
+def _coding(field: _Field, codec: heads.ActivationCodec) -> heads.Coding:
     match field.kind:
         case "values":
             return codec

@@ -38,7 +38,7 @@ class StageCalls:
         self,
         transport: MessageTransport,
         workers: Mapping[int, Worker],
-        codec: heads.Codec,
+        codec: heads.ActivationCodec,
         refused: Callable[[RemoteProtocolError], None],
         patience_s: float,
         first_turn: int,

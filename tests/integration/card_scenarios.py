@@ -50,15 +50,15 @@ async def p2pd_keeps_nothing_for_strangers() -> None:
 async def a_grown_p2pd_is_replaced_on_its_port() -> None:
     async with started("one", "two") as (one, two):
         port, before = one.plane.port, one.plane.daemon.pid
-        limit, p2pd_memory.MAX_RSS = p2pd_memory.MAX_RSS, 2**20
-        pause, p2pd_memory.LOOK_S = p2pd_memory.LOOK_S, 0.1
+        limit, p2pd_memory.MAX_P2PD_RSS = p2pd_memory.MAX_P2PD_RSS, 2**20
+        pause, p2pd_memory.P2PD_MEMORY_CHECK_S = p2pd_memory.P2PD_MEMORY_CHECK_S, 0.1
         try:
             one.plane.daemon.p2pd._child.kill()  # the next one is looked at sooner
             await until(lambda: any("grown" in sentence for sentence in one.said))
-            p2pd_memory.MAX_RSS = limit
+            p2pd_memory.MAX_P2PD_RSS = limit
             await until(lambda: one.plane.daemon.pid not in (None, before) and one.plane._dht is not None)
         finally:
-            p2pd_memory.MAX_RSS, p2pd_memory.LOOK_S = limit, pause
+            p2pd_memory.MAX_P2PD_RSS, p2pd_memory.P2PD_MEMORY_CHECK_S = limit, pause
         assert one.plane.port == port and one.plane.daemon.restarts >= 1
         assert sum("had grown to" in sentence for sentence in one.said) <= one.plane.daemon.restarts
         two.plane._connections.dials.give(one.plane.addresses[0])

@@ -18,13 +18,13 @@ from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S, MAX_ADDRESSES, MAX_CLOCK
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.peers import (
     BOOTSTRAP_WAIT_S,
-    FIRST_WAIT_S,
+    FIRST_DIAL_WAIT_S,
     GHOST_S,
     HUBS,
     MAX_CACHE_BYTES,
     MAX_CARDS,
-    MAX_DIALS,
-    MAX_KNOWN,
+    MAX_DHT_DIALS,
+    MAX_KNOWN_PEERS,
     OTHER_WAIT_S,
     UNREACHABLE_TRIES,
     WANTED,
@@ -82,7 +82,7 @@ def test_a_bootstrap_is_dialled_for_ever() -> None:
     times = dials(table("boot"), "boot", 3600.0)
     gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
     assert times[0] == 0.0
-    assert gaps[0] <= FIRST_WAIT_S + 0.25
+    assert gaps[0] <= FIRST_DIAL_WAIT_S + 0.25
     assert max(gaps) <= BOOTSTRAP_WAIT_S + 0.25
     assert len(times) < 3600 / (BOOTSTRAP_WAIT_S / 2)  # and not like a fool
     assert max(gaps[-20:]) - min(gaps[-20:]) > 1.0  # jitter: nodes that lost it together do not come back together
@@ -95,7 +95,7 @@ def test_others_are_dialled_ever_more_rarely() -> None:
     peers.learn([address("old")], NOW)
     times = dials(peers, "old", 7200.0)
     gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
-    assert gaps[0] <= FIRST_WAIT_S + 0.25
+    assert gaps[0] <= FIRST_DIAL_WAIT_S + 0.25
     assert OTHER_WAIT_S / 2 <= gaps[-1] <= OTHER_WAIT_S + 0.25
 
 
@@ -106,7 +106,7 @@ def test_lost_connections_are_redialled_at_once() -> None:
     assert "boot" not in peers.to_dial(NOW + 700)
     peers.set_connected([], NOW + 800)
     assert "boot" in peers.to_dial(NOW + 800)
-    assert "boot" in peers.to_dial(NOW + 800 + FIRST_WAIT_S)
+    assert "boot" in peers.to_dial(NOW + 800 + FIRST_DIAL_WAIT_S)
 
 
 def test_strangers_are_dialled_members_until_enough_are_connected() -> None:
@@ -125,10 +125,10 @@ def test_untried_and_fresh_peers_are_dialled_first() -> None:
     peers.learn([address("stale")], NOW - 100)
     for i in range(10):
         peers.learn([address(f"p{i}")], NOW + i)
-    first, second, third = (list(peers.to_dial(NOW + 20 + FIRST_WAIT_S * i)) for i in range(3))
+    first, second, third = (list(peers.to_dial(NOW + 20 + FIRST_DIAL_WAIT_S * i)) for i in range(3))
     assert first == ["a", "b", "c", "p9", "p8", "p7", "p6"]
-    assert second[-MAX_DIALS:] == ["p5", "p4", "p3", "p2"]
-    assert third[-MAX_DIALS:-1] == ["p1", "p0", "stale"]
+    assert second[-MAX_DHT_DIALS:] == ["p5", "p4", "p3", "p2"]
+    assert third[-MAX_DHT_DIALS:-1] == ["p1", "p0", "stale"]
 
 
 def test_a_peer_s_own_addresses_come_first() -> None:
@@ -238,20 +238,20 @@ def test_floods_push_out_no_proven_peers() -> None:
     peers.set_connected([], NOW)
     for i in range(MAX_CARDS + 100):
         peers.see(f"p{i}", card(f"p{i}", NOW + 1), NOW + 1)
-    for i in range(2 * MAX_KNOWN):
+    for i in range(2 * MAX_KNOWN_PEERS):
         peers.learn([address(f"q{i}", port) for port in range(20)], NOW + 2)
     assert len(peers.members(NOW + 2)) == MAX_CARDS and "proven" in peers.members(NOW + 2)
     assert peers.addresses_of("boot")
-    assert len(peers) == MAX_KNOWN and peers.addresses_of("proven")
-    assert len(parse_cache(peers.write_cache())) <= MAX_KNOWN
+    assert len(peers) == MAX_KNOWN_PEERS and peers.addresses_of("proven")
+    assert len(parse_cache(peers.write_cache())) <= MAX_KNOWN_PEERS
     flood = table()
-    for i in range(2 * MAX_KNOWN):
+    for i in range(2 * MAX_KNOWN_PEERS):
         flood.see(f"p{i}", card(f"p{i}", NOW + 5), NOW + 5)
-    assert len(flood.to_dial(NOW + 5)) == MAX_DIALS
-    assert len(flood) == MAX_KNOWN
+    assert len(flood.to_dial(NOW + 5)) == MAX_DHT_DIALS
+    assert len(flood) == MAX_KNOWN_PEERS
     flood.learn([address("rumour")], NOW + 9)  # later, but without a card
     assert not flood.addresses_of("rumour")
-    assert all(flood.addresses_of(f"p{i}") for i in range(2 * MAX_KNOWN))  # by their cards
+    assert all(flood.addresses_of(f"p{i}") for i in range(2 * MAX_KNOWN_PEERS))  # by their cards
 
 
 # --------------------------------------------------------------------- gossip
@@ -394,11 +394,11 @@ def test_a_future_cache_counts_as_from_now() -> None:
 
 def test_a_full_table_fits_into_the_file() -> None:
     peers = table()
-    for i in range(MAX_KNOWN):
+    for i in range(MAX_KNOWN_PEERS):
         longest = [f"/{'a' * 120}{port}/p2p/{i:052d}" for port in range(8)]
         peers.learn(longest, NOW)
         peers.learn([f"{item[:-60]}b/p2p/{i:052d}" for item in longest], NOW, bootstrap=True)
-    assert len(parse_cache(peers.write_cache())) == MAX_KNOWN
+    assert len(parse_cache(peers.write_cache())) == MAX_KNOWN_PEERS
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_a_full_table_fits_into_the_file() -> None:
         b'[{"addresses":["/a/p2p/\\ud800"],"seen":1}]',
         b"[" * 100_000,
         b'[{"seen":' * 100_000,
-        json.dumps([{"addresses": ["/a/p2p/x"], "seen": 1}] * (MAX_KNOWN + 1)).encode(),
+        json.dumps([{"addresses": ["/a/p2p/x"], "seen": 1}] * (MAX_KNOWN_PEERS + 1)).encode(),
     ],
 )
 def test_a_damaged_cache_is_refused_whole(data: bytes) -> None:

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from protocol.errors import RemoteProtocolError
-from protocol.pipeline import Codec, decode_envelope
+from protocol.pipeline import ActivationCodec, decode_envelope
 from swarm_node.config import GrpoConfig, PolicyConfig, RolloutsConfig
 from swarm_node.grpo.optimizer import Optimizer
 from swarm_node.grpo.trainer import Trainer
@@ -122,7 +122,7 @@ class Crew:
     config: PolicyConfig
     stages: int
     grpo: GrpoConfig = field(default_factory=lambda: GrpoConfig(learning_rate=RATE))
-    codec: Codec = "float32"
+    codec: ActivationCodec = "float32"
     seed: int = 0
     swapped: bool = False
     native: bool = True

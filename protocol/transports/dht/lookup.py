@@ -3,7 +3,7 @@
     ask `also` for all keys -> for each key, ask the `BEAM` nearest peers known that answer -> learn nearer ones -> ...
 
 Peers that do not answer are passed over. The search ends when the nearest have all answered, or after `SEARCH_S` or
-`MAX_CALLS`, with its results by then. Names of peers that do not exist cannot make it fail.
+`MAX_SEARCH_CALLS`, with its results by then. Names of peers that do not exist cannot make it fail.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ WORKERS = 8
 """Calls under way at a time."""
 SEARCH_S = 6.0
 """Twice the time limit of a call: with a store after it, still below the time limit of calls to the plane."""
-MAX_CALLS = 256
+MAX_SEARCH_CALLS = 256
 """Calls of one search: sixteen keys, eight peers for each, and as many on the way to them."""
 
-SMALL = 64
+SMALL_SWARM = 64
 """In a swarm of up to this many members, connected peers are asked for all keys; in a larger one, for fewer."""
-BOOTSTRAP, OLDEST, RANDOM = 3, 3, 2
+ASKED_BOOTSTRAP, ASKED_OLDEST, ASKED_RANDOM = 3, 3, 2
 """Connected peers that a node asks, and gives its card to, wherever their ids lie. An attacker can choose keys whose
 ids surround a bucket; it cannot choose a node's bootstrap peers, or the peers that were connected first."""
 LARGE_BOOTSTRAP, LARGE_OLDEST = 1, 1
@@ -34,7 +34,7 @@ BLIND = 64
 """The same number while nobody is known: all connected peers, up to a number that takes seconds at most."""
 
 Peer = TypeVar("Peer", bound=Hashable)
-Ask = Callable[[Peer, Sequence[int]], Awaitable[Collection[Peer] | None]]
+AskPeer = Callable[[Peer, Sequence[int]], Awaitable[Collection[Peer] | None]]
 """Asks a peer for keys; the peers that it names, or None if it does not answer."""
 
 
@@ -42,7 +42,7 @@ async def search(
     keys: Collection[int],
     known: Iterable[Peer],
     also: Mapping[Peer, Sequence[int]],
-    ask: Ask[Peer],
+    ask: AskPeer[Peer],
     id_of: Callable[[Peer], int],
     seconds: float = SEARCH_S,
 ) -> dict[int, list[Peer]]:
@@ -64,7 +64,7 @@ class _Search(Generic[Peer]):
         keys: Collection[int],
         known: Iterable[Peer],
         also: Mapping[Peer, Sequence[int]],
-        ask: Ask[Peer],
+        ask: AskPeer[Peer],
         id_of: Callable[[Peer], int],
     ) -> None:
         self._keys, self._ask, self._id_of = keys, ask, id_of
@@ -80,7 +80,7 @@ class _Search(Generic[Peer]):
         begun = 0
         while True:
             for peer, keys in self._wanted():
-                if begun < MAX_CALLS and len(self._calls) < WORKERS:
+                if begun < MAX_SEARCH_CALLS and len(self._calls) < WORKERS:
                     begun += 1
                     self._asked.setdefault(peer, set()).update(keys)
                     self._also.pop(peer, None)
@@ -127,8 +127,8 @@ def direct(connected: Sequence[str], bootstrap: Collection[str], members: int, r
     first = [peer for peer in connected if peer in bootstrap]
     if not members:
         return list(dict.fromkeys([*first, *connected]))[:BLIND]
-    proven, oldest = (BOOTSTRAP, OLDEST) if members <= SMALL else (LARGE_BOOTSTRAP, LARGE_OLDEST)
+    proven, oldest = (ASKED_BOOTSTRAP, ASKED_OLDEST) if members <= SMALL_SWARM else (LARGE_BOOTSTRAP, LARGE_OLDEST)
     chosen = rng.sample(first, min(proven, len(first)))
     chosen += [peer for peer in connected if peer not in chosen][:oldest]
     rest = [peer for peer in connected if peer not in chosen]
-    return chosen + rng.sample(rest, min(proven + oldest + RANDOM - len(chosen), len(rest)))
+    return chosen + rng.sample(rest, min(proven + oldest + ASKED_RANDOM - len(chosen), len(rest)))

@@ -110,14 +110,14 @@ class CardStorage:
 
     def store(self, key: bytes, peer: str, value: bytes, expiration: float, now: float, is_own: bool) -> bool:
         """Keep a card that was checked; `is_own` = it came from its own peer. Returns False, and keeps nothing, if it
-        has expired, if one as new is held, or if the bucket is full and no other card makes way (`gives_way`)."""
+        has expired, if one as new is held, or if the bucket is full and no other card makes way (`displaced_peer`)."""
         bucket = self._buckets.setdefault(key, {})
         held = bucket.get(peer)
         if expiration <= now or (held is not None and held[1] >= expiration):
             return False
         if held is None and not self._has_room(key, now):
             own = self._own.get(key, set())
-            gone = gives_way(self._buckets[key], own, self.connected, is_own, self._rng)
+            gone = displaced_peer(self._buckets[key], own, self.connected, is_own, self._rng)
             if gone is None:
                 return False
             del self._buckets[key][gone]
@@ -164,7 +164,7 @@ class CardStorage:
         return sum(map(len, self._buckets.values()))
 
 
-def gives_way(
+def displaced_peer(
     held: Collection[str], own: Collection[str], connected: Collection[str], is_own: bool, rng: random.Random
 ) -> str | None:
     """The peer, drawn by chance from those `held` in a full bucket, whose card makes room for a newcomer's; None if the

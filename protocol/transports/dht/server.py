@@ -30,7 +30,7 @@ from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.introductions import Introductions
 from protocol.limits import MEMBERSHIP_BUCKETS
 from protocol.transports.dht import messages as dht_wire
-from protocol.transports.dht.lookup import SMALL, direct, search
+from protocol.transports.dht.lookup import SMALL_SWARM, direct, search
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_NEAREST, Record, node_id_of
 from protocol.transports.dht.neighbours import Neighbours
 from protocol.transports.dht.records import CardStorage, CardValidator
@@ -38,7 +38,7 @@ from protocol.transports.refusals import Refusals
 
 REPLICAS = 5
 """Nearest peers that keep a card: hivemind's default."""
-CALL_S = 3.0
+DHT_CALL_S = 3.0
 """Longest that a peer may take to answer; hivemind's default."""
 MAX_ANSWER_CARDS_BYTES = 3 * 2**20
 """Cards in one answer: with the peers named beside them (20 KB) it stays well below the 4 MiB of a message of p2pd."""
@@ -48,7 +48,7 @@ asks for. Beyond, it gets answers without cards."""
 MAX_FINDS = 600
 """Finds of one peer in a minute: a node makes one to five a round, and a round takes a second at least. Each takes this
 node 1 ms, or 7 ms where all buckets are full."""
-MAX_TOLD = 1200
+MAX_PINGS_AND_STORES = 1200
 """Pings and stores of one peer in a minute, and the cards in these: a node stores its own card every 15 s, or once a
 round while nobody takes it, and pings when it connects. Each takes this node a signature or less."""
 MAX_REFUSED = 600
@@ -117,7 +117,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._mine: tuple[bytes, Record] | None = None
         """This node's own card, and its key."""
         self._given = Budgets(ASKERS, MAX_GIVEN_BYTES)
-        self._calls = Budgets(ASKERS, MAX_FINDS, MAX_TOLD, MAX_REFUSED)
+        self._calls = Budgets(ASKERS, MAX_FINDS, MAX_PINGS_AND_STORES, MAX_REFUSED)
         self._ending: dict[PeerID, asyncio.Future[Any]] = {}
         """Peers that are being hung up on."""
         self._rng = random.Random()
@@ -192,13 +192,13 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         if not self._calls.take(name, now, 0, 0, 1) and peer not in self._ending:
             self._ending[peer] = asyncio.ensure_future(self._hang_up(peer))
         raise RemoteProtocolError(
-            "rate", f"more than {MAX_FINDS} finds, or {MAX_TOLD} pings, stores and cards, a minute"
+            "rate", f"more than {MAX_FINDS} finds, or {MAX_PINGS_AND_STORES} pings, stores and cards, a minute"
         )
 
     async def _hang_up(self, peer: PeerID) -> None:
         try:
             with suppress(*_FAILURES):  # it has gone, or p2pd has
-                await asyncio.wait_for(self._p2p._client.disconnect(peer), CALL_S)
+                await asyncio.wait_for(self._p2p._client.disconnect(peer), DHT_CALL_S)
         finally:
             del self._ending[peer]
 
@@ -229,7 +229,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
     async def ping(self, peer: PeerID) -> bool:
         """Whether a peer answers and keeps a part of the DHT."""
         request = dht_pb2.PingRequest(peer=self._info)
-        answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_ping(request, timeout=CALL_S))
+        answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_ping(request, timeout=DHT_CALL_S))
         return answer is not None and self.neighbours.meet(peer, answer.peer.node_id)
 
     async def give_own(self, peer: PeerID) -> None:
@@ -254,7 +254,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
     ) -> Found:
         """The newest card of each peer under these keys, from the peers nearest to each and from some that are
         `connected`, while `members` others are known."""
-        some = self._rng.sample(keys, max(1, len(keys) * SMALL // max(SMALL, members)))
+        some = self._rng.sample(keys, max(1, len(keys) * SMALL_SWARM // max(SMALL_SWARM, members)))
         also = dict.fromkeys(self._direct(bootstrap, connected, members), some)
         found: Found = {}
         for key in keys:
@@ -295,7 +295,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
     async def _find(self, peer: PeerID, keys: Sequence[bytes], found: Found) -> list[PeerID] | None:
         """Ask one peer; its valid cards go to `found`. The peers that it names, or None if it failed."""
         request = dht_pb2.FindRequest(keys=keys, peer=self._info)
-        answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_find(request, timeout=CALL_S))
+        answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_find(request, timeout=DHT_CALL_S))
         if answer is None:
             return None
         self.neighbours.meet(peer, answer.peer.node_id)
@@ -332,7 +332,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             in_cache=[False],
             peer=self._info,
         )
-        answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_store(request, timeout=CALL_S))
+        answer = await self._call(peer, self.get_stub(self._p2p, peer).rpc_store(request, timeout=DHT_CALL_S))
         if answer is None:
             return False
         self.neighbours.meet(peer, answer.peer.node_id)

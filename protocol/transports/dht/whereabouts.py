@@ -28,9 +28,9 @@ METHOD = "addresses"
 """Request: a peer id in ASCII. Answer: msgpack list of its addresses, empty if they are not known."""
 MAX_ADDRESSES_BYTES = 2048
 """Eight addresses of 192 characters, with room for their headers."""
-ASK_S = 3.0
+WHEREABOUTS_S = 3.0
 """Time limit of the question: as long as a call in the DHT may take."""
-MAX_NAMED = 4096
+MAX_NAMERS = 4096
 """Peers whose namer is remembered, some 200 bytes each. Those named longest ago are forgotten first."""
 
 _decoder = msgspec.msgpack.Decoder(Annotated[list[Address], Meta(max_length=2 * MAX_ADDRESSES)])
@@ -59,7 +59,7 @@ class Whereabouts:
         for peer in map(str, peers):
             self._namers[peer] = namer
             self._namers.move_to_end(peer)
-            if len(self._namers) > MAX_NAMED:
+            if len(self._namers) > MAX_NAMERS:
                 self._namers.popitem(last=False)
 
     def namer(self, peer: str) -> str:

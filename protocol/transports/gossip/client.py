@@ -20,6 +20,7 @@ import msgspec
 
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from protocol.transports.gossip.pipe import (
+    PIPE_READ_BYTES,
     Ask,
     Command,
     Dial,
@@ -38,21 +39,20 @@ from protocol.transports.ports import Port
 from protocol.transports.refusals import Refused
 
 SIDECAR = "protocol.transports.gossip.sidecar"
-START_S = 30.0
+SIDECAR_START_S = 30.0
 """A start takes a second or two; on a machine that swaps, longer."""
 RESTART_S = 0.5, 30.0
-"""First and longest pause before a restart; doubled each time, until a process has lived for `SETTLED_S`."""
-SETTLED_S = 20.0
-ASK_S = 5.0
+"""First and longest pause before a restart; doubled each time, until a process has lived for `SIDECAR_SETTLED_S`."""
+SIDECAR_SETTLED_S = 20.0
+STATUS_S = 5.0
 PROBE_S = 10.0
 """A sidecar that answers none of two probes in a row is killed: it hangs, or was stopped."""
-MAX_QUEUE, MAX_QUEUE_BYTES = 64, 16 * 2**20
+MAX_WAITING, MAX_WAITING_BYTES = 64, 16 * 2**20
 """Messages waiting for the sidecar."""
 MAX_COMMANDS = 1024
 """Other commands waiting for it."""
 LOG_LINES, LOG_CHARS = 40, 400
 """Lines of the process's stderr that are kept, and characters of each."""
-CHUNK = 256 * 1024
 
 
 class Stat(msgspec.Struct, frozen=True):
@@ -114,20 +114,20 @@ class GossipClient:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Returns once the first sidecar listens. Raises PeerUnreachable if none does within `START_S`."""
+        """Returns once the first sidecar listens. Raises PeerUnreachable if none does within `SIDECAR_START_S`."""
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._supervise())
         try:
-            await asyncio.wait_for(self._up.wait(), START_S)
+            await asyncio.wait_for(self._up.wait(), SIDECAR_START_S)
         except TimeoutError as error:
             await self.close()
             last = self._log[-1] if self._log else "it says nothing"
-            raise PeerUnreachable(f"the gossip process did not start within {START_S:.0f} s: {last}") from error
+            raise PeerUnreachable(f"the gossip process did not start within {SIDECAR_START_S:.0f} s: {last}") from error
 
     def publish(self, topic: str, data: bytes) -> bool:
         """Send to all subscribers of `topic`; False if the queue is full. Never waits. From any thread."""
         with self._lock:
-            if len(self._messages) >= MAX_QUEUE or self._queued + len(data) > MAX_QUEUE_BYTES:
+            if len(self._messages) >= MAX_WAITING or self._queued + len(data) > MAX_WAITING_BYTES:
                 return False
             self._messages.append(Publish(topic, data))
             self._queued += len(data)
@@ -149,13 +149,13 @@ class GossipClient:
         self._send(Drop(ids))
 
     async def stat(self) -> Stat:
-        """Ask the process for its status. Raises PeerUnreachable if it does not answer within `ASK_S`."""
+        """Ask the process for its status. Raises PeerUnreachable if it does not answer within `STATUS_S`."""
         self._asks += 1
         number, answer = self._asks, asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         self._send(Ask(number))
         try:
-            return self._total(await asyncio.wait_for(answer, ASK_S))
+            return self._total(await asyncio.wait_for(answer, STATUS_S))
         except TimeoutError as error:
             raise PeerUnreachable("the gossip process does not answer") from error
         finally:
@@ -180,7 +180,7 @@ class GossipClient:
                 self._log.append(str(error))
                 code = None
             self._up.clear()
-            if asyncio.get_running_loop().time() - began > SETTLED_S:
+            if asyncio.get_running_loop().time() - began > SIDECAR_SETTLED_S:
                 pause = RESTART_S[0]
             tail = f"; last words: {self._log[-1]}" if self._log else ""
             self.report(f"gossip process ended ({code}), starts again in {pause:.1f} s{tail}")
@@ -204,7 +204,7 @@ class GossipClient:
             stderr=pipe,
             start_new_session=True,  # Ctrl-C is for the node, which then closes our stdin
             env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
-            limit=CHUNK,
+            limit=PIPE_READ_BYTES,
         )
         self.pid = process.pid
         self._log.clear()
@@ -236,7 +236,7 @@ class GossipClient:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         frames: Frames[Event] = Frames(Event)
-        while data := await process.stdout.read(CHUNK):
+        while data := await process.stdout.read(PIPE_READ_BYTES):
             for event in frames.feed(data):
                 if isinstance(event, Ready) and self._is_elsewhere(event.port):
                     return
@@ -298,7 +298,7 @@ class GossipClient:
     async def _probe(self) -> None:
         """Returns when the sidecar has not answered twice; once is not enough, this process may have slept itself."""
         try:
-            await asyncio.wait_for(self._up.wait(), START_S)
+            await asyncio.wait_for(self._up.wait(), SIDECAR_START_S)
         except TimeoutError:
             self._log.append("it did not start in time and was killed")
             return
@@ -345,7 +345,7 @@ async def _drain(process: asyncio.subprocess.Process, reading: asyncio.Task[None
     """Discard what is still on stdout: a pipe that nobody reads is never closed, and `wait` waits for that."""
     assert process.stdout is not None
     await asyncio.wait([reading])
-    while await process.stdout.read(CHUNK):
+    while await process.stdout.read(PIPE_READ_BYTES):
         pass
 
 

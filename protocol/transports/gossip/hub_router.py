@@ -17,7 +17,7 @@ from libp2p.rcmgr import Direction
 
 from protocol.transports.gossip.pipe import MAX_CONNECTIONS
 
-MAX_QUEUE, MAX_QUEUE_BYTES = 256, 16 * 2**20
+MAX_PEER_QUEUE, MAX_PEER_QUEUE_BYTES = 256, 16 * 2**20
 """Frames that wait for one peer; more are lost to it. The library's 32 are fewer than a dozen peers send at once."""
 
 
@@ -122,7 +122,7 @@ class HubGossipSub(GossipSub):
         queue = self.pubsub.peer_queues.get(peer_id)
         if queue is None or rpc.HasField("control") or len(rpc.publish) != 1 or peer_id in self._pending_control:
             super().send_rpc(peer_id, rpc, priority)
-        elif len(queue) < min(MAX_QUEUE, MAX_QUEUE_BYTES // (len(rpc.publish[0].data) + 1)):
+        elif len(queue) < min(MAX_PEER_QUEUE, MAX_PEER_QUEUE_BYTES // (len(rpc.publish[0].data) + 1)):
             queue.push(rpc)
 
     def has(self, peer: ID, message_id: bytes) -> None:

@@ -22,13 +22,15 @@ from protocol.transports.pacing import bytes_s
 from protocol.transports.refusals import Refused
 from protocol.transports.settings import NetworkSettings
 
-HEAD_BYTES = 4
+FRAME_HEAD_BYTES = 4
 MAX_FRAME_BYTES = MAX_BATCH_BYTES + 64 * 1024
 """A whole sealed batch with its topic; the longest status (1024 peer ids of 52 characters) fits in as well."""
 MAX_CONNECTIONS = 512
 """A Python process decrypts some 50 MB/s; beyond a few hundred connections it is not a useful hub."""
 MAX_HOST_CHARS = MAX_ADDRESS_CHARS - len("/dns4//tcp/65535/p2p/") - 52
 """Length of an announced host: with port and gossip id it must fit into an address."""
+PIPE_READ_BYTES = 256 * 1024
+"""Bytes read from the pipe at a time."""
 STRETCH = 2
 """Factor on the swarm's limits. Messages sent within them may be delayed for up to a minute and arrive with new
 ones."""
@@ -38,12 +40,12 @@ Topic = Annotated[str, Meta(min_length=1, max_length=128)]
 PeerAddress = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
 Host = Annotated[str, Meta(max_length=MAX_HOST_CHARS, pattern=r"^[A-Za-z0-9.:_-]+\Z")]
 GossipId = Annotated[str, Meta(max_length=64)]
-Port = Annotated[int, Meta(ge=0, lt=65536)]
+PortNumber = Annotated[int, Meta(ge=0, lt=65536)]
 Slug = Annotated[str, Meta(max_length=64)]
 Reasons = Annotated[dict[Slug, Count], Meta(max_length=64)]
-MAX_TOLD = 32
+MAX_STATUS_SOURCES = 32
 """Sources of refusals in a status."""
-Source = Annotated[str, Meta(max_length=64)]
+SourceName = Annotated[str, Meta(max_length=64)]
 
 
 class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -53,7 +55,7 @@ class GossipSettings(msgspec.Struct, frozen=True, tag=True, array_like=True):
     shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)] = 1
     listen: Annotated[str, Meta(max_length=64)] = "0.0.0.0"
     """IP address to listen on."""
-    port: Port = 0
+    port: PortNumber = 0
     """TCP port to listen on, or the next free one; 0 = any."""
     dial_only: bool = False
     """Never listen."""
@@ -114,7 +116,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     gossip_id: GossipId
     addresses: Annotated[list[PeerAddress], Meta(max_length=MAX_ADDRESSES)]
-    port: Port
+    port: PortNumber
     """0 if it does not listen."""
 
 
@@ -145,7 +147,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Messages, frames and connections refused, by reason."""
     ways: Annotated[dict[GossipId, PeerAddress], Meta(max_length=MAX_CONNECTIONS)] = {}
     """Gossip id -> address at the other end of its connection, without the id."""
-    sources: Annotated[dict[Source, Refused], Meta(max_length=MAX_TOLD)] = {}
+    sources: Annotated[dict[SourceName, Refused], Meta(max_length=MAX_STATUS_SOURCES)] = {}
     """IPv4 address, or /64 of IPv6 -> its refusals; the latest sources."""
 
 
@@ -184,7 +186,7 @@ def gossip_settings(swarm: str, shards: int, limits: ManifestLimits, network: Ne
 def frame(record: Any) -> bytes:
     """The frame that carries `record`."""
     body = _encoder.encode(record)
-    return len(body).to_bytes(HEAD_BYTES, "big") + body
+    return len(body).to_bytes(FRAME_HEAD_BYTES, "big") + body
 
 
 class Frames(Generic[T]):
@@ -198,13 +200,13 @@ class Frames(Generic[T]):
         """The records completed by `data`. Raises RemoteProtocolError: size or schema."""
         self._buffer += data
         records = []
-        while len(self._buffer) >= HEAD_BYTES:
-            size = int.from_bytes(self._buffer[:HEAD_BYTES], "big")
+        while len(self._buffer) >= FRAME_HEAD_BYTES:
+            size = int.from_bytes(self._buffer[:FRAME_HEAD_BYTES], "big")
             if size > MAX_FRAME_BYTES:
                 raise RemoteProtocolError("size", f"frame of {size} bytes")
-            if len(self._buffer) < HEAD_BYTES + size:
+            if len(self._buffer) < FRAME_HEAD_BYTES + size:
                 break
-            body = bytes(self._buffer[HEAD_BYTES : HEAD_BYTES + size])
-            del self._buffer[: HEAD_BYTES + size]
+            body = bytes(self._buffer[FRAME_HEAD_BYTES : FRAME_HEAD_BYTES + size])
+            del self._buffer[: FRAME_HEAD_BYTES + size]
             records.append(decode_as(self._decoder, body))
         return records

@@ -11,7 +11,7 @@ or none. A connection may lose its place if
     its address holds more places than the newcomer's would                           at once
     its address holds as many, and it is not proven                                    after `STAY_S`
     it is of the newcomer's own address, which would hold more than a quarter          unproven: at once
-                                                                                       proven: after `TURN_S`
+                                                                                       proven: after `PLACE_TURN_S`
 
 Of those, addresses with more than a quarter of the places come first, then connections that are not proven, then the
 busiest address, then the oldest connection. The two pauses keep honest peers, who dial again when they are dropped,
@@ -46,7 +46,7 @@ MAX_BUFFERED = 2 * WINDOW_BYTES
 """Bytes that a connection may have lying unread: one gossip stream's, and room for another after the first broke."""
 STAY_S = 10.0
 """The messages of the last seconds are sent to a newcomer again: with ten seconds each, nobody hears nothing."""
-TURN_S = 60.0
+PLACE_TURN_S = 60.0
 """A hundred peers behind one address lose their link to a full hub at most once a minute."""
 SETTLED_S = 60.0
 """The node hangs up within some ten seconds on ids that are on no member's card, so this is a member's."""
@@ -74,7 +74,7 @@ class Link:
         return self.valid or now - self.since >= SETTLED_S
 
 
-class Places:
+class ConnectionPlaces:
     """Pure: it decides, the caller hangs up and calls `leave`."""
 
     def __init__(self, most: int) -> None:
@@ -126,22 +126,12 @@ class Places:
         held = Counter(link.address for link in (*inbound, newcomer))
         return min(
             (link for link in inbound if self._may_lose(link, newcomer, held, now)),
-            key=lambda link: (
-                held[link.address] <= self.quarter,
-                link.proven(now),
-                -held[link.address],
-                link.since,
-            ),
+            key=lambda link: (held[link.address] <= self.quarter, link.proven(now), -held[link.address], link.since),
             default=newcomer,
         )
 
     def _may_lose(self, link: Link, newcomer: Link, held: Counter[str], now: float) -> bool:
-        theirs, ours, stayed, proven = (
-            held[link.address],
-            held[newcomer.address],
-            now - link.since,
-            link.proven(now),
-        )
+        theirs, ours, stayed, proven = (held[link.address], held[newcomer.address], now - link.since, link.proven(now))
         if link.address == newcomer.address and ours > self.quarter:
-            return not proven or stayed >= TURN_S
+            return not proven or stayed >= PLACE_TURN_S
         return theirs > ours or (theirs == ours and not proven and stayed >= STAY_S)

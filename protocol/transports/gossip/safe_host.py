@@ -45,7 +45,7 @@ from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 from protocol.budgets import Budgets
 from protocol.hosts import neighbourhood
 from protocol.transports.gossip.gate import CONNECTIONS
-from protocol.transports.gossip.places import MAX_ARRIVING, MAX_HANDSHAKE_BYTES, Link, Places
+from protocol.transports.gossip.places import MAX_ARRIVING, MAX_HANDSHAKE_BYTES, ConnectionPlaces, Link
 from protocol.transports.gossip.safe_muxer import YamuxOnly
 from protocol.transports.pacing import Bandwidth
 from protocol.transports.refusals import Refusals
@@ -57,7 +57,7 @@ MAX_PROTOCOL_BYTES = 1024
 UNLIMITED = Bandwidth(0.0)
 STREAMS_PER_MINUTE = 60
 """Streams that one peer may open. An honest one opens a few when it connects, and one again when that broke."""
-REFUSED = {
+FIRST_REFUSAL_LOGS = {
     "connections": "all places for gossip connections are taken",
     "crowded": "a gossip connection gave way to one from a less busy address",
     "handshake": "a gossip connection did not finish its handshake",
@@ -119,7 +119,7 @@ class CountedTCP(TCP):
 
     def __init__(self, max_connections: int, upload: Bandwidth = UNLIMITED, download: Bandwidth = UNLIMITED) -> None:
         super().__init__()
-        self.places = Places(max_connections)
+        self.places = ConnectionPlaces(max_connections)
         self.upload, self.download = upload, download
         self.live: dict[Link, Wire] = {}
         self.bytes_in = self.bytes_out = 0
@@ -138,8 +138,8 @@ class CountedTCP(TCP):
             self.rejected[reason] += 1
         else:
             self.refusals.note(neighbourhood(address[0]), reason)
-        if self.rejected[reason] == 1 and reason in REFUSED:
-            log.warning("%s (logged once)", REFUSED[reason])
+        if self.rejected[reason] == 1 and reason in FIRST_REFUSAL_LOGS:
+            log.warning("%s (logged once)", FIRST_REFUSAL_LOGS[reason])
 
     async def _dial_resolved(self, maddr: Any, source: tuple[str, int] | None = None) -> Any:
         connection = await super()._dial_resolved(maddr, source)

@@ -24,7 +24,7 @@ from protocol.transports.gossip.places import MAX_BUFFERED, WINDOW_BYTES
 
 yamux.MAX_WINDOW_SIZE = WINDOW_BYTES  # the library itself ends a connection with a longer frame, and blames nobody
 
-MAX_FRAME_BYTES = 256 * 1024
+MAX_YAMUX_FRAME_BYTES = 256 * 1024
 """The first window of a stream, and four times the longest frame that py-libp2p and go-libp2p send."""
 
 
@@ -49,7 +49,7 @@ class SafeYamux(Yamux):
             data.clear()
 
     async def _read_data_body(self, length: int) -> bytes:
-        if length > MAX_FRAME_BYTES or self.unread() + length > MAX_BUFFERED:
+        if length > MAX_YAMUX_FRAME_BYTES or self.unread() + length > MAX_BUFFERED:
             if self.on_flood is not None:
                 self.on_flood()
             raise Flooded

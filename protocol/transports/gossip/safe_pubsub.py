@@ -34,7 +34,7 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.validators import signature_validator
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
-from protocol.transports.gossip.hub_router import MAX_QUEUE, HubGossipSub
+from protocol.transports.gossip.hub_router import MAX_PEER_QUEUE, HubGossipSub
 from protocol.transports.gossip.places import MAX_BUFFERED
 from protocol.transports.gossip.safe_host import CountedTCP, connect, make_host
 
@@ -64,7 +64,7 @@ MAX_GOSSIP_STREAMS = 3
 MAX_STREAMS = 64
 """Streams of a connection; an honest one has three or four."""
 HOUSEKEEPING_S = 30.0
-MAX_SEEN = 100_000
+MAX_SEEN_IDS = 100_000
 """Message ids remembered, some 20 MB. If there are ever more, all are forgotten; `Gate` still knows the accepted
 ones."""
 
@@ -228,7 +228,7 @@ class SafePubsub(Pubsub):
     async def _handle_new_peer(self, peer_id: ID) -> None:
         await super()._handle_new_peer(peer_id)
         if peer_id in self.peer_queues:
-            self.peer_queues[peer_id]._queue.max_size = MAX_QUEUE + 32  # the rest is for control
+            self.peer_queues[peer_id]._queue.max_size = MAX_PEER_QUEUE + 32  # the rest is for control
 
     async def write_msg(self, stream: INetStream, rpc_msg: rpc_pb2.RPC) -> bool:
         """One message at a time on a stream, whole or not at all."""
@@ -290,7 +290,7 @@ class SafePubsub(Pubsub):
             if trio.current_time() - swept > HOUSEKEEPING_S:
                 swept = trio.current_time()
                 self.router.housekeeping()
-                if len(self.seen_messages.cache) > MAX_SEEN:
+                if len(self.seen_messages.cache) > MAX_SEEN_IDS:
                     self.seen_messages.cache.clear()
 
     def _floods(self, peer: ID) -> bool:

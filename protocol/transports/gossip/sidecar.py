@@ -6,7 +6,7 @@
     python -m protocol.transports.gossip.sidecar
 
 It makes a new key at each start, because peers would ignore its old id while they still hold the old connection. It
-ends when its stdin ends, or when it has grown beyond `MAX_RSS`; then its parent starts it again.
+ends when its stdin ends, or when it has grown beyond `MAX_SIDECAR_RSS`; then its parent starts it again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from protocol.limits import MAX_ADDRESSES
 from protocol.transports.gossip.gate import HARMLESS, Gate
 from protocol.transports.gossip.hub_router import HubGossipSub
 from protocol.transports.gossip.pipe import (
-    MAX_TOLD,
+    MAX_STATUS_SOURCES,
+    PIPE_READ_BYTES,
     Ask,
     Command,
     Dial,
@@ -59,13 +60,12 @@ MAX_PUBLISH = 8
 """Messages waiting to be published; then the pipe is not read, and fills."""
 MAX_OUT, MAX_OUT_BYTES = 512, 32 * 2**20
 """Events waiting for the parent; then the oldest is dropped."""
-DIAL_S = 10.0
-MAX_DIALS = 64
+SIDECAR_DIAL_S = 10.0
+MAX_SIDECAR_DIALS = 64
 """Dials under way at a time. The node asks again for the others."""
-CHUNK = 256 * 1024
-MAX_RSS = 512 * 2**20
+MAX_SIDECAR_RSS = 512 * 2**20
 """A healthy process takes 90 to 150 MB."""
-HIGH_RSS, GROWTH_BYTES = MAX_RSS // 2, 4 * 2**20
+HIGH_RSS, GROWTH_BYTES = MAX_SIDECAR_RSS // 2, 4 * 2**20
 """Above `HIGH_RSS`, a process that grew by `GROWTH_BYTES` since the last check hangs up on the connection that brought
 the most since then. So floods end one after another, and the other links live."""
 MEMORY_S = 1.0
@@ -129,7 +129,7 @@ class Sidecar:
             case Publish():
                 await self.to_publish.send(command)
             case Dial(address):
-                if self.dials < MAX_DIALS:
+                if self.dials < MAX_SIDECAR_DIALS:
                     self.dials += 1
                     nursery.start_soon(self._dial, address)
             case Drop(ids):
@@ -154,9 +154,9 @@ class Sidecar:
                 raise ConnectionError("banned")
             if not self.tcp.places.has_room(inbound=False):
                 raise ConnectionError("no room for another connection")
-            with trio.fail_after(DIAL_S):
+            with trio.fail_after(SIDECAR_DIAL_S):
                 await connect(self.host, peer)
-            if not await self.pubsub.ensure_peer_stream(peer.peer_id, DIAL_S):
+            if not await self.pubsub.ensure_peer_stream(peer.peer_id, SIDECAR_DIAL_S):
                 raise ConnectionError("it does not speak gossip")
         except Exception as error:  # of many libraries, on what a stranger wrote on a card
             log.info("cannot dial %s: %r", address, error)
@@ -200,7 +200,7 @@ class Sidecar:
             dropped=self.dropped,
             rejected=dict(self.pubsub.rejected),
             ways=remote_addresses(self.host, self.pubsub.peers),
-            sources=dict(list(self.tcp.refusals.by_source().items())[-MAX_TOLD:]),
+            sources=dict(list(self.tcp.refusals.by_source().items())[-MAX_STATUS_SOURCES:]),
         )
 
     def _addresses(self, port: int) -> list[str]:
@@ -212,11 +212,11 @@ class Sidecar:
 
     async def _watch_memory(self) -> None:
         """End the process when it has grown too far; before that, the connections under which it grows."""
-        before = rss()
+        before = own_rss()
         while True:
             await trio.sleep(MEMORY_S)
-            now = rss()
-            if now > MAX_RSS:
+            now = own_rss()
+            if now > MAX_SIDECAR_RSS:
                 raise MemoryError(f"grown to {now >> 20} MiB")
             heaviest = self.tcp.heaviest()
             if now > HIGH_RSS and now - before > GROWTH_BYTES and heaviest is not None:
@@ -236,7 +236,7 @@ def remote_addresses(host: IHost, peers: Iterable[ID]) -> dict[str, str]:
     return found
 
 
-def rss() -> int:
+def own_rss() -> int:
     """Bytes of memory that this process holds; 0 where there is no /proc. (`getrusage` counts the parent's in.)"""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -262,7 +262,7 @@ def _own_ips(listen: str) -> list[str]:
 async def commands_from(stdin: trio.lowlevel.FdStream) -> AsyncIterator[Command]:
     """Commands until stdin ends. Raises RemoteProtocolError for anything else."""
     frames: Frames[Command] = Frames(Command)
-    while data := await stdin.receive_some(CHUNK):
+    while data := await stdin.receive_some(PIPE_READ_BYTES):
         for command in frames.feed(data):
             yield command
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-TURN_S = 0.25
+UPLINK_TURN_S = 0.25
 """A body occupies its uplink for at most this long at a time, so that other traffic waits no longer than that."""
 
 
@@ -84,7 +84,7 @@ class Uplink:
         """Queue one turn of a body of which `left` bytes are left. Returns its size and the seconds until it has left:
         then other traffic may use the uplink."""
         bandwidth = self.model.bandwidth_bytes_s
-        size = min(left, max(1, int(bandwidth * TURN_S))) if bandwidth < math.inf else left
+        size = min(left, max(1, int(bandwidth * UPLINK_TURN_S))) if bandwidth < math.inf else left
         return size, self.send(size, now) - now
 
 

@@ -147,12 +147,7 @@ class MemoryTransport:
         self.acceptors[method] = acceptor
 
     def exchange(
-        self,
-        peer: str,
-        method: str,
-        ours: Outgoing,
-        answered: Callable[[bytes, int], Sink],
-        timeout: float,
+        self, peer: str, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink], timeout: float
     ) -> Future[None]:
         """Reaches the same peers as `request`. The future and callbacks complete as the clock is driven; an unexpected
         exception in a callback ends the simulation. A peer that has gone or is cut off is noticed after a latency or

@@ -16,11 +16,11 @@ from protocol.dials import Dials
 from protocol.errors import PeerUnreachable
 from protocol.peers import peer_of
 from protocol.transports.dht.records import CardStorage
-from protocol.transports.p2p.daemon import CALL_S, Daemon
+from protocol.transports.p2p.daemon import P2PD_CALL_S, Daemon
 from protocol.transports.refusals import Refusals, ip_of
 from protocol.transports.settings import endpoint
 
-DIAL_S = 8.0
+P2PD_DIAL_S = 8.0
 """Longest that p2pd may take to connect to a peer."""
 KNOCK_S = 4.0
 """Longest that a TCP connection may take which only shows whether somebody listens at an address."""
@@ -54,7 +54,7 @@ class Connections:
     async def connected(self) -> Mapping[str, list[str]]:
         """Peer id -> addresses at the other ends of its connections. These peers have proved their keys there. Raises
         PeerUnreachable."""
-        peers = await self._daemon.bounded(self._daemon.running().list_peers(), CALL_S)
+        peers = await self._daemon.bounded(self._daemon.running().list_peers(), P2PD_CALL_S)
         found = {str(peer.peer_id): [str(address) for address in peer.addrs] for peer in peers}
         for peer, addresses in found.items():
             self.dials.prove(peer, addresses, time.time())
@@ -79,7 +79,7 @@ class Connections:
         except (ValueError, MultiaddrError) as error:
             raise PeerUnreachable(f"{peer} at {addresses}: {error}") from error
         try:
-            await self._daemon.bounded(self._daemon.running()._client.connect(to, ways), DIAL_S)
+            await self._daemon.bounded(self._daemon.running()._client.connect(to, ways), P2PD_DIAL_S)
         except PeerUnreachable as error:
             for address, other in ANOTHER_KEY.findall(str(error)):
                 self.dials.hint(address, other, time.time())

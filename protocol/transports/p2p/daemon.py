@@ -33,8 +33,8 @@ from protocol.transports.ports import Port
 from protocol.transports.settings import NetworkSettings, announced, listen_address
 from protocol.transports.streams.requests import Traffic
 
-START_S = 15.0
-CALL_S = 10.0
+P2PD_START_S = 15.0
+P2PD_CALL_S = 10.0
 """Longest that p2pd may take over a call that does not have a time limit of its own."""
 DAEMON_GOODBYE_S = 2.0
 """Longest that p2pd may take to end before it is killed."""
@@ -50,7 +50,7 @@ _FAILURES = (P2PDaemonError, P2PHandlerError, OSError, EOFError)
 """Errors that calls to p2pd raise, besides running into their time limit."""
 NO_WAY = "failed to dial"
 """go-libp2p's words when it has no address of a peer, or nobody answers there."""
-MAX_ANSWER_BYTES = DEFAULT_MAX_MSG_SIZE - 2**16
+MAX_CALL_ANSWER_BYTES = DEFAULT_MAX_MSG_SIZE - 2**16
 """Size of the largest answer to a call that fits, with its envelope, into a message to p2pd."""
 SHORT_CHARACTERS = 40
 """Longest path of a folder for sockets. A Unix socket's path has 104 bytes on macOS; ours need half of the rest."""
@@ -185,9 +185,9 @@ class Daemon:
                 use_relay=settings.relay or settings.serve_relay,
                 use_auto_relay=False,  # wants p2pd's own DHT, which is off; `P2PTransport` asks relays for places
                 nat_port_map=settings.nat_port_map,
-                startup_timeout=START_S,
+                startup_timeout=P2PD_START_S,
             ),
-            START_S + 5.0,
+            P2PD_START_S + 5.0,
         )
         self._ended = asyncio.ensure_future(_end_of(p2pd))
         if port and self.port.is_shared():  # with a program that claims none
@@ -301,7 +301,7 @@ def _p2pd_class(daemon: Daemon) -> type[P2P]:
                 traffic.bytes_in += request.ByteSize()
                 paces.download.take(request.ByteSize())
                 response = await handler(request, context)
-                if response.ByteSize() > MAX_ANSWER_BYTES:  # hivemind's own way of refusing it raises
+                if response.ByteSize() > MAX_CALL_ANSWER_BYTES:  # hivemind's own way of refusing it raises
                     raise LocalProtocolError(f"an answer of {response.ByteSize()} bytes is too large")
                 traffic.bytes_out += response.ByteSize()
                 paces.upload.take(response.ByteSize())

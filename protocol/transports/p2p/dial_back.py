@@ -30,15 +30,15 @@ from protocol.transports.settings import endpoint
 MAX_PORTS = 4
 FIRST_PORT = 1024
 """Lower ports are the system's: no node listens there by default."""
-MAX_ASKED = 4
+MAX_ASKERS = 4
 """Askers at a time."""
 PORTS_A_MINUTE, PORTS_A_MINUTE_EACH = 64, 8
 """Connected to, of all askers and of those from one address: a doctor asks for two, of up to five peers."""
 CONNECT_S = 3.0
-ANSWER_S = CONNECT_S + 2.0
+DIAL_BACK_ANSWER_S = CONNECT_S + 2.0
 NEAR_PREFIX = {4: 24, 6: 64}
 """Length of the prefix of a net that is not on one of this machine's interfaces, by version of IP."""
-BLOCKS = [
+PRIVATE_BLOCKS = [
     ipaddress.ip_network(block)
     for block in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 ]
@@ -64,10 +64,10 @@ class DialBack:
         self._asked += 1
         try:
             target = endpoint(came_from)
-            if target is None or self._asked > MAX_ASKED or not may_look_at(target[0], self._told()):
+            if target is None or self._asked > MAX_ASKERS or not may_look_at(target[0], self._told()):
                 return
             with suppress(TimeoutError, EOFError, OSError):
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(DIAL_BACK_ANSWER_S):
                     count = (await reader.readexactly(1))[0]
                     if not 0 < count <= MAX_PORTS:
                         return
@@ -119,7 +119,7 @@ def _net_of(host: str) -> Net | None:
         if each.family in (socket.AF_INET, socket.AF_INET6) and each.address.partition("%")[0] == host and each.netmask:
             prefix = int(ipaddress.ip_address(each.netmask)).bit_count()
             if prefix == ip.max_prefixlen:
-                return next((block for block in BLOCKS if ip in block), ipaddress.ip_network(host))
+                return next((block for block in PRIVATE_BLOCKS if ip in block), ipaddress.ip_network(host))
             return ipaddress.ip_network((host, prefix), strict=False)
     return ipaddress.ip_network((host, NEAR_PREFIX[ip.version]), strict=False)
 
@@ -143,7 +143,7 @@ async def ask_back(ports: Sequence[int], reader: asyncio.StreamReader, writer: a
     RemoteProtocolError."""
     writer.write(bytes([len(ports)]) + b"".join(port.to_bytes(2, "big") for port in ports))
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(DIAL_BACK_ANSWER_S):
             answer = await reader.readexactly(len(ports))
     except (TimeoutError, EOFError, OSError) as error:
         raise PeerUnreachable(

@@ -224,10 +224,7 @@ class Membership:
     def _dated(self, card: PeerCard) -> PeerCard:
         """`card` dated now, in a version that all members understand, without addresses."""
         return replace(
-            in_version(
-                card,
-                common_version(self.members.values(), newer_heard=self._traffic.rejected["newer"] > 0),
-            ),
+            in_version(card, common_version(self.members.values(), newer_heard=self._traffic.rejected["newer"] > 0)),
             swarm=self._swarm,
             created=time.time(),
             addresses=[],

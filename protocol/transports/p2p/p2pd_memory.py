@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import psutil
 
-MAX_RSS = 512 * 2**20
+MAX_P2PD_RSS = 512 * 2**20
 """A p2pd of a node with `FEW` connections takes 60 to 100 MB; four large exchanges and four large answers at a time may
 have go-libp2p's largest window, 16 MB, in flight each way: 256 MB."""
 FEW = 64
-"""Connections that `MAX_RSS` is for."""
-CONNECTION_BYTES = 256 * 2**10
+"""Connections that `MAX_P2PD_RSS` is for."""
+RSS_PER_CONNECTION = 256 * 2**10
 """Bytes for each further connection. An idle one takes 75 KB (measured with 25 to 200); three times that leaves room
 for calls under way and for memory that Go frees late."""
-MAX_CONNECTIONS = 4096
+MOST_CONNECTIONS = 4096
 """Connections beyond these, with which p2pd may take 1.5 GB, add nothing: strangers can make many."""
-LOOK_S = 5.0
+P2PD_MEMORY_CHECK_S = 5.0
 """Time between two checks; at 100 Mbit/s, p2pd can grow by 60 MB in it."""
 
 
@@ -31,12 +31,12 @@ def rss(pid: int) -> int:
 
 def most_rss(connections: int) -> int:
     """Bytes of memory that a p2pd with so many connections may hold."""
-    return MAX_RSS + CONNECTION_BYTES * max(0, min(connections, MAX_CONNECTIONS) - FEW)
+    return MAX_P2PD_RSS + RSS_PER_CONNECTION * max(0, min(connections, MOST_CONNECTIONS) - FEW)
 
 
 async def end_if_grown(process: asyncio.subprocess.Process, connections: Callable[[], int]) -> str:
     """Returns why, in words, when `process`, a p2pd with so many `connections`, was ended because it grew too large."""
     while (size := rss(process.pid)) <= most_rss(connections()):
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(P2PD_MEMORY_CHECK_S)
     process.kill()
     return f"it had grown to {size >> 20} MiB"

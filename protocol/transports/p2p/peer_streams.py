@@ -14,7 +14,7 @@ from protocol.errors import LocalProtocolError, NotOfSwarm, PeerUnreachable, Rem
 from protocol.hosts import neighbourhood_of_stream
 from protocol.limits import MAX_REQUEST_BYTES
 from protocol.transports.base import Acceptor, Outgoing, Server, Sink
-from protocol.transports.p2p.daemon import CALL_S, Daemon
+from protocol.transports.p2p.daemon import P2PD_CALL_S, Daemon
 from protocol.transports.p2p.dial_back import DialBack, ask_back
 from protocol.transports.streams.channels import Channels, StreamChannel, Streams
 from protocol.transports.streams.exchanges import Exchanges
@@ -127,14 +127,14 @@ class PeerStreams:
             async with self._stream(peer, self._dial_back_protocol, addresses) as (reader, writer):
                 return await ask_back(ports, reader, writer)
 
-        return await self._daemon.bounded(ask_it(), CALL_S)
+        return await self._daemon.bounded(ask_it(), P2PD_CALL_S)
 
     async def open_channel(self, channel: StreamChannel, method: str, addresses: Sequence[str] = ()) -> None:
         """Open `channel` to a peer known to be at `addresses`, and serve it until it ends."""
 
         async def dial() -> Streams:
             self._daemon.running()
-            return await self._daemon.bounded(self._open(channel.peer, self._channel_protocol, addresses), CALL_S)
+            return await self._daemon.bounded(self._open(channel.peer, self._channel_protocol, addresses), P2PD_CALL_S)
 
         await self._channels.call(channel, method, dial)
 

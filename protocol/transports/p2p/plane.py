@@ -25,9 +25,9 @@ from protocol.peers import peer_of
 from protocol.topics import bucket_of
 from protocol.transports.dht.records import CardStorage, CardValidator
 from protocol.transports.dht.server import Accounts, CardDHT
-from protocol.transports.dht.whereabouts import ASK_S, MAX_ADDRESSES_BYTES, METHOD, Whereabouts, read_answer
+from protocol.transports.dht.whereabouts import MAX_ADDRESSES_BYTES, METHOD, WHEREABOUTS_S, Whereabouts, read_answer
 from protocol.transports.p2p.connections import Connections
-from protocol.transports.p2p.daemon import CALL_S, Daemon
+from protocol.transports.p2p.daemon import P2PD_CALL_S, Daemon
 from protocol.transports.p2p.dial_back import DialBack
 from protocol.transports.p2p.peer_streams import PeerStreams
 from protocol.transports.p2p.relay import RELAY_PROTOCOL, reserve
@@ -39,7 +39,7 @@ from protocol.transports.streams.requests import Traffic
 
 PLANE_END_S = 2.0
 """Longest wait for tasks to end when the plane is closed."""
-LAST_WORD_S = 0.2
+CHANNEL_GOODBYE_S = 0.2
 """Time that p2pd gets to pass on the last messages of channels."""
 
 
@@ -101,7 +101,7 @@ class HivemindPlane:
         if ending:
             await asyncio.wait(ending, timeout=PLANE_END_S)
         if talking:
-            await asyncio.sleep(LAST_WORD_S)
+            await asyncio.sleep(CHANNEL_GOODBYE_S)
         await self.daemon.stop()
         self.streams.answers.close()  # after p2pd, which brings the requests
         self.daemon.release()
@@ -118,12 +118,12 @@ class HivemindPlane:
             client=self._settings.dial_only,
             named=self._whereabouts.named,
         )
-        await asyncio.wait_for(dht.serve(), CALL_S)
+        await asyncio.wait_for(dht.serve(), P2PD_CALL_S)
         handlers = self.streams.handlers()
         if not self._settings.serve_relay:  # without its relay service, p2pd still relays 128 KiB a connection
             handlers[RELAY_PROTOCOL] = _hang_up
         for protocol, handler in handlers.items():
-            await asyncio.wait_for(p2pd.add_binary_stream_handler(protocol, handler), CALL_S)
+            await asyncio.wait_for(p2pd.add_binary_stream_handler(protocol, handler), P2PD_CALL_S)
         self._dht = dht
         await self.look_around()
 
@@ -158,7 +158,7 @@ class HivemindPlane:
         """Ask p2pd at which addresses this node can be reached by now (routers, relays). Raises PeerUnreachable."""
         with suppress(ValueError):  # no address at all: dial-only and no relay yet
             visible = self._running()[0].get_visible_maddrs(latest=True)
-            found = await self.daemon.bounded(visible, CALL_S)
+            found = await self.daemon.bounded(visible, P2PD_CALL_S)
             self.addresses = best_first([str(address) for address in found])
 
     async def connect(self, peer: str, addresses: Sequence[str]) -> None:
@@ -166,10 +166,10 @@ class HivemindPlane:
         card. Raises PeerUnreachable."""
         dht = self._running()[1]
         to = await self._connections.dial(peer, addresses)
-        if not await self.daemon.bounded(dht.ping(to), CALL_S):
+        if not await self.daemon.bounded(dht.ping(to), P2PD_CALL_S):
             return  # connected, but it only dials and keeps no part of the DHT
         self._connections.serving.setdefault(peer)
-        await self.daemon.bounded(asyncio.gather(dht.give_own(to), dht.look_around()), CALL_S)
+        await self.daemon.bounded(asyncio.gather(dht.give_own(to), dht.look_around()), P2PD_CALL_S)
 
     async def reach(self, peer: str) -> None:
         """Dial a peer that another peer named, at the addresses on its card. Raises PeerUnreachable."""
@@ -177,7 +177,7 @@ class HivemindPlane:
         namer = self._whereabouts.namer(peer)
         if not addresses and namer and namer in await self.connected():
             try:
-                answer = await self.streams.request(namer, METHOD, peer.encode(), ASK_S, MAX_ADDRESSES_BYTES)
+                answer = await self.streams.request(namer, METHOD, peer.encode(), WHEREABOUTS_S, MAX_ADDRESSES_BYTES)
                 addresses = read_answer(peer, answer)
             except RemoteProtocolError as error:
                 raise PeerUnreachable(f"{namer} does not say where {peer} is: {error}") from error
@@ -207,7 +207,7 @@ class HivemindPlane:
             finally:
                 writer.close()
 
-        await self.daemon.bounded(take(), CALL_S)
+        await self.daemon.bounded(take(), P2PD_CALL_S)
 
     # ---------------------------------------------------------------- cards
 
@@ -220,7 +220,7 @@ class HivemindPlane:
         record = peer, value, card.created + self._settings.card_ttl_s
         key = self._validator.keys[bucket_of(peer)]
         storing = dht.store_card(key, record, members, self._bootstrap, list(self._connections.serving))
-        return await self.daemon.bounded(storing, CALL_S)
+        return await self.daemon.bounded(storing, P2PD_CALL_S)
 
     async def get_cards(self, buckets: Collection[int], members: int = 0) -> dict[str, PeerCard]:
         """Peer id -> card of all peers in these buckets, this node included. `members` is the number of other peers
@@ -229,7 +229,7 @@ class HivemindPlane:
         self._check_clock(dht)
         keys = [self._validator.keys[bucket] for bucket in buckets]
         search = dht.find_cards(keys, members, self._bootstrap, list(self._connections.serving))
-        found, now = await self.daemon.bounded(search, CALL_S), time.time()
+        found, now = await self.daemon.bounded(search, P2PD_CALL_S), time.time()
         return dict(self._validator.card(value) for value, expiration in found.values() if expiration > now)
 
     def _stored_addresses(self, peer: str) -> list[str]:

@@ -19,7 +19,7 @@ from protocol.public import is_public
 from protocol.transports.refusals import ip_of
 from protocol.transports.settings import endpoint
 
-ASK_AGAIN_S = 600.0
+REACH_CHECK_S = 600.0
 """Longest time between two questions to one relay, drawn from the upper half: routers and firewalls change rarely, and
 a relay connects back to 64 ports a minute."""
 
@@ -52,7 +52,7 @@ class Reach:
         """Whether `relay` could connect to this node; None before its first answer. It is asked in the background when
         that is due at `now` (seconds of any clock)."""
         if relay not in self._asking and now >= self._ask_at.get(relay, now):
-            self._ask_at[relay] = now + ASK_AGAIN_S * self._rng.uniform(0.5, 1.0)
+            self._ask_at[relay] = now + REACH_CHECK_S * self._rng.uniform(0.5, 1.0)
             self._asking[relay] = task = asyncio.create_task(self._ask(plane, relay))
             task.add_done_callback(lambda _: self._asking.pop(relay, None))
         return self._direct.get(relay)

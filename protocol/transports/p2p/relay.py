@@ -15,7 +15,7 @@ from protocol.errors import PeerUnreachable
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 PLACE_S = 60.0
 """A place is asked for again after this long. Relays keep it for an hour, but not if the connection ends meanwhile."""
-MAX_ANSWER_BYTES = 4096
+MAX_RELAY_ANSWER_BYTES = 4096
 _RESERVE = b"\x08\x00"
 _GRANTED = b"\x28\x64"
 """Status 100. go-libp2p writes the fields of a message in order, and this one is the last."""
@@ -27,7 +27,7 @@ async def reserve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     low, high = (await reader.readexactly(1))[0], 0
     if low >= 128:  # its length continues, seven bits a byte
         low, high = low - 128, (await reader.readexactly(1))[0]
-    if high >= MAX_ANSWER_BYTES // 128:
+    if high >= MAX_RELAY_ANSWER_BYTES // 128:
         raise PeerUnreachable("that is no answer of a relay")
     if not (await reader.readexactly(128 * high + low)).endswith(_GRANTED):
         raise PeerUnreachable("the relay has no place")

@@ -80,15 +80,7 @@ class P2PTransport:
         self._gossip = GossipSide(told, self._gossip_port, self._report, self._wake.set)
         self._traffic = Traffic()
         self._membership = Membership(
-            self.peer_id,
-            swarm,
-            settings,
-            self._gossip,
-            self._traffic,
-            cache_file,
-            ports_file,
-            self._report,
-            self._wake,
+            self.peer_id, swarm, settings, self._gossip, self._traffic, cache_file, ports_file, self._report, self._wake
         )
         self._addresses_of = self._membership.table.addresses_of
         self._plane: HivemindPlane | None = None
@@ -142,12 +134,7 @@ class P2PTransport:
         self._soon(self._accept, method, acceptor)
 
     def exchange(
-        self,
-        peer: str,
-        method: str,
-        ours: Outgoing,
-        answered: Callable[[bytes, int], Sink],
-        timeout: float,
+        self, peer: str, method: str, ours: Outgoing, answered: Callable[[bytes, int], Sink], timeout: float
     ) -> Future[None]:
         """Callbacks added to the future run on the network's thread, which must not wait for it."""
         check_call(method, ours)

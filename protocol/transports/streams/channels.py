@@ -32,7 +32,7 @@ from protocol.transports.streams.requests import (
     ANSWER,
     MAX_REFUSAL_BYTES,
     REFUSAL,
-    REQUEST_S,
+    REQUEST_READ_S,
     UNAVAILABLE,
     Traffic,
     read_frame,
@@ -302,7 +302,7 @@ class Channels:
         async def life() -> str:
             reader, writer = await dial()
             try:
-                async with asyncio.timeout(REQUEST_S) as deadline:
+                async with asyncio.timeout(REQUEST_READ_S) as deadline:
                     writer.write(bytes([len(method.encode())]) + method.encode())
                     status = await read_exactly(reader, 1, deadline)
                     if status != ANSWER:
@@ -322,7 +322,7 @@ class Channels:
         channel = self.new(peer, asyncio.get_running_loop(), address)
 
         async def life() -> str:
-            async with asyncio.timeout(REQUEST_S) as deadline:
+            async with asyncio.timeout(REQUEST_READ_S) as deadline:
                 with self._openings.enter(peer, address, deadline):
                     length = (await read_exactly(reader, 1, deadline))[0]
                     method = (await read_exactly(reader, length, deadline)).decode(errors="replace")

@@ -31,7 +31,7 @@ from protocol.transports.streams.requests import (
     ANSWER,
     MAX_REFUSAL_BYTES,
     REFUSAL,
-    REQUEST_S,
+    REQUEST_READ_S,
     UNAVAILABLE,
     Traffic,
     read_frame,
@@ -149,7 +149,7 @@ class Exchanges:
         """Status and reason if the peer is to be told that there is no exchange. Later failures are raised."""
         try:
             with self._judged("a call", peer, address):
-                async with _within(REQUEST_S) as deadline:
+                async with _within(REQUEST_READ_S) as deadline:
                     with self._openings.enter(peer, address, deadline):
                         length = (await read_exactly(reader, 1, deadline))[0]
                         method = (await read_exactly(reader, length, deadline)).decode(errors="replace")

@@ -45,14 +45,14 @@ MAX_ANSWERS, MAX_ANSWERS_PER_PEER = 64, 4
 """Requests being answered, of all peers and of one, after they were read. Others are told to come back later."""
 MAX_LARGE, MAX_LARGE_PER_PEER = 4, 1
 """Large answers among these: 256 MiB in memory at most."""
-ANSWER_S = 180.0
+ANSWER_READY_S = 180.0
 """Longest time until an answer is ready. `write_frame` limits the time in which it is taken."""
 GRACE_S, MIN_BYTES_PER_S = 10.0, 2**19
 """Slowest rate at which an answer may be taken, after a grace of ten seconds: 64 MiB at 4 Mbit/s take two minutes."""
-REQUEST_S = 10.0
+REQUEST_READ_S = 10.0
 """Longest time in which a request may arrive. Waits for this node's own limit do not count."""
-MAX_DETAIL_CHARS = 200
-MAX_REFUSAL_BYTES = 2 * MAX_DETAIL_CHARS
+MAX_REFUSAL_CHARS = 200
+MAX_REFUSAL_BYTES = 2 * MAX_REFUSAL_CHARS
 ANSWER, REFUSAL, UNAVAILABLE = b"\0", b"\1", b"\2"
 _REASON = re.compile(r"[a-z0-9_/-]{1,32}")
 
@@ -138,7 +138,7 @@ class Answers:
         self, peer: str, address: str, reader: asyncio.StreamReader
     ) -> tuple[str, bytes | RemoteProtocolError]:
         """(method, payload, or why it cannot be read). Raises RemoteProtocolError: crowded."""
-        async with asyncio.timeout(REQUEST_S) as deadline:
+        async with asyncio.timeout(REQUEST_READ_S) as deadline:
             with self._unread.enter(peer, address, deadline):
                 length = (await read_exactly(reader, 1, deadline))[0]
                 method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
@@ -172,7 +172,7 @@ class Answers:
                     return UNAVAILABLE, b"busy"
                 places.enter_context(shares.place(peer, address))
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(ANSWER_READY_S):
                 thread = self._prompt_thread if method in PROMPT_METHODS else None
                 answer = await asyncio.get_running_loop().run_in_executor(thread, server, peer, payload)
             if len(answer) > (MAX_RESPONSE_BYTES if large else MAX_SHORT_BYTES):
@@ -197,7 +197,7 @@ class Answers:
 
 def refusal(error: RemoteProtocolError) -> bytes:
     """A refusal as the payload of an answer."""
-    return f"{error.reason}\n{error.detail[:MAX_DETAIL_CHARS]}".encode()[:MAX_REFUSAL_BYTES]
+    return f"{error.reason}\n{error.detail[:MAX_REFUSAL_CHARS]}".encode()[:MAX_REFUSAL_BYTES]
 
 
 def refused(status: bytes, answer: bytes) -> ProtocolError:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from protocol.errors import LocalProtocolError
-from protocol.pipeline import BLOCK, Codec, Coding, Part
+from protocol.pipeline import BLOCK, ActivationCodec, Coding, Part
 from swarm_node.averaging.codecs import LARGEST, blocks_of, bounded, dequantise, quantise
 
 
@@ -57,7 +57,7 @@ def sendable(values: Tensor) -> Tensor:
     return values if bounded(values) else torch.where(values.abs() <= LARGEST, values, 0)
 
 
-def rounded(values: Tensor, codec: Codec) -> Tensor:
+def rounded(values: Tensor, codec: ActivationCodec) -> Tensor:
     """A copy of `values` as the receiver decodes them; encoding the copy changes it no more."""
     if codec == "float32":
         return values.detach().clone()

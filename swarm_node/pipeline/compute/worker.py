@@ -81,7 +81,7 @@ class Worker:
     """One stage of a policy and its optimiser."""
 
     def __init__(
-        self, stage: Stage, optimizer: Optimizer, codec: heads.Codec = "float32", native: bool = False
+        self, stage: Stage, optimizer: Optimizer, codec: heads.ActivationCodec = "float32", native: bool = False
     ) -> None:
         """`codec`: how values travel, since both ends of a tied matrix must know the same ones. `native`: sample with
         the native engine."""

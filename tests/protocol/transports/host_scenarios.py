@@ -183,20 +183,20 @@ async def the_heaviest_connection_gives_way_to_memory() -> None:
         for _ in range(reads):
             await wire.read(2**16)
     high, step = gossip_sidecar.HIGH_RSS, gossip_sidecar.GROWTH_BYTES
-    sizes = iter((0, high - 1, high + step // 2, gossip_sidecar.MAX_RSS + 1))
+    sizes = iter((0, high - 1, high + step // 2, gossip_sidecar.MAX_SIDECAR_RSS + 1))
     closed = []
 
     def rss() -> int:
         closed.append([wire.closed.is_set() for wire in wires])
         return next(sizes)
 
-    gossip_sidecar.rss, gossip_sidecar.MEMORY_S = rss, 0.01
+    gossip_sidecar.own_rss, gossip_sidecar.MEMORY_S = rss, 0.01
     with pytest.raises(MemoryError):
         await sidecar._watch_memory()
     assert not any(map(any, closed))  # it was small, or hardly grew
 
     await heavy.read(2**16)
-    sizes = iter((high, high + 2 * step, high + 2 * step, gossip_sidecar.MAX_RSS + 1))
+    sizes = iter((high, high + 2 * step, high + 2 * step, gossip_sidecar.MAX_SIDECAR_RSS + 1))
     with pytest.raises(MemoryError):
         await sidecar._watch_memory()
     assert heavy.closed.is_set() and not quiet.closed.is_set() and not dialled.closed.is_set()

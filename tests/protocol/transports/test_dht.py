@@ -22,7 +22,15 @@ from protocol.messages import PeerCard
 from protocol.topics import bucket_of
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS, Record, encode_bucket, node_id_of
 from protocol.transports.dht.records import CardStorage, CardValidator
-from protocol.transports.dht.server import FOUND_EACH, MAX_FINDS, MAX_REFUSED, MAX_TOLD, STORED_EACH, Accounts, CardDHT
+from protocol.transports.dht.server import (
+    FOUND_EACH,
+    MAX_FINDS,
+    MAX_PINGS_AND_STORES,
+    MAX_REFUSED,
+    STORED_EACH,
+    Accounts,
+    CardDHT,
+)
 from protocol.transports.refusals import Refusals
 
 SWARM = "ab" * 32
@@ -124,9 +132,9 @@ def test_few_cards_of_one_message_are_looked_at() -> None:
     ("call", "request_of", "most"),
     [
         ("rpc_find", lambda node, peer: dht_pb2.FindRequest(keys=node.validator.keys[:1]), MAX_FINDS),
-        ("rpc_store", lambda node, peer: own_card(node, peer), MAX_TOLD // 2),
-        ("rpc_store", lambda node, peer: store([record(peer)] * 9, node.validator.keys[0]), MAX_TOLD // 10),
-        ("rpc_ping", lambda node, peer: dht_pb2.PingRequest(), MAX_TOLD),
+        ("rpc_store", lambda node, peer: own_card(node, peer), MAX_PINGS_AND_STORES // 2),
+        ("rpc_store", lambda node, peer: store([record(peer)] * 9, node.validator.keys[0]), MAX_PINGS_AND_STORES // 10),
+        ("rpc_ping", lambda node, peer: dht_pb2.PingRequest(), MAX_PINGS_AND_STORES),
     ],
 )
 def test_endless_calls_are_answered_so_often(call: str, request_of: Any, most: int) -> None:
@@ -165,9 +173,9 @@ def test_peers_that_go_on_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> N
                 await node.dht.rpc_ping(dht_pb2.PingRequest(), caller)
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
-    asyncio.run(ping(MAX_TOLD + MAX_REFUSED // 2))
+    asyncio.run(ping(MAX_PINGS_AND_STORES + MAX_REFUSED // 2))
     assert ended == [] and node.refused["rate"]
-    asyncio.run(ping(MAX_TOLD + MAX_REFUSED))
+    asyncio.run(ping(MAX_PINGS_AND_STORES + MAX_REFUSED))
     assert ended == [caller.remote_id]
     asyncio.run(ping(1))
     assert ended == [caller.remote_id] * 2  # it has come back

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from protocol.transports.dht.lookup import BEAM, BLIND, MAX_CALLS, SMALL, direct, search
+from protocol.transports.dht.lookup import BEAM, BLIND, MAX_SEARCH_CALLS, SMALL_SWARM, direct, search
 
 RNG = random.Random(4)
 PEERS = [RNG.getrandbits(160) for _ in range(500)]
@@ -57,7 +57,7 @@ def test_the_nearest_of_many_are_found() -> None:
     network = Network(PEERS)
     found = network.find(KEYS, PEERS[:3])
     assert sum(len(set(found[key]) & set(nearest(key, PEERS))) for key in KEYS) > 0.95 * BEAM * len(KEYS)
-    assert network.asked.total() < MAX_CALLS
+    assert network.asked.total() < MAX_SEARCH_CALLS
 
 
 def test_few_peers_are_asked_once_for_all_keys() -> None:
@@ -79,7 +79,7 @@ def test_names_of_nobody_end_no_search() -> None:
     network = Network(PEERS[:30], liars={liar})
     network.tables[PEERS[0]].append(liar)
     found = network.find(KEYS[:1], [liar, PEERS[0]], also={PEERS[1]: KEYS[:1]})
-    assert network.asked[PEERS[1]] == 1 and network.asked.total() <= MAX_CALLS
+    assert network.asked[PEERS[1]] == 1 and network.asked.total() <= MAX_SEARCH_CALLS
     assert found[KEYS[0]] == nearest(KEYS[0], {liar, *PEERS[:30]})
 
 
@@ -93,7 +93,7 @@ def test_a_search_ends_with_what_it_has() -> None:
     assert all(found[key] == PEERS[:1] for key in KEYS)
 
 
-@pytest.mark.parametrize(("members", "most"), [(0, BLIND), (3, 8), (SMALL, 8), (SMALL + 1, 4)])
+@pytest.mark.parametrize(("members", "most"), [(0, BLIND), (3, 8), (SMALL_SWARM, 8), (SMALL_SWARM + 1, 4)])
 def test_bootstrap_and_oldest_peers_are_always_dealt_with(members: int, most: int) -> None:
     connected = [f"peer {i}" for i in range(200)]
     for seed in range(20):

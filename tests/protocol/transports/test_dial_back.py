@@ -13,7 +13,7 @@ import pytest
 
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.transports.p2p import dial_back
-from protocol.transports.p2p.dial_back import MAX_ASKED, MAX_PORTS, DialBack, ask_back, may_look_at
+from protocol.transports.p2p.dial_back import MAX_ASKERS, MAX_PORTS, DialBack, ask_back, may_look_at
 from tests.support.ports import free_port
 
 HERE = "/ip4/127.0.0.1/tcp/4001"
@@ -71,7 +71,7 @@ def test_few_askers_are_answered_at_a_time(listener: int) -> None:
     busy = DialBack(lambda: [HERE])
 
     async def serve_beside_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        silent = [asyncio.StreamReader() for _ in range(MAX_ASKED)]
+        silent = [asyncio.StreamReader() for _ in range(MAX_ASKERS)]
         serving = [asyncio.create_task(busy.serve(HERE, one, SimpleNamespace(close=int))) for one in silent]
         await asyncio.sleep(0)  # for them to begin
         await busy.serve(HERE, reader, writer)

@@ -294,7 +294,7 @@ def test_an_early_end_is_never_a_success(where: str) -> None:
 @pytest.mark.parametrize("where", [TO_ACCEPTOR, TO_CALLER])
 def test_an_altered_byte_is_never_a_success(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanges, "PIECE_S", 1.0)  # lengths that grew are waited for
-    monkeypatch.setattr(exchanges, "REQUEST_S", 1.0)
+    monkeypatch.setattr(exchanges, "REQUEST_READ_S", 1.0)
     sizes = (301, 257)
     length = lengths(sizes)[where]
 

@@ -8,25 +8,27 @@ from protocol.transports.gossip.places import (
     HANDSHAKE_S,
     MAX_ARRIVING,
     PATIENCE_S,
+    PLACE_TURN_S,
     SETTLED_S,
     STAY_S,
-    TURN_S,
+    ConnectionPlaces,
     Link,
-    Places,
 )
 
 MOST = 16
 
 
-def arrived(places: Places, address: str, now: float, inbound: bool = True, valid: bool = False) -> tuple[Link, bool]:
+def arrived(
+    places: ConnectionPlaces, address: str, now: float, inbound: bool = True, valid: bool = False
+) -> tuple[Link, bool]:
     """A connection that has finished its handshake; whether it got a place."""
     link = Link(address, inbound, now, valid=valid)
     return link, places.take(link, now) is not link
 
 
-def full(addresses: list[str], valid: bool = False, now: float = 0.0) -> tuple[Places, list[Link]]:
+def full(addresses: list[str], valid: bool = False, now: float = 0.0) -> tuple[ConnectionPlaces, list[Link]]:
     """All places that strangers can have are taken by connections from `addresses` in turn."""
-    places, links = Places(MOST), []
+    places, links = ConnectionPlaces(MOST), []
     while places.has_room(inbound=True):
         links.append(arrived(places, addresses[len(links) % len(addresses)], now + len(links) / 1e6, valid=valid)[0])
     return places, links
@@ -44,8 +46,8 @@ def test_no_address_is_limited_while_places_are_free() -> None:
         (["crowd"], False, "elsewhere", 0.0, "crowd"),
         (["crowd"], True, "elsewhere", 0.0, "crowd"),
         (["crowd"], False, "crowd", 0.0, "crowd"),
-        (["crowd"], True, "crowd", TURN_S - 1, None),
-        (["crowd"], True, "crowd", TURN_S + 1, "crowd"),
+        (["crowd"], True, "crowd", PLACE_TURN_S - 1, None),
+        (["crowd"], True, "crowd", PLACE_TURN_S + 1, "crowd"),
         ([f"a{i}" for i in range(5)], True, "elsewhere", 0.0, "a0"),  # each has three
         ([f"a{i}" for i in range(5)], True, "a4", 0.0, None),
         ([f"a{i}" for i in range(MOST)], False, "elsewhere", STAY_S - 1, None),
@@ -74,14 +76,14 @@ def test_a_lone_listener_outlasts_busy_addresses_that_speak() -> None:
 
 
 def test_dialled_connections_never_give_way() -> None:
-    places = Places(MOST)
+    places = ConnectionPlaces(MOST)
     dialled = [arrived(places, "far", 0.0, inbound=False)[0] for _ in range(MOST)]
     assert not arrived(places, "far", SETTLED_S)[1] and not arrived(places, "near", SETTLED_S, inbound=False)[1]
     assert places.seated == set(dialled)
 
 
 def test_the_busiest_address_s_oldest_handshake_gives_way() -> None:
-    places = Places(MOST)
+    places = ConnectionPlaces(MOST)
     honest = Link("honest", True, 0.0)
     assert places.arrive(honest) is None
     stalled = [Link("crowd", True, 0.1, heard=0.2) for _ in range(MAX_ARRIVING - 1)]
@@ -92,7 +94,7 @@ def test_the_busiest_address_s_oldest_handshake_gives_way() -> None:
 
 
 def test_many_handshakes_have_less_time_each() -> None:
-    places = Places(MOST)
+    places = ConnectionPlaces(MOST)
     for _ in range(MAX_ARRIVING // 2):
         places.arrive(Link("slow", True, 0.0))
     assert places.late(HANDSHAKE_S + 0.1) == [] and len(places.late(PATIENCE_S + 0.1)) == MAX_ARRIVING // 2

@@ -20,7 +20,7 @@ from protocol.transports.memory import (
     LinkModel,
     MemoryTransport,
 )
-from protocol.transports.memory.links import TURN_S
+from protocol.transports.memory.links import UPLINK_TURN_S
 from protocol.transports.streams.exchanges import MAX_EXCHANGES_PER_PEER
 from tests.protocol.transports.memory_world import START, UP, World
 
@@ -119,7 +119,7 @@ def test_a_body_shares_its_uplink() -> None:
     world.run(25.0)
     assert first.done() and second.done() and swap.got["b"] == 2 * swap.bodies["a"]
     times = [round(t - (UP - START), 3) for t, _, _ in world.heard]
-    assert times[0] == 1.0 and 5.5 <= times[1] <= 6.0 + 2 * TURN_S
+    assert times[0] == 1.0 and 5.5 <= times[1] <= 6.0 + 2 * UPLINK_TURN_S
     done = sorted(t for t, event in swap.events if event == "done")
     assert 21.0 <= done[0] <= done[1] == pytest.approx(21.5)
 
@@ -176,7 +176,7 @@ def test_exchanges_survive_neither_peers_nor_cuts(what: str, when: float) -> Non
         network.kill(who or "b")
     if act == "rejoin":
         swap.world.join("b", "a").accept("swap", swap.accept)  # another one by that name
-    swap.world.run(max(TURN_S, 0.3))
+    swap.world.run(max(UPLINK_TURN_S, 0.3))
     assert isinstance(future.exception(0), PeerUnreachable) and network.faults["cut"] == 1
     assert len(swap.outcomes) == (when > 0.2) and all(isinstance(error, PeerUnreachable) for error in swap.outcomes)
     assert not swap.got["a"] and not swap.got["b"]
@@ -193,7 +193,7 @@ def test_a_long_exchange_is_given_up() -> None:
     assert isinstance(future.exception(0), PeerUnreachable) and "5 s" in str(future.exception())
     assert [type(error) for error in swap.outcomes] == [PeerUnreachable]
     swap.a.publish("t", bytes(100))
-    swap.world.run(1.0 + TURN_S)
+    swap.world.run(1.0 + UPLINK_TURN_S)
     assert len(swap.world.heard) == 1
 
 

@@ -15,7 +15,7 @@ from protocol.peers import PeerTable
 from protocol.transports.dht.strangers import LAST_WAIT_S, LOOKUPS, MAX_REMEMBERED, MEMBERS, Strangers
 from protocol.transports.p2p import membership
 from protocol.transports.p2p.membership import GREET_AGAIN_S, Membership
-from protocol.transports.p2p.reach import ASK_AGAIN_S, Reach
+from protocol.transports.p2p.reach import REACH_CHECK_S, Reach
 from protocol.transports.settings import NetworkSettings
 
 
@@ -208,9 +208,9 @@ def test_relays_that_reach_a_node_keep_their_places(
     asyncio.run(rounds(2))
     assert sorted(plane.places) == sorted(node._places) == taken
     assert changes == (0 if dial_only else 2)  # each is a reason to look again at once
-    asyncio.run(rounds(int(ASK_AGAIN_S / 5.0)))
+    asyncio.run(rounds(int(REACH_CHECK_S / 5.0)))
     assert len(plane.asked) <= 2 * 3
     plane.reaches = {"one", "two"}  # by now a port is forwarded
     asyncio.run(restarted())
-    asyncio.run(rounds(int(ASK_AGAIN_S / 5.0)))
+    asyncio.run(rounds(int(REACH_CHECK_S / 5.0)))
     assert sorted(node._places) == ([] if (own, ip, dial_only) == ("9.9.9.9", "8.8.8.8", False) else taken)

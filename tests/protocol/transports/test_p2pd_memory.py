@@ -8,20 +8,27 @@ import sys
 import pytest
 
 from protocol.transports.p2p import p2pd_memory
-from protocol.transports.p2p.p2pd_memory import CONNECTION_BYTES, FEW, MAX_CONNECTIONS, MAX_RSS, end_if_grown, most_rss
+from protocol.transports.p2p.p2pd_memory import (
+    FEW,
+    MAX_P2PD_RSS,
+    MOST_CONNECTIONS,
+    RSS_PER_CONNECTION,
+    end_if_grown,
+    most_rss,
+)
 
 
 @pytest.mark.parametrize(
     ("connections", "more"),
-    [(0, 0), (FEW, 0), (FEW + 1, 1), (2000, 2000 - FEW), (10**6, MAX_CONNECTIONS - FEW)],
+    [(0, 0), (FEW, 0), (FEW + 1, 1), (2000, 2000 - FEW), (10**6, MOST_CONNECTIONS - FEW)],
 )
 def test_each_connection_may_take_memory(connections: int, more: int) -> None:
-    assert most_rss(connections) == MAX_RSS + more * CONNECTION_BYTES
+    assert most_rss(connections) == MAX_P2PD_RSS + more * RSS_PER_CONNECTION
 
 
 def test_a_process_grown_too_large_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2pd_memory, "LOOK_S", 0.01)
-    monkeypatch.setattr(p2pd_memory, "rss", lambda pid: MAX_RSS + 10 * CONNECTION_BYTES)
+    monkeypatch.setattr(p2pd_memory, "P2PD_MEMORY_CHECK_S", 0.01)
+    monkeypatch.setattr(p2pd_memory, "rss", lambda pid: MAX_P2PD_RSS + 10 * RSS_PER_CONNECTION)
 
     async def play() -> tuple[str, int]:
         left = 30

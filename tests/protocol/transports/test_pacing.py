@@ -16,9 +16,9 @@ from protocol.limits import MAX_CHUNK_BYTES
 from protocol.manifest import FILE_METHOD
 from protocol.transports.base import Outgoing
 from protocol.transports.pacing import (
-    BURST_S,
+    BANDWIDTH_BURST_S,
     LATENCY_S,
-    PIECE_BYTES,
+    PACED_BYTES,
     Bandwidth,
     PacedReader,
     PacedWriter,
@@ -27,7 +27,15 @@ from protocol.transports.pacing import (
 )
 from protocol.transports.streams.channels import Channels, StreamChannel
 from protocol.transports.streams.exchanges import PIECE_S, Exchanges
-from protocol.transports.streams.requests import ANSWER_S, GRACE_S, REQUEST_S, Answers, Traffic, read_frame, write_frame
+from protocol.transports.streams.requests import (
+    ANSWER_READY_S,
+    GRACE_S,
+    REQUEST_READ_S,
+    Answers,
+    Traffic,
+    read_frame,
+    write_frame,
+)
 
 
 class Clock:
@@ -43,9 +51,9 @@ def test_rest_is_made_up_for_a_little() -> None:
     assert pace.take(500) == pytest.approx(0.5)
     assert pace.take(500) == pytest.approx(1.0), "whoever comes next waits for those before"
     clock.now += 1.5
-    assert pace.take(1000) == pytest.approx(1.0 - BURST_S)
+    assert pace.take(1000) == pytest.approx(1.0 - BANDWIDTH_BURST_S)
     clock.now += 3600.0
-    assert pace.take(1000) == pytest.approx(1.0 - BURST_S)
+    assert pace.take(1000) == pytest.approx(1.0 - BANDWIDTH_BURST_S)
 
 
 def test_no_limit_is_no_limit() -> None:
@@ -92,7 +100,7 @@ def test_a_paced_frame_arrives_whole(monkeypatch: pytest.MonkeyPatch, paced: str
         return got
 
     assert asyncio.run(go()) == payload
-    assert slept.seconds == pytest.approx(1.0, abs=BURST_S + PIECE_BYTES / len(payload))
+    assert slept.seconds == pytest.approx(1.0, abs=BANDWIDTH_BURST_S + PACED_BYTES / len(payload))
 
 
 def test_an_abandoned_write_does_not_burst() -> None:
@@ -100,7 +108,7 @@ def test_an_abandoned_write_does_not_burst() -> None:
         (_, writer), (reader, other) = await streams()
         paced = PacedWriter(writer, Bandwidth(1000.0))
         paced.write(b"x" * 100)
-        paced.write(b"y" * 100 * PIECE_BYTES)
+        paced.write(b"y" * 100 * PACED_BYTES)
         drain = asyncio.create_task(paced.drain())
         got = await reader.read(100)
         drain.cancel()
@@ -110,10 +118,10 @@ def test_an_abandoned_write_does_not_burst() -> None:
         other.close()
         return len(got)
 
-    assert asyncio.run(go()) <= 100 + PIECE_BYTES
+    assert asyncio.run(go()) <= 100 + PACED_BYTES
 
 
-@pytest.mark.parametrize("size", [40, 12_000, PIECE_BYTES])
+@pytest.mark.parametrize("size", [40, 12_000, PACED_BYTES])
 def test_many_small_writes_keep_to_the_limit(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     slept = Slept(monkeypatch)
     count, rate = 200, bytes_s(1.0)
@@ -135,7 +143,7 @@ def test_many_small_writes_keep_to_the_limit(monkeypatch: pytest.MonkeyPatch, si
         return got
 
     assert asyncio.run(go()) == count * size + 1
-    assert slept.seconds == pytest.approx(count * size / rate, abs=BURST_S)
+    assert slept.seconds == pytest.approx(count * size / rate, abs=BANDWIDTH_BURST_S)
 
 
 def test_short_answers_keep_to_the_limit_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +160,7 @@ def test_short_answers_keep_to_the_limit_between_them(monkeypatch: pytest.Monkey
                 await each.wait_closed()
 
     asyncio.run(go())
-    assert slept.seconds == pytest.approx(count * (1000 + 40) / 1000, abs=BURST_S)
+    assert slept.seconds == pytest.approx(count * (1000 + 40) / 1000, abs=BANDWIDTH_BURST_S)
 
 
 def test_own_limits_are_not_the_taker_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +186,7 @@ def test_own_limits_are_not_the_taker_s_fault(monkeypatch: pytest.MonkeyPatch) -
         Slept(monkeypatch)
         monkeypatch.setattr("protocol.transports.streams.requests.asyncio.timeout_at", Deadline)
         await write_frame(paced, b"short", Traffic())  # type: ignore[arg-type]
-        await write_frame(paced, bytes(2 * PIECE_BYTES), Traffic())  # type: ignore[arg-type]
+        await write_frame(paced, bytes(2 * PACED_BYTES), Traffic())  # type: ignore[arg-type]
         for each in (writer, other):
             each.close()
             await each.wait_closed()
@@ -186,7 +194,7 @@ def test_own_limits_are_not_the_taker_s_fault(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(go())
     short, long = deadlines
     assert short > GRACE_S + 50
-    assert long > GRACE_S + 50 + 2 * PIECE_BYTES / 1000
+    assert long > GRACE_S + 50 + 2 * PACED_BYTES / 1000
 
 
 async def take_in(pace: Bandwidth, sizes: list[int], others: int = 0) -> None:
@@ -202,9 +210,9 @@ async def take_in(pace: Bandwidth, sizes: list[int], others: int = 0) -> None:
 def test_beats_pass_the_bodies_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     slept, pieces = Slept(monkeypatch), 100
     pace = Bandwidth(bytes_s(1.0), slept.clock)
-    asyncio.run(take_in(pace, [1] * pieces, PIECE_BYTES))
-    assert slept.seconds < 2 * PIECE_BYTES / pace.bytes_s, "for one of them"
-    assert pace.take(0) > (pieces - 2) * PIECE_BYTES / pace.bytes_s, "the others wait for what they took"
+    asyncio.run(take_in(pace, [1] * pieces, PACED_BYTES))
+    assert slept.seconds < 2 * PACED_BYTES / pace.bytes_s, "for one of them"
+    assert pace.take(0) > (pieces - 2) * PACED_BYTES / pace.bytes_s, "the others wait for what they took"
 
 
 def test_short_requests_keep_to_the_limit_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +224,7 @@ def test_short_requests_keep_to_the_limit_between_them(monkeypatch: pytest.Monke
             await take_in(pace, sizes)
 
     asyncio.run(go())
-    assert slept.seconds == pytest.approx(count * sum(sizes) / 1000, abs=BURST_S + LATENCY_S)
+    assert slept.seconds == pytest.approx(count * sum(sizes) / 1000, abs=BANDWIDTH_BURST_S + LATENCY_S)
 
 
 class Jumping(selectors.DefaultSelector):
@@ -287,7 +295,7 @@ def test_takers_of_nothing_are_dropped_despite_limits() -> None:
 
 def test_a_large_answer_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, taker, answer = Clock(), Taker(), bytes(12 * MAX_CHUNK_BYTES)
-    assert len(answer) / bytes_s(1.0) > ANSWER_S
+    assert len(answer) / bytes_s(1.0) > ANSWER_READY_S
     answers = Answers(Traffic(), print)
     answers.servers[FILE_METHOD] = lambda peer, payload: answer
 
@@ -305,7 +313,7 @@ def test_a_large_answer_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> N
 
     run(clock, go())
     assert taker.got == 1 + 40 + len(answer) and not taker.aborted
-    assert clock.now - Clock.now > ANSWER_S
+    assert clock.now - Clock.now > ANSWER_READY_S
 
 
 @pytest.mark.parametrize("what", ["exchange", "channel"])
@@ -385,7 +393,7 @@ def test_arriving_bodies_sharing_a_limit_are_kept(what: str, monkeypatch: pytest
 @pytest.mark.parametrize("what", ["exchange", "channel"])
 def test_unsent_bodies_are_given_up_despite_limits(what: str) -> None:
     clock = Clock()
-    pace, part = Bandwidth(bytes_s(1.0), clock), bytes(PIECE_BYTES)
+    pace, part = Bandwidth(bytes_s(1.0), clock), bytes(PACED_BYTES)
 
     async def go() -> None:
         reader = asyncio.StreamReader()
@@ -398,7 +406,8 @@ def test_unsent_bodies_are_given_up_despite_limits(what: str) -> None:
 
     with pytest.raises((TimeoutError, PeerUnreachable)):
         run(clock, go())
-    assert clock.now - Clock.now == pytest.approx(PIECE_S + len(part) / pace.bytes_s - BURST_S, abs=BURST_S)
+    expected = PIECE_S + len(part) / pace.bytes_s - BANDWIDTH_BURST_S
+    assert clock.now - Clock.now == pytest.approx(expected, abs=BANDWIDTH_BURST_S)
 
 
 def test_each_piece_of_a_body_has_a_minute() -> None:
@@ -420,7 +429,7 @@ def test_each_piece_of_a_body_has_a_minute() -> None:
 def test_requests_held_up_by_limits_are_not_late(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, traffic, taker = Clock(), Traffic(), Taker()
     pace, asked = Bandwidth(bytes_s(1.0), clock), []
-    pace.take(int((REQUEST_S + 5) * pace.bytes_s))  # by others
+    pace.take(int((REQUEST_READ_S + 5) * pace.bytes_s))  # by others
 
     async def at_once(what: Any, *arguments: Any) -> Any:
         return what(*arguments)
@@ -449,7 +458,7 @@ def test_requests_held_up_by_limits_are_not_late(what: str, monkeypatch: pytest.
 
     run(clock, go())
     assert asked == ["peer"]
-    assert clock.now - Clock.now > REQUEST_S
+    assert clock.now - Clock.now > REQUEST_READ_S
 
 
 def refuse() -> Any:

@@ -4,22 +4,22 @@ from collections import Counter
 
 import pytest
 
-from protocol.transports.refusals import MAX_SOURCES, Refusals, Refused, ip_of
+from protocol.transports.refusals import MAX_REFUSED_SOURCES, Refusals, Refused, ip_of
 
 
 def test_refusals_are_counted_by_source() -> None:
     totals: Counter[str] = Counter(schema=1)
     clock = [100.0]
     refusals = Refusals(totals, lambda: clock[0])
-    for i in range(MAX_SOURCES):
+    for i in range(MAX_REFUSED_SOURCES):
         refusals.note(f"peer {i}", "schema")
     clock[0] = 200.0
     refusals.note("peer 0", "node_id", 3)
     copy = refusals.by_source()
     refusals.note("203.0.113.9", "find")
-    assert totals == {"schema": MAX_SOURCES + 1, "node_id": 3, "find": 1}
+    assert totals == {"schema": MAX_REFUSED_SOURCES + 1, "node_id": 3, "find": 1}
     assert copy["peer 0"] == Refused({"schema": 1, "node_id": 3}, 200.0) and "203.0.113.9" not in copy
-    assert len(refusals.by_source()) == MAX_SOURCES and "peer 1" not in refusals.by_source()
+    assert len(refusals.by_source()) == MAX_REFUSED_SOURCES and "peer 1" not in refusals.by_source()
     assert refusals.by_peer()["peer 0"] == copy["peer 0"].reasons
 
 

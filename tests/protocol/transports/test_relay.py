@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from protocol.errors import PeerUnreachable
-from protocol.transports.p2p.relay import MAX_ANSWER_BYTES, reserve
+from protocol.transports.p2p.relay import MAX_RELAY_ANSWER_BYTES, reserve
 
 RESERVATION = b"\x1a\xc8\x01" + bytes(200)
 """Field 3, of 200 bytes: until when, where, and a voucher."""
@@ -46,7 +46,7 @@ def test_a_place_that_is_granted(body: bytes) -> None:
         frame_around(b"\x08\x02\x28\xc8\x01"),  # refused
         frame_around(b"\x08\x02\x28\xcc\x01"),  # no reservation
         frame_around(b""),
-        b"\x80" + bytes([MAX_ANSWER_BYTES // 128]) + bytes(MAX_ANSWER_BYTES),
+        b"\x80" + bytes([MAX_RELAY_ANSWER_BYTES // 128]) + bytes(MAX_RELAY_ANSWER_BYTES),
         b"\xff\xff\xff\xff",
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from protocol.errors import RemoteProtocolError
 from protocol.identity import Identity
 from protocol.limits import MAX_ADDRESSES
-from protocol.transports.dht.whereabouts import MAX_NAMED, Whereabouts, read_answer
+from protocol.transports.dht.whereabouts import MAX_NAMERS, Whereabouts, read_answer
 
 PEER = Identity.generate(bytes(32)).peer_id
 WAYS = [f"/ip4/192.0.2.{i}/tcp/1/p2p/{PEER}" for i in range(2 * MAX_ADDRESSES)]
@@ -42,7 +42,7 @@ def test_addresses_of_others_are_left_out() -> None:
 
 def test_the_latest_namers_are_remembered() -> None:
     where = Whereabouts(lambda peer: [])
-    where.named("first", range(2 * MAX_NAMED))
-    where.named("second", [2 * MAX_NAMED - 1])
-    assert where.namer("0") == "" and where.namer(f"{2 * MAX_NAMED - 2}") == "first"
-    assert where.namer(f"{2 * MAX_NAMED - 1}") == "second"
+    where.named("first", range(2 * MAX_NAMERS))
+    where.named("second", [2 * MAX_NAMERS - 1])
+    assert where.namer("0") == "" and where.namer(f"{2 * MAX_NAMERS - 2}") == "first"
+    assert where.namer(f"{2 * MAX_NAMERS - 1}") == "second"

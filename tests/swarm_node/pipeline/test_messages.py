@@ -14,9 +14,9 @@ from torch import Tensor
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_MESSAGE_BYTES
 from protocol.pipeline import (
+    ActivationCodec,
     Apply,
     Backward,
-    Codec,
     Forward,
     GradientNorm,
     GradientNormRequest,
@@ -104,7 +104,7 @@ MESSAGES = [
     Message(3, Reset(5)),
     Message(LEADER, TurnFailed(5, 1, "memory")),
 ]
-CODECS: list[Codec] = ["float32", "bfloat16", "int8"]
+CODECS: list[ActivationCodec] = ["float32", "bfloat16", "int8"]
 
 
 def judge(head: bytes, size: int, limits: Limits) -> None:
@@ -115,7 +115,7 @@ def decode(head: bytes, body: bytearray, limits: Limits) -> Message:
     return messages.decode_message(decode_envelope(head), body, limits)
 
 
-def sent(message: Message, codec: Codec = "float32", plan: int = PLAN) -> tuple[bytes, bytearray]:
+def sent(message: Message, codec: ActivationCodec = "float32", plan: int = PLAN) -> tuple[bytes, bytearray]:
     head, pieces = encode_message(message, codec, plan)
     body = bytearray(b"".join(pieces))
     assert len(body) == messages.body_size(message, codec)
@@ -131,7 +131,7 @@ def reason(head: bytes, body: bytes | bytearray, limits: Limits = LIMITS) -> str
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m.head).__name__)
-def test_a_message_arrives(message: Message, codec: Codec) -> None:
+def test_a_message_arrives(message: Message, codec: ActivationCodec) -> None:
     head, body = sent(message, codec)
     judge(head, len(body), LIMITS)
     arrived = decode(head, body, LIMITS)
@@ -150,7 +150,7 @@ def test_a_message_arrives(message: Message, codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_zeros_and_tiny_and_large_numbers(codec: Codec) -> None:
+def test_zeros_and_tiny_and_large_numbers(codec: ActivationCodec) -> None:
     x = torch.zeros(1, 16, H)
     x[0, 8:] = 1e-35
     x[0, 12:] = 1e20
@@ -271,7 +271,7 @@ def test_blocks_cover_a_matrix_within_their_limit(height: int, width: int) -> No
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_blocks_are_written_as_in_the_whole_matrix(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_written_as_in_the_whole_matrix(codec: ActivationCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tied_weights, "BLOCK_BYTES", 1)
     matrix, limits = rand(150, H), replace(LIMITS, vocabulary=150)
     found = []
@@ -303,7 +303,7 @@ def test_too_few_and_too_many_parts() -> None:
 @given(data=st.data())
 def test_mutated_messages_decode_or_are_refused(data: st.DataObject) -> None:
     message = data.draw(st.sampled_from(MESSAGES))
-    codec: Codec = data.draw(st.sampled_from(CODECS))
+    codec: ActivationCodec = data.draw(st.sampled_from(CODECS))
     head, body = sent(message, codec)
     if data.draw(st.booleans()):
         head = data.draw(mutations(head))
