@@ -30,7 +30,7 @@ from swarm_node.pipeline.join_command import JoinCommand
 from swarm_node.pipeline.membership.actions import PeerSpec, Spans
 from swarm_node.pipeline.recovery.held_stages import HeldStages
 from swarm_node.pipeline.recovery.replicas import EVERY, replica_every
-from swarm_node.pipeline.recovery.sources import elsewhere, sources, tell
+from swarm_node.pipeline.recovery.sources import elsewhere, rank_sources, tell
 from swarm_node.pipeline.recovery.stage_checkpoints import newest, stage_files
 from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
 from swarm_node.pipeline.settings import limits, settings_of, with_settings
@@ -242,7 +242,9 @@ def peer_spec(
             return dict(sorted(found.items(), key=lambda one: (abs(one[1] - updates), one[0])))
 
         usual = 2 * max(EVERY, replica_every(with_settings(config, settings)[0], loading.lora))
-        return sources(stage, spans, holdings, updates, others=others, plus=settings.swap, usual=usual, fresh=FRESH)
+        return rank_sources(
+            stage, spans, holdings, updates, others=others, plus=settings.swap, usual=usual, fresh=FRESH
+        )
 
     return PeerSpec(
         me=transport.peer_id,

@@ -33,7 +33,7 @@ from swarm_node.averaging.codecs import bounded
 from swarm_node.errors import Unworkable
 from swarm_node.pipeline.compute.waves import Waves
 from swarm_node.pipeline.compute.worker import Worker
-from swarm_node.pipeline.messages import Message, MessageTransport, StageLost
+from swarm_node.pipeline.messages import MessageTransport, StageLost, StageMessage
 from swarm_node.pipeline.stage_calls import StageCalls, TurnRefused
 from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.logprobs import TokenBatch
@@ -97,7 +97,7 @@ class Driver:
                 self.calls.forget()
                 new = {stage for stage, status in self.calls.ask().items() if status.new}
                 for stage in sorted(new):
-                    self.calls.send(Message(stage, heads.SetUpdates(self.updates)))
+                    self.calls.send(StageMessage(stage, heads.SetUpdates(self.updates)))
                 rebuilt |= new
                 self._share(rebuilt)
                 return rebuilt
@@ -119,7 +119,7 @@ class Driver:
         self.updates = max(least, median_high([status.updates for status in statuses.values()]))
         for stage, status in statuses.items():
             if status.updates != self.updates or status.new:
-                self.calls.send(Message(stage, heads.SetUpdates(self.updates)))
+                self.calls.send(StageMessage(stage, heads.SetUpdates(self.updates)))
 
     def join_ends(self, averaged: bool) -> None:
         """If the first and the last stage hold one matrix, make the two copies equal. Raises StageLost.
@@ -144,7 +144,7 @@ class Driver:
         """Have one end send the matrix to the other, if both hold it."""
         if self.workers[0].tied_name is None:
             return
-        self.calls.send(Message(giver, heads.Share(keep)))
+        self.calls.send(StageMessage(giver, heads.Share(keep)))
         while (answer := self.calls.answer(heads.StageStatus)) is None or not answer[0].taken:
             pass
 
@@ -181,7 +181,7 @@ class Driver:
                 yield todo[i], logprobs, entropies[0] if entropy else None
                 if gradient:
                     calls.trained_s += time.perf_counter() - start
-                    calls.send(Message(self.stages - 1, heads.LossGradient(turn, i), (self._upstream(logprobs),)))
+                    calls.send(StageMessage(self.stages - 1, heads.LossGradient(turn, i), (self._upstream(logprobs),)))
             while gradient and todo and not self.workers[0].finished(turn):
                 calls.next(train=True)
 
@@ -246,7 +246,7 @@ class Driver:
                 statuses.clear()
                 for stage in range(self.stages):
                     head = heads.SetUpdates(update) if stage in rebuilt else heads.Apply(update, scale, rate)
-                    self.calls.send(Message(stage, head))
+                    self.calls.send(StageMessage(stage, head))
                     told = True
                 while any(k not in statuses or statuses[k].updates < update for k in range(self.stages)):
                     self.calls.next(train=True)
@@ -264,13 +264,13 @@ class Driver:
         self.spoiled = False
 
 
-def _forward(head: heads.Forward, batch: TokenBatch) -> Message:
+def _forward(head: heads.Forward, batch: TokenBatch) -> StageMessage:
     tensors = [batch.input_ids, batch.row, batch.col, batch.target]
     if batch.attention_mask is not None:
         assert batch.position_ids is not None
         tensors += [batch.position_ids, batch.attention_mask]
         head = replace(head, packed=True)
-    return Message(0, head, tuple(tensors))
+    return StageMessage(0, head, tuple(tensors))
 
 
 def _fits(tensors: tuple[Tensor, ...], batch: TokenBatch, entropy: bool) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import Envelope
 from swarm_node.pipeline.membership.actions import Link
-from swarm_node.pipeline.messages import Limits, Message
+from swarm_node.pipeline.messages import Limits, StageMessage
 
 MAX_WAITING = 1024
 """Messages that may wait here: the schedule lets far fewer be on their way."""
@@ -43,7 +43,7 @@ class Waiting:
     """Number of the plan that its sender goes by."""
     at: float
     """When it came."""
-    content: Message | tuple[Expected, bytearray]
+    content: StageMessage | tuple[Expected, bytearray]
     """A message from this peer itself, or one from a channel and its body."""
 
 
@@ -70,7 +70,7 @@ class Inbox:
         except IndexError:
             return None
 
-    def put(self, plan: int, message: Message) -> None:
+    def put(self, plan: int, message: StageMessage) -> None:
         """A message from this peer itself."""
         self._waiting.append(Waiting(plan, self._now(), message))
 
@@ -103,7 +103,7 @@ class Inbox:
         if not self._waiting:
             return None
         waiting = self._waiting.popleft()
-        if not isinstance(waiting.content, Message):
+        if not isinstance(waiting.content, StageMessage):
             with self._lock:
                 self._kept -= len(waiting.content[1])
         return waiting

@@ -1,6 +1,6 @@
 """Messages between stages: what they are, their bytes, and what a stage accepts from another.
 
-    Message -> encode_message -> head, body ... Envelope (the decoded head), body -> decode_message -> Message
+    StageMessage -> encode_message -> head, body ... Envelope (the decoded head), body -> decode_message -> StageMessage
 
 `check_message` knows the shapes that belong to each kind of message and what this stage can expect. It is asked before
 the body is read, so nothing is allocated for a message that does not fit. `decode_message` then refuses numbers that
@@ -35,7 +35,7 @@ TARGETS = 64
 
 
 @dataclass(frozen=True)
-class Message:
+class StageMessage:
     """From one stage to another, or between the leader and a stage."""
 
     stage: int
@@ -62,10 +62,10 @@ class MessageTransport(Protocol):
     def count(self) -> int:
         """Stages of the crew."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StageMessage) -> None:
         """Send to the holder of that stage, in order; never waits. Raises StageLost if no peer holds it."""
 
-    def receive(self, timeout: float) -> Message | None:
+    def receive(self, timeout: float) -> StageMessage | None:
         """The next message for a stage held here, or for the leader if it is here; `None` if none comes in time.
 
         At the leader, raises StageLost if a stage has gone since the pipeline was last whole."""
@@ -145,7 +145,7 @@ def _layout(head: heads.Head, stage: int) -> tuple[_Field, ...]:
 
 
 def encode_message(
-    message: Message, codec: heads.ActivationCodec, plan: int, version: int = PROTOCOL_VERSION
+    message: StageMessage, codec: heads.ActivationCodec, plan: int, version: int = PROTOCOL_VERSION
 ) -> tuple[bytes, list[memoryview]]:
     """The head, in that version of the protocol, and the pieces of the body, which may be views of the tensors.
 
@@ -162,7 +162,7 @@ def encode_message(
     return heads.encode_envelope(heads.Envelope(version, plan, message.stage, message.head, tuple(parts))), body
 
 
-def body_size(message: Message, codec: heads.ActivationCodec) -> int:
+def encoded_size(message: StageMessage, codec: heads.ActivationCodec) -> int:
     """Bytes of its body."""
     fields = zip(_layout(message.head, message.stage), message.tensors, strict=True)
     return sum(heads.Part(_coding(field, codec), tuple(tensor.shape)).size for field, tensor in fields)
@@ -281,7 +281,7 @@ def _dimensions(envelope: heads.Envelope, limits: Limits) -> Mapping[str, int]:
 # --------------------------------------------------------------------- from bytes
 
 
-def decode_message(envelope: heads.Envelope, body: bytearray, limits: Limits) -> Message:
+def decode_message(envelope: heads.Envelope, body: bytearray, limits: Limits) -> StageMessage:
     """Raises RemoteProtocolError for the reasons of `check_message`, and: nonfinite, values."""
     symbols = check_message(envelope, len(body), limits)
     tensors = []
@@ -298,7 +298,7 @@ def decode_message(envelope: heads.Envelope, body: bytearray, limits: Limits) ->
         tensors.append(tensor)
     if isinstance(envelope.head, heads.Prefill) and tensors[1].min() < 1:
         raise RemoteProtocolError("values", "a prompt without a token")
-    return Message(envelope.stage, envelope.head, tuple(tensors))
+    return StageMessage(envelope.stage, envelope.head, tuple(tensors))
 
 
 def _pieces(envelope: heads.Envelope, body: bytearray) -> Iterator[bytearray | memoryview]:

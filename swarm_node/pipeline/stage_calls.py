@@ -16,7 +16,7 @@ from torch import Tensor
 from protocol import pipeline as heads
 from protocol.errors import RemoteProtocolError
 from swarm_node.pipeline.compute.worker import Worker, attend
-from swarm_node.pipeline.messages import LEADER, Message, MessageTransport, StageLost, body_size
+from swarm_node.pipeline.messages import LEADER, MessageTransport, StageLost, StageMessage, encoded_size
 
 TICK_S = 0.5
 """Longest wait for a message before the time is looked at."""
@@ -91,7 +91,7 @@ class StageCalls:
         except BaseException:
             for stage in range(self.stages):
                 with suppress(StageLost):  # the next use of the stage will notice
-                    self.send(Message(stage, heads.Reset(self.turn)))
+                    self.send(StageMessage(stage, heads.Reset(self.turn)))
             raise
 
     def forget(self) -> None:
@@ -99,17 +99,17 @@ class StageCalls:
         self.turn += 1
         self.to_all(heads.Reset(self.turn))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StageMessage) -> None:
         """Raises StageLost."""
         if message.stage != LEADER and message.stage not in self.workers:
-            self._bytes += body_size(message, self.codec)
+            self._bytes += encoded_size(message, self.codec)
         self._heard = time.monotonic()
         self.transport.send(message)
 
     def to_all(self, head: heads.Head) -> None:
         """Raises StageLost."""
         for stage in range(self.stages):
-            self.send(Message(stage, head))
+            self.send(StageMessage(stage, head))
 
     def ask(self) -> dict[int, heads.StageStatus]:
         """The status of every stage. Raises StageLost."""
@@ -126,7 +126,7 @@ class StageCalls:
             return None
         return None if getattr(message.head, "turn", self.turn) != self.turn else (message.head, message.tensors)
 
-    def next(self, train: bool = False) -> Message | None:
+    def next(self, train: bool = False) -> StageMessage | None:
         """Deal with one message. Returns it if it is for the leader; `None` also if none comes for a while.
 
         Raises StageLost, or torch.OutOfMemoryError if the turn has failed so. `train`: count the time for `figures`.
@@ -146,7 +146,7 @@ class StageCalls:
             raise torch.OutOfMemoryError(f"out of memory at stage {message.head.stage}")
         return message
 
-    def _attend(self, message: Message | None) -> Message | None:
+    def _attend(self, message: StageMessage | None) -> StageMessage | None:
         """Have a stage here deal with a message. A message for the leader is returned, and a status is noted."""
         if message is None:
             return None

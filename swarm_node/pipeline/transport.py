@@ -34,7 +34,7 @@ from swarm_node.pipeline.membership.actions import (
 from swarm_node.pipeline.membership.leadership import Role
 from swarm_node.pipeline.membership.member import Membership
 from swarm_node.pipeline.membership.roster import NOTHING
-from swarm_node.pipeline.messages import LEADER, Limits, Message, StageLost, decode_message, encode_message
+from swarm_node.pipeline.messages import LEADER, Limits, StageLost, StageMessage, decode_message, encode_message
 
 TICK_S = 0.25
 """Time passes for the crew at least this often while the main thread waits."""
@@ -224,7 +224,7 @@ class StageTransport:
             if self._orders or not self._wait(until):
                 return False
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StageMessage) -> None:
         """See `MessageTransport`. A peer that does not lead drops a message that cannot be sent, since the leader
         begins anew anyway."""
         self._check()
@@ -253,7 +253,7 @@ class StageTransport:
                     self._handle(partial(self._membership.unsent, plan.mark, plan.assignments[message.stage].peer))
         self._quiet_since = self._now()
 
-    def receive(self, timeout: float) -> Message | None:
+    def receive(self, timeout: float) -> StageMessage | None:
         """See `MessageTransport`. At a peer that does not lead, also `None` if there are orders."""
         self._taken_at = None
         until = self._now() + timeout
@@ -292,7 +292,7 @@ class StageTransport:
         self._channels.news.clear()
         return True
 
-    def _next(self) -> Message | None:
+    def _next(self) -> StageMessage | None:
         """Take the first message that waits; `None` if there is none, or it is of no use."""
         waiting = self._inbox.take()
         if waiting is None:
@@ -303,7 +303,7 @@ class StageTransport:
             self.counts["late"] += 1
             return None
         content = waiting.content
-        message = content if isinstance(content, Message) else self._decoded(*content)
+        message = content if isinstance(content, StageMessage) else self._decoded(*content)
         if message is not None and message.stage == LEADER and not self._leading:
             self.counts["late"] += 1  # an answer to a question of this peer from when it led
             return None
@@ -311,7 +311,7 @@ class StageTransport:
             self._working, self._taken_at, self._quiet_since = waiting.plan, waiting.at, self._now()
         return message
 
-    def _decoded(self, expected: Expected, body: bytearray) -> Message | None:
+    def _decoded(self, expected: Expected, body: bytearray) -> StageMessage | None:
         """The message; `None` if it is refused."""
         try:
             return decode_message(expected.envelope, body, expected.limits)

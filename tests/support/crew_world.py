@@ -45,7 +45,7 @@ from swarm_node.pipeline.membership.actions import (
 from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.leadership import Role
 from swarm_node.pipeline.membership.member import Membership
-from swarm_node.pipeline.recovery.sources import sources, tell
+from swarm_node.pipeline.recovery.sources import rank_sources, tell
 
 SWARM = "5a" * 32
 ARCHITECTURE = "00112233445566aa"
@@ -83,7 +83,7 @@ def spec(me: str, stages: int, started: float = 0.0, crew: str = "red", **change
 
 
 def ways(stage: int, spans: Spans, holdings: Mapping[str, Holding], updates: int, settings: Settings) -> list[Source]:
-    return sources(stage, spans, holdings, updates, plus=settings.swap)
+    return rank_sources(stage, spans, holdings, updates, plus=settings.swap)
 
 
 def each_costs_one(spans: Collection[object]) -> list[int]:

@@ -34,7 +34,15 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline.compute.stage_model import Stage, load_stage
 from swarm_node.pipeline.compute.worker import Worker, attend, refused_turn
 from swarm_node.pipeline.driver import Driver
-from swarm_node.pipeline.messages import LEADER, Limits, Message, StageLost, body_size, decode_message, encode_message
+from swarm_node.pipeline.messages import (
+    LEADER,
+    Limits,
+    StageLost,
+    StageMessage,
+    decode_message,
+    encode_message,
+    encoded_size,
+)
 from swarm_node.pipeline.staged_optimizer import StagedOptimizer
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.loading import load_policy, load_tokenizer
@@ -136,7 +144,7 @@ class Crew:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.queues: dict[tuple[int, int], deque[tuple[int, bytes, bytearray] | Message]] = defaultdict(deque)
+        self.queues: dict[tuple[int, int], deque[tuple[int, bytes, bytearray] | StageMessage]] = defaultdict(deque)
         self.plan = 1
         self.seen: Counter[tuple[int, str]] = Counter()
         self.refused: Counter[str] = Counter()
@@ -185,11 +193,11 @@ class Crew:
     def count(self) -> int:
         return self.stages
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StageMessage) -> None:
         self._check()
         self._put(0, message)
 
-    def receive(self, timeout: float) -> Message | None:
+    def receive(self, timeout: float) -> StageMessage | None:
         while True:
             self._check()
             pairs = sorted(pair for pair, queue in self.queues.items() if queue)
@@ -197,7 +205,7 @@ class Crew:
                 return None
             sender, receiver = self.rng.choice(pairs)
             item = self.queues[sender, receiver].popleft()
-            message = item if isinstance(item, Message) else self._open(sender, receiver, item)
+            message = item if isinstance(item, StageMessage) else self._open(sender, receiver, item)
             if message is None or self._kills(message):
                 continue
             if receiver == 0:
@@ -232,19 +240,19 @@ class Crew:
         if self.lost:
             raise StageLost(self.lost, "killed")
 
-    def _put(self, sender: int, message: Message) -> None:
+    def _put(self, sender: int, message: StageMessage) -> None:
         receiver = self.peer(message.stage)
         if receiver == sender:
             self.queues[sender, receiver].append(message)
             return
         head, pieces = encode_message(message, self.codec, self.plan)
         body = bytearray(b"".join(pieces))
-        assert len(body) == body_size(message, self.codec)
+        assert len(body) == encoded_size(message, self.codec)
         if self.tamper is not None:
             head, body = self.tamper(head, body)
         self.queues[sender, receiver].append((self.plan, head, body))
 
-    def _open(self, sender: int, receiver: int, item: tuple[int, bytes, bytearray]) -> Message | None:
+    def _open(self, sender: int, receiver: int, item: tuple[int, bytes, bytearray]) -> StageMessage | None:
         _, head, body = item
         try:
             return decode_message(decode_envelope(head), body, self.limits(sender, receiver))
@@ -259,7 +267,7 @@ class Crew:
     def refuse(self, error: RemoteProtocolError) -> None:
         self.refused[error.reason] += 1
 
-    def _kills(self, message: Message) -> bool:
+    def _kills(self, message: StageMessage) -> bool:
         """Whether this message reaches nobody, since its stage dies of it."""
         kind = type(message.head).__name__
         key = message.stage, kind

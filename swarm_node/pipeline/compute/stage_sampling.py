@@ -17,7 +17,7 @@ from protocol.pipeline import Prefill, Step, Tokens
 from swarm_node.config import RolloutsConfig
 from swarm_node.pipeline.compute.stage_model import Stage
 from swarm_node.pipeline.compute.tensor_codec import sendable
-from swarm_node.pipeline.messages import LEADER, Message
+from swarm_node.pipeline.messages import LEADER, StageMessage
 from swarm_node.policy.engines.native import SUPPORTED, LayerCache, Slice, fusable, head_of, last_of
 from swarm_node.policy.engines.transformers import ModelSlice
 from swarm_node.policy.probes import is_windowed
@@ -71,7 +71,7 @@ class StageSampler:
         self._waves.clear()
 
     @torch.inference_mode()
-    def prefill(self, message: Message, head: Prefill) -> Message:
+    def prefill(self, message: StageMessage, head: Prefill) -> StageMessage:
         """Begin a wave. Raises RemoteProtocolError: order, shape."""
         if head.wave in self._waves:
             raise RemoteProtocolError("order", f"wave {head.wave} has begun")
@@ -85,12 +85,12 @@ class StageSampler:
         sampling = Sampling(head.limit, head.temperature, head.top_p)
         self._waves[head.wave] = _Wave(cache, sampling, (len(lengths), head.n))
         if self._engine.logits is None:
-            return Message(message.stage + 1, head, (sendable(x), lengths, uniform))
+            return StageMessage(message.stage + 1, head, (sendable(x), lengths, uniform))
         logits = self._engine.logits(last_of(x, lengths.tolist()))
         return self._draw(head, logits.repeat_interleave(head.n, 0), uniform)
 
     @torch.inference_mode()
-    def step(self, message: Message, head: Step) -> Message:
+    def step(self, message: StageMessage, head: Step) -> StageMessage:
         """Append one token to each sample of a wave. Raises RemoteProtocolError: order, values, shape."""
         wave, engine = self._waves.get(head.wave), self._engine
         in_turn = wave is not None and head.step == wave.step and head.step + 1 < wave.sampling.max_new_tokens
@@ -110,7 +110,7 @@ class StageSampler:
         x = wave.cache.forward(self._embedded(x), head.step)
         wave.shape, wave.step = shape, head.step + 1
         if engine.logits is None:
-            return Message(message.stage + 1, head, (sendable(x), uniform, *picked))
+            return StageMessage(message.stage + 1, head, (sendable(x), uniform, *picked))
         return self._draw(head, engine.logits(x), uniform)
 
     def _embedded(self, x: Tensor) -> Tensor:
@@ -118,11 +118,11 @@ class StageSampler:
         x = x.to(self._stage.device)
         return self._stage.hidden(x) if self._stage.span.is_first else x.to(self._stage.dtype)
 
-    def _draw(self, head: Prefill | Step, logits: Tensor, uniform: Tensor) -> Message:
+    def _draw(self, head: Prefill | Step, logits: Tensor, uniform: Tensor) -> StageMessage:
         """The next tokens [W] for the leader, drawn from `logits` [W, V]."""
         wave = self._waves[head.wave]
         token, logprob = sample(logits, uniform.to(logits.device), wave.sampling)
-        return Message(LEADER, Tokens(head.turn, head.wave, wave.step), (token, sendable(logprob)))
+        return StageMessage(LEADER, Tokens(head.turn, head.wave, wave.step), (token, sendable(logprob)))
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from protocol.pipeline import Prefill, Step, Tokens
-from swarm_node.pipeline.messages import Message
+from swarm_node.pipeline.messages import StageMessage
 from swarm_node.policy.engines.base import Completion
 from swarm_node.policy.engines.native import Rows, padded, picked
 from swarm_node.types import Sampling
@@ -36,13 +36,13 @@ class Waves:
     def done(self) -> bool:
         return not self._open
 
-    def begin(self, turn: int) -> list[Message]:
+    def begin(self, turn: int) -> list[StageMessage]:
         """The messages to stage 0 that begin all waves."""
         sampling, messages = self._sampling, []
         for number, wave in enumerate(self._waves):
             head = Prefill(turn, number, self._n, sampling.max_new_tokens, sampling.temperature, sampling.top_p)
             lengths = torch.tensor([len(prompt) for prompt in wave.prompts])
-            messages.append(Message(0, head, (padded(wave.prompts), lengths, wave.uniform[:, 0])))
+            messages.append(StageMessage(0, head, (padded(wave.prompts), lengths, wave.uniform[:, 0])))
         return messages
 
     def expects(self, head: Tokens, tokens: Tensor) -> bool:
@@ -52,13 +52,13 @@ class Waves:
         wave = self._waves[head.wave]
         return head.step == wave.step and len(tokens) == wave.rows.origin.numel()
 
-    def take(self, head: Tokens, tokens: Tensor, logprobs: Tensor) -> Message | None:
+    def take(self, head: Tokens, tokens: Tensor, logprobs: Tensor) -> StageMessage | None:
         """Note the next tokens [W] of a wave. Returns the message for its next step; `None` = the wave is done."""
         following = self._waves[head.wave].take(tokens, logprobs, self._eos)
         if following is None:
             self._open.remove(head.wave)
             return None
-        return Message(0, Step(head.turn, head.wave, head.step, len(following) > 2), following)
+        return StageMessage(0, Step(head.turn, head.wave, head.step, len(following) > 2), following)
 
     def samples(self) -> list[Completion]:
         """`n` samples of each prompt, in order."""

@@ -39,7 +39,7 @@ from swarm_node.pipeline.compute.stage_model import Stage
 from swarm_node.pipeline.compute.stage_sampling import StageSampler
 from swarm_node.pipeline.compute.tensor_codec import rounded, sendable
 from swarm_node.pipeline.compute.tied_weights import TiedWeights
-from swarm_node.pipeline.messages import LEADER, Message
+from swarm_node.pipeline.messages import LEADER, StageMessage
 from swarm_node.policy.logprobs import head_logprobs
 from swarm_node.policy.oom import is_out_of_memory
 
@@ -55,7 +55,7 @@ class _Pass:
     operations: tuple[Operation, ...]
     done: int = 0
     """Number of operations that are done."""
-    waiting: dict[Operation, Message] = field(default_factory=dict)
+    waiting: dict[Operation, StageMessage] = field(default_factory=dict)
     """Messages whose operation is not next yet."""
     held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     """Input and output of a place, by (microbatch, place)."""
@@ -115,7 +115,7 @@ class Worker:
 
     # ----------------------------------------------------------------- messages
 
-    def handle(self, message: Message) -> list[Message]:
+    def handle(self, message: StageMessage) -> list[StageMessage]:
         """Do what can be done now. Returns the messages that follow.
 
         Raises RemoteProtocolError (order, shape, values), with no gradient changed, for a message that makes no sense.
@@ -131,7 +131,7 @@ class Worker:
                     if not is_out_of_memory(exc):
                         raise
                     self._forget(head.turn)
-                    return [Message(LEADER, heads.TurnFailed(head.turn, self.index, "memory"))]
+                    return [StageMessage(LEADER, heads.TurnFailed(head.turn, self.index, "memory"))]
             case heads.GradientNormRequest():
                 return self._gradient_norm(head)
             case heads.TiedGradient():
@@ -194,7 +194,7 @@ class Worker:
         self._pass = None
         self._sampler.drop()
 
-    def _work(self, message: Message) -> list[Message]:
+    def _work(self, message: StageMessage) -> list[StageMessage]:
         head = message.head
         match head:
             case heads.Prefill():
@@ -207,7 +207,7 @@ class Worker:
 
     # ----------------------------------------------------------------- microbatches
 
-    def _in_order(self, message: Message) -> list[Message]:
+    def _in_order(self, message: StageMessage) -> list[StageMessage]:
         """Keep the message until its operation is next, and do all operations that can be done."""
         head, run = message.head, self._pass
         if isinstance(head, heads.Forward):
@@ -224,7 +224,7 @@ class Worker:
         if operation not in run.operations or run.has_come(operation):
             raise RemoteProtocolError("order", f"{operation} is not to be done, or was before")
         run.waiting[operation] = message
-        out: list[Message] = []
+        out: list[StageMessage] = []
         while run.done < len(run.operations) and run.operations[run.done] in run.waiting:
             operation = run.operations[run.done]
             message = run.waiting.pop(operation)
@@ -247,7 +247,7 @@ class Worker:
         self._pass = _Pass(head.turn, self.count, head.microbatches, head.swapped, operations)
         return self._pass
 
-    def _forward(self, message: Message, head: heads.Forward) -> list[Message]:
+    def _forward(self, message: StageMessage, head: heads.Forward) -> list[StageMessage]:
         x, row, col, target, *packed = message.tensors
         way = route(self.count, head.microbatch, head.swapped)
         visit = way[head.place]
@@ -272,11 +272,11 @@ class Worker:
         given = self._finite(out.detach())
         if not visit.head:
             following = replace(head, place=head.place + 1)
-            return [Message(way[following.place].stage, following, (given, *message.tensors[1:]))]
+            return [StageMessage(way[following.place].stage, following, (given, *message.tensors[1:]))]
         tensors = (given,) if entropies is None else (given, self._finite(entropies))
-        return [Message(LEADER, heads.Logprobs(head.turn, head.microbatch, entropies is not None), tensors)]
+        return [StageMessage(LEADER, heads.Logprobs(head.turn, head.microbatch, entropies is not None), tensors)]
 
-    def _backward(self, message: Message, operation: Operation, run: _Pass) -> list[Message]:
+    def _backward(self, message: StageMessage, operation: Operation, run: _Pass) -> list[StageMessage]:
         _, i, place = operation
         source, out = run.held.pop((i, place))
         if out.requires_grad:  # an embedding that is not trained has no gradient
@@ -285,7 +285,7 @@ class Worker:
             return []
         assert source is not None and source.grad is not None
         before = run.route(i)[place - 1].stage
-        return [Message(before, heads.Backward(run.turn, i, place - 1), (self._finite(source.grad),))]
+        return [StageMessage(before, heads.Backward(run.turn, i, place - 1), (self._finite(source.grad),))]
 
     @contextmanager
     def _module(self, reference: bool) -> Iterator[Stage]:
@@ -307,7 +307,7 @@ class Worker:
 
     # ----------------------------------------------------------------- updates
 
-    def _gradient_norm(self, head: heads.GradientNormRequest) -> list[Message]:
+    def _gradient_norm(self, head: heads.GradientNormRequest) -> list[StageMessage]:
         if head.total < self._total:
             return []
         run = self._pass
@@ -315,7 +315,7 @@ class Worker:
             raise RemoteProtocolError("order", f"sum {head.total} is not complete here")
         return [self._squares()] if self.tied is None else self._exchange(self.tied)
 
-    def _add_tied(self, head: heads.TiedGradient, rows: Tensor) -> list[Message]:
+    def _add_tied(self, head: heads.TiedGradient, rows: Tensor) -> list[StageMessage]:
         """Add rows of the other end's gradient to the own ones."""
         if head.total < self._total:
             return []
@@ -325,10 +325,10 @@ class Worker:
         tied.came(head.block, rows)
         return self._exchange(tied) if tied.begun else []
 
-    def _exchange(self, tied: TiedWeights) -> list[Message]:
+    def _exchange(self, tied: TiedWeights) -> list[StageMessage]:
         """The next messages about the gradient of the tied matrix."""
         blocks = tied.advance(lambda rows: rounded(self._finite(rows), self.codec))
-        out = [Message(tied.other, heads.TiedGradient(self._total, block), (rows,)) for block, rows in blocks]
+        out = [StageMessage(tied.other, heads.TiedGradient(self._total, block), (rows,)) for block, rows in blocks]
         return [*out, self._squares()] if tied.added else out
 
     def _its_tied(self) -> TiedWeights:
@@ -336,16 +336,16 @@ class Worker:
             raise RemoteProtocolError("order", f"stage {self.index} has nothing tied that is trained")
         return self.tied
 
-    def _squares(self) -> Message:
+    def _squares(self) -> StageMessage:
         """The sum of squares of the gradient, for the leader; a tied matrix counts at the first stage only."""
         no_layer = [name for name in self.stage.named() if ".layers." not in name]
         self._norm = math.sqrt(self.optimizer.squares(no_layer))
         name = self.tied_name
         squares = self.optimizer.squares([name] if name is not None and self.index > 0 else [])
         finite = not self._spoiled and math.isfinite(squares)
-        return Message(LEADER, heads.GradientNorm(self._total, self.index, squares if finite else None))
+        return StageMessage(LEADER, heads.GradientNorm(self._total, self.index, squares if finite else None))
 
-    def _apply(self, head: heads.Apply) -> list[Message]:
+    def _apply(self, head: heads.Apply) -> list[StageMessage]:
         if head.update > self.updates:
             if self._norm is None:
                 raise RemoteProtocolError("order", f"update {head.update} before its gradient is complete")
@@ -353,33 +353,33 @@ class Worker:
             self.updates, self.omega, self._norm = head.update, self._norm, None
         return [self._status()]
 
-    def _share(self, head: heads.Share) -> list[Message]:
+    def _share(self, head: heads.Share) -> list[StageMessage]:
         """Send rows of the tied matrix to the stage at the other end."""
         tied = self._its_tied()
         rows = tied.give(head.block)
         if head.block == 0:
             self.optimizer.renew(tied.name, tied.parameter.detach(), head.keep)
-        return [Message(tied.other, heads.TiedMatrix(head.keep, head.block), (rows,))]
+        return [StageMessage(tied.other, heads.TiedMatrix(head.keep, head.block), (rows,))]
 
-    def _take(self, head: heads.TiedMatrix, rows: Tensor) -> list[Message]:
+    def _take(self, head: heads.TiedMatrix, rows: Tensor) -> list[StageMessage]:
         """Take rows of the other end's matrix; it replaces the own one when all rows have come."""
         tied = self._its_tied()
         matrix = tied.take(head.block, rows)
         if matrix is None:
-            return [Message(tied.other, heads.Share(head.keep, head.block + 1))]
+            return [StageMessage(tied.other, heads.Share(head.keep, head.block + 1))]
         self.optimizer.renew(tied.name, matrix, head.keep)
         return [self._status(taken=True)]
 
-    def _status(self, taken: bool = False) -> Message:
-        return Message(LEADER, heads.StageStatus(self.index, self.updates, self.omega, taken, self.new))
+    def _status(self, taken: bool = False) -> StageMessage:
+        return StageMessage(LEADER, heads.StageStatus(self.index, self.updates, self.omega, taken, self.new))
 
 
 def attend(
-    message: Message,
+    message: StageMessage,
     workers: Mapping[int, Worker],
-    send: Callable[[Message], None],
+    send: Callable[[StageMessage], None],
     refused: Callable[[RemoteProtocolError], None],
-) -> Message | None:
+) -> StageMessage | None:
     """Have the worker of a stage here deal with a message, and send its answers. A message for the leader is returned.
 
     A message that makes no sense is told to `refused` and dropped; its turn, if it has one, fails.
@@ -399,8 +399,8 @@ def attend(
     return None
 
 
-def refused_turn(stage: int, head: heads.Head) -> list[Message]:
+def refused_turn(stage: int, head: heads.Head) -> list[StageMessage]:
     """What the leader is told if a message for `stage` makes no sense there."""
     if not isinstance(head, heads.Forward | heads.Backward | heads.LossGradient | heads.Prefill | heads.Step):
         return []  # the leader asks again, or another stage that waits for an answer lets it know
-    return [Message(LEADER, heads.TurnFailed(head.turn, stage, "refused"))]
+    return [StageMessage(LEADER, heads.TurnFailed(head.turn, stage, "refused"))]

@@ -24,7 +24,7 @@ from swarm_node.pipeline.recovery.weight_transfer import PER_PEER, WeightTransfe
 MANY_STAGES, EVERY = 4, 20
 """With so many stages and all weights trained, replicas are renewed every so many updates; else after each update."""
 OFFER_WAIT_S = 0.1
-"""Pause before the first question whether an offered stage has arrived; also the shortest wait for an answer."""
+"""First pause between two questions whether an offered stage has arrived; also the shortest wait for an answer."""
 OFFER_BACKOFF, OFFER_PAUSE_S = 1.05, 1.0
 """Each pause is longer by this factor, up to so many seconds: fewer than MAX_ASKS questions in two minutes."""
 ANSWER_S = 2.0

@@ -29,7 +29,7 @@ PLUS_STAGES = 4
 """CheckFree+ copies the ends only with so many stages; with fewer, replicas are kept."""
 
 
-def sources(
+def rank_sources(
     stage: int,
     spans: tuple[Layers, ...],
     holdings: Mapping[str, Holding],

@@ -25,7 +25,7 @@ from swarm_node.pipeline.compute.partition import UNKNOWN
 from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.footprint import Footprint
 from swarm_node.pipeline.leaving import GATHER_S, SAVE_S
-from swarm_node.pipeline.messages import Message
+from swarm_node.pipeline.messages import StageMessage
 from swarm_node.pipeline.recovery.stage_checkpoints import stage_files
 from swarm_node.pipeline.status_text import StatusText
 from swarm_node.policy.loading import prepare
@@ -221,7 +221,7 @@ def test_an_update_under_way_is_made_before_leaving(
     worker = b.node.held_stages.workers[1]
     handle = worker.handle
 
-    def told(message: Message) -> list[Message]:
+    def told(message: StageMessage) -> list[StageMessage]:
         b.stop.requested |= isinstance(message.head, GradientNormRequest)
         return handle(message)
 

@@ -19,7 +19,7 @@ from swarm_node.grpo.trainer import Trainer
 from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.schedule import route
 from swarm_node.pipeline.compute.worker import attend
-from swarm_node.pipeline.messages import LEADER, Message, StageLost
+from swarm_node.pipeline.messages import LEADER, StageLost, StageMessage
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.policy import Policy
 from swarm_node.types import Sampling
@@ -239,13 +239,13 @@ def test_a_stage_whose_apply_was_lost_still_updates(stage: int, saved: Saved) ->
     undisturbed, crew = (Crew(config, 3, options, seed=2) for _ in range(2))
     send, receive, lost = crew.send, crew.receive, []
 
-    def losing(message: Message) -> None:
+    def losing(message: StageMessage) -> None:
         if isinstance(message.head, Apply) and message.stage == stage and crew.policy.version == 1 and not lost:
             lost.append(message)
         else:
             send(message)
 
-    def interrupted(timeout: float) -> Message | None:
+    def interrupted(timeout: float) -> StageMessage | None:
         if len(lost) == 1:
             lost.append(None)
             raise StageLost((), "a channel broke")
@@ -446,7 +446,7 @@ def test_rollouts_a_stage_keeps_refusing_are_dropped(stage: int, saved: Saved) -
     crew.trainer.report = said.append
     handle = crew.workers[stage].handle
 
-    def refuse(message: Message) -> list[Message]:
+    def refuse(message: StageMessage) -> list[StageMessage]:
         if isinstance(message.head, Forward) and not message.head.reference:
             raise RemoteProtocolError("shape", "too long")
         return handle(message)

@@ -11,7 +11,7 @@ from protocol.pipeline import Backward, decode_envelope
 from swarm_node.pipeline import inbox as module
 from swarm_node.pipeline.inbox import Expected, Inbox
 from swarm_node.pipeline.membership.actions import Link
-from swarm_node.pipeline.messages import Limits, Message, decode_message, encode_message
+from swarm_node.pipeline.messages import Limits, StageMessage, decode_message, encode_message
 
 LIMITS = Limits(
     plan=3,
@@ -27,17 +27,17 @@ LIMITS = Limits(
 )
 
 
-def gradient(value: float, tokens: int = 3) -> Message:
-    return Message(1, Backward(turn=1, microbatch=0, place=1), (torch.full((1, tokens, 4), value),))
+def gradient(value: float, tokens: int = 3) -> StageMessage:
+    return StageMessage(1, Backward(turn=1, microbatch=0, place=1), (torch.full((1, tokens, 4), value),))
 
 
-def encoded(link: Link, message: Message) -> tuple[Expected, bytearray]:
+def encoded(link: Link, message: StageMessage) -> tuple[Expected, bytearray]:
     head, pieces = encode_message(message, "float32", LIMITS.plan)
     body = bytearray(b"".join(pieces))
     return Expected(link, decode_envelope(head), len(body), LIMITS), body
 
 
-def taken(inbox: Inbox) -> tuple[Link, Message]:
+def taken(inbox: Inbox) -> tuple[Link, StageMessage]:
     waiting = inbox.take()
     assert waiting is not None and isinstance(waiting.content, tuple)
     expected, body = waiting.content

@@ -39,7 +39,7 @@ from protocol.pipeline import (
 from swarm_node.pipeline import messages
 from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.tensor_codec import rounded
-from swarm_node.pipeline.messages import LEADER, Limits, Message, encode_message
+from swarm_node.pipeline.messages import LEADER, Limits, StageMessage, encode_message
 from tests.support.wire import mutations
 
 settings.register_profile("patient", deadline=None)
@@ -70,7 +70,7 @@ def whole(below: int, *shape: int) -> Tensor:
 
 
 N = 7
-FORWARD = Message(
+FORWARD = StageMessage(
     2,
     Forward(4, 1, 0, 3, 2, 0.9, packed=True),
     (
@@ -84,25 +84,25 @@ FORWARD = Message(
 )
 MESSAGES = [
     FORWARD,
-    Message(2, Forward(4, 0, 0, 3, 2, 1.0), FORWARD.tensors[:4]),
-    Message(2, Backward(4, 0, 2), (rand(2, 9, H),)),
-    Message(LEADER, Logprobs(4, 0, True), (rand(N), rand(N))),
-    Message(3, LossGradient(4, 0), (rand(N),)),
-    Message(3, TiedGradient(1), (rand(V, H),)),
-    Message(3, TiedMatrix(), (rand(V, H),)),
-    Message(2, Prefill(5, 0, 3, 6, 1.0, 0.9), (rand(2, 4, H), torch.tensor([4, 1]), torch.rand(6))),
-    Message(2, Step(5, 0, 2, True), (rand(2, H), torch.rand(2), torch.tensor([1]), torch.tensor([[0, 2]]))),
-    Message(2, Step(5, 0, 2), (rand(6, H), torch.rand(6))),
-    Message(LEADER, Tokens(5, 0, 3), (whole(V, 6), rand(6))),
-    Message(2, GradientNormRequest(1)),
-    Message(LEADER, GradientNorm(1, 3, None)),
-    Message(2, Apply(1, 1.0, 1e-3)),
-    Message(3, StatusRequest()),
-    Message(3, Share(True)),
-    Message(3, Share(True, 1)),
-    Message(LEADER, StageStatus(1, 1, 0.5, True)),
-    Message(3, Reset(5)),
-    Message(LEADER, TurnFailed(5, 1, "memory")),
+    StageMessage(2, Forward(4, 0, 0, 3, 2, 1.0), FORWARD.tensors[:4]),
+    StageMessage(2, Backward(4, 0, 2), (rand(2, 9, H),)),
+    StageMessage(LEADER, Logprobs(4, 0, True), (rand(N), rand(N))),
+    StageMessage(3, LossGradient(4, 0), (rand(N),)),
+    StageMessage(3, TiedGradient(1), (rand(V, H),)),
+    StageMessage(3, TiedMatrix(), (rand(V, H),)),
+    StageMessage(2, Prefill(5, 0, 3, 6, 1.0, 0.9), (rand(2, 4, H), torch.tensor([4, 1]), torch.rand(6))),
+    StageMessage(2, Step(5, 0, 2, True), (rand(2, H), torch.rand(2), torch.tensor([1]), torch.tensor([[0, 2]]))),
+    StageMessage(2, Step(5, 0, 2), (rand(6, H), torch.rand(6))),
+    StageMessage(LEADER, Tokens(5, 0, 3), (whole(V, 6), rand(6))),
+    StageMessage(2, GradientNormRequest(1)),
+    StageMessage(LEADER, GradientNorm(1, 3, None)),
+    StageMessage(2, Apply(1, 1.0, 1e-3)),
+    StageMessage(3, StatusRequest()),
+    StageMessage(3, Share(True)),
+    StageMessage(3, Share(True, 1)),
+    StageMessage(LEADER, StageStatus(1, 1, 0.5, True)),
+    StageMessage(3, Reset(5)),
+    StageMessage(LEADER, TurnFailed(5, 1, "memory")),
 ]
 CODECS: list[ActivationCodec] = ["float32", "bfloat16", "int8"]
 
@@ -111,14 +111,14 @@ def judge(head: bytes, size: int, limits: Limits) -> None:
     messages.check_message(decode_envelope(head), size, limits)
 
 
-def decode(head: bytes, body: bytearray, limits: Limits) -> Message:
+def decode(head: bytes, body: bytearray, limits: Limits) -> StageMessage:
     return messages.decode_message(decode_envelope(head), body, limits)
 
 
-def sent(message: Message, codec: ActivationCodec = "float32", plan: int = PLAN) -> tuple[bytes, bytearray]:
+def sent(message: StageMessage, codec: ActivationCodec = "float32", plan: int = PLAN) -> tuple[bytes, bytearray]:
     head, pieces = encode_message(message, codec, plan)
     body = bytearray(b"".join(pieces))
-    assert len(body) == messages.body_size(message, codec)
+    assert len(body) == messages.encoded_size(message, codec)
     return head, body
 
 
@@ -131,7 +131,7 @@ def reason(head: bytes, body: bytes | bytearray, limits: Limits = LIMITS) -> str
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m.head).__name__)
-def test_a_message_arrives(message: Message, codec: ActivationCodec) -> None:
+def test_a_message_arrives(message: StageMessage, codec: ActivationCodec) -> None:
     head, body = sent(message, codec)
     judge(head, len(body), LIMITS)
     arrived = decode(head, body, LIMITS)
@@ -154,7 +154,7 @@ def test_zeros_and_tiny_and_large_numbers(codec: ActivationCodec) -> None:
     x = torch.zeros(1, 16, H)
     x[0, 8:] = 1e-35
     x[0, 12:] = 1e20
-    arrived = decode(*sent(Message(2, Backward(4, 0, 2), (x,)), codec), LIMITS).tensors[0]
+    arrived = decode(*sent(StageMessage(2, Backward(4, 0, 2), (x,)), codec), LIMITS).tensors[0]
     torch.testing.assert_close(arrived, x, rtol=0.02, atol=1e-30)
     assert not rounded(x[:, :4], codec).any()
 
@@ -164,26 +164,26 @@ def test_non_finite_numbers_are_neither_sent_nor_taken(value: float) -> None:
     x = rand(2, 9, H)
     x[1, 3, 4] = value
     with pytest.raises(LocalProtocolError, match="not finite"):
-        encode_message(Message(2, Backward(4, 0, 2), (x,)), "float32", PLAN)
-    head, _ = sent(Message(2, Backward(4, 0, 2), (rand(2, 9, H),)))
+        encode_message(StageMessage(2, Backward(4, 0, 2), (x,)), "float32", PLAN)
+    head, _ = sent(StageMessage(2, Backward(4, 0, 2), (rand(2, 9, H),)))
     assert reason(head, x.numpy().tobytes()) == "nonfinite"
 
 
 def test_scales_that_are_not_finite_are_not_taken() -> None:
-    head, body = sent(Message(2, Backward(4, 0, 2), (rand(2, 9, H),)), "int8")
+    head, body = sent(StageMessage(2, Backward(4, 0, 2), (rand(2, 9, H),)), "int8")
     body[:2] = b"\xff\x7f"
     assert reason(head, body) == "nonfinite"
 
 
-def put(message: Message, i: int, tensor: Tensor, **changes: object) -> Message:
+def put(message: StageMessage, i: int, tensor: Tensor, **changes: object) -> StageMessage:
     tensors = [*message.tensors]
     tensors[i] = tensor
-    return Message(message.stage, structs.replace(message.head, **changes), tuple(tensors))
+    return StageMessage(message.stage, structs.replace(message.head, **changes), tuple(tensors))
 
 
 PREFILL = next(m for m in MESSAGES if isinstance(m.head, Prefill))
 STEP = next(m for m in MESSAGES if isinstance(m.head, Step) and m.head.picked)
-BAD: dict[str, tuple[Message, str]] = {
+BAD: dict[str, tuple[StageMessage, str]] = {
     "another width": (put(FORWARD, 0, rand(2, 9, H + 1)), "shape"),
     "too many tokens": (put(MESSAGES[2], 0, rand(5, 13, H)), "shape"),
     "rows that differ": (put(FORWARD, 4, whole(9, 3, 9)), "shape"),
@@ -207,11 +207,11 @@ BAD: dict[str, tuple[Message, str]] = {
     "token too late": (put(STEP, 0, STEP.tensors[0], step=6), "shape"),
     "grid that does not fit": (put(STEP, 3, torch.tensor([[0, 1, 2]])), "shape"),
     "stage elsewhere": (replace(MESSAGES[2], stage=1), "stage"),
-    "question for the lead": (Message(LEADER, StatusRequest()), "stage"),
-    "answer for a stage": (Message(2, StageStatus(1, 1, 0.5)), "stage"),
+    "question for the lead": (StageMessage(LEADER, StatusRequest()), "stage"),
+    "answer for a stage": (StageMessage(2, StageStatus(1, 1, 0.5)), "stage"),
     "a block too many": (put(MESSAGES[5], 0, rand(V, H), block=1), "shape"),
     "part of a block": (put(MESSAGES[6], 0, rand(V - 1, H)), "shape"),
-    "shared by the middle": (Message(2, Share()), "stage"),
+    "shared by the middle": (StageMessage(2, Share()), "stage"),
     "tied in the middle": (replace(MESSAGES[5], stage=2), "stage"),
     "loss in the middle": (replace(MESSAGES[4], stage=2), "stage"),
 }
@@ -236,16 +236,16 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         (MESSAGES[5], 0),
         (PREFILL, 1),
         (MESSAGES[10], 3),
-        (Message(3, Share(block=1)), 0),
-        (Message(3, Share()), 0),
-        (Message(2, GradientNormRequest(1)), 0),
-        (Message(2, Apply(1, 1.0, 1e-3)), 0),
-        (Message(LEADER, StageStatus(1, 1, 0.5)), 1),
-        (Message(LEADER, GradientNorm(1, 2, 0.5)), 2),
+        (StageMessage(3, Share(block=1)), 0),
+        (StageMessage(3, Share()), 0),
+        (StageMessage(2, GradientNormRequest(1)), 0),
+        (StageMessage(2, Apply(1, 1.0, 1e-3)), 0),
+        (StageMessage(LEADER, StageStatus(1, 1, 0.5)), 1),
+        (StageMessage(LEADER, GradientNorm(1, 2, 0.5)), 2),
     ],
-    ids=lambda x: type(x.head).__name__ if isinstance(x, Message) else "",
+    ids=lambda x: type(x.head).__name__ if isinstance(x, StageMessage) else "",
 )
-def test_messages_come_from_whom_they_must_come_from(message: Message, must: int) -> None:
+def test_messages_come_from_whom_they_must_come_from(message: StageMessage, must: int) -> None:
     head, body = sent(message)
     decode(head, body, replace(LIMITS, sender=frozenset({must})))
     assert reason(head, body, replace(LIMITS, sender=frozenset(range(STAGES)) - {must})) == "sender"
@@ -253,7 +253,7 @@ def test_messages_come_from_whom_they_must_come_from(message: Message, must: int
 
 def test_the_last_stage_asks_for_all_later_blocks() -> None:
     for block, must in ((0, 0), (1, 3)):
-        head, body = sent(Message(0, Share(block=block)))
+        head, body = sent(StageMessage(0, Share(block=block)))
         limits = replace(LIMITS, here=frozenset({0}))
         judge(head, len(body), replace(limits, sender=frozenset({must})))
         assert reason(head, body, replace(limits, sender=frozenset({3 - must}))) == "sender"
@@ -277,11 +277,11 @@ def test_blocks_are_written_as_in_the_whole_matrix(codec: ActivationCodec, monke
     found = []
     for block, height in enumerate((64, 64, 22)):
         rows = tied_weights.rows_of(block, 150, H)
-        head, body = sent(Message(3, TiedGradient(1, block), (matrix[rows],)), codec)
+        head, body = sent(StageMessage(3, TiedGradient(1, block), (matrix[rows],)), codec)
         judge(head, len(body), limits)
         found.append(decode(head, body, limits).tensors[0])
         assert len(found[-1]) == height
-        other = Message(3, TiedGradient(1, 1 if block == 2 else 2), (matrix[rows],))
+        other = StageMessage(3, TiedGradient(1, 1 if block == 2 else 2), (matrix[rows],))
         assert reason(*sent(other), limits) == "shape"
     assert torch.equal(torch.cat(found), rounded(matrix, codec))
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from protocol.crew import CONTROL, CREW_METHOD, STAGE_METHOD, Holding, Kept, Source
 from protocol.pipeline import Backward, StageStatus, StatusRequest
 from swarm_node.pipeline.membership.actions import Action, BuildStage, DropStage, StartLeading, StopLeading
-from swarm_node.pipeline.messages import LEADER, Message, StageLost, encode_message
+from swarm_node.pipeline.messages import LEADER, StageLost, StageMessage, encode_message
 from swarm_node.pipeline.transport import StageTransport
 from tests.support.crew_peers import Peers
 from tests.support.crew_world import SETTINGS
@@ -30,35 +30,37 @@ def crew() -> Peers:
 def begin(crew: Peers) -> tuple[StageTransport, StageTransport, StageTransport]:
     """The stage transports by stage; the last one works by the plan."""
     lead, first, last = crew.at(0), crew.at(1), crew.at(2)
-    lead.send(Message(2, StatusRequest()))
+    lead.send(StageMessage(2, StatusRequest()))
     crew.run(1.0)
-    assert last.receive(0.0) == Message(2, StatusRequest())
+    assert last.receive(0.0) == StageMessage(2, StatusRequest())
     return lead, first, last
 
 
-def gradient() -> Message:
-    return Message(1, Backward(turn=1, microbatch=0, place=1), (torch.arange(24.0).view(2, 3, 4),))
+def gradient() -> StageMessage:
+    return StageMessage(1, Backward(turn=1, microbatch=0, place=1), (torch.arange(24.0).view(2, 3, 4),))
 
 
 def test_messages_find_their_stages(crew):
     lead, first, last = crew.at(0), crew.at(1), crew.at(2)
     assert (lead.count, lead.planned_stages, first.planned_stages, last.leading) == (3, (0,), (1,), False)
-    lead.send(Message(1, StatusRequest()))
-    lead.send(Message(2, StatusRequest()))
+    lead.send(StageMessage(1, StatusRequest()))
+    lead.send(StageMessage(2, StatusRequest()))
     crew.run(1.0)
-    assert first.receive(0.0) == Message(1, StatusRequest()) and last.receive(0.0) == Message(2, StatusRequest())
+    assert first.receive(0.0) == StageMessage(1, StatusRequest()) and last.receive(0.0) == StageMessage(
+        2, StatusRequest()
+    )
     last.send(gradient())  # over the channel between neighbours
-    first.send(Message(LEADER, StageStatus(1, 5, 0.5)))
+    first.send(StageMessage(LEADER, StageStatus(1, 5, 0.5)))
     crew.run(1.0)
     received = first.receive(0.0)
     assert received is not None and torch.equal(received.tensors[0], gradient().tensors[0])
-    assert lead.receive(0.0) == Message(LEADER, StageStatus(1, 5, 0.5))
+    assert lead.receive(0.0) == StageMessage(LEADER, StageStatus(1, 5, 0.5))
     assert lead.receive(0.0) is None and first.receive(0.0) is None
 
 
 def test_a_message_to_oneself_is_passed_unchanged(crew):
     lead = crew.at(0)
-    message = Message(0, StatusRequest())
+    message = StageMessage(0, StatusRequest())
     lead.send(message)
     assert lead.receive(0.0) is message
 
@@ -67,30 +69,30 @@ def test_the_lead_hears_of_losses_dropping_old_messages(crew):
     lead, last = crew.at(0), crew.at(2)
     last_peer = crew.peer(last)
     victim = next(peer for peer, stage_transport in crew.transports.items() if stage_transport not in (lead, last))
-    lead.send(Message(2, StatusRequest()))
-    lead.send(Message(2, StatusRequest()))
+    lead.send(StageMessage(2, StatusRequest()))
+    lead.send(StageMessage(2, StatusRequest()))
     crew.run(1.0)
-    assert last.receive(0.0) == Message(2, StatusRequest())
+    assert last.receive(0.0) == StageMessage(2, StatusRequest())
     crew.kill(victim)
     crew.run(5.0)
     with pytest.raises(StageLost) as lost:
         lead.receive(0.0)
     assert lost.value.stages == {1} and not lead.mend(0.0)
     with pytest.raises(StageLost):
-        lead.send(Message(2, StatusRequest()))
+        lead.send(StageMessage(2, StatusRequest()))
     crew.run(10.0)
     assert [order for order in crew.orders[last_peer] if isinstance(order, BuildStage)][0].stage == 2
     with pytest.raises(StageLost):  # whole again, but the lead has not taken note
         lead.receive(0.0)
     assert lead.mend(0.0)
-    last.send(Message(LEADER, StageStatus(2, 5, 0.5)))  # in answer to what is void by now
+    last.send(StageMessage(LEADER, StageStatus(2, 5, 0.5)))  # in answer to what is void by now
     assert last.receive(0.0) is None
     crew.run(1.0)
     assert lead.receive(0.0) is None
     assert last.metrics()["stages/late"] == 2.0  # that answer, and the second question
-    lead.send(Message(2, StatusRequest()))
+    lead.send(StageMessage(2, StatusRequest()))
     crew.run(1.0)
-    assert last.receive(0.0) == Message(2, StatusRequest())
+    assert last.receive(0.0) == StageMessage(2, StatusRequest())
 
 
 def test_a_successor_is_told_to_lead(crew):
@@ -101,7 +103,7 @@ def test_a_successor_is_told_to_lead(crew):
     assert [type(order) for order in crew.orders[name]] == [BuildStage, StartLeading, BuildStage]
     assert first.leading and first.planned_stages == (0, 1) and first.mend(0.0)
     assert first.card.held == (0, 1) and first.card.term == 2
-    message = Message(1, StatusRequest())
+    message = StageMessage(1, StatusRequest())
     first.send(message)
     assert first.receive(0.0) is message  # of both stages
 
@@ -132,7 +134,7 @@ def test_a_malformed_message_ends_its_channel_and_sender(crew, bad):
     elif bad == "shape":
         data = data[:-4]
     elif bad == "stage":
-        head, _ = encode_message(Message(2, gradient().head, gradient().tensors), "float32", last.plan.mark)
+        head, _ = encode_message(StageMessage(2, gradient().head, gradient().tensors), "float32", last.plan.mark)
     elif bad == "nonsense":
         head = b"\x00"
     elif bad == "record":
@@ -151,9 +153,9 @@ def test_a_malformed_message_ends_its_channel_and_sender(crew, bad):
 
 def test_a_peer_that_stalls_is_found_out(crew):
     lead, first = crew.at(0), crew.at(1)
-    lead.send(Message(1, StatusRequest()))
+    lead.send(StageMessage(1, StatusRequest()))
     crew.run(1.0)
-    assert first.receive(0.0) == Message(1, StatusRequest())  # and that is all it does
+    assert first.receive(0.0) == StageMessage(1, StatusRequest())  # and that is all it does
     assert first.held_s() == pytest.approx(1.0, abs=0.5)
     for _ in range(140):
         crew.run(0.5)
@@ -219,7 +221,7 @@ def test_strangers_messages_are_refused(crew):
     stranger = crew.start("d")
     crew.run(20.0)
     assert stranger.plan is not None and stranger.planned_stages == ()
-    head, _ = encode_message(Message(LEADER, StageStatus(1, 5, 0.5)), "float32", stranger.plan.mark)
+    head, _ = encode_message(StageMessage(LEADER, StageStatus(1, 5, 0.5)), "float32", stranger.plan.mark)
     crew.inject(stranger, lead, CREW_METHOD, head)
     crew.run(2.0)
     assert lead.metrics()["stages/refused/stranger"] == 1.0 and lead.whole and lead.receive(0.0) is None
@@ -263,7 +265,7 @@ def test_codec_and_limits_are_those_of_the_plan():
     assert peers.at(0).mend(0.0)
     _, first, last = begin(peers)
     sent = torch.linspace(0.01, 1.0, 8).view(1, 2, 4)
-    last.send(Message(1, gradient().head, (sent,)))
+    last.send(StageMessage(1, gradient().head, (sent,)))
     peers.run(1.0)
     received = first.receive(0.0)
     assert received is not None and not torch.equal(received.tensors[0], sent)
@@ -305,9 +307,9 @@ def test_receive_wakes_up_when_a_message_comes():
     lead = peers.start("a")
     peers.run(15.0)
     assert lead.mend(0.0)
-    later = threading.Thread(target=lead.send, args=[Message(0, StatusRequest())])
+    later = threading.Thread(target=lead.send, args=[StageMessage(0, StatusRequest())])
     later.start()
-    assert lead.receive(60.0) == Message(
+    assert lead.receive(60.0) == StageMessage(
         0, StatusRequest()
     )  # the virtual clock stands still: nothing but the message ends it
     later.join()

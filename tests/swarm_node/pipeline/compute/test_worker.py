@@ -32,7 +32,7 @@ from swarm_node.pipeline.compute import tied_weights
 from swarm_node.pipeline.compute.schedule import schedule
 from swarm_node.pipeline.compute.stage_model import load_stage
 from swarm_node.pipeline.compute.worker import Worker
-from swarm_node.pipeline.messages import LEADER, Message
+from swarm_node.pipeline.messages import LEADER, StageMessage
 from tests.support.pipeline_crew import SIZES, save
 
 H = SIZES["hidden_size"]
@@ -59,17 +59,17 @@ def numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def forward(i: int, turn: int = 1, total: int = 1, microbatches: int = MICROBATCHES) -> Message:
+def forward(i: int, turn: int = 1, total: int = 1, microbatches: int = MICROBATCHES) -> StageMessage:
     index = torch.tensor([0])
     head = Forward(turn, total, i, microbatches, 1, 1.0)
-    return Message(1, head, (numbers(i, 1, 5, H), index, index, index))
+    return StageMessage(1, head, (numbers(i, 1, 5, H), index, index, index))
 
 
-def backward(i: int, turn: int = 1) -> Message:
-    return Message(1, Backward(turn, i, 1), (numbers(100 + i, 1, 5, H),))
+def backward(i: int, turn: int = 1) -> StageMessage:
+    return StageMessage(1, Backward(turn, i, 1), (numbers(100 + i, 1, 5, H),))
 
 
-def in_order(turn: int = 1, total: int = 1) -> list[Message]:
+def in_order(turn: int = 1, total: int = 1) -> list[StageMessage]:
     operations = schedule(3, MICROBATCHES)[1]
     return [forward(o.microbatch, turn, total) if o.kind == "F" else backward(o.microbatch, turn) for o in operations]
 
@@ -78,15 +78,15 @@ def begin(worker: Worker, total: int) -> None:
     """Begin a sum with a microbatch that is then given up, so nothing is added to it."""
     index = torch.tensor([0])
     x = numbers(0, 1, 5, H) if worker.index else torch.ones(1, 5, dtype=torch.long)
-    worker.handle(Message(worker.index, Forward(1, total, 0, 1, worker.index, 1.0), (x, index, index, index)))
-    worker.handle(Message(worker.index, Reset(1)))
+    worker.handle(StageMessage(worker.index, Forward(1, total, 0, 1, worker.index, 1.0), (x, index, index, index)))
+    worker.handle(StageMessage(worker.index, Reset(1)))
 
 
 def gradients(worker: Worker) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in worker.stage.named().items() if p.grad is not None}
 
 
-def refused(worker: Worker, message: Message, reason: str) -> None:
+def refused(worker: Worker, message: StageMessage, reason: str) -> None:
     before = gradients(worker)
     with pytest.raises(RemoteProtocolError) as caught:
         worker.handle(message)
@@ -147,7 +147,7 @@ def test_a_new_turn_begins_a_sum_at_zero(worker: Worker) -> None:
 
 def test_what_is_reset_is_forgotten(worker: Worker) -> None:
     worker.handle(forward(0))
-    assert worker.handle(Message(1, Reset(1))) == [] and not worker.finished(1)
+    assert worker.handle(StageMessage(1, Reset(1))) == [] and not worker.finished(1)
     assert worker.handle(forward(1)) == [] == worker.handle(backward(0))
     assert worker.handle(forward(0, turn=2, total=2))
 
@@ -166,13 +166,13 @@ def test_what_makes_no_sense_changes_nothing(worker: Worker) -> None:
     worker.handle(forward(0))
     refused(worker, forward(1, microbatches=MICROBATCHES + 1), "order")
     refused(worker, forward(1, total=2), "order")
-    refused(worker, Message(1, Backward(1, 0, 1), (numbers(0, 1, 6, H),)), "shape")
-    refused(worker, Message(1, Backward(1, 0, 0), (numbers(0, 1, 5, H),)), "order")
-    refused(worker, Message(1, GradientNormRequest(1)), "order")
-    refused(worker, Message(1, Apply(1, 1.0, 1e-3)), "order")
-    refused(worker, Message(1, TiedGradient(1), (numbers(0, 384, H),)), "order")
-    refused(worker, Message(1, Share()), "order")
-    refused(worker, Message(1, StageStatus(1, 0, 0.0)), "order")
+    refused(worker, StageMessage(1, Backward(1, 0, 1), (numbers(0, 1, 6, H),)), "shape")
+    refused(worker, StageMessage(1, Backward(1, 0, 0), (numbers(0, 1, 5, H),)), "order")
+    refused(worker, StageMessage(1, GradientNormRequest(1)), "order")
+    refused(worker, StageMessage(1, Apply(1, 1.0, 1e-3)), "order")
+    refused(worker, StageMessage(1, TiedGradient(1), (numbers(0, 384, H),)), "order")
+    refused(worker, StageMessage(1, Share()), "order")
+    refused(worker, StageMessage(1, StageStatus(1, 0, 0.0)), "order")
     assert worker.handle(forward(0, turn=2, total=3))
     refused(worker, forward(0, turn=3, total=2), "order")
 
@@ -180,20 +180,20 @@ def test_what_makes_no_sense_changes_nothing(worker: Worker) -> None:
 def test_an_update_is_made_once(worker: Worker) -> None:
     for message in in_order():
         worker.handle(message)
-    (answer,) = worker.handle(Message(1, GradientNormRequest(1)))
+    (answer,) = worker.handle(StageMessage(1, GradientNormRequest(1)))
     assert answer.stage == LEADER and isinstance(answer.head, GradientNorm) and answer.head.squares is not None
     norm = answer.head.squares**0.5
     before = {name: p.detach().clone() for name, p in worker.stage.named().items()}
     for _ in range(2):
-        (answer,) = worker.handle(Message(1, Apply(1, 0.1 / norm, 1e-3)))
+        (answer,) = worker.handle(StageMessage(1, Apply(1, 0.1 / norm, 1e-3)))
         assert answer.head == StageStatus(1, 1, pytest.approx(norm))  # what came before clipping
         if _ == 0:
             after = {name: p.detach().clone() for name, p in worker.stage.named().items()}
     assert worker.optimizer.updates == 1
     assert all(torch.equal(after[name], p) for name, p in worker.stage.named().items())
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    assert worker.handle(Message(1, SetUpdates(3)))[0].head == StageStatus(1, 3, pytest.approx(norm))
-    assert worker.handle(Message(1, StatusRequest()))[0].head == StageStatus(1, 3, pytest.approx(norm))
+    assert worker.handle(StageMessage(1, SetUpdates(3)))[0].head == StageStatus(1, 3, pytest.approx(norm))
+    assert worker.handle(StageMessage(1, StatusRequest()))[0].head == StageStatus(1, 3, pytest.approx(norm))
     assert worker.optimizer.updates == 1
 
 
@@ -206,7 +206,7 @@ def test_tied_ends_add_gradients_and_count_them_once(config: PolicyConfig) -> No
         begin(worker, total=1)
         for name, p in worker.stage.named().items():
             p.grad = grads[k].clone() if name == names[k] else torch.zeros_like(p)
-    messages, squares = [Message(k, GradientNormRequest(1)) for k in (1, 0)], {}
+    messages, squares = [StageMessage(k, GradientNormRequest(1)) for k in (1, 0)], {}
     while messages:
         message = messages.pop(0)
         if message.stage == LEADER:
@@ -225,7 +225,7 @@ def test_one_end_gives_the_other_its_matrix(config: PolicyConfig) -> None:
     name = first.tied_name or ""
     with torch.no_grad():
         first.stage.named()[name].add_(1.0)
-    (given,) = first.handle(Message(0, Share()))
+    (given,) = first.handle(StageMessage(0, Share()))
     (answer,) = last.handle(given)
     assert (given.stage, answer.stage) == (1, LEADER)
     assert torch.equal(last.stage.named()[name], first.stage.named()[name])
@@ -239,23 +239,23 @@ def test_gradient_blocks_come_in_turn_and_count_once(config: PolicyConfig, monke
     parameter.grad = numbers(6, 384, H)
     expected = parameter.grad + theirs
 
-    def block(i: int, total: int = 2) -> Message:
-        return Message(0, TiedGradient(total, i), (theirs[64 * i : 64 * (i + 1)],))
+    def block(i: int, total: int = 2) -> StageMessage:
+        return StageMessage(0, TiedGradient(total, i), (theirs[64 * i : 64 * (i + 1)],))
 
     assert first.handle(block(0, total=1)) == []
     refused(first, block(1), "order")
     refused(first, block(0, total=3), "order")
     assert first.handle(block(0)) == []  # it is kept until the own ones are there
     refused(first, block(0), "order")
-    sent = first.handle(Message(0, GradientNormRequest(2)))
+    sent = first.handle(StageMessage(0, GradientNormRequest(2)))
     assert [message.head for message in sent] == [TiedGradient(2, 0), TiedGradient(2, 1)]
-    assert first.handle(Message(0, GradientNormRequest(2))) == []
+    assert first.handle(StageMessage(0, GradientNormRequest(2))) == []
     for i in range(1, 6):
         refused(first, block(i - 1), "order")
         (answer,) = first.handle(block(i))
         assert answer.head == TiedGradient(2, i + 1) if i < 5 else isinstance(answer.head, GradientNorm)
     refused(first, block(5), "order")
-    assert first.handle(Message(0, GradientNormRequest(2))) == [answer] and torch.equal(parameter.grad, expected)
+    assert first.handle(StageMessage(0, GradientNormRequest(2))) == [answer] and torch.equal(parameter.grad, expected)
 
 
 def test_a_matrix_is_taken_when_all_blocks_came(config: PolicyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +264,8 @@ def test_a_matrix_is_taken_when_all_blocks_came(config: PolicyConfig, monkeypatc
     parameter = last.stage.named()[last.tied_name or ""]
     before, state = parameter.detach().clone(), last.optimizer.adamw.state[parameter]
 
-    def block(i: int) -> Message:
-        return Message(1, TiedMatrix(False, i), (theirs[64 * i : 64 * (i + 1)],))
+    def block(i: int) -> StageMessage:
+        return StageMessage(1, TiedMatrix(False, i), (theirs[64 * i : 64 * (i + 1)],))
 
     state["exp_avg"].fill_(1.0)
     refused(last, block(1), "order")
@@ -275,10 +275,10 @@ def test_a_matrix_is_taken_when_all_blocks_came(config: PolicyConfig, monkeypatc
         assert torch.equal(parameter, before) and state["exp_avg"].all()
     refused(last, block(4), "order")
     (answer,) = last.handle(block(5))
-    assert answer == Message(LEADER, StageStatus(1, 0, 0.0, taken=True, new=True))
+    assert answer == StageMessage(LEADER, StageStatus(1, 0, 0.0, taken=True, new=True))
     assert torch.equal(parameter, theirs) and not state["exp_avg"].any()
     refused(last, block(5), "order")
-    refused(last, Message(1, Share(False, 6)), "order")
+    refused(last, StageMessage(1, Share(False, 6)), "order")
 
 
 def test_exhausted_memory_is_said_and_drops_the_turn(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,19 +286,19 @@ def test_exhausted_memory_is_said_and_drops_the_turn(worker: Worker, monkeypatch
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(worker.stage, "layers", layers)
-    assert worker.handle(forward(0)) == [Message(LEADER, TurnFailed(1, 1, "memory"))]
+    assert worker.handle(forward(0)) == [StageMessage(LEADER, TurnFailed(1, 1, "memory"))]
     assert worker.handle(forward(1)) == []
 
 
 def test_samples_are_drawn_in_order(worker: Worker) -> None:
     lengths, uniform = torch.tensor([3, 2]), torch.rand(4)
-    begin = Message(1, Prefill(1, 0, 2, 4, 1.0, 1.0), (numbers(0, 2, 3, H), lengths, uniform))
+    begin = StageMessage(1, Prefill(1, 0, 2, 4, 1.0, 1.0), (numbers(0, 2, 3, H), lengths, uniform))
     (answer,) = worker.handle(begin)
     assert answer.stage == 2 and answer.tensors[0].shape == (2, 3, H)
     refused(worker, begin, "order")
 
-    def step(number: int, rows: int = 4, *picked: Tensor) -> Message:
-        return Message(1, Step(1, 0, number, bool(picked)), (numbers(1, rows, H), torch.rand(rows), *picked))
+    def step(number: int, rows: int = 4, *picked: Tensor) -> StageMessage:
+        return StageMessage(1, Step(1, 0, number, bool(picked)), (numbers(1, rows, H), torch.rand(rows), *picked))
 
     refused(worker, step(1), "order")
     refused(worker, step(0, 3), "shape")
@@ -309,4 +309,4 @@ def test_samples_are_drawn_in_order(worker: Worker) -> None:
     assert worker.handle(step(1, 1, torch.tensor([1]), torch.tensor([[1]])))[0].tensors[0].shape == (1, H)
     assert worker.handle(step(2, 1))
     refused(worker, step(3, 1), "order")  # samples have four tokens at most, and the last is not appended
-    refused(worker, Message(1, Step(1, 5, 0), (numbers(1, 4, H), torch.rand(4))), "order")
+    refused(worker, StageMessage(1, Step(1, 5, 0), (numbers(1, 4, H), torch.rand(4))), "order")

@@ -7,19 +7,19 @@ import torch
 from msgspec.structs import replace
 
 from protocol.pipeline import Forward, TurnFailed
-from swarm_node.pipeline.messages import LEADER, Message
+from swarm_node.pipeline.messages import LEADER, StageMessage
 from tests.support.crew_peers import Peers
 from tests.support.crew_world import SETTINGS
 
 HEAD = Forward(turn=7, total=1, microbatch=0, microbatches=1, place=1, temperature=1.0)
 
 
-def forward(tokens: int, row: int = 0) -> Message:
-    return Message(1, HEAD, (torch.ones(1, tokens, 4), *(torch.tensor([i]) for i in (row, 0, 0))))
+def forward(tokens: int, row: int = 0) -> StageMessage:
+    return StageMessage(1, HEAD, (torch.ones(1, tokens, 4), *(torch.tensor([i]) for i in (row, 0, 0))))
 
 
 @pytest.mark.parametrize(("message", "reason"), [(forward(9), "shape"), (forward(8, row=1), "values")])
-def test_the_lead_is_told_of_refused_messages(message: Message, reason: str) -> None:
+def test_the_lead_is_told_of_refused_messages(message: StageMessage, reason: str) -> None:
     peers = Peers(3)
     for peer in ("a", "b", "c"):
         peers.start(peer, settings=replace(SETTINGS, microbatch=8))
@@ -32,7 +32,7 @@ def test_the_lead_is_told_of_refused_messages(message: Message, reason: str) -> 
         peers.run(1.0)
         assert first.receive(0.0) is None and first.metrics()[f"stages/refused/{reason}"] == n
         peers.run(1.0)
-        assert lead.receive(0.0) == Message(LEADER, TurnFailed(7, 1, "refused"))
+        assert lead.receive(0.0) == StageMessage(LEADER, TurnFailed(7, 1, "refused"))
     lead.send(forward(8))
     peers.run(20.0)
     assert first.receive(0.0) is not None
