@@ -21,7 +21,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median_low
@@ -71,6 +71,8 @@ class _Round:
     """The mean of this node's part, as the others decode it."""
     under_way: set[str] = field(default_factory=set)
     """Members with whom an exchange of this phase is under way."""
+    decoders: dict[str, Decoder] = field(default_factory=dict)
+    """Member -> what decodes the body that is on its way from it."""
     arrived: dict[int, dict[str, Tensor]] = field(default_factory=lambda: {PARTS: {}, AVERAGES: {}})
     call_at: dict[str, float] = field(default_factory=dict)
     failure: tuple[str, str, str] | None = None
@@ -200,25 +202,21 @@ class CohortAverager(Averager):
                 return
             round.under_way.add(peer)
         round.call_at[peer] = now + CALL_RETRY_S
-        taken: list[Decoder] = []
-        future = self.transport.exchange(
-            peer,
-            AVERAGE_METHOD,
-            self._half(round, phase, peer),
-            self.counted(partial(self._answered, round, phase, peer, taken)),
-            self.config.timeout_s,
+        answered = self.counted(partial(self._answered, round, phase, peer))
+        ours, timeout = self._half(round, phase, peer), self.config.timeout_s
+        future = self.transport.exchange(peer, AVERAGE_METHOD, ours, answered, timeout)
+        future.add_done_callback(
+            lambda done: self._arrived(round, phase, peer, CancelledError() if done.cancelled() else done.exception())
         )
-        future.add_done_callback(partial(self._called, round, phase, peer, taken))
 
-    def _answered(self, round: _Round, phase: int, peer: str, taken: list[Decoder], head: bytes, size: int) -> Sink:
+    def _answered(self, round: _Round, phase: int, peer: str, head: bytes, size: int) -> Sink:
         theirs = decode_head(head, AverageHead)
         self._fits(round, phase, peer, theirs, size)
-        taken.append(Decoder(theirs.codec, self._values(round, phase, peer)))
-        return taken[0].write
+        return self._sink(round, phase, peer, theirs)
 
-    def _called(self, round: _Round, phase: int, peer: str, taken: list[Decoder], future: Future[None]) -> None:
-        error = CancelledError() if future.cancelled() else future.exception()
-        self._arrived(round, phase, peer, taken, error)
+    def _sink(self, round: _Round, phase: int, peer: str, head: AverageHead) -> Sink:
+        round.decoders[peer] = Decoder(head.codec, self._values(round, phase, peer))
+        return round.decoders[peer].write
 
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
         """Take part in an exchange that a member calls for. Raises RemoteProtocolError unless it is in the same phase
@@ -251,12 +249,8 @@ class CohortAverager(Averager):
             if peer in round.arrived[phase] or peer in round.under_way or phase < round.phase:
                 raise RemoteProtocolError("busy", "that is done, or under way")
             round.under_way.add(peer)
-        taken = [Decoder(theirs.codec, self._values(round, phase, peer))]
-        return Accepted(
-            self._half(round, phase, peer),
-            taken[0].write,
-            lambda error: self._arrived(round, phase, peer, taken, error),
-        )
+        sink = self._sink(round, phase, peer, theirs)
+        return Accepted(self._half(round, phase, peer), sink, partial(self._arrived, round, phase, peer))
 
     def _fits(self, round: _Round, phase: int, peer: str, head: AverageHead, size: int) -> None:
         """Raises RemoteProtocolError unless `head` is of this phase and round, and `size` that of its body."""
@@ -292,13 +286,15 @@ class CohortAverager(Averager):
             peer, round.codec, size, partial(pieces, round.codec, sent), version=round.updates, **head
         )
 
-    def _arrived(self, round: _Round, phase: int, peer: str, taken: list[Decoder], error: BaseException | None) -> None:
+    def _arrived(self, round: _Round, phase: int, peer: str, error: BaseException | None) -> None:
         """An exchange has ended, on any thread."""
         self.woken.set()
         with self._guard:
             round.under_way.discard(peer)
+            decoder = round.decoders.pop(peer, None)
             if error is None:
-                round.arrived[phase][peer] = taken[0].values()
+                assert decoder is not None
+                round.arrived[phase][peer] = decoder.values()
                 return
             reason, detail = reason_of(error)
             if reason == "late" and detail.isascii() and detail.isdecimal() and len(detail) < 16:

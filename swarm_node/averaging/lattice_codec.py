@@ -47,11 +47,6 @@ HALVES = np.array([[code & 15, code >> 4] for code in range(256)], np.float32).v
 """The two codes of each byte [256] as one item of 64 bits, the form of a table that is read fastest."""
 
 
-def dither(seed: str, blocks: int) -> Tensor:
-    """u [blocks], the same on every machine."""
-    return _draw(_source(seed), blocks)[:, 0]
-
-
 def lattice_pieces(
     bits: int,
     flat: Tensor,

@@ -5,10 +5,9 @@
     phi_i   = phi_i + m_i                                                                           (3)
 
 theta are the fast weights that local training changes. phi are the slow weights: what they were after the last
-exchange. Each mean is over this peer i and its partner. Equation 2 has two special cases:
+exchange. Each mean is over this peer i and its partner. With gamma = beta, phi_j is not needed in equation 2:
 
-    gamma = beta        m_i = alpha m_i + beta (mean_j(theta_j) - phi_i)        phi_j need not be sent
-    no partner          m_i = alpha m_i + beta Delta_i
+    m_i     = alpha m_i + beta (mean_j(theta_j) - phi_i)
 
 Deltas point where training went; in the paper they have the opposite sign. All tensors are flat, float32 and of one
 size. The caller sets theta to phi afterwards.
@@ -36,53 +35,27 @@ class NoLoCo:
     gamma: float
     """Pull together."""
 
-    def step(
-        self,
-        slow: Tensor,
-        momentum: Tensor,
-        fast: Tensor,
-        partner_fast: Tensor | None,
-        partner_slow: Tensor | None = None,
-    ) -> None:
-        """Equations 2 and 3: change `slow` and `momentum` in place. `partner_slow` is read only if gamma differs from
-        beta."""
-        self.update_momentum(slow, momentum, fast, partner_fast, partner_slow)
-        slow.add_(momentum)
-
-    def update_momentum(
-        self,
-        slow: Tensor,
-        momentum: Tensor,
-        fast: Tensor,
-        partner_fast: Tensor | None,
-        partner_slow: Tensor | None = None,
-    ) -> None:
-        """Equation 2: change `momentum` in place, with no partner if `partner_fast` is None."""
-        momentum.mul_(self.alpha)
-        if partner_fast is None:
-            momentum.add_(fast - slow, alpha=self.beta)
-        elif self.gamma == self.beta:
-            momentum.add_((fast + partner_fast).div_(2).sub_(slow), alpha=self.beta)
-        else:
-            assert partner_slow is not None
-            apart = partner_slow - slow
-            momentum.add_((fast + partner_fast).div_(2).sub_(slow).sub_(apart, alpha=0.5), alpha=self.beta)
-            momentum.add_(apart, alpha=self.gamma / 2)
-
     def momentum_in_place(
         self, slow: Tensor, momentum: Tensor, fast: Tensor, partner_fast: Tensor, partner_slow: Tensor | None = None
     ) -> float:
         """Equation 2 without further memory: the new momentum overwrites `partner_fast`.
 
-        Returns the root mean square distance of the two peers' fast weights.
+        `partner_slow` is read only if gamma differs from beta. Returns the root mean square distance of the two peers'
+        fast weights.
         """
-        squares = 0.0
-        theirs = [partner_fast, *([] if partner_slow is None else [partner_slow])]
-        for start, before, mine, *parts in chunks(slow, momentum, fast, *theirs):
-            squares += square(parts[0] - mine)
-            after = before.clone()
-            self.update_momentum(start, after, mine, *parts)
-            parts[0].copy_(after)
+        squares, vectors = 0.0, [slow, momentum, fast, partner_fast]
+        if self.gamma != self.beta:
+            assert partner_slow is not None
+            vectors.append(partner_slow)
+        for start, before, mine, partner, *partner_start in chunks(*vectors):
+            squares += square(partner - mine)
+            progress = (mine + partner).div_(2).sub_(start)
+            partner.copy_(before).mul_(self.alpha)
+            if partner_start:
+                apart = partner_start[0] - start
+                partner.add_(progress.sub_(apart, alpha=0.5), alpha=self.beta).add_(apart, alpha=self.gamma / 2)
+            else:
+                partner.add_(progress, alpha=self.beta)
         return math.sqrt(squares / len(fast))
 
 

@@ -54,17 +54,13 @@ def clipped_mean(vectors: Sequence[Tensor], clip: float) -> Tensor:
     median. The plain mean if `clip` is 0. Of two vectors neither can be outvoted."""
     if not clip:
         return torch.stack(tuple(vectors)).mean(0)
-    middle = _coordinate_median(vectors)
-    return _centred(vectors, clip * median(distance(x, middle) for x in vectors), middle)
+    middle = coordinate_median(vectors)
+    return centred_clip(vectors, clip * median(distance(x, middle) for x in vectors), middle)
 
 
-def centred_clip(vectors: Sequence[Tensor], tau: float) -> Tensor:
-    """CenteredClip of several finite vectors [n]: none pulls by more than `tau`."""
-    return _centred(vectors, tau, _coordinate_median(vectors))
-
-
-def _centred(vectors: Sequence[Tensor], tau: float, middle: Tensor) -> Tensor:
-    """Iterate from `middle`, in place, until it hardly moves: two iterations if nothing is clipped."""
+def centred_clip(vectors: Sequence[Tensor], tau: float, middle: Tensor) -> Tensor:
+    """CenteredClip of several finite vectors [n]: none pulls by more than `tau`. It iterates from `middle`, in place,
+    until that hardly moves."""
     for _ in range(ITERATIONS):
         pulls = [min(1.0, tau / max(distance(x, middle), 1e-300)) / len(vectors) for x in vectors]
         moved = 0.0
@@ -79,7 +75,8 @@ def _centred(vectors: Sequence[Tensor], tau: float, middle: Tensor) -> Tensor:
     return middle
 
 
-def _coordinate_median(vectors: Sequence[Tensor]) -> Tensor:
+def coordinate_median(vectors: Sequence[Tensor]) -> Tensor:
+    """The median of each coordinate of several vectors [n]."""
     middle = torch.empty_like(vectors[0])
     below, above = (len(vectors) - 1) // 2, len(vectors) // 2
     for v, *parts in chunks(middle, *vectors):

@@ -16,12 +16,27 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from swarm_node.averaging import Averager, LateJoin, Place, make_averager
 from swarm_node.averaging.cohort_weights import WeightsFetch
+from swarm_node.averaging.noloco import NoLoCo
 from swarm_node.config import AveragingConfig
 
 SWARM, COHORT = "a" * 64, "c" * 16
 START, PERIOD_S, STEP_S = 1000.0, 10.0, 1.0
 PAPER = {"alpha": 0.5, "beta": 0.7, "gamma": 0.7}
 LINK = LinkModel(latency_s=0.02, bandwidth_bytes_s=1e6)
+
+
+def noloco_step(
+    outer: NoLoCo,
+    slow: Tensor,
+    momentum: Tensor,
+    fast: Tensor,
+    partner_fast: Tensor,
+    partner_slow: Tensor | None = None,
+) -> None:
+    """NoLoCo's equations 2 and 3: change `slow` and `momentum` in place."""
+    after = partner_fast.clone()
+    outer.momentum_in_place(slow, momentum, fast, after, partner_slow)
+    slow.add_(momentum.copy_(after))
 
 
 @dataclass(eq=False)

@@ -18,13 +18,15 @@ from swarm_node.averaging.lattice_codec import (
     REACH,
     WRITTEN_OUT_BYTES,
     LatticeReader,
-    dither,
+    _draw,
+    _source,
     lattice_bytes,
     lattice_pieces,
     lattice_size,
     most_written_out,
 )
 from swarm_node.averaging.noloco import NoLoCo
+from tests.support.averaging_cohort import noloco_step
 from tests.support.random_vectors import normal
 
 both = pytest.mark.parametrize("bits", [8, 4])
@@ -170,7 +172,7 @@ def test_no_step_says_the_same_as_yours(bits: int) -> None:
 def test_golden_bytes() -> None:
     """Steps 1/8 and 1/128; u of the first block is U; the first of two values lies in the low half of a byte."""
     x = torch.tensor([0.5, -0.25, 1.0, 0.0, -100.0])
-    assert float(dither("seed", 1)) == pytest.approx(U, abs=1e-12)
+    assert float(_draw(_source("seed"), 1)) == pytest.approx(U, abs=1e-12)
     for bits, step, head in ((4, 1 / 8, b"\x00\x3e"), (8, 1 / 128, b"\x00\x3c")):
         quotients = [round(float(value) / step - U) for value in [*x, *[0.0] * 59]]
         check = sum((2 * k + 1) * (q // 2**bits) for k, q in enumerate(quotients)) % 256
@@ -314,7 +316,7 @@ def swarm_of_pairs(
         written = list(failed)
         received = {i: as_read(i, j, time) for a, b in pairs for i, j in ((a, b), (b, a))}
         for i in range(peers):
-            outer.step(slow[i], momentum[i], fast[i], received[i])
+            noloco_step(outer, slow[i], momentum[i], fast[i], received[i])
         fast = [phi.clone() for phi in slow]
         variances.append(torch.stack(fast).var(0, correction=0).mean())
     return float(torch.stack(variances[rounds // 2 :]).mean().sqrt()), torch.stack(fast).mean(0) - start

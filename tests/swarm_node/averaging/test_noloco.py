@@ -9,13 +9,14 @@ from torch import Tensor, tensor
 from swarm_node.averaging.diloco import MEAN, DiLoCo
 from swarm_node.averaging.noloco import NoLoCo
 from swarm_node.averaging.pairing import partner
+from tests.support.averaging_cohort import noloco_step
 
 
 def both(outer: NoLoCo, slow: list[Tensor], momentum: list[Tensor], fast: list[Tensor]) -> None:
     """One exchange of a pair, each told the other's weights as they were before."""
     before = [s.clone() for s in slow]
     for i, j in ((0, 1), (1, 0)):
-        outer.step(slow[i], momentum[i], fast[i], fast[j], before[j])
+        noloco_step(outer, slow[i], momentum[i], fast[i], fast[j], before[j])
 
 
 def test_noloco_worked_values():
@@ -38,23 +39,16 @@ def test_noloco_of_one_copy_is_that_of_two():
     slow, fast = torch.randn(2, 1000), torch.randn(2, 1000)
     start = torch.randn(1000)
     one, two = (slow[0].clone(), start.clone()), (slow[0].clone(), start.clone())
-    NoLoCo(0.5, 0.7, 0.7).step(*one, fast[0], fast[1])
-    NoLoCo(0.5, 0.7, 0.7 * (1 + 1e-12)).step(*two, fast[0], fast[1], slow[1])
+    noloco_step(NoLoCo(0.5, 0.7, 0.7), *one, fast[0], fast[1])
+    noloco_step(NoLoCo(0.5, 0.7, 0.7 * (1 + 1e-12)), *two, fast[0], fast[1], slow[1])
     torch.testing.assert_close(one, two)
-
-
-def test_noloco_alone_steps_along_its_own_progress():
-    slow, momentum = tensor([1.0]), tensor([0.4])
-    NoLoCo(0.5, 0.7, 0.3).step(slow, momentum, tensor([2.0]), None)
-    torch.testing.assert_close(momentum, tensor([0.5 * 0.4 + 0.7 * 1.0]))
-    torch.testing.assert_close(slow, tensor([1.9]))
 
 
 def test_fast_weights_are_only_read():
     slow, momentum, fast, theirs = torch.randn(4, 10).unbind()
     kept = fast.clone(), theirs.clone()
-    NoLoCo(0.5, 0.7, 0.7).step(slow, momentum, fast, theirs)
-    NoLoCo(0.5, 0.7, 0.6).step(slow, momentum, fast, theirs, theirs)
+    noloco_step(NoLoCo(0.5, 0.7, 0.7), slow, momentum, fast, theirs)
+    noloco_step(NoLoCo(0.5, 0.7, 0.6), slow, momentum, fast, theirs, theirs)
     assert torch.equal(fast, kept[0]) and torch.equal(theirs, kept[1])
 
 
@@ -73,8 +67,8 @@ def spread(outer: NoLoCo, rounds: int, seed: int, n: int = 8, d: int = 500) -> T
             other = partner(me, everyone, round, str(seed))
             left.remove(other)
             i, j = everyone.index(me), everyone.index(other)
-            outer.step(slow[i], momentum[i], before[i], before[j], before[j])
-            outer.step(slow[j], momentum[j], before[j], before[i], before[i])
+            noloco_step(outer, slow[i], momentum[i], before[i], before[j], before[j])
+            noloco_step(outer, slow[j], momentum[j], before[j], before[i], before[i])
         variance.append(slow.var(0).mean())
     return torch.stack(variance) / variance[0]
 

@@ -13,7 +13,7 @@ from torch import Tensor, tensor
 
 from protocol.errors import RemoteProtocolError
 from swarm_node.averaging import robust
-from swarm_node.averaging.reducers import centred_clip, clipped_mean
+from swarm_node.averaging.reducers import centred_clip, clipped_mean, coordinate_median
 from swarm_node.averaging.robust import GROWTH, Robust, measure
 from tests.support.random_vectors import normal
 
@@ -248,14 +248,14 @@ def test_a_node_unlike_others_accepts_them_at_last():
 
 def test_worked_value_of_the_centred_clip():
     vectors = [tensor([x]) for x in (0.0, 0.1, -0.1, 0.05, 100.0)]
-    assert centred_clip(vectors, 1.0).item() == pytest.approx(0.2625, abs=1e-4)
+    assert centred_clip(vectors, 1.0, coordinate_median(vectors)).item() == pytest.approx(0.2625, abs=1e-4)
 
 
 def test_centred_clip_of_near_vectors_is_their_mean(monkeypatch):
     monkeypatch.setattr(robust, "CHUNK", 7)
     vectors = [normal(50, seed) for seed in range(4)]
     before = [x.clone() for x in vectors]
-    torch.testing.assert_close(centred_clip(vectors, 1e3), torch.stack(vectors).mean(0))
+    torch.testing.assert_close(centred_clip(vectors, 1e3, coordinate_median(vectors)), torch.stack(vectors).mean(0))
     torch.testing.assert_close(clipped_mean(vectors, 0.0), torch.stack(vectors).mean(0))
     assert all(torch.equal(x, y) for x, y in zip(vectors, before, strict=True))
 
