@@ -58,7 +58,7 @@ Sets = Annotated[
 
 @dataclass(frozen=True)
 class Settings:
-    """What a command line says about the configuration."""
+    """The part of a command line that sets the configuration."""
 
     file: Path | None
     flags: dict[str, object]

@@ -15,7 +15,7 @@ from swarm_node.config.section import Section
 Table = dict[str, Any]
 """Nested, as in a TOML file."""
 PREFIX = "SWARM_NODE_"
-"""Of environment variables."""
+"""Start of the names of environment variables."""
 
 
 @cache

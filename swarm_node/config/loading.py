@@ -36,11 +36,11 @@ def load_config(
     sets: Sequence[str] = (),
     others: Collection[str] = (),
 ) -> NodeConfig:
-    """The configuration from, in rising precedence, a TOML file, `SWARM_NODE_*` variables among `env`,
-    `flags` (name of an option or key to value, `None` = not given) and `section.key=value` texts.
+    """The configuration from several sources. Later ones win: `file`, `env`, `flags`, `sets`.
 
-    `others` are variables of `env` that are no keys. Raises UserError with one line that names the key, the value and
-    where it came from.
+    `env` may have `SWARM_NODE_*` variables; `others` names those that set no key. `flags` maps an option's name, or a
+    key, to its value; None = not given. `sets` has texts `section.key=value`. Raises UserError with one line: key,
+    value and source.
     """
     return _resolved(list(_layers(file, env or {}, flags or {}, sets, others)))
 
@@ -54,7 +54,7 @@ def load_run_config(
     say: Callable[[str], None],
     others: Collection[str] = (),
 ) -> NodeConfig:
-    """The configuration for a start of a run, as a `member` of a swarm or alone, from the sources of `load_config`.
+    """The configuration for the start of a run, as a `member` of a swarm or alone. For sources see `load_config`.
 
     If the directory already has a run, that run's own settings come right above the defaults. Raises UserError also
     for a start alone in the directory of a member.

@@ -38,7 +38,7 @@ def checked_ip(text: str) -> str:
 
 
 def _checked_announcement(text: str) -> str:
-    """`text` if it is a host, or a multiaddress of a host and a TCP port, perhaps with a peer id."""
+    """`text` if it is a host, or a multiaddress of a TCP port. Raises PydanticCustomError."""
     found = endpoint(text) if text.startswith("/") and len(text) <= MAX_ADDRESS_CHARS else None
     if found is None:
         good = _is_host(text)

@@ -23,7 +23,7 @@ class KeyOption(NamedTuple):
 
     key: str
     flag: str
-    """As it is typed; a name without dashes is an argument."""
+    """The option as typed; a name without dashes is an argument."""
     commands: str
     """The commands that have it, with spaces between."""
     panel: str | None = None

@@ -25,8 +25,8 @@ class PipelineConfig(Section):
     """Memory in GiB that this machine gives to stages; 0 = what is free at the start. Limits the stages that it takes
     over from others."""
     wire: Literal["bfloat16", "float32", "int8"] = "bfloat16"
-    """Number format of activations and their gradients on the network. The whole crew uses its first leader's value of
-    this, of `replica`, of `swap` and of some keys of `grpo` and `rollouts` (docs/stages.md)."""
+    """Number format of activations and their gradients on the network. The first leader of a crew decides for all
+    about this key, `replica`, `swap` and some keys of `grpo` and `rollouts` (docs/stages.md)."""
     replica: Literal["auto", "on", "ends", "off"] = "auto"
     """Keep a copy of each stage's weights in a neighbour's memory. `ends` = only of the first and the last stage; a
     lost stage between two others is rebuilt from its neighbours (CheckFree). `auto` = on, unless `swap` is on."""
@@ -63,7 +63,7 @@ class SharingConfig(Section):
     """Leave out others' right answers with text that this policy would hardly write and that the reward does not need.
     Attackers spread such text with right answers (arXiv 2511.09780; docs/sharing.md)."""
     reuse: PositiveInt = 1
-    """How often one foreign group is used."""
+    """Most uses of one foreign group."""
     max_age_s: PositiveFloat = 600.0
     """Foreign groups older than this many seconds are not used. The swarm's own limit holds as well."""
     max_bytes: PositiveInt = 32 * 2**20
@@ -118,7 +118,7 @@ class AveragingConfig(Section):
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     """DiLoCo: its momentum."""
     reducer: Literal["mean"] | Plugin = "mean"
-    """How weights are combined: `mean` | a plugin `package.module:function`; see docs/averaging.md."""
+    """Rule that combines weights: `mean` | a plugin `package.module:function`; see docs/averaging.md."""
     clip: float = Field(1.5, ge=0)
     """Clip a partner's difference to this many times the median of those accepted lately; 0 = never."""
     gates: bool = True

@@ -62,7 +62,7 @@ class RewardFunction(Section):
 
 
 class RewardsConfig(Section):
-    """How completions are judged."""
+    """Rewards of completions."""
 
     partial: bool = False
     """Give partial credit if the task's checker can. Off = 1 for a fully right answer, else 0. In tests partial credit
@@ -74,7 +74,7 @@ class RewardsConfig(Section):
 
 
 class RolloutsConfig(Section):
-    """How answers are sampled."""
+    """Sampling of answers."""
 
     groups: PositiveInt = 8
     """Groups sampled in each round."""
@@ -108,7 +108,7 @@ class GrpoConfig(Section):
     """Baseline and scale: (r-mean)/std of the group | (r-mean)/std of the batch | r-mean | leave-one-out mean
     | median and MAD | a plugin `package.module:function`."""
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """With several rewards: normalise their sum, or normalise each and then sum (GDPO)."""
+    """Order of steps for several rewards: normalise their sum, or normalise each and then sum (GDPO)."""
     epsilon_low: float | None = Field(None, ge=0)
     """Lower clip range; unset = 0.2 (gspo: 3e-4)."""
     epsilon_high: float | None = Field(None, ge=0)

@@ -50,7 +50,7 @@ class Cohort:
     policy: Policy
     """The policy with the weights that all sources started from."""
     config: NodeConfig
-    """How to sample and to judge."""
+    """Settings of sampling and judging."""
     tasks: list[str | TaskConfig]
     """Tasks of all sources."""
     weights: dict[str, State]
