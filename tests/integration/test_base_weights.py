@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from swarm_node.swarm.base_weights.files import list_model, starter_folder
+from swarm_node.swarm.base_weights.files import has_piece, list_model, pieces_of, starter_folder
 from tests.support.processes import LOCAL, QUICK, NodeProcess, Start, make_manifest
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -61,9 +61,11 @@ def test_members_give_weights_to_newcomers(start: Start, tmp_path: Path, monkeyp
 
     b = bob(SLOWLY)
 
+    wanted = pieces_of(list_model(folder))
+
     def pieces() -> int:
-        found = (tmp_path / "disks" / "b").glob("swarm-node/*.partial/have")
-        return sum(len(path.read_text().splitlines()) for path in found)
+        partial = (tmp_path / "disks" / "b").glob("swarm-node/*.partial")
+        return sum(has_piece(path, piece) for path in partial for piece in wanted)
 
     b.until(lambda: pieces() >= 5)  # three small files, and weights
     assert b.stop(signal.SIGKILL) == -signal.SIGKILL
