@@ -74,8 +74,8 @@ def ask_around(
     transport: Transport, swarm: Swarm, ask: Callable[[str], T], wanted: str, say: Say, wait_s: float | None
 ) -> T:
     """The first answer that `ask` returns, which takes a peer id and raises RemoteProtocolError for a wrong one.
-    Raises PeerUnreachable after `wait_s`, and UserError if all peers that answer are in another swarm: at once if all
-    gave its manifest, else after `REPORT_EVERY_S`, because a peer that is just starting gives the same refusal."""
+    Raises PeerUnreachable after `wait_s`, and UserError if all peers that answer are in another swarm. It waits
+    `REPORT_EVERY_S` for that, unless all gave the other manifest: a peer that is just starting refuses, too."""
     began = time.monotonic()
     said = began + FIRST_REPORT_S - REPORT_EVERY_S
     refused: dict[str, str] = {}

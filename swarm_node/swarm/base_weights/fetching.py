@@ -39,7 +39,7 @@ ASKED_UNKNOWN = 4
 """At most so many of them are asked of members that have given nothing yet."""
 NO_PIECE_S = 300.0
 """If not a single byte has come for so long, no member can give the model."""
-LOOP_S = 0.05
+FETCH_LOOP_S = 0.05
 PROGRESS_EVERY_S = 10.0
 RATE_HALF_LIFE_S = 10.0
 """Bytes that came so long ago count half in the rate."""
@@ -174,7 +174,7 @@ class Donors:
                 self._say(self._progress(called, there, total, now - began))
             self._ask_more(missing, now)
             if missing:
-                self._wait([ask.done for ask in running], LOOP_S)
+                self._wait([ask.done for ask in running], FETCH_LOOP_S)
 
     # ----------------------------------------------------------------- asking
 

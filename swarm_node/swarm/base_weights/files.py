@@ -140,12 +140,14 @@ def has_piece(folder: Path, piece: Piece) -> bool:
 
 def holds(folder: Path, listing: ModelListing) -> bool:
     """Whether `folder` holds all files of `listing`, byte for byte; it may hold others as well."""
+    return _has_sizes(folder, listing) and all(has_piece(folder, piece) for piece in pieces_of(listing))
+
+
+def _has_sizes(folder: Path, listing: ModelListing) -> bool:
     try:
-        sizes = [(folder / file.name).stat().st_size for file in listing.files]
+        return all((folder / file.name).stat().st_size == file.size for file in listing.files)
     except OSError:
         return False
-    same = sizes == [file.size for file in listing.files]
-    return same and all(has_piece(folder, piece) for piece in pieces_of(listing))
 
 
 def as_model(
@@ -205,12 +207,7 @@ def remember(listing: ModelListing) -> str:
 def cached_model(digest: str) -> Model | None:
     """A model from members, which was checked when it arrived; only the sizes of its files are checked again."""
     listing, folder = known_listing(digest), cache() / digest
-    try:
-        if listing is None or any((folder / file.name).stat().st_size != file.size for file in listing.files):
-            return None
-    except OSError:
-        return None
-    return Model(digest, folder, listing)
+    return Model(digest, folder, listing) if listing is not None and _has_sizes(folder, listing) else None
 
 
 def _marks(folder: Path, names: Iterable[str]) -> dict[str, Mark]:
