@@ -3,7 +3,7 @@
     asker --(head: what it wants)--> giver        giver --(head | body)--> asker
 
 The three transfers (a cohort's weights, a stage's weights, pieces of the base model) share what is here: how slow one
-may be (`Pace`), whom a giver serves now (`Places`), and when an asker tries a giver again (`Donor`, `Retry`).
+may be (`Pace`), whom a giver serves now (`UploadSlots`), and when an asker tries a giver again (`Donor`, `Retry`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protocol.transports.base import Accepted, Outgoing
 
 T = TypeVar("T")
 ASKED_LATELY_S = 20.0
-"""A peer that asked so recently still wants a place: one that was told `busy` asks again sooner."""
+"""A peer that asked so recently still wants an upload slot: one that was told `busy` asks again sooner."""
 ACCIDENTS = frozenset({"unreachable", "torn", "slow"})
 """Reasons for which a transfer fails though both sides meant well: the same giver is worth another try."""
 
@@ -104,16 +104,16 @@ def reason_of(error: BaseException) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """A peer's turn to be given weights."""
+class UploadSlot:
+    """A transfer to `peer` that has been allowed."""
 
     peer: str
     since: float
     until: float
-    """Then the place is free for others, whether the transfer has ended or not."""
+    """Then the upload slot is free for others, whether the transfer has ended or not."""
 
 
-class Places:
+class UploadSlots:
     """The peers that are given weights now: `at_once` transfers, `per_peer` to each. For any thread."""
 
     def __init__(self, at_once: int, per_peer: int, now: Callable[[], float]) -> None:
@@ -122,52 +122,52 @@ class Places:
         self._now = now
         self._guard = threading.Lock()
         """Guards all below."""
-        self._held: list[Place] = []
+        self._held: list[UploadSlot] = []
         self._all_wait_until = -math.inf
         self._wait_until: dict[str, float] = {}
-        """Peer -> when it may have a place again."""
+        """Peer -> when it may have an upload slot again."""
         self._yield_until: dict[str, float] = {}
-        """Peer -> until when it gets a place only if no other peer wants one."""
+        """Peer -> until when it gets an upload slot only if no other peer wants one."""
         self._asked_until: dict[str, float] = {}
-        """Peer -> until when it counts as one that wants a place."""
+        """Peer -> until when it counts as one that wants an upload slot."""
 
     def give(
         self,
         peer: str,
-        make: Callable[[Place], Outgoing],
-        over: Callable[[Place, int, Exception | None], None],
+        make: Callable[[UploadSlot], Outgoing],
+        over: Callable[[UploadSlot, int, Exception | None], None],
         seconds: float = math.inf,
     ) -> Accepted:
         """Give `peer` what `make` returns, within `seconds`. `over` is called once when that has left or failed, with
         its bytes and the error; it has to call `leave`. Raises RemoteProtocolError (busy), and what `make` raises."""
-        place = self.take(peer, seconds)
+        slot = self.take(peer, seconds)
         try:
-            ours = make(place)
+            ours = make(slot)
         except BaseException:
-            self.leave(place)
+            self.leave(slot)
             raise
-        return Accepted(ours, no_body, partial(over, place, ours.size))
+        return Accepted(ours, no_body, partial(over, slot, ours.size))
 
-    def take(self, peer: str, seconds: float = math.inf) -> Place:
-        """A place for `peer`, for at most `seconds`. Raises RemoteProtocolError: busy."""
+    def take(self, peer: str, seconds: float = math.inf) -> UploadSlot:
+        """An upload slot for `peer`, for at most `seconds`. Raises RemoteProtocolError: busy."""
         now = self._now()
         with self._guard:
             self._tidy(now)
             if not self._may_have_one(peer, now):
                 raise RemoteProtocolError("busy", "other peers are given weights now, or this one was a moment ago")
-            place = Place(peer, now, now + seconds)
-            self._held.append(place)
-        return place
+            slot = UploadSlot(peer, now, now + seconds)
+            self._held.append(slot)
+        return slot
 
-    def leave(self, place: Place, wait_s: float = 0.0, all_wait_s: float = 0.0, yield_s: float = 0.0) -> None:
-        """The transfer is over. Its peer gets no place for `wait_s`, nor does anybody for `all_wait_s` (unless the
-        place had run out), and for `yield_s` it gives way to others."""
+    def leave(self, slot: UploadSlot, wait_s: float = 0.0, all_wait_s: float = 0.0, yield_s: float = 0.0) -> None:
+        """The transfer is over. Its peer gets no upload slot for `wait_s`, nor does any peer for `all_wait_s`
+        (unless the slot had run out), and for `yield_s` it gives way to others."""
         now = self._now()
         with self._guard:
-            self._wait_until[place.peer] = max(self._wait_until.get(place.peer, now), now + wait_s)
-            self._yield_until[place.peer] = max(self._yield_until.get(place.peer, now), now + yield_s)
-            if place in self._held:
-                self._held.remove(place)
+            self._wait_until[slot.peer] = max(self._wait_until.get(slot.peer, now), now + wait_s)
+            self._yield_until[slot.peer] = max(self._yield_until.get(slot.peer, now), now + yield_s)
+            if slot in self._held:
+                self._held.remove(slot)
                 self._all_wait_until = now + all_wait_s
 
     def _may_have_one(self, peer: str, now: float) -> bool:
@@ -177,13 +177,14 @@ class Places:
             self._asked_until[peer] = now + ASKED_LATELY_S
         elif self._asked_until.keys() - {peer}:
             return False
-        return len(self._held) < self.at_once and sum(place.peer == peer for place in self._held) < self.per_peer
+        return len(self._held) < self.at_once and sum(slot.peer == peer for slot in self._held) < self.per_peer
 
     def _tidy(self, now: float) -> None:
-        """Free the places that have run out, whose peers wait as long as they had them; forget waits that are over."""
-        for place in [place for place in self._held if place.until <= now]:
-            self._held.remove(place)
-            self._wait_until[place.peer] = place.until + (place.until - place.since)
+        """Free the upload slots that have run out; their peers wait as long as they had them. Forget waits that are
+        over."""
+        for slot in [slot for slot in self._held if slot.until <= now]:
+            self._held.remove(slot)
+            self._wait_until[slot.peer] = slot.until + (slot.until - slot.since)
         for times in (self._wait_until, self._yield_until, self._asked_until):
             for peer in [peer for peer, until in times.items() if until <= now]:
                 del times[peer]

@@ -24,7 +24,7 @@ from torch import Tensor
 from protocol.errors import ProtocolError, RemoteProtocolError
 from protocol.tensors import WEIGHTS_METHOD, WeightsHead, decode_head
 from protocol.transports.base import Accepted, Outgoing
-from protocol.transports.transfer import Donor, Place, Places, expect_no_body, in_time, reason_of
+from protocol.transports.transfer import Donor, UploadSlot, UploadSlots, expect_no_body, in_time, reason_of
 from swarm_node.averaging.averager import Averager
 from swarm_node.averaging.codecs import encoded_size, pieces
 from swarm_node.averaging.cohort_weights import (
@@ -62,7 +62,7 @@ class LateJoin:
         self._asked_at = -1.0
         """When the last was asked."""
         self._fetch: WeightsFetch | None = None
-        self._places = Places(1, 1, averager.now)
+        self._slots = UploadSlots(1, 1, averager.now)
         averager.transport.accept(WEIGHTS_METHOD, averager.counted(self.accept))
 
     # ----------------------------------------------------------------- asking
@@ -138,16 +138,16 @@ class LateJoin:
         if not self.version:
             raise RemoteProtocolError("early", "not trained yet")
         whole = sum(encoded_size("float32", n) for n in self.averager.fragments.sizes)
-        return self._places.give(peer, partial(self._give, whole), self._over, PACE.seconds(whole))
+        return self._slots.give(peer, partial(self._give, whole), self._over, PACE.seconds(whole))
 
-    def _give(self, whole: int, place: Place) -> Outgoing:
+    def _give(self, whole: int, slot: UploadSlot) -> Outgoing:
         version, copies = self.version, self.averager.copies()
-        head = weights_head(self.averager.transport, place.peer, self._place, version)
-        return Outgoing(head, whole, lambda: in_time(_body(copies), lambda taken: place.until, self.averager.now))
+        head = weights_head(self.averager.transport, slot.peer, self._place, version)
+        return Outgoing(head, whole, lambda: in_time(_body(copies), lambda taken: slot.until, self.averager.now))
 
-    def _over(self, place: Place, size: int, error: Exception | None) -> None:
-        took = self.averager.now() - place.since
-        self._places.leave(place, wait_s=max(SAME_PEER_PAUSE_S, took), all_wait_s=GIVE_PAUSE_S)
+    def _over(self, slot: UploadSlot, size: int, error: Exception | None) -> None:
+        took = self.averager.now() - slot.since
+        self._slots.leave(slot, wait_s=max(SAME_PEER_PAUSE_S, took), all_wait_s=GIVE_PAUSE_S)
 
 
 def _body(copies: list[Tensor]) -> Iterator[memoryview]:

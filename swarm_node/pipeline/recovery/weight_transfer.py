@@ -33,7 +33,16 @@ from protocol.codec import version_for
 from protocol.errors import RemoteProtocolError
 from protocol.tensors import KEEP_METHOD, STATE_METHOD, KeepHead, StateHead, decode_head, encode_head
 from protocol.transports.base import Accepted, Outgoing, Sink, Transport
-from protocol.transports.transfer import Pace, Place, Places, chunks, expect_no_body, in_time, no_body, outcome
+from protocol.transports.transfer import (
+    Pace,
+    UploadSlot,
+    UploadSlots,
+    chunks,
+    expect_no_body,
+    in_time,
+    no_body,
+    outcome,
+)
 from swarm_node.pipeline.compute.partition import layer_of
 from swarm_node.policy.policy import some_of
 
@@ -131,8 +140,8 @@ class WeightTransfer:
         self._lock = threading.Lock()
         self._held: dict[int, tuple[Callable[[], StageWeights], Callable[[], AbstractContextManager[object]]]] = {}
         self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
-        self._crew_places = Places(AT_ONCE, PER_PEER, now)
-        self._other_places = Places(1, 1, now)
+        self._crew_slots = UploadSlots(AT_ONCE, PER_PEER, now)
+        self._other_slots = UploadSlots(1, 1, now)
         """For peers of other crews."""
         self._keeping: dict[int, Future[StageWeights]] = {}
         """Fetches of replicas, the last of each stage."""
@@ -275,15 +284,15 @@ class WeightTransfer:
             raise RemoteProtocolError("stranger", f"stage {request.stage} is not for everybody")
         give = partial(self._give, _wanted(request))
         if self.of_crew(peer):
-            return self._crew_places.give(peer, give, lambda place, size, error: self._crew_places.leave(place))
-        return self._other_places.give(
-            peer, give, lambda place, size, error: self._other_places.leave(place, wait_s=OTHER_CREW_PAUSE_S)
+            return self._crew_slots.give(peer, give, lambda slot, size, error: self._crew_slots.leave(slot))
+        return self._other_slots.give(
+            peer, give, lambda slot, size, error: self._other_slots.leave(slot, wait_s=OTHER_CREW_PAUSE_S)
         )
 
-    def _give(self, wanted: Wanted, place: Place) -> Outgoing:
+    def _give(self, wanted: Wanted, slot: UploadSlot) -> Outgoing:
         state, tensors = self._given(wanted)
         size = 4 * sum(tensor.numel() for tensor in tensors)
-        return Outgoing(self._head(wanted, place.peer, state), size, partial(self._body, state, tensors))
+        return Outgoing(self._head(wanted, slot.peer, state), size, partial(self._body, state, tensors))
 
     def _given(self, wanted: Wanted) -> tuple[StageWeights, list[Tensor]]:
         """The tensors wanted, and the replica or copy that they are of; nothing changes them."""

@@ -31,7 +31,7 @@ from protocol.transports.base import Outgoing, Sink, Transport
 from protocol.transports.transfer import Donor, Retry, outcome, reason_of
 from swarm_node.errors import UserError
 from swarm_node.swarm.base_weights.files import Say
-from swarm_node.swarm.base_weights.giving import MAX_PLACES_PER_PEER, PACE
+from swarm_node.swarm.base_weights.giving import PACE, UPLOAD_SLOTS_PER_PEER
 
 AT_FIRST, AT_ONCE, MOST_AT_ONCE = 2, 8, 24
 """Pieces on their way: before anything has come | at most (64 MiB in memory) | at most, stuck ones included."""
@@ -227,10 +227,10 @@ class Donors:
         for peer in peers:
             self.donors.setdefault(peer, PieceDonor())
         peers.sort(key=lambda peer: -self.donors[peer].given)
-        for place in range(MAX_PLACES_PER_PEER):
+        for place in range(UPLOAD_SLOTS_PER_PEER):
             for peer in peers:
                 donor = self.donors[peer]
-                places = MAX_PLACES_PER_PEER if donor.given else 1
+                places = UPLOAD_SLOTS_PER_PEER if donor.given else 1
                 if donor.next_at <= now and donor.asked <= place < places:
                     yield peer
 

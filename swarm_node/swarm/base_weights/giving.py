@@ -2,7 +2,7 @@
 
 Any member may ask, because the manifest has made the model public in the swarm. A few pieces leave at a time, so that
 averaging and pipelines find room beside them; a limit on what is sent (`network.max_upload_mbit`) means fewer. A peer
-that held a place for long gives way to the others, so a few slow ones keep nobody from the model. Each piece is hashed
+that held an upload slot for long gives way to the others, so a few slow ones block nobody. Each piece is hashed
 before it leaves: a file that was changed on this machine leads to a refusal, never to wrong bytes.
 """
 
@@ -17,20 +17,20 @@ from protocol.errors import RemoteProtocolError
 from protocol.model_listing import MODEL_METHOD, encode_listing
 from protocol.tensors import BlobHead, decode_head, encode_head
 from protocol.transports.base import Accepted, Outgoing, Transport
-from protocol.transports.transfer import Pace, Place, Places, chunks, expect_no_body, in_time
+from protocol.transports.transfer import Pace, UploadSlot, UploadSlots, chunks, expect_no_body, in_time
 from swarm_node.swarm.base_weights.files import Model, is_right, pieces_of, read_piece
 
-MAX_PLACES, MAX_PLACES_PER_PEER = 4, 2
+MAX_UPLOAD_SLOTS, UPLOAD_SLOTS_PER_PEER = 4, 2
 """Pieces that leave at once: 32 MiB in memory, and a quarter of the exchanges that a node takes part in."""
-PLACE_MBIT = 2.0
-"""Where sending is limited, there is one place for each of so many Mbit/s."""
+SLOT_MBIT = 2.0
+"""Where sending is limited, there is one upload slot for each of so many Mbit/s."""
 PACE = Pace(30.0, 2**15)
 """A quarter of a megabit a second: one piece may take five minutes."""
 UNTAKEN_WAIT_S = 5.0
 """How long a peer waits that asked for a piece and did not take it. Reading and hashing one takes milliseconds."""
 FAST_BYTES_S = 2**20
 YIELD_TIMES = 3.0
-"""A peer that held a place for longer than a fast line needs gives way to others so many times as long."""
+"""A peer that held an upload slot for longer than a fast line needs gives way to others so many times as long."""
 
 
 class Giver:
@@ -51,8 +51,8 @@ class Giver:
         self._swarm = swarm
         self._say = say
         self._now = now
-        places = max(1, min(MAX_PLACES, int(max_upload_mbit / PLACE_MBIT))) if max_upload_mbit else MAX_PLACES
-        self._places = Places(places, MAX_PLACES_PER_PEER, now)
+        slots = max(1, min(MAX_UPLOAD_SLOTS, int(max_upload_mbit / SLOT_MBIT))) if max_upload_mbit else MAX_UPLOAD_SLOTS
+        self._slots = UploadSlots(slots, UPLOAD_SLOTS_PER_PEER, now)
         self._listing = encode_listing(model.listing)
         self._pieces = {piece.sha256: piece for piece in pieces_of(model.listing)}
         self._damaged: set[str] = set()
@@ -68,20 +68,20 @@ class Giver:
         expect_no_body(size)
         if wanted.sha256 != self.model.digest and wanted.sha256 not in self._pieces:
             raise RemoteProtocolError("unknown", "not of the model that is here")
-        return self._places.give(peer, partial(self._give, wanted), self._over)
+        return self._slots.give(peer, partial(self._give, wanted), self._over)
 
-    def _give(self, wanted: BlobHead, place: Place) -> Outgoing:
+    def _give(self, wanted: BlobHead, slot: UploadSlot) -> Outgoing:
         data = self._listing if wanted.sha256 == self.model.digest else self._read(wanted.sha256)
-        until = place.since + PACE.seconds(len(data))
+        until = slot.since + PACE.seconds(len(data))
         head = encode_head(BlobHead(wanted.protocol, self._swarm, wanted.sha256))
         return Outgoing(head, len(data), lambda: in_time(chunks(memoryview(data)), lambda taken: until, self._now))
 
-    def _over(self, place: Place, size: int, error: Exception | None) -> None:
-        too_long = self._now() - place.since - size / FAST_BYTES_S
+    def _over(self, slot: UploadSlot, size: int, error: Exception | None) -> None:
+        too_long = self._now() - slot.since - size / FAST_BYTES_S
         wait_s = 0.0 if error is None else UNTAKEN_WAIT_S
-        self._places.leave(place, wait_s=wait_s, yield_s=max(0.0, YIELD_TIMES * too_long))
+        self._slots.leave(slot, wait_s=wait_s, yield_s=max(0.0, YIELD_TIMES * too_long))
         if error is None:
-            self.given[place.peer] += size
+            self.given[slot.peer] += size
 
     def _read(self, sha256: str) -> bytes:
         """The bytes of a piece. Raises RemoteProtocolError: gone."""

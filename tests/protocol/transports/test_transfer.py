@@ -10,7 +10,18 @@ import pytest
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
 from protocol.transports.base import Accepted, Outgoing
-from protocol.transports.transfer import Donor, Pace, Place, Places, Retry, chunks, in_time, no_body, outcome, reason_of
+from protocol.transports.transfer import (
+    Donor,
+    Pace,
+    Retry,
+    UploadSlot,
+    UploadSlots,
+    chunks,
+    in_time,
+    no_body,
+    outcome,
+    reason_of,
+)
 
 
 class Clock:
@@ -26,9 +37,9 @@ def clock() -> Clock:
     return Clock()
 
 
-def is_busy(places: Places, peer: str) -> bool:
+def is_busy(slots: UploadSlots, peer: str) -> bool:
     try:
-        places.leave(places.take(peer))
+        slots.leave(slots.take(peer))
     except RemoteProtocolError as error:
         assert error.reason == "busy"
         return True
@@ -36,74 +47,74 @@ def is_busy(places: Places, peer: str) -> bool:
 
 
 def test_places_are_limited_in_all_and_for_each_peer(clock: Clock) -> None:
-    places = Places(3, 2, clock)
-    first = [places.take("a"), places.take("a")]
-    assert is_busy(places, "a") and not is_busy(places, "b")
-    places.take("b")
-    assert is_busy(places, "c")
-    places.leave(first[0])
-    assert not is_busy(places, "c") and not is_busy(places, "a")
+    slots = UploadSlots(3, 2, clock)
+    first = [slots.take("a"), slots.take("a")]
+    assert is_busy(slots, "a") and not is_busy(slots, "b")
+    slots.take("b")
+    assert is_busy(slots, "c")
+    slots.leave(first[0])
+    assert not is_busy(slots, "c") and not is_busy(slots, "a")
 
 
 def test_waits_hold_for_one_peer_or_for_all(clock: Clock) -> None:
-    places = Places(1, 1, clock)
-    places.leave(places.take("a"), wait_s=60.0, all_wait_s=5.0)
-    assert is_busy(places, "b")
+    slots = UploadSlots(1, 1, clock)
+    slots.leave(slots.take("a"), wait_s=60.0, all_wait_s=5.0)
+    assert is_busy(slots, "b")
     clock.now += 5.0
-    assert not is_busy(places, "b") and is_busy(places, "a")
+    assert not is_busy(slots, "b") and is_busy(slots, "a")
     clock.now += 55.0
-    assert not is_busy(places, "a")
+    assert not is_busy(slots, "a")
 
 
 def test_a_place_that_runs_out_is_free_for_others(clock: Clock) -> None:
-    places = Places(1, 1, clock)
-    slow = places.take("slow", 30.0)
+    slots = UploadSlots(1, 1, clock)
+    slow = slots.take("slow", 30.0)
     clock.now += 31.0
-    assert is_busy(places, "slow"), "it waits as long as it had the place"
-    other = places.take("other")
-    places.leave(slow, all_wait_s=100.0)
-    places.leave(other)
-    assert not is_busy(places, "third"), "the end of a place that had run out delays nobody"
+    assert is_busy(slots, "slow"), "it waits as long as it had the slot"
+    other = slots.take("other")
+    slots.leave(slow, all_wait_s=100.0)
+    slots.leave(other)
+    assert not is_busy(slots, "third"), "the end of a slot that had run out delays nobody"
     clock.now += 29.0
-    assert not is_busy(places, "slow")
+    assert not is_busy(slots, "slow")
 
 
 def test_a_peer_that_yields_gets_what_others_leave(clock: Clock) -> None:
-    places = Places(2, 2, clock)
-    places.leave(places.take("slow"), yield_s=100.0)
+    slots = UploadSlots(2, 2, clock)
+    slots.leave(slots.take("slow"), yield_s=100.0)
     clock.now += 21.0
-    assert not is_busy(places, "slow"), "no other peer asked lately"
-    assert not is_busy(places, "other") and is_busy(places, "slow")
+    assert not is_busy(slots, "slow"), "no other peer asked lately"
+    assert not is_busy(slots, "other") and is_busy(slots, "slow")
     clock.now += 80.0
-    assert not is_busy(places, "other") and not is_busy(places, "slow")
+    assert not is_busy(slots, "other") and not is_busy(slots, "slow")
 
 
 def test_giving_frees_the_place_whatever_happens(clock: Clock) -> None:
-    places, ended = Places(1, 1, clock), list[tuple[int, Exception | None]]()
+    slots, ended = UploadSlots(1, 1, clock), list[tuple[int, Exception | None]]()
 
-    def fails(place: Place) -> Outgoing:
+    def fails(slot: UploadSlot) -> Outgoing:
         raise RemoteProtocolError("gone")
 
-    def over(place: Place, size: int, error: Exception | None) -> None:
+    def over(slot: UploadSlot, size: int, error: Exception | None) -> None:
         ended.append((size, error))
-        places.leave(place)
+        slots.leave(slot)
 
     with pytest.raises(RemoteProtocolError, match="gone"):
-        places.give("a", fails, over)
-    accepted = places.give("a", lambda place: Outgoing(b"head", 7), over)
-    assert isinstance(accepted, Accepted) and is_busy(places, "b")
+        slots.give("a", fails, over)
+    accepted = slots.give("a", lambda slot: Outgoing(b"head", 7), over)
+    assert isinstance(accepted, Accepted) and is_busy(slots, "b")
     with pytest.raises(RemoteProtocolError, match="size"):
         accepted.sink(memoryview(b"x"))
     accepted.done(None)
-    assert ended == [(7, None)] and not is_busy(places, "b")
+    assert ended == [(7, None)] and not is_busy(slots, "b")
 
 
 def test_waits_are_forgotten_when_they_are_over(clock: Clock) -> None:
-    places = Places(1, 1, clock)
+    slots = UploadSlots(1, 1, clock)
     for i in range(1000):
-        places.leave(places.take(f"p{i}"), wait_s=3.0, yield_s=3.0)
+        slots.leave(slots.take(f"p{i}"), wait_s=3.0, yield_s=3.0)
         clock.now += 1.0
-    assert max(len(places._wait_until), len(places._yield_until)) <= 4 and len(places._asked_until) <= 21
+    assert max(len(slots._wait_until), len(slots._yield_until)) <= 4 and len(slots._asked_until) <= 21
 
 
 def test_a_donor_is_asked_again_by_what_went_wrong() -> None:

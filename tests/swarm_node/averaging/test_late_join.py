@@ -344,7 +344,7 @@ def test_strangers_that_hang_up_cost_few_copies() -> None:
 
     assert bother(lambda i: "stranger", 130) == 3, "at once, after a minute, after another"
     assert 8 <= bother(str, 50) <= 10, "every five seconds"
-    assert len(ahead.late_join._places._wait_until) <= 1 + SAME_PEER_PAUSE_S / GIVE_PAUSE_S, (
+    assert len(ahead.late_join._slots._wait_until) <= 1 + SAME_PEER_PAUSE_S / GIVE_PAUSE_S, (
         "bounded, however many have asked"
     )
 

@@ -27,7 +27,7 @@ from swarm_node.swarm.base_weights.draft import Draft
 from swarm_node.swarm.base_weights.fetching import Donors
 from swarm_node.swarm.base_weights.files import Model, holds, list_model
 from swarm_node.swarm.base_weights.finding import fetch_model
-from swarm_node.swarm.base_weights.giving import MAX_PLACES, Giver
+from swarm_node.swarm.base_weights.giving import MAX_UPLOAD_SLOTS, Giver
 from tests.support.model_folders import PIECE, make_model
 
 SWARM = "5a" * 32
@@ -223,7 +223,7 @@ def test_a_slow_taker_alone_need_not_wait(world: World) -> None:
 )
 def test_nothing_else_is_given(world: World, head: bytes, size: int, reason: str) -> None:
     giver = world.giver("a")
-    for _ in range(MAX_PLACES):
+    for _ in range(MAX_UPLOAD_SLOTS):
         with pytest.raises(RemoteProtocolError) as caught:
             giver.accept("p", head, size)
         assert caught.value.reason == reason
