@@ -1,4 +1,4 @@
-"""The line that brings another machine into a crew, and when people are told it."""
+"""The command that brings another machine into a crew, and when people are told it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from swarm_node.swarm.links import join_link, living
 
 
 class JoinCommand:
-    """`link` is made anew on one thread, told on another."""
+    """The command, renewed on one thread and told on another."""
 
     def __init__(
         self, me: str, swarm: str, config: NodeConfig, bootstrap: Sequence[str], swarms_model: str | None = None
     ) -> None:
-        """`bootstrap`: addresses that this node began with; `swarms_model`: a model that others get unnamed."""
+        """`bootstrap`: addresses that this node began with. `swarms_model`: the model in the swarm's manifest."""
         self.me = me
         self.swarm = swarm
         self.bootstrap = bootstrap
         self.link = ""
-        """Others join with it, if there is any."""
+        """The join link; empty = there is none yet."""
         self.open = True
-        """Others may come from elsewhere."""
+        """Other machines may join."""
         pipeline, model = config.pipeline, config.policy.model
         named = [] if model in ("starter", swarms_model) else ["--model", model]
         self._options = shlex.join(["--stages", str(pipeline.stages), "--crew", pipeline.crew, *named])
         self._now: tuple[Sequence[str], bool, str] = (), False, ""
-        """This node's addresses in the link, whether all of the crew can be named in it, and the link; ..."""
+        """This node's addresses in the link, whether the link can name all peers of the crew, and the link, now ..."""
         self._told: tuple[Sequence[str], bool, str] = self._now
-        """... as they were when it was last told."""
+        """... and when it was last told."""
 
     def renew(self, addresses: Sequence[str], members: Mapping[str, PeerCard], plan: Plan | None) -> None:
-        """With this node's addresses, if it has any, and some of the members that are there."""
+        """Make the link of this node's addresses, if it has any, and of some present members."""
         if not addresses:
             return
         crew = [] if plan is None else [*(seat.peer for seat in plan.assignments), *plan.spares]
@@ -43,8 +43,9 @@ class JoinCommand:
         self._now = addresses, known, self.link
 
     def tell(self, formed: bool, say: Callable[..., None]) -> None:
-        """Say what to type on another machine: once, again if this node's addresses have changed, and when the crew
-        has been whole (`formed`) and the link names others of it as well."""
+        """Say what to type on another machine: once, and again when this node's addresses have changed.
+
+        Also when the crew has been whole (`formed`) and the link names its other peers as well."""
         addresses, all_known, link = self._now
         told_addresses, named, told = self._told
         more = addresses == told_addresses and formed and all_known and not named

@@ -1,8 +1,8 @@
-"""What all peers of a crew do alike: their first lead's options, which its plans tell everybody.
+"""Pipeline settings: the options of a crew's first leader, which its plans tell all peers.
 
-    config of whoever leads first -> Settings (in each plan) -> config of everybody else, sizes of possible messages
+    config of the first leader -> Settings (in each plan) -> config of all other peers, sizes of possible messages
 
-All else is the affair of each peer, or of whoever leads: tasks, loss, learning rate, clipping, memory, minutes.
+Everything else is up to each peer, or to the present leader: tasks, loss, learning rate, clipping, memory, minutes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from swarm_node.config import NodeConfig
 from swarm_node.pipeline.messages import Limits
 
 MOST_TOKENS = 2**24
-"""As `protocol.crew` allows."""
+"""Largest count of tokens that `protocol.crew` allows."""
 MAX_ROWS = 2**14
-"""Samples drawn at a time."""
+"""Most samples that are drawn at a time."""
 
 
 def settings_of(config: NodeConfig) -> Settings:
-    """What a crew goes by that this node leads first."""
+    """The settings of a crew whose first leader is this node."""
     pipeline, rollouts, grpo = config.pipeline, config.rollouts, config.grpo
     longest = rollouts.max_prompt_tokens + rollouts.group_size * rollouts.max_new_tokens
     return Settings(
@@ -40,7 +40,7 @@ def settings_of(config: NodeConfig) -> Settings:
 
 
 def with_settings(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, list[str]]:
-    """`config` as it goes with the crew's `settings`; and which of its options are others now, in words."""
+    """`config` with the crew's `settings`, and a description of each option that they change."""
     group = max(2, (settings.microbatch - settings.prompt) // settings.length)
     theirs: dict[str, dict[str, Any]] = {
         "pipeline": {name: getattr(settings, name) for name in ("wire", "swap", "replica", "replica_every")},
@@ -53,7 +53,7 @@ def with_settings(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, l
             "weight_decay": settings.decay,
             "betas": settings.betas,
             "microbatch_tokens": min(config.grpo.microbatch_tokens, settings.microbatch),
-            "beta": config.grpo.beta if settings.reference else 0.0,  # nobody has kept a reference
+            "beta": config.grpo.beta if settings.reference else 0.0,  # no stage has kept a reference
         },
     }
     sections, changed = {}, []
@@ -69,7 +69,8 @@ def with_settings(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, l
 
 
 def limits(settings: Settings, width: int, vocabulary: int) -> Limits:
-    """What may come from a peer that goes by `settings`; whose messages and which plan's is filled in for each.
+    """Limits of the messages in a crew with these settings; plan and sender are filled in for each message.
+
     `width`: of a hidden state."""
     return Limits(
         plan=0,

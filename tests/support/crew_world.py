@@ -43,8 +43,10 @@ from swarm_node.pipeline.membership.actions import (
     StopLeading,
 )
 from swarm_node.pipeline.membership.leader import Leader
+from swarm_node.pipeline.membership.leader_search import FIRST_ANSWER_S
 from swarm_node.pipeline.membership.leadership import Role
 from swarm_node.pipeline.membership.member import Membership
+from swarm_node.pipeline.membership.roster import GATHER_S
 from swarm_node.pipeline.recovery.sources import rank_sources, tell
 
 SWARM = "5a" * 32
@@ -61,6 +63,14 @@ RUN = (("5c" * 8, 0),)
 SETTINGS = Settings(
     "float32", False, "auto", 0, False, prompt=16, length=8, microbatch=64, decay=0.0, betas=(0.9, 0.999)
 )
+
+FORMING_S = 25.0
+DIAL_FAILS_S = 15.0
+"""Longer than p2pd takes to say that it cannot reach somebody."""
+OTHER = (("0e" * 8, 0),)
+"""A run."""
+MENDING_S = SILENCE_S + FIRST_ANSWER_S + GATHER_S + 8.0
+"""Everything that may have to be waited for when peers vanish silently, and some seconds to say and build things."""
 
 
 def spec(me: str, stages: int, started: float = 0.0, crew: str = "red", **changes: object) -> PeerSpec:
@@ -539,3 +549,27 @@ class DiskWorld(World):
 def crew_links(world: World, peer: str) -> list[Link]:
     """Ends at `peer` of channels to a lead."""
     return [far for other, far in world.far.values() if other == peer and far.method == CREW_METHOD]
+
+
+def crew(stages: int, *peers: str, seed: int = 0, **changes: object) -> World:
+    """A crew that is whole."""
+    world = World(seed, stages, **{name: changes.pop(name) for name in list(changes) if name == "plus"})  # type: ignore[arg-type]
+    for peer in peers:
+        world.start(peer, **changes)
+        world.run(0.5)
+    world.run(FORMING_S)
+    assert world.settled(), world.story()
+    return world
+
+
+def holders(world: World) -> list[str]:
+    return [row.peer for row in world.plan().assignments]
+
+
+def heard(machine: Machine, text: str) -> int:
+    return sum(text in said for said in machine.said)
+
+
+def holders_of(crew: Membership) -> list[str]:
+    assert crew.plan is not None
+    return [row.peer for row in crew.plan.assignments]

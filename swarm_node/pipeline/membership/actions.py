@@ -1,4 +1,4 @@
-"""What a peer is in its crew, and what there is to do: values between the pure part of a crew and what carries it out.
+"""Values that the pure part of a membership and the code that carries it out exchange.
 
 PeerSpec     this peer's place in its crew, given once
 Link         a channel with a peer
@@ -18,70 +18,71 @@ from protocol.crew import Holding, Layers, Record, Settings, Source, crew_id, pr
 from protocol.lineage import NO_RUN, Lineage
 
 MAX_SAID = 1000
-"""Sentences about peers that are said once, and then no more of them."""
+"""Different sentences about peers that are said; after that no more, as peers may make up others without end."""
 
 Spans = tuple[Layers, ...]
 Sources = Callable[[int, Spans, Mapping[str, Holding], int, Settings], Sequence[Source]]
-"""(stage, spans, what each peer of the crew has, updates that the crew has made, how it works) -> ways to come by the
-stage, best first."""
+"""(stage, layers of all stages, holding of each peer, updates of the crew, its settings) -> sources of the stage, best
+first."""
 Tell = Callable[[int, Source, int, int], str]
-"""(stage, how it was come by, its updates, those of the crew) -> a sentence for people: what was done, what is lost."""
+"""(stage, its source, its updates, updates of the crew) -> a sentence for people: what was done, what is lost."""
 Costs = Callable[[Spans], Sequence[int]]
-"""Bytes that each stage takes."""
+"""Layers of all stages -> bytes that each stage takes."""
 
 
 @dataclass(frozen=True)
 class PeerSpec:
-    """This peer's place in its crew, and how the crew goes about things."""
+    """This peer's place in its crew, and the functions that the crew's decisions need."""
 
     me: str
     name: str
-    """Of this peer, for people."""
+    """Name of this peer, for people."""
     swarm: str
     crew: str
-    """Its name, for people at this end."""
+    """Name of the crew. It is a password: only this machine shows it."""
     key: bytes
-    """`crew_key` of it."""
+    """`crew_key` of the crew's name."""
     architecture: str
     settings: Settings
-    """How the crew works, if this peer turns out to be the first lead."""
+    """How the crew works if this peer becomes its first leader."""
     spans: Spans
-    """Layers of each stage, likewise: equal shares, or those of its checkpoints, if it has any."""
+    """Layers of each stage if this peer becomes the first leader: of its checkpoints, or else equal shares."""
     sources: Sources
     tell: Tell
     costs: Costs
     divide: Callable[[Sequence[float]], Spans]
-    """Bytes that the holder of each stage can take, 0 = not known -> layers of each; ValueError if that cannot be."""
+    """Bytes that the holder of each stage has room for (0 = not known) -> layers of each stage. ValueError if they do
+    not fit."""
     wanted: int | None = None
-    """Stage it would like to hold; `None` = any."""
+    """Stage that it would like to hold; `None` = any."""
     capacity: int = 0
     """Bytes that it can hold; 0 = not known."""
     started: float = 0.0
-    """When this peer did, in seconds since the Unix epoch."""
+    """When this peer started, in seconds since the Unix epoch."""
     spare_wait_s: float = 10.0
-    """A lost stage waits so long for somebody without one."""
+    """A lost stage waits so long for a peer without one, before a neighbour takes it."""
     stall_s: float = 60.0
-    """Longer than this no stage keeps a message."""
+    """A peer that keeps a message for longer is given up."""
     absent_s: float = 0.0
-    """It waits so much longer for another to begin the crew, who may know more of it."""
+    """This peer waits so much longer for another one to begin the crew, which may have newer weights."""
     run: Lineage = NO_RUN
-    """Of its newest checkpoint."""
+    """Run of its newest checkpoint."""
     round: int = 0
-    """Likewise."""
+    """Round of its newest checkpoint."""
     draw: Callable[[], str] = partial(secrets.token_hex, 8)
-    """An id for a segment of a run."""
+    """Draws an id for a segment of a run."""
 
     @property
     def id(self) -> str:
-        """Of the crew, as cards show it."""
+        """Id of the crew, as cards show it."""
         return crew_id(self.key)
 
     def proof_to(self, peer: str) -> str:
-        """That this peer knows the crew's name."""
+        """Proof to `peer` that this peer knows the crew's name."""
         return proof(self.key, self.me, peer)
 
     def is_proof_of(self, peer: str, text: str) -> bool:
-        """That `peer` does."""
+        """Whether `text` proves that `peer` knows the crew's name."""
         return hmac.compare_digest(proof(self.key, peer, self.me), text)
 
 
@@ -92,7 +93,7 @@ class Link:
     peer: str
     method: str
     dialled: bool = False
-    """By this node."""
+    """This node opened it."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,15 @@ class Connect:
 
 @dataclass(frozen=True)
 class Close:
-    """Close it; nothing is told about it any more."""
+    """Close the channel; no event about it follows."""
 
     link: Link
 
 
 @dataclass(frozen=True)
 class Send:
+    """Send a record over the channel."""
+
     link: Link
     record: Record
 
@@ -133,26 +136,26 @@ class BuildStage:
 
 @dataclass(frozen=True)
 class DropStage:
-    """Let a stage go: another peer holds it."""
+    """Drop a stage: another peer holds it."""
 
     stage: int
 
 
 @dataclass(frozen=True)
 class StartLeading:
-    """Run the loop: this peer holds stage 0, or is about to."""
+    """Run the training loop: this peer holds stage 0, or is about to."""
 
 
 @dataclass(frozen=True)
 class StopLeading:
-    """End the loop: another peer leads."""
+    """End the training loop: another peer leads."""
 
 
 Action = Connect | Close | Send | Say | BuildStage | DropStage | StartLeading | StopLeading
 
 
 class ActionQueue:
-    """What is to be done, in order; what was said; what was counted."""
+    """Actions that are to be done, in order; sentences that were said; counts."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -161,18 +164,20 @@ class ActionQueue:
         self._said_of_peers: set[str] = set()
 
     def do(self, action: Action) -> None:
+        """Add an action."""
         self.actions.append(action)
 
     def send(self, link: Link | None, record: Record) -> None:
-        """`None` = this peer itself, which knows."""
+        """Send a record; `None` stands for this peer itself, which knows already."""
         if link is not None:
             self.actions.append(Send(link, record))
 
     def say(self, text: str) -> None:
+        """Say a sentence to people."""
         self.actions.append(Say(text))
 
     def say_once(self, text: str) -> bool:
-        """Whether it is the first time."""
+        """Say a sentence unless it was said before. Whether it was the first time."""
         first = text not in self._said
         if first:
             self._said.add(text)
@@ -180,7 +185,7 @@ class ActionQueue:
         return first
 
     def say_of_peer(self, text: str) -> bool:
-        """Likewise, of what peers do: as they may make up others, not without end."""
+        """`say_once` for sentences about peers: at most `MAX_SAID` different ones."""
         first = text not in self._said_of_peers and len(self._said_of_peers) < MAX_SAID
         if first:
             self._said_of_peers.add(text)
@@ -188,9 +193,10 @@ class ActionQueue:
         return first
 
     def unsay(self, text: str) -> None:
-        """It is over; when it comes again it is said again."""
+        """What the sentence says is over: the next time it is said again."""
         self._said.discard(text)
 
     def take(self) -> list[Action]:
+        """All actions so far; the queue is empty then."""
         actions, self.actions = self.actions, []
         return actions

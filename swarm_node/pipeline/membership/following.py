@@ -37,7 +37,7 @@ class Following:
         """The run that this peer's stages, replicas and checkpoints belong to."""
         self.progress = Progress(spec.round, 0.0) if spec.round else None
         """Progress of the run, as the leader last told it."""
-        self.ready: dict[int, Source | None] = {}
+        self._ready: dict[int, Source | None] = {}
         """Stages that are ready, and the source of each: the leader has not been told yet."""
         self._holding = holding
         self._spec = spec
@@ -107,13 +107,13 @@ class Following:
         self.plan = plan
         self._severed.clear()
         self._planned_at = now
-        unsaid, self.ready = self.ready, {}
+        unsaid, self._ready = self._ready, {}
         mine = self.stages
         self._ordered = {stage: order for stage, order in self._ordered.items() if stage in mine}
         for stage in mine:
             row = plan.assignments[stage]
             if stage in self.live and row.sources in ((), self._sources.get(stage)):
-                self.ready[stage] = unsaid.get(stage)
+                self._ready[stage] = unsaid.get(stage)
                 continue
             if not row.sources:
                 self._ordered.pop(stage, None)
@@ -163,10 +163,10 @@ class Following:
             del self._ordered[stage]
             self.live[stage] = updates
             self._sources[stage] = present.sources
-            self.ready[stage] = source
+            self._ready[stage] = source
         elif present is None:  # else it is built once more
             self.live.pop(stage, None)
-            self.ready.pop(stage, None)
+            self._ready.pop(stage, None)
             self._queue.do(DropStage(stage))
 
     def unable(self, order: BuildStage, why: str) -> None:
@@ -183,7 +183,7 @@ class Following:
     def take_ready(self) -> list[Ready]:
         """Records for the leader about stages that are ready; each is given once."""
         assert self.plan is not None
-        ready, self.ready = self.ready, {}
+        ready, self._ready = self._ready, {}
         return [Ready(self.plan.mark, stage, self.live[stage], source) for stage, source in ready.items()]
 
     def report_ready(self, now: float) -> None:

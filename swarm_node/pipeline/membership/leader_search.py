@@ -1,11 +1,12 @@
-"""How a peer without a lead finds one, or finds that it is its own turn.
+"""How a peer without a leader finds one, or finds that it is its own turn to lead.
 
-    the lost lead once more -> those in line for it -> who looks like a lead by its card -> who holds a stage
-    -> everyone else of the crew -> nobody is there, or knows of a lead, for FIND_S: this peer itself
+    the lost leader once more -> the peers in line after it -> peers that seem to lead by their cards
+    -> holders of stages -> all others of the crew -> for FIND_LEADER_S nobody knows a leader: this peer itself
 
-Cards are renewed rarely, and who is asked says who leads. Those with a lower peer id, who may become the first lead,
-are waited for. Anybody can make cards of the crew: several are asked at a time, who has never shown that it knows the
-crew's name once for each search and then at longer and longer intervals, and for such nobody waits longer than PASS_S.
+Cards are renewed rarely, and a peer that is asked says who leads. Peers with a lower id, which may become the first
+leader, are waited for. Anybody can make up cards of the crew, so several peers are asked at a time. A peer that has
+never proved to know the crew's name is asked once in each search, then at longer and longer intervals, and is waited
+for at most UNPROVEN_WAIT_S.
 Pure: `now` (seconds, of any clock) comes in.
 """
 
@@ -19,38 +20,38 @@ from protocol.messages import CrewCard
 from swarm_node.pipeline.membership.actions import ActionQueue, Link, PeerSpec
 from swarm_node.pipeline.membership.channels import Channels
 
-FIND_S = 3.0
-"""A peer that finds no lead for so long, after it first saw members of its swarm, becomes the first."""
-ALONE_S = 6.0
-"""One that sees no members for so long takes it that there are none."""
-DIAL_S = 3.0
-"""A peer that does not answer for so long is not waited for."""
-UNDECIDED_S = 8.0
-"""One that answers, but knows no lead yet, is waited for so long: it may have to notice first that one is lost."""
-AVOID_S = 5.0
-"""Who could not be reached is not dialled again before."""
-MOST_S = 160.0
-"""Longest such time: it doubles for whoever has never proved to know the crew's name."""
-PASS_S = 20.0
-"""A peer that may lead waits so long for such peers, and then leads."""
+FIND_LEADER_S = 3.0
+"""A peer that finds no leader for so long, after it first saw members of its swarm, becomes the first one."""
+NO_MEMBERS_S = 6.0
+"""A peer that sees no members of its swarm for so long concludes that there are none."""
+FIRST_ANSWER_S = 3.0
+"""A peer that is asked must answer within this time."""
+NEXT_ANSWER_S = 8.0
+"""A peer that answers, but knows no leader yet, is waited for so long: it may have to notice first that one is lost."""
+RETRY_PEER_S = 5.0
+"""A peer that could not be reached is not asked again before this time has passed."""
+MAX_RETRY_PEER_S = 160.0
+"""Longest such time: it doubles for a peer that has never proved to know the crew's name."""
+UNPROVEN_WAIT_S = 20.0
+"""A peer that may lead waits so long for peers without proof, and then leads."""
 MAX_TALKS = 8
-"""Peers that are asked at a time."""
+"""Most peers that are asked at a time."""
 MAX_KNOWN = 1024
-"""Peers of which it is remembered whether they could be reached."""
+"""Most peers of which it is remembered whether they could be reached."""
 VOUCHED_S = 30.0
-"""So long after another peer said that the lost lead lives, this one does not take its place."""
+"""For so long after another peer said that the lost leader lives, this peer does not take its place."""
 
 
 class LeaderSearch:
-    """For the lead."""
+    """The search for the leader."""
 
     def __init__(self, spec: PeerSpec, channels: Channels, out: ActionQueue, now: float) -> None:
         self.lost = ""
-        """The lead that went away, until there is another."""
+        """The leader that is lost, until there is another."""
         self._talks: dict[Link, float] = {}
-        """With whom this seeker has begun to talk, and how long it waits for the next word."""
+        """Channels to peers that were asked -> until when the next answer is waited for."""
         self._in_line = False
-        """It is asking those in line for the lead, one by one."""
+        """The peers in line after the lost leader are being asked, one by one."""
         self._post = spec
         self._channels = channels
         self._out = out
@@ -58,23 +59,23 @@ class LeaderSearch:
         self._looked: float | None = None
         """When members of the swarm were first seen."""
         self._queue: list[str] = []
-        """Whom to ask next; this peer itself, when it is its turn to lead."""
+        """Peers to ask next; this peer itself stands for its own turn to lead."""
         self._vouched_until = now
         self._since = now
         """When this search began."""
         self._avoid: dict[str, float] = {}
         self._known: dict[str, None] = {}
-        """Who has proved to know the crew's name, latest last."""
+        """Peers that have proved to know the crew's name, latest last."""
         self._failed: dict[str, int] = {}
-        """How often others were asked in vain."""
+        """Peers without proof -> how often they were asked in vain."""
         self._asked: set[str] = set()
-        """Who did not know of a lead, since this peer last did."""
+        """Peers that knew no leader, since this peer last knew one."""
         self._hoping: dict[Link, None] = {}
-        """Channels to such peers: they may yet tell."""
+        """Channels to such peers, which may still tell of one."""
 
     def look(self, anybody: bool, now: float) -> None:
-        """Whether there are members of the swarm."""
-        if self._looked is None and (anybody or now >= self._begun + ALONE_S):
+        """`anybody`: there are members of the swarm."""
+        if self._looked is None and (anybody or now >= self._begun + NO_MEMBERS_S):
             self._looked = now
 
     def __contains__(self, link: Link) -> bool:
@@ -83,8 +84,9 @@ class LeaderSearch:
     def next(
         self, cards: Mapping[str, CrewCard], may_begin: bool, can_lead: Callable[[], bool], now: float
     ) -> str | None:
-        """Whom to ask now; this peer itself if it is to lead; `None` = nobody, or not yet. `cards`: of others in the
-        crew. `may_begin`: this peer may lead if nobody else does."""
+        """The peer to ask now; this peer itself if it is to lead; `None` = nobody, or not yet.
+
+        `cards`: of other peers of the crew. `may_begin`: this peer may lead if nobody else does."""
         for link in [link for link, until in self._talks.items() if until <= now]:
             self._asked.add(link.peer)
             self.unreached(link, now)
@@ -110,7 +112,7 @@ class LeaderSearch:
         for peers in (leads, [peer for peer in others if free[peer].held], others):
             if peers:
                 return min(peers, key=lambda peer: (peer not in self._known, -free[peer].term, peer))
-        found_none = self._post.wanted == 0 or now >= self._looked + FIND_S + self._post.absent_s
+        found_none = self._post.wanted == 0 or now >= self._looked + FIND_LEADER_S + self._post.absent_s
         if may_begin and found_none and not vouched and not self._waits(now) and can_lead():
             return me
         again = [peer for peer in free if 0 in free[peer].held]
@@ -120,23 +122,23 @@ class LeaderSearch:
         return min(again, default=None)
 
     def _waits(self, now: float) -> bool:
-        """For an answer that may matter."""
-        return any(link.peer in self._known or now < self._since + PASS_S for link in self._talks)
+        """Whether an answer that may matter is still to come."""
+        return any(link.peer in self._known or now < self._since + UNPROVEN_WAIT_S for link in self._talks)
 
     def dial(self, peer: str, now: float) -> Link:
-        """Begin to talk with somebody."""
+        """Open a channel to a peer that is to be asked."""
         link = Link(peer, CREW_METHOD, dialled=True)
-        self._talks[link] = now + DIAL_S
+        self._talks[link] = now + FIRST_ANSWER_S
         self._channels.open(link)
         return link
 
     def wait_for(self, link: Link, now: float) -> None:
-        """Another lead, to which this one has given way, is to say that it takes it."""
+        """Wait for an answer of the leader that this one has given way to."""
         self._stop(link)
-        self._talks[link], self._in_line = now + UNDECIDED_S, True
+        self._talks[link], self._in_line = now + NEXT_ANSWER_S, True
 
     def told(self, link: Link, answer: Answer, now: float) -> bool:
-        """What somebody says who was asked. Whether it is the lead."""
+        """A peer that was asked has answered. Whether it is the leader."""
         lead = answer.lead
         if link not in self._talks and link not in self._hoping:
             return False
@@ -148,31 +150,32 @@ class LeaderSearch:
             self._vouched_until = now + VOUCHED_S if lead and lead == self.lost else now
             before = self._post.wanted != 0 and link.peer < self._post.me
             if answer.may_lead and (before or self.lost) and link in self._talks:
-                self._talks[link] = now + UNDECIDED_S
+                self._talks[link] = now + NEXT_ANSWER_S
             elif link in self._talks:
                 del self._talks[link]
                 self._asked.add(link.peer)
                 self._hoping[link] = None
-                self._channels.part(link, now + UNDECIDED_S)
+                self._channels.part(link, now + NEXT_ANSWER_S)
         elif all(talk.peer != lead for talk in self._talks):
-            self._avoid[link.peer] = now + AVOID_S
+            self._avoid[link.peer] = now + RETRY_PEER_S
             self._ask_first(lead)
         return False
 
     def hear_of(self, lead: str, now: float) -> None:
-        """A lead has called on this peer."""
+        """A leader has called this peer."""
         if all(link.peer != lead for link in self._talks) and not self.avoids(lead, now):
             self._ask_first(lead)
 
     def avoids(self, peer: str, now: float) -> bool:
+        """Whether the peer is not to be asked yet."""
         return self._avoid.get(peer, now) > now
 
     def shun(self, peer: str, now: float) -> None:
-        """Ask it rarely."""
+        """Ask a peer rarely."""
         self._avoid[peer] = now + VOUCHED_S
 
     def prove(self, peer: str) -> None:
-        """It knows the crew's name."""
+        """A peer has proved that it knows the crew's name."""
         if self._failed.pop(peer, None):
             self._avoid.pop(peer, None)
         self._known.pop(peer, None)
@@ -180,9 +183,9 @@ class LeaderSearch:
         _forget_first(self._known)
 
     def doubt(self, peer: str, now: float) -> None:
-        """It was asked in vain, or may turn out to have been: do not ask it again soon, unless it proves itself."""
+        """A peer was asked in vain, or perhaps so: do not ask it again soon, unless it proves itself."""
         tries = 0 if peer in self._known else self._failed.pop(peer, 0)
-        self._avoid[peer] = now + min(AVOID_S * 2**tries, MOST_S)
+        self._avoid[peer] = now + min(RETRY_PEER_S * 2**tries, MAX_RETRY_PEER_S)
         if peer not in self._known:
             self._failed[peer] = tries + 1
             _forget_first(self._failed)
@@ -190,33 +193,34 @@ class LeaderSearch:
             self._avoid = {one: until for one, until in self._avoid.items() if until > now}
 
     def knows(self, peer: str) -> bool:
-        """Whether it has proved to know the crew's name."""
+        """Whether a peer has proved to know the crew's name."""
         return peer in self._known
 
     def vouch(self, now: float) -> None:
-        """There is a lead, though not for this peer."""
+        """There is a leader, though it refuses this peer."""
         self._vouched_until = now + VOUCHED_S
 
     def unreached(self, link: Link, now: float) -> None:
-        """A channel to whom it was trying has ended, or could not be opened."""
+        """A channel to a peer that was asked has ended, or could not be opened."""
         del self._talks[link]
         self.doubt(link.peer, now)
 
     def begin(self, lost: str, queue: Iterable[str], now: float) -> None:
-        """There is no lead any more: ask these first."""
+        """There is no leader any more: ask the peers in `queue` first. `lost`: the leader, if it is lost."""
         self.lost, self._queue, self._since = lost, list(queue), now
 
     def end(self, found: Link | None = None) -> None:
-        """There is one, over that channel, or this peer leads."""
+        """The leader is found, over this channel, or this peer leads."""
         self._stop(found)
         self._queue, self.lost = [], ""
         self._asked.clear()
 
     def gone(self, link: Link) -> None:
+        """A channel is no more."""
         self._hoping.pop(link, None)
 
     def release(self, link: Link) -> None:
-        """Its peer was asked, and asks itself: each gave way to the other."""
+        """The peer of a channel asks this one as well: do not wait for its answer."""
         self._talks.pop(link, None)
 
     def _ask_first(self, peer: str) -> None:

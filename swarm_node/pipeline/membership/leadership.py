@@ -1,6 +1,6 @@
 """Who leads the crew, as a state machine: this peer seeks the leader, follows it, succeeds it, or leads.
 
-             no leader for FIND_S, or it wants stage 0
+             no leader for FIND_LEADER_S, or it wants stage 0
     seeking ---------------------------------------> leading
       |  ^ \\______ first in line, leader lost ______/^ |
       |  |  leader lost, or it leads no more         | | another leader of this crew stands higher,

@@ -16,7 +16,7 @@ from protocol.messages import CrewCard
 from swarm_node.pipeline.membership.actions import ActionQueue, Link, PeerSpec
 from swarm_node.pipeline.membership.channels import STRANGER_S, Channels
 from swarm_node.pipeline.membership.leader import Leader
-from swarm_node.pipeline.membership.leader_search import AVOID_S, VOUCHED_S, LeaderSearch
+from swarm_node.pipeline.membership.leader_search import RETRY_PEER_S, VOUCHED_S, LeaderSearch
 from swarm_node.pipeline.membership.placement import Standing, gives_way
 
 MAX_CALLS = 8
@@ -58,7 +58,7 @@ class Rivals:
         known = peer in self._leader.members or self._search.avoids(peer, now)
         if called or known or len(self._links) >= MAX_CALLS:
             return
-        self._call_again_at[peer] = now + (VOUCHED_S if card is not None and 0 not in card.held else AVOID_S)
+        self._call_again_at[peer] = now + (VOUCHED_S if card is not None and 0 not in card.held else RETRY_PEER_S)
         if not self._search.knows(peer):
             self._search.doubt(peer, now)
         link = Link(peer, CREW_METHOD, dialled=True)
