@@ -26,16 +26,16 @@ def pause(
     ] = None,
 ) -> None:
     """Pause a run: its node finishes its current computation, then waits. In a swarm it stays a member."""
-    from swarm_node.runtime.pause import pause, seconds_of
+    from swarm_node.runtime.pause import pause_run, seconds_of
 
-    typer.echo(pause(RunDir(run), None if for_ is None else seconds_of(for_), time.time()))
+    typer.echo(pause_run(RunDir(run), None if for_ is None else seconds_of(for_), time.time()))
 
 
 def resume(run: Run) -> None:
     """Unpause a run."""
-    from swarm_node.runtime.pause import resume
+    from swarm_node.runtime.pause import resume_run
 
-    typer.echo(resume(RunDir(run)))
+    typer.echo(resume_run(RunDir(run)))
 
 
 def list_tasks(json_output: Json = False) -> None:

@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Any
 
 from swarm_node.errors import UserError
-from swarm_node.storage.rundir import explain, os_errors_explained
+from swarm_node.storage.rundir import os_error_text, os_errors_explained
 
 MAX_WAITING = 10_000  # lines kept while the disk is full: a few megabytes
 CHUNK_BYTES = 64 << 10
@@ -48,13 +48,13 @@ class JsonLines:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write `record` as one line; floats that are not finite become null."""
-        line = encode(record)
+        line = encoded_line(record)
         with self._lock:
             if self._descriptor < 0:
                 return
             self._waiting.append(line)
             error = self._write_waiting()
-            problem = explain(error, self._path) if error else None
+            problem = os_error_text(error, self._path) if error else None
             newly_failing = problem if self._failure is None else None
             self._failure = problem
         if newly_failing:
@@ -88,7 +88,7 @@ class JsonLines:
             try:
                 old, self._descriptor = self._descriptor, _replaced(self._path, lines)
             except OSError as error:
-                problem = explain(error, self._path)
+                problem = os_error_text(error, self._path)
             else:
                 os.close(old)
                 return True
@@ -104,7 +104,7 @@ class JsonLines:
             os.close(self._descriptor)
             self._descriptor = -1  # threads that end late still append: the number may be another file's by then
         if error:
-            raise UserError(explain(error, self._path)) from error
+            raise UserError(os_error_text(error, self._path)) from error
 
     def _write_waiting(self) -> OSError | None:
         while self._waiting:
@@ -164,7 +164,7 @@ def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
     yield from whole_lines(path, start)
 
 
-def encode(record: Mapping[str, Any]) -> bytes:
+def encoded_line(record: Mapping[str, Any]) -> bytes:
     """A record as one line; floats that are not finite become null."""
     return json.dumps(tidy(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 

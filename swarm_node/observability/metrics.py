@@ -14,7 +14,7 @@ from typing import Any
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import JsonLines, last_lines, read_jsonl
 from swarm_node.observability.sinks import Sink
-from swarm_node.observability.thinning import EACH, WHOLE, line_rounds, plan, thinned
+from swarm_node.observability.thinning import EACH, WHOLE, line_rounds, plan_lines, thinned
 
 read_metrics = read_jsonl
 EVENTS_BYTES = 16 << 20
@@ -60,7 +60,7 @@ class MetricsWriter:
 
     def _thin(self) -> None:
         rounds = line_rounds(self._path)
-        groups = plan(rounds)
+        groups = plan_lines(rounds)
         if len(groups) < len(rounds):
             self._file.replace(thinned(self._path, groups))
         single = sum(n == 1 for n in rounds)

@@ -77,7 +77,7 @@ class Lasting:
             self._stream.flush()
 
 
-class Progress:
+class ProgressDisplay:
     """Shows one run. With `json_output` standard output stays silent and plain lines go to standard error."""
 
     def __init__(

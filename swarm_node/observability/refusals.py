@@ -26,7 +26,7 @@ SHORT_ID = 8
 """Last characters of a peer id that are shown: the first ones are the same for all."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class RefusalRow(msgspec.Struct, frozen=True):
     """The refusals of one source."""
 
     source: str
@@ -53,9 +53,9 @@ class Row(msgspec.Struct, frozen=True):
         return place(self.source, self.address, self.name)
 
 
-def rows(
+def refusal_rows(
     sources: Mapping[str, Refused], authors: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]
-) -> list[Row]:
+) -> list[RefusalRow]:
     """The worst sources first, at most `MAX_ROWS`, from `sources` of a transport and `authors` of `Receiver.by_peer`.
 
     Only hostile reasons of a receiver count: the table of peers shows the others. A source with few refusals, of kinds
@@ -68,7 +68,7 @@ def rows(
             reasons.setdefault(author, Counter()).update(hostile)
             last[author] = max(last.get(author, 0.0), account["last_seen"])
     found = [
-        Row(
+        RefusalRow(
             source=source,
             says=says(counts),
             count=counts.total(),

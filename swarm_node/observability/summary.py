@@ -56,7 +56,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     """95 % interval of the change of pass@1; None = too few questions."""
 
 
-class Swarm(msgspec.Struct, frozen=True, omit_defaults=True):
+class SwarmFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     """Groups sent to and received from other peers, and the traffic in bytes."""
 
     received: int = 0
@@ -99,7 +99,7 @@ class Figures(msgspec.Struct, frozen=True, omit_defaults=True):
     num_tokens: int = 0
     """Tokens trained on."""
     held_out: HeldOut | None = None
-    swarm: Swarm | None = None
+    swarm: SwarmFigures | None = None
     averaging: Averaging | None = None
     stages: Stages | None = None
     refused: dict[str, int] = {}
@@ -126,7 +126,7 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None) 
     whole = {name: round(total) for name, total in tally.totals.items() if total > 0}
     n, own, used = tally.rewards.count, tally.own, tally.used
     tenth = max(1, n // 10)
-    swarm = Swarm(
+    swarm = SwarmFigures(
         received=whole.get("swarm/groups_received", 0),
         admitted=whole.get("swarm/groups_admitted", 0),
         used=round(used),
@@ -146,7 +146,7 @@ def figures(tally: Tally, resumed_at: int = 0, held_out: HeldOut | None = None) 
         seconds=tally.seconds,
         num_tokens=round(tally.num_tokens),
         held_out=held_out,
-        swarm=swarm if swarm != Swarm() else None,
+        swarm=swarm if swarm != SwarmFigures() else None,
         averaging=Averaging(exchanges, whole.get("averaging/bytes", 0)) if exchanges else None,
         stages=stages if stages.lost else None,
         refused={
@@ -232,14 +232,14 @@ def _pass_k(held: HeldOut) -> list[str]:
     return [f"held-out pass@{held.samples} {before:.3f} -> {after:.3f}"] if held.samples > 1 else []
 
 
-def _received(swarm: Swarm | None) -> list[str]:
+def _received(swarm: SwarmFigures | None) -> list[str]:
     if swarm is None or not swarm.received:
         return []
     share = f": {swarm.foreign_share:.0%} of what it trained on" if swarm.used else ""
     return [f"{_groups(swarm.received)} from others, {swarm.admitted:,} admitted, {swarm.used:,} used{share}"]
 
 
-def _gave(swarm: Swarm | None) -> list[str]:
+def _gave(swarm: SwarmFigures | None) -> list[str]:
     return [] if swarm is None or not swarm.sent else [f"{_groups(swarm.sent)} published"]
 
 
@@ -278,7 +278,7 @@ def _why(name: str) -> str:
     return f"of {KINDS[kind]} ({words(reason)})" if kind else words(reason)
 
 
-def _traffic(swarm: Swarm | None) -> list[str]:
+def _traffic(swarm: SwarmFigures | None) -> list[str]:
     return [] if swarm is None else [f"{volume(swarm.bytes_in)} in, {volume(swarm.bytes_out)} out, all told"]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from swarm_node.observability.jsonl import encode, not_a_record, parsed, whole_lines
+from swarm_node.observability.jsonl import encoded_line, not_a_record, parsed, whole_lines
 from swarm_node.observability.metrics_reference import has_last_value
 
 WHOLE = 2048
@@ -51,7 +51,7 @@ def line_rounds(path: Path) -> list[int]:
     return rounds
 
 
-def plan(rounds: Sequence[int]) -> list[int]:
+def plan_lines(rounds: Sequence[int]) -> list[int]:
     """For each line to be left, how many neighbouring lines it replaces; `rounds` are the rounds of each line now."""
     groups = [(n, 1) for n in rounds]
     size = 1
@@ -66,11 +66,15 @@ def thinned(path: Path, groups: Sequence[int]) -> Iterator[bytes]:
     lines = enumerate(whole_lines(path), 1)
     for size in groups:
         taken = list(islice(lines, size))
-        yield taken[0][1] if size == 1 else encode(merged([parsed(line, path, number) for number, line in taken]))
+        yield (
+            taken[0][1]
+            if size == 1
+            else encoded_line(merged_record([parsed(line, path, number) for number, line in taken]))
+        )
     yield from (line for _, line in lines)
 
 
-def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged_record(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One record that replaces several successive ones."""
     last = records[-1]
     one = dict(last)

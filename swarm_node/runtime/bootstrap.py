@@ -27,7 +27,7 @@ from swarm_node.config import NetworkConfig, NodeConfig, dump_toml
 from swarm_node.errors import StopRequested, UserError
 from swarm_node.install import outdated
 from swarm_node.observability.health import Health
-from swarm_node.observability.refusals import FirstRefusals, rows
+from swarm_node.observability.refusals import FirstRefusals, refusal_rows
 from swarm_node.runtime.console import open_health, open_log, say, shown_as_json
 from swarm_node.runtime.limits import MemoryLimit
 from swarm_node.runtime.pause import BOOTSTRAP, refuse_on_a_bootstrap
@@ -213,7 +213,7 @@ def _status(config: NodeConfig, manifest: Manifest, transport: Transport) -> dic
         "name": config.name,
         "addresses": transport.addresses,
         "traffic": dict(transport.stats()),
-        "refused": msgspec.to_builtins(rows(transport.refusals(), {}, names)),
+        "refused": msgspec.to_builtins(refusal_rows(transport.refusals(), {}, names)),
         "peers": {
             peer: {"name": card.name, "present": True, "policy_version": card.policy_version}
             for peer, card in sorted(members.items())

@@ -22,7 +22,7 @@ from typing import TextIO
 from swarm_node.config import NodeConfig
 from swarm_node.observability.health import Health, serving
 from swarm_node.observability.metrics import EventLog
-from swarm_node.observability.progress import Lasting, Progress
+from swarm_node.observability.progress import Lasting, ProgressDisplay
 from swarm_node.storage.rundir import RunDir, goes_with_container
 
 LOGGER = logging.getLogger("swarm_node")
@@ -85,7 +85,7 @@ class Console:
         lines: Show | None = None
         if config.log_format == "json":
             lines = shown_as_json(config.name or run.path.resolve().name, sys.stderr if json_output else sys.stdout)
-        self.progress = Progress(
+        self.progress = ProgressDisplay(
             config.total_rounds, config.minutes, json_output, line=lines and (lambda text: lines(text, "progress"))
         )
         self.events = open_log(run, lines or self._show, stack)

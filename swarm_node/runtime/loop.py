@@ -28,7 +28,7 @@ from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.cost import CostMeter
 from swarm_node.runtime.drain import AFTER_COPY_S, LAST_COPY_S, WEIGHTS_CHECK_S, last_exchange, mirror_of, say_reach
 from swarm_node.runtime.limits import ResourceLimits
-from swarm_node.runtime.report import Report
+from swarm_node.runtime.report import RunReport
 from swarm_node.runtime.resume import RunState
 from swarm_node.runtime.shutdown import Stopper
 from swarm_node.runtime.status import status_written
@@ -326,10 +326,10 @@ class Run:
         self.progress.say(f"held-out questions, {when} training", lasting=False)
         return evaluate(self.policy, self.tasks, self.config.rollouts, settings.questions, settings.samples)
 
-    def report(self) -> Report:
+    def report(self) -> RunReport:
         """Report the ended run in words and, with --json, as a document on standard output; the picture is still to be
         drawn."""
-        told = Report(
+        told = RunReport(
             self.run, self.state.tally, self.began_at, self.state.before, self.after, self.config.eval.samples
         )
         told.tell(self.console, crew=self.crew is not None, held_out=bool(self.tasks.held_out(1)))

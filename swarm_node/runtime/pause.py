@@ -74,7 +74,7 @@ def seconds_of(text: str) -> float:
     return float(total)
 
 
-def pause(run: RunDir, for_s: float | None, now: float) -> str:
+def pause_run(run: RunDir, for_s: float | None, now: float) -> str:
     """Pause the node of `run`, now or when it starts; a sentence that says so. Raises UserError."""
     _check_run(run, "pause")
     until = None if for_s is None else now + for_s
@@ -85,7 +85,7 @@ def pause(run: RunDir, for_s: float | None, now: float) -> str:
     return f"paused {run.path}{how_long}; {then}; `swarm-node resume {run.path}` goes on"
 
 
-def resume(run: RunDir) -> str:
+def resume_run(run: RunDir) -> str:
     """Undo `pause`; a sentence that says so. Raises UserError."""
     _check_run(run, "resume")
     was = run.paused.exists()

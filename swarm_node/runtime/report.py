@@ -22,7 +22,7 @@ from swarm_node.runtime.console import Console
 from swarm_node.storage.rundir import RunDir
 
 
-class Report:
+class RunReport:
     """The report of a run that has ended."""
 
     def __init__(

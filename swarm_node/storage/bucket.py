@@ -80,7 +80,7 @@ class Bucket:
         self._local = isinstance(self.fs, LocalFileSystem)
         self._has_folders = scheme not in EXTRAS
         try:
-            there = in_time(self._is_there)
+            there = answered_in_time(self._is_there)
         except TimeoutError as error:
             raise UserError(f"--checkpoint-to {url}: {error}") from error
         if not there:
@@ -93,7 +93,7 @@ class Bucket:
         """All whole copies. Raises TimeoutError, or what the driver raises for a place that cannot be read."""
         files: dict[tuple[str, str, str], set[str]] = {}
         try:
-            paths = in_time(self._paths)
+            paths = answered_in_time(self._paths)
         except FileNotFoundError:
             return []
         for path in paths:
@@ -104,12 +104,14 @@ class Bucket:
     def sizes(self, copy: Copy) -> dict[str, int]:
         """Bytes of each file of a copy. Raises TimeoutError, or what the driver raises."""
         source = f"{self.root}/{copy.place}"
-        return in_time(lambda: {file: int(self.fs.info(f"{source}/{file}")["size"] or 0) for file in copy.files})
+        return answered_in_time(
+            lambda: {file: int(self.fs.info(f"{source}/{file}")["size"] or 0) for file in copy.files}
+        )
 
     def get(self, copy: Copy, file: str, target: Path) -> None:
         """Fetch one file. Raises TimeoutError once nothing more of it comes, or what the driver raises."""
         get = partial(self.fs.get_file, f"{self.root}/{copy.place}/{file}", str(target))
-        in_time(get, partial(_size, target), f"nothing more of {copy.place}/{file}")
+        answered_in_time(get, partial(_size, target), f"nothing more of {copy.place}/{file}")
 
     def put(self, checkpoint: Path, place: str) -> None:
         """Copy the files of a checkpoint to `place`, unless they are there. Raises what the driver raises."""
@@ -169,7 +171,7 @@ class Bucket:
         return True
 
 
-def in_time(work: Callable[[], T], grown: Callable[[], int] = lambda: 0, late: str = "no answer") -> T:
+def answered_in_time(work: Callable[[], T], grown: Callable[[], int] = lambda: 0, late: str = "no answer") -> T:
     """Return what `work` returns, or raise what it raises.
 
     Raises TimeoutError if `grown` returns the same number for ANSWER_S. `work` then goes on in a thread of its own.

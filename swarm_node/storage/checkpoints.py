@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm_node.errors import CheckpointError, UserError
-from swarm_node.storage.rundir import explain
+from swarm_node.storage.rundir import os_error_text
 
 FORMAT = 1
 NAME = re.compile(r"round-(\d{8,})(?:-(\d+))?")
@@ -148,7 +148,7 @@ class CheckpointStore:
             self._prune(round)
         except OSError as error:
             good = "none yet" if self._last_good is None else f"round {self._last_good}"
-            problem = explain(error, self._directory)
+            problem = os_error_text(error, self._directory)
             self._failure = f"checkpoint of round {round}: {problem} (last good checkpoint: {good})"
             self._report(self._failure)
         else:

@@ -32,7 +32,7 @@ from swarm_node.errors import CheckpointError, UserError
 from swarm_node.say import Once, Say
 from swarm_node.storage.bucket import CHECKPOINTS, Bucket, Copy
 from swarm_node.storage.checkpoints import MAX_STATE_BYTES, NAME, ForeignCheckpoint, check_files, order
-from swarm_node.storage.rundir import explain
+from swarm_node.storage.rundir import os_error_text
 
 NEW_CHECKPOINT_CHECK_S = 1.0
 """Time between two looks for a new checkpoint."""
@@ -86,7 +86,7 @@ class Mirror:
             self._sweep()
             whole, torn = self._state_here(crew)
         except OSError as error:
-            raise UserError(explain(error, self._run)) from error
+            raise UserError(os_error_text(error, self._run)) from error
         if whole and not crew:
             return
         # A member with whole stages, and none torn, may lack nothing: a bucket that cannot be read must not stop it.

@@ -293,10 +293,10 @@ def os_errors_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(explain(error, path)) from error
+        raise UserError(os_error_text(error, path)) from error
 
 
-def explain(error: OSError, path: Path) -> str:
+def os_error_text(error: OSError, path: Path) -> str:
     """A sentence that says what is wrong with `path`, and what to do about it."""
     where = error.filename or path
     if error.errno in FULL:

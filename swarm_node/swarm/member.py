@@ -25,7 +25,7 @@ from swarm_node.averaging import Averager, LateJoin
 from swarm_node.averaging.cohort import join_cohort
 from swarm_node.config import AveragingConfig, NodeConfig
 from swarm_node.install import outdated
-from swarm_node.observability.refusals import FirstRefusals, rows
+from swarm_node.observability.refusals import FirstRefusals, refusal_rows
 from swarm_node.policy.policy import Policy
 from swarm_node.sharing import Gate, Publisher, Receiver, ReplayBuffer
 from swarm_node.sharing.gate import Logprobs
@@ -255,7 +255,7 @@ class Member:
             "traffic": dict(self.transport.stats()),
             "sent": {name: n for name, n in figures.items() if name.startswith(SENT)},
             "received": {name: n for name, n in figures.items() if name.startswith(RECEIVED)},
-            "refused": msgspec.to_builtins(rows(self.transport.refusals(), counts, self._names)),
+            "refused": msgspec.to_builtins(refusal_rows(self.transport.refusals(), counts, self._names)),
             "averaging": None if self.averager is None else self.averager.status(),
             "peers": {
                 peer: {

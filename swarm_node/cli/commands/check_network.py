@@ -23,7 +23,7 @@ from swarm_node import __version__
 from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand
 from swarm_node.config import NetworkConfig
 from swarm_node.install import PACKAGE, upgrade_command
-from swarm_node.observability.refusals import Row
+from swarm_node.observability.refusals import RefusalRow
 
 ASKED = 5
 """Most members asked to connect back."""
@@ -110,7 +110,7 @@ def _kind_of(address: str) -> Literal["public", "private", "own", "unknown"]:
     return "own" if ip.is_loopback else "public" if is_public(ip) else "private"
 
 
-def refusals(refused: Sequence[Row], written: float) -> Check:
+def refusals(refused: Sequence[RefusalRow], written: float) -> Check:
     """Whether a source keeps sending what honest nodes do not, as the run noted at Unix time `written`.
 
     The run refuses such messages by itself. The remedy also blocks the source's address. A private address gets no

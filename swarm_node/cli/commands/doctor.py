@@ -26,7 +26,7 @@ from swarm_node.cli.commands.status_text import FRESH_S
 from swarm_node.config import NetworkConfig, NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.install import upgrade_command
-from swarm_node.observability.refusals import Row
+from swarm_node.observability.refusals import RefusalRow
 from swarm_node.runtime.pause import BOOTSTRAP
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.links import Swarm, find_swarm
@@ -41,7 +41,7 @@ class Seen(msgspec.Struct, frozen=True):
     time: float = 0.0
     peer: str = ""
     addresses: list[str] = []
-    refused: list[Row] = []
+    refused: list[RefusalRow] = []
 
 
 def examine(target: str | None, config: NodeConfig, json_output: bool) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from swarm_node.observability.reasons import words
-from swarm_node.observability.refusals import Row
+from swarm_node.observability.refusals import RefusalRow
 
 SHORT_ID = 8
 """Last characters of a peer id that are shown; the first ones are equal for all peers."""
@@ -84,7 +84,7 @@ def lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
 
 def _sources(status: Mapping[str, Any], label: str) -> Iterator[str]:
     """The sources with most refusals, one line each, the first after `label`."""
-    found = msgspec.convert(status.get("refused", []), list[Row])
+    found = msgspec.convert(status.get("refused", []), list[RefusalRow])
     for i, row in enumerate(found[:WORST]):
         yield f"{'' if i else label:10} {row.says}, from {row.place()}, last {_ago(status['time'] - row.last)}"
     if len(found) > WORST:

@@ -249,7 +249,7 @@ class View:
         return parsed
 
 
-class Role(msgspec.Struct):
+class StatusRole(msgspec.Struct):
     """The part of swarm.json that a list of runs needs."""
 
     role: str = ""
@@ -297,7 +297,7 @@ class Glance:
         try:
             with open(self._run.status, "rb") as file:
                 text = file.read(STATUS_BYTES + 1)
-            return "" if len(text) > STATUS_BYTES else msgspec.json.decode(text, type=Role).role
+            return "" if len(text) > STATUS_BYTES else msgspec.json.decode(text, type=StatusRole).role
         except (OSError, ValueError, RecursionError):  # said by whoever opens it
             return ""
 

@@ -21,7 +21,7 @@ from protocol.model_listing import OTHER_NAMES, ModelListing, decode_listing, en
 from protocol.transports.base import Transport
 from swarm_node.config import NodeConfig, PolicyConfig
 from swarm_node.errors import UserError
-from swarm_node.storage.rundir import explain, os_errors_explained
+from swarm_node.storage.rundir import os_error_text, os_errors_explained
 from swarm_node.swarm.base_weights.draft import Draft, only_process
 from swarm_node.swarm.base_weights.fetching import NO_PIECE_S, Donors
 from swarm_node.swarm.base_weights.files import (
@@ -217,7 +217,7 @@ def describe_model(named: str) -> ManifestModel:
     try:
         listing = list_model(folder)
     except OSError as error:
-        raise UserError(f"cannot read the model: {explain(error, folder)}") from error
+        raise UserError(f"cannot read the model: {os_error_text(error, folder)}") from error
     with os_errors_explained(folder):
         return ManifestModel(name, remember(listing), listing.size, commit)
 

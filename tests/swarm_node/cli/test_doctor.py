@@ -46,7 +46,7 @@ from swarm_node.cli.commands.check_network import (
 from swarm_node.cli.commands.doctor import examine
 from swarm_node.config import NetworkConfig, NodeConfig, PipelineConfig, PolicyConfig, dump_toml
 from swarm_node.install import upgrade_command
-from swarm_node.observability.refusals import Row
+from swarm_node.observability.refusals import RefusalRow
 from swarm_node.pipeline import footprint
 from swarm_node.policy.loading import prepare
 from swarm_node.storage.rundir import RunDir
@@ -293,7 +293,7 @@ def test_a_clock_that_expires_everybody_fails(off: float) -> None:
 def test_whoever_keeps_sending_rubbish_is_named(
     hostile: int, where: str, ago: float, verdict: str, remedy: str
 ) -> None:
-    row = Row(peer_id(2), f"{hostile} × malformed", 100, hostile, 1e9 - ago, "bob", where)
+    row = RefusalRow(peer_id(2), f"{hostile} × malformed", 100, hostile, 1e9 - ago, "bob", where)
     check = refusals([row, replace(row, hostile=0)], 1e9)
     assert (check.verdict, check.remedy) == (verdict, remedy)
     assert verdict == "ok" or f"10 × malformed, from bob …{peer_id(2)[-8:]}" in check.detail

@@ -20,7 +20,7 @@ from swarm_node.cli.commands.status import show_status
 from swarm_node.config import NetworkConfig, ResourcesConfig
 from swarm_node.errors import UserError
 from swarm_node.runtime.limits import ResourceLimits
-from swarm_node.runtime.pause import pause, resume
+from swarm_node.runtime.pause import pause_run, resume_run
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm import lookup
 from swarm_node.swarm.lookup import look_around
@@ -441,14 +441,14 @@ def test_a_lone_run_s_pause_is_told(swarm_age: float | None, capsys: pytest.Capt
         limits = ResourceLimits(ResourcesConfig(), held, lambda sentence: None)
         limits.look()
         assert paused() is None
-        pause(run, None, time.time())
+        pause_run(run, None, time.time())
         limits.look()
         assert paused() == "by `swarm-node pause`"
         assert "paused     by `swarm-node pause`" in shown(capsys, "runs/alice").splitlines()
-        resume(run)
+        resume_run(run)
         limits.look()
         assert paused() is None
-        pause(run, None, time.time())
+        pause_run(run, None, time.time())
         limits.look()
     assert paused() is None, "it has ended"
     with RunDir.open("runs/alice"):

@@ -14,13 +14,13 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from swarm_node.observability.progress import Progress, sparkline, volume
+from swarm_node.observability.progress import ProgressDisplay, sparkline, volume
 from tests.support.virtual_time import VirtualTime
 
 
 def plain_lines(total, seconds_per_round, rounds=None, minutes=None, start=0):
     stream, clock = io.StringIO(), VirtualTime()
-    progress = Progress(total, minutes, stream=stream, clock=clock)
+    progress = ProgressDisplay(total, minutes, stream=stream, clock=clock)
     progress.start(start)
     for round in range(start + 1, (rounds or total) + 1):
         clock.now += seconds_per_round
@@ -72,7 +72,7 @@ def test_time_left_obeys_minutes_and_resuming():
 
 def test_preparation_is_no_part_of_the_first_round():
     stream, clock = io.StringIO(), VirtualTime()
-    progress = Progress(200, stream=stream, clock=clock)
+    progress = ProgressDisplay(200, stream=stream, clock=clock)
     progress.start()
     clock.now += 10.0  # held-out questions
     for round in (1, 2):
@@ -85,7 +85,7 @@ def test_preparation_is_no_part_of_the_first_round():
 
 def test_minutes_exclude_preparation_and_pauses():
     stream, clock, paused = io.StringIO(), VirtualTime(), [0.0]
-    progress = Progress(math.inf, minutes=10, stream=stream, clock=clock)
+    progress = ProgressDisplay(math.inf, minutes=10, stream=stream, clock=clock)
     progress.paused_s = lambda: paused[0]
     progress.start()
     clock.now += 300.0  # held-out questions
@@ -104,7 +104,7 @@ def test_minutes_exclude_preparation_and_pauses():
 
 def test_a_pause_changes_no_estimate_of_rounds():
     stream, clock, paused = io.StringIO(), VirtualTime(), [0.0]
-    progress = Progress(10, stream=stream, clock=clock)
+    progress = ProgressDisplay(10, stream=stream, clock=clock)
     progress.paused_s = lambda: paused[0]
     progress.start()
     clock.now += 60.0
@@ -120,7 +120,7 @@ def test_a_pause_changes_no_estimate_of_rounds():
 
 def test_a_round_without_a_reward_changes_nothing():
     stream = io.StringIO()
-    progress = Progress(3, stream=stream, clock=VirtualTime())
+    progress = ProgressDisplay(3, stream=stream, clock=VirtualTime())
     progress.start()
     for round, reward in ((1, None), (2, float("nan")), (3, 0.5)):
         progress.update(round, {"reward": reward})
@@ -132,21 +132,21 @@ def test_a_round_without_a_reward_changes_nothing():
 def test_said_lines_stay_whole_and_without_markup():
     stream = io.StringIO()
     link = "swarm://" + "a" * 300 + "?peer=/ip4/127.0.0.1/tcp/1 [bold]:smile:[/bold]"
-    Progress(3, stream=stream).say(link)
+    ProgressDisplay(3, stream=stream).say(link)
     assert stream.getvalue() == link + "\n"
 
 
 def test_a_table_in_a_pipe():
     stream = io.StringIO()
     rows = [["gcd [x]", 0.1, 0.25], ["all", 0.12345, "n/a"]]
-    Progress(3, stream=stream).table("held-out", ["task", "pass@1 before", "pass@1 after"], rows)
+    ProgressDisplay(3, stream=stream).table("held-out", ["task", "pass@1 before", "pass@1 after"], rows)
     words = [line.split() for line in stream.getvalue().splitlines()]
     assert ["held-out"] in words and ["gcd", "[x]", "0.100", "0.250"] in words and ["all", "0.123", "n/a"] in words
     assert "\x1b" not in stream.getvalue()
 
 
 def test_json_output_leaves_standard_output_alone(capsys):
-    progress = Progress(1, json_output=True)
+    progress = ProgressDisplay(1, json_output=True)
     progress.start()
     progress.update(1, {"reward": 1.0})
     progress.say("saved")
@@ -159,8 +159,8 @@ def test_json_output_leaves_standard_output_alone(capsys):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_log_on_a_full_disk_ends_nothing():
     command = """
-from swarm_node.observability.progress import Progress
-progress = Progress(1)
+from swarm_node.observability.progress import ProgressDisplay
+progress = ProgressDisplay(1)
 progress.start()
 progress.update(1, {"reward": 1.0})
 progress.say("saved")
@@ -224,7 +224,7 @@ def test_the_bar_stays_below_what_is_said(monkeypatch, columns, waiting):
     reader.start()
     clock = VirtualTime()
     with open(slave, "w", encoding="utf-8") as stream:
-        progress = Progress(20, stream=stream, clock=clock)
+        progress = ProgressDisplay(20, stream=stream, clock=clock)
         progress.start()
         for round in range(1, 21):
             clock.now += 1
@@ -271,7 +271,7 @@ def test_a_terminal_that_vanishes_ends_nothing(monkeypatch, writes):
     failed = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     before = sys.stdout
-    progress = Progress(3, stream=Vanished(writes))
+    progress = ProgressDisplay(3, stream=Vanished(writes))
     progress.start()
     progress.say("round 1")
     progress.update(1, {"reward": 0.5})
@@ -284,8 +284,8 @@ def test_a_terminal_that_vanishes_ends_nothing(monkeypatch, writes):
 
 REALLY = """
 import sys
-from swarm_node.observability.progress import Progress
-progress = Progress(3)
+from swarm_node.observability.progress import ProgressDisplay
+progress = ProgressDisplay(3)
 progress.start()
 progress.say("round 1")
 sys.stdin.readline()
@@ -314,7 +314,7 @@ def test_a_run_survives_its_terminal_s_end():
 
 def test_lines_count_the_others_and_their_groups() -> None:
     out = io.StringIO()
-    progress = Progress(2, stream=out)
+    progress = ProgressDisplay(2, stream=out)
     progress.start()
     progress.update(1, {"reward": 0.5, "swarm/peers": 4.0, "swarm/trainers": 3.0, "swarm/groups_used": 4.0})
     assert "3 others, 4.0 of their groups a round" in out.getvalue(), "a bootstrap trains nothing"
@@ -323,7 +323,7 @@ def test_lines_count_the_others_and_their_groups() -> None:
 
 def test_averaging_is_shown_in_pipe_and_terminal() -> None:
     out = io.StringIO()
-    progress = Progress(2, stream=out)
+    progress = ProgressDisplay(2, stream=out)
     progress.start()
     progress.update(1, {"reward": 0.5, "perf/generated_tok_s": 10.0}, "averaged 3 times, last with bob")
     assert "reward 0.500  10 tok/s  averaged 3 times, last with bob  " in out.getvalue()
@@ -337,7 +337,7 @@ def in_view(width, encoding="utf-8", rounds=20, others=3, crew=None, waiting="",
     """The lines of a terminal of `width` columns after `rounds` of 2000, a second each."""
     clock = VirtualTime()
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    progress = Progress(2000, stream=stream, clock=clock, width=width)
+    progress = ProgressDisplay(2000, stream=stream, clock=clock, width=width)
     progress.waiting, progress.crew = lambda: waiting, lambda: crew
     progress.start()
     for round in range(1, rounds + 1):
@@ -422,7 +422,7 @@ def test_a_crew_is_told_from_the_others(others, crew, words):
 
 def test_nobody_there_is_said_as_such():
     out = io.StringIO()
-    progress = Progress(2, stream=out)
+    progress = ProgressDisplay(2, stream=out)
     progress.start()
     progress.update(1, {"reward": 0.5, "swarm/trainers": 0.0, "swarm/groups_used": 0.0})
     assert "nobody else trains" in out.getvalue()
@@ -435,7 +435,7 @@ def test_a_waiting_node_shows_total_traffic_only():
 def test_short_plain_lines_show_traffic():
     def last_line(averaged):
         out, clock = io.StringIO(), VirtualTime()
-        progress = Progress(2, stream=out, clock=clock)
+        progress = ProgressDisplay(2, stream=out, clock=clock)
         progress.start()
         for round in (1, 2):
             clock.now += 10
@@ -451,7 +451,7 @@ def test_short_plain_lines_show_traffic():
 
 
 def test_only_lasting_news_stay_in_view():
-    progress = Progress(3, stream=io.StringIO(), clock=VirtualTime())
+    progress = ProgressDisplay(3, stream=io.StringIO(), clock=VirtualTime())
     progress.say("loading")
     progress.start()
     assert len(lines_in_view(progress)) == 1, "preparations"
@@ -464,7 +464,7 @@ def test_only_lasting_news_stay_in_view():
 
 def test_a_table_without_room_becomes_sentences():
     out = io.StringIO()
-    progress = Progress(3, stream=out, width=40)
+    progress = ProgressDisplay(3, stream=out, width=40)
     progress.table("held-out", ["task", "pass@1 before", "pass@1 after", "pass@8 before"], [["a" * 20, 0.1, 0.2, 0.3]])
     assert out.getvalue().splitlines() == [
         "held-out:",
@@ -477,7 +477,7 @@ def test_paragraphs_wrap_on_terminals_and_not_in_pipes(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     for on_terminal, shown in ((False, [line]), (True, [line[:32], " " * 10 + line[33:59], " " * 10 + line[60:]])):
         out = Terminal() if on_terminal else io.StringIO()
-        progress = Progress(3, stream=out, width=36)
+        progress = ProgressDisplay(3, stream=out, width=36)
         progress.paragraphs([line], indent=10)
         assert out.getvalue().splitlines() == shown
 
@@ -485,7 +485,7 @@ def test_paragraphs_wrap_on_terminals_and_not_in_pipes(monkeypatch):
 def test_sentences_wrap_unless_they_hold_a_link(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     out = Terminal()
-    progress = Progress(3, stream=out, width=20)
+    progress = ProgressDisplay(3, stream=out, width=20)
     link = f"swarm-node join swarm://{'a' * 40} --name bob"
     progress.say(f"averaging: bob is here\n{link}\n{'b' * 30}")
     assert out.getvalue().splitlines() == ["averaging: bob is", "here", link, "b" * 30]
@@ -493,14 +493,14 @@ def test_sentences_wrap_unless_they_hold_a_link(monkeypatch):
 
 def test_an_endless_run_has_no_bar():
     for minutes, shown in ((None, "round 7"), (10, "round 7 0% 10:00 left")):
-        progress = Progress(math.inf, minutes, stream=io.StringIO(), clock=VirtualTime(), width=60)
+        progress = ProgressDisplay(math.inf, minutes, stream=io.StringIO(), clock=VirtualTime(), width=60)
         progress.start(7)
         assert head(progress) == shown
 
 
 def test_characters_beyond_the_encoding_end_nothing():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    progress = Progress(3, stream=stream)
+    progress = ProgressDisplay(3, stream=stream)
     progress.say("met Zoë")
     progress.table("held-out…", ["task"], [["größter"]])
     stream.flush()

@@ -6,7 +6,7 @@ import pytest
 
 from protocol.transports.refusals import Refused
 from swarm_node.observability.reasons import HOSTILE, SAID, WORDS
-from swarm_node.observability.refusals import MAX_ROWS, FirstRefusals, Row, rows
+from swarm_node.observability.refusals import MAX_ROWS, FirstRefusals, RefusalRow, refusal_rows
 from swarm_node.sharing.peer_accounts import MALICIOUS, REASONS
 from tests.support.fake_transport import peer_id
 
@@ -27,8 +27,8 @@ def test_the_worst_sources_come_first() -> None:
         "198.51.100.7": Refused({"connections": 5000}, 80.0),
     }
     authors = {MALLORY: account(95.0, assignment=8, age=2), BOB: account(zero=7), peer_id(3): account(7.0, cap=1)}
-    found = rows(sources, authors, {MALLORY: "mallory"})
-    assert found[0] == Row(
+    found = refusal_rows(sources, authors, {MALLORY: "mallory"})
+    assert found[0] == RefusalRow(
         source=MALLORY,
         says="1,204 × too many keys asked at once, 8 × not the sender's task, 3 × malformed",
         count=1215,
@@ -45,14 +45,14 @@ def test_the_worst_sources_come_first() -> None:
 
 
 def test_a_restarting_node_is_no_attacker() -> None:
-    assert rows({}, {MALLORY: account(slot=5000)}, {}) == []
-    assert rows({}, {MALLORY: account(slot=5000, assignment=1)}, {})[0].hostile == 1
+    assert refusal_rows({}, {MALLORY: account(slot=5000)}, {}) == []
+    assert refusal_rows({}, {MALLORY: account(slot=5000, assignment=1)}, {})[0].hostile == 1
 
 
 def test_rows_and_their_reasons_are_few() -> None:
     many = {f"10.0.0.{i}": Refused({f"reason {j}": 2 for j in range(9)}, 0.0) for i in range(99)}
     many["honest"] = Refused({"busy": 9}, 0.0)
-    found = rows(many, {}, {})
+    found = refusal_rows(many, {}, {})
     assert len(found) == MAX_ROWS and found[0].says.count("×") == 4 and found[0].says.endswith("12 × something else")
 
 

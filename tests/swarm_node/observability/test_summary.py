@@ -18,7 +18,7 @@ from swarm_node.observability.summary import (
     Figures,
     HeldOut,
     Stages,
-    Swarm,
+    SwarmFigures,
     interval,
     next_steps,
     summary,
@@ -130,7 +130,7 @@ def test_a_resumed_run_is_told_as_a_whole() -> None:
         ),
         resumed_at=3,
     )
-    assert run.swarm == Swarm(sent=12 + 6, received=30 + 40)
+    assert run.swarm == SwarmFigures(sent=12 + 6, received=30 + 40)
     assert run.stages == Stages(2, {}) and run.averaging == Averaging(3, 0)
     assert summary(run)[-1] == f"{'':{INDENT}}in several starts; this one went on from round 3"
 

@@ -20,7 +20,7 @@ from swarm_node.observability.jsonl import each_record, last_record, read_jsonl
 from swarm_node.observability.metrics import EventLog, MetricsWriter
 from swarm_node.observability.metrics_reference import COUNTERS, LAST_VALUE, METRICS
 from swarm_node.observability.tally import tallied
-from swarm_node.observability.thinning import EACH, LEVEL, WHOLE, merged, plan, rounds_of
+from swarm_node.observability.thinning import EACH, LEVEL, WHOLE, merged_record, plan_lines, rounds_of
 
 LONG = 20_000
 
@@ -70,7 +70,7 @@ def test_no_line_stands_for_many_rounds() -> None:
     for _ in range(300):
         rounds += [1] * (EACH if rounds else WHOLE + EACH)
         lines = iter(rounds)
-        rounds = [sum(next(lines) for _ in range(n)) for n in plan(rounds)]
+        rounds = [sum(next(lines) for _ in range(n)) for n in plan_lines(rounds)]
         assert sum(rounds) >= 190 * rounds[0] or rounds[0] == 1
 
 
@@ -111,16 +111,16 @@ def test_a_thinned_line_has_means_and_last_totals() -> None:
     first = {"round": 1, "loss": 1.0, "kl": None, "time": 5.0, "swarm/rejected/age": 1.0, "reward/gcd": 0.5}
     second = {"round": 4, "rounds": 3, "loss": 3.0, "kl": 2.0, "time": 9.0, "swarm/rejected/age": 7.0}
     expected = {"round": 4, "rounds": 4, "loss": 2.5, "kl": 2.0, "time": 9.0, "swarm/rejected/age": 7.0}
-    assert merged([first, second]) == expected | {"reward/gcd": 0.5}
+    assert merged_record([first, second]) == expected | {"reward/gcd": 0.5}
     assert LAST_VALUE - COUNTERS <= {name for names in METRICS.values() for name in names}
 
 
 def test_an_old_long_file_is_thinned_at_once() -> None:
-    groups = plan([1] * 1_000_000)
+    groups = plan_lines([1] * 1_000_000)
     assert sum(groups) == 1_000_000 and len(groups) < WHOLE + EACH + 12 * LEVEL
     assert groups[-WHOLE:] == [1] * WHOLE
     kept = [sum(groups[: i + 1]) - sum(groups[:i]) for i in range(len(groups))]
-    assert plan(kept) == [1] * len(kept), "what is thinned stays as it is"
+    assert plan_lines(kept) == [1] * len(kept), "what is thinned stays as it is"
 
 
 def test_readers_that_follow_notice_a_thinning(path: Path) -> None:

@@ -21,7 +21,7 @@ from swarm_node.config import NetworkConfig, NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.runtime import bootstrap
 from swarm_node.runtime.bootstrap import run_bootstrap
-from swarm_node.runtime.pause import pause
+from swarm_node.runtime.pause import pause_run
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.manifests import make_manifest, write_manifest
 from tests.support.fake_transport import FakeTransport, address, card, peer_id
@@ -166,7 +166,7 @@ def test_it_is_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_bootstrap(NodeConfig(swarm="sums.toml", run_dir="hub")) == 0
     run = RunDir("hub")
     with pytest.raises(UserError, match="is a bootstrap, which others join by at any time"):
-        pause(run, None, now=0.0)
+        pause_run(run, None, now=0.0)
     assert not run.paused.exists()
     run.write_paused(None)
     with pytest.raises(UserError, match=r"which a bootstrap cannot be: `swarm-node resume hub` first"):

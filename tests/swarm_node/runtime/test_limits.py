@@ -35,7 +35,7 @@ from swarm_node.runtime.limits import (
     cpu_limit,
     cpus,
 )
-from swarm_node.runtime.pause import Machine, hottest, on_battery, pause, pause_asked, quiet, resume, seconds_of
+from swarm_node.runtime.pause import Machine, hottest, on_battery, pause_asked, pause_run, quiet, resume_run, seconds_of
 from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir, goes_with_container
 from tests.support.virtual_time import VirtualTime
@@ -215,7 +215,7 @@ def test_failing_system_calls_end_no_watch(tmp_path: Path, monkeypatch: pytest.M
             assert failing.wait(60)
             failing.clear()
         again.set()
-        pause(run, None, time.time())
+        pause_run(run, None, time.time())
         until(lambda: limits.reason, 60.0)
     assert [text for text in said if "Too many open files" in text] == said[:1]
 
@@ -236,18 +236,18 @@ def test_lengths_that_are_none_are_refused(text: str) -> None:
 
 def test_a_pause_ends_by_itself_or_by_resume(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
-    assert "it will be when it starts" in pause(run, 60.0, now=1000.0)
+    assert "it will be when it starts" in pause_run(run, 60.0, now=1000.0)
     assert pause_asked(run.paused, 1059.0).startswith("by `swarm-node pause` until ")
     assert pause_asked(run.paused, 1060.0) == ""
-    pause(run, None, now=1000.0)
+    pause_run(run, None, now=1000.0)
     assert pause_asked(run.paused, 1e12) == "by `swarm-node pause`"
-    assert f"is paused no more; no node runs there now: `swarm-node local --run-dir {run.path}`" in resume(run)
+    assert f"is paused no more; no node runs there now: `swarm-node local --run-dir {run.path}`" in resume_run(run)
     assert not run.paused.exists()
-    assert "is not paused; no node runs there now" in resume(run)
+    assert "is not paused; no node runs there now" in resume_run(run)
     with RunDir.open(run.path):
-        assert resume(run).endswith("was not paused by `swarm-node pause`")
-        pause(run, None, now=1000.0)
-        assert resume(run) == f"{run.path} goes on"
+        assert resume_run(run).endswith("was not paused by `swarm-node pause`")
+        pause_run(run, None, now=1000.0)
+        assert resume_run(run) == f"{run.path} goes on"
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"\xff\xfe", b"nan", b"1e999", b"9" * 10_000])
@@ -299,7 +299,7 @@ class Stop:
 
 def test_a_paused_node_can_be_stopped(tmp_path: Path) -> None:
     run, said = made(tmp_path / "run"), []
-    pause(run, None, time.time())
+    pause_run(run, None, time.time())
     limits = ResourceLimits(ResourcesConfig(), run, said.append, member=True)
     limits.look()
     limits.look()
@@ -307,7 +307,7 @@ def test_a_paused_node_can_be_stopped(tmp_path: Path) -> None:
     assert said == ["paused: by `swarm-node pause`; the node stays a member"]
     with pytest.raises(StopRequested):
         limits.wait(Stop(3))  # type: ignore[arg-type]
-    stop = Stop(10, lambda: (resume(run), limits.look())[0])  # type: ignore[func-returns-value, arg-type, return-value]
+    stop = Stop(10, lambda: (resume_run(run), limits.look())[0])  # type: ignore[func-returns-value, arg-type, return-value]
     limits.wait(stop)  # type: ignore[arg-type]
     assert stop.allowed == 1 and limits.waiting() == "" and said[1:] == ["no longer paused"]
 
@@ -316,14 +316,14 @@ def test_a_pause_s_length_is_known_meanwhile(tmp_path: Path, monkeypatch: pytest
     run, now = made(tmp_path / "run"), [100.0]
     monkeypatch.setattr("swarm_node.runtime.limits.time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0))
     limits, known = ResourceLimits(ResourcesConfig(), run, print), list[float]()
-    pause(run, None, 0.0)
+    pause_run(run, None, 0.0)
     limits.look()
 
     def wait() -> None:
         now[0] += 60.0
         known.append(limits.paused_s)
         if len(known) == 2:
-            resume(run)
+            resume_run(run)
             limits.look()
 
     limits.wait(Stop(10, wait))  # type: ignore[arg-type]
@@ -337,7 +337,7 @@ def test_a_paused_run_loses_nothing(tmp_path: Path) -> None:
     paused, plain = tmp_path / "paused", tmp_path / "plain"
     run_local(settings(plain, rounds=3), json_output=True)
     run_local(settings(paused, rounds=1), json_output=True)
-    pause(RunDir(paused), None, time.time())
+    pause_run(RunDir(paused), None, time.time())
     events = RunDir(paused).events
 
     def let_go() -> int:
@@ -345,7 +345,7 @@ def test_a_paused_run_loses_nothing(tmp_path: Path) -> None:
             until(lambda: "paused: by `swarm-node pause`" in events.read_text(), 60.0)
             return len(read_metrics(RunDir(paused).metrics))
         finally:
-            resume(RunDir(paused))
+            resume_run(RunDir(paused))
 
     with ThreadPoolExecutor(1) as owner:
         trained = owner.submit(let_go)

@@ -40,7 +40,7 @@ def told(what, word):
 
 Bucket.put = hang  # as where the place does not answer: no URL of one does that
 CheckpointStore.close = told(CheckpointStore.close, "closed")
-run.Report = told(run.Report, "reported")
+run.RunReport = told(run.RunReport, "reported")
 config = {
     "run_dir": sys.argv[1],
     "rounds": 1,

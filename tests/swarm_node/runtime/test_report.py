@@ -13,7 +13,7 @@ from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.tally import Tally
 from swarm_node.rollouts.evaluate import Evaluation, Held
-from swarm_node.runtime.report import Report, compared
+from swarm_node.runtime.report import RunReport, compared
 from swarm_node.runtime.start import run_local
 from swarm_node.storage.rundir import RunDir
 
@@ -74,7 +74,7 @@ def test_too_few_questions_hold_none_out(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_run_without_rounds_has_no_report(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    told = Report(RunDir(tmp_path), Tally(), 0, Evaluation(), Evaluation(), 8)
+    told = RunReport(RunDir(tmp_path), Tally(), 0, Evaluation(), Evaluation(), 8)
     told.draw()
     assert told.figures.rounds_recorded == 0 and not (tmp_path / "plots").exists()
 

@@ -9,7 +9,7 @@ import pytest
 
 from swarm_node.errors import UserError
 from swarm_node.storage import checkpoints as checkpoints
-from swarm_node.storage.bucket import in_time
+from swarm_node.storage.bucket import answered_in_time
 from tests.support.mirrors import HANGS_S, mirror
 
 pytestmark = pytest.mark.usefixtures("away", "nothing_is_slow")
@@ -44,4 +44,4 @@ def test_what_comes_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
             whole.set()
         return size
 
-    assert in_time(lambda: whole.wait(HANGS_S), grown)
+    assert answered_in_time(lambda: whole.wait(HANGS_S), grown)
