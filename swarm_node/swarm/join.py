@@ -94,7 +94,7 @@ def join_swarm(
     serve_swarm(transport, manifest, files)
     tables = task_tables(manifest, files)
     if not tables:
-        raise UserError(f"none of the question files of {manifest.name} could be had: give one with --tasks file.jsonl")
+        raise UserError(f"no question file of {manifest.name} was found: name one with --tasks file.jsonl")
     tasks = load_tasks(tables, config.rewards)
     if chosen:
         tasks = tasks.only(chosen)

@@ -44,7 +44,7 @@ class _AnotherSwarm(RemoteProtocolError):
 
     def __init__(self, swarm_id: str = "") -> None:
         """`swarm_id` of the manifest that it gave; empty if it refused because it is not in this swarm."""
-        super().__init__("swarm", f"in {swarm_id[:16] or 'another one'}")
+        super().__init__("swarm", f"one is in swarm {swarm_id[:16]}" if swarm_id else "one is in another swarm")
         self.swarm_id = swarm_id
 
 
@@ -78,9 +78,8 @@ def ask_around(
     `REPORT_EVERY_S` for that, unless all gave the other manifest: a peer that is just starting refuses, too."""
     began = time.monotonic()
     said = began + FIRST_REPORT_S - REPORT_EVERY_S
-    refused: dict[str, str] = {}
+    refused: set[str] = set()
     answers: dict[str, RemoteProtocolError] = {}
-    answered = False
     while True:
         known = distinct([*map(peer_of, swarm.peers), *transport.members()])
         peers = [peer for peer in known if peer != transport.peer_id]
@@ -93,9 +92,10 @@ def ask_around(
             except PeerUnreachable:
                 continue
             except RemoteProtocolError as error:
-                refused[peer], answered, answers[peer] = str(error), True, error
+                refused.add(peer)
+                answers[peer] = error
         failure = f"none of {len(peers)} members gives {wanted}"
-        if peers and not answered:
+        if peers and not answers:
             where = ", ".join(swarm.peers[:MAX_NAMED]) or f"the addresses of {len(peers)} members"
             failure = f"nobody answers at {where} when asked for {wanted}"
         now = time.monotonic()
@@ -105,7 +105,7 @@ def ask_around(
             raise PeerUnreachable(failure)
         if now - said > REPORT_EVERY_S:
             said = now
-            why = f" ({next(iter(refused.values()))})" if refused else ""
+            why = "".join(f" ({error.detail or error.reason})" for error in [*answers.values()][:1])
             link = shlex.quote(swarm.named or join_link(swarm.id, swarm.peers, []))
             say(f"{failure}{why}: still trying; `swarm-node doctor {link}` may say why")
         if peers and len(refused) == len(peers):

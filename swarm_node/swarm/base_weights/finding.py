@@ -195,7 +195,7 @@ def _from_hub(model: ManifestModel, patient: bool, say: Say) -> Model:
 
 def _give(config: NodeConfig, found: Model, swarm: str, transport: Transport, say: Say) -> None:
     Giver(transport, swarm, found, say, config.network.max_upload_mbit)
-    say("members who lack the swarm's model can have it from here (sharing.give_model = false: they cannot)")
+    say("giving the swarm's model to members that lack it (sharing.give_model = false turns this off)")
 
 
 # --------------------------------------------------------------------- for a new manifest

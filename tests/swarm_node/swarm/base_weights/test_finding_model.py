@@ -89,7 +89,7 @@ def test_the_swarms_model_is_trained_and_given(
     monkeypatch.setattr(finding, "in_hub_cache", lambda name, revision: folder)
     chosen = choose_model(config(**policy), swarm(model), [], transport, said.append)
     assert chosen == str(folder)
-    assert MODEL_METHOD in transport.accepted and "can have it from here" in said[-1]
+    assert MODEL_METHOD in transport.accepted and "giving the swarm's model" in said[-1]
     entered = JoinedSwarm(swarm(model), None, transport, None, chosen)  # type: ignore[arg-type]
     assert entered.with_model(config(**policy)).policy.model == str(folder)
     private = config(**policy).model_copy(update={"sharing": SharingConfig(give_model=False)})
