@@ -33,14 +33,14 @@ from swarm_node.pipeline.recovery.replicas import EVERY, replica_every
 from swarm_node.pipeline.recovery.sources import elsewhere, rank_sources, tell
 from swarm_node.pipeline.recovery.stage_checkpoints import newest, stage_files
 from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
-from swarm_node.pipeline.settings import limits, settings_of, with_settings
+from swarm_node.pipeline.settings import crew_settings, limits, with_crew_settings
 from swarm_node.pipeline.stage_cohort import MOST_S, StageCohort
 from swarm_node.pipeline.status_text import StatusText
 from swarm_node.pipeline.transport import StageTransport
 from swarm_node.policy.adapters import ARCHITECTURE
 from swarm_node.policy.loading import Plan as Loading
 from swarm_node.policy.loading import prepare
-from swarm_node.storage.checkpoints import check_room as check_disk
+from swarm_node.storage.checkpoints import check_room
 from swarm_node.storage.run_settings import RunSettings
 from swarm_node.storage.rundir import RunDir
 from swarm_node.swarm.join import JoinedSwarm
@@ -241,7 +241,7 @@ def peer_spec(
             found = elsewhere(members, crew_id(key), policy, pipeline.stages, spans[stage], stage)
             return dict(sorted(found.items(), key=lambda one: (abs(one[1] - updates), one[0])))
 
-        usual = 2 * max(EVERY, replica_every(with_settings(config, settings)[0], loading.lora))
+        usual = 2 * max(EVERY, replica_every(with_crew_settings(config, settings)[0], loading.lora))
         return rank_sources(
             stage, spans, holdings, updates, others=others, plus=settings.swap, usual=usual, fresh=FRESH
         )
@@ -253,7 +253,7 @@ def peer_spec(
         crew=pipeline.crew,
         key=key,
         architecture=policy,
-        settings=settings_of(config),
+        settings=crew_settings(config),
         spans=last.spans if last is not None else footprint.divide([UNKNOWN] * pipeline.stages),
         run=last.run if last is not None else NO_RUN,
         round=last.round if last is not None else 0,
@@ -279,7 +279,7 @@ def architecture_of(config: NodeConfig, loading: Loading) -> str:
     return architecture(model, weights_digest(loading), trained, str(loading.dtype))
 
 
-def check_room(config: NodeConfig, run: RunDir, footprint: Footprint, everybody: bool = False) -> None:
+def check_disk_room(config: NodeConfig, run: RunDir, footprint: Footprint, everybody: bool = False) -> None:
     """UserError if the disk has no room for two checkpoints of the stage that this node is to hold.
 
     The smallest stage counts if it may hold any. `everybody`: all stages, whose processes are on this machine."""
@@ -287,4 +287,4 @@ def check_room(config: NodeConfig, run: RunDir, footprint: Footprint, everybody:
     each = footprint.checkpoints(footprint.divide([UNKNOWN] * pipeline.stages))
     own = min(each) if pipeline.stage == "auto" else each[pipeline.stage]
     files = run.path / "stages"
-    check_disk(files, sum(each) if everybody else own, len(stage_files(files)))
+    check_room(files, sum(each) if everybody else own, len(stage_files(files)))

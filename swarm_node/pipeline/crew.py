@@ -33,7 +33,7 @@ from swarm_node.pipeline.driver import Driver
 from swarm_node.pipeline.leaving import Leaving
 from swarm_node.pipeline.membership.actions import BuildStage, DropStage, StartLeading, StopLeading
 from swarm_node.pipeline.messages import StageLost
-from swarm_node.pipeline.settings import settings_of, with_settings
+from swarm_node.pipeline.settings import crew_settings, with_crew_settings
 from swarm_node.pipeline.staged_optimizer import StagedOptimizer
 from swarm_node.pipeline.staged_policy import StagedPolicy
 from swarm_node.policy.loading import load_tokenizer
@@ -60,7 +60,7 @@ class CrewNode:
         self.parts = parts
         self.config = parts.own
         """Configuration of this node, with the crew's settings once these are known."""
-        self.settings = settings_of(parts.own)
+        self.settings = crew_settings(parts.own)
         """The crew's settings, as far as this node knows."""
         self.say = parts.say
         self.transport = parts.transport
@@ -198,7 +198,7 @@ class CrewNode:
         if plan.settings == self.settings:
             return
         self.settings = plan.settings
-        self.config, changed = with_settings(self.parts.own, self.settings)
+        self.config, changed = with_crew_settings(self.parts.own, self.settings)
         self.parts.footprint.config, self.parts.footprint.reference = self.config, self.settings.reference
         self.held_stages.go_by(self.config, self.settings.reference)
         if changed:

@@ -1,6 +1,6 @@
-"""Runs a `Membership`, which is pure, over a transport's channels.
+"""Runs a `CrewMembership`, which is pure, over a transport's channels.
 
-    records, channels that open and end -> events -> Membership -> actions -> channels, orders
+    records, channels that open and end -> events -> CrewMembership -> actions -> channels, orders
     stage messages -> their heads are decoded and judged -> inbox
 
 An event is handled on whatever thread brings it, one after the other; nothing here waits. A stage message names the
@@ -35,13 +35,13 @@ from swarm_node.pipeline.membership.actions import (
     Close,
     Connect,
     DropStage,
-    Link,
+    PeerLink,
     Say,
     Send,
     StartLeading,
     StopLeading,
 )
-from swarm_node.pipeline.membership.member import Membership
+from swarm_node.pipeline.membership.member import CrewMembership
 from swarm_node.pipeline.messages import LEADER, Limits, check_message
 
 PLANS = 16
@@ -57,7 +57,7 @@ class CrewChannels:
     def __init__(
         self,
         transport: Transport,
-        membership: Membership,
+        membership: CrewMembership,
         limits: Callable[[Settings], Limits],
         say: Callable[[str], None],
         now: Callable[[], float],
@@ -78,9 +78,9 @@ class CrewChannels:
         self._busy = threading.Lock()
         """Held by the thread that handles events."""
         self._events: deque[Callable[[float], list[Action]]] = deque()
-        self._channels: dict[Link, Channel] = {}
-        self._faults: dict[Link, str] = {}
-        """Channels whose peers sent a message that nobody takes -> why."""
+        self._channels: dict[PeerLink, Channel] = {}
+        self._faults: dict[PeerLink, str] = {}
+        """PeerChannels whose peers sent a message that nobody takes -> why."""
         self._plans: dict[int, Plan] = {}
         """Latest plans, by mark."""
         self._over = False
@@ -91,11 +91,11 @@ class CrewChannels:
     def __len__(self) -> int:
         return len(self._channels)
 
-    def get(self, link: Link | None) -> Channel | None:
+    def get(self, link: PeerLink | None) -> Channel | None:
         """The channel of a link, if it is open."""
         return None if link is None else self._channels.get(link)
 
-    def is_leader(self, link: Link) -> bool:
+    def is_leader(self, link: PeerLink) -> bool:
         """Whether the channel's peer leads the crew."""
         with self.lock:
             return self.membership.plan is not None and self.membership.plan.lead == link.peer
@@ -160,15 +160,15 @@ class CrewChannels:
     # ----------------------------------------------------------------- channels
 
     def _opened(self, method: str, channel: Channel) -> Listener:
-        link = Link(channel.peer, method)
+        link = PeerLink(channel.peer, method)
         self._channels[link] = channel
         self.handle(partial(self.membership.opened, link))
         return self._listener(link)
 
-    def _listener(self, link: Link) -> Listener:
+    def _listener(self, link: PeerLink) -> Listener:
         return Listener(partial(self._judge, link), partial(self._received, link), partial(self._closed, link))
 
-    def _judge(self, link: Link, head: bytes, size: int) -> None:
+    def _judge(self, link: PeerLink, head: bytes, size: int) -> None:
         if head == CONTROL:
             if size > MAX_CONTROL_BYTES:
                 raise RemoteProtocolError("size", f"a record of {size} bytes")
@@ -187,7 +187,7 @@ class CrewChannels:
                 self._faults[link] = error.reason
             raise
 
-    def _limits_of(self, link: Link, envelope: Envelope) -> Limits:
+    def _limits_of(self, link: PeerLink, envelope: Envelope) -> Limits:
         """What the channel's peer may send by the plan that it names. Raises RemoteProtocolError: plan, stranger."""
         plan = self._plans.get(envelope.plan)
         if plan is None:
@@ -200,7 +200,7 @@ class CrewChannels:
         limits = self._limits(plan.settings)
         return replace(limits, plan=plan.mark, stages=len(plan.assignments), here=frozenset(here), sender=sender)
 
-    def _received(self, link: Link, head: bytes, body: bytearray) -> None:
+    def _received(self, link: PeerLink, head: bytes, body: bytearray) -> None:
         if head != CONTROL:
             self.inbox.arrived(link, body)
             self.news.set()
@@ -213,7 +213,7 @@ class CrewChannels:
             raise
         self.handle(partial(self.membership.heard, link, record))
 
-    def _closed(self, link: Link, why: str) -> None:
+    def _closed(self, link: PeerLink, why: str) -> None:
         self._channels.pop(link, None)
         self.inbox.ended(link)
         fault = self._faults.pop(link, None)

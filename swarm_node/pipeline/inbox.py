@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from protocol.errors import RemoteProtocolError
 from protocol.pipeline import Envelope
-from swarm_node.pipeline.membership.actions import Link
+from swarm_node.pipeline.membership.actions import PeerLink
 from swarm_node.pipeline.messages import Limits, StageMessage
 
 MAX_WAITING = 1024
@@ -28,7 +28,7 @@ MAX_WAITING_BYTES = 2**30
 class Expected:
     """A message on a channel; its head has been decoded."""
 
-    link: Link
+    link: PeerLink
     envelope: Envelope
     size: int
     """Bytes of its body."""
@@ -54,7 +54,7 @@ class Inbox:
         self._now = now
         self._lock = threading.Lock()
         self._waiting: deque[Waiting] = deque()
-        self._coming: dict[Link, Expected] = {}
+        self._coming: dict[PeerLink, Expected] = {}
         """The message whose body is on its way, by channel."""
         self._kept = 0
         """Bytes of bodies that wait."""
@@ -84,7 +84,7 @@ class Inbox:
                 raise RemoteProtocolError("flood", f"{expected.size} bytes more than {MAX_WAITING_BYTES} would wait")
             self._coming[expected.link] = expected
 
-    def arrived(self, link: Link, body: bytearray) -> None:
+    def arrived(self, link: PeerLink, body: bytearray) -> None:
         """The body of the message that was expected on this channel."""
         with self._lock:
             expected = self._coming.pop(link, None)
@@ -93,7 +93,7 @@ class Inbox:
             self._kept += len(body)
         self._waiting.append(Waiting(expected.limits.plan, self._now(), (expected, body)))
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: PeerLink) -> None:
         """The channel is no more."""
         with self._lock:
             self._coming.pop(link, None)

@@ -20,7 +20,7 @@ MAX_ROWS = 2**14
 """Most samples that are drawn at a time."""
 
 
-def settings_of(config: NodeConfig) -> Settings:
+def crew_settings(config: NodeConfig) -> Settings:
     """The settings of a crew whose first leader is this node."""
     pipeline, rollouts, grpo = config.pipeline, config.rollouts, config.grpo
     longest = rollouts.max_prompt_tokens + rollouts.group_size * rollouts.max_new_tokens
@@ -39,7 +39,7 @@ def settings_of(config: NodeConfig) -> Settings:
     )
 
 
-def with_settings(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, list[str]]:
+def with_crew_settings(config: NodeConfig, settings: Settings) -> tuple[NodeConfig, list[str]]:
     """`config` with the crew's `settings`, and a description of each option that they change."""
     group = max(2, (settings.microbatch - settings.prompt) // settings.length)
     theirs: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """The other stages of a crew, over the network, as the main thread of a peer uses them.
 
-    thread of a channel   records -> Membership -> orders           stage messages -> inbox         (`crew_channels`)
+    thread of a channel  records -> CrewMembership -> orders           stage messages -> inbox         (`crew_channels`)
     main thread           orders() -> build, leave, lead      receive() <- inbox     send() -> channel, or own inbox
 
 Bodies of messages are decoded on the main thread. Each message names the plan it belongs to. Messages of an earlier
@@ -31,8 +31,8 @@ from swarm_node.pipeline.membership.actions import (
     StartLeading,
     StopLeading,
 )
-from swarm_node.pipeline.membership.leadership import Role
-from swarm_node.pipeline.membership.member import Membership
+from swarm_node.pipeline.membership.leadership import CrewRole
+from swarm_node.pipeline.membership.member import CrewMembership
 from swarm_node.pipeline.membership.roster import NOTHING
 from swarm_node.pipeline.messages import LEADER, Limits, StageLost, StageMessage, decode_message, encode_message
 
@@ -56,7 +56,7 @@ class StageTransport:
         now: Callable[[], float] = time.monotonic,
         holding: Holding = NOTHING,
     ) -> None:
-        """`limits`: see `CrewChannels`. `spec` and `holding`: see `Membership`."""
+        """`limits`: see `CrewChannels`. `spec` and `holding`: see `CrewMembership`."""
         self.counts: Counter[str] = Counter()
         """`late`: messages of earlier plans; `unsent`: messages to stages that had gone."""
         self._transport = transport
@@ -74,7 +74,7 @@ class StageTransport:
         self._looked_at = self._ticked_at = -LOOK_S
         self._members: Mapping[str, PeerCard] = {}
         """Of the swarm, as last looked up."""
-        self._membership = Membership(spec, now(), holding, self.held_s)
+        self._membership = CrewMembership(spec, now(), holding, self.held_s)
         self._channels = CrewChannels(transport, self._membership, limits, say, now)
         self._inbox, self._orders, self._lock = self._channels.inbox, self._channels.orders, self._channels.lock
         self._handle = self._channels.handle
@@ -99,7 +99,7 @@ class StageTransport:
     @property
     def leading(self) -> bool:
         with self._lock:
-            return self._membership.role == Role.LEADING
+            return self._membership.role == CrewRole.LEADING
 
     @property
     def updates(self) -> int:
@@ -230,7 +230,7 @@ class StageTransport:
         self._check()
         with self._lock:
             plan = self._membership.plan
-            here = (*self._membership.following.stages, *[LEADER] * (self._membership.role == Role.LEADING))
+            here = (*self._membership.following.stages, *[LEADER] * (self._membership.role == CrewRole.LEADING))
             link = self._membership.way_to(message.stage)
             channel = self._channels.get(link)
         if plan is None or plan.mark != self._working:

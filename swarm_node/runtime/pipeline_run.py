@@ -13,7 +13,7 @@ from functools import partial
 
 from swarm_node.config import NodeConfig
 from swarm_node.errors import StopRequested
-from swarm_node.pipeline.assemble import assemble, check_room
+from swarm_node.pipeline.assemble import assemble, check_disk_room
 from swarm_node.pipeline.crew import CrewNode, Deposed
 from swarm_node.runtime.console import Console, say
 from swarm_node.runtime.drain import AFTER_COPY_S, LAST_COPY_S, mirror_of, say_reach
@@ -59,7 +59,7 @@ def run_crew(config: NodeConfig, json_output: bool, swarm: Swarm, beside: Beside
                 console.leave(STOPPING)
                 stop.safe()
                 return 0
-            check_room(crew.config, run, crew.parts.footprint, everybody=beside is not None)
+            check_disk_room(crew.config, run, crew.parts.footprint, everybody=beside is not None)
             if beside is not None:
                 crew.join_command.open = False
                 inner.enter_context(beside(partial(_link, crew), say))

@@ -1,4 +1,4 @@
-"""Several `Membership`s in one process on a virtual clock: channels, cards, machines that build stages, and faults."""
+"""Several crew memberships in one process on a virtual clock: channels, cards, building machines, and faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from swarm_node.pipeline.membership.actions import (
     Connect,
     Costs,
     DropStage,
-    Link,
+    PeerLink,
     PeerSpec,
     Say,
     Send,
@@ -44,8 +44,8 @@ from swarm_node.pipeline.membership.actions import (
 )
 from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.leader_search import FIRST_ANSWER_S
-from swarm_node.pipeline.membership.leadership import Role
-from swarm_node.pipeline.membership.member import Membership
+from swarm_node.pipeline.membership.leadership import CrewRole
+from swarm_node.pipeline.membership.member import CrewMembership
 from swarm_node.pipeline.membership.roster import GATHER_S
 from swarm_node.pipeline.recovery.sources import rank_sources, tell
 
@@ -121,7 +121,7 @@ def by_memory(room: Sequence[float]) -> Spans:
 class Machine:
     """A peer: its crew, what it has in memory, and what it was told to do."""
 
-    crew: Membership
+    crew: CrewMembership
     memory: dict[int, int] = field(default_factory=dict)
     """Stage -> updates of its weights."""
     building: dict[int, tuple[float, BuildStage]] = field(default_factory=dict)
@@ -155,11 +155,11 @@ class World:
         self.machines: dict[str, Machine] = {}
         self.card_store: dict[str, tuple[float, int, CrewCard]] = {}
         """Peer -> when its card was renewed, on which side of a split, the card."""
-        self.far: dict[Link, tuple[str, Link]] = {}
+        self.far: dict[PeerLink, tuple[str, PeerLink]] = {}
         """End of a channel -> whose the other one is, and it."""
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.count = self.segments = 0
-        self.arrives: dict[Link, float] = {}
+        self.arrives: dict[PeerLink, float] = {}
         self.trained_at: dict[str, float] = {}
         self.builds_s = 0.2, 2.0
         """A stage takes between these."""
@@ -176,7 +176,7 @@ class World:
         changes.setdefault("costs", self.costs)
         place = spec(peer, self.stages, started=self.now, **changes)  # type: ignore[arg-type]
         machine = Machine(None)  # type: ignore[arg-type]
-        machine.crew = Membership(place, self.now, holding or Holding(), held_s=lambda: self.held_s(machine))
+        machine.crew = CrewMembership(place, self.now, holding or Holding(), held_s=lambda: self.held_s(machine))
         self.machines[peer] = machine
         self.publish(peer)
         return machine
@@ -196,7 +196,7 @@ class World:
             if other == peer and far in self.far:
                 self.cut(link, silent)
 
-    def cut(self, link: Link, silent: bool) -> None:
+    def cut(self, link: PeerLink, silent: bool) -> None:
         """Both ends of a channel hear of it, sooner or later."""
         other, far = self.far.pop(link)
         owner, _ = self.far.pop(far)
@@ -374,45 +374,45 @@ class World:
                 case StopLeading():
                     machine.leads, machine.begun = False, []
 
-    def connect(self, peer: str, link: Link) -> None:
+    def connect(self, peer: str, link: PeerLink) -> None:
         if self.apart(peer, link.peer):
             wait = 0.1 if link.peer not in self.machines else 5.0
             self.at(wait, partial(self.tell_closed, peer, link, "cannot be reached"))
             return
-        far = Link(peer, link.method)
+        far = PeerLink(peer, link.method)
         self.far[link], self.far[far] = (link.peer, far), (peer, link)
         if self.opens_s and link.method == STAGE_METHOD:
             self.arrives[far] = self.now + self.rng.uniform(0.0, self.opens_s)
         self.at(self.delay(far), partial(self.tell_opened, link.peer, far))
 
-    def send(self, peer: str, link: Link, record: Record) -> None:
+    def send(self, peer: str, link: PeerLink, record: Record) -> None:
         if link in self.far:
             other, far = self.far[link]
             self.at(self.delay(far), partial(self.tell, other, far, decode_record(encode_record(record))))
 
-    def delay(self, end: Link) -> float:
+    def delay(self, end: PeerLink) -> float:
         """In order for each end."""
         arrives = max(self.arrives.get(end, 0.0), self.now + self.rng.uniform(0.0, 0.4))
         self.arrives[end] = arrives
         return arrives - self.now
 
-    def tell(self, peer: str, link: Link, record: Record) -> None:
+    def tell(self, peer: str, link: PeerLink, record: Record) -> None:
         if link in self.far and peer in self.machines:
             self.act(peer, self.machines[peer].crew.heard(link, record, self.now))
 
-    def tell_opened(self, peer: str, link: Link) -> None:
+    def tell_opened(self, peer: str, link: PeerLink) -> None:
         if link in self.far and peer in self.machines:
             self.act(peer, self.machines[peer].crew.opened(link, self.now))
 
-    def tell_closed(self, peer: str, link: Link, why: str) -> None:
+    def tell_closed(self, peer: str, link: PeerLink, why: str) -> None:
         if peer in self.machines:
             self.act(peer, self.machines[peer].crew.closed(link, why, self.now))
 
     # ----------------------------------------------------------------- what must be so
 
-    def crews(self) -> dict[int, dict[str, Membership]]:
+    def crews(self) -> dict[int, dict[str, CrewMembership]]:
         """Side of a split -> its peers."""
-        sides: dict[int, dict[str, Membership]] = {}
+        sides: dict[int, dict[str, CrewMembership]] = {}
         for peer, machine in self.machines.items():
             sides.setdefault(machine.side, {})[peer] = machine.crew
         return sides
@@ -420,7 +420,7 @@ class World:
     def settled(self, side: int = 0) -> bool:
         """One lead, whom all others follow, and every stage held by who should."""
         crews = self.crews().get(side, {})
-        leads = [peer for peer, crew in crews.items() if crew.role == Role.LEADING]
+        leads = [peer for peer, crew in crews.items() if crew.role == CrewRole.LEADING]
         if len(leads) != 1 or not crews[leads[0]].whole:
             return False
         plan = crews[leads[0]].plan
@@ -435,7 +435,7 @@ class World:
     def plan(self, side: int = 0) -> Plan:
         """Of the lead of a settled crew."""
         assert self.settled(side), self.story()
-        plan = next(crew.plan for crew in self.crews()[side].values() if crew.role == Role.LEADING)
+        plan = next(crew.plan for crew in self.crews()[side].values() if crew.role == CrewRole.LEADING)
         assert plan is not None
         return plan
 
@@ -546,7 +546,7 @@ class DiskWorld(World):
                 assert not apart, f"updates {apart}\n{self.story()}"
 
 
-def crew_links(world: World, peer: str) -> list[Link]:
+def crew_links(world: World, peer: str) -> list[PeerLink]:
     """Ends at `peer` of channels to a lead."""
     return [far for other, far in world.far.values() if other == peer and far.method == CREW_METHOD]
 
@@ -570,6 +570,6 @@ def heard(machine: Machine, text: str) -> int:
     return sum(text in said for said in machine.said)
 
 
-def holders_of(crew: Membership) -> list[str]:
+def holders_of(crew: CrewMembership) -> list[str]:
     assert crew.plan is not None
     return [row.peer for row in crew.plan.assignments]

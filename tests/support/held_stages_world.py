@@ -16,7 +16,7 @@ from swarm_node.pipeline.compute.partition import UNKNOWN, partition, sizes
 from swarm_node.pipeline.membership.actions import BuildStage
 from swarm_node.pipeline.recovery.held_stages import HeldStages
 from swarm_node.pipeline.recovery.weight_transfer import WeightTransfer
-from swarm_node.pipeline.settings import settings_of
+from swarm_node.pipeline.settings import crew_settings
 from swarm_node.pipeline.stage_cohort import StageCohort
 from swarm_node.policy.loading import prepare
 
@@ -139,7 +139,7 @@ class World:
 
     def plan(self, *holders: Peer) -> Plan:
         seats = tuple(Assignment(p.transport.peer_id, span) for p, span in zip(holders, self.spans, strict=True))
-        return Plan(1, 1, seats, settings_of(self.config))
+        return Plan(1, 1, seats, crew_settings(self.config))
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -1,7 +1,7 @@
 """Values that the pure part of a membership and the code that carries it out exchange.
 
 PeerSpec     this peer's place in its crew, given once
-Link         a channel with a peer
+PeerLink         a channel with a peer
 ActionQueue  actions in order (Connect, Close, Send, Say, BuildStage, DropStage, StartLeading, StopLeading), and counts
 """
 
@@ -87,7 +87,7 @@ class PeerSpec:
 
 
 @dataclass(eq=False)
-class Link:
+class PeerLink:
     """A channel with a peer."""
 
     peer: str
@@ -100,21 +100,21 @@ class Link:
 class Connect:
     """Open the channel."""
 
-    link: Link
+    link: PeerLink
 
 
 @dataclass(frozen=True)
 class Close:
     """Close the channel; no event about it follows."""
 
-    link: Link
+    link: PeerLink
 
 
 @dataclass(frozen=True)
 class Send:
     """Send a record over the channel."""
 
-    link: Link
+    link: PeerLink
     record: Record
 
 
@@ -127,7 +127,7 @@ class Say:
 
 @dataclass(frozen=True)
 class BuildStage:
-    """Build a stage from the first source that works, then call `Membership.seated` or `Membership.unable`."""
+    """Build a stage from the first source that works, then call `CrewMembership.built` or `CrewMembership.unable`."""
 
     stage: int
     layers: Layers
@@ -167,7 +167,7 @@ class ActionQueue:
         """Add an action."""
         self.actions.append(action)
 
-    def send(self, link: Link | None, record: Record) -> None:
+    def send(self, link: PeerLink | None, record: Record) -> None:
         """Send a record; `None` stands for this peer itself, which knows already."""
         if link is not None:
             self.actions.append(Send(link, record))

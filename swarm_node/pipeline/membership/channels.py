@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from protocol.crew import STAGE_METHOD
-from swarm_node.pipeline.membership.actions import ActionQueue, Close, Connect, Link
+from swarm_node.pipeline.membership.actions import ActionQueue, Close, Connect, PeerLink
 
 PART_S = 3.0
 """A channel is closed so long after the last record was sent over it, which must arrive first."""
@@ -24,32 +24,32 @@ MAX_STRANGERS = 32
 """Most channels of such peers."""
 
 
-class Channels:
-    """Channels of this peer, by the reason that they are open for."""
+class PeerChannels:
+    """PeerChannels of this peer, by the reason that they are open for."""
 
-    def __init__(self, out: ActionQueue, gone: Callable[[Link], None]) -> None:
+    def __init__(self, out: ActionQueue, gone: Callable[[PeerLink], None]) -> None:
         """`gone` is called with each channel that is no more."""
-        self.neighbours: dict[str, Link] = {}
+        self.neighbours: dict[str, PeerLink] = {}
         """Channel to each peer that holds a neighbouring stage, or says so."""
         self._out = out
         self._gone = gone
-        self._links: set[Link] = set()
-        self._strangers: dict[Link, float] = {}
-        """Channels of strangers -> when they are closed."""
-        self._parting: dict[Link, float] = {}
-        """Channels that are not needed any more -> when they are closed."""
+        self._links: set[PeerLink] = set()
+        self._strangers: dict[PeerLink, float] = {}
+        """PeerChannels of strangers -> when they are closed."""
+        self._parting: dict[PeerLink, float] = {}
+        """PeerChannels that are not needed any more -> when they are closed."""
         self._redial: dict[str, float] = {}
         """When each neighbour may be dialled again."""
 
-    def __contains__(self, link: Link) -> bool:
+    def __contains__(self, link: PeerLink) -> bool:
         return link in self._links
 
-    def open(self, link: Link) -> None:
+    def open(self, link: PeerLink) -> None:
         """Open a channel."""
         self._links.add(link)
         self._out.do(Connect(link))
 
-    def opened(self, link: Link, now: float) -> None:
+    def opened(self, link: PeerLink, now: float) -> None:
         """Another peer has opened a channel."""
         self._links.add(link)
         if link.method == STAGE_METHOD:
@@ -60,36 +60,36 @@ class Channels:
         else:
             self.doubt(link, now + STRANGER_S)
 
-    def close(self, link: Link) -> None:
+    def close(self, link: PeerLink) -> None:
         """Close a channel now."""
         if link in self._links:
             self.forget(link)
             self._out.do(Close(link))
 
-    def forget(self, link: Link) -> None:
+    def forget(self, link: PeerLink) -> None:
         """A channel has ended."""
         self._links.discard(link)
         self._strangers.pop(link, None)
         self._parting.pop(link, None)
         self._gone(link)
 
-    def doubt(self, link: Link, until: float) -> None:
+    def doubt(self, link: PeerLink, until: float) -> None:
         """Close a channel at `until`, unless its peer proves itself before."""
         self._strangers[link] = min(until, self._strangers.get(link, until))
 
-    def trust(self, link: Link) -> None:
+    def trust(self, link: PeerLink) -> None:
         """The peer of a channel is of this crew."""
         self._strangers.pop(link, None)
 
-    def part(self, link: Link, until: float) -> None:
+    def part(self, link: PeerLink, until: float) -> None:
         """Close a channel at `until`."""
         self._parting[link] = until
 
-    def stay(self, link: Link) -> None:
+    def stay(self, link: PeerLink) -> None:
         """Keep a channel that was to be closed."""
         self._parting.pop(link, None)
 
-    def leave(self, link: Link) -> bool:
+    def leave(self, link: PeerLink) -> bool:
         """A channel between stages has ended. Whether it was the one in use."""
         in_use = self.neighbours.get(link.peer) is link
         if in_use:
@@ -115,5 +115,5 @@ class Channels:
         for peer, opens in neighbours.items():
             if opens and self._redial.get(peer, now) <= now and peer not in self.neighbours:
                 self._redial[peer] = now + NEIGHBOUR_REDIAL_S
-                link = self.neighbours[peer] = Link(peer, STAGE_METHOD, dialled=True)
+                link = self.neighbours[peer] = PeerLink(peer, STAGE_METHOD, dialled=True)
                 self.open(link)

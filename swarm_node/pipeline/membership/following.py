@@ -14,8 +14,8 @@ import msgspec
 
 from protocol.crew import MAX_REASON_CHARS, Broken, Holding, Kept, Plan, Progress, Ready, Source, Unable
 from protocol.lineage import leads_to
-from swarm_node.pipeline.membership.actions import ActionQueue, BuildStage, DropStage, Link, PeerSpec
-from swarm_node.pipeline.membership.channels import STRANGER_S, Channels
+from swarm_node.pipeline.membership.actions import ActionQueue, BuildStage, DropStage, PeerLink, PeerSpec
+from swarm_node.pipeline.membership.channels import STRANGER_S, PeerChannels
 from swarm_node.pipeline.membership.placement import adjacent, succession
 from swarm_node.pipeline.membership.roster import counted
 
@@ -23,9 +23,11 @@ from swarm_node.pipeline.membership.roster import counted
 class Following:
     """The plan that this peer goes by, and the stages that it holds."""
 
-    def __init__(self, spec: PeerSpec, channels: Channels, queue: ActionQueue, holding: Holding, now: float) -> None:
+    def __init__(
+        self, spec: PeerSpec, channels: PeerChannels, queue: ActionQueue, holding: Holding, now: float
+    ) -> None:
         """`holding`: checkpoints of earlier runs."""
-        self.link: Link | None = None
+        self.link: PeerLink | None = None
         """The channel to the leader that this peer follows; `None` while it seeks one, or leads."""
         self.plan: Plan | None = None
         """The last plan that this peer went by."""
@@ -216,7 +218,7 @@ class Following:
         if self.link is not None:
             self._channels.reach(neighbours, now)
 
-    def lose_neighbour(self, link: Link, why: str, refused: bool) -> None:
+    def lose_neighbour(self, link: PeerLink, why: str, refused: bool) -> None:
         """A channel between stages has ended."""
         in_use = self._channels.leave(link) and link.peer in self.neighbours()
         if in_use and self.link is not None:

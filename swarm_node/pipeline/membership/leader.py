@@ -31,9 +31,9 @@ from protocol.crew import (
     Whole,
 )
 from protocol.lineage import branch
-from swarm_node.pipeline.membership.actions import ActionQueue, Close, Link, PeerSpec
+from swarm_node.pipeline.membership.actions import ActionQueue, Close, PeerLink, PeerSpec
 from swarm_node.pipeline.membership.planning import Planning, stored_updates
-from swarm_node.pipeline.membership.roster import Entry, Roster, short
+from swarm_node.pipeline.membership.roster import CrewPeer, CrewRoster, short
 
 REPLAN_S = 2.0
 """Shortest time between two plans that only begin work anew."""
@@ -56,7 +56,7 @@ class Leader:
         self.spec = spec
         self.term = term
         self.plan: Plan | None = None
-        self.roster = Roster(spec.me, hello, before, lost, now)
+        self.roster = CrewRoster(spec.me, hello, before, lost, now)
         self.planning = Planning(spec, before, bool(before or hello.spans), self.roster, queue)
         self.whole = False
         self.won = 0
@@ -83,7 +83,7 @@ class Leader:
     # ----------------------------------------------------------------- what is known
 
     @property
-    def members(self) -> dict[str, Entry]:
+    def members(self) -> dict[str, CrewPeer]:
         """Peers in touch with this one, itself included."""
         return self.roster.members
 
@@ -113,7 +113,7 @@ class Leader:
 
     # ----------------------------------------------------------------- who comes and goes
 
-    def join(self, link: Link, hello: Hello, now: float) -> None:
+    def join(self, link: PeerLink, hello: Hello, now: float) -> None:
         """A peer joins, or comes back. It keeps a stage that it is still to hold, and still has."""
         peer, me = link.peer, self.spec.me
         if self.roster.is_banned(peer, now):
@@ -140,7 +140,7 @@ class Leader:
                 self._queue.send(link, Whole(self.plan.mark))
         self.planning.note_claim(peer)
 
-    def left(self, link: Link, why: str, now: float) -> None:
+    def left(self, link: PeerLink, why: str, now: float) -> None:
         """The channel to a member ended: all its stages are lost."""
         peer = link.peer
         member = self.members.get(peer)
@@ -190,7 +190,7 @@ class Leader:
 
     # ----------------------------------------------------------------- what members say
 
-    def heard(self, link: Link, record: Record, now: float) -> None:
+    def heard(self, link: PeerLink, record: Record, now: float) -> None:
         """A record has come from a member. Those about an earlier plan are ignored."""
         peer, member = link.peer, self.members.get(link.peer)
         if member is None or member.link is not link:

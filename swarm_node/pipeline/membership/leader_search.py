@@ -17,8 +17,8 @@ from typing import Any
 
 from protocol.crew import CREW_METHOD, Answer
 from protocol.messages import CrewCard
-from swarm_node.pipeline.membership.actions import ActionQueue, Link, PeerSpec
-from swarm_node.pipeline.membership.channels import Channels
+from swarm_node.pipeline.membership.actions import ActionQueue, PeerLink, PeerSpec
+from swarm_node.pipeline.membership.channels import PeerChannels
 
 FIND_LEADER_S = 3.0
 """A peer that finds no leader for so long, after it first saw members of its swarm, becomes the first one."""
@@ -45,11 +45,11 @@ VOUCHED_S = 30.0
 class LeaderSearch:
     """The search for the leader."""
 
-    def __init__(self, spec: PeerSpec, channels: Channels, out: ActionQueue, now: float) -> None:
+    def __init__(self, spec: PeerSpec, channels: PeerChannels, out: ActionQueue, now: float) -> None:
         self.lost = ""
         """The leader that is lost, until there is another."""
-        self._talks: dict[Link, float] = {}
-        """Channels to peers that were asked -> until when the next answer is waited for."""
+        self._talks: dict[PeerLink, float] = {}
+        """PeerChannels to peers that were asked -> until when the next answer is waited for."""
         self._in_line = False
         """The peers in line after the lost leader are being asked, one by one."""
         self._post = spec
@@ -70,15 +70,15 @@ class LeaderSearch:
         """Peers without proof -> how often they were asked in vain."""
         self._asked: set[str] = set()
         """Peers that knew no leader, since this peer last knew one."""
-        self._hoping: dict[Link, None] = {}
-        """Channels to such peers, which may still tell of one."""
+        self._hoping: dict[PeerLink, None] = {}
+        """PeerChannels to such peers, which may still tell of one."""
 
     def look(self, anybody: bool, now: float) -> None:
         """`anybody`: there are members of the swarm."""
         if self._looked is None and (anybody or now >= self._begun + NO_MEMBERS_S):
             self._looked = now
 
-    def __contains__(self, link: Link) -> bool:
+    def __contains__(self, link: PeerLink) -> bool:
         return link in self._talks
 
     def next(
@@ -125,19 +125,19 @@ class LeaderSearch:
         """Whether an answer that may matter is still to come."""
         return any(link.peer in self._known or now < self._since + UNPROVEN_WAIT_S for link in self._talks)
 
-    def dial(self, peer: str, now: float) -> Link:
+    def dial(self, peer: str, now: float) -> PeerLink:
         """Open a channel to a peer that is to be asked."""
-        link = Link(peer, CREW_METHOD, dialled=True)
+        link = PeerLink(peer, CREW_METHOD, dialled=True)
         self._talks[link] = now + FIRST_ANSWER_S
         self._channels.open(link)
         return link
 
-    def wait_for(self, link: Link, now: float) -> None:
+    def wait_for(self, link: PeerLink, now: float) -> None:
         """Wait for an answer of the leader that this one has given way to."""
         self._stop(link)
         self._talks[link], self._in_line = now + NEXT_ANSWER_S, True
 
-    def told(self, link: Link, answer: Answer, now: float) -> bool:
+    def told(self, link: PeerLink, answer: Answer, now: float) -> bool:
         """A peer that was asked has answered. Whether it is the leader."""
         lead = answer.lead
         if link not in self._talks and link not in self._hoping:
@@ -200,7 +200,7 @@ class LeaderSearch:
         """There is a leader, though it refuses this peer."""
         self._vouched_until = now + VOUCHED_S
 
-    def unreached(self, link: Link, now: float) -> None:
+    def unreached(self, link: PeerLink, now: float) -> None:
         """A channel to a peer that was asked has ended, or could not be opened."""
         del self._talks[link]
         self.doubt(link.peer, now)
@@ -209,17 +209,17 @@ class LeaderSearch:
         """There is no leader any more: ask the peers in `queue` first. `lost`: the leader, if it is lost."""
         self.lost, self._queue, self._since = lost, list(queue), now
 
-    def end(self, found: Link | None = None) -> None:
+    def end(self, found: PeerLink | None = None) -> None:
         """The leader is found, over this channel, or this peer leads."""
         self._stop(found)
         self._queue, self.lost = [], ""
         self._asked.clear()
 
-    def gone(self, link: Link) -> None:
+    def gone(self, link: PeerLink) -> None:
         """A channel is no more."""
         self._hoping.pop(link, None)
 
-    def release(self, link: Link) -> None:
+    def release(self, link: PeerLink) -> None:
         """The peer of a channel asks this one as well: do not wait for its answer."""
         self._talks.pop(link, None)
 
@@ -227,7 +227,7 @@ class LeaderSearch:
         self._stop()
         self._queue.insert(0, peer)
 
-    def _stop(self, but: Link | None = None) -> None:
+    def _stop(self, but: PeerLink | None = None) -> None:
         for link in [*self._hoping, *self._talks]:
             if link is not but:
                 self._channels.close(link)

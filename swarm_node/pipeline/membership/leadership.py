@@ -33,12 +33,12 @@ from protocol.crew import (
 from protocol.errors import LocalProtocolError
 from swarm_node.pipeline.membership.actions import (
     ActionQueue,
-    Link,
+    PeerLink,
     PeerSpec,
     StartLeading,
     StopLeading,
 )
-from swarm_node.pipeline.membership.channels import PART_S, Channels
+from swarm_node.pipeline.membership.channels import PART_S, PeerChannels
 from swarm_node.pipeline.membership.directory import NAMELESS, Directory
 from swarm_node.pipeline.membership.following import Following
 from swarm_node.pipeline.membership.leader import Leader
@@ -50,7 +50,7 @@ MAX_GUESTS = 32
 """Peers of the crew that wait here while it has no leader."""
 
 
-class Role(StrEnum):
+class CrewRole(StrEnum):
     """What this peer is in its crew."""
 
     SEEKING = "seeking"
@@ -70,33 +70,33 @@ class Event(StrEnum):
     STAGE_0_FAILED = "stage 0 cannot be held here"
 
 
-TRANSITIONS: dict[Role, dict[Event, Role]] = {
-    Role.SEEKING: {
-        Event.LEADER_FOUND: Role.FOLLOWING,
-        Event.OWN_TURN: Role.LEADING,
+TRANSITIONS: dict[CrewRole, dict[Event, CrewRole]] = {
+    CrewRole.SEEKING: {
+        Event.LEADER_FOUND: CrewRole.FOLLOWING,
+        Event.OWN_TURN: CrewRole.LEADING,
     },
-    Role.FOLLOWING: {
-        Event.LEADER_LOST: Role.SEEKING,
-        Event.LEADER_RESIGNED: Role.SEEKING,
-        Event.LEADER_REFUSES: Role.SEEKING,
+    CrewRole.FOLLOWING: {
+        Event.LEADER_LOST: CrewRole.SEEKING,
+        Event.LEADER_RESIGNED: CrewRole.SEEKING,
+        Event.LEADER_REFUSES: CrewRole.SEEKING,
     },
-    Role.LEADING: {
-        Event.RIVAL_STANDS_HIGHER: Role.SEEKING,
-        Event.STAGE_0_FAILED: Role.SEEKING,
+    CrewRole.LEADING: {
+        Event.RIVAL_STANDS_HIGHER: CrewRole.SEEKING,
+        Event.STAGE_0_FAILED: CrewRole.SEEKING,
     },
 }
-"""Role -> event -> next role. All other moves are mistakes of this program."""
+"""CrewRole -> event -> next role. All other moves are mistakes of this program."""
 
 GREETINGS: frozenset[type] = frozenset({Hello, Answer, Refusal})
-ACCEPTED: dict[Role, frozenset[type]] = {
-    Role.SEEKING: GREETINGS,
-    Role.FOLLOWING: GREETINGS | {Plan, Whole, Progress, Probe},
-    Role.LEADING: GREETINGS | {Report, Ready, Unable, Broken, Load},
+ACCEPTED: dict[CrewRole, frozenset[type]] = {
+    CrewRole.SEEKING: GREETINGS,
+    CrewRole.FOLLOWING: GREETINGS | {Plan, Whole, Progress, Probe},
+    CrewRole.LEADING: GREETINGS | {Report, Ready, Unable, Broken, Load},
 }
-"""Role -> records that peers may send. Others are counted as `stray`."""
+"""CrewRole -> records that peers may send. Others are counted as `stray`."""
 
 
-def next_role(role: Role, event: Event) -> Role:
+def next_role(role: CrewRole, event: Event) -> CrewRole:
     """The role after `event`. LocalProtocolError if that cannot happen in `role`."""
     try:
         return TRANSITIONS[role][event]
@@ -110,13 +110,13 @@ class Leadership:
     def __init__(
         self,
         spec: PeerSpec,
-        channels: Channels,
+        channels: PeerChannels,
         queue: ActionQueue,
         following: Following,
         directory: Directory,
         now: float,
     ) -> None:
-        self.role = Role.SEEKING
+        self.role = CrewRole.SEEKING
         self.leader: Leader | None = None
         """While this peer leads."""
         self.term = 0
@@ -127,7 +127,7 @@ class Leadership:
         self._following = following
         self._directory = directory
         self._rivals: Rivals | None = None
-        self._guests: dict[Link, Hello] = {}
+        self._guests: dict[PeerLink, Hello] = {}
         """Peers that wait for a leader."""
         self._barred = False
         """This peer could not hold stage 0, and does not try again before ..."""
@@ -154,7 +154,7 @@ class Leadership:
         if self._rivals is not None:
             self._rivals.call_all(self._directory.cards, now)
 
-    def gone(self, link: Link) -> None:
+    def gone(self, link: PeerLink) -> None:
         """A channel is no more."""
         self.search.gone(link)
         self._guests.pop(link, None)
@@ -163,7 +163,7 @@ class Leadership:
 
     # ----------------------------------------------------------------- greetings
 
-    def greet(self, link: Link, record: Hello | Answer | Refusal, now: float) -> None:
+    def greet(self, link: PeerLink, record: Hello | Answer | Refusal, now: float) -> None:
         """A greeting has come."""
         match record:
             case Hello():
@@ -173,7 +173,7 @@ class Leadership:
             case Refusal():
                 self._refused_by(link, record, now)
 
-    def _greeted(self, link: Link, hello: Hello, now: float) -> None:
+    def _greeted(self, link: PeerLink, hello: Hello, now: float) -> None:
         refusal = self._directory.admit(link.peer, hello, self.leader)
         if refusal is None or refusal.proof:
             self.search.prove(link.peer)
@@ -196,7 +196,7 @@ class Leadership:
             if self.leader.plan is not None and progress is not None and self.leader.roster.link_of(link.peer) is link:
                 self._queue.send(link, progress)
 
-    def _host(self, link: Link, hello: Hello, now: float) -> None:
+    def _host(self, link: PeerLink, hello: Hello, now: float) -> None:
         """Let a peer wait for a leader, and tell it who leads if that is known."""
         if len(self._guests) >= MAX_GUESTS:
             self._channels.close(link)
@@ -204,13 +204,13 @@ class Leadership:
         self.search.release(link)
         self._guests[link] = hello
         self._answer(link, self._following.link.peer if self._following.link is not None else "")
-        if hello.leads and self.role == Role.SEEKING and self._following.plan is None:
+        if hello.leads and self.role == CrewRole.SEEKING and self._following.plan is None:
             self.search.hear_of(link.peer, now)
 
-    def _answer(self, link: Link, leader: str) -> None:
+    def _answer(self, link: PeerLink, leader: str) -> None:
         self._queue.send(link, Answer(leader, self._spec.proof_to(link.peer), self.term, self._may_lead))
 
-    def _answered(self, link: Link, answer: Answer, now: float) -> None:
+    def _answered(self, link: PeerLink, answer: Answer, now: float) -> None:
         if not self._spec.is_proof_of(link.peer, answer.proof):
             self._unmask(link, now)
             return
@@ -230,7 +230,7 @@ class Leadership:
             for guest in self._guests:
                 self._answer(guest, answer.lead)
 
-    def _refused_by(self, link: Link, refusal: Refusal, now: float) -> None:
+    def _refused_by(self, link: PeerLink, refusal: Refusal, now: float) -> None:
         """Say so once; the peer is asked again, but rarely."""
         if not self._spec.is_proof_of(link.peer, refusal.proof):
             self._unmask(link, now)
@@ -241,13 +241,13 @@ class Leadership:
             self._stop_following(Event.LEADER_REFUSES)
         self._shun(link, "it refuses this node", now)
 
-    def _unmask(self, link: Link, now: float) -> None:
+    def _unmask(self, link: PeerLink, now: float) -> None:
         """A peer claims to be of this crew, but does not know its name."""
         self._queue.counts["refused/crew"] += 1
         self._queue.say_of_peer(f"peer {short(link.peer)} is left out of crew {self._spec.crew}: {NAMELESS}")
         self._shun(link, NAMELESS, now)
 
-    def _shun(self, link: Link, why: str, now: float) -> None:
+    def _shun(self, link: PeerLink, why: str, now: float) -> None:
         """Have nothing to do with a peer for a while."""
         self._channels.close(link)
         self.ended(link, why, now)
@@ -255,7 +255,7 @@ class Leadership:
 
     # ----------------------------------------------------------------- changes of the leader
 
-    def ended(self, link: Link, why: str, now: float) -> None:
+    def ended(self, link: PeerLink, why: str, now: float) -> None:
         """A channel with the leader, or a peer that might lead, or a member, has ended."""
         if link in self.search:
             self.search.unreached(link, now)
@@ -309,7 +309,7 @@ class Leadership:
         for link, greeting in guests.items():
             self._greeted(link, greeting, now)
 
-    def _give_way(self, link: Link, now: float) -> None:
+    def _give_way(self, link: PeerLink, now: float) -> None:
         peer = short(link.peer)
         self._queue.say(f"peer {peer} leads crew {self._spec.crew} too, and stands higher: this node follows it")
         self._queue.counts["gave_way"] += 1
@@ -325,7 +325,7 @@ class Leadership:
         self._stop_leading(Event.STAGE_0_FAILED, None, now)
         self.search.begin("", self._following.succession(self._spec.me), now)
 
-    def _stop_leading(self, event: Event, successor: Link | None, now: float) -> None:
+    def _stop_leading(self, event: Event, successor: PeerLink | None, now: float) -> None:
         assert self.leader is not None and self._rivals is not None
         self._move(event)
         if successor is not None:

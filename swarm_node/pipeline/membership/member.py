@@ -1,7 +1,7 @@
 """A peer's part in its crew: events come in, actions go out.
 
     Leadership   who leads: this peer seeks the leader, follows it, or leads     Directory   cards and names of peers
-    Leader       while it leads: who is there, who holds which stage             Channels    which ones stay open
+    Leader       while it leads: who is there, who holds which stage             PeerChannels    which ones stay open
     Following    the plan that it goes by, and the stages that it holds
 
 A follower's day: Hello -> Answer -> Plan -> BuildStage ... Ready -> Whole. No thread, no clock, no network: events come
@@ -30,16 +30,16 @@ from protocol.crew import (
 )
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.install import upgrade_command
-from swarm_node.pipeline.membership.actions import Action, ActionQueue, BuildStage, Link, PeerSpec
-from swarm_node.pipeline.membership.channels import Channels
+from swarm_node.pipeline.membership.actions import Action, ActionQueue, BuildStage, PeerLink, PeerSpec
+from swarm_node.pipeline.membership.channels import PeerChannels
 from swarm_node.pipeline.membership.directory import Directory
 from swarm_node.pipeline.membership.following import Following, line
 from swarm_node.pipeline.membership.leader import Leader
-from swarm_node.pipeline.membership.leadership import ACCEPTED, Leadership, Role
+from swarm_node.pipeline.membership.leadership import ACCEPTED, CrewRole, Leadership
 from swarm_node.pipeline.membership.roster import NOTHING, short
 
 
-class Membership:
+class CrewMembership:
     """This peer in its crew."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Membership:
         """Stages that are lost, as far as this peer knows, until the crew is whole again -> since when."""
         self._held_s = held_s
         self._queue = queue = ActionQueue()
-        self._channels = channels = Channels(queue, lambda link: self.leadership.gone(link))
+        self._channels = channels = PeerChannels(queue, lambda link: self.leadership.gone(link))
         self.following = Following(spec, channels, queue, holding, now)
         self.directory = Directory(spec, queue)
         self.leadership = Leadership(spec, channels, queue, self.following, self.directory, now)
@@ -70,7 +70,7 @@ class Membership:
         return self._queue.counts
 
     @property
-    def role(self) -> Role:
+    def role(self) -> CrewRole:
         """What this peer is in its crew."""
         return self.leadership.role
 
@@ -103,7 +103,7 @@ class Membership:
         """At the leader: peers with cards of this crew that are not in touch with it."""
         return set() if self.leader is None else self.directory.cards.keys() - self.leader.members.keys()
 
-    def way_to(self, stage: int) -> Link | None:
+    def way_to(self, stage: int) -> PeerLink | None:
         """The channel to the holder of `stage` (-1 = the leader); `None` if there is none, or it is this peer."""
         if self.plan is None:
             return None
@@ -116,7 +116,7 @@ class Membership:
         """The peer that is building a missing stage; empty = nobody yet."""
         if self.leader is not None:
             return self.leader.holders[stage]
-        if self.plan is None or self.role == Role.SEEKING:
+        if self.plan is None or self.role == CrewRole.SEEKING:
             return ""
         row = self.plan.assignments[stage]
         return row.peer if row.sources and not self.whole else ""
@@ -129,13 +129,13 @@ class Membership:
         self.directory.look_up(members, forming=self.leader is not None and self.plan is None)
         return self._settle(now)
 
-    def opened(self, link: Link, now: float) -> list[Action]:
+    def opened(self, link: PeerLink, now: float) -> list[Action]:
         """A peer has opened a channel."""
         self._channels.opened(link, now)
         self._channels.tidy(self.following.neighbours(), now)
         return self._settle(now)
 
-    def heard(self, link: Link, record: Record, now: float) -> list[Action]:
+    def heard(self, link: PeerLink, record: Record, now: float) -> list[Action]:
         """A record has come over a channel."""
         if link.method != CREW_METHOD or (link in self._channels and type(record) not in ACCEPTED[self.role]):
             self._queue.counts["stray"] += 1
@@ -143,7 +143,7 @@ class Membership:
             self._heard(link, record, now)
         return self._settle(now)
 
-    def closed(self, link: Link, why: str, now: float) -> list[Action]:
+    def closed(self, link: PeerLink, why: str, now: float) -> list[Action]:
         """A channel has ended, or could not be opened."""
         if link in self._channels:
             self._channels.forget(link)
@@ -153,7 +153,7 @@ class Membership:
                 self.leadership.ended(link, why, now)
         return self._settle(now)
 
-    def refused(self, link: Link, reason: str, now: float, ended: bool = True) -> list[Action]:
+    def refused(self, link: PeerLink, reason: str, now: float, ended: bool = True) -> list[Action]:
         """A peer sent an invalid message about a stage's work: its channel is closed.
 
         The leader's channel stays open unless it has `ended`; only the work under way is given up."""
@@ -170,7 +170,7 @@ class Membership:
                 self.leader.give_up(link.peer, f"what it says is refused: {reason}", now)
         return self._settle(now)
 
-    def unspoken(self, link: Link, why: str, now: float) -> list[Action]:
+    def unspoken(self, link: PeerLink, why: str, now: float) -> list[Action]:
         """A peer says Hello in a protocol version that is not read here; its channel ends."""
         self._queue.counts["refused/version"] += 1
         upgrade = f"to upgrade this node, if it is the older one: {upgrade_command()}"
@@ -236,7 +236,7 @@ class Membership:
 
     def _settle(self, now: float) -> list[Action]:
         """Do what follows from what is known now."""
-        if self.role == Role.SEEKING:
+        if self.role == CrewRole.SEEKING:
             self.leadership.seek(now)
         if self.leader is not None:
             self._lead(self.leader, now)
@@ -247,7 +247,7 @@ class Membership:
     def _lost(self) -> set[int]:
         if self.leader is not None:
             return self.leader.missing
-        if self.role == Role.SEEKING:
+        if self.role == CrewRole.SEEKING:
             return set(self.plan.held_by(self.plan.lead)) if self.plan else set()
         return self.following.missing
 
@@ -275,7 +275,7 @@ class Membership:
         for record in self.following.take_ready():
             leader.ready(self.spec.me, record)
 
-    def _heard(self, link: Link, record: Record, now: float) -> None:
+    def _heard(self, link: PeerLink, record: Record, now: float) -> None:
         following = self.following
         match record:
             case Hello() | Answer() | Refusal():

@@ -18,7 +18,7 @@ import msgspec
 from protocol.crew import MAX_SOURCES, Assignment, Holding, Plan, Source
 from swarm_node.pipeline.membership.actions import ActionQueue, PeerSpec, Spans
 from swarm_node.pipeline.membership.placement import Claim, fill, neighbour, relief
-from swarm_node.pipeline.membership.roster import Roster, short
+from swarm_node.pipeline.membership.roster import CrewRoster, short
 
 
 class Planning:
@@ -29,7 +29,7 @@ class Planning:
         spec: PeerSpec,
         before: Plan | None,
         fixed: bool,
-        roster: Roster,
+        roster: CrewRoster,
         queue: ActionQueue,
     ) -> None:
         """`before`: the last plan that this peer went by. `fixed`: the layers may not be divided anew."""

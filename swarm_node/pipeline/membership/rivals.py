@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 
 from protocol.crew import CREW_METHOD, Answer, Hello
 from protocol.messages import CrewCard
-from swarm_node.pipeline.membership.actions import ActionQueue, Link, PeerSpec
-from swarm_node.pipeline.membership.channels import STRANGER_S, Channels
+from swarm_node.pipeline.membership.actions import ActionQueue, PeerLink, PeerSpec
+from swarm_node.pipeline.membership.channels import STRANGER_S, PeerChannels
 from swarm_node.pipeline.membership.leader import Leader
 from swarm_node.pipeline.membership.leader_search import RETRY_PEER_S, VOUCHED_S, LeaderSearch
 from swarm_node.pipeline.membership.placement import Standing, gives_way
@@ -24,13 +24,13 @@ MAX_CALLS = 8
 
 
 class Rivals:
-    """Channels from this leader to peers that may lead as well."""
+    """PeerChannels from this leader to peers that may lead as well."""
 
     def __init__(
         self,
         spec: PeerSpec,
         leader: Leader,
-        channels: Channels,
+        channels: PeerChannels,
         search: LeaderSearch,
         queue: ActionQueue,
         hello: Callable[[str], Hello],
@@ -42,8 +42,8 @@ class Rivals:
         self._search = search
         self._queue = queue
         self._hello = hello
-        self._links: dict[Link, bool] = {}
-        """Channels to other leaders, as far as is known -> whether this peer has said Hello over it."""
+        self._links: dict[PeerLink, bool] = {}
+        """PeerChannels to other leaders, as far as is known -> whether this peer has said Hello over it."""
         self._call_again_at: dict[str, float] = {}
         """When each peer may be called again."""
 
@@ -61,13 +61,13 @@ class Rivals:
         self._call_again_at[peer] = now + (VOUCHED_S if card is not None and 0 not in card.held else RETRY_PEER_S)
         if not self._search.knows(peer):
             self._search.doubt(peer, now)
-        link = Link(peer, CREW_METHOD, dialled=True)
+        link = PeerLink(peer, CREW_METHOD, dialled=True)
         self._links[link] = True
         self._channels.open(link)
         self._channels.doubt(link, now + STRANGER_S)
         self._queue.send(link, self._hello(peer))
 
-    def meet(self, link: Link, hello: Hello, answer: Callable[[Link, str], None]) -> bool:
+    def meet(self, link: PeerLink, hello: Hello, answer: Callable[[PeerLink, str], None]) -> bool:
         """Another leader says Hello. Whether this one gives way, if that is for it to decide.
 
         `answer` tells a peer who leads."""
@@ -84,7 +84,7 @@ class Rivals:
         answer(link, self._spec.me)
         return False
 
-    def answered(self, link: Link, answer: Answer, cards: Mapping[str, CrewCard], now: float) -> bool:
+    def answered(self, link: PeerLink, answer: Answer, cards: Mapping[str, CrewCard], now: float) -> bool:
         """A peer that was called says who leads. Whether this leader gives way to it."""
         if link not in self._links:
             return False
@@ -95,7 +95,7 @@ class Rivals:
             self.call(answer.lead, cards.get(answer.lead), now)
         return False
 
-    def forget(self, link: Link) -> None:
+    def forget(self, link: PeerLink) -> None:
         """The channel has ended, or its peer does not lead."""
         self._links.pop(link, None)
 

@@ -16,7 +16,7 @@ import msgspec
 
 from protocol.crew import Hello, Holding, Kept, Plan
 from protocol.lineage import AHEAD, Lineage, leads_to, shared
-from swarm_node.pipeline.membership.actions import Link
+from swarm_node.pipeline.membership.actions import PeerLink
 
 GATHER_S = 10.0
 """A new leader waits so long for the peers of the last plan: each may need 4 s to notice that the old leader has gone,
@@ -35,12 +35,12 @@ NOTHING = Holding()
 
 
 @dataclass
-class Entry:
+class CrewPeer:
     """A peer of the crew."""
 
     arrived: int
     """Counts arrivals: the peer that came first is served first."""
-    link: Link | None
+    link: PeerLink | None
     """`None` = the leader itself."""
     hello: Hello
     holding: Holding
@@ -58,12 +58,12 @@ class Entry:
         return {kept.stage: kept.updates for kept in self.holding.live}
 
 
-class Roster:
+class CrewRoster:
     """Peers that are in touch with the leader, itself included."""
 
     def __init__(self, me: str, hello: Hello, before: Plan | None, lost: str, now: float) -> None:
         """`before`: the last plan that this peer went by; `lost`: its leader, if that has gone."""
-        self.members = {me: Entry(0, None, hello, hello.holding)}
+        self.members = {me: CrewPeer(0, None, hello, hello.holding)}
         self.run = self.base = hello.run
         """The run that holdings are counted by; `base` is the one that it goes on from, as this leader found it."""
         self._me = me
@@ -78,7 +78,7 @@ class Roster:
         self._banned: dict[str, float] = {}
         self._bans: Counter[str] = Counter()
 
-    def link_of(self, peer: str) -> Link | None:
+    def link_of(self, peer: str) -> PeerLink | None:
         """The channel to a member; `None` if it is the leader itself, or no member."""
         return self.members[peer].link if peer in self.members else None
 
@@ -143,7 +143,7 @@ class Roster:
         for member in self.members.values():
             self._count(member)
 
-    def _count(self, member: Entry) -> None:
+    def _count(self, member: CrewPeer) -> None:
         holding = counted(member.hello.holding, member.hello.run, self.run)
         member.holding = msgspec.structs.replace(holding, live=()) if member.astray else holding
 
@@ -169,8 +169,8 @@ class Roster:
         if better and (onward or not self._awaited):
             self.count_by(hello.run, base=True)
 
-    def probe(self, peers: Collection[str], stall_s: float, now: float) -> tuple[list[Link], str]:
-        """Channels of the peers that must be asked how long a message has been waiting there.
+    def probe(self, peers: Collection[str], stall_s: float, now: float) -> tuple[list[PeerLink], str]:
+        """PeerChannels of the peers that must be asked how long a message has been waiting there.
 
         Also one that has not answered an earlier question for `stall_s`; empty = there is none."""
         links = []
@@ -190,13 +190,13 @@ class Roster:
 
     # ----------------------------------------------------------------- who comes and goes
 
-    def enter(self, link: Link, hello: Hello, astray: bool) -> Entry | None:
+    def enter(self, link: PeerLink, hello: Hello, astray: bool) -> CrewPeer | None:
         """A peer joins, or comes back: its earlier entry is returned."""
         old = self.members.get(link.peer)
         self._awaited.discard(link.peer)
         self._arrivals += 1
         arrived = self._arrivals if old is None else old.arrived
-        member = self.members[link.peer] = Entry(arrived, link, hello, NOTHING, astray=astray)
+        member = self.members[link.peer] = CrewPeer(arrived, link, hello, NOTHING, astray=astray)
         self._count(member)
         return old
 

@@ -10,7 +10,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.pipeline import Backward, decode_envelope
 from swarm_node.pipeline import inbox as module
 from swarm_node.pipeline.inbox import Expected, Inbox
-from swarm_node.pipeline.membership.actions import Link
+from swarm_node.pipeline.membership.actions import PeerLink
 from swarm_node.pipeline.messages import Limits, StageMessage, decode_message, encode_message
 
 LIMITS = Limits(
@@ -31,22 +31,22 @@ def gradient(value: float, tokens: int = 3) -> StageMessage:
     return StageMessage(1, Backward(turn=1, microbatch=0, place=1), (torch.full((1, tokens, 4), value),))
 
 
-def encoded(link: Link, message: StageMessage) -> tuple[Expected, bytearray]:
+def encoded(link: PeerLink, message: StageMessage) -> tuple[Expected, bytearray]:
     head, pieces = encode_message(message, "float32", LIMITS.plan)
     body = bytearray(b"".join(pieces))
     return Expected(link, decode_envelope(head), len(body), LIMITS), body
 
 
-def taken(inbox: Inbox) -> tuple[Link, StageMessage]:
+def taken(inbox: Inbox) -> tuple[PeerLink, StageMessage]:
     waiting = inbox.take()
     assert waiting is not None and isinstance(waiting.content, tuple)
     expected, body = waiting.content
     return expected.link, decode_message(expected.envelope, body, expected.limits)
 
 
-def links() -> tuple[Link, Link]:
+def links() -> tuple[PeerLink, PeerLink]:
     """Two channels of one peer."""
-    return Link("peer", STAGE_METHOD), Link("peer", STAGE_METHOD)
+    return PeerLink("peer", STAGE_METHOD), PeerLink("peer", STAGE_METHOD)
 
 
 def test_two_channels_of_one_peer_never_mix() -> None:
@@ -81,7 +81,7 @@ def test_bodies_under_way_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None
     inbox.expect(expected)
     with pytest.raises(RemoteProtocolError, match="flood"):
         inbox.expect(again)
-    inbox.ended(Link("nobody", STAGE_METHOD))
+    inbox.ended(PeerLink("nobody", STAGE_METHOD))
     with pytest.raises(RemoteProtocolError, match="flood"):
         inbox.expect(again)
     inbox.arrived(first, body)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from swarm_node.cli.app import app
 from swarm_node.config import NodeConfig
 from swarm_node.errors import UserError
-from swarm_node.pipeline.assemble import check_room
+from swarm_node.pipeline.assemble import check_disk_room
 from swarm_node.pipeline.footprint import Footprint
 from swarm_node.policy.loading import prepare
 from swarm_node.runtime.start import run_local
@@ -67,12 +67,12 @@ def test_a_stage_needs_room_for_two_checkpoints(tmp_path: Path, monkeypatch: pyt
     each = footprint.checkpoints(((0, 1), (1, 2)))
     assert sum(each) >= STARTER_BYTES
     leave(monkeypatch, 2 * each[1])
-    check_room(crew, run, footprint)
+    check_disk_room(crew, run, footprint)
     with pytest.raises(UserError, match="no room"):
-        check_room(crew, run, footprint, everybody=True)
+        check_disk_room(crew, run, footprint, everybody=True)
     leave(monkeypatch, 2 * each[1] - 1)
     with pytest.raises(UserError, match=r"no room at .*run/stages for two checkpoints"):
-        check_room(crew, run, footprint)
+        check_disk_room(crew, run, footprint)
 
 
 def test_room_is_checked_at_the_future_directory(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from protocol.crew import (
 from swarm_node.pipeline.membership.channels import NEIGHBOUR_REDIAL_S, STRANGER_S
 from swarm_node.pipeline.membership.leader import REPLAN_S
 from swarm_node.pipeline.membership.leader_search import FIND_LEADER_S, FIRST_ANSWER_S, RETRY_PEER_S
-from swarm_node.pipeline.membership.leadership import Role
+from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_node.pipeline.membership.roster import BREAKS_S, CALM_S, GATHER_S
 from tests.support.crew_world import (
     DIAL_FAILS_S,
@@ -63,7 +63,7 @@ def test_a_crew_without_talking_neighbours_is_not_whole(seed):
 
     def look():
         nonlocal was_whole
-        lead = next((m.crew for m in world.machines.values() if m.crew.role == Role.LEADING and m.crew.plan), None)
+        lead = next((m.crew for m in world.machines.values() if m.crew.role == CrewRole.LEADING and m.crew.plan), None)
         whole = lead is not None and lead.whole
         if whole and not was_whole:
             crews = [world.machines[seat.peer].crew for seat in lead.plan.assignments]
@@ -210,7 +210,7 @@ def consistent(world: World) -> Callable[[], None]:
             seats = [seat.peer for seat in plan.assignments]
             assert all(seats) and len(seats) == world.stages
             assert seen.setdefault(plan.mark, seats) == seats
-            if machine.crew.role == Role.LEADING and machine.crew.whole:
+            if machine.crew.role == CrewRole.LEADING and machine.crew.whole:
                 assert seats[0] == peer
                 there = [world.machines.get(holder) for holder in seats]
                 assert all(m is None or m.crew.plan is None or i in m.memory for i, m in enumerate(there))
@@ -360,6 +360,6 @@ def test_the_next_lead_is_told_how_stages_came(seed):
     world.kill(before[0])
     world.run(60.0)
     assert world.settled(), world.story()
-    said = next(m.said for m in world.machines.values() if m.crew.role == Role.LEADING)
+    said = next(m.said for m in world.machines.values() if m.crew.role == CrewRole.LEADING)
     told = {text[:8] for text in said if "rebuilt" in text or "begins with" in text}
     assert {"stage 0 ", "stage 2 "} <= told, world.story()

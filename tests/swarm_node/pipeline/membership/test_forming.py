@@ -15,7 +15,7 @@ from protocol.crew import (
 from protocol.lineage import leads_to, shared
 from swarm_node.pipeline.membership.actions import BuildStage, DropStage
 from swarm_node.pipeline.membership.leader_search import FIND_LEADER_S, NO_MEMBERS_S
-from swarm_node.pipeline.membership.leadership import Role
+from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_node.pipeline.membership.roster import counted
 from tests.support.crew_world import (
     FORMING_S,
@@ -60,7 +60,7 @@ def test_nobody_begins_a_crew_who_wants_another_stage():
     world = World(1, 2)
     machine = world.start("a", wanted=1)
     world.run(10 * FIND_LEADER_S)
-    assert machine.crew.role == Role.SEEKING and heard(machine, "waiting for a peer that takes stage 0") == 1
+    assert machine.crew.role == CrewRole.SEEKING and heard(machine, "waiting for a peer that takes stage 0") == 1
     world.start("b", wanted=0)
     world.run(FORMING_S)
     assert holders(world) == ["b", "a"]
@@ -70,7 +70,7 @@ def test_a_crew_waits_for_enough_peers_saying_so():
     world = World(1, 3)
     first = world.start("a")
     world.run(60.0)
-    assert first.crew.role == Role.LEADING and not first.crew.whole
+    assert first.crew.role == CrewRole.LEADING and not first.crew.whole
     assert heard(first, "waits for 2 more peers") == 1
     world.start("b")
     world.start("c")
@@ -100,7 +100,7 @@ def test_two_first_leads_at_once_one_gives_way():
     world.start("a", wanted=0)
     world.start("b", wanted=0)
     world.run(3.0)
-    assert all(machine.crew.role == Role.LEADING for machine in world.machines.values())
+    assert all(machine.crew.role == CrewRole.LEADING for machine in world.machines.values())
     world.run(FORMING_S)
     assert holders(world) == ["a", "b"]  # equal in all but their ids
     assert world.machines["b"].crew.counts["gave_way"] == 1 and not world.machines["b"].leads
@@ -113,12 +113,12 @@ def test_two_leads_agree_once_one_sees_a_card():
     cards, world.card_store = world.card_store, {**world.card_store}
     world.seen_by = lambda peer: {}  # type: ignore[method-assign]
     world.run(NO_MEMBERS_S + FIND_LEADER_S + 1.0)
-    assert all(machine.crew.role == Role.LEADING for machine in world.machines.values())
+    assert all(machine.crew.role == CrewRole.LEADING for machine in world.machines.values())
     world.card_store = cards  # as they were when nobody led
     world.publish = lambda peer: None  # type: ignore[method-assign]
     del world.seen_by
     world.run(2.0)
-    assert [machine.crew.role for machine in world.machines.values()] == [Role.LEADING, Role.FOLLOWING]
+    assert [machine.crew.role for machine in world.machines.values()] == [CrewRole.LEADING, CrewRole.FOLLOWING]
     world.run(4.0)
     assert holders(world) == ["a", "b"]
 

@@ -15,7 +15,7 @@ from protocol.crew import (
 )
 from swarm_node.pipeline.membership.actions import BuildStage, DropStage, Send
 from swarm_node.pipeline.membership.leader_search import FIRST_ANSWER_S
-from swarm_node.pipeline.membership.leadership import Role
+from swarm_node.pipeline.membership.leadership import CrewRole
 from swarm_node.pipeline.membership.roster import BANNED_S, MAX_TERM
 from tests.support.crew_world import (
     BUILD_S,
@@ -279,7 +279,7 @@ def test_a_lead_without_room_makes_way():
         world.run(0.25)
     _, order = machine.building.pop(0)
     world.act(spare, machine.crew.unable(order, "no space left", world.now))
-    assert not machine.leads and machine.crew.role == Role.SEEKING
+    assert not machine.leads and machine.crew.role == CrewRole.SEEKING
     world.run(MENDING_S)
     assert holders(world)[0] == before[1] and world.plan().spares in ((spare,), ()) and world.learns()
     assert heard(machine, "cannot hold stage 0 of crew red (no space left): another peer must lead") == 1
@@ -293,7 +293,7 @@ def test_a_lone_peer_that_cannot_lead_retries():
     _, order = machine.building.pop(0)
     world.act("a", machine.crew.unable(order, "no space left", world.now))
     world.run(BANNED_S - 5.0)
-    assert machine.crew.role == Role.SEEKING
+    assert machine.crew.role == CrewRole.SEEKING
     world.run(15.0)
     assert world.settled() and machine.leads
 

@@ -22,9 +22,9 @@ from protocol.crew import (
     proof,
 )
 from protocol.messages import CrewCard, PeerCard
-from swarm_node.pipeline.membership.actions import MAX_SAID, Close, Connect, Link, Send
+from swarm_node.pipeline.membership.actions import MAX_SAID, Close, Connect, PeerLink, Send
 from swarm_node.pipeline.membership.channels import MAX_STRANGERS, PART_S, STRANGER_S
-from swarm_node.pipeline.membership.leadership import Role
+from swarm_node.pipeline.membership.leadership import CrewRole
 from tests.support.crew_world import (
     FORMING_S,
     MENDING_S,
@@ -54,7 +54,7 @@ def test_strangers_are_refused_counted_and_named_once(reason, changes):
     stranger = World(1, 2).start("s", **changes).crew
     lead = world.machines[before[0]]
     for _ in range(3):
-        link = Link("s", CREW_METHOD)
+        link = PeerLink("s", CREW_METHOD)
         lead.crew.opened(link, world.now)
         actions = lead.crew.heard(link, stranger.leadership.hello(before[0]), world.now)
         refusals = [action.record for action in actions if isinstance(action, Send)]
@@ -78,7 +78,7 @@ def test_a_proof_holds_for_its_two_peers_only(lie):
         "reflected": lead.leadership.hello("s").proof,
         "made up": "0" * 64,
     }
-    link = Link("s", CREW_METHOD)
+    link = PeerLink("s", CREW_METHOD)
     lead.opened(link, world.now)
     lead.heard(link, replace(hello, proof=proofs[lie]), world.now)
     assert lead.counts["refused/crew"] == 1 and "s" not in lead.leader.members and "s" not in lead.directory.names
@@ -91,7 +91,7 @@ def test_leads_without_the_crews_name_lead_nobody(word):
     world = World(1, 2)
     world.start("b")
     fake = world.start("fake")  # a card of the crew, and stage 0 on it
-    fake.crew.leadership.role = Role.LEADING
+    fake.crew.leadership.role = CrewRole.LEADING
     world.publish("fake")
     actions = []
 
@@ -104,7 +104,7 @@ def test_leads_without_the_crews_name_lead_nobody(word):
     fake.crew.heard = says  # type: ignore[method-assign]
     world.run(12.0)
     machine = world.machines["b"]
-    assert machine.crew.role == Role.LEADING and machine.crew.counts["refused/crew"] == 1 == len(actions)
+    assert machine.crew.role == CrewRole.LEADING and machine.crew.counts["refused/crew"] == 1 == len(actions)
     assert heard(machine, "peer …fake is left out of crew red: it does not know the crew's name") == 1
     world.start("c")
     world.run(FORMING_S)
@@ -120,7 +120,7 @@ def test_a_fake_rival_does_not_depose_a_lead():
     actions = lead.cards({**seen, "fake": PeerCard(1, "5a" * 32, 0.0, "n", ["trainer"], crew=card)}, world.now)
     (link,) = [action.link for action in actions if isinstance(action, Connect)]
     actions = lead.heard(link, Answer("fake", "0" * 64, 99), world.now)
-    assert Close(link) in actions and lead.role == Role.LEADING and lead.whole and lead.counts["refused/crew"] == 1
+    assert Close(link) in actions and lead.role == CrewRole.LEADING and lead.whole and lead.counts["refused/crew"] == 1
 
 
 def test_terms_without_a_stage_count_for_nothing():
@@ -130,7 +130,7 @@ def test_terms_without_a_stage_count_for_nothing():
     rival = World(1, 2).start("z", wanted=0)
     hello = replace(rival.crew.leadership.hello(me), leads=True, term=99, updates=10**6)
     for holding, gave_way in ((Holding(), 0), (Holding(live=(Kept(0, 10**6),)), 1)):
-        link = Link("z", CREW_METHOD)
+        link = PeerLink("z", CREW_METHOD)
         lead.opened(link, world.now)
         lead.heard(link, replace(hello, holding=holding), world.now)
         assert lead.counts["gave_way"] == gave_way
@@ -139,7 +139,7 @@ def test_terms_without_a_stage_count_for_nothing():
 def test_who_says_nothing_is_shown_out():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
-    crew_link, stage_link = Link("s", CREW_METHOD), Link("s", STAGE_METHOD)
+    crew_link, stage_link = PeerLink("s", CREW_METHOD), PeerLink("s", STAGE_METHOD)
     lead.opened(crew_link, world.now)
     lead.opened(stage_link, world.now)
     lead.heard(crew_link, Whole(1), world.now)  # no Hello
@@ -179,9 +179,9 @@ def mute_cards(world: World, count: int, seats: tuple[int, ...] = (0,)) -> None:
     mutes = {f"0mute{i}": PeerCard(1, SWARM, 0.0, "n", ["trainer"], crew=card) for i in range(count)}
     seen_by, connect = world.seen_by, world.connect
 
-    def dial(peer: str, link: Link) -> None:
+    def dial(peer: str, link: PeerLink) -> None:
         if link.peer in mutes:
-            far = Link(peer, link.method)
+            far = PeerLink(peer, link.method)
             world.far[link], world.far[far] = (link.peer, far), (peer, link)
         else:
             connect(peer, link)
@@ -209,7 +209,7 @@ def test_silent_peers_do_not_keep_others_out(count, seats):
     lead = world.machines[holders(world)[0]].crew
     machine = world.start("z")
     world.run(50.0)
-    assert machine.crew.role == Role.FOLLOWING and lead.leader.planning.spares == ["z"]
+    assert machine.crew.role == CrewRole.FOLLOWING and lead.leader.planning.spares == ["z"]
     world.kill(holders(world)[0])
     world.run(MENDING_S)
     assert world.learns()
@@ -221,7 +221,7 @@ def test_peers_without_proof_are_asked_ever_more_rarely():
     asked: dict[str, list[float]] = {"a": [], "b": []}
     connect = world.connect
 
-    def dial(peer: str, link: Link) -> None:
+    def dial(peer: str, link: PeerLink) -> None:
         if link.peer == "0mute0":
             asked[peer].append(world.now)
         connect(peer, link)
@@ -248,11 +248,11 @@ def test_made_up_cards_do_not_silence_a_crew():
 def test_silent_channels_are_few():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
-    opened = [Link(f"s{i}", CREW_METHOD if i % 2 else STAGE_METHOD) for i in range(3 * MAX_STRANGERS)]
+    opened = [PeerLink(f"s{i}", CREW_METHOD if i % 2 else STAGE_METHOD) for i in range(3 * MAX_STRANGERS)]
     closed = [action.link for link in opened for action in lead.opened(link, world.now) if isinstance(action, Close)]
     assert closed == opened[:-MAX_STRANGERS]  # those that have been silent for longest
     hello = World(1, 2).start("s").crew.leadership.hello(holders(world)[0])
-    late = Link("s", CREW_METHOD)
+    late = PeerLink("s", CREW_METHOD)
     lead.opened(late, world.now)
     lead.heard(late, hello, world.now)
     assert "s" in lead.leader.members
@@ -262,7 +262,7 @@ def test_whoever_has_stages_of_other_layers_is_refused():
     world = crew(2, "a", "b")
     lead = world.machines[holders(world)[0]].crew
     other = World(1, 2).start("s", Holding(checkpoints=(Kept(1, 3),)), spans=((0, 1), (1, 4))).crew
-    link = Link("s", CREW_METHOD)
+    link = PeerLink("s", CREW_METHOD)
     lead.opened(link, world.now)
     lead.heard(link, other.leadership.hello(lead.spec.me), world.now)
     assert lead.counts["refused/span"] == 1
@@ -318,14 +318,14 @@ def test_what_strangers_say_changes_nothing():
         Load(before.mark, 1e9),
         Whole(before.mark),
     ]
-    crew_link, stage_link = Link("s", CREW_METHOD), Link("s", STAGE_METHOD)
+    crew_link, stage_link = PeerLink("s", CREW_METHOD), PeerLink("s", STAGE_METHOD)
     lead.opened(crew_link, world.now)
     lead.opened(stage_link, world.now)
     for record in nonsense:
         lead.heard(crew_link, record, world.now)
     for record in [hello, *nonsense]:
         lead.heard(stage_link, record, world.now)
-    assert lead.plan is before and lead.role == Role.LEADING and lead.whole and "s" not in lead.leader.members
+    assert lead.plan is before and lead.role == CrewRole.LEADING and lead.whole and "s" not in lead.leader.members
 
 
 def test_a_spares_words_on_others_stages_change_nothing():

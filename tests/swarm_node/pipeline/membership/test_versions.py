@@ -12,7 +12,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import CrewCard, PeerCard
 from swarm_node.install import upgrade_command
 from swarm_node.pipeline.membership import directory
-from swarm_node.pipeline.membership.actions import Link, Say, Send
+from swarm_node.pipeline.membership.actions import PeerLink, Say, Send
 from tests.support.crew_world import SWARM, World
 
 
@@ -38,7 +38,7 @@ def test_a_peer_of_another_version_is_named_once() -> None:
     assert caught.value.reason == "version"
     said = []
     for _ in range(2):
-        actions = crew.unspoken(Link("lead", CREW_METHOD), caught.value.detail, 10.0)
+        actions = crew.unspoken(PeerLink("lead", CREW_METHOD), caught.value.detail, 10.0)
         said += [action.text for action in actions if isinstance(action, Say)]
     [text] = said
     assert "protocol 7 is too new for a node that speaks 1" in text and upgrade_command() in text

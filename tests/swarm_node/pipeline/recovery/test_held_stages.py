@@ -22,7 +22,7 @@ from swarm_node.pipeline.recovery.replicas import kept_for, replica_every, repli
 from swarm_node.pipeline.recovery.sources import elsewhere, tell
 from swarm_node.pipeline.recovery.stage_checkpoints import StageFile, newest, stage_files
 from swarm_node.pipeline.recovery.weight_transfer import MAX_ASKS, StageWeights, WeightTransfer
-from swarm_node.pipeline.settings import settings_of
+from swarm_node.pipeline.settings import crew_settings
 from swarm_node.storage import checkpoints as checkpoints
 from tests.support.held_stages_world import ARCHITECTURE, RUN, SWARM, World, same
 from tests.support.pipeline_crew import Saved, saver
@@ -552,7 +552,7 @@ def test_shapes_are_those_of_the_stages(saved: Saved, tmp_path: Path, kind: str,
 
 def plan_of(*peers: str) -> Plan:
     seats = tuple(Assignment(peer, (stage, stage + 1)) for stage, peer in enumerate(peers))
-    return Plan(1, 1, seats, settings_of(NodeConfig()))
+    return Plan(1, 1, seats, crew_settings(NodeConfig()))
 
 
 @pytest.mark.parametrize(
