@@ -109,7 +109,7 @@ def _root(
 def _application() -> typer.Typer:
     """All commands."""
     whole = typer.Typer(
-        help="One command makes this machine a peer that improves its own language model at verifiable tasks.",
+        help="Train a language model on this machine by reinforcement learning, alone or in a peer-to-peer swarm.",
         epilog=EPILOG,
         no_args_is_help=True,
         add_completion=False,

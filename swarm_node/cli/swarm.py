@@ -10,7 +10,7 @@ import typer
 
 from swarm_node.cli.options import Json, Settings, option
 from swarm_node.errors import UserError
-from swarm_node.storage.rundir import RunDir
+from swarm_node.storage.rundir import RunDir, os_errors_explained
 
 
 def new(
@@ -119,18 +119,42 @@ def doctor(
 
 def show_identity(settings: Settings) -> None:
     """Print the peer id of a run."""
-    from swarm_node.cli.commands.identity import show_identity as show
-
-    typer.echo(show(_joined_run(settings)))
+    typer.echo(_identity_of(_joined_run(settings)))
 
 
 def new_identity(settings: Settings) -> None:
     """Create a key for a run that has none, and print its peer id. Never replaces a key."""
-    from swarm_node.cli.commands.identity import new_identity as make
+    from protocol.identity import Identity
 
-    typer.echo(make(_joined_run(settings)))
+    run = _joined_run(settings)
+    with os_errors_explained(run.identity):
+        run.path.mkdir(parents=True, exist_ok=True)
+        try:
+            Identity.generate().save(run.identity)
+        except FileExistsError as error:
+            raise UserError(
+                f"{run.identity} exists already; it is the key of this peer, so move it away first"
+            ) from error
+    typer.echo(_identity_of(run))
 
 
 def _joined_run(settings: Settings) -> RunDir:
     """The directory that `join` would use."""
     return RunDir(settings.load(swarm="any").directory)
+
+
+def _identity_of(run: RunDir) -> str:
+    """Peer id and path of the key file. Raises UserError."""
+    from protocol.errors import LocalProtocolError
+    from protocol.identity import Identity
+
+    try:
+        return f"{Identity.load(run.identity).peer_id}\n{run.identity}"
+    except FileNotFoundError as error:
+        raise UserError(
+            f"no identity in {run.path}: joining a swarm creates one, and so does `swarm-node identity new`"
+        ) from error
+    except LocalProtocolError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot read {run.identity}: {error.strerror}") from error
