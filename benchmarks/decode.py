@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.common import interleaved, median, table, write
 from swarm_node.policy.engines import transformers as decode_transformers
+from swarm_node.policy.engines.base import uniforms
 from swarm_node.policy.engines.native import Decoder
-from swarm_node.policy.sampling import uniforms
 from swarm_node.policy.starter import build_model
 from swarm_node.types import Sampling
 

@@ -138,7 +138,10 @@ class Reader:
             return m[0] if (self.folder / m[1]).exists() or not HUB_ID.fullmatch(m[1]) else f'"{STARTER}"'
 
         try:
-            exec(compile(re.sub(r'"([^"\n]+)"', offline, fence.text), fence.where, "exec"), {})
+            exec(
+                compile(re.sub(r'"([^"\n]+)"', offline, fence.text), fence.where, "exec", dont_inherit=True),
+                {"__name__": "__main__"},
+            )
         except Exception as error:
             raise AssertionError(f"{fence.where}: {error!r}") from error
 
@@ -162,7 +165,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
     return made
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(map(runs_here, commands(page)))], ids=name_of)
+TYPED = [page for page in PAGES if any(map(runs_here, commands(page))) or page.name == "develop.md"]
+
+
+@pytest.mark.parametrize("page", TYPED, ids=name_of)
 def test_what_a_page_has_people_type_runs(
     page: Path, base: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,5 +22,5 @@ class Correction:
         raise NotImplementedError
 
     def factor(self, tokens: Tokens) -> Tensor | None:
-        """Factor [N] on each token's loss, without a gradient; None = 1. The KL term is not scaled."""
-        return None
+        """Factor [N] >= 0 on each token's loss, without a gradient; None = 1. The KL term is not scaled."""
+        raise NotImplementedError

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from swarm_node.grpo.corrections.base import Correction
+from swarm_node.grpo.losses.base import Tokens
 
 
 class Recorded(Correction):
@@ -16,3 +17,6 @@ class Recorded(Correction):
 
     def old(self, sampled: Tensor, stale: Tensor, foreign: Tensor) -> Tensor:
         return torch.where(stale, sampled, torch.nan)
+
+    def factor(self, tokens: Tokens) -> Tensor | None:
+        return None

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from swarm_node.policy.engines.base import BatchEngine, Completion
-from swarm_node.policy.sampling import sample
+from swarm_node.policy.engines.base import BatchEngine, Completion, sample
 from swarm_node.types import Sampling
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")

@@ -23,8 +23,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from swarm_node.policy.engines.base import BatchEngine, Completion
-from swarm_node.policy.sampling import sample
+from swarm_node.policy.engines.base import BatchEngine, Completion, sample
 from swarm_node.types import Sampling
 
 

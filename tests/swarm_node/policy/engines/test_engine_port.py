@@ -11,9 +11,8 @@ from torch import Tensor
 from swarm_node.config import PolicyConfig, RolloutsConfig
 from swarm_node.errors import UserError
 from swarm_node.policy.engines import ENGINES, find_engine
-from swarm_node.policy.engines.base import BatchEngine, Engine, Request, Sample
+from swarm_node.policy.engines.base import BatchEngine, Engine, Request, Sample, uniforms
 from swarm_node.policy.loading import load_policy
-from swarm_node.policy.sampling import uniforms
 from swarm_node.types import Sampling
 from tests.support.tiny_models import make
 

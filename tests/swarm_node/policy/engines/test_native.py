@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 
 from swarm_node.policy.engines import native as decode
 from swarm_node.policy.engines import transformers as decode_transformers
+from swarm_node.policy.engines.base import sample, uniforms
 from swarm_node.policy.engines.native import Decoder, Rows, Slice
 from swarm_node.policy.engines.transformers import ModelSlice
-from swarm_node.policy.sampling import sample, uniforms
 from swarm_node.types import Sampling
 from tests.support.tiny_models import make
 
