@@ -41,7 +41,7 @@ def noloco_step(
 
 @dataclass(eq=False)
 class Trainee:
-    """A node whose training is a pull towards 1, and noise of its own."""
+    """A node whose training pulls weights towards 1, with noise of its own."""
 
     number: int
     transport: MemoryTransport
@@ -53,13 +53,13 @@ class Trainee:
     updates: int = 0
     version: int = 0
     fetched: list[WeightsFetch] = field(default_factory=list)
-    """Weights of others that it went on with."""
+    """Fetched weights that it went on with."""
     dead: bool = False
     step_s: float = STEP_S
     trains: bool = True
     changed: Callable[[], None] = lambda: None
     probe: Callable[[], float | None] = lambda: None
-    """What its averager calls."""
+    """Callbacks of its averager."""
 
     @property
     def flat(self) -> Tensor:
@@ -67,7 +67,7 @@ class Trainee:
 
 
 class Cohort:
-    """`n` of them on one clock."""
+    """A cohort of `n` trainees on one clock."""
 
     def __init__(self, n: int, seed: int = 0, link: LinkModel = LINK, hidden: int = 0, **options: Any) -> None:
         """The last `hidden` can only dial."""
@@ -99,7 +99,7 @@ class Cohort:
         return trainee
 
     def announce(self, trainee: Trainee) -> None:
-        """Its card, with its present version: others see it when cards are renewed."""
+        """Announce its card with its present version, which others see when cards are renewed."""
         trainee.transport.announce(
             PeerCard(
                 PROTOCOL_VERSION,
@@ -113,7 +113,7 @@ class Cohort:
         )
 
     def tick(self, trainee: Trainee) -> None:
-        """One step of training, or of waiting."""
+        """Make one step of training, or wait."""
         if trainee.dead:
             return
         again = 0.05
@@ -143,7 +143,7 @@ class Cohort:
         self.network.kill(trainee.transport.peer_id)
 
     def spread(self) -> float:
-        """Root mean square distance of the living from their mean."""
+        """Root mean square distance of live trainees from their mean."""
         all_ = torch.stack([trainee.flat for trainee in self.trainees if not trainee.dead])
         return float((all_ - all_.mean(0)).square().mean().sqrt())
 

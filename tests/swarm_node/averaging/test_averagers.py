@@ -1,4 +1,4 @@
-"""Cohorts on a virtual clock: weights come together, nothing that goes wrong gets into them."""
+"""Cohorts on a virtual clock: weights come together, and no failure gets into them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.locks import Watched
 
 @cache
 def drifting_apart() -> float:
-    """Spread of peers that do not average."""
+    """The spread of peers that do not average."""
     alone = Cohort(4, every=10**6)
     alone.run(200.0)
     return alone.spread()
@@ -83,7 +83,7 @@ def test_a_pair_steps_as_the_formula_says(mixing: float, values: tuple[float, fl
         torch.testing.assert_close(trainee.flat, torch.full_like(trainee.flat, value))
 
 
-def test_who_diverged_says_so_and_calls_nobody() -> None:
+def test_a_diverged_node_says_so_and_calls_no_peer() -> None:
     cohort = Cohort(2, every=1)
     diverged, other = cohort.trainees
     for tensor in diverged.weights.values():
@@ -94,7 +94,7 @@ def test_who_diverged_says_so_and_calls_nobody() -> None:
     assert cohort.exchanges() == [0, 0] and bool(other.flat.isfinite().all())
 
 
-def test_what_training_did_during_an_exchange_is_kept() -> None:
+def test_training_during_an_exchange_is_kept() -> None:
     """Bodies take eight seconds: eight steps happen meanwhile, and none is lost."""
     slow_link = LinkModel(latency_s=0.02, bandwidth_bytes_s=400.0)
     cohort = Cohort(2, link=slow_link, every=1)
@@ -150,7 +150,7 @@ def test_a_peers_death_leaves_others_as_they_were(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
-def test_those_who_are_left_go_on_averaging(method: str) -> None:
+def test_remaining_members_go_on_averaging(method: str) -> None:
     cohort = Cohort(5, method=method, timeout_s=5.0)
     cohort.run(60)
     cohort.kill(cohort.trainees[2])
@@ -160,8 +160,8 @@ def test_those_who_are_left_go_on_averaging(method: str) -> None:
     assert all(after >= n + 4 for i, (n, after) in enumerate(zip(before, cohort.exchanges(), strict=True)) if i != 2)
 
 
-def test_a_slow_peer_averages_and_holds_nobody_up() -> None:
-    """Its steps take most of a round: it answers in the middle of them."""
+def test_a_slow_peer_averages_and_delays_none() -> None:
+    """The slow peer's steps take most of a round, and it answers in the middle of one."""
     cohort = Cohort(2)
     cohort.trainees[1].step_s = 8.0
     cohort.run(800)
@@ -180,7 +180,7 @@ def test_a_late_member_catches_up_with_the_round() -> None:
 
 
 def test_a_late_member_gets_slow_weights_too() -> None:
-    """And so does one that missed a round: progress alone would leave it an offset for ever."""
+    """A member that missed a round takes them over too: progress alone would leave it an offset for ever."""
     cohort = Cohort(3, method="diloco", codec="8bit", timeout_s=5.0, overlap=False)
     cohort.run(80)
     late = cohort.join()
@@ -204,8 +204,8 @@ def test_unusable_weights_replace_nothing() -> None:
     assert all(bool((tensor == 2.0).all()) for tensor in averager.tensors.values())
 
 
-def test_weights_on_trial_are_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither those of another that may be put back, nor averaged ones that the probe has not passed yet."""
+def test_weights_on_trial_are_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds for weights of another peer, and for averaged ones, until the probe has passed."""
     monkeypatch.setattr(averager_module, "COPY_S", 0.01)
     cohort = Cohort(2, every=1, probe=True)
     victim, other = cohort.trainees
@@ -310,7 +310,7 @@ def test_a_state_that_is_none_changes_nothing(changes: dict[str, Any], method: s
 
 
 def test_bytes_sent_at_the_same_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first worker goes on from its look at the count when the second one waits for it, or has looked as well."""
+    """The first worker reads the count, and goes on when the second one waits or has read it too."""
     second_is_there, looks = threading.Event(), list[int]()
     monkeypatch.setattr(
         averager_module,
@@ -497,7 +497,7 @@ def test_ten_times_the_norm_is_clipped() -> None:
     assert max(honest[1]) < 0.35 < max(honest[0])
 
 
-def test_the_probe_takes_back_what_does_harm() -> None:
+def test_the_probe_takes_back_harmful_weights() -> None:
     cohort = Cohort(2, every=1, probe=True)
     victim, other = cohort.trainees
     for trainee, value in ((victim, 1.0), (other, 900.0)):
@@ -516,7 +516,7 @@ def test_the_probe_takes_back_what_does_harm() -> None:
 
 
 def test_halves_use_the_newest_version_both_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this node is the newer one, or its partner is."""
+    """This node or its partner may be the newer one."""
     monkeypatch.setattr("protocol.codec.SPOKEN", spoken_by(5))
     cohort = Cohort(2, every=1)
     averager = cohort.trainees[0].averager

@@ -41,13 +41,13 @@ def text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Corpus:
 
 
 def anew(name: str) -> dict[str, Any]:
-    """With an exchange of every fragment each 8 steps, however seldom the arm has them."""
+    """The arm with an exchange of every fragment each 8 steps, instead of its own rate."""
     arm = LM.get(name) or ATTACKERS[name]
     return Run(TINY, replace(arm, every=min(arm.every, EVERY)), seed=0).figures()
 
 
 run = cache(anew)
-"""Several tests look at the same figures."""
+"""The figures that several tests look at."""
 
 
 @pytest.mark.parametrize("name", LM)
@@ -77,7 +77,7 @@ def test_averaging_after_each_step_leaves_one_model() -> None:
     assert run("none")["spread"] > 1e-4
 
 
-def test_pairs_send_what_codec_and_schedule_say() -> None:
+def test_pairs_send_the_bytes_of_codec_and_schedule() -> None:
     whole, coarse = run("noloco"), run("noloco 4bit streaming")
     exact = 4 * whole["parameters"] * whole["counts"]["exchanges"]
     assert whole["counts"]["bytes"] == pytest.approx(exact, rel=0.01), "whole blocks"
@@ -92,7 +92,7 @@ def test_a_run_is_the_same_every_time() -> None:
 
 @pytest.mark.parametrize("lie", LIES)
 def test_lies_arrive(lie: str) -> None:
-    """Two replicas, one of which lies: the other becomes what it would not have become."""
+    """Of two replicas one lies, which changes the other."""
     honest, lied_to = run("0 off"), run(f"1 {lie} off")
     assert lied_to["counts"]["exchanges"] > 0 and len(lied_to["loss_by_replica"]) == 1
     assert lied_to["loss"] != honest["loss_by_replica"][0]

@@ -1,4 +1,4 @@
-"""How values travel: error bounds, sizes, and bytes that a peer made up."""
+"""Codecs: error bounds, sizes, and bytes that a peer made up."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_error_is_relative_to_the_block(codec, bound, scale):
 
 @codecs
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, -1e-31])
-def test_what_is_tiny_may_become_zero(codec, value):
+def test_tiny_values_may_become_zero(codec, value):
     flat = torch.full((70,), value)
     assert through(codec, flat).tolist() in ([0.0] * 70, flat.tolist())
 
@@ -113,7 +113,7 @@ def test_the_largest_value_survives(codec):
 
 @codecs
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2 * LARGEST])
-def test_what_is_not_finite_is_not_sent(codec, bad):
+def test_values_that_are_not_finite_are_not_sent(codec, bad):
     flat = normal(PIECE + 500)
     flat[PIECE + 300] = bad
     sent = pieces(codec, flat)
@@ -123,14 +123,14 @@ def test_what_is_not_finite_is_not_sent(codec, bad):
 
 
 @codecs
-def test_lost_is_what_the_receiver_lacks(codec):
+def test_lost_is_the_error_of_the_receiver(codec):
     flat = normal(PIECE + 100)
     assert torch.equal(lost(codec, flat), flat - through(codec, flat))
 
 
 @pytest.mark.parametrize("codec", ["int8", "e3m0"])
 def test_error_feedback_delivers_the_sum(codec):
-    """What is lost is added to what is sent next: the error of a sum of messages stays that of one."""
+    """With errors added to the next message, the error of a sum of messages stays that of one."""
     flat = normal(6400)
     delivered, residual, plain = torch.zeros(6400), torch.zeros(6400), torch.zeros(6400)
     for _ in range(30):
@@ -206,7 +206,7 @@ def test_too_few_or_too_many_bytes(codec, n):
 @pytest.mark.parametrize(
     "bad", [b"\x80\x7f", b"\x80\xff", b"\xc0\x7f", b"\x7f\x7f"], ids=["inf", "-inf", "nan", "3e38"]
 )
-def test_what_is_not_finite_is_refused(codec, bad):
+def test_values_that_are_not_finite_are_refused(codec, bad):
     """`bad`: a bfloat16, or the upper half of a float32."""
     data = bytearray(body(codec, normal(200)))
     block = encoded_size(codec, BLOCK)

@@ -1,4 +1,4 @@
-"""Stages of different crews average: like with like, right after an update; and what two stages hold stays one."""
+"""Equal stages of different crews average right after an update, and a matrix of two stages stays one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups whose members do not know the same: slow weights come together again, and no member leads others astray."""
+"""Cohorts whose members know different things: slow weights come together again, and no member misleads others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.averaging_cohort import COHORT, SWARM, Cohort, Trainee
 
 
 def group(n: int, **options: Any) -> Cohort:
-    """As long a timeout as usual: whatever must heal does not wait for it."""
+    """A cohort with the usual timeout: it must recover without waiting for it."""
     usual = {"method": "diloco", "codec": "8bit", "overlap": False, "timeout_s": 60.0}
     return Cohort(n, **{**usual, **options})
 
@@ -34,7 +34,7 @@ def skipped(cohort: Cohort, reason: str) -> int:
 
 @pytest.mark.parametrize("codec", ["8bit", "4bit"])
 def test_a_newcomer_takes_over_slow_weights_too(codec: str) -> None:
-    """The other was alone until then: both are in round 0."""
+    """The other member was alone until then: both are in round 0."""
     cohort = group(1, codec=codec)
     first = cohort.trainees[0]
     cohort.run(60)
@@ -52,7 +52,7 @@ def test_a_newcomer_takes_over_slow_weights_too(codec: str) -> None:
 
 @pytest.mark.parametrize(("resumed", "overlap"), [([0], False), ([3], False), ([0, 3], True)], ids=str)
 def test_resumed_and_new_members_find_together(resumed: list[int], overlap: bool) -> None:
-    """Some know that slow weights are not equal, the others do not, and begin at different times."""
+    """Some members know that slow weights differ, the others do not, and they begin at different times."""
     cohort = group(4, overlap=overlap)
     for i, trainee in enumerate(cohort.trainees):
         trainee.step_s = (1.0, 2.7, 0.3, 1.0)[i]
@@ -69,7 +69,7 @@ def test_resumed_and_new_members_find_together(resumed: list[int], overlap: bool
 
 
 def test_members_a_round_ahead_are_followed_at_once() -> None:
-    """Else both wait for each other, give up, and are as far apart as before."""
+    """Otherwise both wait for each other, give up, and are as far apart as before."""
     cohort = group(5, codec="float32", timeout_s=20.0)
     ahead = cohort.trainees[3:]
     for trainee in ahead:
@@ -95,7 +95,7 @@ def test_members_with_different_outer_steps_do_not_average() -> None:
 
 
 def call(cohort: Cohort, victim: Trainee, **changes: Any) -> RemoteProtocolError:
-    """How peer 1's call of `victim`, with a head like this, is refused."""
+    """The refusal of peer 1's call of `victim` with a changed head."""
     liar = cohort.trainees[1].transport.peer_id
     fields = {"round": 0, "fragment": 0, "phase": 1, "group": "0" * 16, **changes}
     head = AverageHead(PROTOCOL_VERSION, SWARM, COHORT, liar, victim.transport.peer_id, **fields)
@@ -128,14 +128,14 @@ class Liar:
 
     @property
     def rounds(self) -> list[int]:
-        """In which the victim has called, each once."""
+        """Rounds in which the victim has called, each once."""
         return list(dict.fromkeys(head.round for head in self.calls))
 
     def call(self, **changes: Any) -> str:
         return call(self.cohort, self.victim, **changes).reason
 
 
-def test_nobody_leads_others_far_ahead() -> None:
+def test_no_member_leads_others_far_ahead() -> None:
     liar = Liar()
     assert liar.call(round=2**53 - 2) == "early"
     liar.cohort.run(30)
@@ -154,7 +154,7 @@ def test_a_round_is_believed_of_valid_heads_only(changes: dict[str, int], reason
 
 
 def test_a_call_in_another_codec_ends_the_round() -> None:
-    """The caller gives it up as well: nobody is to wait for it until time is up."""
+    """The caller gives the round up as well, before its time is over."""
     liar = Liar(timeout_s=60.0, honest_s=50.0)
     assert min(liar.cohort.exchanges()) >= 2, "both fragments were averaged"
     for codec in ("int8", "int8", "float32"):  # the second is of the other fragment, of which nothing was missed
@@ -168,7 +168,7 @@ def test_a_call_in_another_codec_ends_the_round() -> None:
 
 @pytest.mark.parametrize(("detail", "followed"), [("7", 7), ("²", 1), ("٣", 1), ("-3", 1), ("9" * 16, 1)], ids=ascii)
 def test_only_plain_numbers_are_rounds(detail: str, followed: int) -> None:
-    """A peer says in words of its own that a call is late; round 1 comes when the time of round 0 is over."""
+    """A peer refuses a call as late with a made-up detail; round 1 begins when the time of round 0 is over."""
     liar = Liar("late", detail)
     liar.cohort.run(30)
     assert liar.rounds[:2] == [0, followed]

@@ -31,7 +31,7 @@ def test_layers_are_strided():
     assert fragments.sizes == [24, 16]
 
 
-def test_what_is_no_layer_goes_where_least_is():
+def test_other_tensors_go_to_the_smallest_fragment():
     fragments = Fragments(layered(5, embed=10, head=3, norm=1), 2)  # 24 and 16, then 26, 27, 27
     assert {"embed", "norm"} < set(fragments.names(1))
     assert {"head"} < set(fragments.names(0))
@@ -72,7 +72,7 @@ def test_scatter_and_add_reach_the_live_weights(model):
     assert torch.equal(fragments.gather(0), before[0])
 
 
-def test_gather_copies_into_what_it_is_given():
+def test_gather_copies_into_a_given_vector():
     tensors = layered(2)
     fragments = Fragments(tensors, 1)
     out = torch.empty(16)

@@ -1,4 +1,4 @@
-"""Weights for those who come late: from whom, when not, and what happens if it goes wrong."""
+"""Weights for peers that come late: who gives them, when, and what happens if it goes wrong."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SLOW = LinkModel(latency_s=0.02, bandwidth_bytes_s=400.0)
 
 
 def seekers(**options: Any) -> Cohort:
-    """Nobody yet, and nobody averages before the 500th update."""
+    """A cohort without members, which averages from the 500th update on."""
     return Cohort(0, **{"every": 500, **options})
 
 
 def member(at: Cohort, version: int = 1000, **keys: Any) -> Trainee:
-    """One that stands still, with weights of its own, trained `version` times or so it says."""
+    """A member that does not train, with weights of its own and a card that says `version`."""
     trainee = at.join(dead=True, trains=False, version=version, **keys)
     for tensor in trainee.weights.values():
         tensor.normal_(generator=trainee.noise)
@@ -45,14 +45,14 @@ def member(at: Cohort, version: int = 1000, **keys: Any) -> Trainee:
 
 
 def newcomer(cohort: Cohort, **keys: Any) -> Trainee:
-    """One that looks for weights from its first step on, 2 * PERIOD_S from now."""
+    """A member that looks for weights from its first step on, 2 * PERIOD_S from now."""
     trainee = cohort.join(**keys)
     trainee.late_join.seek()
     return trainee
 
 
 def asked_by(late: Trainee, first: Callable[[str], None] = lambda peer: None) -> list[str]:
-    """Peers whom it asks, from now on; `first` is called before the first of them is."""
+    """The peers that it asks from now on; `first` is called before the first one."""
     asked: list[str] = []
     fetch = late.late_join.fetch
 
@@ -67,7 +67,7 @@ def asked_by(late: Trainee, first: Callable[[str], None] = lambda peer: None) ->
 
 
 def gives(liar: Trainee, body: bytes, **changes: Any) -> None:
-    """Have it answer with this."""
+    """Make it answer with this body and head."""
     fields = {"protocol": PROTOCOL_VERSION, "swarm": SWARM, "cohort": COHORT, "version": 1000, **changes}
     answers(liar.transport, WeightsHead(**fields), body)
 
@@ -81,7 +81,7 @@ def ask(ahead: Trainee, peer: str) -> Accepted | str:
 
 
 def fails_first(late: Trainee, times: int, error: Exception) -> None:
-    """Have its first calls fail with this."""
+    """Make its first calls fail with this error."""
     exchange, left = late.transport.exchange, times
 
     def failing(peer: str, method: str, *arguments: Any) -> Future[None]:
@@ -160,7 +160,7 @@ def test_peers_that_begin_together_keep_their_own() -> None:
     assert asked == [[], [], []]
 
 
-def test_who_finds_nobody_in_time_keeps_its_own() -> None:
+def test_a_late_peer_that_finds_none_keeps_its_own() -> None:
     cohort = seekers()
     late = newcomer(cohort)
     stranger = member(cohort, cohort="d" * 16)
@@ -326,7 +326,7 @@ def test_a_staller_blocks_others_only_for_a_while() -> None:
 
 
 def test_strangers_that_hang_up_cost_few_copies() -> None:
-    """Each is of a whole model, and training waits for it."""
+    """Each copy is of a whole model, and training waits for it."""
     cohort = seekers()
     ahead = member(cohort)
     made: list[float] = []
@@ -349,7 +349,7 @@ def test_strangers_that_hang_up_cost_few_copies() -> None:
     )
 
 
-def test_who_took_long_waits_as_long() -> None:
+def test_a_slow_receiver_waits_as_long_again() -> None:
     cohort = seekers()
     ahead = member(cohort)
     cohort.run(PERIOD_S)
@@ -363,7 +363,7 @@ def test_who_took_long_waits_as_long() -> None:
     assert isinstance(ask(ahead, "slow"), Accepted)
 
 
-def test_a_turn_that_never_began_is_nobodys() -> None:
+def test_a_transfer_that_never_began_blocks_none() -> None:
     cohort = seekers()
     ahead = member(cohort)
     copies = ahead.averager.copies
@@ -402,7 +402,7 @@ def test_but_not_for_ever(error: Exception, tries: int) -> None:
 
 
 def test_a_torn_donor_gives_again_after_its_rest() -> None:
-    """When its rest is over, though the time to look for one is as well."""
+    """The peer's pause and the time to look for one end together."""
     cohort = seekers(link=SLOW)
     donor, late = member(cohort), newcomer(cohort, trains=False)
     late.late_join.seek(2.0)
@@ -483,7 +483,7 @@ def test_calls_that_do_not_fit_are_refused(changes: dict[str, Any], size: int, r
 
 
 def choices(cohort: Cohort, late: Trainee, times: int = 200) -> Counter[int]:
-    """Claimed versions of those whom it asks, by chance."""
+    """Claimed versions of the peers that it asks, chosen at random."""
     asked: Counter[int] = Counter()
 
     def pretend(peer: str, least: int) -> WeightsFetch:
@@ -507,14 +507,14 @@ def claiming(*versions: int) -> Counter[int]:
     return choices(cohort, late)
 
 
-def test_who_claims_the_impossible_is_not_asked() -> None:
+def test_impossible_versions_are_not_asked_for() -> None:
     for honest in ([100], [100, 101], [100, 110, 120]):
         asked = claiming(*honest, 2**50)
         assert 2**50 not in asked and sum(asked.values()) == 200, honest
 
 
-def test_who_claims_most_is_not_preferred() -> None:
-    """One of two, one of three, or so: at random among those who are not below the middle."""
+def test_the_highest_version_is_not_preferred() -> None:
+    """It asks at random among the peers that are not below the median."""
     two = claiming(100, 10**6)
     five = claiming(90, 100, 110, 120, 10**6)
     assert set(two) == {100, 10**6} and 70 <= two[10**6] <= 130
@@ -551,7 +551,7 @@ def test_an_exchange_of_old_weights_spares_new_ones(method: str) -> None:
 
 
 def collected(cohort: Cohort, members: list[Trainee], seconds: float, seed: int) -> tuple[list[str], list[str]]:
-    """Peer ids in the order in which a visitor asked them, and of those whose weights it got."""
+    """Peer ids in the order in which a visitor asked them, and those whose weights it got."""
     visitor = cohort.join(dead=True)
     cohort.run(2 * PERIOD_S)
     asked: list[str] = []

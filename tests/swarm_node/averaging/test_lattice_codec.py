@@ -1,4 +1,4 @@
-"""Remainders for a reader who has nearly the same: how near that must be, what is lost, and made-up bytes."""
+"""Lattice codec: how near writer and reader must be, how large errors are, and made-up bytes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tests.support.random_vectors import normal
 
 both = pytest.mark.parametrize("bits", [8, 4])
 U = 0.4034405686180216
-"""u of block 0 under the seed `seed`."""
+"""The dither of block 0 with the seed `seed`."""
 ULP = 2.0**-24
-"""Float32 rounding, relative."""
+"""Relative rounding error of float32."""
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -56,7 +56,7 @@ def read(bits: int, near: Tensor, data: bytes, written_out: int = 0) -> Tensor:
 
 
 def steps(bits: int, data: bytes, n: int) -> Tensor:
-    """Float64 [n]: the step that each value was written with."""
+    """The step of each value, float64 [n]."""
     blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, lattice_bytes(bits))
     scales = torch.empty(len(blocks), 1, dtype=torch.bfloat16)
     scales.view(torch.uint8).copy_(blocks[:, :2])
@@ -76,7 +76,7 @@ def magnitudes(n: int, seed: int, low: float = -8, high: float = 3) -> Tensor:
 @settings(max_examples=60)
 @given(st.sampled_from([8, 4]), st.integers(1, 500), st.floats(-14, 2), st.integers(0, 2**30))
 def test_within_reach_the_error_is_half_a_step(bits: int, n: int, exponent: float, seed: int) -> None:
-    """However large the values are beside what they differ by."""
+    """The values are much larger than their differences."""
     limit = 10**exponent
     near = magnitudes(n, seed)
     apart = (2 * torch.rand(n, generator=generator(seed + 2), dtype=torch.float64) - 1) * 0.99
@@ -114,7 +114,7 @@ def test_each_block_has_its_own_step(bits: int) -> None:
 
 @both
 def test_errors_cancel(bits: int) -> None:
-    """In the mean over many values: s / sqrt(12) each, so within four standard deviations."""
+    """The mean error of many values, s / sqrt(12) each, lies within four standard deviations."""
     n = 200_000
     near = normal(n)
     x = near + 1e-3 * normal(n, 1)
@@ -290,7 +290,7 @@ def swarm_of_pairs(
         return 0.02 * drawn
 
     def as_read(i: int, j: int, time: int) -> Tensor:
-        """Weights of j as i has them."""
+        """The weights of j as i decodes them."""
         if codec == "float32":
             return fast[j].clone()
         if codec == "e3m0":  # of the weights minus the common start

@@ -48,7 +48,7 @@ def test_scale_1_over_k_is_the_uniform_mean(k):
         assert torch.allclose(tensor, mean[name], rtol=2e-7, atol=0)  # all but the last bit
 
 
-def test_task_arithmetic_adds_what_each_changed():
+def test_task_arithmetic_adds_all_changes():
     base = {"w": torch.tensor([1.0, 1.0, 1.0])}
     two = {"a": {"w": torch.tensor([2.0, 1.0, 1.0])}, "b": {"w": torch.tensor([1.0, 5.0, 1.0])}}
     assert task_arithmetic(two, base, 1.0)["w"].tolist() == [2, 5, 1]

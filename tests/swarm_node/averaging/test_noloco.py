@@ -1,4 +1,4 @@
-"""The outer steps: worked values, other implementations, and what NoLoCo does to the spread of many peers."""
+"""Outer steps: worked values, other implementations, and how NoLoCo changes the spread of many peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.averaging_cohort import noloco_step
 
 
 def both(outer: NoLoCo, slow: list[Tensor], momentum: list[Tensor], fast: list[Tensor]) -> None:
-    """One exchange of a pair, each told the other's weights as they were before."""
+    """One exchange of a pair: each peer gets the other's weights from before."""
     before = [s.clone() for s in slow]
     for i, j in ((0, 1), (1, 0)):
         noloco_step(outer, slow[i], momentum[i], fast[i], fast[j], before[j])

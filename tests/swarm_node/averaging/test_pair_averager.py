@@ -1,4 +1,4 @@
-"""What a pair's exchange holds, and whom it keeps waiting."""
+"""The memory that exchanges of pairs hold, who waits for them, and which calls are answered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.averaging_cohort import COHORT, PERIOD_S, SWARM, Cohort
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """The collector is off, and objects made before are not listed."""
+    """Python's collector is off, and does not list older objects."""
     gc.freeze()
     gc.disable()
     yield
@@ -36,7 +36,7 @@ def no_collector() -> Iterator[None]:
 
 
 def vectors(values: int) -> int:
-    """Float32 tensors, made since the collector is off, that hold so many values or more; views count once."""
+    """Count float32 tensors with so many values or more, made since the collector is off; views count once."""
     tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(size >= 4 * values for size in storages.values())
@@ -50,7 +50,7 @@ def vectors(values: int) -> int:
 def test_between_exchanges_there_are_slow_weights_and_momentum(
     codec: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the last one ended, and without Python's collector."""
+    """The last exchange may have ended in any way, and Python's collector is off."""
 
     def refuse(*arguments: object) -> None:
         raise RemoteProtocolError("gates", "refused")
@@ -71,7 +71,7 @@ def test_between_exchanges_there_are_slow_weights_and_momentum(
     assert vectors(730) == 2 * len(averagers)
 
 
-def test_without_overlap_whoever_is_called_waits_too() -> None:
+def test_without_overlap_a_callee_waits_too() -> None:
     cohort = Cohort(2, overlap=False)
     waits = {trainee.number: 0 for trainee in cohort.trainees}
 
@@ -93,7 +93,7 @@ def test_without_overlap_whoever_is_called_waits_too() -> None:
 
 
 class Answering:
-    """One of a cohort, that makes steps when it is told to, and no calls. The others do nothing by themselves."""
+    """A member that makes steps when told to, and no calls. The other members do nothing by themselves."""
 
     def __init__(self, n: int = 2, **options: Any) -> None:
         self.cohort = Cohort(n, every=1, **options)
@@ -107,7 +107,7 @@ class Answering:
         self.at(1010, 0.5)
 
     def at(self, round: int, part: float) -> None:
-        """Go on to this part of a round, and make a step."""
+        """Let time pass until this part of a round, and make a step."""
         self.cohort.clock.run_until((round + part) * PERIOD_S)
         self.step()
 
@@ -116,7 +116,7 @@ class Answering:
         self.averager.step(self.updates)
 
     def called(self, round: int, peer: str = "") -> Accepted:
-        """By its partner of that round, in round `round`."""
+        """Its partner of that round, or `peer`, calls it in round `round`."""
         size, me = len(self.averager.slow[0]), self.averager.place.peer_id
         peer = peer or partner(me, self.averager.transport.members(), round, COHORT) or ""
         head = AverageHead(PROTOCOL_VERSION, SWARM, COHORT, peer, me, round, 0)
@@ -131,7 +131,7 @@ class Answering:
         return torch.full_like(self.averager.slow[0], value)
 
     def exchange(self, round: int, peer: str = "") -> None:
-        """A whole one."""
+        """A whole exchange."""
         send(self.called(round, peer), self.body(1.0)).done(None)
         self.step()
 
@@ -222,7 +222,7 @@ def test_an_exchange_given_up_during_work_is_forgotten(during: str, monkeypatch:
     assert len(exchange.copy.fast) == len(exchange.copy.slow) == 0
 
 
-def test_who_withholds_the_end_teaches_nothing() -> None:
+def test_a_withheld_end_teaches_nothing() -> None:
     node = Answering(clip=1.5, gates=True)
     for round in range(1010, 1013):
         node.at(round, 0.5)
@@ -254,7 +254,7 @@ def test_failures_count_and_few_fit_a_round() -> None:
 
 @pytest.mark.parametrize(("attempts", "late"), [(ATTEMPTS - 1, False), (ATTEMPTS, True)])
 def test_attempts_are_remembered_into_the_next_round(attempts: int, late: bool) -> None:
-    """A partner's clock may still say 1010."""
+    """By a partner's clock it may still be round 1010."""
     node = Answering()
     for _ in range(attempts):
         node.called(1010).done(TORN)

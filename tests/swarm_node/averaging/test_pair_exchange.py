@@ -1,4 +1,4 @@
-"""The states of a pair's exchange: every legal move, every illegal one, and what an exchange that is over holds."""
+"""States of a pair's exchange: each legal and illegal move, its memory, and the slot for one exchange at a time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_table_names_every_state() -> None:
 
 
 @pytest.mark.parametrize("state", list(ExchangeState), ids=lambda state: state.name)
-def test_only_what_is_over_lets_go_of_tensors(state: ExchangeState) -> None:
+def test_only_ended_exchanges_let_go_of_tensors(state: ExchangeState) -> None:
     assert (len(in_state(state).copy.fast) == 0) == (state in OVER)
 
 
@@ -139,7 +139,7 @@ def test_only_a_leaving_peers_exchange_is_interrupted(ours: bool, draining: bool
     assert (here.exchange is one) == stays == one.live and not here.failures
 
 
-def test_what_fails_after_a_drop_counts_once() -> None:
+def test_a_failure_after_a_drop_counts_once() -> None:
     here, one = slot(), exchange()
     here.put(one)
     here.give_up("late")

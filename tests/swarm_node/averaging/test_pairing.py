@@ -1,4 +1,4 @@
-"""Pairs that peers work out alone."""
+"""Pairs that each peer computes alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def peers(n: int) -> list[str]:
 
 
 def pairs(everyone: Collection[str], round: int, seed: str = "swarm") -> set[frozenset[str]]:
-    """The pairs of a round, every peer asked."""
+    """The pairs of a round, computed by every peer."""
     found = {peer: partner(peer, everyone, round, seed) for peer in everyone}
     assert all(other is None or found[other] == peer for peer, other in found.items())
     return {frozenset((peer, other)) for peer, other in found.items() if other is not None}
@@ -33,7 +33,7 @@ def test_nobody_is_paired_with_itself():
     assert partner("a", ["b"], 0, "s") == "b"
 
 
-def test_only_who_is_there_counts():
+def test_only_peers_that_are_there_count():
     everyone = peers(9)
     for me in everyone:
         others = [peer for peer in everyone if peer != me]
@@ -66,7 +66,7 @@ def test_one_more_peer_changes_few_pairs():
 
 
 def test_an_unequal_view_costs_at_most_one_pair():
-    """Pairs count that both ends see. The one who knows more mostly has the same partner."""
+    """Only pairs that both peers see count. A peer that knows one peer more mostly has the same partner."""
     everyone, rounds = peers(64), 200
     me = everyone[0]
     changed = sum(partner(me, everyone, r, "s") != partner(me, [*everyone, "new"], r, "s") for r in range(rounds))

@@ -1,4 +1,4 @@
-"""What robust averaging lets through: worked values, properties, and a small swarm with liars in it."""
+"""Robust averaging: worked values, properties, and a small swarm with liars in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ZERO = torch.zeros(1)
 
 
 def met(distances: list[float], clip: float = 1.0, gates: bool = False, n: int = 1) -> Robust:
-    """One that has averaged with partners so far away, without progress of its own."""
+    """A node that has averaged with partners at these distances, without progress of its own."""
     robust = Robust(clip, gates)
     state = {"distances": distances, "sizes": [], "cosines": [], "signs": []}
     robust.load({"probed": [], "seen": {"0": state}})
@@ -29,7 +29,7 @@ def met(distances: list[float], clip: float = 1.0, gates: bool = False, n: int =
 
 
 def check(robust: Robust, fragment: int, fast: Tensor, slow: Tensor, partner: Tensor, *more: Tensor) -> Tensor:
-    """What is believed of a partner, in an exchange that ends well and is accepted unless the gates refuse it."""
+    """A partner's weights after a check, in an exchange that ends well."""
     verdict = robust.check(fragment, fast, slow, partner, *more)
     robust.remember(fragment, verdict)
     if verdict.refused:
@@ -42,7 +42,7 @@ def check(robust: Robust, fragment: int, fast: Tensor, slow: Tensor, partner: Te
 
 
 def test_worked_value_of_the_clip():
-    """phi_i = 0, phi_j = 10, tau = 1: a pair moves to the middle, 0.5."""
+    """With phi_i = 0, phi_j = 10 and tau = 1, the pair moves to the middle, 0.5."""
     clipped = check(met([1.0]), 0, ZERO, ZERO, tensor([10.0]))
     assert (0 + clipped.item()) / 2 == 0.5
 
@@ -119,7 +119,7 @@ def test_the_usual_distance_grows_at_a_bounded_rate():
     assert reach[-1] == 1000.0
 
 
-def test_liars_who_are_no_majority_cannot_stretch_tau():
+def test_a_minority_of_liars_cannot_stretch_tau():
     robust = met([], clip=1.5)
     for round in range(200):
         check(robust, 0, ZERO, ZERO, tensor([1e6 if round % 2 else 1.0]))
@@ -163,7 +163,7 @@ def test_state_survives_json():
     )
 
 
-def test_own_progress_is_there_when_it_is_whole(monkeypatch):
+def test_own_progress_is_used_only_when_whole(monkeypatch):
     judge, chunks, seen = Robust(0.0, True), robust.chunks, []
 
     def looking(*vectors):
@@ -212,7 +212,7 @@ def test_one_failing_gate_is_not_enough():
     assert gated([*usual, 20 * usual[0]]), "size alone, but far from usual"
 
 
-def test_who_went_far_itself_bears_partners_who_did():
+def test_a_node_that_went_far_accepts_far_partners():
     robust = Robust(0.0, True)
     for seed in range(6):
         check(robust, 0, torch.ones(100), ZERO.expand(100), 1 + normal(100, seed, 0.1))
@@ -222,7 +222,7 @@ def test_who_went_far_itself_bears_partners_who_did():
 
 
 def test_direction_is_one_vote_of_two_measures():
-    """Of partners whose cosine is 0.3 as a rule, as in reinforcement learning."""
+    """Partners usually have a cosine of 0.3, as in reinforcement learning."""
 
     def partner(cosine: float, seed: int, scale: float = 1.0) -> Tensor:
         noise = normal(10_000, seed)
@@ -273,7 +273,7 @@ def test_clipped_mean_survives_a_minority():
 # --------------------------------------------------------------------- probe
 
 
-def test_the_probe_refuses_what_is_much_worse():
+def test_the_probe_refuses_much_worse_weights():
     robust = Robust(0.0, False)
     assert not robust.vetoed(1.0, 1.9)
     assert robust.vetoed(1.0, 2.2)
@@ -282,14 +282,14 @@ def test_the_probe_refuses_what_is_much_worse():
 
 
 def test_the_probe_knows_its_noise():
-    """Noise far above the floor is let through once it is known; and it is rare that it is not, then."""
+    """Noise far above the floor passes once it is known, and is rarely refused."""
     robust, noise = Robust(0.0, False), np.random.default_rng(0).standard_t(3, 2000)
     vetoes = [robust.vetoed(5.0, 5.0 + 2.0 * x) for x in noise]
     assert np.mean(vetoes[50:]) < 0.05
     assert robust.vetoed(5.0, 500.0)
 
 
-def test_the_probe_gives_in_to_what_is_usual():
+def test_the_probe_accepts_usual_differences():
     robust = Robust(0.0, False)
     vetoes = [robust.vetoed(1.0, 4.0) for _ in range(40)]
     assert vetoes[0] and not vetoes[-1]

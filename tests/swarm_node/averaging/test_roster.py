@@ -1,4 +1,4 @@
-"""Who is here, in sentences."""
+"""The messages about partners that are here."""
 
 from __future__ import annotations
 
