@@ -69,7 +69,7 @@ class Node:
         from protocol.messages import PROTOCOL_VERSION, PeerCard
         from protocol.transports.p2p.transport import P2PTransport
         from protocol.transports.settings import NetworkSettings
-        from swarm_node.averaging import Place
+        from swarm_node.averaging import CohortPlace
         from swarm_node.averaging.pair_averager import PairAverager
         from swarm_node.config import AveragingConfig
 
@@ -87,7 +87,7 @@ class Node:
         self.rss_before = _memory("VmRSS")
         self.weights = {f"layers.{i}.w": torch.zeros(min(TENSOR, values - at)) for i, at in _parts(values)}
         config = AveragingConfig(method="noloco", every=1, codec=codec, timeout_s=EXCHANGE_S)  # type: ignore[arg-type]
-        place = Place(SWARM, COHORT, self.transport.peer_id, PERIOD_S)
+        place = CohortPlace(SWARM, COHORT, self.transport.peer_id, PERIOD_S)
         self.averager = PairAverager(config, place, self.weights, self.transport, time.time, _complain)
         self.bytes = 4 * values
         self.updates = 0

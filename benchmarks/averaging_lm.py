@@ -39,7 +39,7 @@ from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.base import Outgoing
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
 from protocol.transports.memory.links import UPLINK_TURN_S
-from swarm_node.averaging import Averager, Place, make_averager
+from swarm_node.averaging import Averager, CohortPlace, make_averager
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.averaging.pair_exchange import PairExchange
 from swarm_node.config import AveragingConfig
@@ -314,7 +314,7 @@ class Run:
         honest = number < self.task.replicas - self.arm.liars
         replica = Replica(Learner(model, shard, rng), transport, honest=honest)
         if self.arm.options is not None:
-            place = Place(SWARM, COHORT, transport.peer_id, self.period_s)
+            place = CohortPlace(SWARM, COHORT, transport.peer_id, self.period_s)
             tensors = {name: p.detach() for name, p in model.named_parameters()}
             rest = (place, tensors, transport, self.clock.now, lambda _: None)
             probe = windows(shard, 8, self.task.length, rng.clone_state()) if self.arm.config.probe else None

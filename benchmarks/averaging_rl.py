@@ -42,7 +42,7 @@ from benchmarks.common import RESULTS, machine, table
 from benchmarks.sharing import SEARCHED_FROM, against, at, held_out, interval, simulate, timed
 from benchmarks.sharing_settings import SETTINGS, Arm, Measured, Setting
 from protocol.transports.memory import LinkModel
-from swarm_node.averaging.merge import uniform
+from swarm_node.averaging.merge import uniform_mean
 from swarm_node.runtime.simulation import START, Peer
 
 FOLDER = RESULTS / "averaging_rl"
@@ -74,7 +74,7 @@ def run(setting: Setting, arm: Arm, seed: int, peers: int, rounds: int) -> dict[
     before = held_out(setting, nodes[0], QUESTIONS)
     seconds = timed(nodes, lambda: simulation.run(rounds))
     own = [held_out(setting, node, QUESTIONS) for node in nodes]
-    merged = uniform(states)
+    merged = uniform_mean(states)
     spread = apart(states, merged, start)
     nodes[0].policy.load_trainable_state(merged)
     points = curve(simulation.peers)

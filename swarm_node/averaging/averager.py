@@ -32,7 +32,7 @@ from protocol.transports.base import Outgoing, Transport
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.reducers import find_reducer
 from swarm_node.averaging.robust import Robust
-from swarm_node.averaging.roster import Roster
+from swarm_node.averaging.roster import CohortRoster
 from swarm_node.config import AveragingConfig
 from swarm_node.errors import CheckpointError
 from swarm_node.install import upgrade_command
@@ -58,7 +58,7 @@ REASONS = CONTENTS | frozenset(
 
 
 @dataclass(frozen=True)
-class Place:
+class CohortPlace:
     """Whose weights are averaged with whose, and when."""
 
     swarm: str
@@ -95,7 +95,7 @@ class Averager(ABC):
     def __init__(
         self,
         config: AveragingConfig,
-        place: Place,
+        place: CohortPlace,
         tensors: Mapping[str, Tensor],
         transport: Transport,
         now: Callable[[], float],
@@ -133,7 +133,7 @@ class Averager(ABC):
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         """Calls and answers of peers that this node refused, by reason."""
-        self.roster = Roster(place.cohort, LONELY_ROUNDS * place.period_s, say)
+        self.roster = CohortRoster(place.cohort, LONELY_ROUNDS * place.period_s, say)
         self._last: tuple[float, tuple[str, ...]] | None = None
         """Time and peers of the last exchange."""
         self.spread = 0.0

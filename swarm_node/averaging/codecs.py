@@ -36,7 +36,7 @@ SMALLEST = 1e-30
 """Scales below this count as 0, so that 1 / s does not overflow."""
 
 
-def encoded_size(codec: WeightCodec, values: int) -> int:
+def coded_bytes(codec: WeightCodec, values: int) -> int:
     """Bytes of a body."""
     return -(-values // BLOCK) * _CODECS[codec].block_bytes
 
@@ -105,7 +105,7 @@ class Reader(ABC):
         """Set `part` [blocks, 64], the next values, from any bytes [blocks, block_bytes]."""
 
 
-class Decoder(Reader):
+class BodyDecoder(Reader):
     """Decodes a body in `codec`."""
 
     def __init__(self, codec: WeightCodec, values: int) -> None:

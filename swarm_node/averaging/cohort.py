@@ -11,7 +11,7 @@ from torch import Tensor
 from protocol.errors import RemoteProtocolError
 from protocol.tensors import AVERAGE_METHOD, WEIGHTS_METHOD
 from protocol.transports.base import Accepted, Transport
-from swarm_node.averaging.averager import Averager, Place, cohort_id, rhythm
+from swarm_node.averaging.averager import Averager, CohortPlace, cohort_id, rhythm
 from swarm_node.averaging.cohort_averager import CohortAverager
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.late_join import LateJoin
@@ -40,7 +40,7 @@ def join_cohort(
         cohort = cohort_of(config, swarm, start, weights)
     except ValueError as error:
         raise UserError(f"averaging.fragments = {config.fragments} is too many: {error}") from error
-    place = Place(swarm, cohort, transport.peer_id, period_s)
+    place = CohortPlace(swarm, cohort, transport.peer_id, period_s)
     say(f"averaging {what} with cohort {cohort[:8]}: {config.method}, {rhythm(config, period_s)}, {config.codec}")
     averager = make_averager(config, place, weights, transport, now, say, changed, probe)
     return LateJoin(averager, random.Random(f"{cohort}/{transport.peer_id}"))

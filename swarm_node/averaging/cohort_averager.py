@@ -35,18 +35,18 @@ from protocol.tensors import AVERAGE_METHOD, AverageHead, WeightCodec, decode_he
 from protocol.transports.base import Accepted, Outgoing, Sink
 from protocol.transports.transfer import reason_of
 from swarm_node.averaging.averager import CONTENTS, Averager
-from swarm_node.averaging.codecs import BLOCK, Decoder, encoded_size, lost, pieces
+from swarm_node.averaging.codecs import BLOCK, BodyDecoder, coded_bytes, lost, pieces
 from swarm_node.averaging.diloco import MEAN, DiLoCo
 from swarm_node.averaging.reducers import clipped_mean
 from swarm_node.averaging.robust import check_finite
 
-CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"}
+COHORT_CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "int8", "4bit": "e3m0"}
 PARTS, AVERAGES = 1, 2
 CALL_RETRY_S = 0.1
 """Pause before a member that is behind is called again."""
 ABORT = frozenset({"group", "codec", "cohort", "version", "schema", "size", "fault"} | {*CONTENTS})
 """Reasons that end a round, as waiting longer would not help."""
-FARTHEST = 1000
+MOST_BEHIND = 1000
 """Most rounds that a node believes to be behind. If it is further behind, it is told again."""
 
 
@@ -71,7 +71,7 @@ class _Round:
     """The mean of this node's part, as the others decode it."""
     under_way: set[str] = field(default_factory=set)
     """Members with whom an exchange of this phase is under way."""
-    decoders: dict[str, Decoder] = field(default_factory=dict)
+    decoders: dict[str, BodyDecoder] = field(default_factory=dict)
     """Member -> what decodes the body that is on its way from it."""
     arrived: dict[int, dict[str, Tensor]] = field(default_factory=lambda: {PARTS: {}, AVERAGES: {}})
     call_at: dict[str, float] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class CohortAverager(Averager):
         per_step = config.method == "per_step"
         self.outer = MEAN if per_step else DiLoCo(config.outer_learning_rate, config.outer_momentum)
         self._every = 1 if per_step else config.every
-        self._codec = CODECS[config.codec]
+        self._codec = COHORT_CODECS[config.codec]
         self._in_step: list[list[str] | None] = [None for _ in self.slow]
         """Members of the last complete round of each fragment, whose slow weights are equal. None: the common start."""
         self._residual = [torch.zeros_like(slow) for slow in self.slow] if config.error_feedback else None
@@ -193,7 +193,7 @@ class CohortAverager(Averager):
 
     def _tell(self, peer: str, number: int) -> None:
         """`peer` says that it is in this round. The caller holds `_guard`."""
-        self._told[peer] = min(number, self._number + FARTHEST)
+        self._told[peer] = min(number, self._number + MOST_BEHIND)
 
     def _call(self, round: _Round, peer: str, now: float) -> None:
         with self._guard:
@@ -215,7 +215,7 @@ class CohortAverager(Averager):
         return self._sink(round, phase, peer, theirs)
 
     def _sink(self, round: _Round, phase: int, peer: str, head: AverageHead) -> Sink:
-        round.decoders[peer] = Decoder(head.codec, self._values(round, phase, peer))
+        round.decoders[peer] = BodyDecoder(head.codec, self._values(round, phase, peer))
         return round.decoders[peer].write
 
     def accept(self, peer: str, head: bytes, size: int) -> Accepted:
@@ -261,7 +261,7 @@ class CohortAverager(Averager):
             raise RemoteProtocolError("round", f"round {head.round} in round {round.number}")
         if head.codec != round.codec:
             raise RemoteProtocolError("codec", head.codec)
-        expected = encoded_size(head.codec, self._values(round, phase, peer))
+        expected = coded_bytes(head.codec, self._values(round, phase, peer))
         if size != expected:
             raise RemoteProtocolError("size", f"{size} bytes for {expected}")
 
@@ -281,7 +281,7 @@ class CohortAverager(Averager):
             assert round.mean is not None
             sent = round.mean
         head = {"round": round.number, "fragment": round.fragment, "phase": phase, "group": self._digest(round.members)}
-        size = encoded_size(round.codec, len(sent))
+        size = coded_bytes(round.codec, len(sent))
         return self._outgoing(
             peer, round.codec, size, partial(pieces, round.codec, sent), version=round.updates, **head
         )

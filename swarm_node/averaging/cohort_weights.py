@@ -2,8 +2,8 @@
 
     asker --(head: cohort)--> member       member --(head: its version | all fragments, float32)--> asker
 
-`fetch` asks one peer; `collect` asks many, a few at a time. A body that has arrived has the right size, the right
-sha256 and finite values; nothing here can tell whether the values are any good.
+`fetch` asks one peer; `collect_weights` asks many, a few at a time. A body that has arrived has the right size, the
+right sha256 and finite values; nothing here can tell whether the values are any good.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocol.tensors import WEIGHTS_METHOD, WeightsHead, decode_head, encode_he
 from protocol.transports.base import Outgoing, Sink, Transport
 from protocol.transports.transfer import Donor, Pace, Retry, outcome, reason_of
 from swarm_node.averaging.averager import cohort_id
-from swarm_node.averaging.codecs import Decoder, Readers
+from swarm_node.averaging.codecs import BodyDecoder, Readers
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.config import AveragingConfig
 
@@ -33,7 +33,7 @@ RETRY = Retry(busy_s=5.0, accident_s=5.0, max_accidents=3)
 MAX_VERSION = 2**32
 """An update a second for 136 years: no honest peer claims more."""
 AT_ONCE = 3
-"""Peers whose weights `collect` fetches at the same time; all of them are in memory."""
+"""Peers whose weights `collect_weights` fetches at the same time; all of them are in memory."""
 COLLECT_LOOP_S = 0.1
 
 
@@ -60,7 +60,7 @@ def fetch(
     """Fetch the weights of `peer`, fragments of `sizes` values, in the background. `place` is (swarm, cohort). They
     must be of version `least` or later; `have` is this node's version. They may take `seconds`, or what `PACE` allows.
     """
-    result, bodies = WeightsFetch(peer), Readers([Decoder("float32", n) for n in sizes])
+    result, bodies = WeightsFetch(peer), Readers([BodyDecoder("float32", n) for n in sizes])
 
     def answered(head: bytes, size: int) -> Sink:
         theirs = decode_head(head, WeightsHead)
@@ -93,7 +93,7 @@ def check_place(head: WeightsHead, place: tuple[str, str]) -> None:
 # --------------------------------------------------------------------- of a whole cohort
 
 
-def collect(
+def collect_weights(
     transport: Transport,
     swarm: str,
     cohort: str,

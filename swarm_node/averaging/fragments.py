@@ -15,7 +15,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-CHUNK = 2**18
+COPY_CHUNK = 2**18
 """About so many values are copied at a time."""
 
 
@@ -57,7 +57,7 @@ class Fragments:
         """Add `flat` [sizes[i]] to the live values of fragment `i`, rounded to their type once. `flat` becomes the
         former values, with which `scatter` takes the sum back."""
         for tensor, part in self._parts(i, flat):
-            rows = max(1, CHUNK // max(1, part[:1].numel())) if part.dim() else 1
+            rows = max(1, COPY_CHUNK // max(1, part[:1].numel())) if part.dim() else 1
             for live, addend in zip(*(torch.atleast_1d(x).split(rows) for x in (tensor, part)), strict=True):
                 before = live.clone()
                 live.add_(addend.to(live.device))

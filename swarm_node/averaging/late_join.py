@@ -26,7 +26,7 @@ from protocol.tensors import WEIGHTS_METHOD, WeightsHead, decode_head
 from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.transfer import Donor, UploadSlot, UploadSlots, expect_no_body, in_time, reason_of
 from swarm_node.averaging.averager import Averager
-from swarm_node.averaging.codecs import encoded_size, pieces
+from swarm_node.averaging.codecs import coded_bytes, pieces
 from swarm_node.averaging.cohort_weights import (
     MAX_VERSION,
     PACE,
@@ -137,7 +137,7 @@ class LateJoin:
         expect_no_body(size)
         if not self.version:
             raise RemoteProtocolError("early", "not trained yet")
-        whole = sum(encoded_size("float32", n) for n in self.averager.fragments.sizes)
+        whole = sum(coded_bytes("float32", n) for n in self.averager.fragments.sizes)
         return self._slots.give(peer, partial(self._give, whole), self._over, PACE.seconds(whole))
 
     def _give(self, whole: int, slot: UploadSlot) -> Outgoing:

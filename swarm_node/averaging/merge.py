@@ -27,7 +27,7 @@ State = dict[str, Tensor]
 
 BASE = "the base"
 """Its name in messages."""
-PIECE = 2**20
+MERGE_PIECE = 2**20
 """Values of each state that are merged at a time: 8 MiB in float64."""
 
 
@@ -45,7 +45,7 @@ def check_alike(states: Mapping[str, State]) -> None:
                 raise ValueError(f"{name} is {list(tensor.shape)} in {first}, {list(theirs[name].shape)} in {other}")
 
 
-def uniform(states: Mapping[str, State]) -> State:
+def uniform_mean(states: Mapping[str, State]) -> State:
     """The mean of all states, float32 on the CPU. ValueError if names or shapes differ, or values are not finite."""
     check_alike(states)
     return _weighted_sum(states, dict.fromkeys(states, 1.0), len(states))
@@ -55,7 +55,7 @@ def task_arithmetic(
     states: Mapping[str, State], base: State, scale: float, factors: Mapping[str, float] | None = None
 ) -> State:
     """base + scale * sum of factors[i] * (states[i] - base), float32 on the CPU. `factors` as from `clip_factors`,
-    otherwise 1. Raises ValueError as `uniform`."""
+    otherwise 1. Raises ValueError as `uniform_mean`."""
     together = {BASE: base, **states}
     check_alike(together)
     weights = {name: scale * (1.0 if factors is None else factors[name]) for name in states}
@@ -63,7 +63,7 @@ def task_arithmetic(
 
 
 def task_norms(states: Mapping[str, State], base: State) -> dict[str, float]:
-    """|theta_i - base| of each state, with tied tensors counted once. Raises ValueError as `uniform`."""
+    """|theta_i - base| of each state, with tied tensors counted once. Raises ValueError as `uniform_mean`."""
     check_alike({BASE: base, **states})
     norms = {}
     for node, state in states.items():
@@ -95,7 +95,7 @@ def _weighted_sum(states: Mapping[str, State], weights: Mapping[str, float], ove
         memory = _memory(tensors)
         if memory not in done:
             total = torch.zeros(first.shape, dtype=torch.float32)
-            for target, *pieces in zip(total.view(-1).split(PIECE), *map(_pieces, tensors), strict=True):
+            for target, *pieces in zip(total.view(-1).split(MERGE_PIECE), *map(_pieces, tensors), strict=True):
                 target.copy_(sum(weights[node] * piece for node, piece in zip(nodes, pieces, strict=True)) / over)
             if not total.isfinite().all():
                 whose = [node for node, tensor in zip(nodes, tensors, strict=True) if not tensor.isfinite().all()]
@@ -107,7 +107,7 @@ def _weighted_sum(states: Mapping[str, State], weights: Mapping[str, float], ove
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """The values of a tensor in pieces, float64 on the CPU."""
-    return (piece.cpu().double() for piece in tensor.detach().reshape(-1).split(PIECE))
+    return (piece.cpu().double() for piece in tensor.detach().reshape(-1).split(MERGE_PIECE))
 
 
 def _memory(tensors: Sequence[Tensor]) -> object:

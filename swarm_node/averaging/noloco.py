@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarm_node.averaging.robust import chunks, square
+from swarm_node.averaging.robust import cache_parts, square
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class NoLoCo:
         if self.gamma != self.beta:
             assert partner_slow is not None
             vectors.append(partner_slow)
-        for start, before, mine, partner, *partner_start in chunks(*vectors):
+        for start, before, mine, partner, *partner_start in cache_parts(*vectors):
             squares += square(partner - mine)
             progress = (mine + partner).div_(2).sub_(start)
             partner.copy_(before).mul_(self.alpha)
@@ -61,5 +61,5 @@ class NoLoCo:
 
 def slow_minus_fast(slow: Tensor, momentum: Tensor, fast: Tensor) -> None:
     """Overwrite `fast` with what takes it to the new slow weights of equation 3: slow + momentum - fast."""
-    for start, move, mine in chunks(slow, momentum, fast):
+    for start, move, mine in cache_parts(slow, momentum, fast):
         torch.sub(start + move, mine, out=mine)

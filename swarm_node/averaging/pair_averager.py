@@ -38,8 +38,8 @@ from swarm_node.averaging.lattice_codec import block_count
 from swarm_node.averaging.noloco import NoLoCo, slow_minus_fast
 from swarm_node.averaging.outer_rounds import OuterRounds
 from swarm_node.averaging.pair_exchange import (
-    CODECS,
     FARTHEST,
+    PAIR_CODECS,
     ExchangeEvent,
     ExchangeSlot,
     ExchangeState,
@@ -62,7 +62,7 @@ class PairAverager(Averager):
         super().__init__(*args, **kwargs)
         config = self.config
         self.outer = NoLoCo(config.alpha, config.beta, config.gamma)
-        self._codec = CODECS[config.codec]
+        self._codec = PAIR_CODECS[config.codec]
         self._both = config.gamma != config.beta
         """Slow weights travel as well."""
         self._apart = [0.0] * config.fragments

@@ -27,14 +27,14 @@ from torch import Tensor
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.tensors import AverageHead, WeightCodec
 from protocol.transports.base import Sink
-from swarm_node.averaging.codecs import Decoder, Reader, Readers, encoded_size, pieces
+from swarm_node.averaging.codecs import BodyDecoder, Reader, Readers, coded_bytes, pieces
 from swarm_node.averaging.lattice_codec import LatticeReader, lattice_pieces, lattice_size, most_written_out
 from swarm_node.averaging.noloco import NoLoCo
 from swarm_node.averaging.reducers import Reducer
 from swarm_node.averaging.robust import Robust, Verdict, distance
 from swarm_node.errors import UserError
 
-CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
+PAIR_CODECS: dict[str, WeightCodec] = {"float32": "float32", "8bit": "lattice8", "4bit": "lattice4"}
 BITS: dict[WeightCodec, int] = {"lattice8": 8, "lattice4": 4}
 FARTHEST = 1e18
 """Weights that moved further than this (root mean square) since the last exchange are not worth averaging."""
@@ -208,7 +208,7 @@ class PairExchange:
     def _reader(self, near: Tensor, theirs: AverageHead) -> Reader:
         if theirs.codec in BITS:
             return LatticeReader(BITS[theirs.codec], near, f"{self.seed} {self.partner}", theirs.written_out)
-        return Decoder(theirs.codec, len(near))
+        return BodyDecoder(theirs.codec, len(near))
 
     def weigh(
         self,
@@ -352,7 +352,7 @@ def check_head(head: AverageHead, size: int, values: int, both: bool) -> None:
     Both fast and slow weights travel if `both`."""
     if head.phase or head.group:
         raise RemoteProtocolError("schema", "not a pair's exchange")
-    if head.codec not in CODECS.values():
+    if head.codec not in PAIR_CODECS.values():
         raise RemoteProtocolError("codec", head.codec)
     if head.written_out > (most_written_out(values) if head.codec in BITS else 0):
         raise RemoteProtocolError("schema", f"{head.written_out} blocks written out")
@@ -368,5 +368,5 @@ def root_mean_square(a: Tensor, b: Tensor) -> float:
 
 def body_size(codec: WeightCodec, values: int, written_out: int, both: bool) -> int:
     """Bytes of a body with `values` weights, twice if `both` fast and slow weights travel."""
-    one = lattice_size(BITS[codec], values, written_out) if codec in BITS else encoded_size(codec, values)
+    one = lattice_size(BITS[codec], values, written_out) if codec in BITS else coded_bytes(codec, values)
     return one * (1 + both)

@@ -19,7 +19,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from swarm_node.averaging.robust import chunks, distance, square
+from swarm_node.averaging.robust import cache_parts, distance, square
 from swarm_node.config.plugins import describe, load_function
 from swarm_node.errors import UserError
 
@@ -64,7 +64,7 @@ def centred_clip(vectors: Sequence[Tensor], tau: float, middle: Tensor) -> Tenso
     for _ in range(ITERATIONS):
         pulls = [min(1.0, tau / max(distance(x, middle), 1e-300)) / len(vectors) for x in vectors]
         moved = 0.0
-        for v, *parts in chunks(middle, *vectors):
+        for v, *parts in cache_parts(middle, *vectors):
             move = torch.zeros_like(v, dtype=torch.float64)
             for pull, x in zip(pulls, parts, strict=True):
                 move += pull * (x.double() - v)
@@ -79,7 +79,7 @@ def coordinate_median(vectors: Sequence[Tensor]) -> Tensor:
     """The median of each coordinate of several vectors [n]."""
     middle = torch.empty_like(vectors[0])
     below, above = (len(vectors) - 1) // 2, len(vectors) // 2
-    for v, *parts in chunks(middle, *vectors):
+    for v, *parts in cache_parts(middle, *vectors):
         ordered = torch.stack(parts).sort(0).values
         v.copy_(0.5 * ordered[below] + 0.5 * ordered[above])
     return middle

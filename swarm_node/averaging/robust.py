@@ -89,7 +89,7 @@ class Measures:
 
 
 @dataclass
-class Seen:
+class PartnerHistory:
     """Measures of the last partners, for one fragment."""
 
     distances: list[float] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Robust:
     def __init__(self, clip: float, gates: bool) -> None:
         """`clip`: factor of the usual distance, 0 = never clip. `gates`: whether to refuse."""
         self.clip, self.gates = clip, gates
-        self._seen: defaultdict[int, Seen] = defaultdict(Seen)
+        self._seen: defaultdict[int, PartnerHistory] = defaultdict(PartnerHistory)
         self._own: dict[int, Tensor] = {}
         """Fragment -> mean of own progress, if gates are on. bfloat16, as directions need few digits."""
         self._probed: list[float] = []
@@ -191,13 +191,13 @@ class Robust:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from the `state()` of a node with the same fragments."""
         self._probed = list(state["probed"])
-        self._seen = defaultdict(Seen, {int(i): Seen(**seen) for i, seen in state["seen"].items()})
+        self._seen = defaultdict(PartnerHistory, {int(i): PartnerHistory(**seen) for i, seen in state["seen"].items()})
 
     def _remember_own(self, fragment: int, fast: Tensor, slow: Tensor) -> None:
         """mean <- OWN_DECAY mean + (1 - OWN_DECAY) progress; at first the progress itself."""
         known = self._own.get(fragment)
         own = torch.empty(len(fast), dtype=torch.bfloat16) if known is None else known
-        for mean, end, start in chunks(own, fast, slow):
+        for mean, end, start in cache_parts(own, fast, slow):
             progress = end - start
             mean.copy_(progress if known is None else progress.lerp(mean.float(), OWN_DECAY))
         self._own[fragment] = own
@@ -207,7 +207,7 @@ def measure(fast: Tensor, slow: Tensor, partner_fast: Tensor, own: Tensor | None
     """Compare three vectors [n]; `own` [n] is the mean of own progress, if known."""
     apart = size = progress = along = own_size = 0.0
     balance = moved = 0
-    for mine, start, partner, *direction in chunks(fast, slow, partner_fast, *([] if own is None else [own])):
+    for mine, start, partner, *direction in cache_parts(fast, slow, partner_fast, *([] if own is None else [own])):
         step = partner - start
         apart += square(partner - mine)
         size += square(step)
@@ -235,7 +235,7 @@ def check_finite(vector: Tensor) -> None:
         raise RemoteProtocolError("values", "weights that are not finite")
 
 
-def _refused(measures: Measures, seen: Seen) -> str:
+def _refused(measures: Measures, seen: PartnerHistory) -> str:
     """The figures for which the gates refuse, empty if they accept. NaN passes."""
     if min(len(seen.sizes), len(seen.cosines), len(seen.signs)) < MIN_SEEN:
         return ""
@@ -258,13 +258,13 @@ def _clip(partner: Tensor, own: Tensor, distance: float, tau: float) -> None:
     """partner <- own + (partner - own) tau / distance, in place, if that is shorter. It is computed in float64, because
     differences of float32 can overflow."""
     if distance > tau:
-        for theirs, mine in chunks(partner, own):
+        for theirs, mine in cache_parts(partner, own):
             theirs.copy_(torch.lerp(mine.double(), theirs.double(), tau / distance))
 
 
 def distance(a: Tensor, b: Tensor) -> float:
     """|a - b|; infinite if a difference exceeds float32."""
-    return math.sqrt(sum(square(x - y) for x, y in chunks(a, b)))
+    return math.sqrt(sum(square(x - y) for x, y in cache_parts(a, b)))
 
 
 def square(vector: Tensor) -> float:
@@ -276,6 +276,6 @@ def square(vector: Tensor) -> float:
     return float(torch.dot(vector, vector))
 
 
-def chunks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def cache_parts(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The vectors cut into parts that fit a processor's cache: views of the same part of each."""
     return zip(*(vector.split(CHUNK) for vector in vectors), strict=True)

@@ -15,7 +15,7 @@ LISTED = 5
 """Names in a message."""
 
 
-class Roster:
+class CohortRoster:
     """The partners of a node of `cohort`. Says after `patience_s` that there are none, and repeats it no sooner."""
 
     def __init__(self, cohort: str, patience_s: float, say: Callable[[str], None]) -> None:

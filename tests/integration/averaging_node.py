@@ -21,7 +21,7 @@ import torch
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.p2p.transport import P2PTransport
 from protocol.transports.settings import NetworkSettings
-from swarm_node.averaging import Place
+from swarm_node.averaging import CohortPlace
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.config import AveragingConfig
 
@@ -44,7 +44,7 @@ class Node:
             report=self.said.append,
         )
         config = AveragingConfig(method="noloco", every=1, codec="float32")
-        place = Place(SWARM, COHORT, self.transport.peer_id, period_s)
+        place = CohortPlace(SWARM, COHORT, self.transport.peer_id, period_s)
         self.averager = PairAverager(config, place, self.weights, self.transport, time.time, self.said.append)
         self.weights["w"].fill_(self.fill)
         self._make = self.averager._pieces

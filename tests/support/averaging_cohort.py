@@ -14,7 +14,7 @@ from torch import Tensor
 
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
-from swarm_node.averaging import Averager, LateJoin, Place, make_averager
+from swarm_node.averaging import Averager, CohortPlace, LateJoin, make_averager
 from swarm_node.averaging.cohort_weights import WeightsFetch
 from swarm_node.averaging.noloco import NoLoCo
 from swarm_node.config import AveragingConfig
@@ -88,7 +88,7 @@ class Cohort:
         self.first = self.first or transport.addresses[:1]
         weights = {"layers.0.w": torch.zeros(30, 10), "layers.1.w": torch.zeros(300), "embed": torch.zeros(130)}
         said: list[str] = []
-        place = Place(SWARM, cohort, transport.peer_id, PERIOD_S)
+        place = CohortPlace(SWARM, cohort, transport.peer_id, PERIOD_S)
         now, changed, probe = self.clock.now, lambda: trainee.changed(), lambda: trainee.probe()
         averager = make_averager(self.config, place, weights, transport, now, said.append, changed, probe)
         late_join = LateJoin(averager, random.Random(number))

@@ -9,12 +9,12 @@ from protocol.limits import MAX_CHUNK_BYTES
 from protocol.tensors import WEIGHTS_METHOD, WeightsHead
 from protocol.transports.base import Accepted, Outgoing, Transport
 from swarm_node.averaging import Averager
-from swarm_node.averaging.codecs import encoded_size
+from swarm_node.averaging.codecs import coded_bytes
 
 
 def body_bytes(averager: Averager) -> int:
     """Length of all weights in float32, as they travel."""
-    return sum(encoded_size("float32", n) for n in averager.fragments.sizes)
+    return sum(coded_bytes("float32", n) for n in averager.fragments.sizes)
 
 
 def with_a_nan(size: int) -> bytes:

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform
+from swarm_node.averaging.merge import State, check_alike, clip_factors, task_arithmetic, task_norms, uniform_mean
 from swarm_node.cli.commands.export import loaded_with, newest_of, tasks_of
 from swarm_node.config import EvalConfig, NodeConfig, RolloutsConfig, TaskConfig, read_own
 from swarm_node.errors import UserError
@@ -157,7 +157,7 @@ def merge(cohort: Cohort, request: Request, say: Say = print) -> Merged:
     asked = [] if exam is None else exam.questions
     if request.method == "uniform":
         with _explained():
-            merged = uniform(sources)
+            merged = uniform_mean(sources)
     else:
         if request.scale is None:
             for_choice, asked = halves(asked)

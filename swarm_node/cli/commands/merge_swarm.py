@@ -21,7 +21,7 @@ from torch import Tensor
 from protocol.errors import PeerUnreachable
 from protocol.messages import PeerCard
 from protocol.transports.base import Transport
-from swarm_node.averaging.cohort_weights import MAX_VERSION, cohorts_of, collect
+from swarm_node.averaging.cohort_weights import MAX_VERSION, cohorts_of, collect_weights
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State, task_norms
 from swarm_node.cli.commands.merge import Cohort, Request, Say, merge_and_show, on_stderr
@@ -226,7 +226,7 @@ def gather(
 
     say(f"asking {len(members)} members for {sum(fragments.sizes) * 4 / 1e6:.1f} MB each")
     claims = {peer: min(card.policy_version, MAX_VERSION) for peer, card in members.items()}
-    failed = collect(transport, swarm, cohort, claims, fragments.sizes, keep, timeout_s, clock, sleep)
+    failed = collect_weights(transport, swarm, cohort, claims, fragments.sizes, keep, timeout_s, clock, sleep)
     for peer, why in failed.items():
         say(f"left out: {called(peer, members[peer])} ({why})")
     for name, why in astray(weights, start).items():

@@ -23,7 +23,7 @@ from protocol.transports.base import Accepted, Outgoing
 from protocol.transports.memory import LinkModel
 from swarm_node.averaging import averager as averager_module
 from swarm_node.averaging.averager import MUTED_AFTER
-from swarm_node.averaging.codecs import encoded_size, pieces
+from swarm_node.averaging.codecs import coded_bytes, pieces
 from swarm_node.averaging.cohort_weights import weights_head
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.errors import CheckpointError, UserError
@@ -247,7 +247,7 @@ def test_a_copy_made_during_replacement_is_not_averaged() -> None:
 
     def while_slow_weights_are_gathered(i: int, out: Tensor | None = None) -> Tensor:
         if not accepted and not averager._lock.locked() and torch.equal(gather(i), new):
-            accepted.append(averager.accept(peer, head, encoded_size("float32", size)))
+            accepted.append(averager.accept(peer, head, coded_bytes("float32", size)))
         return gather(i, out)
 
     averager.fragments.gather = while_slow_weights_are_gathered  # type: ignore[method-assign]
@@ -396,7 +396,7 @@ def call(them: Cohort, victim: Trainee, **changes: Any) -> Exception | None:
     liar = them.trainees[1]
     size = len(victim.averager.slow[0])
     body = changes.pop("body", torch.ones(size))
-    declared = changes.pop("size", encoded_size("float32", len(body)))
+    declared = changes.pop("size", coded_bytes("float32", len(body)))
     now = int(them.clock.now() / PERIOD_S)
     fields = {
         "protocol": PROTOCOL_VERSION,
@@ -465,7 +465,7 @@ def test_non_finite_values_mute_their_sender(value: float) -> None:
         body = torch.ones(len(victim.averager.slow[0]))
         body[17] = value
         raw = memoryview(body.numpy()).cast("B")
-        padded = bytes(raw) + bytes(encoded_size("float32", len(body)) - len(raw))
+        padded = bytes(raw) + bytes(coded_bytes("float32", len(body)) - len(raw))
         liar = cohort.trainees[1]
         head = AverageHead(
             PROTOCOL_VERSION,

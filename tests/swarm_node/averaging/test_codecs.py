@@ -10,7 +10,7 @@ from torch import Tensor
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
-from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, Decoder, encoded_size, lost, pieces
+from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, BodyDecoder, coded_bytes, lost, pieces
 from tests.support.random_vectors import normal
 
 CODECS = ["float32", "int8", "e3m0"]
@@ -22,7 +22,7 @@ def body(codec, flat: Tensor) -> bytes:
 
 
 def decode(codec, values: int, data: bytes) -> Tensor:
-    decoder = Decoder(codec, values)
+    decoder = BodyDecoder(codec, values)
     for i in range(0, len(data), MAX_CHUNK_BYTES):
         decoder.write(memoryview(data)[i : i + MAX_CHUNK_BYTES])
     return decoder.values()
@@ -37,14 +37,14 @@ def through(codec, flat: Tensor) -> Tensor:
 def test_sizes(codec, n):
     flat = normal(n)
     lengths = [len(piece) for piece in pieces(codec, flat)]
-    assert sum(lengths) == encoded_size(codec, n)
+    assert sum(lengths) == coded_bytes(codec, n)
     assert max(lengths, default=0) <= MAX_CHUNK_BYTES
     assert through(codec, flat).shape == (n,)
 
 
 def test_bits_a_value():
-    assert [encoded_size(codec, 6400) * 8 / 6400 for codec in CODECS] == [32, 8.25, 4.25]
-    assert [encoded_size(codec, 65) for codec in CODECS] == [512, 132, 68]
+    assert [coded_bytes(codec, 6400) * 8 / 6400 for codec in CODECS] == [32, 8.25, 4.25]
+    assert [coded_bytes(codec, 65) for codec in CODECS] == [512, 132, 68]
 
 
 @pytest.mark.parametrize("n", [1, 100, PIECE + 100])
@@ -162,7 +162,7 @@ def test_pieces_may_be_cut_anywhere(codec, n, cuts):
     flat = normal(n)
     data = body(codec, flat)
     ends = sorted(cut % (len(data) + 1) for cut in cuts)
-    decoder = Decoder(codec, n)
+    decoder = BodyDecoder(codec, n)
     for start, end in zip([0, *ends], [*ends, len(data)], strict=True):
         decoder.write(memoryview(data)[start:end])
     assert torch.equal(decoder.values(), through(codec, flat))
@@ -171,7 +171,7 @@ def test_pieces_may_be_cut_anywhere(codec, n, cuts):
 @settings(max_examples=200)
 @given(st.sampled_from(CODECS), st.integers(1, 200), st.data())
 def test_made_up_bytes_are_values_or_an_error(codec, n, data):
-    size = encoded_size(codec, n)
+    size = coded_bytes(codec, n)
     made_up = data.draw(st.binary(min_size=size, max_size=size))
     try:
         values = decode(codec, n, made_up)
@@ -190,7 +190,7 @@ def test_too_few_or_too_many_bytes(codec, n):
         with pytest.raises(RemoteProtocolError) as error:
             decode(codec, n, few)
         assert error.value.reason == "size"
-    decoder = Decoder(codec, n)
+    decoder = BodyDecoder(codec, n)
     for i in range(0, len(data), MAX_CHUNK_BYTES):
         decoder.write(memoryview(data)[i : i + MAX_CHUNK_BYTES])
     decoder.write(memoryview(b""))
@@ -198,7 +198,7 @@ def test_too_few_or_too_many_bytes(codec, n):
         decoder.write(memoryview(b"x"))
     assert error.value.reason == "size"
     with pytest.raises(RemoteProtocolError) as error:
-        Decoder(codec, n).write(memoryview(data + b"x"))
+        BodyDecoder(codec, n).write(memoryview(data + b"x"))
     assert error.value.reason == "size"
 
 
@@ -209,7 +209,7 @@ def test_too_few_or_too_many_bytes(codec, n):
 def test_values_that_are_not_finite_are_refused(codec, bad):
     """`bad`: a bfloat16, or the upper half of a float32."""
     data = bytearray(body(codec, normal(200)))
-    block = encoded_size(codec, BLOCK)
+    block = coded_bytes(codec, BLOCK)
     data[block : block + 2] = bad
     if codec == "float32":
         data[block : block + 4] = b"\x00\x00" + bad

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES
-from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, Decoder, pieces
+from swarm_node.averaging.codecs import BLOCK, LARGEST, PIECE, BodyDecoder, pieces
 from swarm_node.averaging.lattice_codec import (
     REACH,
     WRITTEN_OUT_BYTES,
@@ -294,7 +294,7 @@ def swarm_of_pairs(
         if codec == "float32":
             return fast[j].clone()
         if codec == "e3m0":  # of the weights minus the common start
-            decoder = Decoder("e3m0", n)
+            decoder = BodyDecoder("e3m0", n)
             for piece in pieces("e3m0", fast[j] - start):
                 decoder.write(piece)
             return start + decoder.values()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarm_node.averaging import merge
-from swarm_node.averaging.merge import clip_factors, task_arithmetic, task_norms, uniform
+from swarm_node.averaging.merge import clip_factors, task_arithmetic, task_norms, uniform_mean
 
 SHAPES = {"embed": (7, 5), "norm": (5,), "scalar": ()}
 
@@ -27,23 +27,23 @@ def same(a, b):
 
 def test_uniform_is_the_mean_rounded_once():
     three = states()
-    mean = uniform(three)
+    mean = uniform_mean(three)
     for name in SHAPES:
         exact = torch.stack([s[name].double() for s in three.values()]).mean(0)
         assert mean[name].dtype == torch.float32 and torch.equal(mean[name], exact.float())
     two = {"a": {"w": torch.tensor([1.0, 2.0])}, "b": {"w": torch.tensor([3.0, 8.0])}}
-    assert uniform(two)["w"].tolist() == [2, 5]
+    assert uniform_mean(two)["w"].tolist() == [2, 5]
 
 
 def test_equal_states_merge_to_themselves():
     one = state(1)
-    assert same(uniform({str(i): one for i in range(7)}), one)
+    assert same(uniform_mean({str(i): one for i in range(7)}), one)
 
 
 @pytest.mark.parametrize("k", [2, 3, 5, 7])
 def test_scale_1_over_k_is_the_uniform_mean(k):
     many = states(k)
-    mean = uniform(many)
+    mean = uniform_mean(many)
     for name, tensor in task_arithmetic(many, state(0), 1 / k).items():
         assert torch.allclose(tensor, mean[name], rtol=2e-7, atol=0)  # all but the last bit
 
@@ -81,7 +81,7 @@ def test_the_order_of_the_nodes_does_not_matter():
     factors = clip_factors(task_norms(four, base))
     means, sums = [], []
     for order in itertools.permutations(four):
-        means.append(uniform({name: four[name] for name in order}))
+        means.append(uniform_mean({name: four[name] for name in order}))
         sums.append(task_arithmetic({name: four[name] for name in order}, base, 0.4, factors))
     assert all(same(mean, means[0]) for mean in means) and all(same(total, sums[0]) for total in sums)
 
@@ -90,22 +90,22 @@ def test_bfloat16_is_averaged_in_higher_precision():
     # 256 + 1 is 256 in bfloat16: a sum in that type would lose every one of the ones
     many = {"big": {"w": torch.tensor([256.0], dtype=torch.bfloat16)}}
     many |= {str(i): {"w": torch.tensor([1.0], dtype=torch.bfloat16)} for i in range(7)}
-    assert uniform(many)["w"].tolist() == [263 / 8]
+    assert uniform_mean(many)["w"].tolist() == [263 / 8]
     mixed = {"a": {"w": torch.tensor([1.0], dtype=torch.bfloat16)}, "b": {"w": torch.tensor([1 + 2**-20])}}
-    assert uniform(mixed)["w"].tolist() == [1 + 2**-21]
+    assert uniform_mean(mixed)["w"].tolist() == [1 + 2**-21]
 
 
 def test_pieces_make_no_difference(monkeypatch):
     three, base = states(), state(0)
     whole, norms = task_arithmetic(three, base, 0.3), task_norms(three, base)
-    monkeypatch.setattr(merge, "PIECE", 4)
+    monkeypatch.setattr(merge, "MERGE_PIECE", 4)
     assert same(task_arithmetic(three, base, 0.3), whole)
     assert task_norms(three, base) == pytest.approx(norms, rel=1e-12)
 
 
 def test_a_strided_tensor_is_merged_value_by_value():
     w = torch.arange(6.0).reshape(2, 3)
-    assert torch.equal(uniform({"a": {"w": w}, "b": {"w": w.T.contiguous().T}})["w"], w)
+    assert torch.equal(uniform_mean({"a": {"w": w}, "b": {"w": w.T.contiguous().T}})["w"], w)
 
 
 def tied(state):
@@ -114,11 +114,11 @@ def tied(state):
 
 def test_tied_tensors_are_merged_once_and_stay_tied():
     three, base = {name: tied(s) for name, s in states().items()}, tied(state(0))
-    for merged in (uniform(three), task_arithmetic(three, base, 0.3)):
+    for merged in (uniform_mean(three), task_arithmetic(three, base, 0.3)):
         assert merged["head"] is merged["embed"] and merged["norm"] is not merged["embed"]
     assert task_norms(three, base) == task_norms(states(), state(0))
     three["node 1"]["head"] = three["node 1"]["head"] + 3  # one of them is not tied: then none is
-    merged = uniform(three)
+    merged = uniform_mean(three)
     assert torch.allclose(merged["head"], merged["embed"] + 1)
 
 
@@ -126,10 +126,10 @@ def test_names_or_shapes_that_differ_are_refused():
     two = states(2)
     del two["node 1"]["norm"]
     with pytest.raises(ValueError, match=r"node 0 has norm, node 1 does not \(1 names differ\)"):
-        uniform(two)
+        uniform_mean(two)
     two["node 1"]["norm"] = torch.zeros(6)
     with pytest.raises(ValueError, match=r"norm is \[5\] in node 0, \[6\] in node 1"):
-        uniform(two)
+        uniform_mean(two)
     with pytest.raises(ValueError, match=r"the base has scalar, node 0 does not"):
         task_arithmetic({"node 0": {"w": torch.zeros(1)}}, {"scalar": torch.zeros(())}, 0.5)
     with pytest.raises(ValueError, match="in the base"):
@@ -141,6 +141,6 @@ def test_non_finite_weights_are_refused_by_name(value):
     two = states(2)
     two["node 1"]["norm"][2] = value
     with pytest.raises(ValueError, match="norm is not finite in node 1"):
-        uniform(two)
+        uniform_mean(two)
     with pytest.raises(ValueError, match="node 1 are not finite"):
         task_norms(two, state(0))

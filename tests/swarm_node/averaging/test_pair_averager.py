@@ -17,7 +17,7 @@ from protocol.transports.base import Accepted
 from swarm_node.averaging import pair_averager as pairs
 from swarm_node.averaging import pair_exchange
 from swarm_node.averaging.averager import MUTED_AFTER
-from swarm_node.averaging.codecs import Readers, encoded_size, pieces
+from swarm_node.averaging.codecs import Readers, coded_bytes, pieces
 from swarm_node.averaging.outer_rounds import ATTEMPTS
 from swarm_node.averaging.pair_averager import PairAverager
 from swarm_node.averaging.pair_exchange import EXCHANGE_GRACE_S
@@ -120,7 +120,7 @@ class Answering:
         size, me = len(self.averager.slow[0]), self.averager.place.peer_id
         peer = peer or partner(me, self.averager.transport.members(), round, COHORT) or ""
         head = AverageHead(PROTOCOL_VERSION, SWARM, COHORT, peer, me, round, 0)
-        return self.averager.accept(peer, encode_head(head), encoded_size("float32", size))
+        return self.averager.accept(peer, encode_head(head), coded_bytes("float32", size))
 
     def refusal(self, round: int, peer: str = "") -> str:
         with pytest.raises(RemoteProtocolError) as error:
@@ -240,7 +240,7 @@ def test_a_withheld_end_teaches_nothing() -> None:
 
 def test_failures_count_and_few_fit_a_round() -> None:
     node = Answering()
-    raw = b"\0\0\xc0\x7f" * (encoded_size("float32", 730) // 4)
+    raw = b"\0\0\xc0\x7f" * (coded_bytes("float32", 730) // 4)
     for _ in range(ATTEMPTS):
         call = node.called(1010)
         with pytest.raises(RemoteProtocolError) as error:

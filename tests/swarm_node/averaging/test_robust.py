@@ -164,13 +164,13 @@ def test_state_survives_json():
 
 
 def test_own_progress_is_used_only_when_whole(monkeypatch):
-    judge, chunks, seen = Robust(0.0, True), robust.chunks, []
+    judge, chunks, seen = Robust(0.0, True), robust.cache_parts, []
 
     def looking(*vectors):
         seen.append((vectors[0].dtype, 0 in judge._own))
         return chunks(*vectors)
 
-    monkeypatch.setattr(robust, "chunks", looking)
+    monkeypatch.setattr(robust, "cache_parts", looking)
     check(judge, 0, torch.ones(9), torch.zeros(9), torch.ones(9))
     assert (torch.bfloat16, False) in seen and (torch.bfloat16, True) not in seen
     assert torch.equal(judge._own[0].float(), torch.ones(9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from swarm_node.averaging.averager import REASONS
-from swarm_node.averaging.roster import LISTED, MAX_NAMES, Roster
+from swarm_node.averaging.roster import LISTED, MAX_NAMES, CohortRoster
 from tests.support.repository import ROOT
 
 SWARM, MINE, OTHER = "a" * 64, "1" * 16, "2" * 16
@@ -14,9 +14,9 @@ def card(name: str, cohort: str) -> PeerCard:
     return PeerCard(PROTOCOL_VERSION, SWARM, 0.0, name, ["trainer"], cohort=cohort)
 
 
-def roster() -> tuple[Roster, list[str]]:
+def roster() -> tuple[CohortRoster, list[str]]:
     said: list[str] = []
-    return Roster(MINE, 120.0, said.append), said
+    return CohortRoster(MINE, 120.0, said.append), said
 
 
 def test_being_alone_is_said_after_a_while() -> None:

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.tensors import WeightsHead, encode_head
 from protocol.transports.memory import LinkModel, MemoryNetwork, MemoryTransport, VirtualClock
-from swarm_node.averaging import Fragments, LateJoin, Place, cohort_id, make_averager
+from swarm_node.averaging import CohortPlace, Fragments, LateJoin, cohort_id, make_averager
 from swarm_node.averaging.cohort_weights import AT_ONCE, PACE, cohorts_of
 from swarm_node.averaging.merge import State
 from swarm_node.cli.app import app
@@ -93,7 +93,7 @@ class Swarm:
         start = self.policy.trainable_state()
         weights = {name: tensor.clone() for name, tensor in start.items()}
         cohort = cohort_id(Fragments(start, config.fragments).layout, self.policy.start, SWARM, config)
-        place = Place(SWARM, cohort, transport.peer_id)
+        place = CohortPlace(SWARM, cohort, transport.peer_id)
         averager = make_averager(config, place, weights, transport, self.clock.now, self.said.append)
         for tensor in weights.values():
             tensor += 0.01 * torch.randn(tensor.shape, generator=noise)
