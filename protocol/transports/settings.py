@@ -9,8 +9,8 @@ import socket
 from dataclasses import dataclass
 
 from protocol.errors import LocalProtocolError
+from protocol.hosts import is_public
 from protocol.limits import CARD_RENEWAL_S, CARD_TTL_S
-from protocol.public import is_public
 
 PORTS_TRIED = 100
 """A port that is taken is looked for among this many above it."""

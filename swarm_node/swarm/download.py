@@ -15,7 +15,7 @@ from http.client import HTTPException, HTTPResponse, HTTPSConnection
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from protocol.public import is_public
+from protocol.hosts import is_public
 from swarm_node.errors import UserError
 
 TIMEOUT_S = 10.0

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from protocol import codec, topics
-from protocol.transports.gossip.client import GossipClient, Stat
-from protocol.transports.gossip.pipe import GossipSettings
+from protocol.transports.gossip.client import GossipClient
+from protocol.transports.gossip.pipe import GossipSettings, Status
 from tests.support.gossip_samples import batch, peer_on_shard
 from tests.support.waiting import until_async
 
@@ -61,7 +61,7 @@ async def swarm(count: int, first: int = 0, **settings: Any) -> AsyncIterator[li
         await asyncio.gather(*(peer.close() for peer in peers))
 
 
-async def until_stat(peer: Peer, what: Callable[[Stat], bool], again: Callable[[], object] = lambda: None) -> Stat:
+async def until_stat(peer: Peer, what: Callable[[Status], bool], again: Callable[[], object] = lambda: None) -> Status:
     """`again` is called every ten seconds: a dial may fail on a busy machine, and a node would dial again, too."""
     deadline, calm = time.monotonic() + HANG_S, time.monotonic() + 10.0
     while not what(stat := await peer.stat()):

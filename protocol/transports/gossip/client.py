@@ -36,7 +36,6 @@ from protocol.transports.gossip.pipe import (
     frame,
 )
 from protocol.transports.ports import Port
-from protocol.transports.refusals import Refused
 
 SIDECAR = "protocol.transports.gossip.sidecar"
 SIDECAR_START_S = 30.0
@@ -55,20 +54,8 @@ LOG_LINES, LOG_CHARS = 40, 400
 """Lines of the process's stderr that are kept, and characters of each."""
 
 
-class Stat(msgspec.Struct, frozen=True):
-    """`Status` with totals over all lives of the sidecar."""
-
-    peers: list[str]
-    mesh: dict[str, int]
-    bytes_in: int
-    bytes_out: int
-    messages_in: int
-    messages_out: int
-    dropped: int
-    rejected: dict[str, int]
-    ways: dict[str, str] = {}
-    sources: dict[str, Refused] = {}
-    """Refusals since the gossip process was last started."""
+NO_STATUS = Status(0, [], {}, 0, 0, 0, 0, 0, {})
+"""The status of a process that was never asked."""
 
 
 class GossipClient:
@@ -106,7 +93,7 @@ class GossipClient:
         self._up = asyncio.Event()
         self._asked: dict[int, asyncio.Future[Status]] = {}
         self._asks = 0
-        self._before = Stat([], {}, 0, 0, 0, 0, 0, {})
+        self._before = NO_STATUS
         self._last = self._before
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._closing = False
@@ -148,7 +135,7 @@ class GossipClient:
         """Hang up on these gossip ids."""
         self._send(Drop(ids))
 
-    async def stat(self) -> Stat:
+    async def stat(self) -> Status:
         """Ask the process for its status. Raises PeerUnreachable if it does not answer within `STATUS_S`."""
         self._asks += 1
         number, answer = self._asks, asyncio.get_running_loop().create_future()
@@ -324,20 +311,17 @@ class GossipClient:
         self._commands.append(command)
         self._wake.set()
 
-    def _total(self, now: Status) -> Stat:
+    def _total(self, now: Status) -> Status:
+        """`now`, with totals over all lives of the process."""
         before = self._before
-        reasons = before.rejected | {k: n + before.rejected.get(k, 0) for k, n in now.rejected.items()}
-        return Stat(
-            peers=now.peers,
-            mesh=now.mesh,
+        return msgspec.structs.replace(
+            now,
             bytes_in=before.bytes_in + now.bytes_in,
             bytes_out=before.bytes_out + now.bytes_out,
             messages_in=before.messages_in + now.messages_in,
             messages_out=before.messages_out + now.messages_out,
             dropped=before.dropped + now.dropped,
-            rejected=reasons,
-            ways=now.ways,
-            sources=now.sources,
+            rejected=before.rejected | {k: n + before.rejected.get(k, 0) for k, n in now.rejected.items()},
         )
 
 

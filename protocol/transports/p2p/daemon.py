@@ -20,18 +20,21 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import UUID
 
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 
 from protocol.errors import LocalProtocolError, PeerUnreachable
-from protocol.transports.p2p.p2pd_calls import keep_accounts
 from protocol.transports.p2p.p2pd_memory import end_if_grown
 from protocol.transports.pacing import Paces
 from protocol.transports.ports import Port
 from protocol.transports.settings import NetworkSettings, announced, listen_address
 from protocol.transports.streams.requests import Traffic
+
+if TYPE_CHECKING:
+    from protocol.transports.p2p.plane import HivemindPlane
 
 P2PD_START_S = 15.0
 P2PD_CALL_S = 10.0
@@ -61,32 +64,12 @@ T = TypeVar("T")
 logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "CRITICAL"))  # faults are counted instead
 
 
-class DaemonUser(Protocol):
-    """The object that uses a `Daemon`."""
-
-    async def begin(self, p2pd: P2P) -> None:
-        """A new p2pd has started: set up its handlers. An error ends this p2pd, and another one is started."""
-
-    def ended(self) -> None:
-        """p2pd has ended, or is about to."""
-
-    def restarted(self) -> None:
-        """A later p2pd than the first is ready."""
-
-    async def reach(self, peer: str) -> None:
-        """Dial a peer that p2pd does not know. Raises PeerUnreachable."""
-
-    @property
-    def connection_count(self) -> int:
-        """Number of connected peers."""
-
-
 class Daemon:
     """Keeps one p2pd running. All coroutines belong to the loop in which `start` was called."""
 
     def __init__(
         self,
-        user: DaemonUser,
+        plane: HivemindPlane,
         identity_path: Path,
         settings: NetworkSettings,
         port: Port,
@@ -94,7 +77,7 @@ class Daemon:
         paces: Paces,
         report: Callable[[str], None],
     ) -> None:
-        self.user, self.settings, self.traffic, self.paces = user, settings, traffic, paces
+        self.plane, self.settings, self.traffic, self.paces = plane, settings, traffic, paces
         self.port = port
         self.port_number = settings.port
         """TCP port on which p2pd listens, or listened last."""
@@ -159,7 +142,7 @@ class Daemon:
                 started = time.monotonic()
                 if up.done():
                     self.restarts += 1
-                    self.user.restarted()
+                    self.plane.restarted()
                 else:
                     up.set_result(None)
                 code = await self._end_of_p2pd()
@@ -193,12 +176,12 @@ class Daemon:
         if port and self.port.is_shared():  # with a program that claims none
             raise P2PDaemonError(f"port {port} was taken meanwhile")
         self.port_number, self._is_ready = port, True
-        await self.user.begin(p2pd)
+        await self.plane.begin(p2pd)
 
     async def _end_of_p2pd(self) -> int:
         """Exit code of p2pd, which is killed if it grows too large."""
         assert self.p2pd is not None
-        watch = asyncio.create_task(end_if_grown(self.p2pd._child, lambda: self.user.connection_count))
+        watch = asyncio.create_task(end_if_grown(self.p2pd._child, lambda: self.plane.connection_count))
         try:
             code = await self._ended
             if watch.done() and not watch.exception():
@@ -210,7 +193,7 @@ class Daemon:
     async def stop(self) -> None:
         """End p2pd, whatever state it is in."""
         p2pd, self.p2pd, self._is_ready = self.p2pd, None, False
-        self.user.ended()
+        self.plane.ended()
         if p2pd is None:
             return
         try:
@@ -256,7 +239,7 @@ def _p2pd_class(daemon: Daemon) -> type[P2P]:
     """hivemind's `P2P`, with these changes: p2pd runs in a session of its own, its sockets lie in a private folder, it
     relays only if that is wanted, and its bytes are counted. `daemon` knows it from its creation, so that no p2pd is
     left over if its start fails half-way."""
-    traffic, paces, user, serves = daemon.traffic, daemon.paces, daemon.user, int(daemon.settings.serve_relay)
+    traffic, paces, plane, serves = daemon.traffic, daemon.paces, daemon.plane, int(daemon.settings.serve_relay)
 
     class CountedP2P(P2P):  # type: ignore[misc]
         _UNIX_SOCKET_PREFIX = f"/unix{daemon.folder}/"
@@ -269,7 +252,7 @@ def _p2pd_class(daemon: Daemon) -> type[P2P]:
         @classmethod
         async def create(cls, *arguments: Any, **options: Any) -> P2P:
             p2pd = await super().create(*arguments, **options)
-            keep_accounts(p2pd._client.control)
+            _bound_accounts(p2pd._client.control)
             return p2pd
 
         @staticmethod
@@ -290,7 +273,7 @@ def _p2pd_class(daemon: Daemon) -> type[P2P]:
             except P2PDaemonError as error:
                 if NO_WAY not in str(error):
                     raise
-                await user.reach(str(peer_id))
+                await plane.reach(str(peer_id))
                 output = await super().call_protobuf_handler(peer_id, name, input, output_type)
             traffic.bytes_in += output.ByteSize()
             paces.download.take(output.ByteSize())
@@ -310,6 +293,31 @@ def _p2pd_class(daemon: Daemon) -> type[P2P]:
             await super().add_protobuf_handler(name, counted, input_type, **options)
 
     return CountedP2P
+
+
+class _HandlerTasks(dict[UUID, "asyncio.Task[Any]"]):
+    """Handlers under way: forgets a task as soon as it is done, however it ended."""
+
+    def __setitem__(self, call: UUID, task: asyncio.Task[Any]) -> None:
+        super().__setitem__(call, task)
+        task.add_done_callback(lambda _: self.pop(call, None))
+
+
+class _PendingCalls(dict[UUID, "asyncio.Future[bytes]"]):
+    """Calls that wait for an answer: one that was given up does not count any more."""
+
+    def __contains__(self, call: object) -> bool:
+        waiting = self.get(call)  # type: ignore[call-overload]
+        return waiting is not None and not waiting.done()
+
+
+def _bound_accounts(control: Any) -> None:
+    """Replace the accounts of a hivemind 1.1.12 `ControlClient`, on which nobody calls yet, by bounded ones.
+
+    hivemind forgets a handler's task only if the handler ended and its answer was sent, so a caller that hangs up
+    leaves the task for ever. An answer to a call that was just given up raises in the loop that reads all answers.
+    """
+    control._handler_tasks, control._pending_calls = _HandlerTasks(), _PendingCalls()
 
 
 def _private_folder() -> tuple[str, int]:

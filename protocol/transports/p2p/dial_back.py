@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from protocol.errors import PeerUnreachable, RemoteProtocolError
-from protocol.public import is_public
+from protocol.hosts import is_public
 from protocol.transports.settings import endpoint
 
 MAX_PORTS = 4

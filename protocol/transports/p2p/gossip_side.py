@@ -11,7 +11,7 @@ from protocol.limits import MAX_ADDRESSES
 from protocol.peers import PeerTable
 from protocol.topics import rollout_topic
 from protocol.transports.base import Handler
-from protocol.transports.gossip.client import GossipClient, Stat
+from protocol.transports.gossip.client import NO_STATUS, GossipClient
 from protocol.transports.gossip.pipe import GossipSettings
 from protocol.transports.ports import Port
 from protocol.transports.settings import best_first
@@ -28,7 +28,7 @@ class GossipSide:
         self._shard_of_topic = {rollout_topic(settings.swarm, shard): shard for shard in range(settings.shards)}
         self._handlers: dict[str, list[Handler]] = {}
         self.client = self._new_client()
-        self.stat = Stat([], {}, 0, 0, 0, 0, 0, {})
+        self.stat = NO_STATUS
         """What the gossip process said last."""
         self.has_dialled = False
         """Whether `tend` dialled when it was called last."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -20,6 +20,9 @@ from protocol.transports.streams.channels import Channels, StreamChannel, Stream
 from protocol.transports.streams.exchanges import Exchanges
 from protocol.transports.streams.requests import Answers, ask
 
+if TYPE_CHECKING:
+    from protocol.transports.p2p.plane import HivemindPlane
+
 EXCHANGE_END_S = 2.0
 """Longest wait for callbacks of an exchange that was given up."""
 NOT_SPOKEN = "protocols not supported"
@@ -29,26 +32,13 @@ Serve = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter, str], Awaitab
 StreamHandler = Callable[[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-class Connector(Protocol):
-    """Connects p2pd with peers."""
-
-    async def connected(self) -> Collection[str]:
-        """Peers that are connected. Raises PeerUnreachable."""
-
-    async def connect(self, peer: str, addresses: Sequence[str]) -> None:
-        """Dial a peer at these multiaddresses. Raises PeerUnreachable."""
-
-    async def reach(self, peer: str) -> None:
-        """Dial a peer at the addresses that others know. Raises PeerUnreachable."""
-
-
 class PeerStreams:
     """All streams of one node, its own and those that peers open."""
 
     def __init__(
         self,
         daemon: Daemon,
-        connector: Connector,
+        plane: HivemindPlane,
         swarm: str,
         channels: Channels,
         dial_back: DialBack,
@@ -59,7 +49,7 @@ class PeerStreams:
         self._channels = channels
         self._dial_back = dial_back
         self._daemon = daemon
-        self._connector = connector
+        self._plane = plane
         self._swarm = swarm
         self.request_protocol, self._exchange_protocol, self._channel_protocol, self._dial_back_protocol = (
             f"/swarm-node/{swarm[:16]}/{name}/1" for name in ("request", "exchange", "channel", "dial-back")
@@ -158,12 +148,12 @@ class PeerStreams:
         except ValueError as error:
             raise PeerUnreachable(f"{peer!r} is no peer: {error}") from error
         failure: Exception | None = None
-        if peer not in await self._connector.connected():
+        if peer not in await self._plane.connected():
             try:
                 if addresses:
-                    await self._connector.connect(peer, addresses)
+                    await self._plane.connect(peer, addresses)
                 else:
-                    await self._connector.reach(peer)
+                    await self._plane.reach(peer)
             except PeerUnreachable as error:  # p2pd may know another address
                 failure = error if addresses else None
         try:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from protocol.errors import ProtocolError
-from protocol.public import is_public
+from protocol.hosts import is_public
 from protocol.transports.refusals import ip_of
 from protocol.transports.settings import endpoint
 

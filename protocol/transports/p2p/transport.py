@@ -30,9 +30,9 @@ from protocol.transports.ports import choose_ports
 from protocol.transports.refusals import Refused
 from protocol.transports.reports import Reports
 from protocol.transports.settings import NetworkSettings
-from protocol.transports.streams.channels import Channels, StreamChannel, check_method
+from protocol.transports.streams.channels import Channels, StreamChannel
 from protocol.transports.streams.exchanges import check_call
-from protocol.transports.streams.requests import Traffic
+from protocol.transports.streams.requests import Traffic, check_method
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the network's own thread does it
     from protocol.transports.p2p.peer_streams import PeerStreams

@@ -27,7 +27,7 @@ from protocol.limits import MAX_CHUNK_BYTES, MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
 from protocol.transports.base import Channel, Listener
 from protocol.transports.pacing import drain, put_off, read, read_exactly
 from protocol.transports.streams.exchanges import MAX_OPENINGS, MAX_OPENINGS_PER_PEER, PIECE_S
-from protocol.transports.streams.places import Room, Shares
+from protocol.transports.streams.places import Room, Running, Shares
 from protocol.transports.streams.requests import (
     ANSWER,
     MAX_REFUSAL_BYTES,
@@ -36,9 +36,12 @@ from protocol.transports.streams.requests import (
     UNAVAILABLE,
     Traffic,
     read_frame,
+    read_method,
     refusal,
     refused,
+    unknown,
     write_frame,
+    write_method,
 )
 
 BEAT_S = 0.5
@@ -282,15 +285,12 @@ class Channels:
         self._report = report
         self._openings = Room(MAX_OPENINGS, MAX_OPENINGS_PER_PEER, report)
         self._taken = Shares(MAX_CHANNELS, MAX_CHANNELS_PER_PEER)
-        self._tasks: set[asyncio.Task[Any] | None] = set()
+        self._tasks = Running()
 
     def cancel(self) -> set[asyncio.Task[Any]]:
         """Close all channels, and take no more. Returns the tasks that end when the listeners are told."""
         self.openings.clear()
-        tasks = {task for task in self._tasks if task is not None}
-        for task in tasks:
-            task.cancel()
-        return tasks
+        return self._tasks.cancel()
 
     def new(self, peer: str, loop: asyncio.AbstractEventLoop, address: str = "") -> StreamChannel:
         """A channel that is to live in `loop`. `address` = neighbourhood of `peer`."""
@@ -303,7 +303,7 @@ class Channels:
             reader, writer = await dial()
             try:
                 async with asyncio.timeout(REQUEST_READ_S) as deadline:
-                    writer.write(bytes([len(method.encode())]) + method.encode())
+                    write_method(writer, method)
                     status = await read_exactly(reader, 1, deadline)
                     if status != ANSWER:
                         why = refused(status, await read_frame(reader, MAX_REFUSAL_BYTES, self.traffic, deadline))
@@ -312,7 +312,8 @@ class Channels:
             finally:
                 writer.close()
 
-        await self._run(channel, life())
+        with self._tasks.enter():
+            await channel.run(life())
 
     async def serve(
         self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str = ""
@@ -324,8 +325,7 @@ class Channels:
         async def life() -> str:
             async with asyncio.timeout(REQUEST_READ_S) as deadline:
                 with self._openings.enter(peer, address, deadline):
-                    length = (await read_exactly(reader, 1, deadline))[0]
-                    method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
+                    method = await read_method(reader, deadline)
             if self._taken.fits(peer, address):
                 with self._taken.place(peer, address):
                     status, why = self._open(channel, method)
@@ -340,24 +340,17 @@ class Channels:
             return CLOSED
 
         try:
-            await self._run(channel, life())
+            with self._tasks.enter():
+                await channel.run(life())
         finally:
             writer.close()
-
-    async def _run(self, channel: StreamChannel, life: Coroutine[Any, Any, str]) -> None:
-        task = asyncio.current_task()
-        self._tasks.add(task)
-        try:
-            await channel.run(life)
-        finally:
-            self._tasks.discard(task)
 
     def _open(self, channel: StreamChannel, method: str) -> tuple[bytes, bytes]:
         """Status, and why it is refused if it is."""
         opened = self.openings.get(method)
         if opened is None:
             channel.refuse("method")
-            return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
+            return UNAVAILABLE, unknown(method)
         try:
             channel.listener = opened(channel)
         except RemoteProtocolError as error:
@@ -377,9 +370,3 @@ def parts_of(head: bytes, body: Iterable[bytes | memoryview]) -> list[memoryview
     if len(head) > MAX_HEAD_BYTES or size > MAX_MESSAGE_BYTES:
         raise LocalProtocolError(f"a head of {len(head)} and a body of {size} bytes cannot be sent")
     return parts
-
-
-def check_method(method: str) -> None:
-    """Raises LocalProtocolError for a method that no peer can know."""
-    if not 0 < len(method.encode()) < 256:
-        raise LocalProtocolError(f"{method!r} cannot be a method")

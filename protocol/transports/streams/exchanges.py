@@ -26,7 +26,7 @@ from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, 
 from protocol.limits import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_HEAD_BYTES
 from protocol.transports.base import Accepted, Acceptor, Outgoing, Sink
 from protocol.transports.pacing import drain, read, read_exactly
-from protocol.transports.streams.places import Room, Shares
+from protocol.transports.streams.places import Room, Running, Shares
 from protocol.transports.streams.requests import (
     ANSWER,
     MAX_REFUSAL_BYTES,
@@ -34,10 +34,14 @@ from protocol.transports.streams.requests import (
     REQUEST_READ_S,
     UNAVAILABLE,
     Traffic,
+    check_method,
     read_frame,
+    read_method,
     refusal,
     refused,
+    unknown,
     write_frame,
+    write_method,
 )
 
 MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER = 16, 2
@@ -70,15 +74,12 @@ class Exchanges:
         self._report = report
         self._openings = Room(MAX_OPENINGS, MAX_OPENINGS_PER_PEER, report)
         self._running = Shares(MAX_EXCHANGES, MAX_EXCHANGES_PER_PEER)
-        self._tasks: set[asyncio.Task[Any] | None] = set()
+        self._tasks = Running()
 
     def cancel(self) -> set[asyncio.Task[Any]]:
         """End all that are under way, and accept no more; the tasks that will have ended when their callbacks have."""
         self.acceptors.clear()
-        tasks = {task for task in self._tasks if task is not None}
-        for task in tasks:
-            task.cancel()
-        return tasks
+        return self._tasks.cancel()
 
     # ---------------------------------------------------------------- the caller's side
 
@@ -94,7 +95,7 @@ class Exchanges:
         """Exchange with `peer` at the other end, and close the stream. Raises PeerUnreachable, RemoteProtocolError,
         or LocalProtocolError for a fault in `ours` or `answered`."""
         try:
-            with self._under_way():
+            with self._tasks.enter():
                 await self._call(peer, reader, writer, method, ours, answered)
         except BaseException as error:
             writer.transport.abort()  # what has not left by now need not
@@ -114,7 +115,7 @@ class Exchanges:
     ) -> None:
         check_call(method, ours)
         with self._judged(method, peer):
-            writer.write(bytes([len(method.encode())]) + method.encode())
+            write_method(writer, method)
             await self._write_head(writer, ours)
             status = await reader.readexactly(1)
             head = await read_frame(reader, MAX_HEAD_BYTES if status == ANSWER else MAX_REFUSAL_BYTES, self._traffic)
@@ -132,7 +133,7 @@ class Exchanges:
     ) -> None:
         """Take part in the one exchange on this stream, and close it. `address` = neighbourhood of `peer`."""
         try:
-            with self._under_way():
+            with self._tasks.enter():
                 failed = await self._serve(peer, address, reader, writer)
                 if failed is not None:
                     status, why = failed
@@ -151,8 +152,7 @@ class Exchanges:
             with self._judged("a call", peer, address):
                 async with _within(REQUEST_READ_S) as deadline:
                     with self._openings.enter(peer, address, deadline):
-                        length = (await read_exactly(reader, 1, deadline))[0]
-                        method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
+                        method = await read_method(reader, deadline)
                         head = await read_frame(reader, MAX_HEAD_BYTES, self._traffic, deadline)
                         size = await self._read_size(reader, deadline)
         except RemoteProtocolError as error:
@@ -160,7 +160,7 @@ class Exchanges:
         acceptor = self.acceptors.get(method)
         if acceptor is None:
             self._note(peer, address, "method")
-            return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
+            return UNAVAILABLE, unknown(method)
         if not self._running.fits(peer, address):
             self._note(peer, address, "busy")
             return UNAVAILABLE, b"busy"
@@ -347,20 +347,10 @@ class Exchanges:
     def _note(self, peer: str, address: str, reason: str) -> None:
         self._traffic.refusals.note(peer, reason, address=address)
 
-    @contextmanager
-    def _under_way(self) -> Iterator[None]:
-        task = asyncio.current_task()
-        self._tasks.add(task)
-        try:
-            yield
-        finally:
-            self._tasks.discard(task)
-
 
 def check_call(method: str, ours: Outgoing) -> None:
     """Raises LocalProtocolError for a call that no peer would accept."""
-    if not 0 < len(method.encode()) < 256:
-        raise LocalProtocolError(f"{method!r} cannot be a method")
+    check_method(method)
     if len(ours.head) > MAX_HEAD_BYTES or not 0 <= ours.size <= MAX_BODY_BYTES:
         raise LocalProtocolError(f"a head of {len(ours.head)} and a body of {ours.size} bytes cannot be sent")
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from protocol.errors import RemoteProtocolError
 
@@ -103,3 +104,27 @@ class Shares:
                 places[name] -= 1
                 if not places[name]:
                     del places[name]
+
+
+class Running:
+    """The tasks in which exchanges or channels of one node live."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Count the current task as running."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+    def cancel(self) -> set[asyncio.Task[Any]]:
+        """Cancel all tasks. Returns those that will end."""
+        for task in self._tasks:
+            task.cancel()
+        return set(self._tasks)

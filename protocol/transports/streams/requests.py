@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from protocol.errors import PeerUnreachable, ProtocolError, RemoteProtocolError
+from protocol.errors import LocalProtocolError, PeerUnreachable, ProtocolError, RemoteProtocolError
 from protocol.limits import MAX_CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
 from protocol.manifest import FILE_METHOD, MANIFEST_METHOD
 from protocol.transports.base import Server
@@ -71,6 +71,28 @@ class Traffic:
         self.refusals = Refusals(self.rejected)
 
 
+def check_method(method: str) -> None:
+    """Raises LocalProtocolError for a method that no peer can know."""
+    if not 0 < len(method.encode()) < 256:
+        raise LocalProtocolError(f"{method!r} cannot be a method")
+
+
+def write_method(writer: asyncio.StreamWriter, method: str) -> None:
+    """Begin a stream with the name of a method."""
+    writer.write(bytes([len(method.encode())]) + method.encode())
+
+
+async def read_method(reader: asyncio.StreamReader, deadline: asyncio.Timeout) -> str:
+    """The name of the method with which a stream begins."""
+    length = (await read_exactly(reader, 1, deadline))[0]
+    return (await read_exactly(reader, length, deadline)).decode(errors="replace")
+
+
+def unknown(method: str) -> bytes:
+    """The answer to a peer that asks for a method that this node does not have."""
+    return f"does not know the method {method[:64]!r}".encode()
+
+
 async def ask(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
@@ -81,9 +103,8 @@ async def ask(
 ) -> bytes:
     """The answer of the peer at the other end. Raises PeerUnreachable, or RemoteProtocolError for a refusal or an
     answer that is torn, altered or longer than `limit` bytes."""
-    name = method.encode()
     try:
-        writer.write(bytes([len(name)]) + name)
+        write_method(writer, method)
         await write_frame(writer, payload, traffic)
         status = await reader.readexactly(1)
         answer = await read_frame(reader, limit if status == ANSWER else MAX_REFUSAL_BYTES, traffic)
@@ -140,8 +161,7 @@ class Answers:
         """(method, payload, or why it cannot be read). Raises RemoteProtocolError: crowded."""
         async with asyncio.timeout(REQUEST_READ_S) as deadline:
             with self._unread.enter(peer, address, deadline):
-                length = (await read_exactly(reader, 1, deadline))[0]
-                method = (await read_exactly(reader, length, deadline)).decode(errors="replace")
+                method = await read_method(reader, deadline)
                 try:
                     return method, await read_frame(reader, MAX_REQUEST_BYTES, self._traffic, deadline)
                 except RemoteProtocolError as error:
@@ -162,7 +182,7 @@ class Answers:
         server, large = self.servers.get(method), method in LARGE_METHODS
         if server is None:
             self._note(peer, address, "method")
-            return UNAVAILABLE, f"does not know the method {method[:64]!r}".encode()
+            return UNAVAILABLE, unknown(method)
         if method in PROMPT_METHODS:
             places.enter_context(self._prompt.enter(peer, address, deadline))
         else:

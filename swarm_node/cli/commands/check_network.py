@@ -14,10 +14,10 @@ from typing import Literal
 
 from protocol.codec import SPOKEN
 from protocol.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from protocol.hosts import is_public
 from protocol.limits import CARD_RENEWAL_S, MAX_CLOCK_SKEW_S
 from protocol.messages import PROTOCOL_VERSION, PeerCard
 from protocol.peers import is_relayed, peer_of
-from protocol.public import is_public
 from protocol.transports.settings import free_port
 from swarm_node import __version__
 from swarm_node.cli.commands.check import UNKNOWN_START, Check, StartCommand

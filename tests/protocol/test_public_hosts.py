@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.public import is_public
+from protocol.hosts import is_public
 from protocol.transports.p2p.dial_back import may_look_at
 from protocol.transports.settings import best_first
 from swarm_node.swarm.download import public_addresses
