@@ -1,6 +1,7 @@
-"""What the leader says about losses: which peer holds a stage now, and what the loss did to the reward.
+"""Sentences of the leader about losses: which peer holds a stage now, and how the reward changed.
 
-(a stage is lost, or passes to another peer) -> mended -> `ROUNDS_AFTER` rounds -> the two mean rewards
+A stage is lost, or passes to another peer; the crew is whole again, and that is said. `ROUNDS_AFTER` rounds later the
+mean rewards before and after the loss are compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What others see of a node in a crew: its membership card, its status file, and how to join it.
+"""The view of a node in a crew that others have: its membership card, its status file, and how to join it.
 
     every ANNOUNCE_TICK_S   time passes for the crew, the join command is renewed
     every STATUS_S          a node that does not lead writes its status; a leader's run writes more

@@ -63,7 +63,7 @@ class CrewParts:
     say: Callable[..., None]
     run_settings: RunSettings
     loading: Loading
-    """What the policy is and how it is loaded."""
+    """The kind of policy and how it is loaded."""
     footprint: Footprint
     architecture: str
     stage_transport: StageTransport

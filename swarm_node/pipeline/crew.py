@@ -145,7 +145,7 @@ class CrewNode:
         return False
 
     def _after_update(self) -> None:
-        """If a stage here has made an update: renew replicas and checkpoints, and tell the crew."""
+        """Renew replicas and checkpoints, and tell the crew, if a stage here has made an update."""
         plan, checkpoints = self.stage_transport.plan, self.held_stages.checkpoints
         updates = {stage: worker.updates for stage, worker in self.held_stages.workers.items()}
         if updates != self._updates and plan is not None:

@@ -80,7 +80,7 @@ class CrewChannels:
         self._events: deque[Callable[[float], list[Action]]] = deque()
         self._channels: dict[PeerLink, Channel] = {}
         self._faults: dict[PeerLink, str] = {}
-        """PeerChannels whose peers sent a message that nobody takes -> why."""
+        """Channels whose peers sent a message that nobody takes -> why."""
         self._plans: dict[int, Plan] = {}
         """Latest plans, by mark."""
         self._over = False

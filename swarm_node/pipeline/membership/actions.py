@@ -193,7 +193,7 @@ class ActionQueue:
         return first
 
     def unsay(self, text: str) -> None:
-        """What the sentence says is over: the next time it is said again."""
+        """Have `say_once` say this sentence again the next time: its occasion is over."""
         self._said.discard(text)
 
     def take(self) -> list[Action]:

@@ -25,7 +25,7 @@ MAX_STRANGERS = 32
 
 
 class PeerChannels:
-    """PeerChannels of this peer, by the reason that they are open for."""
+    """Channels of this peer, by the reason that they are open for."""
 
     def __init__(self, out: ActionQueue, gone: Callable[[PeerLink], None]) -> None:
         """`gone` is called with each channel that is no more."""
@@ -35,9 +35,9 @@ class PeerChannels:
         self._gone = gone
         self._links: set[PeerLink] = set()
         self._strangers: dict[PeerLink, float] = {}
-        """PeerChannels of strangers -> when they are closed."""
+        """Channels of strangers -> when they are closed."""
         self._parting: dict[PeerLink, float] = {}
-        """PeerChannels that are not needed any more -> when they are closed."""
+        """Channels that are not needed any more -> when they are closed."""
         self._redial: dict[str, float] = {}
         """When each neighbour may be dialled again."""
 

@@ -65,7 +65,7 @@ class Following:
 
     @property
     def holding(self) -> Holding:
-        """What this peer has of the policy."""
+        """Weights of the policy that this peer has."""
         live = tuple(Kept(stage, updates) for stage, updates in sorted(self.live.items()))
         return msgspec.structs.replace(self._holding, live=live)
 
@@ -225,7 +225,7 @@ class Following:
             self._break_with(link.peer, why, refused)
 
     def miss_channel(self, mark: int, peer: str) -> None:
-        """By the plan with that mark, there was no channel for a message to a neighbour."""
+        """There was no channel for a message to a neighbour, by the plan with that mark."""
         planned = self.plan is not None and self.plan.mark == mark and self.link is not None
         if planned and peer in self.neighbours():
             self._break_with(peer, "there is no channel", refused=False)

@@ -1,4 +1,4 @@
-"""What the leader of a crew decides: which plan its peers go by, when the pipeline is whole, and which peer must go.
+"""Decisions of a crew's leader: which plan its peers go by, when the pipeline is whole, and which peer must go.
 
     a peer joins, leaves, fails ----> holders by stage, some stages vacant (`planning`)
     arrange:  all stages have a holder, and something changed -> Plan to all -> Ready of every stage -> Whole to all

@@ -39,7 +39,7 @@ MAX_TALKS = 8
 MAX_KNOWN = 1024
 """Most peers of which it is remembered whether they could be reached."""
 VOUCHED_S = 30.0
-"""For so long after another peer said that the lost leader lives, this peer does not take its place."""
+"""This peer does not take the lost leader's place for so long after another peer said that it lives."""
 
 
 class LeaderSearch:
@@ -49,7 +49,7 @@ class LeaderSearch:
         self.lost = ""
         """The leader that is lost, until there is another."""
         self._talks: dict[PeerLink, float] = {}
-        """PeerChannels to peers that were asked -> until when the next answer is waited for."""
+        """Channels to peers that were asked -> until when the next answer is waited for."""
         self._in_line = False
         """The peers in line after the lost leader are being asked, one by one."""
         self._post = spec
@@ -71,7 +71,7 @@ class LeaderSearch:
         self._asked: set[str] = set()
         """Peers that knew no leader, since this peer last knew one."""
         self._hoping: dict[PeerLink, None] = {}
-        """PeerChannels to such peers, which may still tell of one."""
+        """Channels to such peers, which may still tell of one."""
 
     def look(self, anybody: bool, now: float) -> None:
         """`anybody`: there are members of the swarm."""

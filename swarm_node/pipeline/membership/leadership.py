@@ -1,4 +1,4 @@
-"""Who leads the crew, as a state machine: this peer seeks the leader, follows it, succeeds it, or leads.
+"""The question who leads a crew, as a state machine: this peer seeks the leader, follows it, succeeds it, or leads.
 
              no leader for FIND_LEADER_S, or it wants stage 0
     seeking ---------------------------------------> leading
@@ -16,28 +16,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from protocol.crew import (
-    Answer,
-    Broken,
-    Hello,
-    Load,
-    Plan,
-    Probe,
-    Progress,
-    Ready,
-    Refusal,
-    Report,
-    Unable,
-    Whole,
-)
+from protocol.crew import Answer, Broken, Hello, Load, Plan, Probe, Progress, Ready, Refusal, Report, Unable, Whole
 from protocol.errors import LocalProtocolError
-from swarm_node.pipeline.membership.actions import (
-    ActionQueue,
-    PeerLink,
-    PeerSpec,
-    StartLeading,
-    StopLeading,
-)
+from swarm_node.pipeline.membership.actions import ActionQueue, PeerLink, PeerSpec, StartLeading, StopLeading
 from swarm_node.pipeline.membership.channels import PART_S, PeerChannels
 from swarm_node.pipeline.membership.directory import NAMELESS, Directory
 from swarm_node.pipeline.membership.following import Following
@@ -51,7 +32,7 @@ MAX_GUESTS = 32
 
 
 class CrewRole(StrEnum):
-    """What this peer is in its crew."""
+    """The part that this peer has in its crew."""
 
     SEEKING = "seeking"
     FOLLOWING = "following"
@@ -59,7 +40,7 @@ class CrewRole(StrEnum):
 
 
 class Event(StrEnum):
-    """What changes the role."""
+    """Causes of a change of role."""
 
     LEADER_FOUND = "a peer says that it leads"
     OWN_TURN = "it is this peer's turn to lead"

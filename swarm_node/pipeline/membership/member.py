@@ -71,7 +71,7 @@ class CrewMembership:
 
     @property
     def role(self) -> CrewRole:
-        """What this peer is in its crew."""
+        """The role of this peer in its crew."""
         return self.leadership.role
 
     @property
@@ -91,7 +91,7 @@ class CrewMembership:
 
     @property
     def card(self) -> CrewCard:
-        """For the membership card.
+        """The crew's part of the membership card.
 
         A leader shows stage 0 as soon as it leads. Other stages are shown once they are in memory."""
         mine = {stage for stage in self.following.stages if stage in self.following.live and stage > 0}
@@ -178,7 +178,7 @@ class CrewMembership:
         return self._settle(now)
 
     def unsent(self, mark: int, peer: str, now: float) -> list[Action]:
-        """By the plan with that mark, there was no channel for a message to a neighbour."""
+        """There was no channel for a message to a neighbour, by the plan with that mark."""
         self.following.miss_channel(mark, peer)
         return self._settle(now)
 

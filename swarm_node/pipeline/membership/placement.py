@@ -132,7 +132,7 @@ def relief(holders: Sequence[str], spares: Collection[Claim], costs: Sequence[in
 
 
 class Standing(NamedTuple):
-    """What decides between two leaders of one crew."""
+    """Standing of a leader, to be compared with another leader's of the same crew."""
 
     term: int
     """Term of its last plan whose stages were all held."""

@@ -38,7 +38,7 @@ class Planning:
         self.costs = spec.costs(self.spans)
         """Bytes that each stage takes."""
         self.holders = [row.peer for row in before.assignments] if before else [""] * len(spec.spans)
-        """By stage: peer id, empty = nobody."""
+        """Peer id by stage, empty = nobody."""
         self.vacant_since: dict[int, float] = {}
         self.fixed = fixed
         """Some peer has stages, or files of stages, with just these layers."""

@@ -24,7 +24,7 @@ MAX_CALLS = 8
 
 
 class Rivals:
-    """PeerChannels from this leader to peers that may lead as well."""
+    """Channels from this leader to peers that may lead as well."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Rivals:
         self._queue = queue
         self._hello = hello
         self._links: dict[PeerLink, bool] = {}
-        """PeerChannels to other leaders, as far as is known -> whether this peer has said Hello over it."""
+        """Channels to other leaders, as far as is known -> whether this peer has said Hello over it."""
         self._call_again_at: dict[str, float] = {}
         """When each peer may be called again."""
 

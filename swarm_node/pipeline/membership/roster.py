@@ -44,7 +44,7 @@ class CrewPeer:
     """`None` = the leader itself."""
     hello: Hello
     holding: Holding
-    """What counts of the things that the peer holds."""
+    """The part of its holding that belongs to the crew's run."""
     unable: set[int] = field(default_factory=set)
     """Stages that it could not build, or not in time."""
     astray: bool = False
@@ -170,7 +170,7 @@ class CrewRoster:
             self.count_by(hello.run, base=True)
 
     def probe(self, peers: Collection[str], stall_s: float, now: float) -> tuple[list[PeerLink], str]:
-        """PeerChannels of the peers that must be asked how long a message has been waiting there.
+        """Channels of the peers that must be asked how long a message has been waiting there.
 
         Also one that has not answered an earlier question for `stall_s`; empty = there is none."""
         links = []

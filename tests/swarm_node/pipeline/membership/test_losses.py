@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from protocol.crew import (
-    Holding,
-    Kept,
-    Progress,
-    Ready,
-    Report,
-    Unable,
-)
+from protocol.crew import Holding, Kept, Progress, Ready, Report, Unable
 from swarm_node.pipeline.membership.actions import BuildStage, DropStage, Send
 from swarm_node.pipeline.membership.leader_search import FIRST_ANSWER_S
 from swarm_node.pipeline.membership.leadership import CrewRole

@@ -25,17 +25,7 @@ from protocol.messages import CrewCard, PeerCard
 from swarm_node.pipeline.membership.actions import MAX_SAID, Close, Connect, PeerLink, Send
 from swarm_node.pipeline.membership.channels import MAX_STRANGERS, PART_S, STRANGER_S
 from swarm_node.pipeline.membership.leadership import CrewRole
-from tests.support.crew_world import (
-    FORMING_S,
-    MENDING_S,
-    SWARM,
-    World,
-    crew,
-    crew_links,
-    heard,
-    holders,
-    holders_of,
-)
+from tests.support.crew_world import FORMING_S, MENDING_S, SWARM, World, crew, crew_links, heard, holders, holders_of
 
 
 @pytest.mark.parametrize(
