@@ -43,11 +43,11 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "identity show": swarm.show_identity,
         "identity new": swarm.new_identity,
     },
-    "Use": {"eval": model.evaluate, "export": model.export, "merge": model.merge},
+    "Use": {"eval": model.evaluate_model, "export": model.export, "merge": model.merge_models},
     "Look": {
         "tasks": look.list_tasks,
         "dashboard": look.dashboard,
-        "config show": look.show,
+        "config show": look.show_config,
         "config validate": look.validate,
         "config reference": look.reference,
         "bench sweep": look.bench_sweep,

@@ -11,16 +11,16 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import Json, Settings, option
+from swarm_node.cli.options import CommandSettings, Json, option
 from swarm_node.cli.train import print_config
 from swarm_node.config import config_reference
 from swarm_node.storage.rundir import RunDir
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 
 
 def pause(
-    run: Run,
+    run: RunArgument,
     for_: Annotated[
         str | None, option("--for", "How long, as 2h, 90m or 1d12h; by default until `resume`.", metavar="TIME")
     ] = None,
@@ -31,7 +31,7 @@ def pause(
     typer.echo(pause_run(RunDir(run), None if for_ is None else seconds_of(for_), time.time()))
 
 
-def resume(run: Run) -> None:
+def resume(run: RunArgument) -> None:
     """Unpause a run."""
     from swarm_node.runtime.pause import resume_run
 
@@ -77,12 +77,12 @@ def dashboard(
     serve(runs or [], host, port, typer.echo)
 
 
-def show(settings: Settings, json_output: Json = False) -> None:
+def show_config(settings: CommandSettings, json_output: Json = False) -> None:
     """Print the resolved configuration that `local` would use for a new run."""
     print_config(settings.load(), json_output)
 
 
-def validate(settings: Settings, json_output: Json = False) -> None:
+def validate(settings: CommandSettings, json_output: Json = False) -> None:
     """Check a configuration file, the environment and --set; exit code 2 if something is wrong."""
     settings.load()
     typer.echo(json.dumps({"valid": True}) if json_output else f"{settings.file or 'the configuration'} is valid")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from swarm_node.cli.options import Json, Settings, option, split_names
+from swarm_node.cli.options import CommandSettings, Json, option, split_names
 from swarm_node.config.options import OF_A_SWARM, explanation
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir, os_errors_explained
@@ -30,7 +30,7 @@ def starter(
     typer.echo(make_starter(out, layers=layers, hidden=hidden, steps=steps, seed=seed))
 
 
-def evaluate(
+def evaluate_model(
     target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run directory, model path or hub id.")],
     tasks: Annotated[
         list[str] | None,
@@ -61,8 +61,8 @@ def export(
     export_run(runs, out)
 
 
-def merge(
-    settings: Settings,
+def merge_models(
+    settings: CommandSettings,
     sources: Annotated[
         list[str],
         typer.Argument(metavar="RUN…|SWARM", help="Run directories, two or more; or a swarm, as `join` takes it."),
@@ -125,9 +125,9 @@ def merge(
     with os_errors_explained(out):
         if out.exists() and any(out.iterdir()):
             raise UserError(f"{out} is not empty; choose another directory")
-    from swarm_node.cli.commands.merge import Request, main
+    from swarm_node.cli.commands.merge import MergeRequest, main
 
-    request = Request(out, method, scale, questions, json_output)
+    request = MergeRequest(out, method, scale, questions, json_output)
     if runs:
         raise typer.Exit(main(runs, request))
     from swarm_node.cli.commands.merge_swarm import main as merge_members

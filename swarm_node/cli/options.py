@@ -1,8 +1,8 @@
 """Options of the command line, as typer's parameters.
 
 A function of a command has one parameter for each of its own options, made with `option`. Its parameter
-`settings: Settings` stands for all that sets the configuration: --config, --set, and those rows of `config/options.py`
-that name the command. `with_settings` puts them in its place.
+`settings: CommandSettings` stands for all that sets the configuration: --config, --set, and those rows of
+`config/options.py` that name the command. `with_settings` puts them in its place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from swarm_node.config import OPTIONS, PREFIX, KeyOption, NodeConfig, all_keys, load_config, load_run_config
+from swarm_node.config import OPTIONS, VARIABLE_PREFIX, KeyOption, NodeConfig, all_keys, load_config, load_run_config
 from swarm_node.config.keys import alternatives
 
 CONFIGURATION = "Configuration"
@@ -29,7 +29,7 @@ COMMAND_VARIABLES: set[str] = set()
 
 def option(flag: str, help: str, variable: str = "", **settings: Any) -> Any:
     """An option that sets no key. Its environment variable is named after it, unless `variable` names another."""
-    name = PREFIX + (variable or flag.removeprefix("--").replace("-", "_").upper())
+    name = VARIABLE_PREFIX + (variable or flag.removeprefix("--").replace("-", "_").upper())
     COMMAND_VARIABLES.add(name)
     return typer.Option(flag, envvar=name, show_envvar=False, help=help, **settings)
 
@@ -57,7 +57,7 @@ Sets = Annotated[
 
 
 @dataclass(frozen=True)
-class Settings:
+class CommandSettings:
     """The part of a command line that sets the configuration."""
 
     file: Path | None
@@ -88,14 +88,14 @@ class Settings:
 def with_settings(function: Callable[..., None], command: str) -> Callable[..., None]:
     """`function` as typer calls it: with parameters for the options of `command` in place of its `settings`."""
     declared = inspect.signature(function, eval_str=True).parameters.values()
-    if not any(parameter.annotation is Settings for parameter in declared):
+    if not any(parameter.annotation is CommandSettings for parameter in declared):
         return function
     rows = [row for row in OPTIONS if command in row.commands.split()]
 
     def parameters() -> Iterator[Parameter]:
         yield Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
         for parameter in declared:
-            if parameter.annotation is Settings:
+            if parameter.annotation is CommandSettings:
                 yield Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
                 yield from (_parameter(row, command) for row in rows)
                 yield Parameter("sets", Parameter.KEYWORD_ONLY, default=None, annotation=Sets)
@@ -107,7 +107,7 @@ def with_settings(function: Callable[..., None], command: str) -> Callable[..., 
         source = context.get_parameter_source("config")
         is_typed = source is not None and source.name == "COMMANDLINE"
         flags = {row.name: _plain(values.pop(row.name)) for row in rows}
-        function(settings=Settings(values.pop("config"), flags, values.pop("sets") or [], is_typed), **values)
+        function(settings=CommandSettings(values.pop("config"), flags, values.pop("sets") or [], is_typed), **values)
 
     signature = inspect.Signature(list(parameters()))
     run.__signature__ = signature  # type: ignore[attr-defined]

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from swarm_node.cli.options import Json, Settings, option
+from swarm_node.cli.options import CommandSettings, Json, option
 from swarm_node.errors import UserError
 from swarm_node.storage.rundir import RunDir, os_errors_explained
 
 
 def new(
-    settings: Settings,
+    settings: CommandSettings,
     name: Annotated[str, option("--name", "The swarm's name for people.", metavar="NAME")] = "swarm",
     model: Annotated[
         str | None,
@@ -78,7 +78,7 @@ def new(
         typer.echo(f"nobody is there yet: `swarm-node bootstrap {path}` prints the link with an address", err=True)
 
 
-def bootstrap(settings: Settings) -> None:
+def bootstrap(settings: CommandSettings) -> None:
     """Run a rendezvous node for others to join through; prints the join link. It trains nothing. Ctrl-C ends it."""
     config = settings.load()
     from swarm_node.runtime.limits import be_nice
@@ -90,7 +90,7 @@ def bootstrap(settings: Settings) -> None:
 
 
 def status(
-    settings: Settings,
+    settings: CommandSettings,
     target: Annotated[
         str | None, typer.Argument(metavar="RUN|SWARM", help="Run directory or swarm; by default the newest run.")
     ] = None,
@@ -103,7 +103,7 @@ def status(
 
 
 def doctor(
-    settings: Settings,
+    settings: CommandSettings,
     target: Annotated[
         str | None, typer.Argument(metavar="RUN|SWARM", help="Run directory or swarm; by default this machine.")
     ] = None,
@@ -117,12 +117,12 @@ def doctor(
     raise typer.Exit(examine(target, settings.load(), json_output))
 
 
-def show_identity(settings: Settings) -> None:
+def show_identity(settings: CommandSettings) -> None:
     """Print the peer id of a run."""
     typer.echo(_identity_of(_joined_run(settings)))
 
 
-def new_identity(settings: Settings) -> None:
+def new_identity(settings: CommandSettings) -> None:
     """Create a key for a run that has none, and print its peer id. Never replaces a key."""
     from protocol.identity import Identity
 
@@ -138,7 +138,7 @@ def new_identity(settings: Settings) -> None:
     typer.echo(_identity_of(run))
 
 
-def _joined_run(settings: Settings) -> RunDir:
+def _joined_run(settings: CommandSettings) -> RunDir:
     """The directory that `join` would use."""
     return RunDir(settings.load(swarm="any").directory)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from swarm_node.cli.options import DryRun, Json, Settings
+from swarm_node.cli.options import CommandSettings, DryRun, Json
 from swarm_node.config import NodeConfig, dump_toml
 
 
-def local(settings: Settings, dry_run: DryRun = False, json_output: Json = False) -> None:
+def local(settings: CommandSettings, dry_run: DryRun = False, json_output: Json = False) -> None:
     """Train on this machine alone. Ctrl-C saves and ends.
 
     `swarm-node local --run-dir DIR` resumes the run, with its own settings and those that you add."""
@@ -24,7 +24,7 @@ def local(settings: Settings, dry_run: DryRun = False, json_output: Json = False
     raise typer.Exit(run_local(config, json_output))
 
 
-def join(settings: Settings, dry_run: DryRun = False, json_output: Json = False) -> None:
+def join(settings: CommandSettings, dry_run: DryRun = False, json_output: Json = False) -> None:
     """Train as a member of a swarm, on your own answers and on those of others. Without others, it trains alone.
 
     `swarm-node join --run-dir DIR` resumes the run, in its swarm and with its settings."""

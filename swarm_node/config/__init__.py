@@ -11,7 +11,7 @@
 Loads no torch.
 """
 
-from swarm_node.config.keys import PREFIX, all_keys
+from swarm_node.config.keys import VARIABLE_PREFIX, all_keys
 from swarm_node.config.loading import load_config, load_run_config
 from swarm_node.config.machine import CheckpointsConfig, HealthConfig, ResourcesConfig, SpotConfig
 from swarm_node.config.network import NetworkConfig
@@ -24,7 +24,7 @@ from swarm_node.config.training import (
     EvalConfig,
     GrpoConfig,
     PolicyConfig,
-    RewardFunction,
+    RewardFunctionConfig,
     RewardsConfig,
     RolloutsConfig,
     TaskConfig,
@@ -34,7 +34,7 @@ from swarm_node.config.writing import config_reference, dump_toml
 __all__ = [
     "DEFAULT_ROUNDS",
     "OPTIONS",
-    "PREFIX",
+    "VARIABLE_PREFIX",
     "AveragingConfig",
     "EvalConfig",
     "GrpoConfig",
@@ -44,7 +44,7 @@ __all__ = [
     "NetworkConfig",
     "NodeConfig",
     "PolicyConfig",
-    "RewardFunction",
+    "RewardFunctionConfig",
     "RewardsConfig",
     "RolloutsConfig",
     "Section",

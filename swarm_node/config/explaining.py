@@ -10,7 +10,7 @@ from textwrap import shorten
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from swarm_node.config.keys import PREFIX, all_keys, subsections
+from swarm_node.config.keys import VARIABLE_PREFIX, all_keys, subsections
 from swarm_node.config.section import IN_WORDS, TOGETHER, Section
 
 
@@ -80,8 +80,12 @@ def did_you_mean(word: str, known: Iterable[str], separator: str) -> str:
     """`; did you mean …?` with the nearest known name. Names with the same last part come first."""
     indices = re.findall(r"\[\d+\]", word)
     word = re.sub(r"\[\d+\]", "[]", word)
-    last = word.rpartition(separator)[2]
-    alike = [name for name in known if name.removeprefix(PREFIX).rpartition(separator)[2] == last.removeprefix(PREFIX)]
+    last = word.rpartition(separator)[2].removeprefix(VARIABLE_PREFIX)
+    alike = [
+        name
+        for name in known
+        if name.removeprefix(VARIABLE_PREFIX).rpartition(separator)[2] == last.removeprefix(VARIABLE_PREFIX)
+    ]
     match = difflib.get_close_matches(word, alike or known, n=1, cutoff=0.0 if alike else 0.6)
     if not match:
         return "; `swarm-node config reference` lists all"

@@ -14,7 +14,7 @@ from swarm_node.config.section import Section
 
 Table = dict[str, Any]
 """Nested, as in a TOML file."""
-PREFIX = "SWARM_NODE_"
+VARIABLE_PREFIX = "SWARM_NODE_"
 """Start of the names of environment variables."""
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from swarm_node.config.explaining import did_you_mean, explain
-from swarm_node.config.keys import PREFIX, Table, all_keys, alternatives, merged, nest
+from swarm_node.config.keys import VARIABLE_PREFIX, Table, all_keys, alternatives, merged, nest
 from swarm_node.config.node import NodeConfig
 from swarm_node.config.options import all_variables, keys_by_name
 from swarm_node.config.own import HOW_LONG, own_layer, say_kept
@@ -25,7 +25,7 @@ from swarm_node.config.section import TOGETHER
 from swarm_node.config.training import TaskConfig
 from swarm_node.errors import UserError
 
-SETS_VARIABLE = PREFIX + "SET"
+SETS_VARIABLE = VARIABLE_PREFIX + "SET"
 """Environment variable that takes what `--set` takes, several with spaces between."""
 
 
@@ -148,7 +148,7 @@ def _layers(
     if file is not None:
         yield str(file), _read_toml(file)
     variables = all_variables()
-    for name in sorted(name for name in env if name.startswith(PREFIX)):
+    for name in sorted(name for name in env if name.startswith(VARIABLE_PREFIX)):
         if name in variables:
             yield name, nest(variables[name], _parse(env[name], all_keys()[variables[name]]))
         elif name != SETS_VARIABLE and name not in others:

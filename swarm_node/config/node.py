@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from protocol.limits import MAX_NAME_CHARS
 from swarm_node.config.machine import CheckpointsConfig, HealthConfig, MetricsConfig, ResourcesConfig, SpotConfig
 from swarm_node.config.network import NetworkConfig
-from swarm_node.config.section import NAME, Section
+from swarm_node.config.section import NAME_PATTERN, Section
 from swarm_node.config.swarm import AveragingConfig, PipelineConfig, SharingConfig
 from swarm_node.config.training import EvalConfig, GrpoConfig, PolicyConfig, RewardsConfig, RolloutsConfig, TaskConfig
 
@@ -24,7 +24,7 @@ class NodeConfig(Section):
     swarm: str | None = None
     """Manifest file of the swarm, its https address, or a swarm:// link; unset = the swarm of the run. `local` ignores
     it."""
-    name: str | None = Field(None, max_length=MAX_NAME_CHARS, pattern=NAME)
+    name: str | None = Field(None, max_length=MAX_NAME_CHARS, pattern=NAME_PATTERN)
     """Name of this node, which others see. It also names the run directory; unset = `local`, or `node` in a swarm."""
     run_dir: str | None = None
     """Directory of the run; starting there again resumes it. It holds configuration, identity, metrics, checkpoints and

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from swarm_node.config.keys import PREFIX, all_keys
+from swarm_node.config.keys import VARIABLE_PREFIX, all_keys
 
 NETWORK = "Network"
 CLOUD = "Cloud"
@@ -117,7 +117,7 @@ def keys_by_name() -> dict[str, str]:
 
 def all_variables() -> dict[str, str]:
     """Environment variable -> key."""
-    return {PREFIX + name.upper(): key for name, key in keys_by_name().items()}
+    return {VARIABLE_PREFIX + name.upper(): key for name, key in keys_by_name().items()}
 
 
 def explanation(key: str) -> str:

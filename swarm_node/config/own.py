@@ -34,7 +34,7 @@ GIVEN_ANEW = {
     *("network", "resources", "checkpoints", "metrics", "spot", "health"),
 }
 """Settings that do not affect learning. A change of one is not reported and keeps no copy of the earlier file."""
-UNSAID = {"swarm", "name", "run_dir", "rounds", "minutes"}
+UNREPORTED = {"swarm", "name", "run_dir", "rounds", "minutes"}
 """Settings that a later start does not report, because it shows them anyway. It reports all others: --relay or
 --max-cpu stay in force even if they are not given again."""
 SECRET = "pipeline.crew"
@@ -81,7 +81,7 @@ def say_kept(own: Table, above: Table, directory: Path, say: Callable[[str], Non
     """Report the settings that a start takes from the run: those that no source `above` sets."""
     named = flat(above)
     words = [
-        f"{key} = {shown(key, value)}" for key, value in flat(own).items() if key not in named and key not in UNSAID
+        f"{key} = {shown(key, value)}" for key, value in flat(own).items() if key not in named and key not in UNREPORTED
     ]
     if words:
         say(f"{directory} goes on with its own settings: {listed(words)}")

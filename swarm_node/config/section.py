@@ -18,14 +18,14 @@ class Section(BaseModel):
 TOGETHER = "together"
 """Type of a validation error about several keys whose values contradict each other."""
 
-NAME = r"^[A-Za-z0-9._-]+$"
+NAME_PATTERN = r"^[A-Za-z0-9._-]+$"
 NAME_OR_NONE = r"^[A-Za-z0-9._-]*$"
 CODE = r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$"
 URL_OR_NONE = r"^([a-z][a-z0-9+]*://\S+)?$"
 HOST_OR_NONE = r"^([A-Za-z0-9.-]+(:[0-9]{1,5})?)?$"
 HOST_NAME = r"^([A-Za-z0-9._-]+|\*)$"
 IN_WORDS = {
-    NAME: f"must be letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}",
+    NAME_PATTERN: f"must be letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}",
     NAME_OR_NONE: f"must be letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}",
     CODE: "must be package.module:function or file.py:function",
     URL_OR_NONE: "must be a URL such as s3://bucket/folder",

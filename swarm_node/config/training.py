@@ -51,7 +51,7 @@ class TaskConfig(Section):
     """Frequency of this source, relative to the others."""
 
 
-class RewardFunction(Section):
+class RewardFunctionConfig(Section):
     """A reward function that the user wrote."""
 
     path: str
@@ -69,7 +69,7 @@ class RewardsConfig(Section):
     was exploited: a long guess that contains a short number earned reward."""
     checker_weight: float = Field(1.0, ge=0)
     """Weight of the task's own checker beside `functions`; 0 = only the functions count."""
-    functions: list[RewardFunction] = []
+    functions: list[RewardFunctionConfig] = []
     """Python reward functions, for this node only."""
 
 

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from swarm_node.config.keys import alternatives, subsections
 from swarm_node.config.node import NodeConfig
+from swarm_node.config.options import OPTIONS
 from swarm_node.config.section import Section
 
 
@@ -32,7 +33,8 @@ def _reference(section: type[Section], prefix: str, title: str) -> Iterator[str]
         parts = [(f"{prefix}{name}{suffix}", part) for suffix, part in subsections(field)]
         inner += parts
         if (f"{prefix}{name}", field.annotation) not in parts:
-            cells = f"`{prefix}{name}`", _type_text(field), _default_text(field), field.description or ""
+            meaning = f"{field.description} {_option_text(prefix + name)}"
+            cells = f"`{prefix}{name}`", _type_text(field), _default_text(field), meaning
             yield "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
     yield ""
     for name, part in inner:
@@ -67,3 +69,8 @@ def _default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     return "unset" if field.default is None else f"`{json.dumps(field.default)}`"
+
+
+def _option_text(key: str) -> str:
+    flags = dict.fromkeys(option.flag for option in OPTIONS if option.key == key and option.flag.startswith("--"))
+    return f"Option: `{', '.join(flags)}`." if flags else ""

@@ -22,7 +22,7 @@ from swarm_node.cli.commands import check_machine as machine
 from swarm_node.cli.commands import check_network as network
 from swarm_node.cli.commands.check import Check, StartCommand
 from swarm_node.cli.commands.status import read_status
-from swarm_node.cli.commands.status_text import FRESH_S
+from swarm_node.cli.commands.status_text import STATUS_FRESH_S
 from swarm_node.config import NetworkConfig, NodeConfig, load_config
 from swarm_node.errors import UserError
 from swarm_node.install import upgrade_command
@@ -34,7 +34,7 @@ from swarm_node.swarm.lookup import dial, look_around
 from swarm_node.swarm.network import visitor
 
 
-class Seen(msgspec.Struct, frozen=True):
+class StatusFile(msgspec.Struct, frozen=True):
     """The part of swarm.json that is used here."""
 
     role: str = ""
@@ -80,7 +80,7 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
     seen, damage = _seen(run)
     start = _start_command(target, config, run, swarm, seen)
     mine = seen.addresses
-    running = time.time() - seen.time < FRESH_S or (run is not None and run.in_use)
+    running = time.time() - seen.time < STATUS_FRESH_S or (run is not None and run.in_use)
     place = run.path if run else config.directory
     yield machine.python()
     yield machine.compiler()
@@ -123,7 +123,7 @@ def _checks(target: str | None, config: NodeConfig, run: RunDir | None, swarm: S
 
 
 def _start_command(
-    target: str | None, config: NodeConfig, run: RunDir | None, swarm: Swarm | None, seen: Seen
+    target: str | None, config: NodeConfig, run: RunDir | None, swarm: Swarm | None, seen: StatusFile
 ) -> StartCommand:
     """The command that starts this node. `config` is that of the run, if `target` is one."""
     if run is None:
@@ -138,15 +138,15 @@ def _start_command(
     )
 
 
-def _seen(run: RunDir | None) -> tuple[Seen, str]:
+def _seen(run: RunDir | None) -> tuple[StatusFile, str]:
     """The run's last swarm.json, and what is wrong with that file, if anything."""
     try:
         found = None if run is None else read_status(run)
-        return Seen() if found is None else msgspec.convert(found, Seen), ""
+        return StatusFile() if found is None else msgspec.convert(found, StatusFile), ""
     except UserError as error:
-        return Seen(), str(error)
+        return StatusFile(), str(error)
     except msgspec.ValidationError as error:
-        return Seen(), f"{run.status if run else ''} is damaged: {error}"
+        return StatusFile(), f"{run.status if run else ''} is damaged: {error}"
 
 
 def _as_it_listens(wanted: NetworkConfig, run: RunDir | None) -> NetworkConfig:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,11 +33,11 @@ from swarm_node.policy.policy import Policy
 from swarm_node.policy.prompt_format import write_prompt_format
 from swarm_node.rollouts import fit_length
 from swarm_node.rollouts.evaluate import Held, evaluate_on
+from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 from swarm_node.tasks import TaskSet, load_tasks
 from swarm_node.types import Task
 
-Say = Callable[[str], None]
 Method = Literal["uniform", "task-arithmetic"]
 SCALES = (0.3, 0.4, 0.5, 0.7, 1.0)
 """Scales to try besides 1/k."""
@@ -94,7 +94,7 @@ class Merged(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Request:
+class MergeRequest:
     """Options of `swarm-node merge`. Raises UserError for a scale that means nothing."""
 
     out: Path
@@ -111,7 +111,7 @@ class Request:
             raise UserError("--scale is a number for --method task-arithmetic (uniform means 1/k)")
 
 
-def main(runs: Sequence[RunDir], request: Request) -> int:
+def main(runs: Sequence[RunDir], request: MergeRequest) -> int:
     """Merge runs. A table, or a JSON document, goes to standard output."""
     say = on_stderr()
     check_new_directory(request.out)
@@ -124,14 +124,14 @@ def on_stderr() -> Say:
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
 
 
-def merge_and_show(cohort: Cohort, request: Request, say: Say) -> None:
+def merge_and_show(cohort: Cohort, request: MergeRequest, say: Say) -> None:
     """Merge, and print the result."""
     result = merge(cohort, request, say)
     if request.json_output:
         json.dump(msgspec.to_builtins(result), sys.stdout)
         sys.stdout.write("\n")
     else:
-        show(result, Console())
+        print_result(result, Console())
     kind, out = "runs" if cohort.rounds else "members", request.out
     say(f"merged {len(cohort.weights)} {kind} into {out}; load it with {loaded_with(out, cohort.policy.is_lora)}")
     if result.better:
@@ -143,7 +143,7 @@ def merge_and_show(cohort: Cohort, request: Request, say: Say) -> None:
         )
 
 
-def merge(cohort: Cohort, request: Request, say: Say = print) -> Merged:
+def merge(cohort: Cohort, request: MergeRequest, say: Say = print) -> Merged:
     """Merge `cohort` into a new directory and measure the result on held-out questions.
 
     Changes the weights of the cohort's policy. Raises UserError if weights are not finite, or if there is no question
@@ -320,7 +320,7 @@ def _explained() -> Iterator[None]:
         raise UserError(f"these weights cannot be merged: {error}") from error
 
 
-def show(result: Merged, console: Console) -> None:
+def print_result(result: Merged, console: Console) -> None:
     """Print the scales tried, and the figures of sources and merged model."""
     if result.tried:
         tried = Table("scale tried", "pass@1 on other questions")

@@ -24,12 +24,13 @@ from protocol.transports.base import Transport
 from swarm_node.averaging.cohort_weights import MAX_VERSION, cohorts_of, collect_weights
 from swarm_node.averaging.fragments import Fragments
 from swarm_node.averaging.merge import State, task_norms
-from swarm_node.cli.commands.merge import Cohort, Request, Say, merge_and_show, on_stderr
-from swarm_node.cli.commands.status_text import SHORT_ID
+from swarm_node.cli.commands.merge import Cohort, MergeRequest, merge_and_show, on_stderr
 from swarm_node.config import NodeConfig, TaskConfig
 from swarm_node.errors import UserError
+from swarm_node.observability.refusals import SHORT_ID
 from swarm_node.policy.loading import load_policy
 from swarm_node.policy.policy import Policy
+from swarm_node.say import Say
 from swarm_node.storage.rundir import RunDir, check_new_directory, os_errors_explained
 from swarm_node.swarm.links import Swarm, find_swarm
 from swarm_node.swarm.lookup import REPORT_EVERY_S, fetch_manifest, look_around
@@ -50,7 +51,7 @@ ASTRAY = 10.0
 def main(
     named: str,
     config: NodeConfig,
-    request: Request,
+    request: MergeRequest,
     timeout_s: float,
     wanted: str | None = None,
     without: Sequence[str] = (),

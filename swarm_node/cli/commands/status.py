@@ -19,7 +19,7 @@ import msgspec
 import typer
 
 from protocol.messages import PeerCard
-from swarm_node.cli.commands.status_text import FRESH_S, lines
+from swarm_node.cli.commands.status_text import STATUS_FRESH_S, status_lines
 from swarm_node.config import NetworkConfig
 from swarm_node.errors import UserError
 from swarm_node.observability.jsonl import last_record
@@ -43,7 +43,7 @@ def show_status(target: str | None, network: NetworkConfig, json_output: bool) -
     if json_output:
         typer.echo(json.dumps(found, indent=2))
     else:
-        for line in lines(found, time.time()):
+        for line in status_lines(found, time.time()):
             typer.echo(line)
     if found["swarm"] and not found["swarm"].get("connected", True):
         raise typer.Exit(1)
@@ -97,7 +97,7 @@ def _of_run(run: RunDir) -> dict[str, Any]:
 
 def _paused(run: RunDir, status: Mapping[str, Any]) -> str | None:
     """Why an active run is paused. An old `status` does not count: it may be of a run that ended while paused."""
-    fresh = time.time() - status.get("time", 0.0) < FRESH_S
+    fresh = time.time() - status.get("time", 0.0) < STATUS_FRESH_S
     return run.read_waits() or (status.get("paused") if fresh else None) or None
 
 

@@ -8,20 +8,18 @@ from typing import Any
 import msgspec
 
 from swarm_node.observability.reasons import words
-from swarm_node.observability.refusals import RefusalRow
+from swarm_node.observability.refusals import SHORT_ID, RefusalRow
 
-SHORT_ID = 8
-"""Last characters of a peer id that are shown; the first ones are equal for all peers."""
-LISTED = 8
+PARTNERS_LISTED = 8
 """Most averaging partners that are named."""
 WORST = 5
 """Most sources of refusals that are named."""
-FRESH_S = 30.0
+STATUS_FRESH_S = 30.0
 """A run whose status is older than this stands still or has ended."""
 Cells = Callable[[Mapping[str, Any]], list[str]]
 
 
-def lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
+def status_lines(found: Mapping[str, Any], now: float) -> Iterator[str]:
     """The document `found` as text, at Unix time `now`."""
     status, metrics = found["swarm"], found["metrics"]
     reward = (metrics or {}).get("reward")
@@ -121,7 +119,7 @@ def _named(peer: Mapping[str, str]) -> str:
 
 def _averaging(figures: Mapping[str, Any], now: float) -> Iterator[str]:
     partners, last = sorted(figures["partners"].values()), figures["last"]
-    listed = ", ".join(partners[:LISTED]) + (", …" if len(partners) > LISTED else "")
+    listed = ", ".join(partners[:PARTNERS_LISTED]) + (", …" if len(partners) > PARTNERS_LISTED else "")
     done = f"averaged {figures['exchanges']} times, {figures['bytes'] / 1e6:.2f} MB sent"
     if last:
         done += f", last with {last['with']} {max(0.0, now - last['time']):.0f} s ago"
@@ -138,7 +136,7 @@ def _when(status: Mapping[str, Any] | None, in_use: bool, now: float) -> str:
     seen = "" if age is None else f"as of {age:.0f} s ago"
     if not in_use:
         return f", ended; {seen}" if seen else ", finished"
-    return f", {seen}: it stands still" if age is not None and age > FRESH_S else ""
+    return f", {seen}: it stands still" if age is not None and age > STATUS_FRESH_S else ""
 
 
 def _traffic(traffic: Mapping[str, float]) -> str:

@@ -55,7 +55,7 @@ METRICS = ["reward", "frac_reward_zero_std", "num_tokens", "swarm/groups_sent", 
 METRICS += ["swarm/groups_admitted", "swarm/groups_used", "swarm/staleness_mean"]
 
 
-class Grid(Section):
+class SweepGrid(Section):
     """A grid file."""
 
     peers: PositiveInt = 4
@@ -116,10 +116,10 @@ def sweep(path: Path, out: Path, say: Callable[[str], None] = print) -> int:
     return len(missing)
 
 
-def read_grid(path: Path) -> Grid:
+def read_grid(path: Path) -> SweepGrid:
     """Read a grid from a TOML file. Raises UserError."""
     try:
-        return Grid.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return SweepGrid.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"cannot read the grid {path}: {error.strerror}") from None
     except ValidationError as error:
@@ -128,7 +128,7 @@ def read_grid(path: Path) -> Grid:
         raise UserError(f"{path} is not valid TOML: {error}") from None
 
 
-def grid_settings(grid: Grid) -> Iterator[Setting]:
+def grid_settings(grid: SweepGrid) -> Iterator[Setting]:
     """Every combination of the grid's values; the last key changes fastest. Raises UserError."""
     for values in product(*grid.grid.values()):
         chosen = dict(zip(grid.grid, values, strict=True))

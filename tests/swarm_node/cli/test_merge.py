@@ -19,7 +19,7 @@ from swarm_node.cli.app import app
 from swarm_node.cli.commands import merge as merging
 from swarm_node.cli.commands.evaluate import main as evaluate_main
 from swarm_node.cli.commands.export import export_run
-from swarm_node.cli.commands.merge import Request, cohort_of_runs, halves, main, scales
+from swarm_node.cli.commands.merge import MergeRequest, cohort_of_runs, halves, main, scales
 from swarm_node.cli.model import runs_of
 from swarm_node.config import NodeConfig, PolicyConfig, RolloutsConfig, dump_toml, load_config
 from swarm_node.errors import UserError
@@ -65,7 +65,7 @@ def mean(states):
 
 
 def quietly(sources, out, *args, **options):
-    return main(runs_of([str(source) for source in sources]), Request(out, *args, json_output=True, **options))
+    return main(runs_of([str(source) for source in sources]), MergeRequest(out, *args, json_output=True, **options))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_checkpoints_pruned_meanwhile_are_still_merged(full, tmp_path):
     for copy in copies:
         shutil.rmtree(copy / "checkpoints")
     (tmp_path / "out").mkdir()
-    merging.merge(cohort, Request(tmp_path / "out", questions=0), lambda text: None)
+    merging.merge(cohort, MergeRequest(tmp_path / "out", questions=0), lambda text: None)
     assert all(torch.equal(load_file(tmp_path / "out/model.safetensors")[name], expected[name]) for name in expected)
 
 

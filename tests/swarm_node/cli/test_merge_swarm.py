@@ -28,7 +28,7 @@ from swarm_node.averaging.cohort_weights import AT_ONCE, PACE, cohorts_of
 from swarm_node.averaging.merge import State
 from swarm_node.cli.app import app
 from swarm_node.cli.commands import merge as merging
-from swarm_node.cli.commands.merge import Cohort, Merged, Request, merge, on_stderr
+from swarm_node.cli.commands.merge import Cohort, Merged, MergeRequest, merge, on_stderr
 from swarm_node.cli.commands.merge_swarm import (
     MAX_SOURCES,
     QUIET_S,
@@ -176,7 +176,7 @@ def test_what_members_have_now_is_merged(swarm: Swarm, tmp_path: Path, options: 
     assert not swarm.left_out()
 
     cohort = Cohort(swarm.policy, NodeConfig(), [], weights, versions=versions)
-    result = merge(cohort, Request(tmp_path / "out", questions=0), swarm.said.append)
+    result = merge(cohort, MergeRequest(tmp_path / "out", questions=0), swarm.said.append)
     assert result.versions == versions and result.rounds == {}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name in before[0]:
@@ -191,7 +191,7 @@ def test_adapters_are_merged_too(tmp_path: Path) -> None:
     peers = [swarm.join() for _ in range(2)]
     weights, versions = swarm.gather(tmp_path)
     cohort = Cohort(swarm.policy, NodeConfig(policy=config), [], weights, versions=versions)
-    merge(cohort, Request(tmp_path / "out", "task-arithmetic", 0.5, 0), swarm.said.append)
+    merge(cohort, MergeRequest(tmp_path / "out", "task-arithmetic", 0.5, 0), swarm.said.append)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
     for name in peers[0].weights:
         both = [weights[swarm.name(peer)][name] for peer in peers]
@@ -203,7 +203,7 @@ def test_the_table_shows_versions(capsys: pytest.CaptureFixture[str]) -> None:
     held = {"all": Held(8, 0.5, 0.75)}
     result = Merged("out", "uniform", 0.5, versions={"ann …12345678": 417}, questions=8, samples=4)
     result.runs, result.merged, result.mean_pass_1 = {"ann …12345678": held}, held, 0.5
-    merging.show(result, Console(width=100))
+    merging.print_result(result, Console(width=100))
     shown = capsys.readouterr().out
     assert "version" in shown and "rounds" not in shown and "ann …12345678" in shown and "417" in shown
 

@@ -14,7 +14,7 @@ import pytest
 
 from protocol.errors import RemoteProtocolError
 from protocol.messages import TaskName
-from swarm_node.config import RewardFunction, RewardsConfig, TaskConfig
+from swarm_node.config import RewardFunctionConfig, RewardsConfig, TaskConfig
 from swarm_node.config.plugins import load_function
 from swarm_node.errors import UserError
 from swarm_node.tasks import TaskSet, is_held_out, load_tasks
@@ -298,10 +298,10 @@ def text(completions, **columns):
 """
 
 
-def functions(tmp_path: Path, *names: str, weight: float = 1.0) -> list[RewardFunction]:
+def functions(tmp_path: Path, *names: str, weight: float = 1.0) -> list[RewardFunctionConfig]:
     path = tmp_path / "rewards.py"
     path.write_text(FUNCTIONS)
-    return [RewardFunction(path=f"{path}:{name}", weight=weight) for name in names]
+    return [RewardFunctionConfig(path=f"{path}:{name}", weight=weight) for name in names]
 
 
 def test_rewards_are_summed_by_weight(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_functions_that_cannot_be_loaded(tmp_path: Path) -> None:
         ("math:pi", "math has no function 'pi'"),
     ]:
         with pytest.raises(UserError, match="reward function") as caught:
-            load_tasks(["small/gcd"], RewardsConfig(functions=[RewardFunction(path=path)]))
+            load_tasks(["small/gcd"], RewardsConfig(functions=[RewardFunctionConfig(path=path)]))
         assert message in str(caught.value)
     with pytest.raises(UserError, match="nothing to reward"):
         load_tasks(["small/gcd"], RewardsConfig(checker_weight=0.0))
