@@ -98,7 +98,7 @@ class AveragingConfig(Section):
     codec: Literal["float32", "8bit", "4bit"] = "8bit"
     """Encoding of weights on the network: 32, 8.4 or 4.4 bits per value."""
     error_feedback: bool = False
-    """Group methods: add the codec's rounding errors to the next message. Pairs need none, as they lose nothing."""
+    """DiLoCo and per_step: add the codec's rounding errors to the next message. Pairs lose nothing."""
     overlap: bool = True
     """Train on during an exchange; otherwise wait for it, at most `timeout_s`."""
     mixing: float = Field(0.0, ge=0, lt=1)
