@@ -24,7 +24,7 @@ TASK_INDICES: Final = 2**31
 # ---------------------------------------------------------------- rollouts
 
 MAX_BATCH_BYTES: Final = 512 * 1024
-"""A sealed rollout batch. py-libp2p drops RPCs above 1 MiB without a word; gossip adds headers and batches RPCs."""
+"""A signed rollout batch. py-libp2p drops RPCs above 1 MiB without a word; gossip adds headers and batches RPCs."""
 
 MAX_GROUPS: Final = 64
 """Groups in a batch: a publisher flushes every second, and no node here samples more than this in one."""
@@ -61,7 +61,7 @@ MAX_CLOCK_SKEW_S: Final = 30.0
 # ---------------------------------------------------------------- membership
 
 MAX_CARD_BYTES: Final = 2048
-"""A sealed membership card. A bucket of 600 peers then stays at a quarter of the 4 MiB that a DHT reply can hold."""
+"""A signed membership card. A bucket of 600 peers then stays at a quarter of the 4 MiB that a DHT reply can hold."""
 
 CARD_TTL_S: Final = 60.0
 """A card expires after this time unless it is renewed, so a peer that is gone is forgotten within a minute."""

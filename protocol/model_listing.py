@@ -108,7 +108,7 @@ def decode_listing(data: bytes, digest: str | None = None) -> ModelListing:
     if digest is not None and digest_of(data) != digest:
         raise RemoteProtocolError("digest", "another listing")
     listing: ModelListing = decode_as(_decoder, data)
-    if encode_listing(listing) != data:  # whoever seals it again, to hand it on, would name another digest
+    if encode_listing(listing) != data:  # a member that encodes it again would name another digest
         raise RemoteProtocolError("schema", "not in the canonical form")
     _check([file.name for file in listing.files])
     for file in listing.files:

@@ -32,7 +32,7 @@ MAX_PEER_ID_BYTES = 64
 """Ids of Ed25519 keys have 38 bytes. base58 takes time with the square of the length: minutes for a megabyte."""
 MAX_PEER_ID_CHARS = 80
 MAX_VALUE_BYTES = MAX_CARD_BYTES + 8
-"""A sealed card and its msgpack header."""
+"""A signed card and its msgpack header."""
 MAX_NEAREST = 20
 """Peers that an answer may name for each key: as many as nodes name, and hivemind's k."""
 

@@ -40,7 +40,7 @@ class CardValidator:
         """DHT keys of the buckets."""
         self._buckets = {key: bucket for bucket, key in enumerate(self.keys)}
         self.open = lru_cache(4096)(partial(_open, swarm))
-        """Sealed card -> (peer id, card); each is seen many times, from every replica."""
+        """Signed card -> (peer id, card); each is seen many times, from every replica."""
         self.too_new = ""
         """See `Transport.too_new`."""
         self.made: dict[str, float] = {}
@@ -63,14 +63,14 @@ class CardValidator:
         if len(value) > MAX_VALUE_BYTES or len(name) > MAX_PEER_ID_CHARS:
             raise RemoteProtocolError("size", f"record of {len(value)} bytes")
         named = name if isinstance(name, str) else decode_as(_text_decoder, name)
-        sealed = decode_as(_bytes_decoder, value)
+        signed = decode_as(_bytes_decoder, value)
         now = time.time()
         if not abs(expiration - now) <= MAX_OFF_S:  # not >: NaN too
             raise RemoteProtocolError("expiration", f"{expiration - now:.0f} s ahead")
         if not account.may_admit(named, bringer, now):  # costs less than a signature
             raise RemoteProtocolError("newcomers", f"a card of {named}, over a connection that has brought many")
         try:
-            peer, card = self.open(sealed)
+            peer, card = self.open(signed)
         except RemoteProtocolError as error:
             if error.reason == "newer" and not self.too_new and named.isascii() and named.isalnum():
                 self.too_new = named  # not longer than its record
@@ -185,5 +185,5 @@ def _live(bucket: dict[str, tuple[bytes, float]], now: float) -> dict[str, tuple
     return {peer: record for peer, record in bucket.items() if record[1] > now}
 
 
-def _open(swarm: str, sealed: bytes) -> tuple[str, PeerCard]:
-    return verify_card(sealed, swarm)
+def _open(swarm: str, signed: bytes) -> tuple[str, PeerCard]:
+    return verify_card(signed, swarm)

@@ -29,7 +29,7 @@ from protocol.budgets import Budgets
 from protocol.errors import PeerUnreachable, RemoteProtocolError
 from protocol.introductions import Introductions
 from protocol.limits import MEMBERSHIP_BUCKETS
-from protocol.transports.dht import messages as dht_wire
+from protocol.transports.dht import messages
 from protocol.transports.dht.lookup import SMALL_SWARM, direct, search
 from protocol.transports.dht.messages import MAX_BUCKET_CARDS, MAX_NEAREST, Record, node_id_of
 from protocol.transports.dht.neighbours import Neighbours
@@ -145,7 +145,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         self._take_call(context.remote_id, told=1)
         self.neighbours.meet(context.remote_id, request.peer.node_id)
         kept, left = [], STORED_EACH  # no more would be let in; this project's nodes send one
-        for key, name, value, expiration in self._read(peer, dht_wire.read_store, request):
+        for key, name, value, expiration in self._read(peer, messages.read_store, request):
             if name:
                 records: Sequence[Any] = [(name, value, expiration)]
             else:
@@ -162,16 +162,16 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         asker, peer = context.remote_id, str(context.remote_id)
         self._take_call(asker, finds=1)
         self.neighbours.meet(asker, request.peer.node_id)
-        keys = self._read(peer, dht_wire.read_keys, request.keys)
+        keys = self._read(peer, messages.read_keys, request.keys)
         held = [self._held(key) for key in keys]
         sizes = [sum(len(value) + 80 for _, value, _ in records) for records in held]
-        rooms = dht_wire.shares(sizes, MAX_ANSWER_CARDS_BYTES)
+        rooms = messages.shares(sizes, MAX_ANSWER_CARDS_BYTES)
         answer = dht_pb2.FindResponse(peer=self._info)
         for key, records, size, room in zip(keys, held, sizes, rooms, strict=True):
             result = answer.results.add(type=dht_pb2.NOT_FOUND)
             if records and self._given.take(peer, time.time(), min(size, room)):
                 result.type = dht_pb2.FOUND_DICTIONARY
-                result.value = dht_wire.encode_bucket(self._some(records, size, room))
+                result.value = messages.encode_bucket(self._some(records, size, room))
                 result.expiration_time = max(expiration for _, _, expiration in records)
             elif records:
                 self._refusals.note(peer, "rate")
@@ -305,7 +305,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
             return None
         named: set[PeerID] = set()
         for key, result in zip(keys, answer.results, strict=True):
-            near, false = dht_wire.read_nearest(result.nearest_node_ids, result.nearest_peer_ids)
+            near, false = messages.read_nearest(result.nearest_node_ids, result.nearest_peer_ids)
             if false:
                 self._refusals.note(str(peer), "node_id", false)
             named.update(near)
@@ -353,7 +353,7 @@ class CardDHT(ServicerBase):  # type: ignore[misc]
         if key not in self._validator:
             self._refusals.note(peer, "key")
             raise RemoteProtocolError("key", "not a bucket of this swarm's members")
-        return self._read(peer, dht_wire.decode_bucket, value)
+        return self._read(peer, messages.decode_bucket, value)
 
     async def _checked(
         self, account: Introductions, peer: str, key: bytes, records: Iterable[tuple[str | bytes, bytes, float]]

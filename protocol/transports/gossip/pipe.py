@@ -24,7 +24,7 @@ from protocol.transports.settings import NetworkSettings
 
 FRAME_HEAD_BYTES = 4
 MAX_FRAME_BYTES = MAX_BATCH_BYTES + 64 * 1024
-"""A whole sealed batch with its topic; the longest status (1024 peer ids of 52 characters) fits in as well."""
+"""A whole signed batch with its topic; the longest status (1024 peer ids of 52 characters) fits in as well."""
 MAX_CONNECTIONS = 512
 """A Python process decrypts some 50 MB/s; beyond a few hundred connections it is not a useful hub."""
 MAX_HOST_CHARS = MAX_ADDRESS_CHARS - len("/dns4//tcp/65535/p2p/") - 52

@@ -41,7 +41,7 @@ PATIENCE_S = 10.0
 MAX_HANDSHAKE_BYTES = 2**16
 """Bytes of a handshake. An honest one takes less than 2 KB; the library would buffer any length that it is told."""
 WINDOW_BYTES = 4 * 2**20
-"""Largest receive window of a stream: 13 MB/s at 300 ms, as much as one connection may bring (`gossip_gate`)."""
+"""Largest receive window of a stream: 13 MB/s at 300 ms, as much as one connection may bring (`gate`)."""
 MAX_BUFFERED = 2 * WINDOW_BYTES
 """Bytes that a connection may have lying unread: one gossip stream's, and room for another after the first broke."""
 STAY_S = 10.0

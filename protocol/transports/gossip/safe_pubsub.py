@@ -36,9 +36,7 @@ from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from protocol.transports.gossip.hub_router import MAX_PEER_QUEUE, HubGossipSub
 from protocol.transports.gossip.places import MAX_BUFFERED
-from protocol.transports.gossip.safe_host import CountedTCP, connect, make_host
-
-__all__ = ["CountedTCP", "HubGossipSub", "SafePubsub", "connect", "make_host"]
+from protocol.transports.gossip.safe_host import CountedTCP
 
 log = logging.getLogger("gossip")
 

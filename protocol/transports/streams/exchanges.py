@@ -240,7 +240,7 @@ class Exchanges:
         patience_s = self.piece_s * (1 + in_flight)
         async with _within(patience_s) as deadline:  # no drain: whoever has said the last word may have left
             if await read_exactly(reader, 1, deadline) != _ARRIVED:
-                raise RemoteProtocolError("schema", f"{method}: what came after the body")
+                raise RemoteProtocolError("schema", f"{method}: an unexpected byte after the body")
 
     async def _send(self, writer: asyncio.StreamWriter, method: str, ours: Outgoing) -> None:
         hashed, pieces = hashlib.sha256(), pieces_of(ours)
@@ -282,7 +282,7 @@ class Exchanges:
             digest = await read_exactly(reader, 32, deadline)
         self._traffic.bytes_in += 32
         if digest != hashed.digest():
-            raise RemoteProtocolError("hash", f"{method}: {size} bytes that are not what their hash says")
+            raise RemoteProtocolError("hash", f"{method}: {size} bytes do not match their hash")
 
     async def _read(self, reader: asyncio.StreamReader, left: int, buffer: bytearray) -> memoryview:
         """The next piece of a body of which `left` bytes are missing, in `buffer`."""

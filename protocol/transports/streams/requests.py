@@ -261,5 +261,5 @@ async def read_frame(
         hashed.update(piece)
     traffic.bytes_in += size + 40
     if hashed.digest() != digest:
-        raise RemoteProtocolError("hash", f"{size} bytes that are not what their hash says")
+        raise RemoteProtocolError("hash", f"{size} bytes do not match their hash")
     return bytes(payload)
