@@ -52,7 +52,7 @@ Order = BuildStage | DropStage | StartLeading | StopLeading
 
 
 class CrewChannels:
-    """The channels of one peer in its crew, and what came over them."""
+    """The channels of one peer in its crew, and the messages and orders that came over them."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class CrewChannels:
         self._events: deque[Callable[[float], list[Action]]] = deque()
         self._channels: dict[PeerLink, Channel] = {}
         self._faults: dict[PeerLink, str] = {}
-        """Channels whose peers sent a message that nobody takes -> why."""
+        """Channels whose peers sent a message that no stage accepts -> why."""
         self._plans: dict[int, Plan] = {}
         """Latest plans, by mark."""
         self._over = False

@@ -111,7 +111,7 @@ class Footprint:
         head = cost(self._frozen.head, self._trained.head)
         spans = tuple((span.first, span.end) for span in partition(layers, embed, head, capacities))
         if any(0 < room < cost for cost, room in zip(self.costs(spans), capacities, strict=True)):
-            raise ValueError("with what they keep for their neighbours, the stages do not fit these machines")
+            raise ValueError("with the replicas that they keep, the stages do not fit these machines")
         return spans
 
     def _bytes(self, frozen: int, trained: int, offered: int, kept: int) -> int:

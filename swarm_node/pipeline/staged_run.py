@@ -67,7 +67,7 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
     latest = newest([file for file in kept if file.run])
     others = [file for file in kept if not file.torn and not (latest and file.counts(latest.run))]
     if others:
-        say(f"checkpoints left out, being of another run or branch than the newest: {len(others)}")
+        say(f"checkpoints left out, since they are of another run or branch than the newest: {len(others)}")
     kept = [file for file in kept if file not in others]
     while True:
         missing = [stage for stage in range(count) if not any(one.stage == stage for one in kept)]
@@ -96,7 +96,7 @@ def find_stages(runs: Sequence[RunDir], say: Say) -> Staged:
     updates = [one.updates for one in chosen]
     if len(set(updates)) > 1:
         listed = ", ".join(f"stage {one.stage} after update {one.updates}" for one in chosen)
-        say(f"there is no update after which all stages are there: {listed}")
+        say(f"no update has a checkpoint of every stage: {listed}")
     else:
         say(f"all {count} stages after update {updates[0]}")
     return Staged(config, plan, stages, max(updates))
@@ -126,7 +126,7 @@ def _check(
         found = tuple(map(int, match.groups())) if match else ()
         layers = plan.config.num_hidden_layers
         if not match or found[:3] != (one.stage, len(chosen), first) or found[4] != layers:
-            raise UserError(f"{one.path} is {state['span']}, which does not go with the other stages of {plan.base}")
+            raise UserError(f"{one.path} is {state['span']}, which does not fit the other stages of {plan.base}")
         first = found[3] + 1
     expected = trained_shapes(config.policy, plan)
     seen: set[str] = set()
@@ -135,7 +135,7 @@ def _check(
             del stage[name]
         seen |= stage.keys()
     if first != plan.config.num_hidden_layers or seen != expected.keys():
-        raise UserError(f"these stages are not all of {config.policy.model}, or not of it")
+        raise UserError(f"these stages together are not all of {config.policy.model}")
     for name, tensor in ((name, tensor) for stage in stages for name, tensor in stage.items()):
         if tensor.shape != expected[name].shape:
             raise UserError(f"{name} is {list(tensor.shape)} in these stages, but not in {config.policy.model}")

@@ -168,7 +168,7 @@ def load_stage(config: PolicyConfig, span: Span | tuple[int, int], report: Calla
     if getattr(plan.config, "quantization_config", None) is not None:
         raise UserError(f"{plan.base} is quantised: to divide it into stages, give the model that it was made from")
     span = _checked(span, plan)
-    base = _cut(span, plan, parts)
+    base = _without_weights(span, plan, parts)
     _fill(base, span, plan, parts)
     model = _adapted(base, span, plan, parts, config) if plan.lora else base
     decoder = getattr(base, parts.decoder)
@@ -201,7 +201,7 @@ def _checked(span: Span | tuple[int, int], plan: Plan) -> Span:
     return span
 
 
-def _cut(span: Span, plan: Plan, parts: Parts) -> PreTrainedModel:
+def _without_weights(span: Span, plan: Plan, parts: Parts) -> PreTrainedModel:
     """The model without the parts of other stages, on the meta device."""
     config = copy.deepcopy(plan.config)
     config.num_hidden_layers = span.end - span.first

@@ -117,7 +117,7 @@ class StageBuilder:
                     self._load(worker, source, order, spans)
             except (ProtocolError, CheckpointError, Unavailable, UserError, ValueError) as error:
                 why = str(error)  # UserError: a file that may not be read
-                self._say(f"{stage.span} could not be had as {source.way}: {why}")
+                self._say(f"{stage.span} could not be built from {source.way}: {why}")
                 continue
             return Built(worker, source, start)
         return why
@@ -145,7 +145,7 @@ class StageBuilder:
             wanted = Wanted(span.index, span.first, span.end, rest=True, replica=source.way == "replica")
             weights = self._fetch(source.peers[0], wanted, mine, order)
         if weights.tensors.keys() != mine.keys():
-            raise Unavailable(f"{len(weights.tensors)} tensors of {len(mine)} are kept there")
+            raise Unavailable(f"it has {len(weights.tensors)} tensors instead of {len(mine)}")
         if source.way == "cohort":
             check_near(weights.tensors, optimizer.weights())
         _write(optimizer, weights.tensors)

@@ -141,7 +141,7 @@ def tell(stage: int, source: Source, updates: int, crew_updates: int, *, adapter
 
 
 def _done(source: Source, updates: int, adapters: bool) -> str:
-    peer = f"peer …{source.peers[0][-8:]}" if source.peers else "nobody"
+    peer = f"peer …{source.peers[0][-8:]}" if source.peers else "no peer"
     stages = " and ".join(map(str, source.stages))
     match source.way:
         case "live":

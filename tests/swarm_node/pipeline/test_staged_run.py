@@ -125,7 +125,7 @@ def test_stages_are_taken_after_the_same_update(saved: Saved, tmp_path: Path) ->
     runs.train(updates=3, peers=runs.peers[:1], seed=9)
     runs.train(updates=1, peers=runs.peers[:1], seed=10)  # 11, 10 and 7: no more than three are kept
     runs.export(tmp_path / "out3")
-    assert any("no update after which all stages are there: stage 0 after update 11" in line for line in runs.said)
+    assert any("no update has a checkpoint of every stage: stage 0 after update 11" in line for line in runs.said)
 
 
 def test_a_torn_checkpoint_is_passed_over(saved: Saved, tmp_path: Path) -> None:

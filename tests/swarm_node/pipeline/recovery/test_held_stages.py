@@ -493,7 +493,7 @@ def test_the_next_source_is_tried_when_one_fails(saved: Saved, tmp_path: Path) -
     good = source("live", c)
     assert a.take(1, gone, without, checkpoint, good, Source("base")) == (2, good)
     assert same(a.weights(1), c.weights(1))
-    assert [line.split(" could not be had as ")[1].split(":")[0] for line in a.said if "could not" in line] == [
+    assert [line.split(" could not be built from ")[1].split(":")[0] for line in a.said if "could not" in line] == [
         "live",
         "replica",
         "snapshot",
